@@ -1,0 +1,33 @@
+"""Gradient surgery for multi-task learning in PyTorch, at the speed of memory.
+
+The reference implementation of connection-strength-based optimization ("Quantifying Task Priority
+for Multi-Task Optimization", CVPR 2024). Start at `MultiTaskOptimizer`.
+"""
+
+from cs_kernels import functional, nn
+from cs_kernels.methods import ConnectionStrength, Method, Sum
+from cs_kernels.ops import available_backends, use_backend
+from cs_kernels.optimizer import MultiTaskOptimizer
+from cs_kernels.schedules import Joint, Mixed, Schedule, Sequential, Switch
+from cs_kernels.weightings import EqualWeights, FixedWeights, Weighting
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConnectionStrength",
+    "EqualWeights",
+    "FixedWeights",
+    "Joint",
+    "Method",
+    "Mixed",
+    "MultiTaskOptimizer",
+    "Schedule",
+    "Sequential",
+    "Sum",
+    "Switch",
+    "Weighting",
+    "available_backends",
+    "functional",
+    "nn",
+    "use_backend",
+]

@@ -1,0 +1,246 @@
+"""The paper's equations on plain tensors, through whichever backend is in force.
+
+K is the number of tasks, O the number of output channels. A weight has its output channels in
+dimension `out_channel_dim`: 0 for convolutions and linear layers, 1 for transposed convolutions,
+whose `groups` (if any) lie in blocks of dimension 0. Nothing here is differentiable.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cs_kernels.ops import out_channels
+
+__all__ = ["connection_strength", "phase2_update", "project_conflicts", "task_priority"]
+
+_FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def connection_strength(
+    weight: Tensor,
+    gamma: Tensor,
+    running_var: Tensor,
+    *,
+    eps: float | Sequence[float] = 1e-5,
+    normalize: bool = True,
+    out_channel_dim: int = 0,
+    groups: int = 1,
+) -> Tensor:
+    """How much each output channel of a layer contributes to each task (eq:eq3, eq:eq5).
+
+    `S_p^i = gamma_{i,p}^2 / (Var_{i,p} + eps_i) * energy_p`, with the energy of a channel the sum of
+    its squared weights over the size of its kernel window (eq:eq1); normalized, each task's
+    strengths sum to 1 over the layer (or are all 0).
+
+    Args:
+        weight: The layer's weight, of any floating dtype.
+        gamma: [K, O], the scale of each task's normalization.
+        running_var: [K, O], its running variance.
+        eps: That of the normalization, one for all tasks or one each.
+        normalize: Whether to divide by the sum over the layer.
+        out_channel_dim: 0 or 1.
+        groups: Of a transposed convolution.
+
+    Returns:
+        Float64 [K, O].
+
+    Raises:
+        ValueError: A shape, device or option does not fit; the message names the argument.
+        TypeError: A dtype does not fit.
+
+    Example:
+        >>> weight = torch.tensor([[1.0, 1.0], [2.0, 0.0]])
+        >>> gamma = torch.tensor([[1.0, 1.0], [3.0, 1.0]])
+        >>> cs.functional.connection_strength(weight, gamma, torch.ones(2, 2), eps=0.0)
+        tensor([[0.3333, 0.6667],
+                [0.8182, 0.1818]], dtype=torch.float64)
+    """
+    eps = _check_layer(weight, gamma, running_var, eps, out_channel_dim, groups)
+    result: Tensor = torch.ops.cs_kernels.connection_strength(
+        weight.detach(),
+        list(gamma.detach()),
+        list(running_var.detach()),
+        eps,
+        normalize,
+        out_channel_dim,
+        groups,
+    )
+    return result
+
+
+def task_priority(strength: Tensor) -> Tensor:
+    """The task with the greatest strength at each channel (eq:eq6).
+
+    Args:
+        strength: [K, O], floating; normalized, or tasks of different scale are not comparable.
+
+    Returns:
+        int64 [O]. A tie goes to the lowest task; a NaN never beats a number.
+
+    Raises:
+        ValueError: The shape does not fit.
+        TypeError: The dtype does not fit.
+    """
+    _check_floating("strength", strength)
+    if strength.ndim != 2 or strength.shape[0] == 0:
+        raise ValueError(f"strength must have shape [K, O], got {tuple(strength.shape)}")
+    result: Tensor = torch.ops.cs_kernels.task_priority(strength.detach())
+    return result
+
+
+def project_conflicts(
+    grads: Tensor, priority: Tensor, *, out_channel_dim: int = 0, groups: int = 1
+) -> Tensor:
+    """The joint update of one layer whose channels belong to tasks (Algorithm 1, Phase 2).
+
+    The channels of task i form group i. Within it, the gradient of every task j in conflict with
+    that of task i (negative dot product over the whole group) loses its component along it; then
+    all gradients are added.
+
+    Args:
+        grads: [K, *weight.shape].
+        priority: int64 [O], each in [0, K).
+        out_channel_dim: Of the weight, 0 or 1.
+        groups: Of a transposed convolution.
+
+    Returns:
+        The update, in the weight's shape.
+
+    Raises:
+        ValueError: A shape, device or option does not fit. Priorities are checked where that takes
+            no synchronization, on the CPU; elsewhere one outside [0, K) means no projection.
+        TypeError: A dtype does not fit.
+    """
+    _check_grads(grads)
+    weight = grads[0]
+    _check_layout(weight, out_channel_dim, groups)
+    channels = out_channels(weight, out_channel_dim, groups)
+    if priority.dtype is not torch.int64:
+        raise TypeError(f"priority must be torch.int64, got {priority.dtype}")
+    if priority.shape != (channels,):
+        raise ValueError(f"priority must have shape ({channels},), got {tuple(priority.shape)}")
+    _check_device("priority", priority, grads)
+    if priority.device.type == "cpu" and channels > 0:
+        low, high = priority.aminmax()
+        if low < 0 or high >= len(grads):
+            wrong = int(low if low < 0 else high)
+            raise ValueError(f"priority must lie in [0, {len(grads)}), got {wrong}")
+    grads = grads.detach()
+    update = torch.empty_like(grads[0])
+    torch.ops.cs_kernels.project_conflicts_(
+        [update], list(grads), [priority], [out_channel_dim], [groups], len(grads)
+    )
+    return update
+
+
+def phase2_update(
+    weight: Tensor,
+    gamma: Tensor,
+    running_var: Tensor,
+    grads: Tensor,
+    *,
+    eps: float | Sequence[float] = 1e-5,
+    out_channel_dim: int = 0,
+    groups: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """`connection_strength`, `task_priority` and `project_conflicts` of one layer in one call.
+
+    Args:
+        weight: The layer's weight.
+        gamma: [K, O], the scale of each task's normalization.
+        running_var: [K, O], its running variance.
+        grads: [K, *weight.shape], in the weight's dtype.
+        eps: That of the normalization, one for all tasks or one each.
+        out_channel_dim: 0 or 1.
+        groups: Of a transposed convolution.
+
+    Returns:
+        The update in the weight's shape and dtype, and the priority, int64 [O].
+
+    Raises:
+        ValueError: A shape, device or option does not fit; the message names the argument.
+        TypeError: A dtype does not fit.
+    """
+    eps = _check_layer(weight, gamma, running_var, eps, out_channel_dim, groups)
+    _check_grads(grads)
+    if grads.shape != (len(gamma), *weight.shape):
+        expected = (len(gamma), *weight.shape)
+        raise ValueError(f"grads must have shape {expected}, got {tuple(grads.shape)}")
+    if grads.dtype is not weight.dtype:
+        raise TypeError(f"grads must have the weight's dtype {weight.dtype}, got {grads.dtype}")
+    _check_device("grads", grads, weight)
+    update = torch.empty_like(weight)
+    (priority,) = torch.ops.cs_kernels.phase2_update_(
+        [update],
+        list(grads.detach()),
+        [weight.detach()],
+        list(gamma.detach()),
+        list(running_var.detach()),
+        eps,
+        [out_channel_dim],
+        [groups],
+        len(grads),
+    )
+    return update, priority
+
+
+def _check_floating(name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in _FLOATING:
+        supported = ", ".join(str(dtype) for dtype in _FLOATING)
+        raise TypeError(f"{name} must be one of {supported}, got {tensor.dtype}")
+
+
+def _check_device(name: str, tensor: Tensor, other: Tensor) -> None:
+    if tensor.device != other.device:
+        raise ValueError(f"{name} must be on {other.device}, got {tensor.device}")
+
+
+def _check_layout(weight: Tensor, out_channel_dim: int, groups: int) -> None:
+    if out_channel_dim not in (0, 1):
+        raise ValueError(f"out_channel_dim must be 0 or 1, got {out_channel_dim}")
+    if weight.ndim < out_channel_dim + 1:
+        raise ValueError(
+            f"weight must have a dimension {out_channel_dim}, got shape {tuple(weight.shape)}"
+        )
+    if groups < 1 or (groups > 1 and out_channel_dim == 0):
+        raise ValueError(
+            f"groups must be 1, or at least 1 where out_channel_dim is 1, got {groups}"
+        )
+    if weight.shape[0] % groups != 0:
+        raise ValueError(f"groups must divide dimension 0 of {tuple(weight.shape)}, got {groups}")
+
+
+def _check_layer(
+    weight: Tensor,
+    gamma: Tensor,
+    running_var: Tensor,
+    eps: float | Sequence[float],
+    out_channel_dim: int,
+    groups: int,
+) -> list[float]:
+    """Returns eps as a list, one a task."""
+    _check_floating("weight", weight)
+    _check_layout(weight, out_channel_dim, groups)
+    channels = out_channels(weight, out_channel_dim, groups)
+    for name, tensor in (("gamma", gamma), ("running_var", running_var)):
+        _check_floating(name, tensor)
+        if tensor.ndim != 2 or tensor.shape[0] == 0 or tensor.shape[1] != channels:
+            raise ValueError(f"{name} must have shape [K, {channels}], got {tuple(tensor.shape)}")
+        _check_device(name, tensor, weight)
+    if running_var.shape != gamma.shape:
+        raise ValueError(
+            f"running_var must have the shape of gamma, {tuple(gamma.shape)},"
+            f" got {tuple(running_var.shape)}"
+        )
+    if isinstance(eps, Sequence):
+        if len(eps) != len(gamma):
+            raise ValueError(f"eps must be a number or {len(gamma)} numbers, got {eps}")
+        return [float(e) for e in eps]
+    return [float(eps)] * len(gamma)
+
+
+def _check_grads(grads: Tensor) -> None:
+    _check_floating("grads", grads)
+    if grads.ndim < 2 or grads.shape[0] == 0:
+        raise ValueError(f"grads must have shape [K, *weight.shape], got {tuple(grads.shape)}")

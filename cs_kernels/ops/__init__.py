@@ -1,0 +1,111 @@
+"""The operators `torch.ops.cs_kernels.*`: every schema next to its fake, and who computes it.
+
+Each is computed by the backend in force for the device of its tensors (`backends.py`). The
+reference defines the results; the others agree with it to rounding. None is differentiable: a
+gradient is what they take, not what they have.
+
+A list over tensors comes with the tasks inside: entry `t * tasks + i` is tensor t of task i. The
+output channels of a weight are its dimension `out_channel_dim`, 0 or (transposed convolutions,
+where `groups` of them lie in blocks of dimension 0) 1.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs_kernels.ops import backends
+from cs_kernels.ops.backends import available_backends, use_backend
+
+__all__ = ["available_backends", "out_channels", "use_backend"]
+
+_library = torch.library.Library("cs_kernels", "DEF")
+
+
+def out_channels(weight: Tensor, out_channel_dim: int, groups: int) -> int:
+    """The number of output channels of a weight."""
+    return weight.shape[out_channel_dim] * (groups if out_channel_dim == 1 else 1)
+
+
+def _operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Defines an operator; the decorated function is its fake."""
+    name = schema.partition("(")[0]
+
+    def define(fake: Callable[..., Any]) -> Callable[..., Any]:
+        _library.define(schema)
+        torch.library.register_fake(f"cs_kernels::{name}", fake, lib=_library)
+        for key in ("CPU", "CUDA"):
+            _library.impl(name, backends.router(name, key.lower()), key)
+        _library.impl(name, backends.router(name, None), "CompositeExplicitAutograd")
+        return fake
+
+    return define
+
+
+@_operator(
+    "connection_strength(Tensor weight, Tensor?[] gammas, Tensor[] running_vars, float[] eps,"
+    " bool normalize, int out_channel_dim, int groups) -> Tensor"
+)
+def _(
+    weight: Tensor,
+    gammas: Sequence[Tensor | None],
+    running_vars: Sequence[Tensor],
+    eps: Sequence[float],
+    normalize: bool,
+    out_channel_dim: int,
+    groups: int,
+) -> Tensor:
+    """Float64 [K, O] of one layer; a missing gamma stands for ones."""
+    channels = out_channels(weight, out_channel_dim, groups)
+    return weight.new_empty((len(running_vars), channels), dtype=torch.float64)
+
+
+@_operator("task_priority(Tensor strength) -> Tensor")
+def _(strength: Tensor) -> Tensor:
+    """int64 [O] from [K, O]."""
+    return strength.new_empty((strength.shape[1],), dtype=torch.int64)
+
+
+@_operator(
+    "project_conflicts_(Tensor(a!)[] updates, Tensor?[] grads, Tensor[] priorities,"
+    " int[] out_channel_dims, int[] groups, int tasks) -> ()"
+)
+def _(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    priorities: Sequence[Tensor],
+    out_channel_dims: Sequence[int],
+    groups: Sequence[int],
+    tasks: int,
+) -> None:
+    """Writes the update of every tensor: the first len(priorities) projected, the others summed.
+
+    A missing gradient counts as zero. The updates share no memory with the gradients.
+    """
+
+
+@_operator(
+    "phase2_update_(Tensor(a!)[] updates, Tensor?[] grads, Tensor[] weights, Tensor?[] gammas,"
+    " Tensor[] running_vars, float[] eps, int[] out_channel_dims, int[] groups, int tasks)"
+    " -> Tensor[]"
+)
+def _(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    weights: Sequence[Tensor],
+    gammas: Sequence[Tensor | None],
+    running_vars: Sequence[Tensor],
+    eps: Sequence[float],
+    out_channel_dims: Sequence[int],
+    groups: Sequence[int],
+    tasks: int,
+) -> list[Tensor]:
+    """`connection_strength`, `task_priority` and `project_conflicts_` of a whole trunk in one call.
+
+    Returns the priorities, int64 [O] a layer.
+    """
+    return [
+        weight.new_empty((out_channels(weight, dim, group),), dtype=torch.int64)
+        for weight, dim, group in zip(weights, out_channel_dims, groups, strict=True)
+    ]

@@ -1,0 +1,127 @@
+"""The operators in plain torch, on any device: the definition that the other backends are held to.
+
+Everything is computed in float64 and rounded once. Names follow the paper: energy is the sum over q
+of s_pq (eq:eq1), strength S (eq:eq3), normalized strength S^ (eq:eq5), priority nu (eq:eq6).
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+def channel_rows(tensor: Tensor, out_channel_dim: int, groups: int) -> Tensor:
+    """[O, fan-in]: a row holds the weights that produce one output channel."""
+    if out_channel_dim == 0:
+        return tensor.flatten(1) if tensor.ndim > 1 else tensor.unsqueeze(1)
+    split = tensor.unflatten(0, (groups, -1)).movedim(2, 1)
+    return split.reshape(split.shape[0] * split.shape[1], -1)
+
+
+def _from_channel_rows(rows: Tensor, like: Tensor, out_channel_dim: int, groups: int) -> Tensor:
+    if out_channel_dim == 0:
+        return rows.reshape(like.shape)
+    fan_in, channels = like.shape[0] // groups, like.shape[1]
+    split = rows.reshape(groups, channels, fan_in, *like.shape[2:])
+    return split.movedim(1, 2).reshape(like.shape)
+
+
+def connection_strength(
+    weight: Tensor,
+    gammas: Sequence[Tensor | None],
+    running_vars: Sequence[Tensor],
+    eps: Sequence[float],
+    normalize: bool,
+    out_channel_dim: int,
+    groups: int,
+) -> Tensor:
+    """eq:eq1 and eq:eq3, and eq:eq5 where `normalize`."""
+    kernel_size = prod(weight.shape[2:])
+    rows = channel_rows(weight.double(), out_channel_dim, groups)
+    energy = rows.square().sum(1) / kernel_size
+    scale = torch.stack(
+        [
+            (1.0 if gamma is None else gamma.double().square()) / (running_var.double() + epsilon)
+            for gamma, running_var, epsilon in zip(gammas, running_vars, eps, strict=True)
+        ]
+    )
+    strength = scale * energy
+    if not normalize:
+        return strength
+    total = strength.sum(1, keepdim=True)
+    return torch.where(total == 0, 0.0, strength / total)
+
+
+def task_priority(strength: Tensor) -> Tensor:
+    """eq:eq6; torch.argmax would let a NaN win, and leaves open which of equals does."""
+    numbers = strength.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    highest = numbers.amax(0, keepdim=True)
+    return (numbers == highest).to(torch.int8).argmax(0)
+
+
+def _projected_sum(grads: Tensor, priority: Tensor) -> Tensor:
+    """Algorithm 1's loop over channel groups, for grads [K, O, fan-in] of one layer."""
+    update = grads.sum(0)
+    for i, g_i in enumerate(grads):
+        group = (priority == i).unsqueeze(1)
+        reference = torch.where(group, g_i, 0.0)
+        d_ii = (reference * reference).sum()
+        for j, g_j in enumerate(grads):
+            if j != i:
+                d_ij = (reference * torch.where(group, g_j, 0.0)).sum()
+                conflict = (d_ij < 0) & (d_ii > 0)
+                update = torch.where(group & conflict, update - d_ij / d_ii * g_i, update)
+    return update
+
+
+def project_conflicts_(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    priorities: Sequence[Tensor],
+    out_channel_dims: Sequence[int],
+    groups: Sequence[int],
+    tasks: int,
+) -> None:
+    """Phase 2 of Algorithm 1 with the channel groups given, for each tensor on its own."""
+    for t, update in enumerate(updates):
+        present = [
+            torch.zeros_like(update, dtype=torch.float64) if grad is None else grad.double()
+            for grad in grads[t * tasks : (t + 1) * tasks]
+        ]
+        if t < len(priorities):
+            layout = out_channel_dims[t], groups[t]
+            rows = torch.stack([channel_rows(grad, *layout) for grad in present])
+            total = _from_channel_rows(_projected_sum(rows, priorities[t]), update, *layout)
+        else:
+            total = torch.stack(present).sum(0)
+        update.copy_(total)
+
+
+def phase2_update_(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    weights: Sequence[Tensor],
+    gammas: Sequence[Tensor | None],
+    running_vars: Sequence[Tensor],
+    eps: Sequence[float],
+    out_channel_dims: Sequence[int],
+    groups: Sequence[int],
+    tasks: int,
+) -> list[Tensor]:
+    """Priorities from the weights, then Phase 2."""
+    priorities = []
+    for layer, weight in enumerate(weights):
+        of_layer = slice(layer * tasks, (layer + 1) * tasks)
+        strength = connection_strength(
+            weight,
+            gammas[of_layer],
+            running_vars[of_layer],
+            eps[of_layer],
+            True,
+            out_channel_dims[layer],
+            groups[layer],
+        )
+        priorities.append(task_priority(strength))
+    project_conflicts_(updates, grads, priorities, out_channel_dims, groups, tasks)
+    return priorities

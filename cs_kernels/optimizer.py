@@ -1,0 +1,427 @@
+"""MultiTaskOptimizer: the body of a multi-task training loop.
+
+One step is one straight walk: losses -> gradients of every task -> one operator call -> `.grad` ->
+`optimizer.step()`; or, in Phase 1, a plain step a task.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from cs_kernels.gradients import TaskGradients
+from cs_kernels.layout import Coverage, Followers, Layout, find_layout, shared_parameters
+from cs_kernels.methods import ConnectionStrength, Method
+from cs_kernels.nn import TaskBatchNorm, active, check_tasks, task_norms
+from cs_kernels.ops import out_channels
+from cs_kernels.schedules import Joint, Phase, Schedule
+from cs_kernels.weightings import EqualWeights, Weighting
+
+Closure = Callable[[str], Tensor]
+
+
+class MultiTaskOptimizer:
+    """Steps a torch optimizer with the gradients of several tasks.
+
+    Args:
+        trunk: The shared module. Its parameters outside task-specific normalization are the shared
+            ones; all else that the optimizer holds belongs to tasks and is left to autograd.
+        optimizer: Any torch optimizer with the parameters of the trunk, and of the heads.
+        tasks: The names of the tasks, in the order of Phase 1 and of ties in priority.
+        method: What becomes of the gradients in Phase 2. Default: `ConnectionStrength()`.
+        schedule: When to update tasks in turn and when jointly. Default: `Joint()`.
+        weighting: Of the losses. Default: `EqualWeights()`.
+        layers: Overrides what a watched forward pass tells: by name of a layer in the trunk, the
+            task-specific normalization to take its channels' priority from, or None for the sum.
+        scaler: A `torch.amp.GradScaler`: losses are scaled, and it steps the optimizer and updates.
+
+    Raises:
+        ValueError: An argument does not fit; the message names it and quotes the value.
+        TypeError: An argument is of the wrong kind.
+
+    Example:
+        >>> trunk = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+        >>> trunk = cs.nn.convert_task_batchnorm(trunk, ["a", "b"])
+        >>> heads = torch.nn.ModuleDict({t: torch.nn.Linear(8, 1) for t in ["a", "b"]})
+        >>> sgd = torch.optim.SGD([*trunk.parameters(), *heads.parameters()], lr=0.1)
+        >>> opt = cs.MultiTaskOptimizer(trunk, sgd, ["a", "b"])
+        >>> x = torch.randn(16, 4)
+        >>> losses = opt.step(lambda task: heads[task](trunk(x)).square().mean())
+        >>> print(opt.coverage())
+        1 of 2 shared parameters are prioritized, 80.0 % of 40 elements
+          0.weight  prioritized by 1
+          0.bias    plain sum: not the weight of a convolution or linear layer
+    """
+
+    def __init__(
+        self,
+        trunk: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        tasks: Sequence[str],
+        method: Method | None = None,
+        schedule: Schedule | None = None,
+        weighting: Weighting | None = None,
+        *,
+        layers: Mapping[str, str | None] | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.trunk = trunk
+        self.optimizer = optimizer
+        self.tasks = check_tasks(tasks)
+        self.method = ConnectionStrength() if method is None else method
+        self.schedule = Joint() if schedule is None else schedule
+        self.weighting = EqualWeights() if weighting is None else weighting
+        self.scaler = scaler
+        self.weighting.check(self.tasks)
+
+        self._norms = task_norms(trunk)
+        shared = shared_parameters(trunk)
+        _check_trunk(trunk, self.tasks, self.method)
+        _check_overrides(trunk, layers or {})
+        _check_optimizer(trunk, shared, optimizer)
+
+        self._gradients = TaskGradients(shared, len(self.tasks))
+        self._statistics = _Statistics(trunk)
+        self._overrides = dict(layers or {})
+        self._followers = Followers(trunk)
+        self._watched: set[str] = set()
+        self._layout: Layout | None = None
+        self._epoch: int | None = None
+        self._steps = 0
+
+    @property
+    def phase(self) -> Phase:
+        """1 or 2: the phase of the next step.
+
+        Raises:
+            RuntimeError: The schedule depends on the epoch and `start_epoch` was not called.
+        """
+        return self.schedule.phase(self._epoch, self._steps)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Tells the schedule which epoch begins, from 0; starting one again draws the same phase.
+
+        Raises:
+            ValueError: The epoch is negative.
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch must be at least 0, got {epoch}")
+        self._epoch = epoch
+
+    def step(
+        self, closure: Closure | Sequence[Closure], tasks: Sequence[str] | None = None
+    ) -> dict[str, Tensor]:
+        """One training step: Phase 1, an optimizer step a task; Phase 2, one for all.
+
+        The gradients of all parameters in the optimizer are set to None first, so what belongs to
+        a task that takes no part is not touched, by momentum or weight decay either.
+
+        Args:
+            closure: Called with a task, which is active in the trunk meanwhile; runs the network on
+                a batch and returns the loss, a scalar. Or a sequence of closures, one for each
+                micro-batch: their losses and gradients add up (divide by their number for a mean).
+            tasks: Those that this batch has labels for; all by default. The order of Phase 1.
+
+        Returns:
+            The loss of each task, detached and unweighted.
+
+        Raises:
+            ValueError: `tasks` does not fit, the loss is not a scalar or has no graph, or a trunk
+                without a prioritized layer meets a method that needs one.
+            TypeError: The closure did not return a tensor.
+
+            Whatever is raised, also by the closure: parameters, gradients and running statistics
+            are as they were before the step, or in Phase 1 before the update of that task.
+        """
+        closures = [closure] if callable(closure) else list(closure)
+        if not closures:
+            raise ValueError("closure must be a function or a sequence of them, got none")
+        chosen = self._chosen(tasks)
+        losses: dict[str, Tensor] = {}
+        with record_function("cs_kernels.step"):
+            if self.phase == 1:
+                for task in chosen:
+                    with self._restored_on_error([task]):
+                        losses[task] = self._backward(task, closures)
+                    self._optimizer_step()
+            else:
+                with self._restored_on_error(chosen):
+                    for task in chosen:
+                        losses[task] = self._backward(task, closures)
+                        if self.method.separate_gradients:
+                            with record_function("cs_kernels.collect"):
+                                self._gradients.collect(self.tasks.index(task))
+                    with record_function("cs_kernels.surgery"), torch.no_grad():
+                        self.method.combine(self._gradients, self._current_layout())
+                self._optimizer_step()
+        self._steps += 1
+        return losses
+
+    def trace(self, closure: Closure) -> Coverage:
+        """Finds the prioritized layers without a step, from one forward pass a task.
+
+        Running statistics are restored; random numbers are consumed as by any forward pass.
+
+        Args:
+            closure: As in `step`; only the forward pass counts.
+
+        Returns:
+            `coverage()`.
+        """
+        with self._statistics.restored(self.tasks), torch.no_grad():
+            for task in self.tasks:
+                with active(self._norms, task), self._followers.watch():
+                    closure(task)
+                self._watched.add(task)
+        self._layout = None
+        return self.coverage()
+
+    def coverage(self) -> Coverage:
+        """Which shared parameters are prioritized, which get the plain sum, and why.
+
+        Raises:
+            RuntimeError: No forward pass has been seen yet.
+        """
+        return self._current_layout().coverage
+
+    def priority(self) -> dict[str, Tensor]:
+        """The top-priority task of every output channel, from the weights and statistics as they are.
+
+        Returns:
+            By name of the layer, int64 [O]: an index into `tasks`.
+
+        Raises:
+            RuntimeError: No forward pass has been seen yet.
+        """
+        with torch.no_grad():
+            return {
+                layer.name: torch.ops.cs_kernels.task_priority(
+                    torch.ops.cs_kernels.connection_strength(
+                        layer.weight.detach(),
+                        [norm._parameters["weight"] for norm in layer.norms],
+                        [norm._buffers["running_var"] for norm in layer.norms],
+                        [norm.eps for norm in layer.norms],
+                        True,
+                        layer.out_channel_dim,
+                        layer.groups,
+                    )
+                )
+                for layer in self._current_layout().layers
+            }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs beside the states of the network and of the torch optimizer."""
+        return {"tasks": list(self.tasks), "epoch": self._epoch, "steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`.
+
+        Raises:
+            ValueError: It is of other tasks.
+        """
+        if list(state["tasks"]) != list(self.tasks):
+            raise ValueError(f"state must be of tasks {list(self.tasks)}, got {state['tasks']}")
+        self._epoch = state["epoch"]
+        self._steps = state["steps"]
+
+    def _chosen(self, tasks: Sequence[str] | None) -> tuple[str, ...]:
+        if tasks is None:
+            return self.tasks
+        chosen = check_tasks(tasks)
+        for task in chosen:
+            if task not in self.tasks:
+                raise ValueError(f"tasks must be among {list(self.tasks)}, got {task!r}")
+        return chosen
+
+    def _backward(self, task: str, closures: Sequence[Closure]) -> Tensor:
+        """The forward and backward passes of one task; its gradients are in `.grad` then."""
+        total: Tensor | None = None
+        # Active in the backward pass too: a checkpointed trunk runs again there.
+        with active(self._norms, task):
+            for closure in closures:
+                loss = self._forward(task, closure)
+                weighted = self.weighting.weigh(task, loss)
+                if self.scaler is not None:
+                    weighted = self.scaler.scale(weighted)
+                weighted.backward()  # type: ignore[no-untyped-call]
+                total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        return total
+
+    def _forward(self, task: str, closure: Closure) -> Tensor:
+        if task in self._watched:
+            return _checked_loss(closure(task), task)
+        # The first pass of each task also shows which normalization follows which layer.
+        with self._followers.watch():
+            loss = _checked_loss(closure(task), task)
+        self._watched.add(task)
+        self._layout = None
+        if self.method.prioritizes:
+            self._check_covered()
+        return loss
+
+    def _current_layout(self) -> Layout:
+        if not self._watched:
+            raise RuntimeError(
+                "which layers are prioritized is seen in a forward pass: call step or trace first"
+            )
+        if self._layout is None:
+            self._layout = find_layout(
+                self.trunk, self.tasks, self._followers.norms, self._overrides
+            )
+        return self._layout
+
+    def _check_covered(self) -> None:
+        layout = self._current_layout()
+        if not layout.layers:
+            self._watched.clear()
+            raise ValueError(
+                f"trunk must have a layer whose output goes to a task-specific normalization for"
+                f" {self.method!r}; {layout.coverage}"
+            )
+
+    @contextlib.contextmanager
+    def _restored_on_error(self, tasks: Sequence[str]) -> Iterator[None]:
+        """Begins with every gradient None; if anything is raised, all is as it was before."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        grads = [parameter.grad for parameter in parameters]
+        with self._statistics.restored_on_error(tasks):
+            try:
+                for parameter in parameters:
+                    parameter.grad = None
+                yield
+            except BaseException:
+                self._gradients.clear()
+                for parameter, grad in zip(parameters, grads, strict=True):
+                    parameter.grad = grad
+                raise
+
+    def _optimizer_step(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+class _Statistics:
+    """The buffers of a trunk: those that a task's forward pass may change, and a copy of them."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        self._of_task: dict[str, list[nn.Module]] = {}
+        own = set()
+        for norm in task_norms(trunk):
+            for task in norm.tasks:
+                self._of_task.setdefault(task, []).extend(norm.of(task).modules())
+            own.update(norm.modules())
+        self._common = [module for module in trunk.modules() if module not in own]
+        self._copies: dict[tuple[str, ...], list[Tensor]] = {}
+
+    def _buffers(self, tasks: Sequence[str]) -> list[Tensor]:
+        modules = [*self._common, *(m for task in tasks for m in self._of_task.get(task, []))]
+        return [b for module in modules for b in module._buffers.values() if b is not None]
+
+    @contextlib.contextmanager
+    def restored_on_error(self, tasks: Sequence[str]) -> Iterator[None]:
+        buffers = self._buffers(tasks)
+        # Kept from step to step, so that a step costs one copy and no allocation.
+        key = tuple(tasks)
+        copies = self._copies.get(key, [])
+        if [(c.shape, c.dtype, c.device) for c in copies] != [
+            (b.shape, b.dtype, b.device) for b in buffers
+        ]:
+            copies = self._copies[key] = [torch.empty_like(b) for b in buffers]
+        if buffers:
+            torch._foreach_copy_(copies, buffers)
+        try:
+            yield
+        except BaseException:
+            if buffers:
+                torch._foreach_copy_(buffers, copies)
+            raise
+
+    @contextlib.contextmanager
+    def restored(self, tasks: Sequence[str]) -> Iterator[None]:
+        saved = [(buffer, buffer.clone()) for buffer in self._buffers(tasks)]
+        try:
+            yield
+        finally:
+            for buffer, before in saved:
+                buffer.copy_(before)
+
+
+def _checked_loss(loss: object, task: str) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"closure must return a tensor, got {type(loss).__name__} for {task!r}")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"closure must return a scalar, got a tensor of shape {tuple(loss.shape)} for {task!r}"
+        )
+    if not loss.requires_grad:
+        raise ValueError(f"closure must return a loss with a graph, got {loss} for {task!r}")
+    return loss
+
+
+def _check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
+    for name, norm in trunk.named_modules():
+        if isinstance(norm, TaskBatchNorm):
+            for task in tasks:
+                if task not in norm.tasks:
+                    raise ValueError(
+                        f"tasks must be known to every task-specific normalization of trunk:"
+                        f" {name or 'it'} knows {list(norm.tasks)}, got {task!r}"
+                    )
+    if method.prioritizes and not task_norms(trunk):
+        raise ValueError(
+            f"trunk must have task-specific normalization for {method!r}: convert it with"
+            f" cs.nn.convert_task_batchnorm; got {type(trunk).__name__} with none"
+        )
+
+
+def _check_overrides(trunk: nn.Module, layers: Mapping[str, str | None]) -> None:
+    modules = dict(trunk.named_modules(remove_duplicate=False))
+    for layer, norm in layers.items():
+        weight = getattr(modules.get(layer), "weight", None)
+        if not isinstance(weight, nn.Parameter):
+            raise ValueError(f"layers must name layers of trunk with a weight, got {layer!r}")
+        if norm is None:
+            continue
+        follower = modules.get(norm)
+        if not isinstance(follower, TaskBatchNorm):
+            raise ValueError(
+                f"layers must map to task-specific normalizations of trunk, got {norm!r}"
+                f" for {layer!r}"
+            )
+        module = modules[layer]
+        transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
+        groups = module.groups if isinstance(module, nn.modules.conv._ConvTransposeNd) else 1
+        channels = out_channels(weight, 1 if transposed else 0, groups)
+        for child in follower.children():
+            features = getattr(child, "num_features", channels)
+            if features != channels:
+                raise ValueError(
+                    f"layers must map to a normalization of as many channels: {layer!r} has"
+                    f" {channels}, got {norm!r} with {features}"
+                )
+
+
+def _check_optimizer(
+    trunk: nn.Module, shared: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    if not any(p.requires_grad for p in shared.values()):
+        raise ValueError(
+            f"trunk must have a shared parameter that requires a gradient,"
+            f" got {len(shared)} shared ones and none that does"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [
+        name for name, p in trunk.named_parameters() if p.requires_grad and id(p) not in held
+    ]
+    if missing:
+        raise ValueError(
+            f"optimizer must hold every parameter of trunk that requires a gradient; got one without"
+            f" {missing[0]} and {len(missing) - 1} others (was it built before the conversion?)"
+        )

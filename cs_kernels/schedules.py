@@ -1,0 +1,115 @@
+"""When tasks are updated in turn (Phase 1) and when jointly (Phase 2).
+
+A schedule is a pure function of the epoch and the number of steps made, so a resumed run, or another
+rank, needs nothing but those two numbers to go on alike.
+"""
+
+from abc import ABC, abstractmethod
+from random import Random
+from typing import Literal
+
+Phase = Literal[1, 2]
+
+
+class Schedule(ABC):
+    """Decides the phase of a step."""
+
+    @abstractmethod
+    def phase(self, epoch: int | None, step: int) -> Phase:
+        """The phase of a step.
+
+        Args:
+            epoch: From 0; None before the first `start_epoch`.
+            step: The number of steps made before.
+
+        Raises:
+            RuntimeError: The schedule depends on the epoch and none has begun.
+        """
+
+
+def _begun(epoch: int | None, schedule: Schedule) -> int:
+    if epoch is None:
+        raise RuntimeError(f"{schedule!r} depends on the epoch: call start_epoch(epoch) first")
+    return epoch
+
+
+class Joint(Schedule):
+    """Always Phase 2: all tasks together, through the method."""
+
+    def phase(self, epoch: int | None, step: int) -> Phase:
+        """2."""
+        return 2
+
+    def __repr__(self) -> str:
+        return "Joint()"
+
+
+class Sequential(Schedule):
+    """Always Phase 1: one update a task, each from the weights that the one before left."""
+
+    def phase(self, epoch: int | None, step: int) -> Phase:
+        """1."""
+        return 1
+
+    def __repr__(self) -> str:
+        return "Sequential()"
+
+
+class Switch(Schedule):
+    """Phase 1 before an epoch, Phase 2 from it on (the paper's sequential ablation).
+
+    Args:
+        epoch: The first epoch of Phase 2.
+
+    Raises:
+        ValueError: It is negative.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        if epoch < 0:
+            raise ValueError(f"epoch must be at least 0, got {epoch}")
+        self.epoch = epoch
+
+    def phase(self, epoch: int | None, step: int) -> Phase:
+        """1 before the epoch, then 2."""
+        return 1 if _begun(epoch, self) < self.epoch else 2
+
+    def __repr__(self) -> str:
+        return f"Switch(epoch={self.epoch})"
+
+
+class Mixed(Schedule):
+    """Phase 1 with probability 1 - e/E at epoch e of E, else Phase 2 (Algorithm 1).
+
+    The number drawn belongs to (seed, epoch) or (seed, step): starting an epoch twice, as a resumed
+    run does, draws the same.
+
+    Args:
+        epochs: E.
+        seed: Of the draws.
+        draw: "epoch", one draw an epoch, as in the paper's text; or "step".
+
+    Raises:
+        ValueError: `epochs` is not positive, or `draw` is something else.
+    """
+
+    def __init__(
+        self, epochs: int, seed: int = 0, draw: Literal["epoch", "step"] = "epoch"
+    ) -> None:
+        if epochs < 1:
+            raise ValueError(f"epochs must be at least 1, got {epochs}")
+        if draw not in ("epoch", "step"):
+            raise ValueError(f"draw must be 'epoch' or 'step', got {draw!r}")
+        self.epochs = epochs
+        self.seed = seed
+        self.draw = draw
+
+    def phase(self, epoch: int | None, step: int) -> Phase:
+        """1 where P ~ U(0, 1) is at least epoch / epochs."""
+        epoch = _begun(epoch, self)
+        index = epoch if self.draw == "epoch" else step
+        drawn = Random(f"{self.seed}/{self.draw}/{index}").random()
+        return 1 if drawn >= epoch / self.epochs else 2
+
+    def __repr__(self) -> str:
+        return f"Mixed(epochs={self.epochs}, seed={self.seed}, draw={self.draw!r})"

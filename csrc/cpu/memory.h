@@ -1,0 +1,57 @@
+// Where the rows of a tensor are, and how they are shared out among threads.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "cs_kernels/phase2.h"
+
+namespace cs_kernels::cpu {
+
+// About 25 us of work on one core at 4 tasks: long against claiming it, short against a layer.
+constexpr std::int64_t kChunkElements = 16384;
+// A chunk of a layer with `outer` > 1 hops over the other rows: long enough for the prefetcher.
+constexpr std::int64_t kRunElements = 256;
+
+inline const char* at(const void* base, DataType type, std::int64_t offset) {
+  return static_cast<const char*>(base) + offset * item_size(type);
+}
+
+inline char* at(void* base, DataType type, std::int64_t offset) {
+  return static_cast<char*>(base) + offset * item_size(type);
+}
+
+inline std::int64_t segment_offset(const ChannelLayout& layout, std::int64_t row,
+                                   std::int64_t outer) {
+  const std::int64_t group = row / layout.channels;
+  const std::int64_t channel = row % layout.channels;
+  return ((group * layout.outer + outer) * layout.channels + channel) * layout.inner;
+}
+
+struct RowRange {
+  std::int64_t first;
+  std::int64_t last;
+};
+
+inline std::int64_t rows_per_chunk(const ChannelLayout& layout) {
+  const std::int64_t rows = kChunkElements / std::max<std::int64_t>(1, layout.row_size());
+  const std::int64_t run = layout.outer > 1 ? kRunElements / layout.inner : 1;
+  return std::max<std::int64_t>({1, rows, run});
+}
+
+inline std::vector<RowRange> row_chunks(const ChannelLayout& layout) {
+  const std::int64_t step = rows_per_chunk(layout);
+  std::vector<RowRange> chunks;
+  for (std::int64_t first = 0; first < layout.rows(); first += step)
+    chunks.push_back({first, std::min(layout.rows(), first + step)});
+  return chunks;
+}
+
+// Waking a thread costs as long as a chunk or two.
+inline int useful_threads(int threads, std::int64_t elements) {
+  return static_cast<int>(
+      std::clamp<std::int64_t>(elements / (2 * kChunkElements), 1, std::max(threads, 1)));
+}
+
+} // namespace cs_kernels::cpu

@@ -1,0 +1,329 @@
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <deque>
+#include <iterator>
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "memory.h"
+#include "row_kernels.h"
+#include "strength.h"
+#include "thread_pool.h"
+
+namespace cs_kernels::cpu {
+namespace {
+
+// A layer above this size is worked through one channel group at a time, so that the second visit
+// to a group in conflict finds it in a cache of some tens of megabytes.
+constexpr std::int64_t kGroupwiseBytes = 8 << 20;
+
+// Everything that the step keeps about one tensor beside the tensor itself.
+struct Work {
+  const Phase2Tensor* tensor = nullptr;
+  std::vector<const void*> gradients; // the tasks that have one
+  std::vector<int> reference;         // [tasks]: place in `gradients`, or -1
+  std::vector<double> energy;         // [rows]
+  std::vector<std::int64_t> order;    // [rows]: rows in the order of their visit
+  std::vector<double> dots;           // [rows, gradients], by place in `order`
+  std::vector<double> scale;          // [tasks]: a_i of the closed form
+  std::atomic<std::int64_t> chunks_left{0};
+
+  double* row_dots(std::int64_t place) {
+    return dots.data() + place * static_cast<std::int64_t>(gradients.size());
+  }
+  int reference_of_row(std::int64_t row) const {
+    const std::int64_t task = tensor->priority[row];
+    const bool valid = task >= 0 && task < static_cast<std::int64_t>(reference.size());
+    return valid ? reference[static_cast<std::size_t>(task)] : -1;
+  }
+};
+
+// Rows that share their second visit: a channel group, or all rows of a small layer.
+struct Unit {
+  Work* work = nullptr;
+  RowRange places{}; // into work->order
+  std::atomic<std::int64_t> chunks_left{0};
+  std::atomic<bool> scales_known{false};
+};
+
+struct Chunk {
+  Work* work;
+  Unit* unit;     // null: energies, or the sum alone
+  RowRange range; // rows for energies, elements for a sum alone, else places in the order
+};
+
+void find_priority(Work& work, std::int32_t tasks) {
+  const Phase2Tensor& tensor = *work.tensor;
+  const std::int64_t rows = tensor.layout.rows();
+  std::vector<double> strength(static_cast<std::size_t>(tasks * rows));
+  for (std::int32_t task = 0; task < tasks; ++task)
+    task_strength(work.energy.data(), rows, tensor.kernel_size, tensor.gamma[task],
+                  tensor.variance[task], tensor.epsilon[task], true, &strength[static_cast<std::size_t>(task * rows)]);
+  task_priority(strength.data(), tasks, rows, tensor.priority);
+}
+
+// Sums and dot products of the rows at some places, with one of the two kernels for that.
+void sum_rows(Work& work, RowRange places, decltype(RowKernels::sum_and_dots) kernel) {
+  const Phase2Tensor& tensor = *work.tensor;
+  const ChannelLayout& layout = tensor.layout;
+  const int count = static_cast<int>(work.gradients.size());
+  std::vector<const void*> segment(work.gradients.size());
+  for (std::int64_t outer = 0; outer < layout.outer; ++outer)
+    for (std::int64_t place = places.first; place < places.last; ++place) {
+      const std::int64_t row = work.order[static_cast<std::size_t>(place)];
+      const std::int64_t offset = segment_offset(layout, row, outer);
+      for (std::size_t j = 0; j < segment.size(); ++j)
+        segment[j] = at(work.gradients[j], tensor.type, offset);
+      kernel(segment.data(), count, work.reference_of_row(row), layout.inner,
+             at(tensor.update, tensor.type, offset), work.row_dots(place));
+    }
+}
+
+// d_ij of one group, over all its rows in the unit together and in their order.
+std::vector<double> group_dots(Work& work, RowRange places, std::int64_t task,
+                               std::int64_t& elements) {
+  std::vector<double> dots(work.gradients.size(), 0.0);
+  for (std::int64_t place = places.first; place < places.last; ++place)
+    if (work.tensor->priority[work.order[static_cast<std::size_t>(place)]] == task) {
+      elements += work.tensor->layout.row_size();
+      for (std::size_t j = 0; j < dots.size(); ++j)
+        dots[j] += work.row_dots(place)[j];
+    }
+  return dots;
+}
+
+// Whether squares and sums of floats can have left float's range, upward or downward.
+bool out_of_range(const std::vector<double>& dots, std::size_t reference, std::int64_t elements) {
+  return !std::all_of(dots.begin(), dots.end(), [](double d) { return std::isfinite(d); }) ||
+         dots[reference] < static_cast<double>(elements) * 0x1p-110;
+}
+
+// a_i of the groups of a unit. The comparisons let NaN through: a NaN in a_i reaches the update.
+void find_scales(Unit& unit) {
+  Work& work = *unit.work;
+  bool in_double = work.tensor->type == DataType::kFloat64;
+  for (std::size_t task = 0; task < work.scale.size(); ++task) {
+    if (work.reference[task] < 0)
+      continue;
+    const auto reference = static_cast<std::size_t>(work.reference[task]);
+    std::int64_t elements = 0;
+    std::vector<double> d = group_dots(work, unit.places, static_cast<std::int64_t>(task), elements);
+    if (elements > 0 && !in_double && out_of_range(d, reference, elements)) {
+      std::fill(work.row_dots(unit.places.first), work.row_dots(unit.places.last), 0.0);
+      sum_rows(work, unit.places, row_kernels(work.tensor->type).sum_and_dots_in_double);
+      in_double = true;
+      d = group_dots(work, unit.places, static_cast<std::int64_t>(task), elements);
+    }
+    double scale = 0;
+    for (std::size_t j = 0; j < d.size(); ++j)
+      if (j != reference && d[j] < 0 && d[reference] > 0)
+        scale -= d[j] / d[reference];
+    if (elements > 0)
+      work.scale[task] = scale;
+  }
+  unit.scales_known.store(true, std::memory_order_release);
+}
+
+// The most recently written rows first: those are the ones still in cache.
+void add_references(const Chunk& chunk) {
+  const Work& work = *chunk.work;
+  const Phase2Tensor& tensor = *work.tensor;
+  const auto kernel = row_kernels(tensor.type).add_scaled;
+  for (std::int64_t outer = tensor.layout.outer - 1; outer >= 0; --outer)
+    for (std::int64_t place = chunk.range.last - 1; place >= chunk.range.first; --place) {
+      const std::int64_t row = work.order[static_cast<std::size_t>(place)];
+      const int reference = work.reference_of_row(row);
+      if (reference < 0)
+        continue;
+      const double scale = work.scale[static_cast<std::size_t>(tensor.priority[row])];
+      const std::int64_t offset = segment_offset(tensor.layout, row, outer);
+      if (scale != 0)
+        kernel(at(tensor.update, tensor.type, offset),
+               at(work.gradients[static_cast<std::size_t>(reference)], tensor.type, offset), scale,
+               tensor.layout.inner);
+    }
+}
+
+// The second visit to the chunks that one thread has summed, which lie in that core's own caches. A
+// unit's chunks stand together in `summed`, as they were claimed; `last` waits for other threads'.
+void visit_again(std::vector<const Chunk*>& summed, bool last) {
+  auto done = summed.begin();
+  while (done != summed.end()) {
+    const Unit* unit = (*done)->unit;
+    if (!unit->scales_known.load(std::memory_order_acquire)) {
+      if (!last)
+        break;
+      std::this_thread::yield();
+      continue;
+    }
+    const auto end = std::find_if(done, summed.end(),
+                                  [unit](const Chunk* chunk) { return chunk->unit != unit; });
+    std::for_each(std::make_reverse_iterator(end), std::make_reverse_iterator(done),
+                  [](const Chunk* chunk) { add_references(*chunk); });
+    done = end;
+  }
+  summed.erase(summed.begin(), done);
+}
+
+void sum_elements(const Chunk& chunk) {
+  const Phase2Tensor& tensor = *chunk.work->tensor;
+  const std::int64_t first = chunk.range.first;
+  std::vector<const void*> segment;
+  for (const void* gradient : chunk.work->gradients)
+    segment.push_back(at(gradient, tensor.type, first));
+  row_kernels(tensor.type)
+      .sum_and_dots(segment.data(), static_cast<int>(segment.size()), -1, chunk.range.last - first,
+                    at(tensor.update, tensor.type, first), nullptr);
+}
+
+// The rows of a layer in the order of their visit, and where that order may be cut into units.
+std::vector<RowRange> order_rows(Work& work) {
+  const Phase2Tensor& tensor = *work.tensor;
+  const std::int64_t rows = tensor.layout.rows();
+  work.order.resize(static_cast<std::size_t>(rows));
+  std::iota(work.order.begin(), work.order.end(), std::int64_t{0});
+  const std::int64_t bytes = tensor.layout.size() * item_size(tensor.type) *
+                             static_cast<std::int64_t>(work.gradients.size() + 1);
+  if (tensor.layout.outer > 1 || bytes <= kGroupwiseBytes)
+    return {{0, rows}};
+  std::stable_sort(work.order.begin(), work.order.end(), [&tensor](std::int64_t a, std::int64_t b) {
+    return tensor.priority[a] < tensor.priority[b];
+  });
+  std::vector<RowRange> units;
+  for (std::int64_t first = 0; first < rows;) {
+    const std::int64_t task = tensor.priority[work.order[static_cast<std::size_t>(first)]];
+    std::int64_t last = first;
+    while (last < rows && tensor.priority[work.order[static_cast<std::size_t>(last)]] == task)
+      ++last;
+    units.push_back({first, last});
+    first = last;
+  }
+  return units;
+}
+
+// One call: its two stages, each a list of chunks that the threads claim in order.
+class Step {
+public:
+  explicit Step(const Phase2Arguments& arguments)
+      : tasks_(arguments.tasks), works_(static_cast<std::size_t>(arguments.count)) {
+    for (std::size_t t = 0; t < works_.size(); ++t) {
+      Work& work = works_[t];
+      work.tensor = &arguments.tensors[t];
+      elements_ += work.tensor->layout.size();
+      work.reference.assign(static_cast<std::size_t>(tasks_), -1);
+      for (std::size_t task = 0; task < work.reference.size(); ++task)
+        if (const void* gradient = work.tensor->gradients[task]) {
+          work.reference[task] = static_cast<int>(work.gradients.size());
+          work.gradients.push_back(gradient);
+        }
+      if (work.tensor->priority != nullptr && work.tensor->weight != nullptr)
+        plan_energies(work);
+    }
+    energies_left_ = static_cast<std::int64_t>(energy_chunks_.size());
+    if (energy_chunks_.empty())
+      plan_sums();
+  }
+
+  std::int64_t elements() const { return elements_; }
+
+  // What each thread does.
+  void run() {
+    for (std::size_t i = next_energy_++; i < energy_chunks_.size(); i = next_energy_++)
+      find_energies(energy_chunks_[i]);
+    while (!sums_planned_.load(std::memory_order_acquire))
+      std::this_thread::yield();
+    std::vector<const Chunk*> summed;
+    for (std::size_t i = next_chunk_++; i < chunks_.size(); i = next_chunk_++) {
+      const Chunk& chunk = chunks_[i];
+      if (chunk.unit == nullptr) {
+        sum_elements(chunk);
+        continue;
+      }
+      sum_rows(*chunk.work, chunk.range, row_kernels(chunk.work->tensor->type).sum_and_dots);
+      if (chunk.unit->chunks_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
+        find_scales(*chunk.unit);
+      summed.push_back(&chunk);
+      visit_again(summed, false);
+    }
+    visit_again(summed, true);
+  }
+
+private:
+  void plan_energies(Work& work) {
+    const std::vector<RowRange> rows = row_chunks(work.tensor->layout);
+    for (const RowRange& range : rows)
+      energy_chunks_.push_back({&work, nullptr, range});
+    work.chunks_left = static_cast<std::int64_t>(rows.size());
+    work.energy.resize(static_cast<std::size_t>(work.tensor->layout.rows()));
+  }
+
+  // Whoever ends a layer's last chunk derives its priorities; whoever ends the last layer's, the
+  // second stage.
+  void find_energies(const Chunk& chunk) {
+    Work& work = *chunk.work;
+    const auto [first, last] = chunk.range;
+    row_energies(work.tensor->type, work.tensor->layout, work.tensor->weight, first, last,
+                 &work.energy[static_cast<std::size_t>(first)]);
+    if (work.chunks_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
+      find_priority(work, tasks_);
+    if (energies_left_.fetch_sub(1, std::memory_order_acq_rel) == 1)
+      plan_sums();
+  }
+
+  void plan_sums() {
+    for (Work& work : works_) {
+      const Phase2Tensor& tensor = *work.tensor;
+      if (work.gradients.empty()) {
+        std::memset(tensor.update, 0,
+                    static_cast<std::size_t>(tensor.layout.size() * item_size(tensor.type)));
+      } else if (tensor.priority == nullptr) {
+        for (std::int64_t i = 0; i < tensor.layout.size(); i += kChunkElements)
+          chunks_.push_back({&work, nullptr, {i, std::min(tensor.layout.size(), i + kChunkElements)}});
+      } else {
+        plan_units(work);
+      }
+    }
+    sums_planned_.store(true, std::memory_order_release);
+  }
+
+  void plan_units(Work& work) {
+    const auto rows = static_cast<std::size_t>(work.tensor->layout.rows());
+    work.dots.assign(rows * work.gradients.size(), 0.0);
+    work.scale.assign(static_cast<std::size_t>(tasks_), 0.0);
+    const std::int64_t step = rows_per_chunk(work.tensor->layout);
+    for (const RowRange& places : order_rows(work)) {
+      Unit& unit = units_.emplace_back();
+      unit.work = &work;
+      unit.places = places;
+      unit.chunks_left = (places.last - places.first + step - 1) / step;
+      for (std::int64_t i = places.first; i < places.last; i += step)
+        chunks_.push_back({&work, &unit, {i, std::min(places.last, i + step)}});
+    }
+  }
+
+  const std::int32_t tasks_;
+  std::vector<Work> works_;
+  std::int64_t elements_ = 0;
+
+  std::vector<Chunk> energy_chunks_;
+  std::atomic<std::size_t> next_energy_{0};
+  std::atomic<std::int64_t> energies_left_{0};
+
+  std::deque<Unit> units_;
+  std::vector<Chunk> chunks_;
+  std::atomic<bool> sums_planned_{false};
+  std::atomic<std::size_t> next_chunk_{0};
+};
+
+} // namespace
+
+void phase2(const Phase2Arguments& arguments, int threads) {
+  Step step(arguments);
+  run_parallel(useful_threads(threads, step.elements()), [&step] { step.run(); });
+}
+
+} // namespace cs_kernels::cpu

@@ -1,0 +1,209 @@
+// Compiled once for each instruction set: CMake sets CS_INSTRUCTION_SET and the machine flags.
+#include "row_kernels.h"
+
+#include "vector.h"
+
+#define CS_STRINGIFY(x) #x
+#define CS_NAME(x) CS_STRINGIFY(x)
+
+namespace cs_kernels::cpu {
+namespace {
+
+constexpr int kUnrolledTasks = 8;    // above, one task at a time over a panel that stays in L1
+constexpr std::int64_t kPanel = 512; // elements
+
+CS_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+
+template <class Type> double energy(const void* data, std::int64_t n) {
+  using Accumulator = typename Type::Accumulator;
+  constexpr std::int64_t kLanes = Accumulator::kLanes;
+  constexpr int kChains = 4; // independent additions, to hide their latency
+  const auto* x = static_cast<const typename Type::Element*>(data);
+  Doubles total = {};
+  for (std::int64_t i = 0; i < n;) {
+    const std::int64_t stop = i + smaller(n - i, Type::kBlock);
+    Accumulator sums[kChains] = {};
+    for (; i + kChains * kLanes <= stop; i += kChains * kLanes)
+      unrolled<kChains>([&](int c) CS_LAMBDA_INLINE {
+        const Accumulator v = Type::load(x + i + c * kLanes);
+        sums[c].add_product(v, v);
+      });
+    for (; i + kLanes <= stop; i += kLanes) {
+      const Accumulator v = Type::load(x + i);
+      sums[0].add_product(v, v);
+    }
+    if (i < stop) {
+      const Accumulator v = load_tail<Type>(x + i, stop - i);
+      sums[1].add_product(v, v);
+      i = stop;
+    }
+    sums[0] += sums[1];
+    sums[2] += sums[3];
+    sums[0] += sums[2];
+    add_widened(total, sums[0]);
+  }
+  return total.sum();
+}
+
+template <class Type, int kCount, bool kDots>
+void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int64_t n, void* out,
+                           double* dots) {
+  using Accumulator = typename Type::Accumulator;
+  using Element = typename Type::Element;
+  constexpr std::int64_t kLanes = Accumulator::kLanes;
+  const Element* g[kCount];
+  for (int j = 0; j < kCount; ++j)
+    g[j] = static_cast<const Element*>(gradients[j]);
+  const Element* r = g[kDots ? reference : 0];
+  auto* update = static_cast<Element*>(out);
+
+  Doubles totals[kCount] = {};
+  for (std::int64_t i = 0; i < n;) {
+    const std::int64_t stop = i + smaller(n - i, Type::kBlock);
+    Accumulator products[kCount] = {};
+    const auto add = [&](const auto& load) CS_LAMBDA_INLINE {
+      const Accumulator ref = load(r);
+      Accumulator sum = load(g[0]);
+      if constexpr (kDots)
+        products[0].add_product(ref, sum);
+      unrolled<kCount - 1>([&](int i) CS_LAMBDA_INLINE {
+        const Accumulator v = load(g[i + 1]);
+        if constexpr (kDots)
+          products[i + 1].add_product(ref, v);
+        sum += v;
+      });
+      return sum;
+    };
+    for (; i + kLanes <= stop; i += kLanes)
+      Type::store(update + i, add([i](const Element* p) CS_LAMBDA_INLINE {
+                    return Type::load(p + i);
+                  }));
+    if (const std::int64_t left = stop - i; left > 0) {
+      store_tail<Type>(update + i, add([i, left](const Element* p) {
+                         return load_tail<Type>(p + i, left);
+                       }),
+                       left);
+      i = stop;
+    }
+    if constexpr (kDots)
+      unrolled<kCount>([&](int j) CS_LAMBDA_INLINE { add_widened(totals[j], products[j]); });
+  }
+  if constexpr (kDots)
+    for (int j = 0; j < kCount; ++j)
+      dots[j] += totals[j].sum();
+}
+
+// Any number of tasks: the reference and the sum stay in L1 while the tasks pass by.
+template <class Type>
+void sum_and_dots_panels(const void* const* gradients, int count, int reference, std::int64_t n,
+                         void* out, double* dots) {
+  using Accumulator = typename Type::Accumulator;
+  using Element = typename Type::Element;
+  constexpr std::int64_t kLanes = Accumulator::kLanes;
+  constexpr std::int64_t kVectors = kPanel / kLanes;
+  constexpr std::int64_t kBlockVectors = Type::kBlock > kPanel ? kVectors : Type::kBlock / kLanes;
+  Accumulator ref[kVectors] = {};
+  Accumulator sum[kVectors];
+  auto* update = static_cast<Element*>(out);
+  for (std::int64_t start = 0; start < n; start += kPanel) {
+    const std::int64_t size = smaller(kPanel, n - start);
+    const std::int64_t vectors = (size + kLanes - 1) / kLanes;
+    const auto load = [&](int j, std::int64_t k) {
+      const auto* p = static_cast<const Element*>(gradients[j]) + start + k * kLanes;
+      const std::int64_t left = size - k * kLanes;
+      return left >= kLanes ? Type::load(p) : load_tail<Type>(p, left);
+    };
+    if (reference >= 0)
+      for (std::int64_t k = 0; k < vectors; ++k)
+        ref[k] = load(reference, k);
+    for (int j = 0; j < count; ++j)
+      for (std::int64_t k = 0; k < vectors;) {
+        Accumulator products = {};
+        for (const std::int64_t stop = smaller(vectors, k + kBlockVectors); k < stop; ++k) {
+          const Accumulator v = load(j, k);
+          products.add_product(ref[k], v);
+          if (j == 0)
+            sum[k] = v;
+          else
+            sum[k] += v;
+        }
+        if (reference >= 0)
+          dots[j] += products.sum();
+      }
+    for (std::int64_t k = 0; k < vectors; ++k) {
+      Element* p = update + start + k * kLanes;
+      const std::int64_t left = size - k * kLanes;
+      if (left >= kLanes)
+        Type::store(p, sum[k]);
+      else
+        store_tail<Type>(p, sum[k], left);
+    }
+  }
+}
+
+template <class Type>
+void sum_and_dots(const void* const* gradients, int count, int reference, std::int64_t n, void* out,
+                  double* dots) {
+  using Unrolled = void (*)(const void* const*, int, std::int64_t, void*, double*);
+  static constexpr Unrolled with_dots[kUnrolledTasks] = {
+      sum_and_dots_unrolled<Type, 1, true>, sum_and_dots_unrolled<Type, 2, true>,
+      sum_and_dots_unrolled<Type, 3, true>, sum_and_dots_unrolled<Type, 4, true>,
+      sum_and_dots_unrolled<Type, 5, true>, sum_and_dots_unrolled<Type, 6, true>,
+      sum_and_dots_unrolled<Type, 7, true>, sum_and_dots_unrolled<Type, 8, true>};
+  static constexpr Unrolled sum_alone[kUnrolledTasks] = {
+      sum_and_dots_unrolled<Type, 1, false>, sum_and_dots_unrolled<Type, 2, false>,
+      sum_and_dots_unrolled<Type, 3, false>, sum_and_dots_unrolled<Type, 4, false>,
+      sum_and_dots_unrolled<Type, 5, false>, sum_and_dots_unrolled<Type, 6, false>,
+      sum_and_dots_unrolled<Type, 7, false>, sum_and_dots_unrolled<Type, 8, false>};
+  if (count > kUnrolledTasks)
+    sum_and_dots_panels<Type>(gradients, count, reference, n, out, dots);
+  else
+    (reference >= 0 ? with_dots : sum_alone)[count - 1](gradients, reference, n, out, dots);
+}
+
+template <class Type>
+void add_scaled_vectors(void* out, const void* data, double scale, std::int64_t n) {
+  using Accumulator = typename Type::Accumulator;
+  constexpr std::int64_t kLanes = Accumulator::kLanes;
+  const auto* x = static_cast<const typename Type::Element*>(data);
+  auto* update = static_cast<typename Type::Element*>(out);
+  const auto a = static_cast<typename Accumulator::Lane>(scale);
+  std::int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    Accumulator sum = Type::load(update + i);
+    sum.add_product(a, Type::load(x + i));
+    Type::store(update + i, sum);
+  }
+  if (i < n) {
+    Accumulator sum = load_tail<Type>(update + i, n - i);
+    sum.add_product(a, load_tail<Type>(x + i, n - i));
+    store_tail<Type>(update + i, sum, n - i);
+  }
+}
+
+// A scale that float cannot hold belongs to a reference many orders away from its rivals: the
+// product is representable, and is formed in double.
+template <class Type>
+void add_scaled(void* out, const void* data, double scale, std::int64_t n) {
+  const double size = scale < 0 ? -scale : scale;
+  if (size > 0x1p100 || size < 0x1p-100)
+    add_scaled_vectors<InDouble<Type>>(out, data, scale, n);
+  else
+    add_scaled_vectors<Type>(out, data, scale, n);
+}
+
+template <class Type> constexpr RowKernels narrow_kernels() {
+  return {energy<Type>, sum_and_dots<Type>, sum_and_dots_panels<InDouble<Type>>, add_scaled<Type>};
+}
+
+} // namespace
+
+extern const InstructionSet CS_INSTRUCTION_SET;
+const InstructionSet CS_INSTRUCTION_SET = {
+    CS_NAME(CS_INSTRUCTION_SET),
+    {narrow_kernels<Float32>(),
+     {energy<Float64>, sum_and_dots<Float64>, sum_and_dots<Float64>, add_scaled_vectors<Float64>},
+     narrow_kernels<BFloat16>(),
+     narrow_kernels<Float16>()}};
+
+} // namespace cs_kernels::cpu

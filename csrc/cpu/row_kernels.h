@@ -1,0 +1,39 @@
+// The loops over one contiguous run of elements, compiled once for each instruction set.
+#pragma once
+
+#include <cstdint>
+
+#include "cs_kernels/phase2.h"
+
+namespace cs_kernels::cpu {
+
+struct RowKernels {
+  // The sum of squares of n elements. Reads n.
+  double (*energy)(const void* x, std::int64_t n);
+
+  // out = sum_j gradients[j]; dots[j] += <gradients[reference], gradients[j]>, for count gradients.
+  // Reads count * n, writes n. A reference of -1 asks for the sum alone.
+  void (*sum_and_dots)(const void* const* gradients, int count, int reference, std::int64_t n,
+                       void* out, double* dots);
+
+  // The same with every product in double: for numbers whose squares float cannot hold. Slower.
+  void (*sum_and_dots_in_double)(const void* const* gradients, int count, int reference,
+                                 std::int64_t n, void* out, double* dots);
+
+  // out += scale * x. Reads 2 n, writes n.
+  void (*add_scaled)(void* out, const void* x, double scale, std::int64_t n);
+};
+
+struct InstructionSet {
+  const char* name;
+  RowKernels kernels[4]; // by DataType
+};
+
+// The best one for this processor, or the one that CS_KERNELS_CPU_ISA names if it can run.
+const InstructionSet& selected_instruction_set();
+
+inline const RowKernels& row_kernels(DataType type) {
+  return selected_instruction_set().kernels[static_cast<int>(type)];
+}
+
+} // namespace cs_kernels::cpu

@@ -1,0 +1,95 @@
+#include "strength.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "memory.h"
+#include "row_kernels.h"
+#include "thread_pool.h"
+
+namespace cs_kernels::cpu {
+namespace {
+
+// One number of a small vector; the loops over long runs are in row_kernels.cpp.
+double element(const ChannelVector& vector, std::int64_t index) {
+  if (vector.type == DataType::kFloat64)
+    return static_cast<const double*>(vector.data)[index];
+  if (vector.type == DataType::kFloat32)
+    return static_cast<double>(static_cast<const float*>(vector.data)[index]);
+  const std::uint32_t half = static_cast<const std::uint16_t*>(vector.data)[index];
+  if (vector.type == DataType::kBFloat16) {
+    const std::uint32_t word = half << 16;
+    float value = 0;
+    std::memcpy(&value, &word, sizeof value);
+    return static_cast<double>(value);
+  }
+  const int exponent = static_cast<int>(half >> 10 & 31u);
+  const double fraction = half & 1023u;
+  const double magnitude = exponent == 31  ? (fraction != 0 ? NAN : INFINITY)
+                           : exponent == 0 ? std::ldexp(fraction, -24)
+                                           : std::ldexp(1024 + fraction, exponent - 25);
+  return (half & 0x8000u) != 0 ? -magnitude : magnitude;
+}
+
+} // namespace
+
+void row_energies(DataType type, const ChannelLayout& layout, const void* weight,
+                  std::int64_t first, std::int64_t last, double* energy) {
+  const auto kernel = row_kernels(type).energy;
+  std::fill(energy, energy + (last - first), 0.0);
+  for (std::int64_t outer = 0; outer < layout.outer; ++outer)
+    for (std::int64_t row = first; row < last; ++row)
+      energy[row - first] +=
+          kernel(at(weight, type, segment_offset(layout, row, outer)), layout.inner);
+}
+
+void task_strength(const double* energy, std::int64_t rows, std::int64_t kernel_size,
+                   const ChannelVector& gamma, const ChannelVector& variance, double epsilon,
+                   bool normalize, double* strength) {
+  double total = 0;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const double scale = gamma.data != nullptr ? element(gamma, row) : 1.0;
+    strength[row] = scale * scale / (element(variance, row) + epsilon) *
+                    (energy[row] / static_cast<double>(kernel_size));
+    total += strength[row];
+  }
+  if (normalize)
+    for (std::int64_t row = 0; row < rows; ++row)
+      strength[row] = total == 0 ? 0 : strength[row] / total;
+}
+
+void connection_strength(const StrengthArguments& arguments, int threads) {
+  const ChannelLayout& layout = arguments.layout;
+  const std::int64_t rows = layout.rows();
+  std::vector<double> energy(static_cast<std::size_t>(rows));
+  const std::vector<RowRange> chunks = row_chunks(layout);
+  std::atomic<std::size_t> next{0};
+  run_parallel(useful_threads(threads, layout.size()), [&] {
+    for (std::size_t i = next++; i < chunks.size(); i = next++)
+      row_energies(arguments.type, layout, arguments.weight, chunks[i].first, chunks[i].last,
+                   &energy[static_cast<std::size_t>(chunks[i].first)]);
+  });
+  for (std::int32_t task = 0; task < arguments.tasks; ++task)
+    task_strength(energy.data(), rows, arguments.kernel_size, arguments.gamma[task],
+                  arguments.variance[task], arguments.epsilon[task], arguments.normalize,
+                  arguments.strength + task * rows);
+}
+
+void task_priority(const double* strength, std::int32_t tasks, std::int64_t rows,
+                   std::int64_t* priority) {
+  for (std::int64_t row = 0; row < rows; ++row) {
+    std::int32_t top = 0;
+    for (std::int32_t task = 1; task < tasks; ++task) {
+      const double best = strength[top * rows + row];
+      const double candidate = strength[task * rows + row];
+      if (candidate > best || (std::isnan(best) && !std::isnan(candidate)))
+        top = task;
+    }
+    priority[row] = top;
+  }
+}
+
+} // namespace cs_kernels::cpu

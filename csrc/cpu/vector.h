@@ -1,0 +1,283 @@
+// Vectors of a fixed number of lanes, made of as many registers as that takes: every instruction
+// set adds in the same order.
+//
+// Everything here has internal linkage: this header is compiled with different instruction sets into
+// one module, and a function shared between them could be the one that this processor cannot run.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
+namespace cs_kernels::cpu {
+namespace {
+
+#define CS_INLINE inline __attribute__((always_inline))
+
+// f(0), ..., f(n - 1), unrolled while the compiler can still keep arrays in registers: its own
+// unrolling of loops comes after that.
+template <int n, class F> CS_INLINE void unrolled(const F& f) {
+  if constexpr (n > 0) {
+    unrolled<n - 1>(f);
+    f(n - 1);
+  }
+}
+
+#define CS_LAMBDA_INLINE __attribute__((always_inline))
+
+#if defined(__AVX512F__)
+constexpr int kRegisterBytes = 64;
+#elif defined(__AVX2__)
+constexpr int kRegisterBytes = 32;
+#else
+constexpr int kRegisterBytes = 16;
+#endif
+
+using DoublePart = double __attribute__((vector_size(kRegisterBytes)));
+using FloatPart = float __attribute__((vector_size(kRegisterBytes)));
+using WordPart = std::uint32_t __attribute__((vector_size(kRegisterBytes)));
+using HalfPart = std::uint16_t __attribute__((vector_size(kRegisterBytes / 2)));
+using HalfFloatPart = float __attribute__((vector_size(kRegisterBytes / 2)));
+
+template <class Scalar, class Part, int kLanes_> struct Vector {
+  using Lane = Scalar;
+  static constexpr int kLanes = kLanes_;
+  static constexpr int kPartLanes = kRegisterBytes / static_cast<int>(sizeof(Scalar));
+  static constexpr int kParts = kLanes / kPartLanes;
+
+  Part part[kParts];
+
+  CS_INLINE Vector& operator+=(const Vector& other) {
+    unrolled<kParts>([&](int i) CS_LAMBDA_INLINE { part[i] += other.part[i]; });
+    return *this;
+  }
+  CS_INLINE void add_product(const Vector& a, const Vector& b) {
+    unrolled<kParts>([&](int i) CS_LAMBDA_INLINE { part[i] += a.part[i] * b.part[i]; });
+  }
+  CS_INLINE void add_product(Scalar a, const Vector& b) {
+    unrolled<kParts>([&](int i) CS_LAMBDA_INLINE { part[i] += a * b.part[i]; });
+  }
+
+  // A register at a time: copied as a whole, the array would live in memory.
+  static CS_INLINE Vector load(const Scalar* p) {
+    Vector v;
+    unrolled<kParts>([&](int i) CS_LAMBDA_INLINE {
+      std::memcpy(&v.part[i], p + i * kPartLanes, sizeof(Part));
+    });
+    return v;
+  }
+  CS_INLINE void store(Scalar* p) const {
+    unrolled<kParts>([&](int i) CS_LAMBDA_INLINE {
+      std::memcpy(p + i * kPartLanes, &part[i], sizeof(Part));
+    });
+  }
+
+  // Pairwise: always the same order.
+  CS_INLINE double sum() const {
+    Scalar lanes[kLanes];
+    store(lanes);
+    double partial[kLanes];
+    for (int i = 0; i < kLanes; ++i)
+      partial[i] = static_cast<double>(lanes[i]);
+    for (int width = kLanes / 2; width > 0; width /= 2)
+      for (int i = 0; i < width; ++i)
+        partial[i] += partial[i + width];
+    return partial[0];
+  }
+};
+
+using Doubles = Vector<double, DoublePart, 8>;
+using Floats = Vector<float, FloatPart, 16>;
+
+template <class V> CS_INLINE V load_raw(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class V> CS_INLINE void store_raw(void* p, const V& v) { std::memcpy(p, &v, sizeof v); }
+
+// Conversions of one register. Where the compiler's own conversion of a generic vector is good,
+// it is used; it splits the wider ones into halves.
+CS_INLINE DoublePart load_widened(const float* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtps_pd(load_raw<__m256>(p));
+#elif defined(__AVX2__)
+  return _mm256_cvtps_pd(load_raw<__m128>(p));
+#elif defined(__SSE2__)
+  return _mm_cvtps_pd(_mm_castpd_ps(_mm_load_sd(reinterpret_cast<const double*>(p))));
+#else
+  return __builtin_convertvector(load_raw<HalfFloatPart>(p), DoublePart);
+#endif
+}
+
+CS_INLINE void store_narrowed(float* p, DoublePart v) {
+#if defined(__AVX512F__)
+  store_raw(p, _mm512_cvtpd_ps(v));
+#elif defined(__AVX2__)
+  store_raw(p, _mm256_cvtpd_ps(v));
+#elif defined(__SSE2__)
+  _mm_store_sd(reinterpret_cast<double*>(p), _mm_castps_pd(_mm_cvtpd_ps(v)));
+#else
+  store_raw(p, __builtin_convertvector(v, HalfFloatPart));
+#endif
+}
+
+CS_INLINE WordPart load_words(const std::uint16_t* p) {
+#if defined(__AVX512F__)
+  return reinterpret_cast<WordPart>(_mm512_cvtepu16_epi32(load_raw<__m256i>(p)));
+#elif defined(__AVX2__)
+  return reinterpret_cast<WordPart>(_mm256_cvtepu16_epi32(load_raw<__m128i>(p)));
+#else
+  return __builtin_convertvector(load_raw<HalfPart>(p), WordPart);
+#endif
+}
+
+CS_INLINE void store_words(std::uint16_t* p, WordPart v) {
+#if defined(__AVX512F__)
+  store_raw(p, _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v)));
+#else
+  store_raw(p, __builtin_convertvector(v, HalfPart));
+#endif
+}
+
+CS_INLINE FloatPart as_float(WordPart v) { return reinterpret_cast<FloatPart>(v); }
+CS_INLINE WordPart as_words(FloatPart v) { return reinterpret_cast<WordPart>(v); }
+
+// Lanes of a comparison are all ones or all zeros.
+template <class Mask> CS_INLINE WordPart blend(Mask mask, WordPart a, WordPart b) {
+  const auto m = reinterpret_cast<WordPart>(mask);
+  return (a & m) | (b & ~m);
+}
+
+// bfloat16 is the upper half of a float.
+CS_INLINE FloatPart load_bfloat16(const std::uint16_t* p) { return as_float(load_words(p) << 16); }
+
+// Round to nearest, ties to even; a NaN stays a (quiet) NaN.
+CS_INLINE void store_bfloat16(std::uint16_t* p, FloatPart v) {
+  const WordPart w = as_words(v);
+  const WordPart rounded = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
+  store_words(p, blend((w & 0x7fffffffu) > 0x7f800000u, (w >> 16) | 0x40u, rounded));
+}
+
+// float16 has 5 exponent bits with bias 15: shifted into a float's fields, its value is 2^-112 of
+// the right one, subnormals included; infinities and NaN need the float's own exponent.
+CS_INLINE FloatPart load_float16(const std::uint16_t* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(load_raw<__m256i>(p));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(load_raw<__m128i>(p));
+#else
+  const WordPart w = load_words(p);
+  const WordPart magnitude = as_words(as_float((w & 0x7fffu) << 13) * 0x1p112f);
+  const auto special = reinterpret_cast<WordPart>((w & 0x7c00u) == 0x7c00u);
+  return as_float(((w & 0x8000u) << 16) | magnitude | (special & 0x7f800000u));
+#endif
+}
+
+// Round to nearest, ties to even. Without the instruction, subnormal results are rounded by an
+// addition at which the unit in the last place is float16's smallest step.
+CS_INLINE void store_float16(std::uint16_t* p, FloatPart v) {
+#if defined(__AVX512F__)
+  store_raw(p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif defined(__F16C__)
+  store_raw(p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  const WordPart w = as_words(v);
+  const WordPart a = w & 0x7fffffffu;
+  const WordPart normal = (a - (112u << 23) + 0xfffu + ((a >> 13) & 1u)) >> 13;
+  const WordPart subnormal = as_words(as_float(a) + 0.5f) - 0x3f000000u;
+  WordPart result = blend(a < (113u << 23), subnormal, normal);
+  result = blend(a >= 0x47800000u - 0x1000u, WordPart{} + 0x7c00u, result);
+  result = blend(a > 0x7f800000u, WordPart{} + 0x7e00u, result);
+  store_words(p, result | ((w >> 16) & 0x8000u));
+#endif
+}
+
+// Added to doubles, lanes i and i + 8 together.
+CS_INLINE void add_widened(Doubles& total, const Floats& v) {
+  float lanes[Floats::kLanes];
+  v.store(lanes);
+  unrolled<Doubles::kParts>([&](int i) CS_LAMBDA_INLINE { total.part[i] += load_widened(lanes + i * Doubles::kPartLanes) +
+                     load_widened(lanes + Doubles::kLanes + i * Doubles::kPartLanes); });
+}
+
+CS_INLINE void add_widened(Doubles& total, const Doubles& v) { total += v; }
+
+// How an element type is loaded, computed with and stored. Products are added in the accumulator's
+// own precision for kBlock elements, then in double.
+struct Float32 {
+  using Element = float;
+  using Accumulator = Floats;
+  static constexpr std::int64_t kBlock = std::int64_t{16} * Floats::kLanes;
+  static CS_INLINE Floats load(const float* p) { return Floats::load(p); }
+  static CS_INLINE void store(float* p, const Floats& v) { v.store(p); }
+};
+
+struct Float64 {
+  using Element = double;
+  using Accumulator = Doubles;
+  static constexpr std::int64_t kBlock = INT64_MAX;
+  static CS_INLINE Doubles load(const double* p) { return Doubles::load(p); }
+  static CS_INLINE void store(double* p, const Doubles& v) { v.store(p); }
+};
+
+template <FloatPart (*kLoad)(const std::uint16_t*), void (*kStore)(std::uint16_t*, FloatPart)>
+struct Float16Bits {
+  using Element = std::uint16_t;
+  using Accumulator = Floats;
+  static constexpr std::int64_t kBlock = std::int64_t{16} * Floats::kLanes;
+  static CS_INLINE Floats load(const std::uint16_t* p) {
+    Floats v;
+    unrolled<Floats::kParts>([&](int i) CS_LAMBDA_INLINE { v.part[i] = kLoad(p + i * Floats::kPartLanes); });
+    return v;
+  }
+  static CS_INLINE void store(std::uint16_t* p, const Floats& v) {
+    unrolled<Floats::kParts>([&](int i) CS_LAMBDA_INLINE { kStore(p + i * Floats::kPartLanes, v.part[i]); });
+  }
+};
+
+using BFloat16 = Float16Bits<load_bfloat16, store_bfloat16>;
+using Float16 = Float16Bits<load_float16, store_float16>;
+
+// The last elements of a run: a whole vector whose missing lanes are zero.
+template <class Type>
+CS_INLINE typename Type::Accumulator load_tail(const typename Type::Element* p, std::int64_t n) {
+  typename Type::Element lanes[Type::Accumulator::kLanes] = {};
+  std::memcpy(lanes, p, static_cast<std::size_t>(n) * sizeof *p);
+  return Type::load(lanes);
+}
+
+template <class Type>
+CS_INLINE void store_tail(typename Type::Element* p, const typename Type::Accumulator& v,
+                          std::int64_t n) {
+  typename Type::Element lanes[Type::Accumulator::kLanes];
+  Type::store(lanes, v);
+  std::memcpy(p, lanes, static_cast<std::size_t>(n) * sizeof *p);
+}
+
+// The elements of a narrower type in doubles: no product of two overflows or underflows. For the
+// rare case, and not fast.
+template <class Narrow> struct InDouble {
+  using Element = typename Narrow::Element;
+  using Accumulator = Doubles;
+  static constexpr std::int64_t kBlock = INT64_MAX;
+  static CS_INLINE Doubles load(const Element* p) {
+    float lanes[Floats::kLanes];
+    load_tail<Narrow>(p, Doubles::kLanes).store(lanes);
+    Doubles v;
+    unrolled<Doubles::kParts>([&](int i) CS_LAMBDA_INLINE { v.part[i] = load_widened(lanes + i * Doubles::kPartLanes); });
+    return v;
+  }
+  static CS_INLINE void store(Element* p, const Doubles& v) {
+    float lanes[Floats::kLanes] = {};
+    unrolled<Doubles::kParts>([&](int i) CS_LAMBDA_INLINE { store_narrowed(lanes + i * Doubles::kPartLanes, v.part[i]); });
+    store_tail<Narrow>(p, Floats::load(lanes), Doubles::kLanes);
+  }
+};
+
+} // namespace
+} // namespace cs_kernels::cpu

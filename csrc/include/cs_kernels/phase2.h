@@ -1,0 +1,86 @@
+// The one interface to the kernels: plain pointers and sizes, no framework.
+#pragma once
+
+#include <cstdint>
+
+namespace cs_kernels {
+
+enum class DataType : std::int32_t { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3 };
+
+constexpr std::int64_t item_size(DataType type) {
+  return type == DataType::kFloat64 ? 8 : type == DataType::kFloat32 ? 4 : 2;
+}
+
+// Where the output channels of a dense tensor lie in memory, read as an array of shape
+// [groups, outer, channels, inner]: channel p = group * channels + c owns [group, :, c, :].
+// A convolution is [1, 1, O, fan_in]; a transposed one [groups, I / groups, O / groups, k * k].
+struct ChannelLayout {
+  std::int64_t groups = 1;
+  std::int64_t outer = 1;
+  std::int64_t channels = 1;
+  std::int64_t inner = 1;
+
+  std::int64_t rows() const { return groups * channels; }
+  std::int64_t row_size() const { return outer * inner; }
+  std::int64_t size() const { return rows() * row_size(); }
+};
+
+// A vector with one number for each channel, in a type of its own.
+struct ChannelVector {
+  const void* data = nullptr;
+  DataType type = DataType::kFloat32;
+};
+
+// Strength (eq:eq3, eq:eq5) of every channel for every task.
+struct StrengthArguments {
+  DataType type;
+  ChannelLayout layout;
+  const void* weight;
+  std::int64_t kernel_size;      // elements of the kernel window, k^2 in eq:eq1
+  const ChannelVector* gamma;    // [tasks]; null data stands for ones
+  const ChannelVector* variance; // [tasks]
+  const double* epsilon;         // [tasks]
+  std::int32_t tasks;
+  bool normalize;
+  double* strength; // [tasks, rows], written
+};
+
+// One shared tensor of the trunk. With `priority` null its update is the plain sum; with `weight`
+// null the priority is read; otherwise the priority is computed first and written.
+struct Phase2Tensor {
+  DataType type;
+  ChannelLayout layout;
+  const void* weight;
+  std::int64_t kernel_size;
+  const ChannelVector* gamma;
+  const ChannelVector* variance;
+  const double* epsilon;
+  const void* const* gradients; // [tasks]; a null one stands for zeros
+  void* update;                 // same type and layout as the gradients; overlaps none of them
+  std::int64_t* priority;       // [rows]
+};
+
+struct Phase2Arguments {
+  std::int32_t tasks;
+  std::int64_t count;
+  const Phase2Tensor* tensors;
+};
+
+namespace cpu {
+
+// Reads the weight once.
+void connection_strength(const StrengthArguments& arguments, int threads);
+
+// nu_p = argmax_i (eq:eq6) of strength [tasks, rows]; ties go to the lowest task, NaN never wins.
+void task_priority(const double* strength, std::int32_t tasks, std::int64_t rows,
+                   std::int64_t* priority);
+
+// Phase 2 (Algorithm 1) of all tensors: each weight and gradient is read once and the update
+// written once; only rows of a group in conflict are visited again, while in cache.
+void phase2(const Phase2Arguments& arguments, int threads);
+
+// "avx512", "avx2" or "baseline": the code that runs on this processor.
+const char* instruction_set();
+
+} // namespace cpu
+} // namespace cs_kernels

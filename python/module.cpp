@@ -1,0 +1,143 @@
+// cs_kernels._C: addresses and sizes from Python into the arguments structures. The shapes, types
+// and devices behind them are checked in cs_kernels/ops/native.py; here, only the list lengths.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cs_kernels/phase2.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using cs_kernels::ChannelLayout;
+using cs_kernels::ChannelVector;
+using cs_kernels::DataType;
+
+using Address = std::uintptr_t;
+using Vector = std::pair<Address, int>;                      // address, data type
+using Layout = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
+
+template <class T> T* pointer(Address address) { return reinterpret_cast<T*>(address); }
+
+DataType data_type(int code) {
+  if (code < 0 || code > 3)
+    throw std::invalid_argument("data type must be in [0, 3], got " + std::to_string(code));
+  return static_cast<DataType>(code);
+}
+
+ChannelLayout channel_layout(const Layout& layout) {
+  const auto [groups, outer, channels, inner] = layout;
+  return {groups, outer, channels, inner};
+}
+
+std::vector<ChannelVector> channel_vectors(const std::vector<Vector>& vectors) {
+  std::vector<ChannelVector> result;
+  result.reserve(vectors.size());
+  for (const auto& [address, type] : vectors)
+    result.push_back({pointer<const void>(address), data_type(type)});
+  return result;
+}
+
+void check_length(const char* name, std::size_t length, std::size_t expected) {
+  if (length != expected)
+    throw std::invalid_argument(std::string(name) + " must have " + std::to_string(expected) +
+                                " entries, got " + std::to_string(length));
+}
+
+void connection_strength(int type, const Layout& layout, Address weight, std::int64_t kernel_size,
+                         const std::vector<Vector>& gamma, const std::vector<Vector>& variance,
+                         const std::vector<double>& epsilon, bool normalize, Address strength,
+                         int threads) {
+  check_length("variance", variance.size(), gamma.size());
+  check_length("epsilon", epsilon.size(), gamma.size());
+  const std::vector<ChannelVector> gammas = channel_vectors(gamma);
+  const std::vector<ChannelVector> variances = channel_vectors(variance);
+  const cs_kernels::StrengthArguments arguments{data_type(type),
+                                                channel_layout(layout),
+                                                pointer<const void>(weight),
+                                                kernel_size,
+                                                gammas.data(),
+                                                variances.data(),
+                                                epsilon.data(),
+                                                static_cast<std::int32_t>(gamma.size()),
+                                                normalize,
+                                                pointer<double>(strength)};
+  const py::gil_scoped_release release;
+  cs_kernels::cpu::connection_strength(arguments, threads);
+}
+
+void task_priority(Address strength, std::int32_t tasks, std::int64_t rows, Address priority) {
+  cs_kernels::cpu::task_priority(pointer<const double>(strength), tasks, rows,
+                                 pointer<std::int64_t>(priority));
+}
+
+// Lists over tensors; the first ones have a priority. `gradients` is [tensors, tasks], `gamma`,
+// `variance` and `epsilon` are [layers, tasks] and empty where the priority is given.
+void phase2(std::int32_t tasks, const std::vector<int>& types, const std::vector<Layout>& layouts,
+            const std::vector<Address>& updates, const std::vector<Address>& gradients,
+            const std::vector<Address>& priorities, const std::vector<Address>& weights,
+            const std::vector<std::int64_t>& kernel_sizes, const std::vector<Vector>& gamma,
+            const std::vector<Vector>& variance, const std::vector<double>& epsilon, int threads) {
+  const auto width = static_cast<std::size_t>(tasks);
+  const std::size_t count = updates.size();
+  check_length("types", types.size(), count);
+  check_length("layouts", layouts.size(), count);
+  check_length("gradients", gradients.size(), count * width);
+  if (priorities.size() > count)
+    check_length("priorities", priorities.size(), count);
+  if (!weights.empty())
+    check_length("weights", weights.size(), priorities.size());
+  check_length("kernel_sizes", kernel_sizes.size(), weights.size());
+  check_length("gamma", gamma.size(), weights.size() * width);
+  check_length("variance", variance.size(), weights.size() * width);
+  check_length("epsilon", epsilon.size(), weights.size() * width);
+
+  const std::vector<ChannelVector> gammas = channel_vectors(gamma);
+  const std::vector<ChannelVector> variances = channel_vectors(variance);
+  std::vector<const void*> gradient_pointers;
+  gradient_pointers.reserve(gradients.size());
+  for (const Address address : gradients)
+    gradient_pointers.push_back(pointer<const void>(address));
+
+  std::vector<cs_kernels::Phase2Tensor> tensors(count);
+  for (std::size_t t = 0; t < count; ++t) {
+    cs_kernels::Phase2Tensor& tensor = tensors[t];
+    tensor.type = data_type(types[t]);
+    tensor.layout = channel_layout(layouts[t]);
+    tensor.gradients = &gradient_pointers[t * width];
+    tensor.update = pointer<void>(updates[t]);
+    if (t < priorities.size())
+      tensor.priority = pointer<std::int64_t>(priorities[t]);
+    if (t < weights.size()) {
+      tensor.weight = pointer<const void>(weights[t]);
+      tensor.kernel_size = kernel_sizes[t];
+      tensor.gamma = &gammas[t * width];
+      tensor.variance = &variances[t * width];
+      tensor.epsilon = &epsilon[t * width];
+    }
+  }
+  const py::gil_scoped_release release;
+  cs_kernels::cpu::phase2({tasks, static_cast<std::int64_t>(count), tensors.data()}, threads);
+}
+
+} // namespace
+
+PYBIND11_MODULE(_C, module) {
+  module.doc() = "The native kernels of cs_kernels, on addresses.";
+  module.attr("cpu_instruction_set") = cs_kernels::cpu::instruction_set();
+  module.def("connection_strength", &connection_strength, py::arg("type"), py::arg("layout"),
+             py::arg("weight"), py::arg("kernel_size"), py::arg("gamma"), py::arg("variance"),
+             py::arg("epsilon"), py::arg("normalize"), py::arg("strength"), py::arg("threads"));
+  module.def("task_priority", &task_priority, py::arg("strength"), py::arg("tasks"),
+             py::arg("rows"), py::arg("priority"));
+  module.def("phase2", &phase2, py::arg("tasks"), py::arg("types"), py::arg("layouts"),
+             py::arg("updates"), py::arg("gradients"), py::arg("priorities"), py::arg("weights"),
+             py::arg("kernel_sizes"), py::arg("gamma"), py::arg("variance"), py::arg("epsilon"),
+             py::arg("threads"));
+}

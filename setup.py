@@ -1,0 +1,34 @@
+"""Drives CMake; what to compile and how is in CMakeLists.txt."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pybind11
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class CMakeBuild(build_ext):
+    """Builds `cs_kernels._C` with CMake, where setuptools expects it."""
+
+    def build_extension(self, ext: Extension) -> None:
+        output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
+        build = Path(self.build_temp).resolve()
+        source = Path(__file__).resolve().parent
+        jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
+        configure = [
+            "cmake",
+            f"-S{source}",
+            f"-B{build}",
+            "-GNinja",
+            f"-DPython_EXECUTABLE={sys.executable}",
+            f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
+            f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}",
+        ]
+        subprocess.run(configure, check=True)
+        subprocess.run(["cmake", "--build", str(build), "--parallel", jobs], check=True)
+
+
+setup(ext_modules=[Extension("cs_kernels._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
