@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstddef>
 #include <cstring>
 #include <deque>
@@ -66,14 +65,15 @@ void find_priority(Work& work, std::int32_t tasks) {
   task_priority(strength.data(), tasks, rows, tensor.priority);
 }
 
-// Sums and dot products of the rows at some places, with one of the two kernels for that.
-void sum_rows(Work& work, RowRange places, decltype(RowKernels::sum_and_dots) kernel) {
+void sum_rows(const Chunk& chunk) {
+  Work& work = *chunk.work;
   const Phase2Tensor& tensor = *work.tensor;
   const ChannelLayout& layout = tensor.layout;
+  const auto kernel = row_kernels(tensor.type).sum_and_dots;
   const int count = static_cast<int>(work.gradients.size());
   std::vector<const void*> segment(work.gradients.size());
   for (std::int64_t outer = 0; outer < layout.outer; ++outer)
-    for (std::int64_t place = places.first; place < places.last; ++place) {
+    for (std::int64_t place = chunk.range.first; place < chunk.range.last; ++place) {
       const std::int64_t row = work.order[static_cast<std::size_t>(place)];
       const std::int64_t offset = segment_offset(layout, row, outer);
       for (std::size_t j = 0; j < segment.size(); ++j)
@@ -83,47 +83,32 @@ void sum_rows(Work& work, RowRange places, decltype(RowKernels::sum_and_dots) ke
     }
 }
 
-// d_ij of one group, over all its rows in the unit together and in their order.
-std::vector<double> group_dots(Work& work, RowRange places, std::int64_t task,
-                               std::int64_t& elements) {
-  std::vector<double> dots(work.gradients.size(), 0.0);
-  for (std::int64_t place = places.first; place < places.last; ++place)
-    if (work.tensor->priority[work.order[static_cast<std::size_t>(place)]] == task) {
-      elements += work.tensor->layout.row_size();
-      for (std::size_t j = 0; j < dots.size(); ++j)
-        dots[j] += work.row_dots(place)[j];
-    }
-  return dots;
-}
-
-// Whether squares and sums of floats can have left float's range, upward or downward.
-bool out_of_range(const std::vector<double>& dots, std::size_t reference, std::int64_t elements) {
-  return !std::all_of(dots.begin(), dots.end(), [](double d) { return std::isfinite(d); }) ||
-         dots[reference] < static_cast<double>(elements) * 0x1p-110;
-}
-
-// a_i of the groups of a unit. The comparisons let NaN through: a NaN in a_i reaches the update.
+// a_i of the groups of a unit: d_ij over all rows of a group together and in their order. The
+// comparisons let NaN through: a NaN in a_i reaches the update.
 void find_scales(Unit& unit) {
   Work& work = *unit.work;
-  bool in_double = work.tensor->type == DataType::kFloat64;
+  const std::size_t count = work.gradients.size();
+  std::vector<double> dots(work.scale.size() * count, 0.0);
+  std::vector<bool> present(work.scale.size(), false);
+  for (std::int64_t place = unit.places.first; place < unit.places.last; ++place) {
+    const std::int64_t row = work.order[static_cast<std::size_t>(place)];
+    if (work.reference_of_row(row) < 0)
+      continue;
+    const auto task = static_cast<std::size_t>(work.tensor->priority[row]);
+    present[task] = true;
+    for (std::size_t j = 0; j < count; ++j)
+      dots[task * count + j] += work.row_dots(place)[j];
+  }
   for (std::size_t task = 0; task < work.scale.size(); ++task) {
-    if (work.reference[task] < 0)
+    if (!present[task])
       continue;
     const auto reference = static_cast<std::size_t>(work.reference[task]);
-    std::int64_t elements = 0;
-    std::vector<double> d = group_dots(work, unit.places, static_cast<std::int64_t>(task), elements);
-    if (elements > 0 && !in_double && out_of_range(d, reference, elements)) {
-      std::fill(work.row_dots(unit.places.first), work.row_dots(unit.places.last), 0.0);
-      sum_rows(work, unit.places, row_kernels(work.tensor->type).sum_and_dots_in_double);
-      in_double = true;
-      d = group_dots(work, unit.places, static_cast<std::int64_t>(task), elements);
-    }
+    const double* d = &dots[task * count];
     double scale = 0;
-    for (std::size_t j = 0; j < d.size(); ++j)
+    for (std::size_t j = 0; j < count; ++j)
       if (j != reference && d[j] < 0 && d[reference] > 0)
         scale -= d[j] / d[reference];
-    if (elements > 0)
-      work.scale[task] = scale;
+    work.scale[task] = scale;
   }
   unit.scales_known.store(true, std::memory_order_release);
 }
@@ -243,7 +228,7 @@ public:
         sum_elements(chunk);
         continue;
       }
-      sum_rows(*chunk.work, chunk.range, row_kernels(chunk.work->tensor->type).sum_and_dots);
+      sum_rows(chunk);
       if (chunk.unit->chunks_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
         find_scales(*chunk.unit);
       summed.push_back(&chunk);

@@ -162,7 +162,7 @@ void sum_and_dots(const void* const* gradients, int count, int reference, std::i
 }
 
 template <class Type>
-void add_scaled_vectors(void* out, const void* data, double scale, std::int64_t n) {
+void add_scaled(void* out, const void* data, double scale, std::int64_t n) {
   using Accumulator = typename Type::Accumulator;
   constexpr std::int64_t kLanes = Accumulator::kLanes;
   const auto* x = static_cast<const typename Type::Element*>(data);
@@ -183,17 +183,12 @@ void add_scaled_vectors(void* out, const void* data, double scale, std::int64_t 
 
 // A scale that float cannot hold belongs to a reference many orders away from its rivals: the
 // product is representable, and is formed in double.
-template <class Type>
-void add_scaled(void* out, const void* data, double scale, std::int64_t n) {
+void add_scaled_float32(void* out, const void* data, double scale, std::int64_t n) {
   const double size = scale < 0 ? -scale : scale;
   if (size > 0x1p100 || size < 0x1p-100)
-    add_scaled_vectors<InDouble<Type>>(out, data, scale, n);
+    add_scaled<Float32>(out, data, scale, n);
   else
-    add_scaled_vectors<Type>(out, data, scale, n);
-}
-
-template <class Type> constexpr RowKernels narrow_kernels() {
-  return {energy<Type>, sum_and_dots<Type>, sum_and_dots_panels<InDouble<Type>>, add_scaled<Type>};
+    add_scaled<Float32InFloat>(out, data, scale, n);
 }
 
 } // namespace
@@ -201,9 +196,9 @@ template <class Type> constexpr RowKernels narrow_kernels() {
 extern const InstructionSet CS_INSTRUCTION_SET;
 const InstructionSet CS_INSTRUCTION_SET = {
     CS_NAME(CS_INSTRUCTION_SET),
-    {narrow_kernels<Float32>(),
-     {energy<Float64>, sum_and_dots<Float64>, sum_and_dots<Float64>, add_scaled_vectors<Float64>},
-     narrow_kernels<BFloat16>(),
-     narrow_kernels<Float16>()}};
+    {{energy<Float32>, sum_and_dots<Float32>, add_scaled_float32},
+     {energy<Float64>, sum_and_dots<Float64>, add_scaled<Float64>},
+     {energy<BFloat16>, sum_and_dots<BFloat16>, add_scaled<BFloat16>},
+     {energy<Float16>, sum_and_dots<Float16>, add_scaled<Float16>}}};
 
 } // namespace cs_kernels::cpu

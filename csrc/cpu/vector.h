@@ -211,8 +211,26 @@ CS_INLINE void add_widened(Doubles& total, const Doubles& v) { total += v; }
 // own precision for kBlock elements, then in double.
 struct Float32 {
   using Element = float;
+  using Accumulator = Doubles; // holds every product of two floats exactly
+  static constexpr std::int64_t kBlock = INT64_MAX;
+  static CS_INLINE Doubles load(const float* p) {
+    Doubles v;
+    unrolled<Doubles::kParts>([&](int i) CS_LAMBDA_INLINE {
+      v.part[i] = load_widened(p + i * Doubles::kPartLanes);
+    });
+    return v;
+  }
+  static CS_INLINE void store(float* p, const Doubles& v) {
+    unrolled<Doubles::kParts>([&](int i) CS_LAMBDA_INLINE {
+      store_narrowed(p + i * Doubles::kPartLanes, v.part[i]);
+    });
+  }
+};
+
+// Twice the lanes, where rounded products will do.
+struct Float32InFloat {
+  using Element = float;
   using Accumulator = Floats;
-  static constexpr std::int64_t kBlock = std::int64_t{16} * Floats::kLanes;
   static CS_INLINE Floats load(const float* p) { return Floats::load(p); }
   static CS_INLINE void store(float* p, const Floats& v) { v.store(p); }
 };
@@ -225,6 +243,7 @@ struct Float64 {
   static CS_INLINE void store(double* p, const Doubles& v) { v.store(p); }
 };
 
+// A product of two 16-bit numbers is exact in float; a lane adds 16 of them before the double.
 template <FloatPart (*kLoad)(const std::uint16_t*), void (*kStore)(std::uint16_t*, FloatPart)>
 struct Float16Bits {
   using Element = std::uint16_t;
@@ -258,26 +277,6 @@ CS_INLINE void store_tail(typename Type::Element* p, const typename Type::Accumu
   Type::store(lanes, v);
   std::memcpy(p, lanes, static_cast<std::size_t>(n) * sizeof *p);
 }
-
-// The elements of a narrower type in doubles: no product of two overflows or underflows. For the
-// rare case, and not fast.
-template <class Narrow> struct InDouble {
-  using Element = typename Narrow::Element;
-  using Accumulator = Doubles;
-  static constexpr std::int64_t kBlock = INT64_MAX;
-  static CS_INLINE Doubles load(const Element* p) {
-    float lanes[Floats::kLanes];
-    load_tail<Narrow>(p, Doubles::kLanes).store(lanes);
-    Doubles v;
-    unrolled<Doubles::kParts>([&](int i) CS_LAMBDA_INLINE { v.part[i] = load_widened(lanes + i * Doubles::kPartLanes); });
-    return v;
-  }
-  static CS_INLINE void store(Element* p, const Doubles& v) {
-    float lanes[Floats::kLanes] = {};
-    unrolled<Doubles::kParts>([&](int i) CS_LAMBDA_INLINE { store_narrowed(lanes + i * Doubles::kPartLanes, v.part[i]); });
-    store_tail<Narrow>(p, Floats::load(lanes), Doubles::kLanes);
-  }
-};
 
 } // namespace
 } // namespace cs_kernels::cpu

@@ -1,0 +1,107 @@
+"""Layers of every kind, with gradients and normalizations, for the tests of the operators."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The shape of a weight and where its output channels are."""
+
+    name: str
+    shape: tuple[int, ...]
+    out_channel_dim: int = 0
+    groups: int = 1
+
+    @property
+    def channels(self) -> int:
+        return self.shape[self.out_channel_dim] * (self.groups if self.out_channel_dim else 1)
+
+
+KINDS = [
+    Kind("linear", (24, 40)),
+    Kind("linear_wide", (3, 1030)),
+    Kind("one_channel", (1, 8, 3, 3)),
+    Kind("conv1d", (12, 5, 7)),
+    Kind("conv2d", (16, 9, 3, 3)),
+    Kind("conv2d_pointwise", (31, 33, 1, 1)),
+    Kind("conv3d", (6, 4, 3, 3, 3)),
+    Kind("grouped", (12, 3, 5, 5)),
+    Kind("depthwise", (20, 1, 3, 3)),
+    Kind("transposed1d", (6, 10, 4), 1),
+    Kind("transposed2d", (9, 14, 2, 2), 1),
+    Kind("transposed2d_pointwise", (11, 13, 1, 1), 1),
+    Kind("transposed2d_grouped", (8, 5, 4, 4), 1, 4),
+    Kind("transposed2d_depthwise", (10, 1, 3, 3), 1, 10),
+    Kind("transposed3d", (3, 6, 2, 3, 2), 1),
+]
+
+FORMATS = ["contiguous", "channels_last", "misaligned", "strided"]
+
+
+def laid_out(tensor: Tensor, memory: str) -> Tensor:
+    """The same numbers, lying in memory in another way."""
+    if memory == "channels_last":
+        if tensor.ndim == 4:
+            return tensor.contiguous(memory_format=torch.channels_last)
+        if tensor.ndim == 5:
+            return tensor.contiguous(memory_format=torch.channels_last_3d)
+        # The same for other ranks: the first two dimensions swapped in memory.
+        return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+    if memory == "misaligned":
+        storage = tensor.new_zeros(tensor.numel() + 1)
+        return storage[1:].view(tensor.shape).copy_(tensor)
+    if memory == "strided":
+        wide = tensor.new_zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]))
+        return wide[..., ::2].copy_(tensor)
+    return tensor.contiguous()
+
+
+@dataclass
+class Sample:
+    """Arguments of one layer's Phase 2."""
+
+    kind: Kind
+    weight: Tensor
+    gamma: Tensor
+    running_var: Tensor
+    grads: Tensor
+    eps: list[float]
+
+    def float64(self) -> "Sample":
+        """The same numbers in float64, contiguous."""
+        return Sample(
+            self.kind,
+            self.weight.double().contiguous(),
+            self.gamma.double(),
+            self.running_var.double(),
+            self.grads.double().contiguous(),
+            self.eps,
+        )
+
+
+def sample(kind: Kind, tasks: int, dtype: torch.dtype, memory: str = "contiguous") -> Sample:
+    """Random arguments; about half of all pairs of tasks are in conflict."""
+    weight = torch.randn(kind.shape).to(dtype)
+    grads = torch.stack([torch.randn(kind.shape) for _ in range(tasks)]).to(dtype)
+    storage = torch.empty((tasks, *laid_out(weight, memory).shape), dtype=dtype)
+    if memory == "contiguous":
+        storage = grads
+    else:
+        # A stack whose rows lie as the weight does.
+        strides = laid_out(weight, memory).stride()
+        span = sum((n - 1) * s for n, s in zip(kind.shape, strides, strict=True)) + 2
+        flat = torch.zeros(tasks * span + 1, dtype=dtype)
+        offset = 1 if memory == "misaligned" else 0
+        storage = flat.as_strided((tasks, *kind.shape), (span, *strides), offset)
+        storage.copy_(grads)
+    return Sample(
+        kind,
+        laid_out(weight, memory),
+        torch.randn(tasks, kind.channels),
+        torch.rand(tasks, kind.channels) + 0.1,
+        storage,
+        [1e-5 * (i + 1) for i in range(tasks)],
+    )

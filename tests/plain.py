@@ -1,0 +1,65 @@
+"""The paper's formulas once more, as one would write them in torch, independent of the package.
+
+In float64 they check the reference; in a tensor's own dtype they give the error that a kernel's is
+compared with.
+"""
+
+import torch
+from torch import Tensor
+
+from layers import Kind
+
+
+def rows(tensor: Tensor, kind: Kind) -> Tensor:
+    """[O, fan-in], channel by channel."""
+    if kind.out_channel_dim == 0:
+        return torch.stack([tensor[p].reshape(-1) for p in range(kind.shape[0])])
+    per_group = kind.shape[0] // kind.groups
+    return torch.stack(
+        [
+            tensor[g * per_group : (g + 1) * per_group, c].reshape(-1)
+            for g in range(kind.groups)
+            for c in range(kind.shape[1])
+        ]
+    )
+
+
+def strength(weight: Tensor, gamma: Tensor, var: Tensor, eps: list[float], kind: Kind) -> Tensor:
+    """eq:eq3 with eq:eq1."""
+    window = 1
+    for size in kind.shape[2:]:
+        window *= size
+    energy = (rows(weight, kind) ** 2).sum(1) / window
+    return torch.stack([gamma[i] ** 2 / (var[i] + eps[i]) * energy for i in range(len(gamma))])
+
+
+def projected_rows(grads: Tensor, priority: Tensor, kind: Kind) -> Tensor:
+    """Algorithm 1, Phase 2, with the gradients replaced in turn as it is written: [O, fan-in]."""
+    modified = [rows(g, kind).clone() for g in grads]
+    for i in range(len(grads)):
+        group = priority == i
+        g_i = rows(grads[i], kind)[group]
+        for j in range(len(grads)):
+            g_j = rows(grads[j], kind)[group]
+            dot = torch.dot(g_i.reshape(-1), g_j.reshape(-1))
+            if j != i and dot < 0:
+                norm = torch.dot(g_i.reshape(-1), g_i.reshape(-1))
+                modified[j][group] = g_j - dot / norm * g_i
+    total = modified[0]
+    for g in modified[1:]:
+        total = total + g
+    return total
+
+
+def closed_form_rows(grads: Tensor, priority: Tensor, kind: Kind) -> Tensor:
+    """The same update as sum_j G_j + a_i G_i: what a kernel computes, in plain torch."""
+    matrices = torch.stack([rows(g, kind) for g in grads])
+    total = matrices.sum(0)
+    for i, g_i in enumerate(matrices):
+        group = priority == i
+        flat = matrices[:, group].flatten(1)
+        dots = flat @ flat[i]
+        others = torch.arange(len(grads)) != i
+        a_i = -(dots[others & (dots < 0)] / dots[i]).sum()
+        total[group] += a_i * g_i[group]
+    return total

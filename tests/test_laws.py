@@ -1,0 +1,124 @@
+"""Properties that follow from the definition, for shapes and numbers that hypothesis chooses."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cs_kernels as cs
+
+
+@st.composite
+def _problems(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients [K, O, fan-in] in float64 and a priority."""
+    tasks = draw(st.integers(1, 10))
+    channels = draw(st.integers(1, 40))
+    fan_in = draw(st.integers(1, 70))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    grads = torch.randn(tasks, channels, fan_in, generator=generator, dtype=torch.float64)
+    # A shared direction makes conflicts one-sided, so that all signs occur.
+    grads += draw(st.floats(-1, 1)) * torch.randn(fan_in, generator=generator, dtype=torch.float64)
+    return grads, torch.randint(tasks, (channels,), generator=generator)
+
+
+_every_backend = [name for name, reason in cs.available_backends().items() if reason is None]
+_backends = st.sampled_from(_every_backend)
+_project = cs.functional.project_conflicts
+
+
+def _dots(grads: torch.Tensor, group: torch.Tensor, i: int) -> torch.Tensor:
+    return (grads[:, group] * grads[i, group]).sum((1, 2))
+
+
+@settings(deadline=None, max_examples=60)
+@given(_problems(), _backends)
+def test_backends_agree(problem: tuple[torch.Tensor, torch.Tensor], backend: str) -> None:
+    with cs.use_backend("reference"):
+        expected = _project(*problem)
+    with cs.use_backend(backend):
+        torch.testing.assert_close(_project(*problem), expected, rtol=1e-9, atol=1e-9)
+
+
+@settings(deadline=None, max_examples=60)
+@given(_problems(), _backends)
+def test_no_conflict_is_left_with_the_reference(
+    problem: tuple[torch.Tensor, torch.Tensor], backend: str
+) -> None:
+    """Each group's update keeps at least the reference's own progress: <update, G_i> >= d_ii."""
+    grads, priority = problem
+    with cs.use_backend(backend):
+        update = _project(grads, priority)
+    for i in range(len(grads)):
+        group = priority == i
+        progress = (update[group] * grads[i, group]).sum()
+        own = _dots(grads, group, i)
+        expected = own[i] + own.clamp(min=0)[torch.arange(len(grads)) != i].sum()
+        torch.testing.assert_close(progress, expected, rtol=1e-9, atol=1e-9)
+        assert progress >= own[i] - 1e-9 * (1 + own[i])
+
+
+@settings(deadline=None, max_examples=40)
+@given(_problems(), _backends, st.integers(-40, 40))
+def test_scale_equivariant(
+    problem: tuple[torch.Tensor, torch.Tensor], backend: str, exponent: int
+) -> None:
+    grads, priority = problem
+    with cs.use_backend(backend):
+        update = _project(grads, priority)
+        assert torch.equal(_project(grads * 2.0**exponent, priority), update * 2.0**exponent)
+
+
+@settings(deadline=None, max_examples=40)
+@given(_problems(), _backends, st.randoms())
+def test_permuting_tasks_permutes(
+    problem: tuple[torch.Tensor, torch.Tensor], backend: str, random: st.DataObject
+) -> None:
+    grads, priority = problem
+    order = list(range(len(grads)))
+    random.shuffle(order)
+    place = torch.tensor([order.index(i) for i in range(len(order))])
+    with cs.use_backend(backend):
+        update = _project(grads, priority)
+        permuted = _project(grads[order], place[priority])
+    torch.testing.assert_close(permuted, update, rtol=1e-9, atol=1e-9)
+
+
+@settings(deadline=None, max_examples=40)
+@given(_problems(), _backends)
+def test_inputs_are_not_changed(
+    problem: tuple[torch.Tensor, torch.Tensor], backend: str
+) -> None:
+    """The reference gradient, and every other one."""
+    grads, priority = problem
+    before = grads.clone(), priority.clone()
+    with cs.use_backend(backend):
+        _project(grads, priority)
+    assert torch.equal(grads, before[0])
+    assert torch.equal(priority, before[1])
+
+
+@settings(deadline=None, max_examples=40)
+@given(_problems(), _backends)
+def test_one_task_is_plain_descent(
+    problem: tuple[torch.Tensor, torch.Tensor], backend: str
+) -> None:
+    grads, priority = problem
+    with cs.use_backend(backend):
+        update = _project(grads[:1], torch.zeros_like(priority))
+    assert torch.equal(update, grads[0])
+
+
+@settings(deadline=None, max_examples=40)
+@given(_problems(), _backends)
+def test_idempotent(problem: tuple[torch.Tensor, torch.Tensor], backend: str) -> None:
+    """Projecting the projected gradients again changes nothing."""
+    grads, priority = problem
+    projected = grads.clone()
+    for i in range(len(grads)):
+        group = priority == i
+        own = _dots(grads, group, i)
+        for j in range(len(grads)):
+            if j != i and own[j] < 0:
+                projected[j, group] -= own[j] / own[i] * grads[i, group]
+    with cs.use_backend(backend):
+        once = _project(grads, priority)
+        torch.testing.assert_close(_project(projected, priority), once, rtol=1e-9, atol=1e-9)

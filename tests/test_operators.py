@@ -1,0 +1,337 @@
+"""Every backend against the float64 oracle, over dtypes, tasks, layers and memory layouts."""
+
+import pytest
+import torch
+from layers import FORMATS, KINDS, Kind, Sample, sample
+from plain import closed_form_rows, projected_rows, rows, strength
+
+import cs_kernels as cs
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def _check_priority(priority: torch.Tensor, exact: torch.Tensor) -> None:
+    """Equal wherever the two greatest strengths are not within rounding of each other."""
+    if 1 in exact.shape:  # One channel is all of every task's layer: a tie, to the first task.
+        assert priority.eq(0).all()
+        return
+    top = exact.topk(2, dim=0).values
+    clear = top[0] - top[1] > 1e-12 * top[0]
+    assert clear.float().mean() > 0.9
+    assert torch.equal(priority[clear], exact.argmax(0)[clear])
+
+
+def _check_update(update: torch.Tensor, args: Sample, priority: torch.Tensor) -> None:
+    """At most twice the error of the plain formula in the same dtype."""
+    kind = args.kind
+    exact = projected_rows(args.grads.double(), priority, kind)
+    plain = closed_form_rows(args.grads, priority, kind)
+    error = (rows(update.double(), kind) - exact).abs().max()
+    allowed = 2 * (plain.double() - exact).abs().max()
+    # Where the plain formula happens to be exact, the roundings that storing takes: one, or two in 16
+    # bits (the sum, then what is added to it); in float64, where the plain formula is as good as
+    # the oracle, one for each addition.
+    roundings = {torch.float32: 1, torch.float64: len(args.grads) + 1}.get(update.dtype, 2)
+    rounding = roundings * torch.finfo(update.dtype).eps / 2 * exact.abs().max()
+    assert error <= max(allowed, rounding)
+
+
+@pytest.mark.parametrize("memory", FORMATS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("tasks", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_phase2_update_agrees_with_float64(
+    backend: str, dtype: torch.dtype, tasks: int, kind: Kind, memory: str
+) -> None:
+    args = sample(kind, tasks, dtype, memory)
+    update, priority = cs.functional.phase2_update(
+        args.weight,
+        args.gamma,
+        args.running_var,
+        args.grads,
+        eps=args.eps,
+        out_channel_dim=kind.out_channel_dim,
+        groups=kind.groups,
+    )
+    assert update.shape == args.weight.shape
+    assert update.dtype is dtype
+    wide = args.float64()
+    exact = strength(wide.weight, wide.gamma, wide.running_var, wide.eps, kind)
+    _check_priority(priority, exact / exact.sum(1, keepdim=True))
+    _check_update(update, args, priority)
+
+
+@pytest.mark.parametrize("shape", [(256, 256, 3, 3), (5, 70001), (4099, 64)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_layers(backend: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """More than a chunk, more than a cache, groups visited on their own."""
+    kind = Kind("large", shape)
+    args = sample(kind, 4, dtype)
+    update, priority = cs.functional.phase2_update(
+        args.weight, args.gamma, args.running_var, args.grads, eps=args.eps
+    )
+    assert len(priority.unique()) >= 3
+    _check_update(update, args, priority)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_connection_strength(backend: str, kind: Kind, normalize: bool) -> None:
+    args = sample(kind, 3, torch.float32)
+    exact = strength(
+        args.weight.double(), args.gamma.double(), args.running_var.double(), args.eps, kind
+    )
+    if normalize:
+        exact = exact / exact.sum(1, keepdim=True)
+    result = cs.functional.connection_strength(
+        args.weight,
+        args.gamma,
+        args.running_var,
+        eps=args.eps,
+        normalize=normalize,
+        out_channel_dim=kind.out_channel_dim,
+        groups=kind.groups,
+    )
+    assert result.dtype is torch.float64
+    torch.testing.assert_close(result, exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_connection_strength_reads_every_dtype(backend: str, dtype: torch.dtype) -> None:
+    """Also the normalization's own numbers, subnormal ones included."""
+    kind = Kind("conv", (4, 3, 3, 3))
+    weight = torch.randn(kind.shape).to(dtype)
+    gamma = (torch.randn(2, 4) * torch.tensor([1.0, 1e-6]).unsqueeze(1)).to(dtype)
+    var = torch.rand(2, 4).to(dtype)
+    result = cs.functional.connection_strength(weight, gamma, var, normalize=False)
+    exact = strength(weight.double(), gamma.double(), var.double(), [1e-5] * 2, kind)
+    torch.testing.assert_close(result, exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_of_16_bit_results(backend: str, dtype: torch.dtype) -> None:
+    """A sum of two is exact in float, so the result is the correctly rounded one, everywhere."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    every = bits.view(dtype)
+    other = every[torch.randperm(len(every))]
+    grads = torch.stack([every, other]).unsqueeze(1)
+    update = cs.functional.project_conflicts(grads.flatten(1).unsqueeze(1), torch.zeros(1).long())
+    # One row in conflict would hide the sums behind a projection, and NaN is in it: the dots are NaN.
+    expected = (every.float() + other.float()).to(dtype)
+    assert torch.equal(update.flatten().isnan(), expected.isnan())
+    number = ~expected.isnan()
+    assert torch.equal(update.flatten()[number], expected[number])
+
+
+def test_hand_computed_update(backend: str) -> None:
+    """Two channels, two tasks; channel 0 belongs to task 1 and channel 1 to task 0.
+
+    Group of task 1, channel 0: G_1 = (1, 0), G_0 = (-2, 3), d = -2: G_0 becomes (0, 3).
+    Group of task 0, channel 1: G_0 = (1, 1), G_1 = (2, -1), d = 1: no conflict.
+    """
+    grads = torch.tensor([[[-2.0, 3.0], [1.0, 1.0]], [[1.0, 0.0], [2.0, -1.0]]])
+    update = cs.functional.project_conflicts(grads, torch.tensor([1, 0]))
+    assert update.tolist() == [[1.0, 3.0], [3.0, 0.0]]
+
+
+def test_a_group_is_one_vector(backend: str) -> None:
+    """Channels of a group are projected together: here the conflict of one outweighs the other."""
+    grads = torch.tensor([[[1.0], [1.0]], [[-3.0], [1.0]]])
+    update = cs.functional.project_conflicts(grads, torch.tensor([0, 0]))
+    # d = -3 + 1 = -2, d_00 = 2, a = 1: update = sum + G_0.
+    assert update.tolist() == [[-1.0], [3.0]]
+
+
+def test_hand_computed_strength(backend: str) -> None:
+    """A 2 x 2 x 1 x 2 kernel: k^2 stands for the two elements of the window."""
+    weight = torch.tensor([[[[1.0, 2.0]], [[3.0, 0.0]]], [[[2.0, 0.0]], [[0.0, 0.0]]]])
+    gamma = torch.tensor([[1.0, 2.0], [3.0, 1.0]])
+    var = torch.tensor([[1.0, 3.0], [2.0, 0.0]])
+    strength = cs.functional.connection_strength(
+        weight, gamma, var, eps=[1.0, 1.0], normalize=False
+    )
+    # Energies (1 + 4 + 9) / 2 = 7 and 4 / 2 = 2.
+    assert strength.tolist() == [[3.5, 2.0], [21.0, 2.0]]
+
+
+def test_priority_ties_and_nan(backend: str) -> None:
+    nan, inf = float("nan"), float("inf")
+    strength = torch.tensor(
+        [
+            [0.5, nan, 0.0, 0.1, nan, 1.0, nan],
+            [0.5, 0.0, 0.0, 0.3, nan, inf, 0.1],
+            [0.2, nan, 0.0, 0.3, nan, nan, 0.2],
+        ]
+    )
+    assert cs.functional.task_priority(strength).tolist() == [0, 1, 0, 1, 0, 1, 2]
+
+
+def test_all_gamma_zero_gives_the_first_task(backend: str) -> None:
+    kind = Kind("linear", (6, 5))
+    args = sample(kind, 3, torch.float32)
+    zero = torch.zeros_like(args.gamma)
+    strength = cs.functional.connection_strength(args.weight, zero, args.running_var)
+    assert torch.equal(strength, torch.zeros(3, 6, dtype=torch.float64))
+    update, priority = cs.functional.phase2_update(
+        args.weight, zero, args.running_var, args.grads
+    )
+    assert torch.equal(priority, torch.zeros(6, dtype=torch.int64))
+    _check_update(update, args, priority)
+
+
+def test_a_zero_reference_changes_nothing(backend: str) -> None:
+    grads = torch.randn(3, 8, 10)
+    grads[1] = 0
+    priority = torch.ones(8, dtype=torch.int64)
+    update = cs.functional.project_conflicts(grads, priority)
+    torch.testing.assert_close(update, grads.sum(0))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-18, 1.0, 1e18, 1e30])
+def test_scales_of_float32(backend: str, scale: float) -> None:
+    """Finite and equivariant: scaling by a power of two is exact, so the result is too."""
+    args = sample(Kind("conv", (16, 8, 3, 3)), 4, torch.float32)
+    factor = 2.0 ** round(torch.log2(torch.tensor(scale)).item())
+    priority = torch.arange(16) % 4
+    update = cs.functional.project_conflicts(args.grads, priority)
+    scaled = cs.functional.project_conflicts(args.grads * factor, priority)
+    assert scaled.isfinite().all()
+    torch.testing.assert_close(scaled / factor, update, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_different_scale(backend: str) -> None:
+    """a_i is beyond float32's range, but a_i * G_i is not."""
+    reference = torch.tensor([[1.0, 0.0]]) * 1e-25
+    rival = torch.tensor([[-1.0, 1.0]]) * 1e20
+    update = cs.functional.project_conflicts(
+        torch.stack([reference, rival]), torch.zeros(1, dtype=torch.int64)
+    )
+    torch.testing.assert_close(update, torch.tensor([[0.0, 1e20]]), rtol=1e-6, atol=1e14)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("task", [0, 1])
+def test_nan_and_inf_reach_the_update(backend: str, bad: float, task: int) -> None:
+    grads = torch.randn(2, 4, 50)
+    grads[task, 1, 7] = bad
+    priority = torch.tensor([0, 0, 1, 1])
+    update = cs.functional.project_conflicts(grads, priority)
+    assert not update[1, 7].isfinite()
+    assert update[2:].isfinite().all()
+
+
+def _trunk_arguments(tasks: int = 3) -> tuple[list[Sample], dict[str, object]]:
+    layers = [sample(kind, tasks, torch.float32) for kind in KINDS]
+    plain = [torch.randn(tasks, *shape) for shape in ((7,), (40000,), ())]
+    arguments: dict[str, object] = {
+        "updates": [
+            *(torch.empty_like(s.weight) for s in layers),
+            *(torch.empty_like(p[0]) for p in plain),
+        ],
+        "grads": [g for s in layers for g in s.grads] + [g for p in plain for g in p],
+        "weights": [s.weight for s in layers],
+        "gammas": [g for s in layers for g in s.gamma],
+        "running_vars": [v for s in layers for v in s.running_var],
+        "eps": [e for s in layers for e in s.eps],
+        "out_channel_dims": [s.kind.out_channel_dim for s in layers],
+        "groups": [s.kind.groups for s in layers],
+        "tasks": tasks,
+    }
+    return layers, arguments
+
+
+def test_a_trunk_in_one_call(backend: str) -> None:
+    """All layers, and tensors without priority, as layer by layer; missing gradients are zero."""
+    layers, arguments = _trunk_arguments()
+    grads = arguments["grads"]
+    grads[1] = None  # Of the first layer, task 1.
+    for i in range(3):
+        grads[3 * 4 + i] = None  # Of the fifth layer, every task.
+    grads[3 * len(layers)] = None  # Of the first plain tensor, task 0.
+    priorities = torch.ops.cs_kernels.phase2_update_(*arguments.values())
+    updates = arguments["updates"]
+    for i, (layer, update, priority) in enumerate(
+        zip(layers, updates[: len(layers)], priorities, strict=True)
+    ):
+        dense = layer.grads.clone()
+        if i == 0:
+            dense[1] = 0
+        if i == 4:
+            dense[:] = 0
+        expected, expected_priority = cs.functional.phase2_update(
+            layer.weight,
+            layer.gamma,
+            layer.running_var,
+            dense,
+            eps=layer.eps,
+            out_channel_dim=layer.kind.out_channel_dim,
+            groups=layer.kind.groups,
+        )
+        assert torch.equal(priority, expected_priority)
+        torch.testing.assert_close(update, expected, rtol=1e-6, atol=1e-6)
+    first = sum(g for g in grads[3 * len(layers) : 3 * len(layers) + 3] if g is not None)
+    torch.testing.assert_close(updates[len(layers)], first)
+    second = sum(grads[3 * len(layers) + 3 : 3 * len(layers) + 6])
+    torch.testing.assert_close(updates[len(layers) + 1], second)
+
+
+def test_missing_gamma_is_one(backend: str) -> None:
+    args = sample(Kind("linear", (6, 5)), 2, torch.float32)
+    common = (list(args.running_var), args.eps, True, 0, 1)
+    operator = torch.ops.cs_kernels.connection_strength
+    without = operator(args.weight, [None, None], *common)
+    ones = operator(args.weight, [torch.ones(6), torch.ones(6)], *common)
+    assert torch.equal(without, ones)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_bits_on_any_number_of_threads(
+    backend: str, dtype: torch.dtype, threads: int
+) -> None:
+    args = sample(Kind("conv", (256, 256, 3, 3)), 3, dtype)
+    call = (args.weight, args.gamma, args.running_var, args.grads)
+    default = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        update, priority = cs.functional.phase2_update(*call)
+        if backend == "reference":
+            return  # torch's own sums are split by the number of threads
+        torch.set_num_threads(threads)
+        for _ in range(3):
+            again, priority_again = cs.functional.phase2_update(*call)
+            assert torch.equal(update.view(torch.int8), again.view(torch.int8))
+            assert torch.equal(priority, priority_again)
+    finally:
+        torch.set_num_threads(default)
+
+
+def test_empty_layers(backend: str) -> None:
+    update = cs.functional.project_conflicts(torch.zeros(2, 3, 0), torch.zeros(3).long())
+    assert update.shape == (3, 0)
+    update = cs.functional.project_conflicts(torch.zeros(2, 0, 4), torch.zeros(0).long())
+    assert update.shape == (0, 4)
+
+
+def test_schemas_and_fakes() -> None:
+    """torch.library's own checks: mutation as declared, fakes alike, usable under compilation."""
+    _, arguments = _trunk_arguments()
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+    operators = torch.ops.cs_kernels
+    weight, gamma = torch.randn(4, 3), [torch.ones(4), None]
+    running = [torch.ones(4), torch.ones(4)]
+    calls = {
+        operators.connection_strength: (weight, gamma, running, [1e-5, 1e-5], True, 0, 1),
+        operators.task_priority: (torch.rand(3, 5),),
+        operators.project_conflicts_: (
+            [torch.empty(4, 3), torch.empty(5)],
+            [torch.randn(4, 3), None, torch.randn(5), torch.randn(5)],
+            [torch.tensor([0, 1, 1, 0])],
+            [0],
+            [1],
+            2,
+        ),
+        operators.phase2_update_: tuple(arguments.values()),
+    }
+    for operator, call in calls.items():
+        torch.library.opcheck(operator.default, call, test_utils=tests)
