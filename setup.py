@@ -14,6 +14,7 @@ class CMakeBuild(build_ext):
     """Builds `cs_kernels._C` with CMake, where setuptools expects it."""
 
     def build_extension(self, ext: Extension) -> None:
+        """Configures and builds one extension."""
         output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
         build = Path(self.build_temp).resolve()
         source = Path(__file__).resolve().parent

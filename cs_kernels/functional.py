@@ -29,9 +29,9 @@ def connection_strength(
 ) -> Tensor:
     """How much each output channel of a layer contributes to each task (eq:eq3, eq:eq5).
 
-    `S_p^i = gamma_{i,p}^2 / (Var_{i,p} + eps_i) * energy_p`, with the energy of a channel the sum of
-    its squared weights over the size of its kernel window (eq:eq1); normalized, each task's
-    strengths sum to 1 over the layer (or are all 0).
+    `S_p^i = gamma_{i,p}^2 / (Var_{i,p} + eps_i) * energy_p`, where the energy of a channel is the
+    sum of its squared weights over the size of its kernel window (eq:eq1). Normalized, each task's
+    strengths sum to 1 over the layer, or are all 0.
 
     Args:
         weight: The layer's weight, of any floating dtype.
@@ -55,6 +55,7 @@ def connection_strength(
         >>> cs.functional.connection_strength(weight, gamma, torch.ones(2, 2), eps=0.0)
         tensor([[0.3333, 0.6667],
                 [0.8182, 0.1818]], dtype=torch.float64)
+
     """
     eps = _check_layer(weight, gamma, running_var, eps, out_channel_dim, groups)
     result: Tensor = torch.ops.cs_kernels.connection_strength(
@@ -81,6 +82,7 @@ def task_priority(strength: Tensor) -> Tensor:
     Raises:
         ValueError: The shape does not fit.
         TypeError: The dtype does not fit.
+
     """
     _check_floating("strength", strength)
     if strength.ndim != 2 or strength.shape[0] == 0:
@@ -111,6 +113,7 @@ def project_conflicts(
         ValueError: A shape, device or option does not fit. Priorities are checked where that takes
             no synchronization, on the CPU; elsewhere one outside [0, K) means no projection.
         TypeError: A dtype does not fit.
+
     """
     _check_grads(grads)
     weight = grads[0]
@@ -161,6 +164,7 @@ def phase2_update(
     Raises:
         ValueError: A shape, device or option does not fit; the message names the argument.
         TypeError: A dtype does not fit.
+
     """
     eps = _check_layer(weight, gamma, running_var, eps, out_channel_dim, groups)
     _check_grads(grads)

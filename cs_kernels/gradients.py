@@ -17,6 +17,7 @@ class TaskGradients:
     Args:
         parameters: The shared parameters, by name.
         tasks: K.
+
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], tasks: int) -> None:
@@ -35,6 +36,7 @@ class TaskGradients:
 
         Raises:
             ValueError: A gradient is sparse.
+
         """
         row = self.rows[task]
         for i, parameter in enumerate(self.parameters):
@@ -50,7 +52,9 @@ class TaskGradients:
 
     def reached(self) -> list[int]:
         """The parameters that at least one task has a gradient for."""
-        return [i for i in range(len(self.parameters)) if any(row[i] is not None for row in self.rows)]
+        return [
+            i for i in range(len(self.parameters)) if any(row[i] is not None for row in self.rows)
+        ]
 
     def of(self, parameters: Sequence[int]) -> list[Tensor | None]:
         """The gradients of some parameters, each one's tasks together."""

@@ -135,6 +135,7 @@ def find_layout(
         tasks: In the order of the gradients.
         followers: By name of each layer that ran, the normalizations that took its output.
         overrides: By name of a layer, the normalization to take instead; None for the plain sum.
+
     """
     modules = dict(trunk.named_modules(remove_duplicate=False))
     parameters = shared_parameters(trunk)

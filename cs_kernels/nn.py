@@ -25,6 +25,7 @@ def check_tasks(tasks: Sequence[str]) -> tuple[str, ...]:
     Raises:
         TypeError: `tasks` is a string, or holds something that is not one.
         ValueError: It is empty, names a task twice, or a name cannot be that of a module.
+
     """
     if isinstance(tasks, str) or not all(isinstance(task, str) for task in tasks):
         raise TypeError(f"tasks must be a sequence of names, got {tasks!r}")
@@ -49,6 +50,7 @@ class TaskBatchNorm(nn.Module):
 
     Raises:
         ValueError: A task's name is that of an attribute of every module.
+
     """
 
     def __init__(self, norms: dict[str, nn.Module]) -> None:
@@ -69,6 +71,7 @@ class TaskBatchNorm(nn.Module):
 
         Raises:
             ValueError: There is none for it.
+
         """
         norm = self._modules.get(task)
         if norm is None:
@@ -80,6 +83,7 @@ class TaskBatchNorm(nn.Module):
 
         Raises:
             RuntimeError: No task is active.
+
         """
         if self.active is None:
             raise RuntimeError(
@@ -149,6 +153,7 @@ def convert_task_batchnorm(module: nn.Module, tasks: Sequence[str]) -> nn.Module
     Raises:
         ValueError: `tasks` does not fit, or the module is already converted for other tasks.
         TypeError: `tasks` is not a sequence of names.
+
     """
     names = check_tasks(tasks)
     for name, child in module.named_modules():
@@ -185,6 +190,7 @@ def set_task(module: nn.Module, task: str) -> None:
 
     Raises:
         ValueError: One of them does not know the task; none has been changed.
+
     """
     norms = task_norms(module)
     for norm in norms:
@@ -218,5 +224,6 @@ def active_task(module: nn.Module, task: str) -> contextlib.AbstractContextManag
         >>> trunk = cs.nn.convert_task_batchnorm(torch.nn.BatchNorm1d(3), ["depth", "edges"])
         >>> with cs.nn.active_task(trunk, "edges"):
         ...     y = trunk(torch.randn(8, 3))
+
     """
     return active(task_norms(module), task)

@@ -54,6 +54,7 @@ class MultiTaskOptimizer:
         1 of 2 shared parameters are prioritized, 80.0 % of 40 elements
           0.weight  prioritized by 1
           0.bias    plain sum: not the weight of a convolution or linear layer
+
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class MultiTaskOptimizer:
 
         Raises:
             RuntimeError: The schedule depends on the epoch and `start_epoch` was not called.
+
         """
         return self.schedule.phase(self._epoch, self._steps)
 
@@ -106,6 +108,7 @@ class MultiTaskOptimizer:
 
         Raises:
             ValueError: The epoch is negative.
+
         """
         if epoch < 0:
             raise ValueError(f"epoch must be at least 0, got {epoch}")
@@ -135,6 +138,7 @@ class MultiTaskOptimizer:
 
             Whatever is raised, also by the closure: parameters, gradients and running statistics
             are as they were before the step, or in Phase 1 before the update of that task.
+
         """
         closures = [closure] if callable(closure) else list(closure)
         if not closures:
@@ -170,6 +174,7 @@ class MultiTaskOptimizer:
 
         Returns:
             `coverage()`.
+
         """
         with self._statistics.restored(self.tasks), torch.no_grad():
             for task in self.tasks:
@@ -184,17 +189,19 @@ class MultiTaskOptimizer:
 
         Raises:
             RuntimeError: No forward pass has been seen yet.
+
         """
         return self._current_layout().coverage
 
     def priority(self) -> dict[str, Tensor]:
-        """The top-priority task of every output channel, from the weights and statistics as they are.
+        """The top-priority task of every output channel, from the present weights and statistics.
 
         Returns:
             By name of the layer, int64 [O]: an index into `tasks`.
 
         Raises:
             RuntimeError: No forward pass has been seen yet.
+
         """
         with torch.no_grad():
             return {
@@ -221,6 +228,7 @@ class MultiTaskOptimizer:
 
         Raises:
             ValueError: It is of other tasks.
+
         """
         if list(state["tasks"]) != list(self.tasks):
             raise ValueError(f"state must be of tasks {list(self.tasks)}, got {state['tasks']}")
@@ -312,7 +320,7 @@ class _Statistics:
 
     def __init__(self, trunk: nn.Module) -> None:
         self._of_task: dict[str, list[nn.Module]] = {}
-        own = set()
+        own: set[nn.Module] = set()
         for norm in task_norms(trunk):
             for task in norm.tasks:
                 self._of_task.setdefault(task, []).extend(norm.of(task).modules())
@@ -422,6 +430,7 @@ def _check_optimizer(
     ]
     if missing:
         raise ValueError(
-            f"optimizer must hold every parameter of trunk that requires a gradient; got one without"
-            f" {missing[0]} and {len(missing) - 1} others (was it built before the conversion?)"
+            f"optimizer must hold every parameter of trunk that requires a gradient; got one"
+            f" without {missing[0]} and {len(missing) - 1} others"
+            " (was it built before the conversion?)"
         )

@@ -1,6 +1,6 @@
 """When tasks are updated in turn (Phase 1) and when jointly (Phase 2).
 
-A schedule is a pure function of the epoch and the number of steps made, so a resumed run, or another
+A schedule is a pure function of the epoch and the number of steps made: a resumed run, or another
 rank, needs nothing but those two numbers to go on alike.
 """
 
@@ -24,6 +24,7 @@ class Schedule(ABC):
 
         Raises:
             RuntimeError: The schedule depends on the epoch and none has begun.
+
         """
 
 
@@ -63,6 +64,7 @@ class Switch(Schedule):
 
     Raises:
         ValueError: It is negative.
+
     """
 
     def __init__(self, epoch: int) -> None:
@@ -91,6 +93,7 @@ class Mixed(Schedule):
 
     Raises:
         ValueError: `epochs` is not positive, or `draw` is something else.
+
     """
 
     def __init__(

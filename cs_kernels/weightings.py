@@ -38,6 +38,7 @@ class FixedWeights(Weighting):
 
     Raises:
         ValueError: One is not finite.
+
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:

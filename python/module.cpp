@@ -20,7 +20,7 @@ using cs_kernels::ChannelVector;
 using cs_kernels::DataType;
 
 using Address = std::uintptr_t;
-using Vector = std::pair<Address, int>;                      // address, data type
+using Vector = std::pair<Address, int>; // address, data type
 using Layout = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
 
 template <class T> T* pointer(Address address) { return reinterpret_cast<T*>(address); }

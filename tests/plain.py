@@ -5,9 +5,8 @@ compared with.
 """
 
 import torch
-from torch import Tensor
-
 from layers import Kind
+from torch import Tensor
 
 
 def rows(tensor: Tensor, kind: Kind) -> Tensor:

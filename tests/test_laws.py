@@ -84,9 +84,7 @@ def test_permuting_tasks_permutes(
 
 @settings(deadline=None, max_examples=40)
 @given(_problems(), _backends)
-def test_inputs_are_not_changed(
-    problem: tuple[torch.Tensor, torch.Tensor], backend: str
-) -> None:
+def test_inputs_are_not_changed(problem: tuple[torch.Tensor, torch.Tensor], backend: str) -> None:
     """The reference gradient, and every other one."""
     grads, priority = problem
     before = grads.clone(), priority.clone()

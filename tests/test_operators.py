@@ -28,9 +28,9 @@ def _check_update(update: torch.Tensor, args: Sample, priority: torch.Tensor) ->
     plain = closed_form_rows(args.grads, priority, kind)
     error = (rows(update.double(), kind) - exact).abs().max()
     allowed = 2 * (plain.double() - exact).abs().max()
-    # Where the plain formula happens to be exact, the roundings that storing takes: one, or two in 16
-    # bits (the sum, then what is added to it); in float64, where the plain formula is as good as
-    # the oracle, one for each addition.
+    # Where the plain formula happens to be exact, the roundings that storing takes: one, or two in
+    # 16 bits (the sum, then what is added to it); in float64, where the plain formula is as good
+    # as the oracle, one for each addition.
     roundings = {torch.float32: 1, torch.float64: len(args.grads) + 1}.get(update.dtype, 2)
     rounding = roundings * torch.finfo(update.dtype).eps / 2 * exact.abs().max()
     assert error <= max(allowed, rounding)
@@ -116,7 +116,7 @@ def test_rounding_of_16_bit_results(backend: str, dtype: torch.dtype) -> None:
     other = every[torch.randperm(len(every))]
     grads = torch.stack([every, other]).unsqueeze(1)
     update = cs.functional.project_conflicts(grads.flatten(1).unsqueeze(1), torch.zeros(1).long())
-    # One row in conflict would hide the sums behind a projection, and NaN is in it: the dots are NaN.
+    # There is a NaN in the only group, so no dot product is negative and nothing is projected.
     expected = (every.float() + other.float()).to(dtype)
     assert torch.equal(update.flatten().isnan(), expected.isnan())
     number = ~expected.isnan()
@@ -172,9 +172,7 @@ def test_all_gamma_zero_gives_the_first_task(backend: str) -> None:
     zero = torch.zeros_like(args.gamma)
     strength = cs.functional.connection_strength(args.weight, zero, args.running_var)
     assert torch.equal(strength, torch.zeros(3, 6, dtype=torch.float64))
-    update, priority = cs.functional.phase2_update(
-        args.weight, zero, args.running_var, args.grads
-    )
+    update, priority = cs.functional.phase2_update(args.weight, zero, args.running_var, args.grads)
     assert torch.equal(priority, torch.zeros(6, dtype=torch.int64))
     _check_update(update, args, priority)
 
@@ -286,9 +284,7 @@ def test_missing_gamma_is_one(backend: str) -> None:
 
 @pytest.mark.parametrize("threads", [1, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_same_bits_on_any_number_of_threads(
-    backend: str, dtype: torch.dtype, threads: int
-) -> None:
+def test_same_bits_on_any_number_of_threads(backend: str, dtype: torch.dtype, threads: int) -> None:
     args = sample(Kind("conv", (256, 256, 3, 3)), 3, dtype)
     call = (args.weight, args.gamma, args.running_var, args.grads)
     default = torch.get_num_threads()

@@ -57,6 +57,7 @@ def use_backend(name: str) -> Iterator[None]:
     Raises:
         ValueError: There is no such backend.
         RuntimeError: It cannot run here; the message says why.
+
     """
     _runnable(name, "name")
     token = _requested.set(name)

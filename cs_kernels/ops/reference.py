@@ -15,8 +15,9 @@ def channel_rows(tensor: Tensor, out_channel_dim: int, groups: int) -> Tensor:
     """[O, fan-in]: a row holds the weights that produce one output channel."""
     if out_channel_dim == 0:
         return tensor.flatten(1) if tensor.ndim > 1 else tensor.unsqueeze(1)
-    split = tensor.unflatten(0, (groups, -1)).movedim(2, 1)
-    return split.reshape(split.shape[0] * split.shape[1], -1)
+    fan_in, channels = tensor.shape[0] // groups, tensor.shape[1]
+    split = tensor.reshape(groups, fan_in, channels, -1).movedim(2, 1)
+    return split.reshape(groups * channels, -1)
 
 
 def _from_channel_rows(rows: Tensor, like: Tensor, out_channel_dim: int, groups: int) -> Tensor:

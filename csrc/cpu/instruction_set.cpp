@@ -20,8 +20,9 @@ const InstructionSet& select() {
   };
 #ifdef CS_X86_64
   __builtin_cpu_init();
-  if (allowed("avx512") && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+  if (allowed("avx512") && __builtin_cpu_supports("avx512f") &&
+      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl"))
     return avx512;
   if ((allowed("avx2") || allowed("avx512")) && __builtin_cpu_supports("avx2") &&
       __builtin_cpu_supports("fma"))

@@ -61,7 +61,8 @@ void find_priority(Work& work, std::int32_t tasks) {
   std::vector<double> strength(static_cast<std::size_t>(tasks * rows));
   for (std::int32_t task = 0; task < tasks; ++task)
     task_strength(work.energy.data(), rows, tensor.kernel_size, tensor.gamma[task],
-                  tensor.variance[task], tensor.epsilon[task], true, &strength[static_cast<std::size_t>(task * rows)]);
+                  tensor.variance[task], tensor.epsilon[task], true,
+                  &strength[static_cast<std::size_t>(task * rows)]);
   task_priority(strength.data(), tasks, rows, tensor.priority);
 }
 
@@ -158,6 +159,7 @@ void sum_elements(const Chunk& chunk) {
   const Phase2Tensor& tensor = *chunk.work->tensor;
   const std::int64_t first = chunk.range.first;
   std::vector<const void*> segment;
+  segment.reserve(chunk.work->gradients.size());
   for (const void* gradient : chunk.work->gradients)
     segment.push_back(at(gradient, tensor.type, first));
   row_kernels(tensor.type)
@@ -267,7 +269,8 @@ private:
                     static_cast<std::size_t>(tensor.layout.size() * item_size(tensor.type)));
       } else if (tensor.priority == nullptr) {
         for (std::int64_t i = 0; i < tensor.layout.size(); i += kChunkElements)
-          chunks_.push_back({&work, nullptr, {i, std::min(tensor.layout.size(), i + kChunkElements)}});
+          chunks_.push_back(
+              {&work, nullptr, {i, std::min(tensor.layout.size(), i + kChunkElements)}});
       } else {
         plan_units(work);
       }

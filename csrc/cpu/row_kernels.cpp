@@ -75,13 +75,11 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
       return sum;
     };
     for (; i + kLanes <= stop; i += kLanes)
-      Type::store(update + i, add([i](const Element* p) CS_LAMBDA_INLINE {
-                    return Type::load(p + i);
-                  }));
+      Type::store(update + i,
+                  add([i](const Element* p) CS_LAMBDA_INLINE { return Type::load(p + i); }));
     if (const std::int64_t left = stop - i; left > 0) {
-      store_tail<Type>(update + i, add([i, left](const Element* p) {
-                         return load_tail<Type>(p + i, left);
-                       }),
+      store_tail<Type>(update + i,
+                       add([i, left](const Element* p) { return load_tail<Type>(p + i, left); }),
                        left);
       i = stop;
     }
@@ -161,8 +159,7 @@ void sum_and_dots(const void* const* gradients, int count, int reference, std::i
     (reference >= 0 ? with_dots : sum_alone)[count - 1](gradients, reference, n, out, dots);
 }
 
-template <class Type>
-void add_scaled(void* out, const void* data, double scale, std::int64_t n) {
+template <class Type> void add_scaled(void* out, const void* data, double scale, std::int64_t n) {
   using Accumulator = typename Type::Accumulator;
   constexpr std::int64_t kLanes = Accumulator::kLanes;
   const auto* x = static_cast<const typename Type::Element*>(data);

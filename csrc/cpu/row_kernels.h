@@ -12,7 +12,8 @@ struct RowKernels {
   double (*energy)(const void* x, std::int64_t n);
 
   // out = sum_j gradients[j]; dots[j] += <gradients[reference], gradients[j]>, for count gradients.
-  // Reads count * n, writes n. Of 16-bit types, squares may be up to 1e37. A reference of -1 asks for the sum alone.
+  // Reads count * n, writes n. Of 16-bit types, squares may be up to 1e37. A reference of -1 asks
+  // for the sum alone.
   void (*sum_and_dots)(const void* const* gradients, int count, int reference, std::int64_t n,
                        void* out, double* dots);
 

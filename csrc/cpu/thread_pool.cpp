@@ -26,7 +26,7 @@ public:
     for (; size_ < helpers; ++size_)
       std::thread(&ThreadPool::serve, this).detach();
     {
-      const std::lock_guard<std::mutex> lock(mutex_);
+      const std::scoped_lock lock(mutex_);
       work_ = &work;
       places_ = helpers;
       // Rounding and flush-to-zero are the caller's: the same bits on every thread.
@@ -78,7 +78,7 @@ ThreadPool& pool_of_this_process() {
   static std::mutex mutex;
   static ThreadPool* pool = nullptr;
   const pid_t process = getpid();
-  const std::lock_guard<std::mutex> lock(mutex);
+  const std::scoped_lock lock(mutex);
   if (pool == nullptr || pool->owner() != process)
     pool = new ThreadPool(process);
   return *pool;

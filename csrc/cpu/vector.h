@@ -1,8 +1,9 @@
 // Vectors of a fixed number of lanes, made of as many registers as that takes: every instruction
 // set adds in the same order.
 //
-// Everything here has internal linkage: this header is compiled with different instruction sets into
-// one module, and a function shared between them could be the one that this processor cannot run.
+// Everything here has internal linkage: this header is compiled with different instruction sets
+// into one module, and a function shared between them could be the one that this processor cannot
+// run.
 #pragma once
 
 #include <cstdint>
@@ -45,8 +46,8 @@ using HalfFloatPart = float __attribute__((vector_size(kRegisterBytes / 2)));
 template <class Scalar, class Part, int kLanes_> struct Vector {
   using Lane = Scalar;
   static constexpr int kLanes = kLanes_;
-  static constexpr int kPartLanes = kRegisterBytes / static_cast<int>(sizeof(Scalar));
-  static constexpr int kParts = kLanes / kPartLanes;
+  static constexpr std::int64_t kPartLanes = kRegisterBytes / sizeof(Scalar);
+  static constexpr int kParts = static_cast<int>(kLanes / kPartLanes);
 
   Part part[kParts];
 
@@ -64,15 +65,13 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
   // A register at a time: copied as a whole, the array would live in memory.
   static CS_INLINE Vector load(const Scalar* p) {
     Vector v;
-    unrolled<kParts>([&](int i) CS_LAMBDA_INLINE {
-      std::memcpy(&v.part[i], p + i * kPartLanes, sizeof(Part));
-    });
+    unrolled<kParts>(
+        [&](int i) CS_LAMBDA_INLINE { std::memcpy(&v.part[i], p + i * kPartLanes, sizeof(Part)); });
     return v;
   }
   CS_INLINE void store(Scalar* p) const {
-    unrolled<kParts>([&](int i) CS_LAMBDA_INLINE {
-      std::memcpy(p + i * kPartLanes, &part[i], sizeof(Part));
-    });
+    unrolled<kParts>(
+        [&](int i) CS_LAMBDA_INLINE { std::memcpy(p + i * kPartLanes, &part[i], sizeof(Part)); });
   }
 
   // Pairwise: always the same order.
@@ -201,8 +200,10 @@ CS_INLINE void store_float16(std::uint16_t* p, FloatPart v) {
 CS_INLINE void add_widened(Doubles& total, const Floats& v) {
   float lanes[Floats::kLanes];
   v.store(lanes);
-  unrolled<Doubles::kParts>([&](int i) CS_LAMBDA_INLINE { total.part[i] += load_widened(lanes + i * Doubles::kPartLanes) +
-                     load_widened(lanes + Doubles::kLanes + i * Doubles::kPartLanes); });
+  unrolled<Doubles::kParts>([&](int i) CS_LAMBDA_INLINE {
+    total.part[i] += load_widened(lanes + i * Doubles::kPartLanes) +
+                     load_widened(lanes + Doubles::kLanes + i * Doubles::kPartLanes);
+  });
 }
 
 CS_INLINE void add_widened(Doubles& total, const Doubles& v) { total += v; }
@@ -215,15 +216,13 @@ struct Float32 {
   static constexpr std::int64_t kBlock = INT64_MAX;
   static CS_INLINE Doubles load(const float* p) {
     Doubles v;
-    unrolled<Doubles::kParts>([&](int i) CS_LAMBDA_INLINE {
-      v.part[i] = load_widened(p + i * Doubles::kPartLanes);
-    });
+    unrolled<Doubles::kParts>(
+        [&](int i) CS_LAMBDA_INLINE { v.part[i] = load_widened(p + i * Doubles::kPartLanes); });
     return v;
   }
   static CS_INLINE void store(float* p, const Doubles& v) {
-    unrolled<Doubles::kParts>([&](int i) CS_LAMBDA_INLINE {
-      store_narrowed(p + i * Doubles::kPartLanes, v.part[i]);
-    });
+    unrolled<Doubles::kParts>(
+        [&](int i) CS_LAMBDA_INLINE { store_narrowed(p + i * Doubles::kPartLanes, v.part[i]); });
   }
 };
 
@@ -251,11 +250,13 @@ struct Float16Bits {
   static constexpr std::int64_t kBlock = std::int64_t{16} * Floats::kLanes;
   static CS_INLINE Floats load(const std::uint16_t* p) {
     Floats v;
-    unrolled<Floats::kParts>([&](int i) CS_LAMBDA_INLINE { v.part[i] = kLoad(p + i * Floats::kPartLanes); });
+    unrolled<Floats::kParts>(
+        [&](int i) CS_LAMBDA_INLINE { v.part[i] = kLoad(p + i * Floats::kPartLanes); });
     return v;
   }
   static CS_INLINE void store(std::uint16_t* p, const Floats& v) {
-    unrolled<Floats::kParts>([&](int i) CS_LAMBDA_INLINE { kStore(p + i * Floats::kPartLanes, v.part[i]); });
+    unrolled<Floats::kParts>(
+        [&](int i) CS_LAMBDA_INLINE { kStore(p + i * Floats::kPartLanes, v.part[i]); });
   }
 };
 

@@ -1,0 +1,108 @@
+"""Small networks and data for the tests of the training loop."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import cs_kernels as cs
+
+TASKS = ["depth", "normals", "edges"]
+
+
+class Block(nn.Module):
+    """A residual block whose normalizations are called through a Sequential and by hand."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        )
+        self.second = nn.Conv2d(channels, channels, 3, padding=1, groups=2)
+        self.norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first(x))
+        result: Tensor = torch.relu(self.norm(self.second(y)) + x)
+        return result
+
+
+class Trunk(nn.Module):
+    """A residual encoder and a transposed convolution; one layer has nothing behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.stem_norm = nn.BatchNorm2d(8)
+        self.block = Block(8)
+        self.bare = nn.Conv2d(8, 8, 1)
+        self.up = nn.ConvTranspose2d(8, 6, 2, stride=2)
+        self.up_norm = nn.BatchNorm2d(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem_norm(self.stem(x)))
+        x = self.bare(self.block(x))
+        result: Tensor = torch.relu(self.up_norm(self.up(torch.relu(x))))
+        return result
+
+
+PRIORITIZED = {
+    "stem.weight": "stem_norm",
+    "block.first.0.weight": "block.first.1",
+    "block.second.weight": "block.norm",
+    "up.weight": "up_norm",
+}
+
+
+class Setup:
+    """A converted trunk, heads, data, and a torch optimizer, from a seed."""
+
+    def __init__(
+        self,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float64,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+        tasks: list[str] = TASKS,
+        **options: float,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.tasks = tasks
+        self.trunk = cs.nn.convert_task_batchnorm(Trunk(), tasks).to(dtype)
+        for norm in cs.nn.task_norms(self.trunk):  # Channels that differ between tasks.
+            for child in norm.children():
+                nn.init.uniform_(child.weight, 0.5, 1.5)
+        self.heads = nn.ModuleDict({task: nn.Conv2d(6, 1, 1) for task in tasks}).to(dtype)
+        self.batches = [
+            (
+                torch.randn(4, 3, 6, 6, dtype=dtype),
+                torch.randn(len(tasks), 4, 1, 12, 12, dtype=dtype),
+            )
+            for _ in range(8)
+        ]
+        self.optimizer = optimizer(self.parameters(), **(options or {"lr": 1e-2}))
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [*self.trunk.parameters(), *self.heads.parameters()]
+
+    def closure(self, batch: int) -> Callable[[str], Tensor]:
+        x, targets = self.batches[batch]
+
+        def loss(task: str) -> Tensor:
+            y = self.heads[task](self.trunk(x))
+            return (y - targets[self.tasks.index(task)]).square().mean()
+
+        return loss
+
+    def state(self) -> list[Tensor]:
+        """Copies of everything that a step may change."""
+        tensors = [*self.trunk.state_dict().values(), *self.heads.state_dict().values()]
+        for values in self.optimizer.state_dict()["state"].values():
+            tensors += [v for v in values.values() if isinstance(v, Tensor)]
+        tensors += [p.grad for p in self.parameters() if p.grad is not None]
+        return [t.clone() for t in tensors]
+
+
+def assert_equal(first: list[Tensor], second: list[Tensor]) -> None:
+    assert len(first) == len(second)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)

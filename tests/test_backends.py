@@ -1,0 +1,173 @@
+"""Choosing a backend, and what the compiled one has to survive."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from layers import Kind, sample
+
+import cs_kernels as cs
+
+_PROGRAM = """
+import torch, cs_kernels as cs
+from cs_kernels import _C
+from layers import Kind, sample
+args = sample(Kind("conv", (64, 40, 3, 3)), 4, torch.{dtype})
+torch.manual_seed(0)
+args = sample(Kind("conv", (64, 40, 3, 3)), 4, torch.{dtype})
+update, priority = cs.functional.phase2_update(
+    args.weight, args.gamma, args.running_var, args.grads)
+print(_C.cpu_instruction_set, update.double().flatten()[:2000].tolist())
+"""
+
+
+def _run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_names_and_reasons() -> None:
+    backends = cs.available_backends()
+    assert set(backends) == {"reference", "cpu", "triton", "cuda"}
+    assert backends["reference"] is None
+    assert backends["cpu"] is None, backends["cpu"]
+    for name, reason in backends.items():
+        if reason is not None:
+            message = f"'{name}' cannot run here: {reason}"
+            with pytest.raises(RuntimeError, match=message), cs.use_backend(name):
+                pass
+
+
+def test_an_unknown_backend() -> None:
+    with pytest.raises(ValueError, match=r"name must be one of.*got 'gpu'"), cs.use_backend("gpu"):
+        pass
+
+
+def test_a_backend_of_another_device_does_not_fall_back() -> None:
+    with cs.use_backend("cpu"), pytest.raises(RuntimeError, match="'cpu' computes on cpu tensors"):
+        cs.ops.backends.router("task_priority", "cuda")(torch.ones(2, 2))
+
+
+def test_the_auto_choice_is_native() -> None:
+    assert cs.ops.backends._select("cpu") is cs.ops.native
+    assert cs.ops.backends._select("mps") is cs.ops.reference
+    with cs.use_backend("reference"):
+        assert cs.ops.backends._select("cpu") is cs.ops.reference
+
+
+def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CS_KERNELS_BACKEND", "reference")
+    assert cs.ops.backends._select("cpu") is cs.ops.reference
+    with cs.use_backend("cpu"):
+        assert cs.ops.backends._select("cpu") is cs.ops.native
+    monkeypatch.setenv("CS_KERNELS_BACKEND", "cuda")
+    with pytest.raises(RuntimeError, match="CS_KERNELS_BACKEND 'cuda' cannot run here"):
+        cs.functional.task_priority(torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_every_instruction_set_agrees(dtype: str) -> None:
+    results = {}
+    for name in ("baseline", "avx2", "avx512"):
+        done = _run(_PROGRAM.format(dtype=dtype), CS_KERNELS_CPU_ISA=name)
+        assert done.returncode == 0, done.stderr
+        ran, _, numbers = done.stdout.partition(" ")
+        results[ran] = torch.tensor(eval(numbers), dtype=torch.float64)
+    assert "baseline" in results
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    for result in results.values():
+        torch.testing.assert_close(result, results["baseline"], rtol=2 * eps, atol=16 * eps)
+
+
+def test_after_fork() -> None:
+    """A data loader's worker has none of its parent's threads; torch's own must stay out of it."""
+    args = sample(Kind("conv", (256, 64, 3, 3)), 3, torch.float32)
+    priority = torch.arange(256) % 3
+    expected = cs.functional.project_conflicts(args.grads, priority)
+    update = torch.empty_like(expected).share_memory_()
+    grads = list(args.grads)
+
+    def work() -> None:
+        torch.ops.cs_kernels.project_conflicts_([update], grads, [priority], [0], [1], 3)
+
+    process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert torch.equal(update, expected)
+
+
+def test_callers_on_several_threads() -> None:
+    torch.manual_seed(0)
+    args = sample(Kind("conv", (256, 64, 3, 3)), 3, torch.float32)
+    priority = torch.arange(256) % 3
+    expected = cs.functional.project_conflicts(args.grads, priority)
+    wrong = []
+
+    def work() -> None:
+        for _ in range(20):
+            if not torch.equal(cs.functional.project_conflicts(args.grads, priority), expected):
+                wrong.append(True)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_flush_to_zero_is_the_callers() -> None:
+    """Subnormal numbers count or not on every thread alike."""
+    grads = torch.full((1, 512, 512), 1e-40)
+    priority = torch.zeros(512, dtype=torch.int64)
+    assert cs.functional.project_conflicts(grads, priority).eq(grads[0]).all()
+    assert torch.set_flush_denormal(True)
+    try:
+        for _ in range(5):
+            update = cs.functional.project_conflicts(grads, priority)
+            assert update.view(torch.int32).eq(0).all()
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_memory_is_poisoned() -> None:
+    """What the other tests rely on: a result that a kernel does not write is NaN."""
+    assert torch.empty(1000).isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grads": [torch.ones(4, 3)]}, "grads must have 2 entries.*got 1"),
+        ({"grads": [torch.ones(4, 3), torch.ones(3, 4)]}, r"grads must be.*\(4, 3\).*\(3, 4\)"),
+        ({"grads": [torch.ones(4, 3).double(), None]}, "grads must be torch.float32.*float64"),
+        ({"running_vars": [torch.ones(4), torch.ones(3)]}, r"running_vars.*\(4,\).*\(3,\)"),
+        ({"weights": [torch.ones(4, 2)]}, r"weights must be.*\(4, 3\).*\(4, 2\)"),
+    ],
+)
+def test_the_operator_reads_no_wrong_memory(change: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {
+        "updates": [torch.zeros(4, 3)],
+        "grads": [torch.ones(4, 3), torch.ones(4, 3)],
+        "weights": [torch.ones(4, 3)],
+        "gammas": [None, None],
+        "running_vars": [torch.ones(4), torch.ones(4)],
+        "eps": [0.0, 0.0],
+        "out_channel_dims": [0],
+        "groups": [1],
+        "tasks": 2,
+    }
+    arguments.update(change)
+    with cs.use_backend("cpu"), pytest.raises(ValueError, match=message):
+        torch.ops.cs_kernels.phase2_update_(*arguments.values())
+    assert arguments["updates"][0].eq(0).all()

@@ -1,0 +1,461 @@
+"""The training loop: each phase against an independent step, and what a week of training needs."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from layers import Kind
+from networks import PRIORITIZED, TASKS, Setup, assert_equal
+from plain import projected_rows, rows, strength
+from torch import Tensor, nn
+
+import cs_kernels as cs
+
+METHODS = [cs.Sum, cs.ConnectionStrength]
+SCHEDULES = [cs.Joint(), cs.Sequential(), cs.Switch(2), cs.Mixed(4, seed=3, draw="step")]
+
+
+def _kinds(setup: Setup) -> dict[str, Kind]:
+    trunk = setup.trunk
+    kinds = {}
+    for name in PRIORITIZED:
+        layer = trunk.get_submodule(name.removesuffix(".weight"))
+        transposed = isinstance(layer, nn.ConvTranspose2d)
+        kinds[name] = Kind(name, tuple(layer.weight.shape), int(transposed))
+    return kinds
+
+
+def _independent_phase2(setup: Setup, batch: int) -> None:
+    """A joint step with torch.autograd.grad and the paper's formulas, nothing of the package."""
+    norm_names = set(PRIORITIZED.values())
+    shared = {
+        n: p
+        for n, p in setup.trunk.named_parameters()
+        if not any(n.startswith(f"{norm}.") for norm in norm_names)
+    }
+    grads: dict[str, list[Tensor]] = {name: [] for name in shared}
+    for p in setup.parameters():
+        p.grad = None
+    for task in TASKS:
+        for norm in norm_names:
+            setup.trunk.get_submodule(norm).active = task
+        own = [
+            *(p for n in norm_names for p in setup.trunk.get_submodule(f"{n}.{task}").parameters()),
+            *setup.heads[task].parameters(),
+        ]
+        loss = setup.closure(batch)(task)
+        results = torch.autograd.grad(loss, [*shared.values(), *own])
+        for name, grad in zip(shared, results, strict=False):
+            grads[name].append(grad)
+        for p, grad in zip(own, results[len(shared) :], strict=True):
+            p.grad = grad
+    for name, p in shared.items():
+        if name not in PRIORITIZED:
+            p.grad = sum(grads[name][1:], grads[name][0])
+            continue
+        kind = _kinds(setup)[name]
+        norm = setup.trunk.get_submodule(PRIORITIZED[name])
+        children = [norm.get_submodule(task) for task in TASKS]
+        s = strength(
+            p.detach(),
+            torch.stack([c.weight.detach() for c in children]),
+            torch.stack([c.running_var for c in children]),
+            [c.eps for c in children],
+            kind,
+        )
+        priority = (s / s.sum(1, keepdim=True)).argmax(0)
+        update = projected_rows(torch.stack(grads[name]), priority, kind)
+        p.grad = torch.empty_like(p)
+        for row, destination in zip(update, _row_views(p.grad, kind), strict=True):
+            destination.copy_(row.view(destination.shape))
+    setup.optimizer.step()
+
+
+def _row_views(tensor: Tensor, kind: Kind) -> list[Tensor]:
+    return [tensor.select(kind.out_channel_dim, p) for p in range(kind.channels)]
+
+
+def _independent_phase1(setup: Setup, batch: int) -> None:
+    for task in TASKS:
+        for norm in set(PRIORITIZED.values()):
+            setup.trunk.get_submodule(norm).active = task
+        own = [
+            p
+            for n, p in [*setup.trunk.named_parameters(), *setup.heads.named_parameters()]
+            if not any(f".{other}." in f".{n}" for other in TASKS if other != task)
+        ]
+        for p in setup.parameters():
+            p.grad = None
+        for p, grad in zip(own, torch.autograd.grad(setup.closure(batch)(task), own), strict=True):
+            p.grad = grad
+        setup.optimizer.step()
+
+
+def test_mixed_equals_an_independent_step(backend: str) -> None:
+    """Five steps of Mixed in both phases, with Adam on a residual network, in float64."""
+    ours, theirs = Setup(), Setup()
+    schedule = cs.Mixed(epochs=5, seed=2)
+    opt = cs.MultiTaskOptimizer(ours.trunk, ours.optimizer, TASKS, schedule=schedule)
+    phases = []
+    for epoch in range(5):
+        opt.start_epoch(epoch)
+        phases.append(opt.phase)
+        opt.step(ours.closure(epoch))
+        (_independent_phase1 if opt.phase == 1 else _independent_phase2)(theirs, epoch)
+        for a, b in zip(ours.state(), theirs.state(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    assert {1, 2} == set(phases)
+    assert dict(opt.coverage().prioritized) == PRIORITIZED
+
+
+def test_projection_takes_place() -> None:
+    """The comparison above would hold without a conflict; there are some."""
+    steps = []
+    for method in (cs.Sum(), cs.ConnectionStrength()):
+        setup = Setup()
+        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method)
+        opt.step(setup.closure(0))
+        steps.append({n: p.grad.clone() for n, p in setup.trunk.named_parameters()})
+    different = {n for n in steps[0] if not torch.allclose(steps[0][n], steps[1][n])}
+    assert different
+    assert different <= set(PRIORITIZED)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+@pytest.mark.parametrize("method", METHODS)
+def test_losses_fall(backend: str, method: type[cs.Method], schedule: cs.Schedule) -> None:
+    setup = Setup(dtype=torch.float32)
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method(), schedule)
+    first = last = None
+    for step in range(12):
+        opt.start_epoch(step // 3)
+        last = opt.step(setup.closure(0))
+        first = last if first is None else first
+    assert list(last) == TASKS
+    assert all(not loss.requires_grad for loss in last.values())
+    assert all(last[task] < first[task] for task in TASKS)
+
+
+def test_sum_is_the_gradient_of_the_sum() -> None:
+    setup = Setup()
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, cs.Sum())
+    before = copy.deepcopy(setup.trunk)
+    opt.step(setup.closure(0))
+    grads = {n: p.grad for n, p in setup.trunk.named_parameters()}
+    fresh = Setup()
+    fresh.trunk.load_state_dict(before.state_dict())
+    total = torch.zeros((), dtype=torch.float64)
+    for task in TASKS:
+        with cs.nn.active_task(fresh.trunk, task):
+            total = total + fresh.closure(0)(task)
+    total.backward()
+    for n, p in fresh.trunk.named_parameters():
+        torch.testing.assert_close(grads[n], p.grad)
+
+
+@pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_subset_leaves_other_tasks_alone(method: type[cs.Method], schedule: cs.Schedule) -> None:
+    """Not by momentum or weight decay either, nor their statistics."""
+    setup = Setup(optimizer=torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method(), schedule)
+    opt.step(setup.closure(0))
+    before = copy.deepcopy({**setup.trunk.state_dict(), **setup.heads.state_dict()})
+    losses = opt.step(setup.closure(1), tasks=["edges", "depth"])
+    assert list(losses) == ["edges", "depth"]
+    after = {**setup.trunk.state_dict(), **setup.heads.state_dict()}
+    for name, tensor in after.items():
+        same = torch.equal(tensor, before[name])
+        assert same == ("normals" in name), name
+
+
+def test_phase1_order_is_that_of_the_call() -> None:
+    states = []
+    for order in (["depth", "edges"], ["edges", "depth"]):
+        setup = Setup()
+        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, schedule=cs.Sequential())
+        opt.step(setup.closure(0), tasks=order)
+        states.append(setup.trunk.stem.weight.detach().clone())
+    assert not torch.equal(states[0], states[1])
+
+
+@pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
+@pytest.mark.parametrize("method", METHODS)
+def test_micro_batches_add_up(method: type[cs.Method], schedule: cs.Schedule) -> None:
+    """In evaluation mode, where samples do not interact, two halves equal the whole."""
+    whole, halves = Setup(), Setup()
+    for setup, micro in ((whole, 1), (halves, 2)):
+        setup.trunk.eval()
+        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method(), schedule)
+        x, targets = setup.batches[0]
+        closures = []
+        for part in range(micro):
+            rows_ = slice(part * 4 // micro, (part + 1) * 4 // micro)
+
+            def loss(task: str, setup: Setup = setup, rows_: slice = rows_) -> Tensor:
+                y = setup.heads[task](setup.trunk(x[rows_]))
+                target = targets[TASKS.index(task)][rows_]
+                return (y - target).square().mean() / micro
+
+            closures.append(loss)
+        losses = opt.step(closures if micro > 1 else closures[0])
+        setup.losses = losses
+    for task in TASKS:
+        torch.testing.assert_close(whole.losses[task], halves.losses[task])
+    for a, b in zip(whole.parameters(), halves.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}),
+        (torch.optim.AdamW, {"lr": 1e-2}),
+        (torch.optim.RMSprop, {"lr": 1e-3}),
+        (torch.optim.Adagrad, {"lr": 1e-2}),
+    ],
+)
+def test_resumed_run_is_bit_equal(
+    optimizer: Callable[..., torch.optim.Optimizer], options: dict[str, float]
+) -> None:
+    """Interrupted in the middle of an epoch, with a learning-rate schedule on the optimizer."""
+
+    def build() -> tuple[Setup, cs.MultiTaskOptimizer, torch.optim.lr_scheduler.LRScheduler]:
+        setup = Setup(optimizer=optimizer, **options)
+        schedule = cs.Mixed(epochs=4, seed=1, draw="step")
+        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, schedule=schedule)
+        return setup, opt, torch.optim.lr_scheduler.StepLR(setup.optimizer, 1, 0.5)
+
+    def train(parts: tuple, start: int, stop: int) -> list[int]:
+        setup, opt, rate = parts
+        phases = []
+        for step in range(start, stop):
+            opt.start_epoch(step // 2)
+            phases.append(opt.phase)
+            opt.step(setup.closure(step))
+            if step % 2:
+                rate.step()
+        return phases
+
+    straight = build()
+    phases = train(straight, 0, 8)
+    assert set(phases) == {1, 2}
+    interrupted = build()
+    train(interrupted, 0, 5)
+    saved = copy.deepcopy(
+        [
+            part.state_dict()
+            for part in (
+                interrupted[0].trunk,
+                interrupted[0].heads,
+                interrupted[0].optimizer,
+                interrupted[1],
+                interrupted[2],
+            )
+        ]
+    )
+    resumed = build()
+    parts = (resumed[0].trunk, resumed[0].heads, resumed[0].optimizer, resumed[1], resumed[2])
+    for part, state in zip(parts, saved, strict=True):
+        part.load_state_dict(state)
+    train(resumed, 5, 8)
+    assert_equal(straight[0].state(), resumed[0].state())
+    assert straight[1].state_dict() == resumed[1].state_dict()
+    assert straight[0].optimizer.param_groups[0]["lr"] == options["lr"] * 0.5**4
+
+
+def test_reference_and_cpu_train_alike() -> None:
+    states = []
+    for backend in ("reference", "cpu"):
+        setup = Setup(dtype=torch.float32, optimizer=torch.optim.SGD)
+        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+        with cs.use_backend(backend):
+            for step in range(3):
+                opt.step(setup.closure(step))
+        states.append(setup.state())
+    for a, b in zip(*states, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+def test_weighting_scales_gradients_not_the_report() -> None:
+    plain, weighted = Setup(optimizer=torch.optim.SGD), Setup(optimizer=torch.optim.SGD)
+    weights = cs.FixedWeights(dict.fromkeys(TASKS, 2.0))
+    first = cs.MultiTaskOptimizer(plain.trunk, plain.optimizer, TASKS)
+    second = cs.MultiTaskOptimizer(weighted.trunk, weighted.optimizer, TASKS, weighting=weights)
+    assert first.step(plain.closure(0)) == second.step(weighted.closure(0))
+    for a, b in zip(plain.parameters(), weighted.parameters(), strict=True):
+        if a.grad is not None:
+            torch.testing.assert_close(2 * a.grad, b.grad)
+
+
+def test_one_task(backend: str) -> None:
+    """K = 1: every schedule is plain training."""
+    states = []
+    for schedule in (cs.Joint(), cs.Sequential()):
+        setup = Setup(tasks=["depth"])
+        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, ["depth"], schedule=schedule)
+        for step in range(3):
+            opt.step(setup.closure(step))
+        states.append(setup.state())
+    for a, b in zip(*states, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_frozen_layers_and_thawing() -> None:
+    setup = Setup()
+    frozen = setup.trunk.block.first[0].weight
+    frozen.requires_grad_(False)
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+    before = frozen.clone()
+    opt.step(setup.closure(0))
+    assert frozen.grad is None
+    assert torch.equal(frozen, before)
+    frozen.requires_grad_(True)
+    opt.step(setup.closure(1))
+    assert not torch.equal(frozen, before)
+
+
+def test_a_parameter_that_one_task_never_uses(backend: str) -> None:
+    """Its gradient counts as zero for that task; one that nobody uses keeps None."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.common = nn.Linear(3, 4)
+            self.norm = nn.BatchNorm1d(4)
+            self.some = nn.Linear(4, 4)
+            self.some_norm = nn.BatchNorm1d(4)
+            self.unused = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, deep: bool) -> Tensor:
+            x = self.norm(self.common(x))
+            return self.some_norm(self.some(x)) if deep else x
+
+    trunk = cs.nn.convert_task_batchnorm(Branches(), ["a", "b"])
+    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
+    opt = cs.MultiTaskOptimizer(trunk, sgd, ["a", "b"])
+    x = torch.randn(16, 3)
+    opt.step(lambda task: trunk(x, deep=task == "b").square().mean() + 0 * x.sum())
+    assert trunk.unused.weight.grad is None
+    assert trunk.some.weight.grad is not None
+    assert set(opt.coverage().prioritized) == {"common.weight", "some.weight"}
+
+
+@pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
+def test_nan_loss_reaches_grad(backend: str, schedule: cs.Schedule) -> None:
+    setup = Setup(optimizer=torch.optim.SGD)
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, schedule=schedule)
+    opt.step(lambda task: setup.closure(0)(task) * (float("nan") if task == "edges" else 1.0))
+    for name, p in setup.trunk.named_parameters():
+        if not any(f".{task}." in name for task in TASKS):
+            assert p.grad.isnan().all(), name
+
+
+def test_moved_to_another_dtype_between_steps(backend: str) -> None:
+    setup = Setup(dtype=torch.float64, optimizer=torch.optim.SGD)
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+    opt.step(setup.closure(0))
+    for dtype in (torch.float32, torch.bfloat16):
+        setup.trunk.to(dtype)
+        setup.heads.to(dtype)
+        setup.batches = [(x.to(dtype), y.to(dtype)) for x, y in setup.batches]
+        before = setup.trunk.stem.weight.detach().clone()
+        opt.step(setup.closure(1))
+        assert setup.trunk.stem.weight.grad.dtype is dtype
+        assert not torch.equal(setup.trunk.stem.weight, before)
+
+
+def test_channels_last_network(backend: str) -> None:
+    states = []
+    for memory in (torch.contiguous_format, torch.channels_last):
+        setup = Setup(optimizer=torch.optim.SGD)
+        setup.trunk.to(memory_format=memory)
+        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+        for step in range(3):
+            opt.step(setup.closure(step))
+        states.append([p.detach().clone() for p in setup.parameters()])
+    for a, b in zip(*states, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
+def test_grad_scaler_skips_an_overflow(schedule: cs.Schedule) -> None:
+    setup = Setup(dtype=torch.float32, optimizer=torch.optim.SGD)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    opt = cs.MultiTaskOptimizer(
+        setup.trunk, setup.optimizer, TASKS, schedule=schedule, scaler=scaler
+    )
+    before = [p.detach().clone() for p in setup.parameters()]
+    losses = opt.step(lambda task: setup.closure(0)(task) * float("inf"))
+    assert all(loss.isinf() for loss in losses.values())
+    assert_equal(before, [p.detach() for p in setup.parameters()])
+    assert scaler.get_scale() < 8.0
+    opt.step(setup.closure(0))
+    assert not torch.equal(before[0], setup.parameters()[0])
+
+
+def test_clipping_before_the_step() -> None:
+    """A hook of the wrapped optimizer sees the finished update."""
+    setup = Setup()
+    norms = []
+    setup.optimizer.register_step_pre_hook(
+        lambda *_: norms.append(nn.utils.clip_grad_norm_(setup.parameters(), 1e-3))
+    )
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+    opt.step(setup.closure(0))
+    clipped = torch.cat([p.grad.flatten() for p in setup.parameters()]).norm()
+    assert norms[0] > 1e-3
+    torch.testing.assert_close(clipped, torch.tensor(1e-3, dtype=torch.float64), rtol=1e-2, atol=0)
+
+
+def test_checkpointed_trunk() -> None:
+    """The trunk runs again in the backward pass, with the task still active."""
+    states = []
+    for checkpointed in (False, True):
+        setup = Setup()
+        setup.trunk.eval()  # Running twice would move the statistics twice.
+        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+        x, targets = setup.batches[0]
+
+        def loss(task: str, setup: Setup = setup, checkpointed: bool = checkpointed) -> Tensor:
+            if checkpointed:
+                y = torch.utils.checkpoint.checkpoint(setup.trunk, x, use_reentrant=False)
+            else:
+                y = setup.trunk(x)
+            return (setup.heads[task](y) - targets[TASKS.index(task)]).square().mean()
+
+        opt.step(loss)
+        states.append(setup.state())
+    assert_equal(*states)
+
+
+def test_memory_beside_the_gradients_is_one_update() -> None:
+    """The buffers of the update are those of the step before."""
+    setup = Setup()
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+    opt.step(setup.closure(0))
+    shared = [p for n, p in setup.trunk.named_parameters() if "norm" not in n and ".1." not in n]
+    before = [p.grad.data_ptr() for p in shared]
+    opt.step(setup.closure(1))
+    assert before == [p.grad.data_ptr() for p in shared]
+
+
+def test_priority_is_that_of_the_step() -> None:
+    setup = Setup()
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+    opt.trace(setup.closure(0))
+    priority = opt.priority()
+    assert list(priority) == [name.removesuffix(".weight") for name in PRIORITIZED]
+    weight = setup.trunk.stem.weight.detach()
+    children = [setup.trunk.stem_norm.get_submodule(task) for task in TASKS]
+    expected = cs.functional.task_priority(
+        cs.functional.connection_strength(
+            weight,
+            torch.stack([c.weight for c in children]),
+            torch.stack([c.running_var for c in children]),
+        )
+    )
+    assert torch.equal(priority["stem"], expected)
+    assert priority["up"].shape == (6,)
+    assert rows(setup.trunk.up.weight, Kind("up", (8, 6, 2, 2), 1)).shape == (6, 32)
