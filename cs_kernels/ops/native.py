@@ -59,16 +59,23 @@ def _type(tensor: Tensor, name: str) -> int:
     return code
 
 
-def _laid_out(tensor: Tensor, like: Tensor, name: str) -> Tensor:
-    """The tensor itself if it lies in memory as `like` does, else a copy that does."""
-    if tensor.shape != like.shape or tensor.dtype is not like.dtype:
-        raise ValueError(
-            f"{name} must be {like.dtype} of shape {tuple(like.shape)},"
-            f" got {tensor.dtype} of shape {tuple(tensor.shape)}"
-        )
-    if tensor.stride() == like.stride() or tensor.numel() == 0:
-        return tensor
-    return torch.empty_like(like).copy_(tensor)
+class _Laid:
+    """How a tensor lies in memory, read once, for many others to be compared with."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.like = like
+        self.shape, self.stride, self.dtype = like.shape, like.stride(), like.dtype
+
+    def out(self, tensor: Tensor, name: str) -> Tensor:
+        """The tensor itself if it lies alike, else a copy that does."""
+        if tensor.dtype is not self.dtype or tensor.shape != self.shape:
+            raise ValueError(
+                f"{name} must be {self.dtype} of shape {tuple(self.shape)},"
+                f" got {tensor.dtype} of shape {tuple(tensor.shape)}"
+            )
+        if tensor.stride() == self.stride:
+            return tensor
+        return torch.empty_like(self.like).copy_(tensor)
 
 
 class _Vectors:
@@ -78,15 +85,19 @@ class _Vectors:
         self.pairs: list[tuple[int, int]] = []
         self._alive: list[Tensor] = []
 
-    def add(self, vector: Tensor | None, channels: int, name: str) -> None:
-        if vector is None:
-            self.pairs.append((0, 0))
-            return
-        if vector.shape != (channels,):
-            raise ValueError(f"{name} must have shape ({channels},), got {tuple(vector.shape)}")
-        vector = vector.contiguous()
-        self._alive.append(vector)
-        self.pairs.append((vector.data_ptr(), _type(vector, name)))
+    def add(self, vectors: Sequence[Tensor | None], channels: int, name: str) -> None:
+        shape = (channels,)
+        for vector in vectors:
+            if vector is None:
+                self.pairs.append((0, 0))
+                continue
+            if vector.shape != shape:
+                raise ValueError(f"{name} must have shape {shape}, got {tuple(vector.shape)}")
+            if not vector.is_contiguous():
+                vector = vector.contiguous()
+                self._alive.append(vector)
+            code = _TYPES.get(vector.dtype)
+            self.pairs.append((vector.data_ptr(), _type(vector, name) if code is None else code))
 
 
 def connection_strength(
@@ -99,16 +110,15 @@ def connection_strength(
     groups: int,
 ) -> Tensor:
     """Reads the weight once."""
-    layout = channel_layout(tuple(weight.shape), weight.stride(), out_channel_dim, groups)
+    layout = channel_layout(weight.shape, weight.stride(), out_channel_dim, groups)
     if layout is None:
         weight = weight.contiguous()
-        layout = channel_layout(tuple(weight.shape), weight.stride(), out_channel_dim, groups)
+        layout = channel_layout(weight.shape, weight.stride(), out_channel_dim, groups)
         assert layout is not None
     channels = layout[0] * layout[2]
     gamma, variance = _Vectors(), _Vectors()
-    for gamma_i, variance_i in zip(gammas, running_vars, strict=True):
-        gamma.add(gamma_i, channels, "gamma")
-        variance.add(variance_i, channels, "running_var")
+    gamma.add(gammas, channels, "gamma")
+    variance.add(running_vars, channels, "running_var")
     strength = torch.empty((len(running_vars), channels), dtype=torch.float64)
     _C.connection_strength(
         type=_type(weight, "weight"),
@@ -158,30 +168,39 @@ class _Phase2Call:
         self.outputs: list[Tensor] = []
         self.gradients: list[int] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
+        self._laid: list[_Laid] = []
         self._alive: list[Tensor] = []
         for t, update in enumerate(updates):
             dim, group = (out_channel_dims[t], groups[t]) if t < len(groups) else (0, 1)
             output = update
-            layout = channel_layout(tuple(update.shape), update.stride(), dim, group)
+            layout = channel_layout(update.shape, update.stride(), dim, group)
             if layout is None:
                 output = torch.empty_like(update, memory_format=torch.contiguous_format)
-                layout = channel_layout(tuple(output.shape), output.stride(), dim, group)
+                layout = channel_layout(output.shape, output.stride(), dim, group)
                 assert layout is not None
                 self._copies.append((update, output))
             self.types.append(_type(update, "updates"))
             self.layouts.append(layout)
             self.outputs.append(output)
+            laid = _Laid(output)
+            self._laid.append(laid)
             for grad in grads[t * tasks : (t + 1) * tasks]:
                 if grad is None:
                     self.gradients.append(0)
                 else:
-                    grad = _laid_out(grad, output, "grads")
-                    self._alive.append(grad)
-                    self.gradients.append(grad.data_ptr())
+                    alike = laid.out(grad, "grads")
+                    if alike is not grad:
+                        self._alive.append(alike)
+                    self.gradients.append(alike.data_ptr())
 
     def channels(self, layer: int) -> int:
         groups, _, channels, _ = self.layouts[layer]
         return groups * channels
+
+    def weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
+        """The weights of the first tensors, lying as their updates do."""
+        laid = zip(self._laid, weights, strict=False)
+        return [place.out(weight, "weights") for place, weight in laid]
 
     def run(
         self,
@@ -241,17 +260,14 @@ def phase2_update_(
 ) -> list[Tensor]:
     """Reads N weights and K * N gradients once and writes N; conflicts again in cache."""
     call = _Phase2Call(updates, grads, out_channel_dims, groups, tasks)
-    weights = [
-        _laid_out(weight, output, "weights")
-        for weight, output in zip(weights, call.outputs, strict=False)
-    ]
+    weights = call.weights(weights)
     gamma, variance = _Vectors(), _Vectors()
+    priorities = []
     for layer in range(len(weights)):
-        for i in range(layer * tasks, (layer + 1) * tasks):
-            gamma.add(gammas[i], call.channels(layer), "gammas")
-            variance.add(running_vars[i], call.channels(layer), "running_vars")
-    priorities = [
-        torch.empty(call.channels(layer), dtype=torch.int64) for layer in range(len(weights))
-    ]
+        channels = call.channels(layer)
+        priorities.append(torch.empty(channels, dtype=torch.int64))
+        of_layer = slice(layer * tasks, (layer + 1) * tasks)
+        gamma.add(gammas[of_layer], channels, "gammas")
+        variance.add(running_vars[of_layer], channels, "running_vars")
     call.run(priorities, weights, gamma.pairs, variance.pairs, eps)
     return priorities

@@ -48,7 +48,7 @@ inline std::vector<RowRange> row_chunks(const ChannelLayout& layout) {
   return chunks;
 }
 
-// Waking a thread costs as long as a chunk or two.
+// Starting a thread costs as long as a chunk or two.
 inline int useful_threads(int threads, std::int64_t elements) {
   return static_cast<int>(
       std::clamp<std::int64_t>(elements / (2 * kChunkElements), 1, std::max(threads, 1)));

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "memory.h"
+#include "parallel.h"
 #include "row_kernels.h"
 #include "strength.h"
-#include "thread_pool.h"
 
 namespace cs_kernels::cpu {
 namespace {

@@ -8,8 +8,9 @@
 namespace cs_kernels::cpu {
 
 struct RowKernels {
-  // The sum of squares of n elements. Reads n.
-  double (*energy)(const void* x, std::int64_t n);
+  // energies[row] += the sum of squares of a row of n elements; the rows lie one after the other.
+  // Reads rows * n.
+  void (*add_energies)(const void* x, std::int64_t n, std::int64_t rows, double* energies);
 
   // out = sum_j gradients[j]; dots[j] += <gradients[reference], gradients[j]>, for count gradients.
   // Reads count * n, writes n. Of 16-bit types, squares may be up to 1e37. A reference of -1 asks

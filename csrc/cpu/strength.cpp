@@ -4,61 +4,82 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
 #include "memory.h"
+#include "parallel.h"
 #include "row_kernels.h"
-#include "thread_pool.h"
 
 namespace cs_kernels::cpu {
 namespace {
 
-// One number of a small vector; the loops over long runs are in row_kernels.cpp.
-double element(const ChannelVector& vector, std::int64_t index) {
-  if (vector.type == DataType::kFloat64)
-    return static_cast<const double*>(vector.data)[index];
-  if (vector.type == DataType::kFloat32)
-    return static_cast<double>(static_cast<const float*>(vector.data)[index]);
-  const std::uint32_t half = static_cast<const std::uint16_t*>(vector.data)[index];
-  if (vector.type == DataType::kBFloat16) {
-    const std::uint32_t word = half << 16;
+double half_to_double(DataType type, std::uint16_t half) {
+  const std::uint32_t bits = half;
+  if (type == DataType::kBFloat16) {
+    const std::uint32_t word = bits << 16;
     float value = 0;
     std::memcpy(&value, &word, sizeof value);
     return static_cast<double>(value);
   }
-  const int exponent = static_cast<int>(half >> 10 & 31u);
-  const double fraction = half & 1023u;
+  const int exponent = static_cast<int>(bits >> 10 & 31u);
+  const double fraction = bits & 1023u;
   const double magnitude = exponent == 31  ? (fraction != 0 ? NAN : INFINITY)
                            : exponent == 0 ? std::ldexp(fraction, -24)
                                            : std::ldexp(1024 + fraction, exponent - 25);
-  return (half & 0x8000u) != 0 ? -magnitude : magnitude;
+  return (bits & 0x8000u) != 0 ? -magnitude : magnitude;
+}
+
+// A vector over channels in double; ones where there is none.
+std::vector<double> in_double(const ChannelVector& vector, std::int64_t rows) {
+  std::vector<double> values(static_cast<std::size_t>(rows), 1.0);
+  if (vector.data == nullptr)
+    return values;
+  if (vector.type == DataType::kFloat64) {
+    const auto* data = static_cast<const double*>(vector.data);
+    std::copy(data, data + rows, values.begin());
+  } else if (vector.type == DataType::kFloat32) {
+    const auto* data = static_cast<const float*>(vector.data);
+    std::copy(data, data + rows, values.begin());
+  } else {
+    const auto* data = static_cast<const std::uint16_t*>(vector.data);
+    std::transform(data, data + rows, values.begin(),
+                   [&vector](std::uint16_t half) { return half_to_double(vector.type, half); });
+  }
+  return values;
 }
 
 } // namespace
 
 void row_energies(DataType type, const ChannelLayout& layout, const void* weight,
                   std::int64_t first, std::int64_t last, double* energy) {
-  const auto kernel = row_kernels(type).energy;
+  const auto kernel = row_kernels(type).add_energies;
   std::fill(energy, energy + (last - first), 0.0);
+  // The channels of a group lie one after the other.
   for (std::int64_t outer = 0; outer < layout.outer; ++outer)
-    for (std::int64_t row = first; row < last; ++row)
-      energy[row - first] +=
-          kernel(at(weight, type, segment_offset(layout, row, outer)), layout.inner);
+    for (std::int64_t row = first; row < last;) {
+      const std::int64_t stop = std::min(last, (row / layout.channels + 1) * layout.channels);
+      kernel(at(weight, type, segment_offset(layout, row, outer)), layout.inner, stop - row,
+             energy + (row - first));
+      row = stop;
+    }
 }
 
 void task_strength(const double* energy, std::int64_t rows, std::int64_t kernel_size,
                    const ChannelVector& gamma, const ChannelVector& variance, double epsilon,
                    bool normalize, double* strength) {
-  double total = 0;
+  const std::vector<double> scale = in_double(gamma, rows);
+  const std::vector<double> spread = in_double(variance, rows);
   for (std::int64_t row = 0; row < rows; ++row) {
-    const double scale = gamma.data != nullptr ? element(gamma, row) : 1.0;
-    strength[row] = scale * scale / (element(variance, row) + epsilon) *
+    const auto p = static_cast<std::size_t>(row);
+    strength[row] = scale[p] * scale[p] / (spread[p] + epsilon) *
                     (energy[row] / static_cast<double>(kernel_size));
-    total += strength[row];
   }
-  if (normalize)
-    for (std::int64_t row = 0; row < rows; ++row)
-      strength[row] = total == 0 ? 0 : strength[row] / total;
+  if (!normalize)
+    return;
+  const double total = std::accumulate(strength, strength + rows, 0.0);
+  for (std::int64_t row = 0; row < rows; ++row)
+    strength[row] = total == 0 ? 0 : strength[row] / total;
 }
 
 void connection_strength(const StrengthArguments& arguments, int threads) {

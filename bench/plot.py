@@ -1,0 +1,40 @@
+"""Draws the last record of a file: every case against the limit, and the peers."""
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def draw(records: Path, picture: Path) -> None:
+    """Writes a PNG from the last line of a record file."""
+    record = json.loads(records.read_text().splitlines()[-1])
+    cases = record["cases"]
+    names = [f"{c['network']}\nK={c['tasks']} {c['dtype']}" for c in cases]
+    series = {"limit": [1.0] * len(cases), "fused step": [c["times_the_limit"] for c in cases]}
+    for peer in cases[0]["peers"]:
+        series[peer] = [c["times_the_limit"] * c["peers"][peer]["ratio"] for c in cases]
+    figure, axes = plt.subplots(figsize=(max(7, 1.1 * len(cases)), 4), layout="constrained")
+    width = 0.8 / len(series)
+    for i, (name, values) in enumerate(series.items()):
+        places = [x + (i - len(series) / 2 + 0.5) * width for x in range(len(cases))]
+        axes.bar(places, values, width, label=name)
+    axes.set_yscale("log")
+    axes.set_xticks(range(len(cases)), names, fontsize=7)
+    axes.set_ylabel("time / limit of memory")
+    axes.set_title(
+        f"{record['machine']['cpu']}, {record['machine']['threads']} threads,"
+        f" {record['machine']['instruction_set']}, commit {record['commit']}",
+        fontsize=9,
+    )
+    axes.legend(fontsize=8, ncols=len(series))
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]), Path(sys.argv[2]))

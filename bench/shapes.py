@@ -1,0 +1,24 @@
+"""The layers that are timed: shapes of weights, output channels first."""
+
+Shape = tuple[int, ...]
+
+
+def resnet18() -> list[Shape]:
+    """The 20 convolutions of ResNet-18, 11.2 M weights."""
+    shapes: list[Shape] = [(64, 3, 7, 7)]
+    inputs = 64
+    for channels in (64, 128, 256, 512):
+        shapes += [(channels, inputs, 3, 3)] + 3 * [(channels, channels, 3, 3)]
+        if inputs != channels:
+            shapes.append((channels, inputs, 1, 1))
+        inputs = channels
+    return shapes
+
+
+def small() -> list[Shape]:
+    """An encoder-decoder of 0.3 M weights."""
+    widths = [3, 24, 32, 48, 64, 96, 96, 64, 48, 32, 24]
+    return [(o, i, 3, 3) for i, o in zip(widths, widths[1:], strict=False)]
+
+
+NETWORKS = {"resnet18": resnet18(), "small": small()}

@@ -1,0 +1,265 @@
+"""Trains three tasks of one photograph with every phase of the method, and prints the table.
+
+    python examples/demo.py [--quick] [--seeds 0 1 ...] [--out FOLDER]
+
+Every row has the same network, initial weights, crops, number of batches and learning rate. Phase 1
+takes an optimizer step a task where Phase 2 takes one for all, as the paper has it.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import metrics
+import plots
+import torch
+from network import Head, Trunk
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from stereo import CHANNELS, TASKS, Crops, Scene, load, stack
+from torch import nn
+
+import cs_kernels as cs
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How long and on what to train."""
+
+    epochs: int = 24
+    steps: int = 10
+    crop: int = 96
+    batch: int = 6
+    rate: float = 2e-3
+
+
+QUICK = Settings(epochs=6, steps=4, crop=64, batch=4)
+
+
+def methods(settings: Settings, seed: int) -> dict[str, tuple[cs.Method, cs.Schedule]]:
+    """The rows of the table below the single-task networks."""
+    ours = cs.ConnectionStrength
+    return {
+        "Sum": (cs.Sum(), cs.Joint()),
+        "Phase 1 only": (ours(), cs.Sequential()),
+        "Phase 2 only": (ours(), cs.Joint()),
+        "Switch": (ours(), cs.Switch(settings.epochs // 2)),
+        "Mixed": (ours(), cs.Mixed(settings.epochs, seed)),
+    }
+
+
+class Run:
+    """One network in training."""
+
+    def __init__(
+        self,
+        tasks: list[str],
+        method: cs.Method,
+        schedule: cs.Schedule,
+        settings: Settings,
+        seed: int,
+        scene: Scene,
+    ) -> None:
+        torch.manual_seed(seed)
+        self.tasks = tasks
+        self.settings = settings
+        self.trunk = cs.nn.convert_task_batchnorm(Trunk(), tasks)
+        heads = {task: Head(channels) for task, channels in CHANNELS.items()}
+        self.heads = nn.ModuleDict({task: heads[task] for task in tasks})
+        self.adam = torch.optim.Adam(
+            [*self.trunk.parameters(), *self.heads.parameters()], lr=settings.rate
+        )
+        self.rate = torch.optim.lr_scheduler.PolynomialLR(self.adam, settings.epochs, power=0.9)
+        self.opt = cs.MultiTaskOptimizer(self.trunk, self.adam, tasks, method, schedule)
+        self.crops = Crops(scene, settings.crop, settings.batch, seed)
+        self.losses: dict[str, list[float]] = {task: [] for task in tasks}
+        self.priority: list[dict[str, list[int]]] = []
+        self.phases: list[int] = []
+
+    def step(self, opt: cs.MultiTaskOptimizer) -> dict[str, torch.Tensor]:
+        """One step on a new batch of crops."""
+        batch = self.crops.draw()
+        return opt.step(
+            lambda task: metrics.loss(task, self.heads[task](self.trunk(batch.picture)), batch)
+        )
+
+    def train(self, name: str, progress: Progress) -> None:
+        """All epochs, with a bar."""
+        bar = progress.add_task(name, total=self.settings.epochs * self.settings.steps, status="")
+        for epoch in range(self.settings.epochs):
+            self.opt.start_epoch(epoch)
+            self.phases.append(self.opt.phase)
+            sums = dict.fromkeys(self.tasks, 0.0)
+            for _ in range(self.settings.steps):
+                for task, value in self.step(self.opt).items():
+                    sums[task] += value.item() / self.settings.steps
+                status = " ".join(f"{task} {value[-1]:.3f}" for task, value in self.losses.items() if value)
+                progress.update(bar, advance=1, status=f"phase {self.phases[-1]}  {status}")
+            for task, value in sums.items():
+                self.losses[task].append(value)
+            self.priority.append({k: v.tolist() for k, v in self.opt.priority().items()})
+            self.rate.step()
+
+    @torch.no_grad()
+    def evaluate(self, scene: Scene) -> dict[str, dict[str, float]]:
+        """The metrics of every task on the whole evaluation part."""
+        self.trunk.eval()
+        batch = stack([scene])
+        result = {}
+        for task in self.tasks:
+            with cs.nn.active_task(self.trunk, task):
+                output = self.heads[task](self.trunk(batch.picture))
+            result[task] = metrics.evaluate(task, output, batch)
+        self.trunk.train()
+        return result
+
+    def time(self, steps: int) -> dict[str, float]:
+        """Milliseconds of a step of the last phase, after training, in its parts.
+
+        The whole is timed by the clock; what surgery (moving the gradients included) and the
+        optimizer take of it is read from a profile of further steps, whose own cost they bear.
+        """
+        schedule = cs.Joint() if self.phases[-1] == 2 else cs.Sequential()
+        opt = cs.MultiTaskOptimizer(
+            self.trunk, self.adam, self.tasks, self.opt.method, schedule
+        )
+        self.step(opt)
+        whole = []
+        for _ in range(steps):
+            start = time.perf_counter()
+            self.step(opt)
+            whole.append(1e3 * (time.perf_counter() - start))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(steps):
+                self.step(opt)
+        spent = {event.key: event.cpu_time_total / 1e3 / steps for event in profile.key_averages()}
+        surgery = spent.get("cs_kernels.collect", 0.0) + spent.get("cs_kernels.surgery", 0.0)
+        update = sum(value for key, value in spent.items() if key.startswith("Optimizer.step"))
+        step = statistics.median(whole)
+        return {
+            "step": step,
+            "forward_backward": step - surgery - update,
+            "surgery": surgery,
+            "optimizer": update,
+            "surgery_percent": 100 * surgery / step,
+        }
+
+
+def train_all(settings: Settings, seed: int, console: Console) -> dict[str, Any]:
+    """Every row for one seed."""
+    train, test = load()
+    results: dict[str, Any] = {}
+    columns = (
+        TextColumn("{task.description:>12}"),
+        BarColumn(24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[status]}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        alone: dict[str, dict[str, float]] = {}
+        timing: list[dict[str, float]] = []
+        losses: dict[str, list[float]] = {}
+        for task in TASKS:
+            run = Run([task], cs.Sum(), cs.Joint(), settings, seed, train)
+            run.train(f"only {task}", progress)
+            alone.update(run.evaluate(test))
+            losses.update(run.losses)
+            timing.append(run.time(settings.steps))
+        results["Single-task"] = {
+            "metrics": alone,
+            "losses": losses,
+            "time": {key: sum(t[key] for t in timing) for key in timing[0]},
+        }
+        for name, (method, schedule) in methods(settings, seed).items():
+            run = Run(TASKS, method, schedule, settings, seed, train)
+            run.train(name, progress)
+            results[name] = {
+                "metrics": run.evaluate(test),
+                "losses": run.losses,
+                "priority": run.priority,
+                "phases": run.phases,
+                "time": run.time(settings.steps),
+            }
+            if not console.is_terminal:
+                console.print(f"{name}: trained")
+    results["Mixed"]["coverage"] = str(run.opt.coverage())
+    for result in results.values():
+        result["delta_m"] = metrics.delta_m(result["metrics"], alone)
+    return results
+
+
+HEADINGS = {
+    "disparity": {"rmse": "rmse*↓", "abs_rel": "abs rel↓"},
+    "normals": {"mean": "mean*↓", "median": "median↓", "<11.25": "<11.25↑", "<22.5": "<22.5↑", "<30": "<30↑"},
+    "edges": {"F": "F*↑"},
+}
+
+
+def table_rows(runs: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows; a mean over seeds, with the deviation where there are several."""
+
+    def cell(values: list[float], digits: int, sign: str = "") -> str:
+        text = f"{statistics.mean(values):{sign}.{digits}f}"
+        return text if len(values) == 1 else f"{text}±{statistics.stdev(values):.{digits}f}"
+
+    head = ["method", *(h for names in HEADINGS.values() for h in names.values())]
+    head += ["Δm %↑", "fwd+bwd ms", "surgery ms", "surgery %"]
+    rows = []
+    for name in runs[0]:
+        row = [name]
+        for task, names in HEADINGS.items():
+            for key in names:
+                values = [run[name]["metrics"][task][key] for run in runs]
+                row.append(cell(values, 3 if key == "abs_rel" else 2))
+        row.append(cell([run[name]["delta_m"] for run in runs], 2, "+"))
+        for key, digits in (("forward_backward", 1), ("surgery", 2), ("surgery_percent", 2)):
+            row.append(cell([run[name]["time"][key] for run in runs], digits))
+        rows.append(row)
+    return head, rows
+
+
+def main() -> None:
+    """Trains, prints and writes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a minute: to see that it runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
+    options = parser.parse_args()
+    settings = QUICK if options.quick else Settings()
+    console = Console()
+    start = time.perf_counter()
+    runs = [train_all(settings, seed, console) for seed in options.seeds]
+
+    head, rows = table_rows(runs)
+    table = Table(title="Evaluation part; disparity in pixels, normals in degrees and %, edges in %")
+    for i, heading in enumerate(head):
+        table.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=max(160, console.width)).print(table)
+    console.print("* primary metric of the task; ↓ lower is better, ↑ higher. A step is one batch for")
+    console.print("all tasks; surgery, moving the gradients included, comes from a profile of it.")
+    console.print(runs[-1]["Mixed"].pop("coverage"))
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    record = {"settings": vars(settings), "seeds": options.seeds, "torch": torch.__version__, "runs": runs}
+    (options.out / "results.json").write_text(json.dumps(record, indent=1))
+    markdown = ["| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rows]]
+    (options.out / "results.md").write_text("\n".join(markdown) + "\n")
+    last = runs[-1]
+    plots.losses(last, TASKS, options.out / "losses.png")
+    plots.priority(last, TASKS, ["Phase 1 only", "Mixed"], options.out / "priority.png")
+    plots.correlation(
+        last, TASKS, ["Phase 1 only", "Phase 2 only"], options.out / "correlation.png"
+    )
+    console.print(f"written to {options.out} after {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The demo's pictures."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+
+def losses(runs: dict[str, Any], tasks: list[str], path: Path) -> None:
+    """Training loss of each task over epochs, a line a method."""
+    figure, axes = plt.subplots(1, len(tasks), figsize=(4.2 * len(tasks), 3.4), layout="constrained")
+    for ax, task in zip(axes, tasks, strict=True):
+        for name, run in runs.items():
+            ax.plot(run["losses"][task], label=name, linewidth=1.3)
+        ax.set(title=task, xlabel="epoch", yscale="log")
+    axes[0].set_ylabel("training loss")
+    axes[-1].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def priority(runs: dict[str, Any], tasks: list[str], names: list[str], path: Path) -> None:
+    """The share of channels that each task has priority over: by epoch, and by layer at the end."""
+    figure, axes = plt.subplots(2, len(names), figsize=(5 * len(names), 6.4), layout="constrained")
+    for column, name in enumerate(names):
+        history = runs[name]["priority"]
+        overall = np.array([_shares(np.concatenate(list(e.values())), len(tasks)) for e in history])
+        axes[0, column].stackplot(range(len(overall)), overall.T, labels=tasks, alpha=0.85)
+        axes[0, column].set(title=name, xlabel="epoch", ylim=(0, 100))
+        layers = history[-1]
+        by_layer = np.array([_shares(np.array(layers[layer]), len(tasks)) for layer in layers])
+        bottom = np.zeros(len(layers))
+        for i, task in enumerate(tasks):
+            axes[1, column].barh(range(len(layers)), by_layer[:, i], left=bottom, label=task)
+            bottom += by_layer[:, i]
+        axes[1, column].set_yticks(range(len(layers)), list(layers), fontsize=6)
+        axes[1, column].invert_yaxis()
+        axes[1, column].set(xlabel="% of the layer's channels, last epoch", xlim=(0, 100))
+    axes[0, 0].set_ylabel("% of channels")
+    axes[0, 0].legend(fontsize=8, loc="lower left")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _shares(priority: np.ndarray, tasks: int) -> np.ndarray:
+    return 100 * np.bincount(priority, minlength=tasks) / len(priority)
+
+
+def loss_correlation(losses: dict[str, list[float]]) -> np.ndarray:
+    """Pearson correlation between tasks of the losses' changes from epoch to epoch."""
+    return np.corrcoef(np.diff(np.array(list(losses.values())), axis=1))
+
+
+def correlation(runs: dict[str, Any], tasks: list[str], names: list[str], path: Path) -> None:
+    """How much the losses of two tasks fall together."""
+    figure, axes = plt.subplots(1, len(names), figsize=(3.6 * len(names), 3.2), layout="constrained")
+    for ax, name in zip(axes, names, strict=True):
+        matrix = loss_correlation(runs[name]["losses"])
+        image = ax.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r")
+        for (i, j), value in np.ndenumerate(matrix):
+            ax.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=9)
+        ax.set_xticks(range(len(tasks)), tasks, fontsize=8)
+        ax.set_yticks(range(len(tasks)), tasks, fontsize=8)
+        ax.set_title(name, fontsize=10)
+    figure.colorbar(image, ax=axes, shrink=0.8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,116 @@
+"""Three dense tasks from one stereo photograph: Middlebury's 'Motorcycle', with scanned disparity.
+
+scikit-image ships it. The left picture is the input; the targets are
+
+- disparity, in pixels over 32, where the scan has it;
+- surface normals: (-dx, -dy, 1) over its length, from the slopes of the smoothed disparity in pixels a
+  pixel times 4, where the scan is dense;
+- edges: where disparity jumps by more than 2 pixels within 3 x 3.
+
+Training crops come from the left part of the picture, evaluation uses the right one; the columns
+between them keep the filters of the targets from reaching over.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy import ndimage
+from skimage.data import stereo_motorcycle
+from torch import Tensor
+
+TRAIN_COLUMNS = slice(0, 480)
+TEST_COLUMNS = slice(500, 740)
+ROWS = slice(0, 496)  # A multiple of the network's stride.
+CHANNELS = {"disparity": 1, "normals": 3, "edges": 1}
+TASKS = list(CHANNELS)
+DISPARITY_SCALE = 32.0
+
+
+@dataclass
+class Scene:
+    """A picture [3, H, W], and for each task its target [C, H, W] and where it is known [1, H, W]."""
+
+    picture: Tensor
+    targets: dict[str, Tensor]
+    known: dict[str, Tensor]
+
+    def crop(self, rows: slice, columns: slice) -> "Scene":
+        """The same of a part."""
+        return Scene(
+            self.picture[:, rows, columns],
+            {task: target[:, rows, columns] for task, target in self.targets.items()},
+            {task: known[:, rows, columns] for task, known in self.known.items()},
+        )
+
+
+def stack(scenes: list[Scene]) -> Scene:
+    """Scenes of one size as a batch, with a leading dimension."""
+    return Scene(
+        torch.stack([scene.picture for scene in scenes]),
+        {task: torch.stack([scene.targets[task] for scene in scenes]) for task in TASKS},
+        {task: torch.stack([scene.known[task] for scene in scenes]) for task in TASKS},
+    )
+
+
+def load() -> tuple[Scene, Scene]:
+    """The part to train on and the part to evaluate on."""
+    left, _, disparity = stereo_motorcycle()
+    scanned = np.isfinite(disparity)
+    # The nearest scanned pixel fills a hole, so that filters have something to work on.
+    holes, nearest = ndimage.distance_transform_edt(~scanned, return_indices=True)
+    filled = disparity[tuple(nearest)]
+
+    smooth = ndimage.gaussian_filter(filled, 1.5)
+    slope_y, slope_x = np.gradient(smooth)
+    normals = np.stack([-4 * slope_x, -4 * slope_y, np.ones_like(smooth)])
+    normals /= np.linalg.norm(normals, axis=0)
+    jump = ndimage.maximum_filter(filled, 3) - ndimage.minimum_filter(filled, 3)
+
+    picture = left.astype(np.float32) / 255
+    picture = (picture - picture.mean((0, 1))) / picture.std((0, 1))
+
+    def maps(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32)).reshape(
+            -1, *scanned.shape
+        )
+
+    scene = Scene(
+        maps(picture.transpose(2, 0, 1)),
+        {
+            "disparity": maps(filled / DISPARITY_SCALE),
+            "normals": maps(normals),
+            "edges": maps(jump > 2),
+        },
+        {
+            "disparity": maps(scanned),
+            "normals": maps(ndimage.binary_erosion(scanned, iterations=2)),
+            # Holes lie along the very jumps: an edge is known up to two pixels into one.
+            "edges": maps(holes <= 2),
+        },
+    )
+    return scene.crop(ROWS, TRAIN_COLUMNS), scene.crop(ROWS, TEST_COLUMNS)
+
+
+class Crops:
+    """Random training crops, the same for every method with the same seed."""
+
+    def __init__(self, scene: Scene, size: int, batch: int, seed: int) -> None:
+        self.scene = scene
+        self.size = size
+        self.batch = batch
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def draw(self) -> Scene:
+        """A batch."""
+        _, height, width = self.scene.picture.shape
+        scenes = []
+        for _ in range(self.batch):
+            top, left = (
+                int(torch.randint(limit - self.size + 1, (), generator=self._generator))
+                for limit in (height, width)
+            )
+            scenes.append(
+                self.scene.crop(slice(top, top + self.size), slice(left, left + self.size))
+            )
+        return stack(scenes)
