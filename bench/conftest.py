@@ -42,20 +42,22 @@ class Report:
     def __init__(self) -> None:
         self.cases: list[dict[str, Any]] = []
 
-    def add(self, *, steps: list[float], copies: list[float], bytes: int, **case: Any) -> None:
+    def add(self, *, steps: list[float], copies: list[float], moved: int, **case: Any) -> None:
         """Of a case: times of the step and of the copy of as many bytes before each."""
         quantiles = statistics.quantiles(steps, n=10)
         self.cases.append(
             {
                 **case,
-                "bytes": bytes,
+                "bytes": moved,
                 "milliseconds": {
                     name: 1e3 * value
                     for name, value in zip(
-                        ("p20", "p50", "p80"), (quantiles[1], quantiles[4], quantiles[7]), strict=True
+                        ("p20", "p50", "p80"),
+                        (quantiles[1], quantiles[4], quantiles[7]),
+                        strict=True,
                     )
                 },
-                "copy_gigabytes_per_second": bytes / statistics.median(copies) / 1e9,
+                "copy_gigabytes_per_second": moved / statistics.median(copies) / 1e9,
                 "times_the_limit": statistics.median(
                     step / copy for step, copy in zip(steps, copies, strict=True)
                 ),

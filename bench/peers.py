@@ -17,6 +17,7 @@ def textbook_pcgrad(grads: list[list[Tensor]]) -> list[Tensor]:
 
     Args:
         grads: For each task, a gradient for each parameter.
+
     """
     flat = [torch.cat([g.flatten() for g in of_task]) for of_task in grads]
     reached = [torch.cat([torch.ones_like(g).flatten() for g in of_task]) for of_task in grads]

@@ -1,5 +1,7 @@
 """The layers that are timed: shapes of weights, output channels first."""
 
+from itertools import pairwise
+
 Shape = tuple[int, ...]
 
 
@@ -18,7 +20,7 @@ def resnet18() -> list[Shape]:
 def small() -> list[Shape]:
     """An encoder-decoder of 0.3 M weights."""
     widths = [3, 24, 32, 48, 64, 96, 96, 64, 48, 32, 24]
-    return [(o, i, 3, 3) for i, o in zip(widths, widths[1:], strict=False)]
+    return [(o, i, 3, 3) for i, o in pairwise(widths)]
 
 
 NETWORKS = {"resnet18": resnet18(), "small": small()}

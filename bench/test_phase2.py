@@ -21,7 +21,9 @@ from torch import Tensor
 import cs_kernels as cs
 
 CASES = [
-    pytest.param(network, tasks, dtype, id=f"{network}-K{tasks}-{str(dtype).removeprefix('torch.')}")
+    pytest.param(
+        network, tasks, dtype, id=f"{network}-K{tasks}-{str(dtype).removeprefix('torch.')}"
+    )
     for network in NETWORKS
     for tasks in (2, 4, 8)
     for dtype in (torch.float32, torch.bfloat16)
@@ -80,7 +82,7 @@ class Problem:
 
 
 def make(network: str, tasks: int, dtype: torch.dtype) -> Problem:
-    """Random gradients: about half of all pairs are in conflict, so nearly every group is visited."""
+    """Random gradients: half of all pairs conflict, so nearly every group is visited again."""
     torch.manual_seed(0)
     shapes = NETWORKS[network]
     return Problem(
@@ -196,7 +198,7 @@ def test_phase2(
         tasks=tasks,
         dtype=str(dtype).removeprefix("torch."),
         numel=problem.numel,
-        bytes=problem.bytes,
+        moved=problem.bytes,
         steps=steps,
         copies=copies,
         peers=peers,

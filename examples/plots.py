@@ -12,7 +12,9 @@ import matplotlib.pyplot as plt
 
 def losses(runs: dict[str, Any], tasks: list[str], path: Path) -> None:
     """Training loss of each task over epochs, a line a method."""
-    figure, axes = plt.subplots(1, len(tasks), figsize=(4.2 * len(tasks), 3.4), layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(tasks), figsize=(4.2 * len(tasks), 3.4), layout="constrained"
+    )
     for ax, task in zip(axes, tasks, strict=True):
         for name, run in runs.items():
             ax.plot(run["losses"][task], label=name, linewidth=1.3)
@@ -57,7 +59,9 @@ def loss_correlation(losses: dict[str, list[float]]) -> np.ndarray:
 
 def correlation(runs: dict[str, Any], tasks: list[str], names: list[str], path: Path) -> None:
     """How much the losses of two tasks fall together."""
-    figure, axes = plt.subplots(1, len(names), figsize=(3.6 * len(names), 3.2), layout="constrained")
+    figure, axes = plt.subplots(
+        1, len(names), figsize=(3.6 * len(names), 3.2), layout="constrained"
+    )
     for ax, name in zip(axes, names, strict=True):
         matrix = loss_correlation(runs[name]["losses"])
         image = ax.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r")

@@ -3,8 +3,8 @@
 scikit-image ships it. The left picture is the input; the targets are
 
 - disparity, in pixels over 32, where the scan has it;
-- surface normals: (-dx, -dy, 1) over its length, from the slopes of the smoothed disparity in pixels a
-  pixel times 4, where the scan is dense;
+- surface normals: (-dx, -dy, 1) over its length, from the slopes of the smoothed disparity in
+  pixels a pixel times 4, where the scan is dense;
 - edges: where disparity jumps by more than 2 pixels within 3 x 3.
 
 Training crops come from the left part of the picture, evaluation uses the right one; the columns
@@ -29,7 +29,7 @@ DISPARITY_SCALE = 32.0
 
 @dataclass
 class Scene:
-    """A picture [3, H, W], and for each task its target [C, H, W] and where it is known [1, H, W]."""
+    """A picture [3, H, W]; for each task its target [C, H, W] and where it is known [1, H, W]."""
 
     picture: Tensor
     targets: dict[str, Tensor]
