@@ -40,8 +40,9 @@ inline std::int64_t rows_per_chunk(const ChannelLayout& layout) {
   return std::max<std::int64_t>({1, rows, run});
 }
 
-inline std::vector<RowRange> row_chunks(const ChannelLayout& layout) {
-  const std::int64_t step = rows_per_chunk(layout);
+// Of a weight alone, which is read four rows at a time.
+inline std::vector<RowRange> weight_chunks(const ChannelLayout& layout) {
+  const std::int64_t step = 4 * rows_per_chunk(layout);
   std::vector<RowRange> chunks;
   for (std::int64_t first = 0; first < layout.rows(); first += step)
     chunks.push_back({first, std::min(layout.rows(), first + step)});

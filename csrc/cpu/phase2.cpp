@@ -241,7 +241,7 @@ public:
 
 private:
   void plan_energies(Work& work) {
-    const std::vector<RowRange> rows = row_chunks(work.tensor->layout);
+    const std::vector<RowRange> rows = weight_chunks(work.tensor->layout);
     for (const RowRange& range : rows)
       energy_chunks_.push_back({&work, nullptr, range});
     work.chunks_left = static_cast<std::int64_t>(rows.size());

@@ -86,7 +86,7 @@ void connection_strength(const StrengthArguments& arguments, int threads) {
   const ChannelLayout& layout = arguments.layout;
   const std::int64_t rows = layout.rows();
   std::vector<double> energy(static_cast<std::size_t>(rows));
-  const std::vector<RowRange> chunks = row_chunks(layout);
+  const std::vector<RowRange> chunks = weight_chunks(layout);
   std::atomic<std::size_t> next{0};
   run_parallel(useful_threads(threads, layout.size()), [&] {
     for (std::size_t i = next++; i < chunks.size(); i = next++)
