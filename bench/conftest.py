@@ -42,13 +42,25 @@ class Report:
     def __init__(self) -> None:
         self.cases: list[dict[str, Any]] = []
 
-    def add(self, *, steps: list[float], copies: list[float], moved: int, **case: Any) -> None:
+    def add(
+        self,
+        *,
+        steps: list[float],
+        copies: list[float],
+        moved: int,
+        peers: dict[str, float],
+        **case: Any,
+    ) -> None:
         """Of a case: times of the step and of the copy of as many bytes before each."""
         quantiles = statistics.quantiles(steps, n=10)
         self.cases.append(
             {
                 **case,
                 "bytes": moved,
+                "peers": {
+                    name: {"seconds": value, "ratio": value / statistics.median(steps)}
+                    for name, value in peers.items()
+                },
                 "milliseconds": {
                     name: 1e3 * value
                     for name, value in zip(

@@ -60,8 +60,8 @@ def connection_strength(
     eps = _check_layer(weight, gamma, running_var, eps, out_channel_dim, groups)
     result: Tensor = torch.ops.cs_kernels.connection_strength(
         weight.detach(),
-        list(gamma.detach()),
-        list(running_var.detach()),
+        gamma.detach(),
+        running_var.detach(),
         eps,
         normalize,
         out_channel_dim,
@@ -179,8 +179,8 @@ def phase2_update(
         [update],
         list(grads.detach()),
         [weight.detach()],
-        list(gamma.detach()),
-        list(running_var.detach()),
+        gamma.detach().flatten(),
+        running_var.detach().flatten(),
         eps,
         [out_channel_dim],
         [groups],

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
@@ -31,6 +32,26 @@ class Layer:
     norm_name: str
     norms: tuple[nn.Module, ...]
     """The normalization of each task."""
+
+    def gammas(self) -> list[Tensor]:
+        """The scale of each task's normalization, [O]; ones where it has none."""
+        # Not through getattr: this is asked for every layer and task in every step.
+        return [
+            weight.detach()
+            if (weight := norm._parameters.get("weight")) is not None
+            else torch.ones_like(self._running_var(norm))
+            for norm in self.norms
+        ]
+
+    def running_vars(self) -> list[Tensor]:
+        """The running variance of each task's normalization, [O]."""
+        return [self._running_var(norm) for norm in self.norms]
+
+    @staticmethod
+    def _running_var(norm: nn.Module) -> Tensor:
+        running_var = norm._buffers["running_var"]
+        assert running_var is not None
+        return running_var
 
 
 @dataclass(frozen=True)

@@ -208,8 +208,8 @@ class MultiTaskOptimizer:
                 layer.name: torch.ops.cs_kernels.task_priority(
                     torch.ops.cs_kernels.connection_strength(
                         layer.weight.detach(),
-                        [norm._parameters["weight"] for norm in layer.norms],
-                        [norm._buffers["running_var"] for norm in layer.norms],
+                        torch.stack(layer.gammas()),
+                        torch.stack(layer.running_vars()),
                         [norm.eps for norm in layer.norms],
                         True,
                         layer.out_channel_dim,

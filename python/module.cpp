@@ -16,11 +16,9 @@ namespace py = pybind11;
 namespace {
 
 using cs_kernels::ChannelLayout;
-using cs_kernels::ChannelVector;
 using cs_kernels::DataType;
 
 using Address = std::uintptr_t;
-using Vector = std::pair<Address, int>; // address, data type
 using Layout = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
 
 template <class T> T* pointer(Address address) { return reinterpret_cast<T*>(address); }
@@ -36,14 +34,6 @@ ChannelLayout channel_layout(const Layout& layout) {
   return {groups, outer, channels, inner};
 }
 
-std::vector<ChannelVector> channel_vectors(const std::vector<Vector>& vectors) {
-  std::vector<ChannelVector> result;
-  result.reserve(vectors.size());
-  for (const auto& [address, type] : vectors)
-    result.push_back({pointer<const void>(address), data_type(type)});
-  return result;
-}
-
 void check_length(const char* name, std::size_t length, std::size_t expected) {
   if (length != expected)
     throw std::invalid_argument(std::string(name) + " must have " + std::to_string(expected) +
@@ -51,21 +41,16 @@ void check_length(const char* name, std::size_t length, std::size_t expected) {
 }
 
 void connection_strength(int type, const Layout& layout, Address weight, std::int64_t kernel_size,
-                         const std::vector<Vector>& gamma, const std::vector<Vector>& variance,
-                         const std::vector<double>& epsilon, bool normalize, Address strength,
-                         int threads) {
-  check_length("variance", variance.size(), gamma.size());
-  check_length("epsilon", epsilon.size(), gamma.size());
-  const std::vector<ChannelVector> gammas = channel_vectors(gamma);
-  const std::vector<ChannelVector> variances = channel_vectors(variance);
+                         Address gamma, Address variance, const std::vector<double>& epsilon,
+                         bool normalize, Address strength, int threads) {
   const cs_kernels::StrengthArguments arguments{data_type(type),
                                                 channel_layout(layout),
                                                 pointer<const void>(weight),
                                                 kernel_size,
-                                                gammas.data(),
-                                                variances.data(),
+                                                pointer<const double>(gamma),
+                                                pointer<const double>(variance),
                                                 epsilon.data(),
-                                                static_cast<std::int32_t>(gamma.size()),
+                                                static_cast<std::int32_t>(epsilon.size()),
                                                 normalize,
                                                 pointer<double>(strength)};
   const py::gil_scoped_release release;
@@ -77,13 +62,14 @@ void task_priority(Address strength, std::int32_t tasks, std::int64_t rows, Addr
                                  pointer<std::int64_t>(priority));
 }
 
-// Lists over tensors; the first ones have a priority. `gradients` is [tensors, tasks], `gamma`,
-// `variance` and `epsilon` are [layers, tasks] and empty where the priority is given.
+// Lists over tensors; the first ones have a priority. `gradients` is [tensors, tasks] and `epsilon`
+// [layers, tasks]; `gamma` and `variance` hold [tasks, channels] of one layer after the other.
+// Without weights the priority is given.
 void phase2(std::int32_t tasks, const std::vector<int>& types, const std::vector<Layout>& layouts,
             const std::vector<Address>& updates, const std::vector<Address>& gradients,
             const std::vector<Address>& priorities, const std::vector<Address>& weights,
-            const std::vector<std::int64_t>& kernel_sizes, const std::vector<Vector>& gamma,
-            const std::vector<Vector>& variance, const std::vector<double>& epsilon, int threads) {
+            const std::vector<std::int64_t>& kernel_sizes, Address gamma, Address variance,
+            const std::vector<double>& epsilon, int threads) {
   const auto width = static_cast<std::size_t>(tasks);
   const std::size_t count = updates.size();
   check_length("types", types.size(), count);
@@ -94,18 +80,15 @@ void phase2(std::int32_t tasks, const std::vector<int>& types, const std::vector
   if (!weights.empty())
     check_length("weights", weights.size(), priorities.size());
   check_length("kernel_sizes", kernel_sizes.size(), weights.size());
-  check_length("gamma", gamma.size(), weights.size() * width);
-  check_length("variance", variance.size(), weights.size() * width);
   check_length("epsilon", epsilon.size(), weights.size() * width);
 
-  const std::vector<ChannelVector> gammas = channel_vectors(gamma);
-  const std::vector<ChannelVector> variances = channel_vectors(variance);
   std::vector<const void*> gradient_pointers;
   gradient_pointers.reserve(gradients.size());
   for (const Address address : gradients)
     gradient_pointers.push_back(pointer<const void>(address));
 
   std::vector<cs_kernels::Phase2Tensor> tensors(count);
+  std::int64_t channels = 0; // of the layers before
   for (std::size_t t = 0; t < count; ++t) {
     cs_kernels::Phase2Tensor& tensor = tensors[t];
     tensor.type = data_type(types[t]);
@@ -117,9 +100,10 @@ void phase2(std::int32_t tasks, const std::vector<int>& types, const std::vector
     if (t < weights.size()) {
       tensor.weight = pointer<const void>(weights[t]);
       tensor.kernel_size = kernel_sizes[t];
-      tensor.gamma = &gammas[t * width];
-      tensor.variance = &variances[t * width];
+      tensor.gamma = pointer<const double>(gamma) + channels * tasks;
+      tensor.variance = pointer<const double>(variance) + channels * tasks;
       tensor.epsilon = &epsilon[t * width];
+      channels += tensor.layout.rows();
     }
   }
   const py::gil_scoped_release release;

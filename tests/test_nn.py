@@ -190,6 +190,17 @@ def test_a_normalization_without_statistics_gives_no_priority() -> None:
     assert coverage.plain["0.weight"] == "1 keeps no running variance"
 
 
+def test_a_normalization_without_scale_counts_as_one() -> None:
+    trunk = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False))
+    cs.nn.convert_task_batchnorm(trunk, TASKS)
+    (layer,) = _layout(trunk, torch.randn(8, 3)).layers
+    assert all(torch.equal(gamma, torch.ones(4)) for gamma in layer.gammas())
+    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
+    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS)
+    opt.step(lambda task: trunk(torch.randn(8, 3)).square().mean())
+    assert opt.priority()["0"].shape == (4,)
+
+
 def test_trace_changes_nothing() -> None:
     setup = Setup()
     opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)

@@ -228,8 +228,8 @@ def _trunk_arguments(tasks: int = 3) -> tuple[list[Sample], dict[str, object]]:
         ],
         "grads": [g for s in layers for g in s.grads] + [g for p in plain for g in p],
         "weights": [s.weight for s in layers],
-        "gammas": [g for s in layers for g in s.gamma],
-        "running_vars": [v for s in layers for v in s.running_var],
+        "gamma": torch.cat([s.gamma.flatten() for s in layers]),
+        "running_var": torch.cat([s.running_var.flatten() for s in layers]),
         "eps": [e for s in layers for e in s.eps],
         "out_channel_dims": [s.kind.out_channel_dim for s in layers],
         "groups": [s.kind.groups for s in layers],
@@ -273,15 +273,6 @@ def test_a_trunk_in_one_call(backend: str) -> None:
     torch.testing.assert_close(updates[len(layers) + 1], second)
 
 
-def test_missing_gamma_is_one(backend: str) -> None:
-    args = sample(Kind("linear", (6, 5)), 2, torch.float32)
-    common = (list(args.running_var), args.eps, True, 0, 1)
-    operator = torch.ops.cs_kernels.connection_strength
-    without = operator(args.weight, [None, None], *common)
-    ones = operator(args.weight, [torch.ones(6), torch.ones(6)], *common)
-    assert torch.equal(without, ones)
-
-
 @pytest.mark.parametrize("threads", [1, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_same_bits_on_any_number_of_threads(backend: str, dtype: torch.dtype, threads: int) -> None:
@@ -314,8 +305,7 @@ def test_schemas_and_fakes() -> None:
     _, arguments = _trunk_arguments()
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     operators = torch.ops.cs_kernels
-    weight, gamma = torch.randn(4, 3), [torch.ones(4), None]
-    running = [torch.ones(4), torch.ones(4)]
+    weight, gamma, running = torch.randn(4, 3), torch.ones(2, 4), torch.ones(2, 4)
     calls = {
         operators.connection_strength: (weight, gamma, running, [1e-5, 1e-5], True, 0, 1),
         operators.task_priority: (torch.rand(3, 5),),

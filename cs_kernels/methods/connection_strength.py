@@ -23,14 +23,13 @@ class ConnectionStrength(Method):
         layers = [layer for layer in layout.layers if layer.weight_index in set(reached)]
         prioritized = [layer.weight_index for layer in layers]
         order = prioritized + [i for i in reached if i not in set(prioritized)]
-        norms = [norm for layer in layers for norm in layer.norms]
         torch.ops.cs_kernels.phase2_update_(
             gradients.updates(order),
             gradients.of(order),
             [layer.weight.detach() for layer in layers],
-            [norm._parameters["weight"] for norm in norms],
-            [norm._buffers["running_var"] for norm in norms],
-            [norm.eps for norm in norms],
+            torch.cat([gamma for layer in layers for gamma in layer.gammas()]),
+            torch.cat([variance for layer in layers for variance in layer.running_vars()]),
+            [norm.eps for layer in layers for norm in layer.norms],
             [layer.out_channel_dim for layer in layers],
             [layer.groups for layer in layers],
             len(gradients.rows),

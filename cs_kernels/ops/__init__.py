@@ -4,9 +4,10 @@ Each is computed by the backend in force for the device of its tensors (`backend
 reference defines the results; the others agree with it to rounding. None is differentiable: a
 gradient is what they take, not what they have.
 
-A list over tensors comes with the tasks inside: entry `t * tasks + i` is tensor t of task i. The
-output channels of a weight are its dimension `out_channel_dim`, 0 or (transposed convolutions,
-where `groups` of them lie in blocks of dimension 0) 1.
+A list over tensors comes with the tasks inside: entry `t * tasks + i` is tensor t of task i. Gamma
+and running variance of several layers are [K, O] of one flattened after those of the other. The output
+channels of a weight are its dimension `out_channel_dim`, 0 or (transposed convolutions, where `groups`
+of them lie in blocks of dimension 0) 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,21 +45,20 @@ def _operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @_operator(
-    "connection_strength(Tensor weight, Tensor?[] gammas, Tensor[] running_vars, float[] eps,"
+    "connection_strength(Tensor weight, Tensor gamma, Tensor running_var, float[] eps,"
     " bool normalize, int out_channel_dim, int groups) -> Tensor"
 )
 def _(
     weight: Tensor,
-    gammas: Sequence[Tensor | None],
-    running_vars: Sequence[Tensor],
+    gamma: Tensor,
+    running_var: Tensor,
     eps: Sequence[float],
     normalize: bool,
     out_channel_dim: int,
     groups: int,
 ) -> Tensor:
-    """Float64 [K, O] of one layer; a missing gamma stands for ones."""
-    channels = out_channels(weight, out_channel_dim, groups)
-    return weight.new_empty((len(running_vars), channels), dtype=torch.float64)
+    """Float64 [K, O] of one layer."""
+    return weight.new_empty(gamma.shape, dtype=torch.float64)
 
 
 @_operator("task_priority(Tensor strength) -> Tensor")
@@ -86,16 +86,16 @@ def _(
 
 
 @_operator(
-    "phase2_update_(Tensor(a!)[] updates, Tensor?[] grads, Tensor[] weights, Tensor?[] gammas,"
-    " Tensor[] running_vars, float[] eps, int[] out_channel_dims, int[] groups, int tasks)"
+    "phase2_update_(Tensor(a!)[] updates, Tensor?[] grads, Tensor[] weights, Tensor gamma,"
+    " Tensor running_var, float[] eps, int[] out_channel_dims, int[] groups, int tasks)"
     " -> Tensor[]"
 )
 def _(
     updates: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     weights: Sequence[Tensor],
-    gammas: Sequence[Tensor | None],
-    running_vars: Sequence[Tensor],
+    gamma: Tensor,
+    running_var: Tensor,
     eps: Sequence[float],
     out_channel_dims: Sequence[int],
     groups: Sequence[int],

@@ -78,32 +78,16 @@ class _Laid:
         return torch.empty_like(self.like).copy_(tensor)
 
 
-class _Vectors:
-    """Vectors with a number for each channel, as (address, type) pairs."""
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[int, int]] = []
-        self._alive: list[Tensor] = []
-
-    def add(self, vectors: Sequence[Tensor | None], channels: int, name: str) -> None:
-        shape = (channels,)
-        for vector in vectors:
-            if vector is None:
-                self.pairs.append((0, 0))
-                continue
-            if vector.shape != shape:
-                raise ValueError(f"{name} must have shape {shape}, got {tuple(vector.shape)}")
-            if not vector.is_contiguous():
-                vector = vector.contiguous()
-                self._alive.append(vector)
-            code = _TYPES.get(vector.dtype)
-            self.pairs.append((vector.data_ptr(), _type(vector, name) if code is None else code))
+def _in_double(tensor: Tensor, numel: int, name: str) -> Tensor:
+    if tensor.numel() != numel:
+        raise ValueError(f"{name} must have {numel} elements, got {tensor.numel()}")
+    return tensor.to(torch.float64).contiguous()
 
 
 def connection_strength(
     weight: Tensor,
-    gammas: Sequence[Tensor | None],
-    running_vars: Sequence[Tensor],
+    gamma: Tensor,
+    running_var: Tensor,
     eps: Sequence[float],
     normalize: bool,
     out_channel_dim: int,
@@ -116,17 +100,16 @@ def connection_strength(
         layout = channel_layout(weight.shape, weight.stride(), out_channel_dim, groups)
         assert layout is not None
     channels = layout[0] * layout[2]
-    gamma, variance = _Vectors(), _Vectors()
-    gamma.add(gammas, channels, "gamma")
-    variance.add(running_vars, channels, "running_var")
-    strength = torch.empty((len(running_vars), channels), dtype=torch.float64)
+    gamma = _in_double(gamma, len(eps) * channels, "gamma")
+    variance = _in_double(running_var, len(eps) * channels, "running_var")
+    strength = torch.empty((len(eps), channels), dtype=torch.float64)
     _C.connection_strength(
         type=_type(weight, "weight"),
         layout=layout,
         weight=weight.data_ptr(),
         kernel_size=prod(weight.shape[2:]),
-        gamma=gamma.pairs,
-        variance=variance.pairs,
+        gamma=gamma.data_ptr(),
+        variance=variance.data_ptr(),
         epsilon=list(eps),
         normalize=normalize,
         strength=strength.data_ptr(),
@@ -206,8 +189,8 @@ class _Phase2Call:
         self,
         priorities: Sequence[Tensor],
         weights: Sequence[Tensor] = (),
-        gamma: Sequence[tuple[int, int]] = (),
-        variance: Sequence[tuple[int, int]] = (),
+        gamma: int = 0,
+        variance: int = 0,
         eps: Sequence[float] = (),
     ) -> None:
         _C.phase2(
@@ -251,8 +234,8 @@ def phase2_update_(
     updates: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     weights: Sequence[Tensor],
-    gammas: Sequence[Tensor | None],
-    running_vars: Sequence[Tensor],
+    gamma: Tensor,
+    running_var: Tensor,
     eps: Sequence[float],
     out_channel_dims: Sequence[int],
     groups: Sequence[int],
@@ -261,13 +244,11 @@ def phase2_update_(
     """Reads N weights and K * N gradients once and writes N; conflicts again in cache."""
     call = _Phase2Call(updates, grads, out_channel_dims, groups, tasks)
     weights = call.weights(weights)
-    gamma, variance = _Vectors(), _Vectors()
-    priorities = []
-    for layer in range(len(weights)):
-        channels = call.channels(layer)
-        priorities.append(torch.empty(channels, dtype=torch.int64))
-        of_layer = slice(layer * tasks, (layer + 1) * tasks)
-        gamma.add(gammas[of_layer], channels, "gammas")
-        variance.add(running_vars[of_layer], channels, "running_vars")
-    call.run(priorities, weights, gamma.pairs, variance.pairs, eps)
+    channels = [call.channels(layer) for layer in range(len(weights))]
+    gamma = _in_double(gamma, tasks * sum(channels), "gamma")
+    variance = _in_double(running_var, tasks * sum(channels), "running_var")
+    if len(eps) != tasks * len(weights):
+        raise ValueError(f"eps must have {tasks * len(weights)} entries, got {len(eps)}")
+    priorities = [torch.empty(count, dtype=torch.int64) for count in channels]
+    call.run(priorities, weights, gamma.data_ptr(), variance.data_ptr(), eps)
     return priorities

@@ -30,8 +30,8 @@ def _from_channel_rows(rows: Tensor, like: Tensor, out_channel_dim: int, groups:
 
 def connection_strength(
     weight: Tensor,
-    gammas: Sequence[Tensor | None],
-    running_vars: Sequence[Tensor],
+    gamma: Tensor,
+    running_var: Tensor,
     eps: Sequence[float],
     normalize: bool,
     out_channel_dim: int,
@@ -41,12 +41,8 @@ def connection_strength(
     kernel_size = prod(weight.shape[2:])
     rows = channel_rows(weight.double(), out_channel_dim, groups)
     energy = rows.square().sum(1) / kernel_size
-    scale = torch.stack(
-        [
-            (1.0 if gamma is None else gamma.double().square()) / (running_var.double() + epsilon)
-            for gamma, running_var, epsilon in zip(gammas, running_vars, eps, strict=True)
-        ]
-    )
+    offset = torch.tensor(eps, dtype=torch.float64, device=weight.device).unsqueeze(1)
+    scale = gamma.double().square() / (running_var.double() + offset)
     strength = scale * energy
     if not normalize:
         return strength
@@ -103,8 +99,8 @@ def phase2_update_(
     updates: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     weights: Sequence[Tensor],
-    gammas: Sequence[Tensor | None],
-    running_vars: Sequence[Tensor],
+    gamma: Tensor,
+    running_var: Tensor,
     eps: Sequence[float],
     out_channel_dims: Sequence[int],
     groups: Sequence[int],
@@ -112,17 +108,20 @@ def phase2_update_(
 ) -> list[Tensor]:
     """Priorities from the weights, then Phase 2."""
     priorities = []
+    start = 0
     for layer, weight in enumerate(weights):
-        of_layer = slice(layer * tasks, (layer + 1) * tasks)
+        layout = out_channel_dims[layer], groups[layer]
+        channels = len(channel_rows(weight, *layout))
+        of_layer = slice(start, start + tasks * channels)
         strength = connection_strength(
             weight,
-            gammas[of_layer],
-            running_vars[of_layer],
-            eps[of_layer],
+            gamma[of_layer].view(tasks, channels),
+            running_var[of_layer].view(tasks, channels),
+            eps[layer * tasks : (layer + 1) * tasks],
             True,
-            out_channel_dims[layer],
-            groups[layer],
+            *layout,
         )
         priorities.append(task_priority(strength))
+        start = of_layer.stop
     project_conflicts_(updates, grads, priorities, out_channel_dims, groups, tasks)
     return priorities

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstring>
 #include <numeric>
 #include <vector>
 
@@ -12,45 +11,6 @@
 #include "row_kernels.h"
 
 namespace cs_kernels::cpu {
-namespace {
-
-double half_to_double(DataType type, std::uint16_t half) {
-  const std::uint32_t bits = half;
-  if (type == DataType::kBFloat16) {
-    const std::uint32_t word = bits << 16;
-    float value = 0;
-    std::memcpy(&value, &word, sizeof value);
-    return static_cast<double>(value);
-  }
-  const int exponent = static_cast<int>(bits >> 10 & 31u);
-  const double fraction = bits & 1023u;
-  const double magnitude = exponent == 31  ? (fraction != 0 ? NAN : INFINITY)
-                           : exponent == 0 ? std::ldexp(fraction, -24)
-                                           : std::ldexp(1024 + fraction, exponent - 25);
-  return (bits & 0x8000u) != 0 ? -magnitude : magnitude;
-}
-
-// A vector over channels in double; ones where there is none.
-std::vector<double> in_double(const ChannelVector& vector, std::int64_t rows) {
-  std::vector<double> values(static_cast<std::size_t>(rows), 1.0);
-  if (vector.data == nullptr)
-    return values;
-  if (vector.type == DataType::kFloat64) {
-    const auto* data = static_cast<const double*>(vector.data);
-    std::copy(data, data + rows, values.begin());
-  } else if (vector.type == DataType::kFloat32) {
-    const auto* data = static_cast<const float*>(vector.data);
-    std::copy(data, data + rows, values.begin());
-  } else {
-    const auto* data = static_cast<const std::uint16_t*>(vector.data);
-    std::transform(data, data + rows, values.begin(),
-                   [&vector](std::uint16_t half) { return half_to_double(vector.type, half); });
-  }
-  return values;
-}
-
-} // namespace
-
 void row_energies(DataType type, const ChannelLayout& layout, const void* weight,
                   std::int64_t first, std::int64_t last, double* energy) {
   const auto kernel = row_kernels(type).add_energies;
@@ -66,15 +26,11 @@ void row_energies(DataType type, const ChannelLayout& layout, const void* weight
 }
 
 void task_strength(const double* energy, std::int64_t rows, std::int64_t kernel_size,
-                   const ChannelVector& gamma, const ChannelVector& variance, double epsilon,
-                   bool normalize, double* strength) {
-  const std::vector<double> scale = in_double(gamma, rows);
-  const std::vector<double> spread = in_double(variance, rows);
-  for (std::int64_t row = 0; row < rows; ++row) {
-    const auto p = static_cast<std::size_t>(row);
-    strength[row] = scale[p] * scale[p] / (spread[p] + epsilon) *
+                   const double* gamma, const double* variance, double epsilon, bool normalize,
+                   double* strength) {
+  for (std::int64_t row = 0; row < rows; ++row)
+    strength[row] = gamma[row] * gamma[row] / (variance[row] + epsilon) *
                     (energy[row] / static_cast<double>(kernel_size));
-  }
   if (!normalize)
     return;
   const double total = std::accumulate(strength, strength + rows, 0.0);
@@ -94,8 +50,8 @@ void connection_strength(const StrengthArguments& arguments, int threads) {
                    &energy[static_cast<std::size_t>(chunks[i].first)]);
   });
   for (std::int32_t task = 0; task < arguments.tasks; ++task)
-    task_strength(energy.data(), rows, arguments.kernel_size, arguments.gamma[task],
-                  arguments.variance[task], arguments.epsilon[task], arguments.normalize,
+    task_strength(energy.data(), rows, arguments.kernel_size, arguments.gamma + task * rows,
+                  arguments.variance + task * rows, arguments.epsilon[task], arguments.normalize,
                   arguments.strength + task * rows);
 }
 

@@ -14,7 +14,7 @@ void row_energies(DataType type, const ChannelLayout& layout, const void* weight
 
 // strength[row] of one task; energies of all rows given.
 void task_strength(const double* energy, std::int64_t rows, std::int64_t kernel_size,
-                   const ChannelVector& gamma, const ChannelVector& variance, double epsilon,
-                   bool normalize, double* strength);
+                   const double* gamma, const double* variance, double epsilon, bool normalize,
+                   double* strength);
 
 } // namespace cs_kernels::cpu

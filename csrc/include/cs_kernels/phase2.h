@@ -25,21 +25,15 @@ struct ChannelLayout {
   std::int64_t size() const { return rows() * row_size(); }
 };
 
-// A vector with one number for each channel, in a type of its own.
-struct ChannelVector {
-  const void* data = nullptr;
-  DataType type = DataType::kFloat32;
-};
-
 // Strength (eq:eq3, eq:eq5) of every channel for every task.
 struct StrengthArguments {
   DataType type;
   ChannelLayout layout;
   const void* weight;
-  std::int64_t kernel_size;      // elements of the kernel window, k^2 in eq:eq1
-  const ChannelVector* gamma;    // [tasks]; null data stands for ones
-  const ChannelVector* variance; // [tasks]
-  const double* epsilon;         // [tasks]
+  std::int64_t kernel_size; // elements of the kernel window, k^2 in eq:eq1
+  const double* gamma;      // [tasks, rows]
+  const double* variance;   // [tasks, rows]
+  const double* epsilon;    // [tasks]
   std::int32_t tasks;
   bool normalize;
   double* strength; // [tasks, rows], written
@@ -52,8 +46,8 @@ struct Phase2Tensor {
   ChannelLayout layout;
   const void* weight;
   std::int64_t kernel_size;
-  const ChannelVector* gamma;
-  const ChannelVector* variance;
+  const double* gamma;
+  const double* variance;
   const double* epsilon;
   const void* const* gradients; // [tasks]; a null one stands for zeros
   void* update;                 // same type and layout as the gradients; overlaps none of them
