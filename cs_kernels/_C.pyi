@@ -25,7 +25,6 @@ def phase2(
     gradients: Sequence[int],
     priorities: Sequence[int],
     weights: Sequence[int],
-    kernel_sizes: Sequence[int],
     gamma: int,
     variance: int,
     epsilon: Sequence[float],

@@ -68,8 +68,7 @@ void task_priority(Address strength, std::int32_t tasks, std::int64_t rows, Addr
 void phase2(std::int32_t tasks, const std::vector<int>& types, const std::vector<Layout>& layouts,
             const std::vector<Address>& updates, const std::vector<Address>& gradients,
             const std::vector<Address>& priorities, const std::vector<Address>& weights,
-            const std::vector<std::int64_t>& kernel_sizes, Address gamma, Address variance,
-            const std::vector<double>& epsilon, int threads) {
+            Address gamma, Address variance, const std::vector<double>& epsilon, int threads) {
   const auto width = static_cast<std::size_t>(tasks);
   const std::size_t count = updates.size();
   check_length("types", types.size(), count);
@@ -79,7 +78,6 @@ void phase2(std::int32_t tasks, const std::vector<int>& types, const std::vector
     check_length("priorities", priorities.size(), count);
   if (!weights.empty())
     check_length("weights", weights.size(), priorities.size());
-  check_length("kernel_sizes", kernel_sizes.size(), weights.size());
   check_length("epsilon", epsilon.size(), weights.size() * width);
 
   std::vector<const void*> gradient_pointers;
@@ -99,7 +97,6 @@ void phase2(std::int32_t tasks, const std::vector<int>& types, const std::vector
       tensor.priority = pointer<std::int64_t>(priorities[t]);
     if (t < weights.size()) {
       tensor.weight = pointer<const void>(weights[t]);
-      tensor.kernel_size = kernel_sizes[t];
       tensor.gamma = pointer<const double>(gamma) + channels * tasks;
       tensor.variance = pointer<const double>(variance) + channels * tasks;
       tensor.epsilon = &epsilon[t * width];
@@ -122,6 +119,5 @@ PYBIND11_MODULE(_C, module) {
              py::arg("rows"), py::arg("priority"));
   module.def("phase2", &phase2, py::arg("tasks"), py::arg("types"), py::arg("layouts"),
              py::arg("updates"), py::arg("gradients"), py::arg("priorities"), py::arg("weights"),
-             py::arg("kernel_sizes"), py::arg("gamma"), py::arg("variance"), py::arg("epsilon"),
-             py::arg("threads"));
+             py::arg("gamma"), py::arg("variance"), py::arg("epsilon"), py::arg("threads"));
 }

@@ -59,23 +59,16 @@ def _type(tensor: Tensor, name: str) -> int:
     return code
 
 
-class _Laid:
-    """How a tensor lies in memory, read once, for many others to be compared with."""
-
-    def __init__(self, like: Tensor) -> None:
-        self.like = like
-        self.shape, self.stride, self.dtype = like.shape, like.stride(), like.dtype
-
-    def out(self, tensor: Tensor, name: str) -> Tensor:
-        """The tensor itself if it lies alike, else a copy that does."""
-        if tensor.dtype is not self.dtype or tensor.shape != self.shape:
-            raise ValueError(
-                f"{name} must be {self.dtype} of shape {tuple(self.shape)},"
-                f" got {tensor.dtype} of shape {tuple(tensor.shape)}"
-            )
-        if tensor.stride() == self.stride:
-            return tensor
-        return torch.empty_like(self.like).copy_(tensor)
+def _laid_out(tensor: Tensor, like: Tensor, name: str) -> Tensor:
+    """The tensor itself if it lies in memory as `like` does, else a copy that does."""
+    if tensor.dtype is not like.dtype or tensor.shape != like.shape:
+        raise ValueError(
+            f"{name} must be {like.dtype} of shape {tuple(like.shape)},"
+            f" got {tensor.dtype} of shape {tuple(tensor.shape)}"
+        )
+    if tensor.stride() == like.stride():
+        return tensor
+    return torch.empty_like(like).copy_(tensor)
 
 
 def _in_double(tensor: Tensor, numel: int, name: str) -> Tensor:
@@ -151,7 +144,6 @@ class _Phase2Call:
         self.outputs: list[Tensor] = []
         self.gradients: list[int] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._laid: list[_Laid] = []
         self._alive: list[Tensor] = []
         for t, update in enumerate(updates):
             dim, group = (out_channel_dims[t], groups[t]) if t < len(groups) else (0, 1)
@@ -165,25 +157,20 @@ class _Phase2Call:
             self.types.append(_type(update, "updates"))
             self.layouts.append(layout)
             self.outputs.append(output)
-            laid = _Laid(output)
-            self._laid.append(laid)
+            shape, stride, dtype = output.shape, output.stride(), output.dtype
             for grad in grads[t * tasks : (t + 1) * tasks]:
                 if grad is None:
                     self.gradients.append(0)
+                elif grad.stride() == stride and grad.dtype is dtype and grad.shape == shape:
+                    self.gradients.append(grad.data_ptr())
                 else:
-                    alike = laid.out(grad, "grads")
-                    if alike is not grad:
-                        self._alive.append(alike)
-                    self.gradients.append(alike.data_ptr())
+                    copy = _laid_out(grad, output, "grads")
+                    self._alive.append(copy)
+                    self.gradients.append(copy.data_ptr())
 
     def channels(self, layer: int) -> int:
         groups, _, channels, _ = self.layouts[layer]
         return groups * channels
-
-    def weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """The weights of the first tensors, lying as their updates do."""
-        laid = zip(self._laid, weights, strict=False)
-        return [place.out(weight, "weights") for place, weight in laid]
 
     def run(
         self,
@@ -201,7 +188,6 @@ class _Phase2Call:
             gradients=self.gradients,
             priorities=[priority.data_ptr() for priority in priorities],
             weights=[weight.data_ptr() for weight in weights],
-            kernel_sizes=[prod(weight.shape[2:]) for weight in weights],
             gamma=gamma,
             variance=variance,
             epsilon=list(eps),
@@ -243,7 +229,10 @@ def phase2_update_(
 ) -> list[Tensor]:
     """Reads N weights and K * N gradients once and writes N; conflicts again in cache."""
     call = _Phase2Call(updates, grads, out_channel_dims, groups, tasks)
-    weights = call.weights(weights)
+    weights = [
+        _laid_out(weight, output, "weights")
+        for weight, output in zip(weights, call.outputs, strict=False)
+    ]
     channels = [call.channels(layer) for layer in range(len(weights))]
     gamma = _in_double(gamma, tasks * sum(channels), "gamma")
     variance = _in_double(running_var, tasks * sum(channels), "running_var")

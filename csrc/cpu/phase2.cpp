@@ -60,7 +60,7 @@ void find_priority(Work& work, std::int32_t tasks) {
   const std::int64_t rows = tensor.layout.rows();
   std::vector<double> strength(static_cast<std::size_t>(tasks * rows));
   for (std::int32_t task = 0; task < tasks; ++task)
-    task_strength(work.energy.data(), rows, tensor.kernel_size, tensor.gamma + task * rows,
+    task_strength(work.energy.data(), rows, 1, tensor.gamma + task * rows,
                   tensor.variance + task * rows, tensor.epsilon[task], true,
                   &strength[static_cast<std::size_t>(task * rows)]);
   task_priority(strength.data(), tasks, rows, tensor.priority);

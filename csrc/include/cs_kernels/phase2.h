@@ -40,12 +40,12 @@ struct StrengthArguments {
 };
 
 // One shared tensor of the trunk. With `priority` null its update is the plain sum; with `weight`
-// null the priority is read; otherwise the priority is computed first and written.
+// null the priority is read; otherwise the priority is computed first and written (the size of the
+// kernel window cancels in eq:eq5).
 struct Phase2Tensor {
   DataType type;
   ChannelLayout layout;
   const void* weight;
-  std::int64_t kernel_size;
   const double* gamma;
   const double* variance;
   const double* epsilon;
