@@ -6,8 +6,8 @@ gradient is what they take, not what they have.
 
 A list over tensors comes with the tasks inside: entry `t * tasks + i` is tensor t of task i. Gamma
 and running variance of several layers are [K, O] of one flattened after those of the other. The
-output channels of a weight are its dimension `out_channel_dim`, 0 or (transposed convolutions, where
-`groups` of them lie in blocks of dimension 0) 1.
+output channels of a weight are its dimension `out_channel_dim`: 0, or 1 in transposed convolutions,
+whose `groups` lie in blocks of dimension 0.
 """
 
 from collections.abc import Callable, Sequence
