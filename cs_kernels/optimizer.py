@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from cs_kernels.checks import check_optimizer, check_overrides, check_trunk, checked_loss
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import Coverage, Followers, Layout, find_layout, shared_parameters
 from cs_kernels.methods import ConnectionStrength, Method
-from cs_kernels.nn import TaskBatchNorm, active, check_tasks, task_norms
-from cs_kernels.ops import out_channels
+from cs_kernels.nn import active, check_tasks, task_norms
 from cs_kernels.schedules import Joint, Phase, Schedule
+from cs_kernels.statistics import RunningStatistics
 from cs_kernels.weightings import EqualWeights, Weighting
 
 Closure = Callable[[str], Tensor]
@@ -80,12 +81,12 @@ class MultiTaskOptimizer:
 
         self._norms = task_norms(trunk)
         shared = shared_parameters(trunk)
-        _check_trunk(trunk, self.tasks, self.method)
-        _check_overrides(trunk, layers or {})
-        _check_optimizer(trunk, shared, optimizer)
+        check_trunk(trunk, self.tasks, self.method)
+        check_overrides(trunk, layers or {})
+        check_optimizer(trunk, shared, optimizer)
 
         self._gradients = TaskGradients(shared, len(self.tasks))
-        self._statistics = _Statistics(trunk)
+        self._statistics = RunningStatistics(trunk)
         self._overrides = dict(layers or {})
         self._followers = Followers(trunk)
         self._watched: set[str] = set()
@@ -261,10 +262,10 @@ class MultiTaskOptimizer:
 
     def _forward(self, task: str, closure: Closure) -> Tensor:
         if task in self._watched:
-            return _checked_loss(closure(task), task)
+            return checked_loss(closure(task), task)
         # The first pass of each task also shows which normalization follows which layer.
         with self._followers.watch():
-            loss = _checked_loss(closure(task), task)
+            loss = checked_loss(closure(task), task)
         self._watched.add(task)
         self._layout = None
         if self.method.prioritizes:
@@ -313,124 +314,3 @@ class MultiTaskOptimizer:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-
-
-class _Statistics:
-    """The buffers of a trunk: those that a task's forward pass may change, and a copy of them."""
-
-    def __init__(self, trunk: nn.Module) -> None:
-        self._of_task: dict[str, list[nn.Module]] = {}
-        own: set[nn.Module] = set()
-        for norm in task_norms(trunk):
-            for task in norm.tasks:
-                self._of_task.setdefault(task, []).extend(norm.of(task).modules())
-            own.update(norm.modules())
-        self._common = [module for module in trunk.modules() if module not in own]
-        self._copies: dict[tuple[str, ...], list[Tensor]] = {}
-
-    def _buffers(self, tasks: Sequence[str]) -> list[Tensor]:
-        modules = [*self._common, *(m for task in tasks for m in self._of_task.get(task, []))]
-        return [b for module in modules for b in module._buffers.values() if b is not None]
-
-    @contextlib.contextmanager
-    def restored_on_error(self, tasks: Sequence[str]) -> Iterator[None]:
-        buffers = self._buffers(tasks)
-        # Kept from step to step, so that a step costs one copy and no allocation.
-        key = tuple(tasks)
-        copies = self._copies.get(key, [])
-        if [(c.shape, c.dtype, c.device) for c in copies] != [
-            (b.shape, b.dtype, b.device) for b in buffers
-        ]:
-            copies = self._copies[key] = [torch.empty_like(b) for b in buffers]
-        if buffers:
-            torch._foreach_copy_(copies, buffers)
-        try:
-            yield
-        except BaseException:
-            if buffers:
-                torch._foreach_copy_(buffers, copies)
-            raise
-
-    @contextlib.contextmanager
-    def restored(self, tasks: Sequence[str]) -> Iterator[None]:
-        saved = [(buffer, buffer.clone()) for buffer in self._buffers(tasks)]
-        try:
-            yield
-        finally:
-            for buffer, before in saved:
-                buffer.copy_(before)
-
-
-def _checked_loss(loss: object, task: str) -> Tensor:
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"closure must return a tensor, got {type(loss).__name__} for {task!r}")
-    if loss.numel() != 1:
-        raise ValueError(
-            f"closure must return a scalar, got a tensor of shape {tuple(loss.shape)} for {task!r}"
-        )
-    if not loss.requires_grad:
-        raise ValueError(f"closure must return a loss with a graph, got {loss} for {task!r}")
-    return loss
-
-
-def _check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
-    for name, norm in trunk.named_modules():
-        if isinstance(norm, TaskBatchNorm):
-            for task in tasks:
-                if task not in norm.tasks:
-                    raise ValueError(
-                        f"tasks must be known to every task-specific normalization of trunk:"
-                        f" {name or 'it'} knows {list(norm.tasks)}, got {task!r}"
-                    )
-    if method.prioritizes and not task_norms(trunk):
-        raise ValueError(
-            f"trunk must have task-specific normalization for {method!r}: convert it with"
-            f" cs.nn.convert_task_batchnorm; got {type(trunk).__name__} with none"
-        )
-
-
-def _check_overrides(trunk: nn.Module, layers: Mapping[str, str | None]) -> None:
-    modules = dict(trunk.named_modules(remove_duplicate=False))
-    for layer, norm in layers.items():
-        weight = getattr(modules.get(layer), "weight", None)
-        if not isinstance(weight, nn.Parameter):
-            raise ValueError(f"layers must name layers of trunk with a weight, got {layer!r}")
-        if norm is None:
-            continue
-        follower = modules.get(norm)
-        if not isinstance(follower, TaskBatchNorm):
-            raise ValueError(
-                f"layers must map to task-specific normalizations of trunk, got {norm!r}"
-                f" for {layer!r}"
-            )
-        module = modules[layer]
-        transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
-        groups = module.groups if isinstance(module, nn.modules.conv._ConvTransposeNd) else 1
-        channels = out_channels(weight, 1 if transposed else 0, groups)
-        for child in follower.children():
-            features = getattr(child, "num_features", channels)
-            if features != channels:
-                raise ValueError(
-                    f"layers must map to a normalization of as many channels: {layer!r} has"
-                    f" {channels}, got {norm!r} with {features}"
-                )
-
-
-def _check_optimizer(
-    trunk: nn.Module, shared: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
-) -> None:
-    if not any(p.requires_grad for p in shared.values()):
-        raise ValueError(
-            f"trunk must have a shared parameter that requires a gradient,"
-            f" got {len(shared)} shared ones and none that does"
-        )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [
-        name for name, p in trunk.named_parameters() if p.requires_grad and id(p) not in held
-    ]
-    if missing:
-        raise ValueError(
-            f"optimizer must hold every parameter of trunk that requires a gradient; got one"
-            f" without {missing[0]} and {len(missing) - 1} others"
-            " (was it built before the conversion?)"
-        )
