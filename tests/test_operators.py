@@ -298,6 +298,12 @@ def test_empty_layers(backend: str) -> None:
     assert update.shape == (3, 0)
     update = cs.functional.project_conflicts(torch.zeros(2, 0, 4), torch.zeros(0).long())
     assert update.shape == (0, 4)
+    ones = torch.ones(2, 3)
+    update, priority = cs.functional.phase2_update(
+        torch.zeros(3, 0), ones, ones, torch.zeros(2, 3, 0)
+    )
+    assert update.shape == (3, 0)
+    assert priority.tolist() == [0, 0, 0]
 
 
 def test_schemas_and_fakes() -> None:

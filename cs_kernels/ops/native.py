@@ -238,6 +238,10 @@ def phase2_update_(
     variance = _in_double(running_var, tasks * sum(channels), "running_var")
     if len(eps) != tasks * len(weights):
         raise ValueError(f"eps must have {tasks * len(weights)} entries, got {len(eps)}")
-    priorities = [torch.empty(count, dtype=torch.int64) for count in channels]
+    # A layer without elements has no strength and no address: its channels are the first task's.
+    priorities = [
+        (torch.empty if weight.numel() else torch.zeros)(count, dtype=torch.int64)
+        for weight, count in zip(weights, channels, strict=True)
+    ]
     call.run(priorities, weights, gamma.data_ptr(), variance.data_ptr(), eps)
     return priorities

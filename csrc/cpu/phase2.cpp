@@ -264,6 +264,8 @@ private:
   void plan_sums() {
     for (Work& work : works_) {
       const Phase2Tensor& tensor = *work.tensor;
+      if (tensor.layout.size() == 0)
+        continue;
       if (work.gradients.empty()) {
         std::memset(tensor.update, 0,
                     static_cast<std::size_t>(tensor.layout.size() * item_size(tensor.type)));
