@@ -5,7 +5,8 @@ import random
 
 import torch
 import torchjd.aggregation
-from torch import Tensor
+import torchjd.autojac
+from torch import Tensor, nn
 
 
 def textbook_pcgrad(grads: list[list[Tensor]]) -> list[Tensor]:
@@ -40,6 +41,14 @@ def textbook_pcgrad(grads: list[list[Tensor]]) -> list[Tensor]:
 
 
 def torchjd_pcgrad(matrix: Tensor) -> Tensor:
-    """TorchJD's aggregator on a K x N matrix that is already there."""
+    """TorchJD's aggregator alone, on a K x N matrix that is already there."""
     result: Tensor = torchjd.aggregation.PCGrad()(matrix)
     return result
+
+
+def torchjd_step(parameters: list[nn.Parameter], jacobians: list[Tensor]) -> None:
+    """What its users call: from each parameter's K gradients to its `.grad`."""
+    for parameter, jacobian in zip(parameters, jacobians, strict=True):
+        parameter.jac = jacobian  # type: ignore[attr-defined]
+        parameter.grad = None
+    torchjd.autojac.jac_to_grad(parameters, torchjd.aggregation.PCGrad())

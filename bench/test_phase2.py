@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from peers import textbook_pcgrad, torchjd_pcgrad
+from peers import textbook_pcgrad, torchjd_pcgrad, torchjd_step
 from shapes import NETWORKS
-from torch import Tensor
+from torch import Tensor, nn
 
 import cs_kernels as cs
 
@@ -175,10 +175,16 @@ def test_phase2(
 
     of_tasks = [problem.of_task(i) for i in range(tasks)]
     matrix = torch.stack([torch.cat([g.flatten() for g in of_task]) for of_task in of_tasks])
+    parameters = [nn.Parameter(weight.clone()) for weight in problem.weights]
+    jacobians = [
+        torch.stack(problem.grads[start : start + tasks])
+        for start in range(0, len(problem.grads), tasks)
+    ]
     slow = 3 if network == "resnet18" else 15
     peers = {
         "textbook PCGrad": median_seconds(lambda: textbook_pcgrad(of_tasks), slow),
-        "TorchJD PCGrad": median_seconds(lambda: torchjd_pcgrad(matrix), 3 * slow),
+        "TorchJD matrix": median_seconds(lambda: torchjd_pcgrad(matrix), 3 * slow),
+        "TorchJD step": median_seconds(lambda: torchjd_step(parameters, jacobians), 3 * slow),
     }
     other = make(network, tasks, dtype)
 

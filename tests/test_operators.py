@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layers import FORMATS, KINDS, Kind, Sample, sample
+from layers import FORMATS, KINDS, Kind, Sample, laid_out, sample
 from plain import closed_form_rows, projected_rows, rows, strength
 
 import cs_kernels as cs
@@ -72,6 +72,29 @@ def test_large_layers(backend: str, dtype: torch.dtype, shape: tuple[int, ...]) 
     )
     assert len(priority.unique()) >= 3
     _check_update(update, args, priority)
+
+
+@pytest.mark.parametrize(("dtype", "tasks"), [(torch.float32, 4), (torch.bfloat16, 9)], ids=str)
+def test_a_trunk_larger_than_the_caches(dtype: torch.dtype, tasks: int) -> None:
+    """The same bits as one tensor at a time: also where the update is written past the caches.
+
+    Each tensor alone moves less than the size from which that is done. The second layer's addresses
+    are aligned to nothing; the first one has a group too large for any scratch.
+    """
+    priorities = [torch.zeros(650, dtype=torch.int64), torch.randint(-1, tasks, (300,))]
+    shapes = [(650, 4001), (300, 5003), (1_000_001,)]
+    grads = [
+        laid_out(torch.randn(shape).to(dtype), memory)
+        for shape, memory in zip(shapes, ["contiguous", "misaligned", "misaligned"], strict=True)
+        for _ in range(tasks)
+    ]
+    whole = [laid_out(torch.empty_like(g), "misaligned") for g in grads[::tasks]]
+    run = torch.ops.cs_kernels.project_conflicts_
+    run(whole, grads, priorities, [0, 0], [1, 1], tasks)
+    for t, update in enumerate(whole):
+        alone = torch.empty_like(update)
+        run([alone], grads[t * tasks :][:tasks], priorities[t : t + 1], [0], [1], tasks)
+        assert torch.equal(update, alone)
 
 
 @pytest.mark.parametrize("normalize", [True, False])

@@ -20,6 +20,14 @@ namespace {
 // to a group in conflict finds it in a cache of some tens of megabytes.
 constexpr std::int64_t kGroupwiseBytes = 8 << 20;
 
+// A step that moves more than this leaves little in cache for whoever reads the update: it is
+// written past the caches, which saves reading its lines first. Until a group's a_i is known, its
+// sums wait in a scratch of each thread, as far as that holds them; rows shorter than kStreamRow
+// are more edge than line.
+constexpr std::int64_t kStreamBytes = 64 << 20;
+constexpr std::int64_t kScratchBytes = 4 << 20;
+constexpr std::int64_t kStreamRow = 1024;
+
 // Everything that the step keeps about one tensor beside the tensor itself.
 struct Work {
   const Phase2Tensor* tensor = nullptr;
@@ -66,21 +74,67 @@ void find_priority(Work& work, std::int32_t tasks) {
   task_priority(strength.data(), tasks, rows, tensor.priority);
 }
 
-void sum_rows(const Chunk& chunk) {
-  Work& work = *chunk.work;
+// Room for the sums of a thread's chunks between its two visits. Kept from call to call: fresh
+// pages cost as much as they save.
+class Scratch {
+public:
+  explicit Scratch(std::int64_t chunk_bytes) {
+    static thread_local std::vector<char> memory;
+    if (chunk_bytes == 0)
+      return;
+    memory.resize(kScratchBytes);
+    for (std::int64_t i = kScratchBytes / chunk_bytes; i-- > 0;)
+      free_.push_back(memory.data() + i * chunk_bytes);
+  }
+  char* take() {
+    if (free_.empty())
+      return nullptr;
+    char* room = free_.back();
+    free_.pop_back();
+    return room;
+  }
+  void give_back(char* room) { free_.push_back(room); }
+
+private:
+  std::vector<char*> free_; // the warmest last
+};
+
+// A chunk whose rows are summed, into `sums` if that is not null, else into the update.
+struct Summed {
+  const Chunk* chunk;
+  char* sums;
+
+  // Where the sums of a row's segment are: in `sums` the rows follow each other.
+  char* row(std::int64_t place, std::int64_t offset) const {
+    const Phase2Tensor& tensor = *chunk->work->tensor;
+    return sums == nullptr
+               ? at(tensor.update, tensor.type, offset)
+               : at(sums, tensor.type, (place - chunk->range.first) * tensor.layout.inner);
+  }
+};
+
+void sum_rows(const Summed& summed) {
+  Work& work = *summed.chunk->work;
+  const RowRange& places = summed.chunk->range;
   const Phase2Tensor& tensor = *work.tensor;
   const ChannelLayout& layout = tensor.layout;
-  const auto kernel = row_kernels(tensor.type).sum_and_dots;
+  const RowKernels& kernels = row_kernels(tensor.type);
   const int count = static_cast<int>(work.gradients.size());
+  const std::vector<double> ones(work.gradients.size(), 1.0);
   std::vector<const void*> segment(work.gradients.size());
   for (std::int64_t outer = 0; outer < layout.outer; ++outer)
-    for (std::int64_t place = chunk.range.first; place < chunk.range.last; ++place) {
+    for (std::int64_t place = places.first; place < places.last; ++place) {
       const std::int64_t row = work.order[static_cast<std::size_t>(place)];
       const std::int64_t offset = segment_offset(layout, row, outer);
       for (std::size_t j = 0; j < segment.size(); ++j)
         segment[j] = at(work.gradients[j], tensor.type, offset);
-      kernel(segment.data(), count, work.reference_of_row(row), layout.inner,
-             at(tensor.update, tensor.type, offset), work.row_dots(place));
+      char* sums = summed.row(place, offset);
+      const int reference = work.reference_of_row(row);
+      if (reference >= 0)
+        kernels.sum_and_dots(segment.data(), count, reference, layout.inner, sums,
+                             work.row_dots(place));
+      else
+        kernels.combine(segment.data(), ones.data(), count, layout.inner, false, sums);
     }
 }
 
@@ -114,57 +168,64 @@ void find_scales(Unit& unit) {
   unit.scales_known.store(true, std::memory_order_release);
 }
 
-// The most recently written rows first: those are the ones still in cache.
-void add_references(const Chunk& chunk) {
-  const Work& work = *chunk.work;
+// The most recently read rows first: those are the ones still in cache.
+void add_references(const Summed& summed) {
+  const Work& work = *summed.chunk->work;
+  const RowRange& places = summed.chunk->range;
   const Phase2Tensor& tensor = *work.tensor;
   const auto kernel = row_kernels(tensor.type).add_scaled;
+  const bool stream = summed.sums != nullptr;
   for (std::int64_t outer = tensor.layout.outer - 1; outer >= 0; --outer)
-    for (std::int64_t place = chunk.range.last - 1; place >= chunk.range.first; --place) {
+    for (std::int64_t place = places.last - 1; place >= places.first; --place) {
       const std::int64_t row = work.order[static_cast<std::size_t>(place)];
       const int reference = work.reference_of_row(row);
-      if (reference < 0)
+      const double scale =
+          reference < 0 ? 0 : work.scale[static_cast<std::size_t>(tensor.priority[row])];
+      if (scale == 0 && !stream)
         continue;
-      const double scale = work.scale[static_cast<std::size_t>(tensor.priority[row])];
       const std::int64_t offset = segment_offset(tensor.layout, row, outer);
-      if (scale != 0)
-        kernel(at(tensor.update, tensor.type, offset),
-               at(work.gradients[static_cast<std::size_t>(reference)], tensor.type, offset), scale,
-               tensor.layout.inner);
+      kernel(
+          summed.row(place, offset),
+          at(work.gradients[static_cast<std::size_t>(std::max(reference, 0))], tensor.type, offset),
+          scale, tensor.layout.inner, stream, at(tensor.update, tensor.type, offset));
     }
 }
 
 // The second visit to the chunks that one thread has summed, which lie in that core's own caches. A
 // unit's chunks stand together in `summed`, as they were claimed; `last` waits for other threads'.
-void visit_again(std::vector<const Chunk*>& summed, bool last) {
+void visit_again(std::vector<Summed>& summed, Scratch& scratch, bool last) {
   auto done = summed.begin();
   while (done != summed.end()) {
-    const Unit* unit = (*done)->unit;
+    const Unit* unit = done->chunk->unit;
     if (!unit->scales_known.load(std::memory_order_acquire)) {
       if (!last)
         break;
       std::this_thread::yield();
       continue;
     }
-    const auto end = std::find_if(done, summed.end(),
-                                  [unit](const Chunk* chunk) { return chunk->unit != unit; });
-    std::for_each(std::make_reverse_iterator(end), std::make_reverse_iterator(done),
-                  [](const Chunk* chunk) { add_references(*chunk); });
+    const auto end = std::find_if(
+        done, summed.end(), [unit](const Summed& other) { return other.chunk->unit != unit; });
+    for (auto it = std::make_reverse_iterator(end); it != std::make_reverse_iterator(done); ++it) {
+      add_references(*it);
+      if (it->sums != nullptr)
+        scratch.give_back(it->sums);
+    }
     done = end;
   }
   summed.erase(summed.begin(), done);
 }
 
-void sum_elements(const Chunk& chunk) {
+void sum_elements(const Chunk& chunk, bool stream) {
   const Phase2Tensor& tensor = *chunk.work->tensor;
   const std::int64_t first = chunk.range.first;
   std::vector<const void*> segment;
   segment.reserve(chunk.work->gradients.size());
   for (const void* gradient : chunk.work->gradients)
     segment.push_back(at(gradient, tensor.type, first));
+  const std::vector<double> ones(segment.size(), 1.0);
   row_kernels(tensor.type)
-      .sum_and_dots(segment.data(), static_cast<int>(segment.size()), -1, chunk.range.last - first,
-                    at(tensor.update, tensor.type, first), nullptr);
+      .combine(segment.data(), ones.data(), static_cast<int>(segment.size()),
+               chunk.range.last - first, stream, at(tensor.update, tensor.type, first));
 }
 
 // The rows of a layer in the order of their visit, and where that order may be cut into units.
@@ -201,6 +262,8 @@ public:
       Work& work = works_[t];
       work.tensor = &arguments.tensors[t];
       elements_ += work.tensor->layout.size();
+      bytes_ += work.tensor->layout.size() * item_size(work.tensor->type) * (tasks_ + 2);
+      chunk_bytes_ = std::max(chunk_bytes_, kChunkElements * item_size(work.tensor->type));
       work.reference.assign(static_cast<std::size_t>(tasks_), -1);
       for (std::size_t task = 0; task < work.reference.size(); ++task)
         if (const void* gradient = work.tensor->gradients[task]) {
@@ -223,23 +286,32 @@ public:
       find_energies(energy_chunks_[i]);
     while (!sums_planned_.load(std::memory_order_acquire))
       std::this_thread::yield();
-    std::vector<const Chunk*> summed;
+    const bool stream = bytes_ > kStreamBytes;
+    Scratch scratch(stream ? chunk_bytes_ : 0);
+    std::vector<Summed> summed;
     for (std::size_t i = next_chunk_++; i < chunks_.size(); i = next_chunk_++) {
       const Chunk& chunk = chunks_[i];
       if (chunk.unit == nullptr) {
-        sum_elements(chunk);
+        sum_elements(chunk, stream);
         continue;
       }
-      sum_rows(chunk);
+      summed.push_back({&chunk, fits_scratch(chunk) ? scratch.take() : nullptr});
+      sum_rows(summed.back());
       if (chunk.unit->chunks_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
         find_scales(*chunk.unit);
-      summed.push_back(&chunk);
-      visit_again(summed, false);
+      visit_again(summed, scratch, false);
     }
-    visit_again(summed, true);
+    visit_again(summed, scratch, true);
+    std::atomic_thread_fence(std::memory_order_seq_cst); // what was streamed
   }
 
 private:
+  static bool fits_scratch(const Chunk& chunk) {
+    const Phase2Tensor& tensor = *chunk.work->tensor;
+    return tensor.layout.outer == 1 && tensor.layout.inner * item_size(tensor.type) >= kStreamRow &&
+           (chunk.range.last - chunk.range.first) * tensor.layout.inner <= kChunkElements;
+  }
+
   void plan_energies(Work& work) {
     const std::vector<RowRange> rows = weight_chunks(work.tensor->layout);
     for (const RowRange& range : rows)
@@ -298,6 +370,8 @@ private:
   const std::int32_t tasks_;
   std::vector<Work> works_;
   std::int64_t elements_ = 0;
+  std::int64_t bytes_ = 0;
+  std::int64_t chunk_bytes_ = 0;
 
   std::vector<Chunk> energy_chunks_;
   std::atomic<std::size_t> next_energy_{0};

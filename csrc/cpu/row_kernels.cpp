@@ -11,6 +11,7 @@ namespace {
 
 constexpr int kUnrolledTasks = 8;    // above, one task at a time over a panel that stays in L1
 constexpr std::int64_t kPanel = 512; // elements
+constexpr std::int64_t kLine = 64;   // bytes
 
 CS_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
@@ -53,7 +54,7 @@ void add_energies(const void* data, std::int64_t n, std::int64_t rows, double* e
     add_energies_of<Type, 1>(x + row * n, n, 1, energies + row);
 }
 
-template <class Type, int kCount, bool kDots>
+template <class Type, int kCount>
 void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int64_t n, void* out,
                            double* dots) {
   using Accumulator = typename Type::Accumulator;
@@ -62,7 +63,7 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
   const Element* g[kCount];
   for (int j = 0; j < kCount; ++j)
     g[j] = static_cast<const Element*>(gradients[j]);
-  const Element* r = g[kDots ? reference : 0];
+  const Element* r = g[reference];
   auto* update = static_cast<Element*>(out);
 
   Doubles totals[kCount] = {};
@@ -72,12 +73,10 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
     const auto add = [&](const auto& load) CS_LAMBDA_INLINE {
       const Accumulator ref = load(r);
       Accumulator sum = load(g[0]);
-      if constexpr (kDots)
-        products[0].add_product(ref, sum);
+      products[0].add_product(ref, sum);
       unrolled<kCount - 1>([&](int i) CS_LAMBDA_INLINE {
         const Accumulator v = load(g[i + 1]);
-        if constexpr (kDots)
-          products[i + 1].add_product(ref, v);
+        products[i + 1].add_product(ref, v);
         sum += v;
       });
       return sum;
@@ -91,12 +90,10 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
                        left);
       i = stop;
     }
-    if constexpr (kDots)
-      unrolled<kCount>([&](int j) CS_LAMBDA_INLINE { add_widened(totals[j], products[j]); });
+    unrolled<kCount>([&](int j) CS_LAMBDA_INLINE { add_widened(totals[j], products[j]); });
   }
-  if constexpr (kDots)
-    for (int j = 0; j < kCount; ++j)
-      dots[j] += totals[j].sum();
+  for (int j = 0; j < kCount; ++j)
+    dots[j] += totals[j].sum();
 }
 
 // Any number of tasks: the reference and the sum stay in L1 while the tasks pass by.
@@ -108,20 +105,18 @@ void sum_and_dots_panels(const void* const* gradients, int count, int reference,
   constexpr std::int64_t kLanes = Accumulator::kLanes;
   constexpr std::int64_t kVectors = kPanel / kLanes;
   constexpr std::int64_t kBlockVectors = Type::kBlock > kPanel ? kVectors : Type::kBlock / kLanes;
-  Accumulator ref[kVectors] = {};
+  Accumulator ref[kVectors];
   Accumulator sum[kVectors];
   auto* update = static_cast<Element*>(out);
   for (std::int64_t start = 0; start < n; start += kPanel) {
     const std::int64_t size = smaller(kPanel, n - start);
     const std::int64_t vectors = (size + kLanes - 1) / kLanes;
     const auto load = [&](int j, std::int64_t k) {
-      const auto* p = static_cast<const Element*>(gradients[j]) + start + k * kLanes;
-      const std::int64_t left = size - k * kLanes;
-      return left >= kLanes ? Type::load(p) : load_tail<Type>(p, left);
+      return load_some<Type>(static_cast<const Element*>(gradients[j]) + start + k * kLanes,
+                             size - k * kLanes);
     };
-    if (reference >= 0)
-      for (std::int64_t k = 0; k < vectors; ++k)
-        ref[k] = load(reference, k);
+    for (std::int64_t k = 0; k < vectors; ++k)
+      ref[k] = load(reference, k);
     for (int j = 0; j < count; ++j)
       for (std::int64_t k = 0; k < vectors;) {
         Accumulator products = {};
@@ -133,17 +128,10 @@ void sum_and_dots_panels(const void* const* gradients, int count, int reference,
           else
             sum[k] += v;
         }
-        if (reference >= 0)
-          dots[j] += products.sum();
+        dots[j] += products.sum();
       }
-    for (std::int64_t k = 0; k < vectors; ++k) {
-      Element* p = update + start + k * kLanes;
-      const std::int64_t left = size - k * kLanes;
-      if (left >= kLanes)
-        Type::store(p, sum[k]);
-      else
-        store_tail<Type>(p, sum[k], left);
-    }
+    for (std::int64_t k = 0; k < vectors; ++k)
+      store_some<Type>(update + start + k * kLanes, sum[k], size - k * kLanes);
   }
 }
 
@@ -151,49 +139,132 @@ template <class Type>
 void sum_and_dots(const void* const* gradients, int count, int reference, std::int64_t n, void* out,
                   double* dots) {
   using Unrolled = void (*)(const void* const*, int, std::int64_t, void*, double*);
-  static constexpr Unrolled with_dots[kUnrolledTasks] = {
-      sum_and_dots_unrolled<Type, 1, true>, sum_and_dots_unrolled<Type, 2, true>,
-      sum_and_dots_unrolled<Type, 3, true>, sum_and_dots_unrolled<Type, 4, true>,
-      sum_and_dots_unrolled<Type, 5, true>, sum_and_dots_unrolled<Type, 6, true>,
-      sum_and_dots_unrolled<Type, 7, true>, sum_and_dots_unrolled<Type, 8, true>};
-  static constexpr Unrolled sum_alone[kUnrolledTasks] = {
-      sum_and_dots_unrolled<Type, 1, false>, sum_and_dots_unrolled<Type, 2, false>,
-      sum_and_dots_unrolled<Type, 3, false>, sum_and_dots_unrolled<Type, 4, false>,
-      sum_and_dots_unrolled<Type, 5, false>, sum_and_dots_unrolled<Type, 6, false>,
-      sum_and_dots_unrolled<Type, 7, false>, sum_and_dots_unrolled<Type, 8, false>};
+  static constexpr Unrolled unrolled_for[kUnrolledTasks] = {
+      sum_and_dots_unrolled<Type, 1>, sum_and_dots_unrolled<Type, 2>,
+      sum_and_dots_unrolled<Type, 3>, sum_and_dots_unrolled<Type, 4>,
+      sum_and_dots_unrolled<Type, 5>, sum_and_dots_unrolled<Type, 6>,
+      sum_and_dots_unrolled<Type, 7>, sum_and_dots_unrolled<Type, 8>};
   if (count > kUnrolledTasks)
     sum_and_dots_panels<Type>(gradients, count, reference, n, out, dots);
   else
-    (reference >= 0 ? with_dots : sum_alone)[count - 1](gradients, reference, n, out, dots);
+    unrolled_for[count - 1](gradients, reference, n, out, dots);
 }
 
-template <class Type> void add_scaled(void* out, const void* data, double scale, std::int64_t n) {
-  using Accumulator = typename Type::Accumulator;
-  constexpr std::int64_t kLanes = Accumulator::kLanes;
-  const auto* x = static_cast<const typename Type::Element*>(data);
-  auto* update = static_cast<typename Type::Element*>(out);
-  const auto a = static_cast<typename Accumulator::Lane>(scale);
+// The elements before the first line of memory: all n, if the elements fit into no line.
+template <class Element> CS_INLINE std::int64_t before_line(const Element* out, std::int64_t n) {
+  const std::int64_t bytes = -reinterpret_cast<std::intptr_t>(out) & (kLine - 1);
+  constexpr auto kSize = static_cast<std::int64_t>(sizeof(Element));
+  return bytes % kSize == 0 ? smaller(n, bytes / kSize) : n;
+}
+
+// Writes value(i, left) to out[i], a vector at a time, or its `left` first lanes.
+template <class Type, class Value>
+CS_INLINE void write(typename Type::Element* out, std::int64_t n, bool stream, const Value& value) {
+  constexpr std::int64_t kLanes = Type::Accumulator::kLanes;
+  const std::int64_t head = stream ? before_line(out, n) : n;
   std::int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    Accumulator sum = Type::load(update + i);
-    sum.add_product(a, Type::load(x + i));
-    Type::store(update + i, sum);
+  for (; i + kLanes <= head; i += kLanes)
+    Type::store(out + i, value(i, kLanes));
+  if (i < head)
+    store_tail<Type>(out + i, value(i, head - i), head - i);
+  for (i = head; i + kLanes <= n; i += kLanes)
+    Type::template store<true>(out + i, value(i, kLanes));
+  if (i < n)
+    store_tail<Type>(out + i, value(i, n - i), n - i);
+}
+
+template <class Type, int kCount>
+void combine_unrolled(const void* const* gradients, const double* weights, std::int64_t n,
+                      bool stream, void* out) {
+  using Accumulator = typename Type::Accumulator;
+  using Element = typename Type::Element;
+  const Element* g[kCount];
+  typename Accumulator::Lane w[kCount];
+  for (int j = 0; j < kCount; ++j) {
+    g[j] = static_cast<const Element*>(gradients[j]);
+    w[j] = static_cast<typename Accumulator::Lane>(weights[j]);
   }
-  if (i < n) {
-    Accumulator sum = load_tail<Type>(update + i, n - i);
-    sum.add_product(a, load_tail<Type>(x + i, n - i));
-    store_tail<Type>(update + i, sum, n - i);
+  write<Type>(static_cast<Element*>(out), n, stream,
+              [&](std::int64_t i, std::int64_t left) CS_LAMBDA_INLINE {
+                Accumulator sum = {};
+                unrolled<kCount>([&](int j) CS_LAMBDA_INLINE {
+                  sum.add_product(w[j], load_some<Type>(g[j] + i, left));
+                });
+                return sum;
+              });
+}
+
+// Any number of tasks: the sum stays in L1 while the tasks pass by.
+template <class Type>
+void combine_panels(const void* const* gradients, const double* weights, int count, std::int64_t n,
+                    bool stream, void* out) {
+  using Accumulator = typename Type::Accumulator;
+  using Element = typename Type::Element;
+  constexpr std::int64_t kLanes = Accumulator::kLanes;
+  auto* update = static_cast<Element*>(out);
+  const std::int64_t head = stream ? before_line(update, n) : n;
+  std::int64_t size = 0;
+  for (std::int64_t start = 0; start < n; start += size) {
+    size = smaller(kPanel, (start < head ? head : n) - start);
+    Accumulator sum[kPanel / kLanes] = {};
+    for (int j = 0; j < count; ++j) {
+      const auto w = static_cast<typename Accumulator::Lane>(weights[j]);
+      const auto* g = static_cast<const Element*>(gradients[j]) + start;
+      for (std::int64_t k = 0; k * kLanes < size; ++k)
+        sum[k].add_product(w, load_some<Type>(g + k * kLanes, size - k * kLanes));
+    }
+    for (std::int64_t k = 0; k * kLanes < size; ++k)
+      if (start >= head && (k + 1) * kLanes <= size)
+        Type::template store<true>(update + start + k * kLanes, sum[k]);
+      else
+        store_some<Type>(update + start + k * kLanes, sum[k], size - k * kLanes);
   }
+}
+
+template <class Type>
+void combine(const void* const* gradients, const double* weights, int count, std::int64_t n,
+             bool stream, void* out) {
+  using Unrolled = void (*)(const void* const*, const double*, std::int64_t, bool, void*);
+  static constexpr Unrolled unrolled_for[kUnrolledTasks] = {
+      combine_unrolled<Type, 1>, combine_unrolled<Type, 2>, combine_unrolled<Type, 3>,
+      combine_unrolled<Type, 4>, combine_unrolled<Type, 5>, combine_unrolled<Type, 6>,
+      combine_unrolled<Type, 7>, combine_unrolled<Type, 8>};
+  if (count > kUnrolledTasks)
+    combine_panels<Type>(gradients, weights, count, n, stream, out);
+  else
+    unrolled_for[count - 1](gradients, weights, n, stream, out);
+}
+
+template <class Type>
+void add_scaled(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
+                void* out) {
+  using Accumulator = typename Type::Accumulator;
+  using Element = typename Type::Element;
+  const auto* s = static_cast<const Element*>(sum);
+  const auto* g = static_cast<const Element*>(x);
+  const auto a = static_cast<typename Accumulator::Lane>(scale);
+  auto* update = static_cast<Element*>(out);
+  if (scale != 0)
+    write<Type>(update, n, stream, [&](std::int64_t i, std::int64_t left) CS_LAMBDA_INLINE {
+      Accumulator v = load_some<Type>(s + i, left);
+      v.add_product(a, load_some<Type>(g + i, left));
+      return v;
+    });
+  else
+    write<Type>(update, n, stream, [&](std::int64_t i, std::int64_t left) CS_LAMBDA_INLINE {
+      return load_some<Type>(s + i, left);
+    });
 }
 
 // A scale that float cannot hold belongs to a reference many orders away from its rivals: the
 // product is representable, and is formed in double.
-void add_scaled_float32(void* out, const void* data, double scale, std::int64_t n) {
+void add_scaled_float32(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
+                        void* out) {
   const double size = scale < 0 ? -scale : scale;
   if (size > 0x1p100 || size < 0x1p-100)
-    add_scaled<Float32>(out, data, scale, n);
+    add_scaled<Float32>(sum, x, scale, n, stream, out);
   else
-    add_scaled<Float32InFloat>(out, data, scale, n);
+    add_scaled<Float32InFloat>(sum, x, scale, n, stream, out);
 }
 
 } // namespace
@@ -201,9 +272,9 @@ void add_scaled_float32(void* out, const void* data, double scale, std::int64_t 
 extern const InstructionSet CS_INSTRUCTION_SET;
 const InstructionSet CS_INSTRUCTION_SET = {
     CS_NAME(CS_INSTRUCTION_SET),
-    {{add_energies<Float32>, sum_and_dots<Float32>, add_scaled_float32},
-     {add_energies<Float64>, sum_and_dots<Float64>, add_scaled<Float64>},
-     {add_energies<BFloat16>, sum_and_dots<BFloat16>, add_scaled<BFloat16>},
-     {add_energies<Float16>, sum_and_dots<Float16>, add_scaled<Float16>}}};
+    {{add_energies<Float32>, sum_and_dots<Float32>, combine<Float32>, add_scaled_float32},
+     {add_energies<Float64>, sum_and_dots<Float64>, combine<Float64>, add_scaled<Float64>},
+     {add_energies<BFloat16>, sum_and_dots<BFloat16>, combine<BFloat16>, add_scaled<BFloat16>},
+     {add_energies<Float16>, sum_and_dots<Float16>, combine<Float16>, add_scaled<Float16>}}};
 
 } // namespace cs_kernels::cpu

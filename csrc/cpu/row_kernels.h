@@ -1,4 +1,7 @@
 // The loops over one contiguous run of elements, compiled once for each instruction set.
+//
+// Where `stream` is true the output is written past the caches, in whole lines that memory need not
+// give up first; a fence makes it visible to other threads.
 #pragma once
 
 #include <cstdint>
@@ -13,13 +16,18 @@ struct RowKernels {
   void (*add_energies)(const void* x, std::int64_t n, std::int64_t rows, double* energies);
 
   // out = sum_j gradients[j]; dots[j] += <gradients[reference], gradients[j]>, for count gradients.
-  // Reads count * n, writes n. Of 16-bit types, squares may be up to 1e37. A reference of -1 asks
-  // for the sum alone.
+  // Reads count * n, writes n. Of 16-bit types, squares may be up to 1e37.
   void (*sum_and_dots)(const void* const* gradients, int count, int reference, std::int64_t n,
                        void* out, double* dots);
 
-  // out += scale * x. Reads 2 n, writes n.
-  void (*add_scaled)(void* out, const void* x, double scale, std::int64_t n);
+  // out = sum_j weights[j] * gradients[j]. Reads count * n, writes n.
+  void (*combine)(const void* const* gradients, const double* weights, int count, std::int64_t n,
+                  bool stream, void* out);
+
+  // out = sum + scale * x, the sum alone where scale is zero; `out` may be `sum`. Reads 2 n,
+  // writes n.
+  void (*add_scaled)(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
+                     void* out);
 };
 
 struct InstructionSet {

@@ -43,6 +43,39 @@ using WordPart = std::uint32_t __attribute__((vector_size(kRegisterBytes)));
 using HalfPart = std::uint16_t __attribute__((vector_size(kRegisterBytes / 2)));
 using HalfFloatPart = float __attribute__((vector_size(kRegisterBytes / 2)));
 
+template <class V> CS_INLINE V load_raw(const void* p) {
+  V v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// With kStream, past the caches, so that a line written whole is not read first; `p` is then
+// aligned to the size of `v`.
+template <bool kStream, class V> CS_INLINE void store_raw(void* p, const V& v) {
+#ifdef __SSE2__
+  if constexpr (kStream && sizeof v == 8) {
+    _mm_stream_si64(static_cast<long long*>(p), load_raw<long long>(&v));
+    return;
+  } else if constexpr (kStream && sizeof v == 16) {
+    _mm_stream_si128(static_cast<__m128i*>(p), load_raw<__m128i>(&v));
+    return;
+  }
+#ifdef __AVX2__
+  else if constexpr (kStream && sizeof v == 32) {
+    _mm256_stream_si256(static_cast<__m256i*>(p), load_raw<__m256i>(&v));
+    return;
+  }
+#endif
+#ifdef __AVX512F__
+  else if constexpr (kStream && sizeof v == 64) {
+    _mm512_stream_si512(static_cast<__m512i*>(p), load_raw<__m512i>(&v));
+    return;
+  }
+#endif
+#endif
+  std::memcpy(p, &v, sizeof v);
+}
+
 template <class Scalar, class Part, int kLanes_> struct Vector {
   using Lane = Scalar;
   static constexpr int kLanes = kLanes_;
@@ -65,13 +98,13 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
   // A register at a time: copied as a whole, the array would live in memory.
   static CS_INLINE Vector load(const Scalar* p) {
     Vector v;
-    unrolled<kParts>(
-        [&](int i) CS_LAMBDA_INLINE { std::memcpy(&v.part[i], p + i * kPartLanes, sizeof(Part)); });
+    unrolled<kParts>([&](int i)
+                         CS_LAMBDA_INLINE { v.part[i] = load_raw<Part>(p + i * kPartLanes); });
     return v;
   }
-  CS_INLINE void store(Scalar* p) const {
-    unrolled<kParts>(
-        [&](int i) CS_LAMBDA_INLINE { std::memcpy(p + i * kPartLanes, &part[i], sizeof(Part)); });
+  template <bool kStream = false> CS_INLINE void store(Scalar* p) const {
+    unrolled<kParts>([&](int i)
+                         CS_LAMBDA_INLINE { store_raw<kStream>(p + i * kPartLanes, part[i]); });
   }
 
   // Pairwise: always the same order.
@@ -91,14 +124,6 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
 using Doubles = Vector<double, DoublePart, 8>;
 using Floats = Vector<float, FloatPart, 16>;
 
-template <class V> CS_INLINE V load_raw(const void* p) {
-  V v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-
-template <class V> CS_INLINE void store_raw(void* p, const V& v) { std::memcpy(p, &v, sizeof v); }
-
 // Conversions of one register. Where the compiler's own conversion of a generic vector is good,
 // it is used; it splits the wider ones into halves.
 CS_INLINE DoublePart load_widened(const float* p) {
@@ -113,15 +138,15 @@ CS_INLINE DoublePart load_widened(const float* p) {
 #endif
 }
 
-CS_INLINE void store_narrowed(float* p, DoublePart v) {
+CS_INLINE auto narrowed(DoublePart v) {
 #if defined(__AVX512F__)
-  store_raw(p, _mm512_cvtpd_ps(v));
+  return _mm512_cvtpd_ps(v);
 #elif defined(__AVX2__)
-  store_raw(p, _mm256_cvtpd_ps(v));
+  return _mm256_cvtpd_ps(v);
 #elif defined(__SSE2__)
-  _mm_store_sd(reinterpret_cast<double*>(p), _mm_castps_pd(_mm_cvtpd_ps(v)));
+  return _mm_cvtsi128_si64(_mm_castps_si128(_mm_cvtpd_ps(v)));
 #else
-  store_raw(p, __builtin_convertvector(v, HalfFloatPart));
+  return __builtin_convertvector(v, HalfFloatPart);
 #endif
 }
 
@@ -135,11 +160,11 @@ CS_INLINE WordPart load_words(const std::uint16_t* p) {
 #endif
 }
 
-CS_INLINE void store_words(std::uint16_t* p, WordPart v) {
+CS_INLINE auto narrowed(WordPart v) {
 #if defined(__AVX512F__)
-  store_raw(p, _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v)));
+  return _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(v));
 #else
-  store_raw(p, __builtin_convertvector(v, HalfPart));
+  return __builtin_convertvector(v, HalfPart);
 #endif
 }
 
@@ -156,10 +181,10 @@ template <class Mask> CS_INLINE WordPart blend(Mask mask, WordPart a, WordPart b
 CS_INLINE FloatPart load_bfloat16(const std::uint16_t* p) { return as_float(load_words(p) << 16); }
 
 // Round to nearest, ties to even; a NaN stays a (quiet) NaN.
-CS_INLINE void store_bfloat16(std::uint16_t* p, FloatPart v) {
+CS_INLINE auto to_bfloat16(FloatPart v) {
   const WordPart w = as_words(v);
   const WordPart rounded = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
-  store_words(p, blend((w & 0x7fffffffu) > 0x7f800000u, (w >> 16) | 0x40u, rounded));
+  return narrowed(blend((w & 0x7fffffffu) > 0x7f800000u, (w >> 16) | 0x40u, rounded));
 }
 
 // float16 has 5 exponent bits with bias 15: shifted into a float's fields, its value is 2^-112 of
@@ -179,11 +204,11 @@ CS_INLINE FloatPart load_float16(const std::uint16_t* p) {
 
 // Round to nearest, ties to even. Without the instruction, subnormal results are rounded by an
 // addition at which the unit in the last place is float16's smallest step.
-CS_INLINE void store_float16(std::uint16_t* p, FloatPart v) {
+CS_INLINE auto to_float16(FloatPart v) {
 #if defined(__AVX512F__)
-  store_raw(p, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif defined(__F16C__)
-  store_raw(p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  return _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
 #else
   const WordPart w = as_words(v);
   const WordPart a = w & 0x7fffffffu;
@@ -192,7 +217,7 @@ CS_INLINE void store_float16(std::uint16_t* p, FloatPart v) {
   WordPart result = blend(a < (113u << 23), subnormal, normal);
   result = blend(a >= 0x47800000u - 0x1000u, WordPart{} + 0x7c00u, result);
   result = blend(a > 0x7f800000u, WordPart{} + 0x7e00u, result);
-  store_words(p, result | ((w >> 16) & 0x8000u));
+  return narrowed(result | ((w >> 16) & 0x8000u));
 #endif
 }
 
@@ -220,9 +245,10 @@ struct Float32 {
         [&](int i) CS_LAMBDA_INLINE { v.part[i] = load_widened(p + i * Doubles::kPartLanes); });
     return v;
   }
-  static CS_INLINE void store(float* p, const Doubles& v) {
-    unrolled<Doubles::kParts>(
-        [&](int i) CS_LAMBDA_INLINE { store_narrowed(p + i * Doubles::kPartLanes, v.part[i]); });
+  template <bool kStream = false> static CS_INLINE void store(float* p, const Doubles& v) {
+    unrolled<Doubles::kParts>([&](int i) CS_LAMBDA_INLINE {
+      store_raw<kStream>(p + i * Doubles::kPartLanes, narrowed(v.part[i]));
+    });
   }
 };
 
@@ -231,7 +257,9 @@ struct Float32InFloat {
   using Element = float;
   using Accumulator = Floats;
   static CS_INLINE Floats load(const float* p) { return Floats::load(p); }
-  static CS_INLINE void store(float* p, const Floats& v) { v.store(p); }
+  template <bool kStream = false> static CS_INLINE void store(float* p, const Floats& v) {
+    v.store<kStream>(p);
+  }
 };
 
 struct Float64 {
@@ -239,12 +267,13 @@ struct Float64 {
   using Accumulator = Doubles;
   static constexpr std::int64_t kBlock = INT64_MAX;
   static CS_INLINE Doubles load(const double* p) { return Doubles::load(p); }
-  static CS_INLINE void store(double* p, const Doubles& v) { v.store(p); }
+  template <bool kStream = false> static CS_INLINE void store(double* p, const Doubles& v) {
+    v.store<kStream>(p);
+  }
 };
 
 // A product of two 16-bit numbers is exact in float; a lane adds 16 of them before the double.
-template <FloatPart (*kLoad)(const std::uint16_t*), void (*kStore)(std::uint16_t*, FloatPart)>
-struct Float16Bits {
+template <FloatPart (*kLoad)(const std::uint16_t*), auto kBits> struct Float16Bits {
   using Element = std::uint16_t;
   using Accumulator = Floats;
   static constexpr std::int64_t kBlock = std::int64_t{16} * Floats::kLanes;
@@ -254,14 +283,15 @@ struct Float16Bits {
         [&](int i) CS_LAMBDA_INLINE { v.part[i] = kLoad(p + i * Floats::kPartLanes); });
     return v;
   }
-  static CS_INLINE void store(std::uint16_t* p, const Floats& v) {
-    unrolled<Floats::kParts>(
-        [&](int i) CS_LAMBDA_INLINE { kStore(p + i * Floats::kPartLanes, v.part[i]); });
+  template <bool kStream = false> static CS_INLINE void store(std::uint16_t* p, const Floats& v) {
+    unrolled<Floats::kParts>([&](int i) CS_LAMBDA_INLINE {
+      store_raw<kStream>(p + i * Floats::kPartLanes, kBits(v.part[i]));
+    });
   }
 };
 
-using BFloat16 = Float16Bits<load_bfloat16, store_bfloat16>;
-using Float16 = Float16Bits<load_float16, store_float16>;
+using BFloat16 = Float16Bits<load_bfloat16, to_bfloat16>;
+using Float16 = Float16Bits<load_float16, to_float16>;
 
 // The last elements of a run: a whole vector whose missing lanes are zero.
 template <class Type>
@@ -277,6 +307,20 @@ CS_INLINE void store_tail(typename Type::Element* p, const typename Type::Accumu
   typename Type::Element lanes[Type::Accumulator::kLanes];
   Type::store(lanes, v);
   std::memcpy(p, lanes, static_cast<std::size_t>(n) * sizeof *p);
+}
+
+template <class Type>
+CS_INLINE typename Type::Accumulator load_some(const typename Type::Element* p, std::int64_t n) {
+  return n >= Type::Accumulator::kLanes ? Type::load(p) : load_tail<Type>(p, n);
+}
+
+template <class Type>
+CS_INLINE void store_some(typename Type::Element* p, const typename Type::Accumulator& v,
+                          std::int64_t n) {
+  if (n >= Type::Accumulator::kLanes)
+    Type::store(p, v);
+  else
+    store_tail<Type>(p, v, n);
 }
 
 } // namespace
