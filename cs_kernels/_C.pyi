@@ -1,6 +1,7 @@
 from collections.abc import Sequence
 
 cpu_instruction_set: str
+max_tasks: int
 
 def connection_strength(
     *,
@@ -30,3 +31,49 @@ def phase2(
     epsilon: Sequence[float],
     threads: int,
 ) -> None: ...
+def gramian(
+    *,
+    tasks: int,
+    groups: int,
+    types: Sequence[int],
+    sizes: Sequence[int],
+    gradients: Sequence[int],
+    group_of: Sequence[int],
+    out: int,
+    threads: int,
+) -> None: ...
+def combine(
+    *,
+    tasks: int,
+    groups: int,
+    types: Sequence[int],
+    sizes: Sequence[int],
+    gradients: Sequence[int],
+    group_of: Sequence[int],
+    updates: Sequence[int],
+    weights: int,
+    threads: int,
+) -> None: ...
+def drop_signs(
+    *,
+    tasks: int,
+    types: Sequence[int],
+    sizes: Sequence[int],
+    gradients: Sequence[int],
+    updates: Sequence[int],
+    leaks: Sequence[float],
+    seed: int,
+    step: int,
+    threads: int,
+) -> None: ...
+def pcgrad_weights(
+    gramians: int, count: int, tasks: int, weights: int, seed: int, step: int, /
+) -> None: ...
+def cagrad_weights(gramians: int, count: int, tasks: int, weights: int, c: float, /) -> None: ...
+def mgda_weights(gramians: int, count: int, tasks: int, weights: int, /) -> None: ...
+def aligned_mtl_weights(
+    gramians: int, count: int, tasks: int, weights: int, scale: int, /
+) -> None: ...
+def nash_mtl_weights(gramians: int, count: int, tasks: int, weights: int, /) -> None: ...
+def imtl_g_weights(gramians: int, count: int, tasks: int, weights: int, /) -> None: ...
+def upgrad_weights(gramians: int, count: int, tasks: int, weights: int, /) -> None: ...

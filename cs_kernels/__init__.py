@@ -5,26 +5,56 @@ for Multi-Task Optimization", CVPR 2024). Start at `MultiTaskOptimizer`.
 """
 
 from cs_kernels import functional, nn
-from cs_kernels.methods import ConnectionStrength, Method, Sum
+from cs_kernels.methods import (
+    IMTLG,
+    MGDA,
+    AlignedMTL,
+    CAGrad,
+    ConnectionStrength,
+    GradDrop,
+    GramianMethod,
+    Method,
+    NashMTL,
+    PCGrad,
+    Sum,
+    UPGrad,
+)
 from cs_kernels.ops import available_backends, use_backend
 from cs_kernels.optimizer import MultiTaskOptimizer
 from cs_kernels.schedules import Joint, Mixed, Schedule, Sequential, Switch
-from cs_kernels.weightings import EqualWeights, FixedWeights, Weighting
+from cs_kernels.weightings import (
+    DynamicWeightAverage,
+    EqualWeights,
+    FixedWeights,
+    UncertaintyWeights,
+    Weighting,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "IMTLG",
+    "MGDA",
+    "AlignedMTL",
+    "CAGrad",
     "ConnectionStrength",
+    "DynamicWeightAverage",
     "EqualWeights",
     "FixedWeights",
+    "GradDrop",
+    "GramianMethod",
     "Joint",
     "Method",
     "Mixed",
     "MultiTaskOptimizer",
+    "NashMTL",
+    "PCGrad",
     "Schedule",
     "Sequential",
     "Sum",
     "Switch",
+    "UPGrad",
+    "UncertaintyWeights",
     "Weighting",
     "available_backends",
     "functional",

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from cs_kernels.methods import Method
 from cs_kernels.nn import TaskBatchNorm, task_norms
 from cs_kernels.ops import out_channels
+from cs_kernels.weightings import Weighting
 
 
 def checked_loss(loss: object, task: str) -> Tensor:
@@ -69,9 +70,12 @@ def check_overrides(trunk: nn.Module, layers: Mapping[str, str | None]) -> None:
 
 
 def check_optimizer(
-    trunk: nn.Module, shared: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    trunk: nn.Module,
+    shared: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    weighting: Weighting,
 ) -> None:
-    """There is something shared to train, and the optimizer holds all of the trunk that trains."""
+    """There is something shared to train, and the optimizer holds all that trains."""
     if not any(p.requires_grad for p in shared.values()):
         raise ValueError(
             f"trunk must have a shared parameter that requires a gradient,"
@@ -86,4 +90,9 @@ def check_optimizer(
             f"optimizer must hold every parameter of trunk that requires a gradient; got one"
             f" without {missing[0]} and {len(missing) - 1} others"
             " (was it built before the conversion?)"
+        )
+    if any(id(parameter) not in held for parameter in weighting.parameters()):
+        raise ValueError(
+            f"optimizer must hold the parameters() of weighting, got one without some of"
+            f" {weighting!r}"
         )

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from cs_kernels.ops import out_channels
 
-__all__ = ["connection_strength", "phase2_update", "project_conflicts", "task_priority"]
+__all__ = [
+    "combine",
+    "connection_strength",
+    "gramian",
+    "phase2_update",
+    "project_conflicts",
+    "task_priority",
+]
 
 _FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -189,6 +196,61 @@ def phase2_update(
     return update, priority
 
 
+def gramian(grads: Tensor) -> Tensor:
+    """The products of K gradients: `G[i, j] = <grads[i], grads[j]>`.
+
+    Args:
+        grads: [K, N] or [K, *shape], of any floating dtype.
+
+    Returns:
+        Float64 [K, K].
+
+    Raises:
+        ValueError: The shape does not fit.
+        TypeError: The dtype does not fit.
+
+    Example:
+        >>> cs.functional.gramian(torch.tensor([[1.0, 2.0], [-1.0, 1.0]]))
+        tensor([[5., 1.],
+                [1., 2.]], dtype=torch.float64)
+
+    """
+    _check_grads(grads)
+    grads = grads.detach()
+    (result,) = torch.ops.cs_kernels.gramian(list(grads), [0], 1, len(grads))
+    return result
+
+
+def combine(grads: Tensor, coefficients: Tensor) -> Tensor:
+    """The weighted sum of K gradients.
+
+    Args:
+        grads: [K, N] or [K, *shape], of any floating dtype.
+        coefficients: Floating [K].
+
+    Returns:
+        [N] or [*shape], in the dtype of `grads`.
+
+    Raises:
+        ValueError: A shape or device does not fit.
+        TypeError: A dtype does not fit.
+
+    """
+    _check_grads(grads)
+    _check_floating("coefficients", coefficients)
+    if coefficients.shape != (len(grads),):
+        raise ValueError(
+            f"coefficients must have shape ({len(grads)},), got {tuple(coefficients.shape)}"
+        )
+    _check_device("coefficients", coefficients, grads)
+    grads = grads.detach()
+    update = torch.empty_like(grads[0])
+    torch.ops.cs_kernels.combine_(
+        [update], list(grads), coefficients.detach().unsqueeze(0), [0], len(grads)
+    )
+    return update
+
+
 def _check_floating(name: str, tensor: Tensor) -> None:
     if tensor.dtype not in _FLOATING:
         supported = ", ".join(str(dtype) for dtype in _FLOATING)
@@ -247,4 +309,4 @@ def _check_layer(
 def _check_grads(grads: Tensor) -> None:
     _check_floating("grads", grads)
     if grads.ndim < 2 or grads.shape[0] == 0:
-        raise ValueError(f"grads must have shape [K, *weight.shape], got {tuple(grads.shape)}")
+        raise ValueError(f"grads must have shape [K, *shape], got {tuple(grads.shape)}")

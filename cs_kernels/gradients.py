@@ -24,20 +24,26 @@ class TaskGradients:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self.rows: list[list[Tensor | None]] = [[] for _ in range(tasks)]
+        self.losses: list[Tensor | None] = [None] * tasks
+        self.loss_scale: Tensor | None = None
+        """What the losses were multiplied by before their backward passes, if by anything."""
         self._updates: list[Tensor | None] = [None] * len(self.parameters)
         self.clear()
 
     def clear(self) -> None:
         """Forgets the gradients; the buffers of the update stay."""
         self.rows = [[None] * len(self.parameters) for _ in self.rows]
+        self.losses = [None] * len(self.rows)
+        self.loss_scale = None
 
-    def collect(self, task: int) -> None:
-        """Moves every shared `.grad` into a task's row.
+    def collect(self, task: int, loss: Tensor) -> None:
+        """Moves every shared `.grad` into a task's row, with the weighted loss that it is of.
 
         Raises:
             ValueError: A gradient is sparse.
 
         """
+        self.losses[task] = loss.detach()
         row = self.rows[task]
         for i, parameter in enumerate(self.parameters):
             grad = parameter.grad
@@ -56,9 +62,22 @@ class TaskGradients:
             i for i in range(len(self.parameters)) if any(row[i] is not None for row in self.rows)
         ]
 
-    def of(self, parameters: Sequence[int]) -> list[Tensor | None]:
-        """The gradients of some parameters, each one's tasks together."""
-        return [row[i] for i in parameters for row in self.rows]
+    def taking_part(self) -> list[int]:
+        """The tasks of this step: a batch may have labels for some only."""
+        return [task for task, loss in enumerate(self.losses) if loss is not None]
+
+    def of(
+        self, parameters: Sequence[int], tasks: Sequence[int] | None = None
+    ) -> list[Tensor | None]:
+        """The gradients of some parameters, each one's tasks together; all tasks by default."""
+        rows = self.rows if tasks is None else [self.rows[task] for task in tasks]
+        return [row[i] for i in parameters for row in rows]
+
+    def layers(self, parameters: Sequence[int]) -> list[int]:
+        """Numbers some parameters by the module that they belong to, from 0."""
+        modules = [self.names[i].rpartition(".")[0] for i in parameters]
+        numbers = {module: n for n, module in enumerate(dict.fromkeys(modules))}
+        return [numbers[module] for module in modules]
 
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:
         """Where the updates of some parameters are written."""

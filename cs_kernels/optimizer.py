@@ -78,12 +78,13 @@ class MultiTaskOptimizer:
         self.weighting = EqualWeights() if weighting is None else weighting
         self.scaler = scaler
         self.weighting.check(self.tasks)
+        self.method.check(self.tasks)
 
         self._norms = task_norms(trunk)
         shared = shared_parameters(trunk)
         check_trunk(trunk, self.tasks, self.method)
         check_overrides(trunk, layers or {})
-        check_optimizer(trunk, shared, optimizer)
+        check_optimizer(trunk, shared, optimizer, self.weighting)
 
         self._gradients = TaskGradients(shared, len(self.tasks))
         self._statistics = RunningStatistics(trunk)
@@ -114,6 +115,7 @@ class MultiTaskOptimizer:
         if epoch < 0:
             raise ValueError(f"epoch must be at least 0, got {epoch}")
         self._epoch = epoch
+        self.weighting.start_epoch(epoch)
 
     def step(
         self, closure: Closure | Sequence[Closure], tasks: Sequence[str] | None = None
@@ -156,14 +158,67 @@ class MultiTaskOptimizer:
                 with self._restored_on_error(chosen):
                     for task in chosen:
                         losses[task] = self._backward(task, closures)
-                        if self.method.separate_gradients:
-                            with record_function("cs_kernels.collect"):
-                                self._gradients.collect(self.tasks.index(task))
-                    with record_function("cs_kernels.surgery"), torch.no_grad():
-                        self.method.combine(self._gradients, self._current_layout())
+                        self._collect(task, losses[task])
+                    self._combine()
                 self._optimizer_step()
         self._steps += 1
+        self.weighting.observe(losses)
         return losses
+
+    def backward(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The joint update of losses that come from one forward pass, into `.grad`.
+
+        For networks without task-specific normalization: one forward pass for all tasks, a backward
+        pass a task, of which the last frees the graph. The trunk's `.grad` is then the update, a
+        head's the gradient of its own loss; the torch optimizer (or the scaler) makes the step. All
+        gradients in the optimizer are set to None first. Beside the graph, memory holds the K
+        gradients of the shared parameters and one update.
+
+        Args:
+            losses: A scalar with a graph for each task, or for those that this batch has labels
+                for.
+
+        Returns:
+            The losses, detached.
+
+        Raises:
+            ValueError: A task is unknown, a loss is not a scalar or has no graph, or the method
+                needs task-specific normalization.
+            TypeError: A loss is not a tensor.
+            RuntimeError: The schedule is in Phase 1, which takes a forward pass a task.
+
+            Whatever is raised: gradients are as they were before.
+
+        """
+        chosen = self._chosen(list(losses))
+        for task in chosen:
+            checked_loss(losses[task], task)
+        if self.method.prioritizes:
+            raise ValueError(
+                f"method must work without task-specific normalization for backward, got"
+                f" {self.method!r}: use step"
+            )
+        if self.phase == 1:
+            raise RuntimeError(
+                f"backward makes joint updates, but {self.schedule!r} is in Phase 1: use step"
+            )
+        with record_function("cs_kernels.backward"), self._restored_on_error(chosen):
+            weighted = {task: self._weighted(task, losses[task]) for task in chosen}
+            if self.method.separate_gradients:
+                while weighted:
+                    task = next(iter(weighted))
+                    # Popped: what only this loss needs of the graph is freed with it.
+                    weighted.pop(task).backward(  # type: ignore[no-untyped-call]
+                        retain_graph=bool(weighted)
+                    )
+                    self._collect(task, losses[task])
+            else:
+                torch.autograd.backward(list(weighted.values()))
+            self._combine()
+        self._steps += 1
+        detached = {task: losses[task].detach() for task in chosen}
+        self.weighting.observe(detached)
+        return detached
 
     def trace(self, closure: Closure) -> Coverage:
         """Finds the prioritized layers without a step, from one forward pass a task.
@@ -192,6 +247,7 @@ class MultiTaskOptimizer:
             RuntimeError: No forward pass has been seen yet.
 
         """
+        self._check_watched()
         return self._current_layout().coverage
 
     def priority(self) -> dict[str, Tensor]:
@@ -204,6 +260,7 @@ class MultiTaskOptimizer:
             RuntimeError: No forward pass has been seen yet.
 
         """
+        self._check_watched()
         with torch.no_grad():
             return {
                 layer.name: torch.ops.cs_kernels.task_priority(
@@ -222,7 +279,13 @@ class MultiTaskOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs beside the states of the network and of the torch optimizer."""
-        return {"tasks": list(self.tasks), "epoch": self._epoch, "steps": self._steps}
+        return {
+            "tasks": list(self.tasks),
+            "epoch": self._epoch,
+            "steps": self._steps,
+            "method": self.method.state_dict(),
+            "weighting": self.weighting.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict`.
@@ -235,6 +298,8 @@ class MultiTaskOptimizer:
             raise ValueError(f"state must be of tasks {list(self.tasks)}, got {state['tasks']}")
         self._epoch = state["epoch"]
         self._steps = state["steps"]
+        self.method.load_state_dict(state["method"])
+        self.weighting.load_state_dict(state["weighting"])
 
     def _chosen(self, tasks: Sequence[str] | None) -> tuple[str, ...]:
         if tasks is None:
@@ -252,13 +317,33 @@ class MultiTaskOptimizer:
         with active(self._norms, task):
             for closure in closures:
                 loss = self._forward(task, closure)
-                weighted = self.weighting.weigh(task, loss)
-                if self.scaler is not None:
-                    weighted = self.scaler.scale(weighted)
-                weighted.backward()  # type: ignore[no-untyped-call]
+                self._weighted(task, loss).backward()  # type: ignore[no-untyped-call]
                 total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         return total
+
+    def _weighted(self, task: str, loss: Tensor) -> Tensor:
+        weighted = self.weighting.weigh(task, loss)
+        return weighted if self.scaler is None else self.scaler.scale(weighted)
+
+    def _collect(self, task: str, loss: Tensor) -> None:
+        """The gradients of one task, out of `.grad`."""
+        if self.method.separate_gradients:
+            with record_function("cs_kernels.collect"), torch.no_grad():
+                weighted = self.weighting.weigh(task, loss)
+                self._gradients.collect(self.tasks.index(task), weighted)
+
+    def _combine(self) -> None:
+        """The update, into `.grad`."""
+        with record_function("cs_kernels.surgery"), torch.no_grad():
+            if self.scaler is not None and self.scaler.is_enabled():
+                self._gradients.loss_scale = self.scaler.scale(
+                    torch.ones((), device=self._device())
+                )
+            self.method.combine(self._gradients, self._current_layout())
+
+    def _device(self) -> torch.device:
+        return self._gradients.parameters[0].device
 
     def _forward(self, task: str, closure: Closure) -> Tensor:
         if task in self._watched:
@@ -272,11 +357,13 @@ class MultiTaskOptimizer:
             self._check_covered()
         return loss
 
-    def _current_layout(self) -> Layout:
+    def _check_watched(self) -> None:
         if not self._watched:
             raise RuntimeError(
                 "which layers are prioritized is seen in a forward pass: call step or trace first"
             )
+
+    def _current_layout(self) -> Layout:
         if self._layout is None:
             self._layout = find_layout(
                 self.trunk, self.tasks, self._followers.norms, self._overrides

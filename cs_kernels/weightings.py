@@ -2,9 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from math import isfinite
+from math import exp, isfinite
+from typing import Any, Literal
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 class Weighting(ABC):
@@ -17,6 +19,26 @@ class Weighting(ABC):
     @abstractmethod
     def weigh(self, task: str, loss: Tensor) -> Tensor:
         """The loss to take the gradient of."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What the torch optimizer must hold for the weights to be learned."""
+        return []
+
+    def start_epoch(self, epoch: int) -> None:
+        """Tells which epoch begins."""
+        del epoch
+
+    def observe(self, losses: Mapping[str, Tensor]) -> None:
+        """Tells the losses of a step that was made, unweighted."""
+        del losses
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`."""
+        del state
 
 
 class EqualWeights(Weighting):
@@ -60,3 +82,145 @@ class FixedWeights(Weighting):
 
     def __repr__(self) -> str:
         return f"FixedWeights({self.weights})"
+
+
+class UncertaintyWeights(Weighting):
+    """Learns to weigh each loss by the task's homoscedastic uncertainty (Kendall et al., 2018).
+
+    `L / (2 sigma^2) + log sigma` of a regression, `L / sigma^2 + log sigma` of a classification.
+    What is learned is log sigma; give `parameters()` to the torch optimizer.
+
+    Args:
+        tasks: Of each task, "regression" or "classification".
+        device: Of the parameters.
+
+    Raises:
+        ValueError: A task is neither.
+
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, Literal["regression", "classification"]],
+        device: torch.device | str | None = None,
+    ) -> None:
+        for task, kind in tasks.items():
+            if kind not in ("regression", "classification"):
+                raise ValueError(
+                    f"tasks must be 'regression' or 'classification', got {kind!r} for {task!r}"
+                )
+        self.tasks = dict(tasks)
+        self.log_sigma = {task: nn.Parameter(torch.zeros((), device=device)) for task in tasks}
+
+    def check(self, tasks: Sequence[str]) -> None:
+        """Every task must have a kind, and every kind a task."""
+        if set(self.tasks) != set(tasks):
+            raise ValueError(
+                f"weighting must have a kind for each of {list(tasks)}, got {list(self.tasks)}"
+            )
+
+    def weigh(self, task: str, loss: Tensor) -> Tensor:
+        """Of the appendix of the paper."""
+        log_sigma = self.log_sigma[task]
+        half = 0.5 if self.tasks[task] == "regression" else 1.0
+        return half * torch.exp(-2 * log_sigma) * loss + log_sigma
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Log sigma of each task."""
+        return list(self.log_sigma.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Log sigma of each task."""
+        return {task: value.detach().clone() for task, value in self.log_sigma.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Into the same parameters."""
+        with torch.no_grad():
+            for task, value in self.log_sigma.items():
+                value.copy_(state[task])
+
+    def __repr__(self) -> str:
+        return f"UncertaintyWeights({self.tasks})"
+
+
+class DynamicWeightAverage(Weighting):
+    """Gives more weight to losses that fall more slowly (Liu et al., 2019).
+
+    With r_i the mean loss of task i in the last epoch over that in the one before, its weight is
+    `K exp(r_i / T) / sum_j exp(r_j / T)`; 1 in the first two epochs. Losses that are not finite do
+    not count.
+
+    Args:
+        temperature: T.
+
+    Raises:
+        ValueError: It is not positive and finite.
+
+    """
+
+    def __init__(self, temperature: float = 2.0) -> None:
+        if not (isfinite(temperature) and temperature > 0):
+            raise ValueError(f"temperature must be positive and finite, got {temperature}")
+        self.temperature = temperature
+        self._epoch: int | None = None
+        self._totals: dict[str, Tensor] = {}
+        """Sum and number of this epoch's losses, on their device: no synchronization a step."""
+        self._means: dict[str, list[float]] = {}
+        """Of the last two epochs in which the task had a loss."""
+        self._weights: dict[str, float] = {}
+
+    def weigh(self, task: str, loss: Tensor) -> Tensor:
+        """The loss times its weight in this epoch.
+
+        Raises:
+            RuntimeError: No epoch has begun.
+
+        """
+        if self._epoch is None:
+            raise RuntimeError(f"{self!r} depends on the epoch: call start_epoch(epoch) first")
+        return loss * self._weights.get(task, 1.0)
+
+    def start_epoch(self, epoch: int) -> None:
+        """Takes the means of the epoch that ends; starting the same one again changes nothing."""
+        if epoch == self._epoch:
+            return
+        self._epoch = epoch
+        for task, total in self._totals.items():
+            loss, count = total.tolist()
+            if count > 0:
+                self._means[task] = [*self._means.get(task, []), loss / count][-2:]
+        self._totals = {}
+        if self._means and all(len(means) == 2 and means[0] > 0 for means in self._means.values()):
+            rates = {task: last / before for task, (before, last) in self._means.items()}
+            # Relative to the greatest: no overflow, the same quotients.
+            top = max(rates.values())
+            shares = {task: exp((rate - top) / self.temperature) for task, rate in rates.items()}
+            total_share = sum(shares.values())
+            self._weights = {t: len(shares) * share / total_share for t, share in shares.items()}
+
+    def observe(self, losses: Mapping[str, Tensor]) -> None:
+        """Adds to the means of this epoch."""
+        for task, loss in losses.items():
+            value = loss.detach().double().reshape(())
+            finite = value.isfinite()
+            pair = torch.stack([torch.where(finite, value, 0.0), finite.double()])
+            self._totals[task] = self._totals[task] + pair if task in self._totals else pair
+
+    def state_dict(self) -> dict[str, Any]:
+        """The means of past epochs and this one's losses so far."""
+        return {
+            "epoch": self._epoch,
+            "totals": dict(self._totals),
+            "means": {task: list(means) for task, means in self._means.items()},
+            "weights": dict(self._weights),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on in the middle of an epoch."""
+        self._epoch = state["epoch"]
+        self._totals = dict(state["totals"])
+        self._means = {task: list(means) for task, means in state["means"].items()}
+        self._weights = dict(state["weights"])
+
+    def __repr__(self) -> str:
+        return f"DynamicWeightAverage(temperature={self.temperature})"

@@ -9,7 +9,10 @@
 #include <tuple>
 #include <vector>
 
+#include "cs_kernels/gradients.h"
 #include "cs_kernels/phase2.h"
+#include "cs_kernels/random.h"
+#include "cs_kernels/weights.h"
 
 namespace py = pybind11;
 
@@ -107,6 +110,77 @@ void phase2(std::int32_t tasks, const std::vector<int>& types, const std::vector
   cs_kernels::cpu::phase2({tasks, static_cast<std::int64_t>(count), tensors.data()}, threads);
 }
 
+// GradientArguments out of lists over tensors; `gradients` is [tensors, tasks].
+class Gradients {
+public:
+  Gradients(std::int32_t tasks, std::int64_t groups, const std::vector<int>& types,
+            const std::vector<std::int64_t>& sizes, const std::vector<Address>& gradients,
+            const std::vector<Address>& updates, const std::vector<std::int64_t>& group_of)
+      : tasks_(tasks), groups_(groups), tensors_(sizes.size()) {
+    const auto width = static_cast<std::size_t>(tasks);
+    check_length("types", types.size(), sizes.size());
+    check_length("gradients", gradients.size(), sizes.size() * width);
+    if (!updates.empty())
+      check_length("updates", updates.size(), sizes.size());
+    check_length("group_of", group_of.size(), sizes.size());
+    pointers_.reserve(gradients.size());
+    for (const Address address : gradients)
+      pointers_.push_back(pointer<const void>(address));
+    for (std::size_t t = 0; t < tensors_.size(); ++t)
+      tensors_[t] = {data_type(types[t]), sizes[t], &pointers_[t * width],
+                     updates.empty() ? nullptr : pointer<void>(updates[t]), group_of[t]};
+  }
+
+  cs_kernels::GradientArguments arguments() const {
+    return {tasks_, groups_, static_cast<std::int64_t>(tensors_.size()), tensors_.data()};
+  }
+
+private:
+  std::int32_t tasks_;
+  std::int64_t groups_;
+  std::vector<const void*> pointers_;
+  std::vector<cs_kernels::GradientTensor> tensors_;
+};
+
+void gramian(std::int32_t tasks, std::int64_t groups, const std::vector<int>& types,
+             const std::vector<std::int64_t>& sizes, const std::vector<Address>& gradients,
+             const std::vector<std::int64_t>& group_of, Address out, int threads) {
+  const Gradients all(tasks, groups, types, sizes, gradients, {}, group_of);
+  const py::gil_scoped_release release;
+  cs_kernels::cpu::gramian(all.arguments(), pointer<double>(out), threads);
+}
+
+void combine(std::int32_t tasks, std::int64_t groups, const std::vector<int>& types,
+             const std::vector<std::int64_t>& sizes, const std::vector<Address>& gradients,
+             const std::vector<std::int64_t>& group_of, const std::vector<Address>& updates,
+             Address weights, int threads) {
+  const Gradients all(tasks, groups, types, sizes, gradients, updates, group_of);
+  const py::gil_scoped_release release;
+  cs_kernels::cpu::combine(all.arguments(), pointer<const double>(weights), threads);
+}
+
+void drop_signs(std::int32_t tasks, const std::vector<int>& types,
+                const std::vector<std::int64_t>& sizes, const std::vector<Address>& gradients,
+                const std::vector<Address>& updates, const std::vector<double>& leaks,
+                std::uint64_t seed, std::uint64_t step, int threads) {
+  check_length("leaks", leaks.size(), static_cast<std::size_t>(tasks));
+  const std::vector<std::int64_t> group_of(sizes.size(), 0);
+  const Gradients all(tasks, 1, types, sizes, gradients, updates, group_of);
+  const py::gil_scoped_release release;
+  cs_kernels::cpu::drop_signs(all.arguments(), leaks.data(), cs_kernels::random_key(seed, step),
+                              threads);
+}
+
+// A solver of cs_kernels/weights.h with its options.
+template <class... Options>
+void define_solver(py::module_& module, const char* name,
+                   void (*solver)(const cs_kernels::WeightArguments&, Options...)) {
+  module.def(name, [solver](Address gramians, std::int64_t count, std::int32_t tasks,
+                            Address weights, Options... options) {
+    solver({pointer<const double>(gramians), count, tasks, pointer<double>(weights)}, options...);
+  });
+}
+
 } // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -120,4 +194,21 @@ PYBIND11_MODULE(_C, module) {
   module.def("phase2", &phase2, py::arg("tasks"), py::arg("types"), py::arg("layouts"),
              py::arg("updates"), py::arg("gradients"), py::arg("priorities"), py::arg("weights"),
              py::arg("gamma"), py::arg("variance"), py::arg("epsilon"), py::arg("threads"));
+  module.attr("max_tasks") = cs_kernels::kMaxTasks;
+  module.def("gramian", &gramian, py::arg("tasks"), py::arg("groups"), py::arg("types"),
+             py::arg("sizes"), py::arg("gradients"), py::arg("group_of"), py::arg("out"),
+             py::arg("threads"));
+  module.def("combine", &combine, py::arg("tasks"), py::arg("groups"), py::arg("types"),
+             py::arg("sizes"), py::arg("gradients"), py::arg("group_of"), py::arg("updates"),
+             py::arg("weights"), py::arg("threads"));
+  module.def("drop_signs", &drop_signs, py::arg("tasks"), py::arg("types"), py::arg("sizes"),
+             py::arg("gradients"), py::arg("updates"), py::arg("leaks"), py::arg("seed"),
+             py::arg("step"), py::arg("threads"));
+  define_solver(module, "pcgrad_weights", cs_kernels::cpu::pcgrad_weights);
+  define_solver(module, "cagrad_weights", cs_kernels::cpu::cagrad_weights);
+  define_solver(module, "mgda_weights", cs_kernels::cpu::mgda_weights);
+  define_solver(module, "aligned_mtl_weights", cs_kernels::cpu::aligned_mtl_weights);
+  define_solver(module, "nash_mtl_weights", cs_kernels::cpu::nash_mtl_weights);
+  define_solver(module, "imtl_g_weights", cs_kernels::cpu::imtl_g_weights);
+  define_solver(module, "upgrad_weights", cs_kernels::cpu::upgrad_weights);
 }

@@ -109,3 +109,54 @@ def _(
         weight.new_empty((out_channels(weight, dim, group),), dtype=torch.int64)
         for weight, dim, group in zip(weights, out_channel_dims, groups, strict=True)
     ]
+
+
+@_operator("gramian(Tensor?[] grads, int[] group_of, int groups, int tasks) -> Tensor")
+def _(grads: Sequence[Tensor | None], group_of: Sequence[int], groups: int, tasks: int) -> Tensor:
+    """Float64 [groups, K, K]: the products of the tasks' gradients, of each group of tensors."""
+    like = next(grad for grad in grads if grad is not None)
+    return like.new_empty((groups, tasks, tasks), dtype=torch.float64)
+
+
+@_operator(
+    "combine_(Tensor(a!)[] updates, Tensor?[] grads, Tensor weights, int[] group_of, int tasks)"
+    " -> ()"
+)
+def _(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    weights: Tensor,
+    group_of: Sequence[int],
+    tasks: int,
+) -> None:
+    """Writes the weighted sum of every tensor's gradients; weights [groups, K]."""
+
+
+@_operator(
+    "drop_signs_(Tensor(a!)[] updates, Tensor?[] grads, float[] leaks, int seed, int step,"
+    " int tasks) -> ()"
+)
+def _(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    leaks: Sequence[float],
+    seed: int,
+    step: int,
+    tasks: int,
+) -> None:
+    """Writes of each element the positive or the negative gradients' sum, drawn by their shares."""
+
+
+def _weights(gramian: Tensor, *options: object) -> Tensor:
+    """Float64 [..., K] from Gramians [..., K, K]."""
+    del options
+    return gramian.new_empty(gramian.shape[:-1], dtype=torch.float64)
+
+
+_operator("pcgrad_weights(Tensor gramian, int seed, int step) -> Tensor")(_weights)
+_operator("cagrad_weights(Tensor gramian, float c) -> Tensor")(_weights)
+_operator("mgda_weights(Tensor gramian) -> Tensor")(_weights)
+_operator("aligned_mtl_weights(Tensor gramian, str scale) -> Tensor")(_weights)
+_operator("nash_mtl_weights(Tensor gramian) -> Tensor")(_weights)
+_operator("imtl_g_weights(Tensor gramian) -> Tensor")(_weights)
+_operator("upgrad_weights(Tensor gramian) -> Tensor")(_weights)

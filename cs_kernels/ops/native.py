@@ -4,9 +4,10 @@ The kernels read memory as it lies, so a weight, its gradients and its update mu
 layout there. Where a caller's have not, they are copied first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,6 +123,28 @@ def task_priority(strength: Tensor) -> Tensor:
     return priority
 
 
+def _laid_out_addresses(
+    grads: Sequence[Tensor | None], like: Tensor, copies: list[Tensor]
+) -> Iterator[int]:
+    """Of gradients that lie in memory as `like` does; those that do not are copied first."""
+    shape, stride, dtype = like.shape, like.stride(), like.dtype
+    for grad in grads:
+        if grad is None:
+            yield 0
+        elif grad.stride() == stride and grad.dtype is dtype and grad.shape == shape:
+            yield grad.data_ptr()
+        else:
+            copies.append(_laid_out(grad, like, "grads"))
+            yield copies[-1].data_ptr()
+
+
+def _check_grads(grads: Sequence[Tensor | None], tensors: int, tasks: int) -> None:
+    if len(grads) != tensors * tasks:
+        raise ValueError(
+            f"grads must have {tensors * tasks} entries, one a tensor and task, got {len(grads)}"
+        )
+
+
 class _Phase2Call:
     """The part of the arguments that both projections share."""
 
@@ -133,11 +156,7 @@ class _Phase2Call:
         groups: Sequence[int],
         tasks: int,
     ) -> None:
-        if len(grads) != len(updates) * tasks:
-            raise ValueError(
-                f"grads must have {len(updates) * tasks} entries, one a tensor and task,"
-                f" got {len(grads)}"
-            )
+        _check_grads(grads, len(updates), tasks)
         self.tasks = tasks
         self.types: list[int] = []
         self.layouts: list[_Layout] = []
@@ -157,16 +176,8 @@ class _Phase2Call:
             self.types.append(_type(update, "updates"))
             self.layouts.append(layout)
             self.outputs.append(output)
-            shape, stride, dtype = output.shape, output.stride(), output.dtype
-            for grad in grads[t * tasks : (t + 1) * tasks]:
-                if grad is None:
-                    self.gradients.append(0)
-                elif grad.stride() == stride and grad.dtype is dtype and grad.shape == shape:
-                    self.gradients.append(grad.data_ptr())
-                else:
-                    copy = _laid_out(grad, output, "grads")
-                    self._alive.append(copy)
-                    self.gradients.append(copy.data_ptr())
+            of_tensor = grads[t * tasks : (t + 1) * tasks]
+            self.gradients.extend(_laid_out_addresses(of_tensor, output, self._alive))
 
     def channels(self, layer: int) -> int:
         groups, _, channels, _ = self.layouts[layer]
@@ -245,3 +256,144 @@ def phase2_update_(
     ]
     call.run(priorities, weights, gamma.data_ptr(), variance.data_ptr(), eps)
     return priorities
+
+
+class _GradientCall:
+    """Gradients of several tensors, and the tensors that they are read or written like."""
+
+    def __init__(self, likes: Sequence[Tensor], grads: Sequence[Tensor | None], tasks: int) -> None:
+        if not 1 <= tasks <= _C.max_tasks:
+            raise ValueError(f"tasks must be in [1, {_C.max_tasks}], got {tasks}")
+        _check_grads(grads, len(likes), tasks)
+        self.outputs: list[Tensor] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._alive: list[Tensor] = []
+        addresses: list[int] = []
+        for t, like in enumerate(likes):
+            output = like
+            if channel_layout(like.shape, like.stride(), 0, 1) is None:
+                output = torch.empty_like(like, memory_format=torch.contiguous_format)
+                self._copies.append((like, output))
+            self.outputs.append(output)
+            of_tensor = grads[t * tasks : (t + 1) * tasks]
+            addresses.extend(_laid_out_addresses(of_tensor, output, self._alive))
+        self.arguments: dict[str, Any] = {
+            "tasks": tasks,
+            "types": [_type(output, "grads") for output in self.outputs],
+            "sizes": [output.numel() for output in self.outputs],
+            "gradients": addresses,
+            "threads": torch.get_num_threads(),
+        }
+
+    def updates(self) -> list[int]:
+        return [output.data_ptr() for output in self.outputs]
+
+    def finish(self) -> None:
+        for update, output in self._copies:
+            update.copy_(output)
+
+
+def gramian(
+    grads: Sequence[Tensor | None], group_of: Sequence[int], groups: int, tasks: int
+) -> Tensor:
+    """Reads K * N gradients once."""
+    present = []
+    for t in range(len(group_of)):
+        of_tensor = grads[t * tasks : (t + 1) * tasks]
+        present.append(next((grad for grad in of_tensor if grad is not None), None))
+    likes = [torch.empty(0) if like is None else like for like in present]
+    call = _GradientCall(likes, grads, tasks)
+    _check_groups(group_of, groups)
+    result = torch.empty((groups, tasks, tasks), dtype=torch.float64)
+    _C.gramian(**call.arguments, groups=groups, group_of=list(group_of), out=result.data_ptr())
+    return result
+
+
+def _check_groups(group_of: Sequence[int], groups: int) -> None:
+    if group_of and not 0 <= min(group_of) <= max(group_of) < groups:
+        raise ValueError(f"group_of must lie in [0, {groups}), got {list(group_of)}")
+
+
+def combine_(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    weights: Tensor,
+    group_of: Sequence[int],
+    tasks: int,
+) -> None:
+    """Reads K * N gradients once and writes N."""
+    call = _GradientCall(updates, grads, tasks)
+    groups = len(weights)
+    _check_groups(group_of, groups)
+    weights = _in_double(weights, groups * tasks, "weights")
+    _C.combine(
+        **call.arguments,
+        groups=groups,
+        group_of=list(group_of),
+        updates=call.updates(),
+        weights=weights.data_ptr(),
+    )
+    call.finish()
+
+
+def drop_signs_(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    leaks: Sequence[float],
+    seed: int,
+    step: int,
+    tasks: int,
+) -> None:
+    """Reads K * N gradients once and writes N."""
+    call = _GradientCall(updates, grads, tasks)
+    _C.drop_signs(**call.arguments, updates=call.updates(), leaks=list(leaks), seed=seed, step=step)
+    call.finish()
+
+
+def _solve(solver: Callable[..., None], gramian: Tensor, *options: float) -> Tensor:
+    tasks = gramian.shape[-1]
+    if gramian.ndim < 2 or gramian.shape[-2] != tasks or not 1 <= tasks <= _C.max_tasks:
+        raise ValueError(
+            f"gramian must have shape [..., K, K] with K in [1, {_C.max_tasks}],"
+            f" got {tuple(gramian.shape)}"
+        )
+    numbers = gramian.to(torch.float64).contiguous()
+    weights = torch.empty(numbers.shape[:-1], dtype=torch.float64)
+    count = weights.numel() // tasks
+    solver(numbers.data_ptr(), count, tasks, weights.data_ptr(), *options)
+    return weights
+
+
+def pcgrad_weights(gramian: Tensor, seed: int, step: int) -> Tensor:
+    """All solvers read K * K numbers and write K; this one takes K^3 operations."""
+    return _solve(_C.pcgrad_weights, gramian, seed, step)
+
+
+def cagrad_weights(gramian: Tensor, c: float) -> Tensor:
+    """A few non-negative quadratic programs."""
+    return _solve(_C.cagrad_weights, gramian, c)
+
+
+def mgda_weights(gramian: Tensor) -> Tensor:
+    """One non-negative quadratic program."""
+    return _solve(_C.mgda_weights, gramian)
+
+
+def aligned_mtl_weights(gramian: Tensor, scale: str) -> Tensor:
+    """One eigendecomposition."""
+    return _solve(_C.aligned_mtl_weights, gramian, ("min", "median", "rmse").index(scale))
+
+
+def nash_mtl_weights(gramian: Tensor) -> Tensor:
+    """At most 100 Newton steps, usually below 10."""
+    return _solve(_C.nash_mtl_weights, gramian)
+
+
+def imtl_g_weights(gramian: Tensor) -> Tensor:
+    """One eigendecomposition."""
+    return _solve(_C.imtl_g_weights, gramian)
+
+
+def upgrad_weights(gramian: Tensor) -> Tensor:
+    """K non-negative quadratic programs."""
+    return _solve(_C.upgrad_weights, gramian)

@@ -10,6 +10,17 @@ from math import prod
 import torch
 from torch import Tensor
 
+from cs_kernels.ops.random import random_key, uniform_numbers
+from cs_kernels.ops.solvers import (  # noqa: F401  (operators, too)
+    aligned_mtl_weights,
+    cagrad_weights,
+    imtl_g_weights,
+    mgda_weights,
+    nash_mtl_weights,
+    pcgrad_weights,
+    upgrad_weights,
+)
+
 
 def channel_rows(tensor: Tensor, out_channel_dim: int, groups: int) -> Tensor:
     """[O, fan-in]: a row holds the weights that produce one output channel."""
@@ -125,3 +136,78 @@ def phase2_update_(
         start = of_layer.stop
     project_conflicts_(updates, grads, priorities, out_channel_dims, groups, tasks)
     return priorities
+
+
+def gramian(
+    grads: Sequence[Tensor | None], group_of: Sequence[int], groups: int, tasks: int
+) -> Tensor:
+    """Products of gradients, in float64, added up over the tensors of a group."""
+    like = next(grad for grad in grads if grad is not None)
+    result = like.new_zeros((groups, tasks, tasks), dtype=torch.float64)
+    for t, group in enumerate(group_of):
+        of_tensor = grads[t * tasks : (t + 1) * tasks]
+        present = [i for i, grad in enumerate(of_tensor) if grad is not None]
+        if present:
+            rows = torch.stack([grad.double().flatten() for grad in of_tensor if grad is not None])
+            here = torch.tensor(present, device=like.device)
+            result[group, here.unsqueeze(1), here] += rows @ rows.T
+    return result
+
+
+def combine_(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    weights: Tensor,
+    group_of: Sequence[int],
+    tasks: int,
+) -> None:
+    """Update = sum_j weights[group, j] * grads[j]."""
+    for t, update in enumerate(updates):
+        total = torch.zeros_like(update, dtype=torch.float64)
+        for j, grad in enumerate(grads[t * tasks : (t + 1) * tasks]):
+            if grad is not None:
+                total += weights[group_of[t], j].double() * grad.double()
+        update.copy_(total)
+
+
+def drop_signs_(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    leaks: Sequence[float],
+    seed: int,
+    step: int,
+    tasks: int,
+) -> None:
+    """GradDrop (Chen et al. 2020) as a choice between two sums.
+
+    Their share of the sum of absolute values is the probability of the positive ones.
+    """
+    key = random_key(seed, step)
+    place = 0
+    for t, update in enumerate(updates):
+        positive = torch.zeros_like(update, dtype=torch.float64)
+        negative, kept_positive, kept_negative, leaked = (
+            torch.zeros_like(positive) for _ in "1234"
+        )
+        for leak, grad in zip(leaks, grads[t * tasks : (t + 1) * tasks], strict=True):
+            if grad is not None:
+                wide = grad.double()
+                above = torch.where(wide > 0, wide, 0.0)
+                below = torch.where(wide > 0, 0.0, wide)  # also what is not a number
+                positive += above
+                negative += below
+                kept_positive += (1 - leak) * above
+                kept_negative += (1 - leak) * below
+                leaked += leak * wide
+        u = _in_memory_order(uniform_numbers(key, place, update.numel(), update.device), update)
+        chosen = torch.where(u * (positive - negative) < positive, kept_positive, kept_negative)
+        # Zero times the sum: infinities and NaN are not dropped.
+        update.copy_(chosen + leaked + 0 * (positive + negative))
+        place += update.numel()
+
+
+def _in_memory_order(numbers: Tensor, like: Tensor) -> Tensor:
+    """A tensor in the shape of `like`, with the numbers as its elements lie in memory."""
+    if torch.empty_like(like).stride() == like.stride():  # dense
+        return numbers.as_strided(like.shape, like.stride())
+    return numbers.view(like.shape)

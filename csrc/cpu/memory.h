@@ -14,6 +14,10 @@ constexpr std::int64_t kChunkElements = 16384;
 // A chunk of a layer with `outer` > 1 hops over the other rows: long enough for the prefetcher.
 constexpr std::int64_t kRunElements = 256;
 
+// A step that moves more than this leaves little in cache for whoever reads the update: it is
+// written past the caches, which saves reading its lines first.
+constexpr std::int64_t kStreamBytes = 64 << 20;
+
 inline const char* at(const void* base, DataType type, std::int64_t offset) {
   return static_cast<const char*>(base) + offset * item_size(type);
 }

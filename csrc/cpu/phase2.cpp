@@ -20,11 +20,8 @@ namespace {
 // to a group in conflict finds it in a cache of some tens of megabytes.
 constexpr std::int64_t kGroupwiseBytes = 8 << 20;
 
-// A step that moves more than this leaves little in cache for whoever reads the update: it is
-// written past the caches, which saves reading its lines first. Until a group's a_i is known, its
-// sums wait in a scratch of each thread, as far as that holds them; rows shorter than kStreamRow
-// are more edge than line.
-constexpr std::int64_t kStreamBytes = 64 << 20;
+// An update that is written past the caches waits until its group's a_i is known, in a scratch of
+// each thread, as far as that holds it; rows shorter than kStreamRow are more edge than line.
 constexpr std::int64_t kScratchBytes = 4 << 20;
 constexpr std::int64_t kStreamRow = 1024;
 

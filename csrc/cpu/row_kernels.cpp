@@ -1,6 +1,8 @@
 // Compiled once for each instruction set: CMake sets CS_INSTRUCTION_SET and the machine flags.
 #include "row_kernels.h"
 
+#include "cs_kernels/gradients.h"
+#include "cs_kernels/random.h"
 #include "vector.h"
 
 #define CS_STRINGIFY(x) #x
@@ -12,6 +14,7 @@ namespace {
 constexpr int kUnrolledTasks = 8;    // above, one task at a time over a panel that stays in L1
 constexpr std::int64_t kPanel = 512; // elements
 constexpr std::int64_t kLine = 64;   // bytes
+constexpr std::int64_t kProductPanel = 128; // elements: 16 KB of doubles at 16 tasks
 
 CS_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
@@ -235,6 +238,133 @@ void combine(const void* const* gradients, const double* weights, int count, std
     unrolled_for[count - 1](gradients, weights, n, stream, out);
 }
 
+// <a_i, b_j> of two pairs of rows of a panel: as many multiplications as loads, and few enough sums
+// for every instruction set's registers.
+template <class V>
+CS_INLINE void products_of_pairs(const V* a, const V* b, std::int64_t stride, std::int64_t vectors,
+                                 Doubles (*totals)[2]) {
+  V sums[2][2] = {};
+  for (std::int64_t k = 0; k < vectors; ++k)
+    unrolled<2>([&](int i) CS_LAMBDA_INLINE {
+      unrolled<2>([&](int j) CS_LAMBDA_INLINE {
+        sums[i][j].add_product(a[i * stride + k], b[j * stride + k]);
+      });
+    });
+  unrolled<2>([&](int i) CS_LAMBDA_INLINE {
+    unrolled<2>([&](int j) CS_LAMBDA_INLINE { add_widened(totals[i][j], sums[i][j]); });
+  });
+}
+
+// A panel of all gradients is widened into L1 once, then multiplied pair of rows by pair of rows;
+// an odd number of rows has one of zeros after it.
+template <class Type>
+void products(const void* const* gradients, int count, std::int64_t n, double* out) {
+  using Accumulator = typename Type::Accumulator;
+  constexpr std::int64_t kLanes = Accumulator::kLanes;
+  constexpr std::int64_t kVectors = kProductPanel / kLanes;
+  static_assert(Type::kBlock >= kProductPanel);
+  constexpr int kPairs = kMaxTasks / 2;
+  const int pairs = (count + 1) / 2;
+  Accumulator panel[2 * kPairs * kVectors];
+  Doubles totals[kPairs * (kPairs + 1) / 2][2][2];
+  std::memset(totals, 0, sizeof totals[0] * static_cast<std::size_t>(pairs * (pairs + 1) / 2));
+  std::memset(&panel[(2 * pairs - 1) * kVectors], 0, sizeof panel[0] * kVectors);
+  for (std::int64_t start = 0; start < n; start += kProductPanel) {
+    const std::int64_t size = smaller(kProductPanel, n - start);
+    const std::int64_t vectors = (size + kLanes - 1) / kLanes;
+    for (int j = 0; j < count; ++j) {
+      const auto* g = static_cast<const typename Type::Element*>(gradients[j]) + start;
+      for (std::int64_t k = 0; k < vectors; ++k)
+        panel[j * kVectors + k] = load_some<Type>(g + k * kLanes, size - k * kLanes);
+    }
+    for (int a = 0; a < pairs; ++a)
+      for (int b = 0; b <= a; ++b)
+        products_of_pairs(&panel[2 * a * kVectors], &panel[2 * b * kVectors], kVectors, vectors,
+                          totals[a * (a + 1) / 2 + b]);
+  }
+  for (int i = 0; i < count; ++i)
+    for (int j = 0; j <= i; ++j)
+      out[i * (i + 1) / 2 + j] = totals[(i / 2) * (i / 2 + 1) / 2 + j / 2][i % 2][j % 2].sum();
+}
+
+// The sums of one sign of each element, and the choice between them, in a panel that stays in L1.
+// Adding zero times the whole sum lets NaN and infinity through.
+template <class Type, bool kLeaky>
+void drop_signs_of(const void* const* gradients, const double* leaks, int count, std::uint64_t key,
+                   std::int64_t place, std::int64_t n, bool stream, void* out) {
+  using Accumulator = typename Type::Accumulator;
+  using Element = typename Type::Element;
+  using Lane = typename Accumulator::Lane;
+  constexpr std::int64_t kLanes = Accumulator::kLanes;
+  constexpr std::int64_t kVectors = kPanel / kLanes;
+  auto* update = static_cast<Element*>(out);
+  const std::int64_t head = stream ? before_line(update, n) : n;
+  std::int64_t size = 0;
+  for (std::int64_t start = 0; start < n; start += size) {
+    size = smaller(kPanel, (start < head ? head : n) - start);
+    const std::int64_t vectors = (size + kLanes - 1) / kLanes;
+    Accumulator positive[kVectors] = {};
+    Accumulator negative[kVectors] = {};
+    Accumulator kept_positive[kLeaky ? kVectors : 1] = {};
+    Accumulator kept_negative[kLeaky ? kVectors : 1] = {};
+    Accumulator leaked[kLeaky ? kVectors : 1] = {};
+    for (int j = 0; j < count; ++j) {
+      const auto* g = static_cast<const Element*>(gradients[j]) + start;
+      const Lane leak = static_cast<Lane>(leaks[j]);
+      for (std::int64_t k = 0; k < vectors; ++k) {
+        const Accumulator v = load_some<Type>(g + k * kLanes, size - k * kLanes);
+        const Accumulator above = v.positive();
+        const Accumulator below = v.not_positive();
+        positive[k] += above;
+        negative[k] += below;
+        if constexpr (kLeaky) {
+          kept_positive[k].add_product(1 - leak, above);
+          kept_negative[k].add_product(1 - leak, below);
+          leaked[k].add_product(leak, v);
+        }
+      }
+    }
+    float uniform[kPanel];
+    const std::int64_t first = place + start;
+    for (std::int64_t i = 0; i < size;) {
+      // The high half of the place changes once in 2^32.
+      const UniformNumbers numbers(key, static_cast<std::uint64_t>(first + i));
+      const auto low = static_cast<std::uint32_t>(first + i);
+      const std::int64_t stop = i + smaller(size - i, (std::int64_t{1} << 32) - low);
+      for (std::int64_t k = i; k < stop; ++k)
+        uniform[k] = numbers.at(low + static_cast<std::uint32_t>(k - i));
+      i = stop;
+    }
+    for (std::int64_t i = size; i < vectors * kLanes; ++i)
+      uniform[i] = 0;
+    for (std::int64_t k = 0; k < vectors; ++k) {
+      const Accumulator u = Accumulator::widened(uniform + k * kLanes);
+      Accumulator chosen = kLeaky ? Accumulator::share_exceeds(u, positive[k], negative[k],
+                                                               kept_positive[k], kept_negative[k])
+                                  : Accumulator::share_exceeds(u, positive[k], negative[k],
+                                                               positive[k], negative[k]);
+      if constexpr (kLeaky)
+        chosen += leaked[k];
+      positive[k] += negative[k];
+      chosen.add_product(Lane{0}, positive[k]);
+      if (start >= head && (k + 1) * kLanes <= size)
+        Type::template store<true>(update + start + k * kLanes, chosen);
+      else
+        store_some<Type>(update + start + k * kLanes, chosen, size - k * kLanes);
+    }
+  }
+}
+
+template <class Type>
+void drop_signs(const void* const* gradients, const double* leaks, int count, std::uint64_t key,
+                std::int64_t place, std::int64_t n, bool stream, void* out) {
+  bool leaky = false;
+  for (int j = 0; j < count; ++j)
+    leaky = leaky || leaks[j] != 0;
+  (leaky ? drop_signs_of<Type, true> : drop_signs_of<Type, false>)(gradients, leaks, count, key,
+                                                                   place, n, stream, out);
+}
+
 template <class Type>
 void add_scaled(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
                 void* out) {
@@ -272,9 +402,13 @@ void add_scaled_float32(const void* sum, const void* x, double scale, std::int64
 extern const InstructionSet CS_INSTRUCTION_SET;
 const InstructionSet CS_INSTRUCTION_SET = {
     CS_NAME(CS_INSTRUCTION_SET),
-    {{add_energies<Float32>, sum_and_dots<Float32>, combine<Float32>, add_scaled_float32},
-     {add_energies<Float64>, sum_and_dots<Float64>, combine<Float64>, add_scaled<Float64>},
-     {add_energies<BFloat16>, sum_and_dots<BFloat16>, combine<BFloat16>, add_scaled<BFloat16>},
-     {add_energies<Float16>, sum_and_dots<Float16>, combine<Float16>, add_scaled<Float16>}}};
+    {{add_energies<Float32>, sum_and_dots<Float32>, combine<Float32>, products<Float32>,
+      drop_signs<Float32>, add_scaled_float32},
+     {add_energies<Float64>, sum_and_dots<Float64>, combine<Float64>, products<Float64>,
+      drop_signs<Float64>, add_scaled<Float64>},
+     {add_energies<BFloat16>, sum_and_dots<BFloat16>, combine<BFloat16>, products<BFloat16>,
+      drop_signs<BFloat16>, add_scaled<BFloat16>},
+     {add_energies<Float16>, sum_and_dots<Float16>, combine<Float16>, products<Float16>,
+      drop_signs<Float16>, add_scaled<Float16>}}};
 
 } // namespace cs_kernels::cpu

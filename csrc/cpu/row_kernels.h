@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "cs_kernels/phase2.h"
+#include "cs_kernels/data_type.h"
 
 namespace cs_kernels::cpu {
 
@@ -23,6 +23,15 @@ struct RowKernels {
   // out = sum_j weights[j] * gradients[j]. Reads count * n, writes n.
   void (*combine)(const void* const* gradients, const double* weights, int count, std::int64_t n,
                   bool stream, void* out);
+
+  // products[i * (i + 1) / 2 + j] = <gradients[i], gradients[j]> for j <= i < count, at most
+  // kMaxTasks. Reads count * n.
+  void (*products)(const void* const* gradients, int count, std::int64_t n, double* products);
+
+  // out = the positive or the negative of the gradients added up, as cpu::drop_signs says; the
+  // first element is at `place` among all. Reads count * n, writes n.
+  void (*drop_signs)(const void* const* gradients, const double* leaks, int count,
+                     std::uint64_t key, std::int64_t place, std::int64_t n, bool stream, void* out);
 
   // out = sum + scale * x, the sum alone where scale is zero; `out` may be `sum`. Reads 2 n,
   // writes n.

@@ -76,6 +76,20 @@ template <bool kStream, class V> CS_INLINE void store_raw(void* p, const V& v) {
   std::memcpy(p, &v, sizeof v);
 }
 
+// Conversions of one register. Where the compiler's own conversion of a generic vector is good,
+// it is used; it splits the wider ones into halves.
+CS_INLINE DoublePart load_widened(const float* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtps_pd(load_raw<__m256>(p));
+#elif defined(__AVX2__)
+  return _mm256_cvtps_pd(load_raw<__m128>(p));
+#elif defined(__SSE2__)
+  return _mm_cvtps_pd(_mm_castpd_ps(_mm_load_sd(reinterpret_cast<const double*>(p))));
+#else
+  return __builtin_convertvector(load_raw<HalfFloatPart>(p), DoublePart);
+#endif
+}
+
 template <class Scalar, class Part, int kLanes_> struct Vector {
   using Lane = Scalar;
   static constexpr int kLanes = kLanes_;
@@ -93,6 +107,40 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
   }
   CS_INLINE void add_product(Scalar a, const Vector& b) {
     unrolled<kParts>([&](int i) CS_LAMBDA_INLINE { part[i] += a * b.part[i]; });
+  }
+
+  // The lanes above zero, the others zero; and the other way round, where NaN goes.
+  CS_INLINE Vector positive() const {
+    Vector v;
+    unrolled<kParts>([&](int i) CS_LAMBDA_INLINE { v.part[i] = part[i] > 0 ? part[i] : Part{}; });
+    return v;
+  }
+  CS_INLINE Vector not_positive() const {
+    Vector v;
+    unrolled<kParts>([&](int i) CS_LAMBDA_INLINE { v.part[i] = part[i] > 0 ? Part{} : part[i]; });
+    return v;
+  }
+
+  // `a` where the positive part's share of positive - negative exceeds u, else `b`.
+  static CS_INLINE Vector share_exceeds(const Vector& u, const Vector& positive,
+                                        const Vector& negative, const Vector& a, const Vector& b) {
+    Vector v;
+    unrolled<kParts>([&](int i) CS_LAMBDA_INLINE {
+      v.part[i] = u.part[i] * (positive.part[i] - negative.part[i]) < positive.part[i] ? a.part[i]
+                                                                                       : b.part[i];
+    });
+    return v;
+  }
+
+  static CS_INLINE Vector widened(const float* p) {
+    Vector v;
+    unrolled<kParts>([&](int i) CS_LAMBDA_INLINE {
+      if constexpr (sizeof(Scalar) == sizeof(double))
+        v.part[i] = load_widened(p + i * kPartLanes);
+      else
+        v.part[i] = load_raw<Part>(p + i * kPartLanes);
+    });
+    return v;
   }
 
   // A register at a time: copied as a whole, the array would live in memory.
@@ -123,20 +171,6 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
 
 using Doubles = Vector<double, DoublePart, 8>;
 using Floats = Vector<float, FloatPart, 16>;
-
-// Conversions of one register. Where the compiler's own conversion of a generic vector is good,
-// it is used; it splits the wider ones into halves.
-CS_INLINE DoublePart load_widened(const float* p) {
-#if defined(__AVX512F__)
-  return _mm512_cvtps_pd(load_raw<__m256>(p));
-#elif defined(__AVX2__)
-  return _mm256_cvtps_pd(load_raw<__m128>(p));
-#elif defined(__SSE2__)
-  return _mm_cvtps_pd(_mm_castpd_ps(_mm_load_sd(reinterpret_cast<const double*>(p))));
-#else
-  return __builtin_convertvector(load_raw<HalfFloatPart>(p), DoublePart);
-#endif
-}
 
 CS_INLINE auto narrowed(DoublePart v) {
 #if defined(__AVX512F__)

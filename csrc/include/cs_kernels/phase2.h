@@ -1,15 +1,11 @@
-// The one interface to the kernels: plain pointers and sizes, no framework.
+// Connection strength and Phase 2: plain pointers and sizes, no framework.
 #pragma once
 
 #include <cstdint>
 
+#include "cs_kernels/data_type.h"
+
 namespace cs_kernels {
-
-enum class DataType : std::int32_t { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3 };
-
-constexpr std::int64_t item_size(DataType type) {
-  return type == DataType::kFloat64 ? 8 : type == DataType::kFloat32 ? 4 : 2;
-}
 
 // Where the output channels of a dense tensor lie in memory, read as an array of shape
 // [groups, outer, channels, inner]: channel p = group * channels + c owns [group, :, c, :].

@@ -1,0 +1,40 @@
+"""Aligned-MTL."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cs_kernels.methods.gramian import GramianMethod, Groups
+
+
+class AlignedMTL(GramianMethod):
+    """Independent component alignment (Senushkin et al., 2023).
+
+    Makes the principal components of the gradients equal in length, which ends conflict and
+    dominance among them; then adds the gradients.
+
+    Args:
+        scale: The common length: the "min", "median" or root mean square ("rmse") of theirs.
+        groups: "all" or "layer".
+
+    Raises:
+        ValueError: An option is none of these.
+
+    """
+
+    def __init__(
+        self, scale: Literal["min", "median", "rmse"] = "min", groups: Groups = "all"
+    ) -> None:
+        super().__init__(groups)
+        if scale not in ("min", "median", "rmse"):
+            raise ValueError(f"scale must be 'min', 'median' or 'rmse', got {scale!r}")
+        self.scale = scale
+
+    def weights(self, gramian: Tensor) -> Tensor:
+        """Those of the sum; divide by K for the mean."""
+        weights: Tensor = torch.ops.cs_kernels.aligned_mtl_weights(gramian, self.scale)
+        return weights
+
+    def __repr__(self) -> str:
+        return self._repr(scale=self.scale)

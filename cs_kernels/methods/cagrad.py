@@ -1,0 +1,46 @@
+"""CAGrad."""
+
+from math import isfinite
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cs_kernels.methods.gramian import GramianMethod, Groups
+
+
+class CAGrad(GramianMethod):
+    """Conflict-averse gradient descent (Liu et al., 2021).
+
+    Of all directions no further than c |g_0| from the mean gradient g_0, the one along which the
+    task that gains least gains most. Where no direction is good for all tasks, it is one that is
+    bad for none.
+
+    Args:
+        c: The radius, relative to |g_0|; below 1 it converges to a minimum of the mean loss.
+        rescale: 0, the direction itself; 1, divided by 1 + c^2, as its authors do; 2, by 1 + c.
+        groups: "all" or "layer".
+
+    Raises:
+        ValueError: `c` is negative or not finite, or another option is none of these.
+
+    """
+
+    def __init__(
+        self, c: float = 0.4, rescale: Literal[0, 1, 2] = 1, groups: Groups = "all"
+    ) -> None:
+        super().__init__(groups)
+        if not (isfinite(c) and c >= 0):
+            raise ValueError(f"c must be finite and at least 0, got {c}")
+        if rescale not in (0, 1, 2):
+            raise ValueError(f"rescale must be 0, 1 or 2, got {rescale!r}")
+        self.c = c
+        self.rescale = rescale
+
+    def weights(self, gramian: Tensor) -> Tensor:
+        """1 / K and what lies between the mean and the direction."""
+        weights: Tensor = torch.ops.cs_kernels.cagrad_weights(gramian, self.c)
+        return weights / (1.0, 1 + self.c**2, 1 + self.c)[self.rescale]
+
+    def __repr__(self) -> str:
+        return self._repr(c=self.c, rescale=self.rescale)

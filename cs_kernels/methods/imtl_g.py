@@ -1,0 +1,19 @@
+"""IMTL-G."""
+
+import torch
+from torch import Tensor
+
+from cs_kernels.methods.gramian import GramianMethod
+
+
+class IMTLG(GramianMethod):
+    """Impartial multi-task learning by gradients (Liu et al., 2021).
+
+    The update has the same component along every task's gradient, and the weights sum to one. Some
+    may be negative.
+    """
+
+    def weights(self, gramian: Tensor) -> Tensor:
+        """In closed form; zero where they cannot sum to one."""
+        weights: Tensor = torch.ops.cs_kernels.imtl_g_weights(gramian)
+        return weights

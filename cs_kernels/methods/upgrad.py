@@ -1,0 +1,19 @@
+"""UPGrad."""
+
+import torch
+from torch import Tensor
+
+from cs_kernels.methods.gramian import GramianMethod
+
+
+class UPGrad(GramianMethod):
+    """Unconflicting projection of gradients (Quinton and Rey, "Jacobian Descent", 2024).
+
+    Each gradient is projected onto the dual cone, the vectors in conflict with no gradient; the
+    update is the mean of the projections, itself in conflict with none.
+    """
+
+    def weights(self, gramian: Tensor) -> Tensor:
+        """Non-negative: one quadratic program a task."""
+        weights: Tensor = torch.ops.cs_kernels.upgrad_weights(gramian)
+        return weights

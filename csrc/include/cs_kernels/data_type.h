@@ -1,0 +1,13 @@
+#pragma once
+
+#include <cstdint>
+
+namespace cs_kernels {
+
+enum class DataType : std::int32_t { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3 };
+
+constexpr std::int64_t item_size(DataType type) {
+  return type == DataType::kFloat64 ? 8 : type == DataType::kFloat32 ? 4 : 2;
+}
+
+} // namespace cs_kernels

@@ -1,0 +1,490 @@
+// From the Gramian of K gradients to their K weights, one function a method, for the host and for a
+// GPU thread alike: small K, no allocation, no exceptions, bounded iterations.
+//
+// The solvers see the correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, and unknowns scaled by d:
+// gradients of very different size are no harder than others. A ridge on C's diagonal makes
+// singular Gramians ordinary ones. A Gramian that is not finite gives weights of NaN.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "cs_kernels/gradients.h"
+#include "cs_kernels/host_device.h"
+#include "cs_kernels/random.h"
+
+namespace cs_kernels::solvers {
+
+constexpr int kMaxTasks = cs_kernels::kMaxTasks;
+
+#define CS_INLINE_SOLVER CS_HOST_DEVICE inline
+
+// Read as G(i, j).
+struct Gramian {
+  const double* data;
+  int tasks;
+
+  CS_HOST_DEVICE double operator()(int i, int j) const { return data[i * tasks + j]; }
+
+  CS_HOST_DEVICE bool finite() const {
+    for (int i = 0; i < tasks * tasks; ++i)
+      if (!std::isfinite(data[i]))
+        return false;
+    return true;
+  }
+};
+
+CS_INLINE_SOLVER void fill(double* x, int n, double value) {
+  for (int i = 0; i < n; ++i)
+    x[i] = value;
+}
+
+CS_INLINE_SOLVER double dot(const double* x, const double* y, int n) {
+  double sum = 0;
+  for (int i = 0; i < n; ++i)
+    sum += x[i] * y[i];
+  return sum;
+}
+
+// Solves A x = b for a positive definite A [n, n] (lower triangle, overwritten by its factor).
+CS_INLINE_SOLVER void cholesky(double* a, int n) {
+  for (int j = 0; j < n; ++j) {
+    const double pivot = std::sqrt(std::fmax(a[j * n + j] - dot(a + j * n, a + j * n, j), 1e-300));
+    a[j * n + j] = pivot;
+    for (int i = j + 1; i < n; ++i)
+      a[i * n + j] = (a[i * n + j] - dot(a + i * n, a + j * n, j)) / pivot;
+  }
+}
+
+CS_INLINE_SOLVER void cholesky_solve(const double* factor, int n, double* x) {
+  for (int i = 0; i < n; ++i)
+    x[i] = (x[i] - dot(factor + i * n, x, i)) / factor[i * n + i];
+  for (int i = n; i-- > 0;) {
+    double sum = x[i];
+    for (int j = i + 1; j < n; ++j)
+      sum -= factor[j * n + i] * x[j];
+    x[i] = sum / factor[i * n + i];
+  }
+}
+
+// The tasks with a gradient, and how those gradients lie to each other.
+struct Correlations {
+  int size = 0;
+  int task[kMaxTasks];                  // which task each of them is
+  double length[kMaxTasks];             // |g|
+  double matrix[kMaxTasks * kMaxTasks]; // [size, size]
+
+  CS_HOST_DEVICE Correlations(const Gramian& gramian, double ridge) {
+    for (int i = 0; i < gramian.tasks; ++i)
+      if (gramian(i, i) > 0) {
+        task[size] = i;
+        length[size++] = std::sqrt(gramian(i, i));
+      }
+    for (int i = 0; i < size; ++i)
+      for (int j = 0; j < size; ++j)
+        matrix[i * size + j] =
+            i == j ? 1 + ridge : gramian(task[i], task[j]) / length[i] / length[j];
+  }
+  CS_HOST_DEVICE double operator()(int i, int j) const { return matrix[i * size + j]; }
+};
+
+constexpr double kRidge = 1e-12;
+
+// min 1/2 x'Cx - f'x over x >= 0, by the active-set method of Lawson and Hanson. It starts at
+// zero.
+struct NonNegative {
+  bool free_[kMaxTasks];
+  int place[kMaxTasks];
+  double factor[kMaxTasks * kMaxTasks];
+  double z[kMaxTasks];
+
+  CS_HOST_DEVICE int factorize(const Correlations& c) {
+    int n = 0;
+    for (int i = 0; i < c.size; ++i)
+      if (free_[i])
+        place[n++] = i;
+    for (int i = 0; i < n; ++i)
+      for (int j = 0; j <= i; ++j)
+        factor[i * n + j] = c(place[i], place[j]);
+    cholesky(factor, n);
+    return n;
+  }
+
+  CS_HOST_DEVICE void solve(const Correlations& c, const double* f, double* x) {
+    const int size = c.size;
+    for (int i = 0; i < size; ++i) {
+      free_[i] = false;
+      x[i] = 0;
+    }
+    bool tried[kMaxTasks] = {}; // freed, and sent back at once, since x last changed
+    for (int round = 0; round < 8 * size + 16; ++round) {
+      int next = -1;
+      double best = 0;
+      for (int i = 0; i < size; ++i) {
+        if (free_[i] || tried[i])
+          continue;
+        double slope = f[i];
+        double scale = std::fabs(f[i]);
+        for (int j = 0; j < size; ++j) {
+          slope -= c(i, j) * x[j];
+          scale += std::fabs(c(i, j) * x[j]);
+        }
+        if (slope > 1e-14 * scale && (next < 0 || slope > best)) {
+          next = i;
+          best = slope;
+        }
+      }
+      if (next < 0)
+        return;
+      free_[next] = true;
+      bool moved = false;
+      for (int step = 0; step <= size; ++step) {
+        const int n = factorize(c);
+        for (int i = 0; i < n; ++i)
+          z[i] = f[place[i]];
+        cholesky_solve(factor, n, z);
+        // As far toward z as no entry becomes negative.
+        double fraction = 1;
+        int blocking = -1;
+        for (int i = 0; i < n; ++i)
+          if (z[i] <= 0) {
+            const double at = x[place[i]];
+            const double reach = at > 0 ? at / (at - z[i]) : 0;
+            if (blocking < 0 || reach < fraction) {
+              fraction = reach;
+              blocking = place[i];
+            }
+          }
+        for (int i = 0; i < n; ++i)
+          x[place[i]] = blocking < 0 ? z[i] : x[place[i]] + fraction * (z[i] - x[place[i]]);
+        moved = moved || fraction > 0;
+        if (blocking < 0)
+          break;
+        x[blocking] = 0;
+        free_[blocking] = false;
+      }
+      for (int i = 0; i < size; ++i)
+        tried[i] = !moved && (tried[i] || i == next);
+    }
+  }
+};
+
+// PCGrad (Yu et al. 2020): each gradient, in a random order of the others, loses its component
+// along every original one that it is in conflict with. The weights of the sum of the results.
+CS_INLINE_SOLVER void pcgrad(const Gramian& g, std::uint64_t key, double* weights) {
+  fill(weights, g.tasks, 0);
+  for (int i = 0; i < g.tasks; ++i) {
+    double own[kMaxTasks] = {};
+    int order[kMaxTasks];
+    own[i] = 1;
+    int others = 0;
+    for (int j = 0; j < g.tasks; ++j)
+      if (j != i)
+        order[others++] = j;
+    for (int n = others; n > 0; --n) { // Fisher-Yates, as it is needed
+      const std::uint64_t drawn = mixed(key + static_cast<std::uint64_t>(i * g.tasks + n));
+      const int k = static_cast<int>(drawn % static_cast<std::uint64_t>(n));
+      const int j = order[k];
+      order[k] = order[n - 1];
+      const double conflict = dot(own, g.data + j * g.tasks, g.tasks);
+      if (conflict < 0 && g(j, j) > 0)
+        own[j] -= conflict / g(j, j);
+    }
+    for (int j = 0; j < g.tasks; ++j)
+      weights[j] += own[j];
+  }
+}
+
+// MGDA (Sener and Koltun 2018): the point of least norm in the convex hull of the gradients. With
+// x >= 0 the minimizer of 1/2 x'Gx - 1'x, it is x / sum x. A gradient of zero is such a point.
+CS_INLINE_SOLVER void mgda(const Gramian& g, double* weights) {
+  const Correlations c(g, kRidge);
+  fill(weights, g.tasks, 0);
+  if (c.size < g.tasks) {
+    for (int i = 0; i < g.tasks; ++i)
+      weights[i] = g(i, i) > 0 ? 0 : 1.0 / (g.tasks - c.size);
+    return;
+  }
+  double f[kMaxTasks] = {};
+  double x[kMaxTasks];
+  NonNegative problem;
+  // Relative to the shortest, so that the greatest is 1.
+  double shortest = c.length[0];
+  for (int i = 1; i < c.size; ++i)
+    shortest = std::fmin(shortest, c.length[i]);
+  for (int i = 0; i < c.size; ++i)
+    f[i] = shortest / c.length[i];
+  problem.solve(c, f, x);
+  double total = 0;
+  for (int i = 0; i < c.size; ++i)
+    total += x[i] *= f[i];
+  for (int i = 0; i < c.size; ++i)
+    weights[i] = x[i] / total;
+}
+
+// UPGrad (Quinton and Rey 2024): each gradient projected onto the dual cone of all, the vectors in
+// conflict with none; then their mean.
+CS_INLINE_SOLVER void upgrad(const Gramian& g, double* weights) {
+  const Correlations c(g, kRidge);
+  fill(weights, g.tasks, 1.0 / g.tasks);
+  double f[kMaxTasks] = {};
+  double x[kMaxTasks];
+  NonNegative problem;
+  for (int i = 0; i < c.size; ++i) {
+    for (int j = 0; j < c.size; ++j)
+      f[j] = -c(i, j);
+    problem.solve(c, f, x);
+    for (int j = 0; j < c.size; ++j)
+      weights[c.task[j]] += x[j] * (c.length[i] / c.length[j]) / g.tasks;
+  }
+}
+
+// CAGrad (Liu et al. 2021): d = g_0 + (a combination of the gradients no longer than r = c |g_0|)
+// with the greatest min_i g_i.d; g_0 is the mean. The shortest such combination for which that
+// minimum is at least mu is a projection onto a polyhedron, whose length is convex in mu: mu is
+// found where it is r. If no direction is good for all tasks, mu is at most zero.
+CS_INLINE_SOLVER void cagrad(const Gramian& g, double c, double* weights) {
+  const int tasks = g.tasks;
+  fill(weights, tasks, 1.0 / tasks);
+  double along[kMaxTasks]; // g_i.g_0
+  double square = 0;
+  for (int i = 0; i < tasks; ++i) {
+    along[i] = 0;
+    for (int j = 0; j < tasks; ++j)
+      along[i] += g(i, j) / tasks;
+    square += along[i] / tasks;
+  }
+  const Correlations correlations(g, kRidge);
+  const int size = correlations.size;
+  const double radius = c * std::sqrt(std::fmax(square, 0.0));
+  if (radius <= 0 || size == 0)
+    return;
+
+  double p[kMaxTasks];
+  double q[kMaxTasks];
+  double f[kMaxTasks] = {};
+  double x[kMaxTasks];
+  NonNegative problem;
+  fill(f, size, 1);
+  problem.solve(correlations, f, x);
+  double inverse = 0; // of the least squared norm in the hull of the unit gradients
+  for (int i = 0; i < size; ++i)
+    inverse += x[i];
+  const bool stationary = size < tasks || inverse > 1e10;
+
+  double low = along[correlations.task[0]];
+  double high = INFINITY;
+  for (int i = 0; i < size; ++i) {
+    const double b = along[correlations.task[i]];
+    low = std::fmin(low, b);
+    high = std::fmin(high, b + radius * correlations.length[i]);
+  }
+  double mu = stationary ? std::fmin(high, 0) : high;
+  high = mu;
+  for (int round = 0; round < 64; ++round) {
+    for (int i = 0; i < size; ++i) {
+      p[i] = 1 / correlations.length[i];
+      q[i] = along[correlations.task[i]] / correlations.length[i];
+      f[i] = (mu - along[correlations.task[i]]) / correlations.length[i];
+    }
+    problem.solve(correlations, f, x);
+    const double length = std::sqrt(std::fmax(dot(f, x, size), 0.0)); // f'x = x'Cx
+    if (length > radius)
+      high = mu;
+    else
+      low = mu;
+    if (std::fabs(length - radius) <= 1e-12 * radius || (round == 0 && length <= radius) ||
+        high - low <= 1e-15 * (std::fabs(high) + std::fabs(low)))
+      break;
+    // With the same entries free, length^2 = pp mu^2 - 2 pq mu + qq.
+    const int n = problem.factorize(correlations);
+    double solved[kMaxTasks];
+    double free_p[kMaxTasks];
+    double free_q[kMaxTasks];
+    for (int i = 0; i < n; ++i) {
+      free_p[i] = p[problem.place[i]];
+      free_q[i] = q[problem.place[i]];
+      solved[i] = free_p[i];
+    }
+    cholesky_solve(problem.factor, n, solved);
+    const double pp = dot(solved, free_p, n);
+    const double pq = dot(solved, free_q, n);
+    for (int i = 0; i < n; ++i)
+      solved[i] = free_q[i];
+    cholesky_solve(problem.factor, n, solved);
+    const double qq = dot(solved, free_q, n);
+    const double root =
+        (pq + std::sqrt(std::fmax(pq * pq - pp * (qq - radius * radius), 0.0))) / pp;
+    mu = n > 0 && root > low && root < high ? root : 0.5 * (low + high);
+  }
+  for (int i = 0; i < size; ++i)
+    weights[correlations.task[i]] += x[i] / correlations.length[i];
+}
+
+// NashMTL (Navon et al. 2022): G a = 1 / a, a > 0, where 1/2 a'Ga - sum log a_i is least. That
+// function is self-concordant: the damped Newton method converges from anywhere. A task without a
+// gradient gets no weight. The ridge keeps the weights of opposed gradients finite.
+CS_INLINE_SOLVER void nash_mtl(const Gramian& g, double* weights) {
+  const Correlations c(g, 1e-10);
+  const int n = c.size;
+  fill(weights, g.tasks, 0);
+  double v[kMaxTasks];
+  double step[kMaxTasks];
+  double slope[kMaxTasks];
+  double hessian[kMaxTasks * kMaxTasks];
+  fill(v, n, 1);
+  for (int round = 0; round < 100; ++round) {
+    for (int i = 0; i < n; ++i) {
+      for (int j = 0; j < n; ++j)
+        hessian[i * n + j] = c(i, j);
+      hessian[i * n + i] += 1 / (v[i] * v[i]);
+      slope[i] = dot(c.matrix + i * n, v, n) - 1 / v[i];
+      step[i] = slope[i];
+    }
+    cholesky(hessian, n);
+    cholesky_solve(hessian, n, step);
+    const double decrement = std::sqrt(std::fmax(dot(slope, step, n), 0.0));
+    const double length = decrement < 0.25 ? 1 : 1 / (1 + decrement);
+    for (int i = 0; i < n; ++i)
+      v[i] -= length * step[i];
+    if (decrement < 1e-9)
+      break;
+  }
+  for (int i = 0; i < n; ++i)
+    weights[c.task[i]] = v[i] / c.length[i];
+}
+
+// Eigenvalues and vectors (columns) of a symmetric matrix, by cyclic Jacobi rotations.
+CS_INLINE_SOLVER void eigen(double* a, int n, double* values, double* vectors) {
+  for (int i = 0; i < n; ++i)
+    for (int j = 0; j < n; ++j)
+      vectors[i * n + j] = i == j ? 1 : 0;
+  double trace = 0;
+  for (int i = 0; i < n; ++i)
+    trace += std::fabs(a[i * n + i]);
+  for (int sweep = 0; sweep < 40; ++sweep) {
+    bool rotated = false;
+    for (int p = 0; p < n; ++p)
+      for (int q = p + 1; q < n; ++q) {
+        const double off = a[p * n + q];
+        if (std::fabs(off) <= 1e-18 * trace)
+          continue;
+        rotated = true;
+        const double theta = (a[q * n + q] - a[p * n + p]) / (2 * off);
+        const double t = (theta < 0 ? -1 : 1) / (std::fabs(theta) + std::hypot(theta, 1.0));
+        const double cosine = 1 / std::hypot(t, 1.0);
+        const double sine = t * cosine;
+        for (int k = 0; k < n; ++k) {
+          const double x = a[k * n + p];
+          const double y = a[k * n + q];
+          a[k * n + p] = cosine * x - sine * y;
+          a[k * n + q] = sine * x + cosine * y;
+        }
+        for (int k = 0; k < n; ++k) {
+          const double x = a[p * n + k];
+          const double y = a[q * n + k];
+          a[p * n + k] = cosine * x - sine * y;
+          a[q * n + k] = sine * x + cosine * y;
+          const double u = vectors[k * n + p];
+          const double w = vectors[k * n + q];
+          vectors[k * n + p] = cosine * u - sine * w;
+          vectors[k * n + q] = sine * u + cosine * w;
+        }
+        a[p * n + q] = a[q * n + p] = 0;
+      }
+    if (!rotated)
+      break;
+  }
+  for (int i = 0; i < n; ++i)
+    values[i] = a[i * n + i];
+}
+
+// Eigenvalues up to this part of the greatest are taken for zero.
+CS_INLINE_SOLVER double rank_tolerance(const double* values, int n) {
+  double greatest = 0;
+  for (int i = 0; i < n; ++i)
+    greatest = std::fmax(greatest, values[i]);
+  return greatest * n * 2.220446049250313e-16;
+}
+
+// IMTL-G (Liu et al. 2021): the update has the same component along every gradient, and the weights
+// sum to one; of several such weights those of least norm, each times its gradient's length. Zero
+// where they cannot sum to one.
+CS_INLINE_SOLVER void imtl_g(const Gramian& g, double* weights) {
+  Correlations c(g, 0);
+  const int n = c.size;
+  fill(weights, g.tasks, 0);
+  double values[kMaxTasks];
+  double vectors[kMaxTasks * kMaxTasks];
+  double y[kMaxTasks] = {};
+  eigen(c.matrix, n, values, vectors);
+  const double tolerance = 8 * rank_tolerance(values, n);
+  for (int k = 0; k < n; ++k) {
+    if (!(values[k] > tolerance))
+      continue;
+    double part = 0;
+    for (int i = 0; i < n; ++i)
+      part += vectors[i * n + k];
+    for (int i = 0; i < n; ++i)
+      y[i] += vectors[i * n + k] * part / values[k];
+  }
+  double total = 0;
+  double size = 0;
+  for (int i = 0; i < n; ++i) {
+    y[i] *= c.length[0] / c.length[i];
+    total += y[i];
+    size += std::fabs(y[i]);
+  }
+  if (std::fabs(total) > 1e-12 * size)
+    for (int i = 0; i < n; ++i)
+      weights[c.task[i]] = y[i] / total;
+}
+
+enum class AlignedScale : std::int32_t { kMin = 0, kMedian = 1, kRmse = 2 };
+
+// Aligned-MTL (Senushkin et al. 2023): the gradients' principal components made equal in length, to
+// the least, the (lower) median or the root mean square of their lengths; then the sum. Without any
+// gradient, ones.
+CS_INLINE_SOLVER void aligned_mtl(const Gramian& g, AlignedScale scale, double* weights) {
+  const int n = g.tasks;
+  double a[kMaxTasks * kMaxTasks];
+  double values[kMaxTasks];
+  double vectors[kMaxTasks * kMaxTasks];
+  for (int i = 0; i < n * n; ++i)
+    a[i] = g.data[i];
+  eigen(a, n, values, vectors);
+  const double tolerance = rank_tolerance(values, n);
+  double kept[kMaxTasks]; // ascending
+  int rank = 0;
+  double mean = 0;
+  for (int k = 0; k < n; ++k) {
+    if (!(values[k] > tolerance))
+      continue;
+    mean += values[k];
+    int place = rank++;
+    for (; place > 0 && kept[place - 1] > values[k]; --place)
+      kept[place] = kept[place - 1];
+    kept[place] = values[k];
+  }
+  if (rank == 0) {
+    fill(weights, n, 1);
+    return;
+  }
+  const double length = scale == AlignedScale::kMin      ? kept[0]
+                        : scale == AlignedScale::kMedian ? kept[(rank - 1) / 2]
+                                                         : mean / rank;
+  fill(weights, n, 0);
+  for (int k = 0; k < n; ++k) {
+    if (!(values[k] > tolerance))
+      continue;
+    double part = 0;
+    for (int i = 0; i < n; ++i)
+      part += vectors[i * n + k];
+    for (int i = 0; i < n; ++i)
+      weights[i] += vectors[i * n + k] * part * std::sqrt(length / values[k]);
+  }
+}
+
+#undef CS_INLINE_SOLVER
+
+} // namespace cs_kernels::solvers
