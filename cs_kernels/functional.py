@@ -217,8 +217,8 @@ def gramian(grads: Tensor) -> Tensor:
     """
     _check_grads(grads)
     grads = grads.detach()
-    (result,) = torch.ops.cs_kernels.gramian(list(grads), [0], 1, len(grads))
-    return result
+    result: Tensor = torch.ops.cs_kernels.gramian(list(grads), [0], 1, len(grads))
+    return result[0]
 
 
 def combine(grads: Tensor, coefficients: Tensor) -> Tensor:

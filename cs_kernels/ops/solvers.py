@@ -1,7 +1,7 @@
 """From Gramians [..., K, K] to weights [..., K], in plain torch: the reference of the solvers.
 
-They see the correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, and unknowns scaled by d: gradients of
-very different size are no harder than others. A ridge on C's diagonal makes singular Gramians
+They see the correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, and unknowns scaled by d: gradients
+of very different size are no harder than others. A ridge on C's diagonal makes singular Gramians
 ordinary ones. A Gramian that is not finite gives weights of NaN.
 """
 
@@ -37,6 +37,13 @@ def _correlations(g: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
     return c, length, here
 
 
+def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and vectors; rows in the order of their size keep the digits of the small ones."""
+    order = g.diagonal().argsort()
+    values, vectors = torch.linalg.eigh(g[order][:, order], UPLO="U")
+    return values, vectors[order.argsort()]
+
+
 def _non_negative(c: Tensor, f: Tensor) -> Tensor:
     """Min 1/2 x'Cx - f'x over x >= 0, by the active-set method of Lawson and Hanson."""
     x = torch.zeros_like(f)
@@ -70,22 +77,29 @@ def _non_negative(c: Tensor, f: Tensor) -> Tensor:
     return x
 
 
+def pcgrad_order(key: int, tasks: int, i: int) -> list[int]:
+    """The order in which task i meets the others: a Fisher-Yates shuffle."""
+    others = [j for j in range(tasks) if j != i]
+    order = []
+    while others:
+        place = mixed((key + i * tasks + len(others)) % (1 << 64)) % len(others)
+        order.append(others[place])
+        others[place] = others[-1]
+        others.pop()
+    return order
+
+
 def pcgrad_weights(gramian: Tensor, seed: int, step: int) -> Tensor:
-    """PCGrad: each gradient, in random order, made orthogonal to the originals it conflicts with."""
+    """PCGrad: each gradient, in random order, projected against the originals in conflict."""
     key = random_key(seed, step)
 
     def solve(g: Tensor, n: int) -> Tensor:
-        own_key = mixed((key + n) % (1 << 64))
+        of_gramian = mixed((key + n) % (1 << 64))
         weights = torch.zeros(len(g), dtype=torch.float64)
         for i in range(len(g)):
             own = torch.zeros_like(weights)
             own[i] = 1
-            others = [j for j in range(len(g)) if j != i]
-            while others:
-                place = mixed((own_key + i * len(g) + len(others)) % (1 << 64)) % len(others)
-                j = others[place]
-                others[place] = others[-1]
-                others.pop()
+            for j in pcgrad_order(of_gramian, len(g), i):
                 conflict = own @ g[j]
                 if conflict < 0 and g[j, j] > 0:
                     own[j] -= conflict / g[j, j]
@@ -187,7 +201,7 @@ def imtl_g_weights(gramian: Tensor) -> Tensor:
         weights = torch.zeros(len(g), dtype=torch.float64)
         if len(here) == 0:
             return weights
-        values, vectors = torch.linalg.eigh(c)
+        values, vectors = _eigen(c)
         kept = values > 8 * values.max() * len(here) * _EPSILON
         y = vectors[:, kept] @ (vectors[:, kept].sum(0) / values[kept]) * length[0] / length
         if y.sum().abs() > 1e-12 * y.abs().sum():
@@ -207,11 +221,12 @@ def aligned_mtl_weights(gramian: Tensor, scale: str) -> Tensor:
     length = lengths[scale]
 
     def solve(g: Tensor, n: int) -> Tensor:
-        values, vectors = torch.linalg.eigh(g)
+        values, vectors = _eigen(g)
         kept = values > values.max() * len(g) * _EPSILON
         if not kept.any():
             return torch.ones(len(g), dtype=torch.float64)
         values, vectors = values[kept], vectors[:, kept]
-        return vectors @ (vectors.sum(0) * (length(values) / values).sqrt())
+        weights: Tensor = vectors @ (vectors.sum(0) * (length(values) / values).sqrt())
+        return weights
 
     return _each(gramian, solve)

@@ -263,12 +263,12 @@ void products(const void* const* gradients, int count, std::int64_t n, double* o
   constexpr std::int64_t kLanes = Accumulator::kLanes;
   constexpr std::int64_t kVectors = kProductPanel / kLanes;
   static_assert(Type::kBlock >= kProductPanel);
-  constexpr int kPairs = kMaxTasks / 2;
-  const int pairs = (count + 1) / 2;
+  constexpr std::int64_t kPairs = kMaxTasks / 2;
+  const std::int64_t pairs = (count + 1) / 2;
   Accumulator panel[2 * kPairs * kVectors];
   Doubles totals[kPairs * (kPairs + 1) / 2][2][2];
+  std::memset(panel, 0, sizeof panel[0] * static_cast<std::size_t>(2 * pairs * kVectors));
   std::memset(totals, 0, sizeof totals[0] * static_cast<std::size_t>(pairs * (pairs + 1) / 2));
-  std::memset(&panel[(2 * pairs - 1) * kVectors], 0, sizeof panel[0] * kVectors);
   for (std::int64_t start = 0; start < n; start += kProductPanel) {
     const std::int64_t size = smaller(kProductPanel, n - start);
     const std::int64_t vectors = (size + kLanes - 1) / kLanes;
@@ -277,14 +277,28 @@ void products(const void* const* gradients, int count, std::int64_t n, double* o
       for (std::int64_t k = 0; k < vectors; ++k)
         panel[j * kVectors + k] = load_some<Type>(g + k * kLanes, size - k * kLanes);
     }
-    for (int a = 0; a < pairs; ++a)
-      for (int b = 0; b <= a; ++b)
+    for (std::int64_t a = 0; a < pairs; ++a)
+      for (std::int64_t b = 0; b <= a; ++b)
         products_of_pairs(&panel[2 * a * kVectors], &panel[2 * b * kVectors], kVectors, vectors,
                           totals[a * (a + 1) / 2 + b]);
   }
   for (int i = 0; i < count; ++i)
     for (int j = 0; j <= i; ++j)
       out[i * (i + 1) / 2 + j] = totals[(i / 2) * (i / 2 + 1) / 2 + j / 2][i % 2][j % 2].sum();
+}
+
+// Uniform numbers for n places; n is small against 2^32.
+CS_INLINE void fill_uniform(std::uint64_t key, std::int64_t place, std::int64_t n, float* out) {
+  const auto first = static_cast<std::uint64_t>(place);
+  const std::uint64_t to_next = (std::uint64_t{1} << 32) - (first & 0xffffffffu);
+  const std::int64_t same =
+      smaller(n, static_cast<std::int64_t>(to_next)); // high half of the place
+  const UniformNumbers numbers(key, first);
+  for (std::int64_t i = 0; i < same; ++i)
+    out[i] = numbers.at(static_cast<std::uint32_t>(first + static_cast<std::uint64_t>(i)));
+  const UniformNumbers next(key, first + to_next);
+  for (std::int64_t i = same; i < n; ++i)
+    out[i] = next.at(static_cast<std::uint32_t>(first + static_cast<std::uint64_t>(i)));
 }
 
 // The sums of one sign of each element, and the choice between them, in a panel that stays in L1.
@@ -324,19 +338,8 @@ void drop_signs_of(const void* const* gradients, const double* leaks, int count,
         }
       }
     }
-    float uniform[kPanel];
-    const std::int64_t first = place + start;
-    for (std::int64_t i = 0; i < size;) {
-      // The high half of the place changes once in 2^32.
-      const UniformNumbers numbers(key, static_cast<std::uint64_t>(first + i));
-      const auto low = static_cast<std::uint32_t>(first + i);
-      const std::int64_t stop = i + smaller(size - i, (std::int64_t{1} << 32) - low);
-      for (std::int64_t k = i; k < stop; ++k)
-        uniform[k] = numbers.at(low + static_cast<std::uint32_t>(k - i));
-      i = stop;
-    }
-    for (std::int64_t i = size; i < vectors * kLanes; ++i)
-      uniform[i] = 0;
+    float uniform[kPanel] = {};
+    fill_uniform(key, place + start, size, uniform);
     for (std::int64_t k = 0; k < vectors; ++k) {
       const Accumulator u = Accumulator::widened(uniform + k * kLanes);
       Accumulator chosen = kLeaky ? Accumulator::share_exceeds(u, positive[k], negative[k],

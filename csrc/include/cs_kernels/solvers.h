@@ -46,19 +46,24 @@ CS_INLINE_SOLVER double dot(const double* x, const double* y, int n) {
   return sum;
 }
 
+CS_INLINE_SOLVER const double* row(const double* matrix, int i, int columns) {
+  return matrix + static_cast<std::int64_t>(i) * columns;
+}
+
 // Solves A x = b for a positive definite A [n, n] (lower triangle, overwritten by its factor).
 CS_INLINE_SOLVER void cholesky(double* a, int n) {
   for (int j = 0; j < n; ++j) {
-    const double pivot = std::sqrt(std::fmax(a[j * n + j] - dot(a + j * n, a + j * n, j), 1e-300));
+    const double pivot =
+        std::sqrt(std::fmax(a[j * n + j] - dot(row(a, j, n), row(a, j, n), j), 1e-300));
     a[j * n + j] = pivot;
     for (int i = j + 1; i < n; ++i)
-      a[i * n + j] = (a[i * n + j] - dot(a + i * n, a + j * n, j)) / pivot;
+      a[i * n + j] = (a[i * n + j] - dot(row(a, i, n), row(a, j, n), j)) / pivot;
   }
 }
 
 CS_INLINE_SOLVER void cholesky_solve(const double* factor, int n, double* x) {
   for (int i = 0; i < n; ++i)
-    x[i] = (x[i] - dot(factor + i * n, x, i)) / factor[i * n + i];
+    x[i] = (x[i] - dot(row(factor, i, n), x, i)) / factor[i * n + i];
   for (int i = n; i-- > 0;) {
     double sum = x[i];
     for (int j = i + 1; j < n; ++j)
@@ -186,7 +191,7 @@ CS_INLINE_SOLVER void pcgrad(const Gramian& g, std::uint64_t key, double* weight
       const int k = static_cast<int>(drawn % static_cast<std::uint64_t>(n));
       const int j = order[k];
       order[k] = order[n - 1];
-      const double conflict = dot(own, g.data + j * g.tasks, g.tasks);
+      const double conflict = dot(own, row(g.data, j, g.tasks), g.tasks);
       if (conflict < 0 && g(j, j) > 0)
         own[j] -= conflict / g(j, j);
     }
@@ -338,7 +343,7 @@ CS_INLINE_SOLVER void nash_mtl(const Gramian& g, double* weights) {
       for (int j = 0; j < n; ++j)
         hessian[i * n + j] = c(i, j);
       hessian[i * n + i] += 1 / (v[i] * v[i]);
-      slope[i] = dot(c.matrix + i * n, v, n) - 1 / v[i];
+      slope[i] = dot(row(c.matrix, i, n), v, n) - 1 / v[i];
       step[i] = slope[i];
     }
     cholesky(hessian, n);

@@ -1,0 +1,451 @@
+"""From Gramians to weights: every backend against definitions, hand values, and TorchJD's solvers.
+
+"Better" is by the method's own definition: of a weight vector, `error` says how far it is from it.
+"""
+
+import math
+import warnings
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+import torchjd.aggregation
+from torch import Tensor
+
+import cs_kernels as cs
+from cs_kernels.ops.random import mixed, random_key
+from cs_kernels.ops.solvers import pcgrad_order
+
+CAGRAD = 0.4
+
+
+def matrices() -> list[Tensor]:
+    """200 matrices of gradients, K x N: also of low rank, badly scaled, with equal rows."""
+    torch.manual_seed(0)
+    result = []
+    for n in range(200):
+        tasks = 2 + n % 7
+        kind = (n // 7) % 6
+        rank = [tasks + 5, max(1, tasks - 2), tasks + 5, 1, tasks + 5, tasks + 5][kind]
+        rows = torch.randn(tasks, rank, dtype=torch.float64)
+        if rank < tasks:
+            rows = rows @ torch.randn(rank, tasks + 5, dtype=torch.float64)
+        if kind == 2:
+            rows[1] = rows[0]
+        if kind == 4:
+            rows *= 10.0 ** torch.linspace(-4, 4, tasks, dtype=torch.float64).unsqueeze(1)
+        if kind == 5:
+            rows = (rows + 3) * 10.0 ** (30 * torch.rand(1, dtype=torch.float64) - 15)
+        result.append(rows)
+    return result
+
+
+def stationary(rows: Tensor) -> bool:
+    """Whether zero lies in the gradients' convex hull."""
+    unit = (rows / rows.norm(dim=1, keepdim=True)).numpy()
+    system = np.vstack([unit.T, np.ones(len(unit))])
+    target = np.zeros(len(system))
+    target[-1] = 1
+    return bool(scipy.optimize.nnls(system, target)[1] < 1e-6)
+
+
+def mgda_error(rows: Tensor, weights: Tensor) -> float:
+    """The squared norm, relative to the shortest gradient's; infinite off the simplex."""
+    if weights.min() < -1e-9 or abs(weights.sum() - 1) > 1e-9:
+        return math.inf
+    return float((weights @ rows).square().sum() / rows.square().sum(1).min())
+
+
+def upgrad_error(rows: Tensor, weights: Tensor) -> float:
+    """The distance from the mean of the projections, relative to the mean length."""
+    columns = rows.numpy().T
+    scale = np.linalg.norm(columns)
+    projections = [
+        g + columns @ scipy.optimize.nnls(columns / scale, -g / scale)[0] for g in columns.T
+    ]
+    exact = torch.from_numpy(np.mean(projections, axis=0))
+    return float((weights @ rows - exact).norm() / rows.norm(dim=1).mean())
+
+
+def cagrad_error(rows: Tensor, weights: Tensor) -> float:
+    """Minus the least gain, relative to |g_0| and the longest gradient; infinite off the ball."""
+    mean = rows.mean(0)
+    direction = weights @ rows
+    if (direction - mean).norm() > CAGRAD * mean.norm() * (1 + 1e-6):
+        return math.inf
+    return -float((rows @ direction).min() / mean.norm() / rows.norm(dim=1).max())
+
+
+def aligned_error(scale: str) -> Callable[[Tensor, Tensor], float]:
+    """The distance from the update by a singular value decomposition, relative to its length."""
+
+    def error(rows: Tensor, weights: Tensor) -> float:
+        u, s, vh = torch.linalg.svd(rows, full_matrices=False)
+        kept = s**2 > s[0] ** 2 * len(rows) * torch.finfo(torch.float64).eps
+        u, s, vh = u[:, kept], s[kept], vh[kept]
+        lengths = {"min": s.min(), "median": s.median(), "rmse": (s**2).mean().sqrt()}
+        exact = lengths[scale] * u.sum(0) @ vh
+        return float((weights @ rows - exact).norm() / exact.norm())
+
+    return error
+
+
+def nash_error(rows: Tensor, weights: Tensor) -> float:
+    """How far the products a_i (G a)_i are from equal.
+
+    Where a combination of the gradients vanishes, the bargaining has no solution: then the update
+    must be of its norm at most.
+    """
+    if not (weights > 0).all():
+        return math.inf
+    if stationary(rows):
+        return 0.0 if (weights @ rows).norm() <= 1 + 1e-9 else 1.0
+    products = weights * (rows @ (weights @ rows))
+    return float((products - products.mean()).abs().max() / products.mean().abs())
+
+
+def imtl_g_error(rows: Tensor, weights: Tensor) -> float:
+    """How far the components along the gradients are from equal, and the weights' sum from one."""
+    if not weights.any():
+        return 1.0
+    components = (rows / rows.norm(dim=1, keepdim=True)) @ (weights @ rows)
+    cosine = components.sum().abs() / components.norm() / len(rows) ** 0.5
+    return float(1 - cosine + abs(weights.sum() - 1))
+
+
+def pcgrad_error(rows: Tensor, weights: Tensor) -> float:
+    """The distance from Algorithm 1 of its paper on the vectors themselves, in the same orders."""
+    key = mixed(random_key(5, 0))
+    total = torch.zeros_like(rows[0])
+    for i, g in enumerate(rows):
+        own = g.clone()
+        for j in pcgrad_order(key, len(rows), i):
+            if own @ rows[j] < -1e-12 * own.norm() * rows[j].norm():
+                own -= (own @ rows[j]) / (rows[j] @ rows[j]) * rows[j]
+        total += own
+    return float((weights @ rows - total).norm() / rows.norm(dim=1).sum())
+
+
+class _OurOrders:
+    """In place of torch.randperm in TorchJD's PCGrad."""
+
+    def __init__(self, tasks: int) -> None:
+        self.tasks = tasks
+        self.key = mixed(random_key(5, 0))
+        self.next = 0
+
+    def __call__(self, n: int) -> Tensor:
+        order = pcgrad_order(self.key, n, self.next)
+        self.next += 1
+        return torch.tensor(order)
+
+
+# Of each method: ours, TorchJD's as weights in our convention, how far weights are from it.
+CASES = {
+    "PCGrad": (cs.PCGrad(seed=5), lambda k: torchjd.aggregation.PCGrad(), 1, pcgrad_error),
+    "CAGrad": (
+        cs.CAGrad(CAGRAD, rescale=0),
+        lambda k: torchjd.aggregation.CAGrad(CAGRAD),
+        1,
+        cagrad_error,
+    ),
+    "MGDA": (cs.MGDA(), lambda k: torchjd.aggregation.MGDA(), 1, mgda_error),
+    "UPGrad": (cs.UPGrad(), lambda k: torchjd.aggregation.UPGrad(), 1, upgrad_error),
+    "NashMTL": (cs.NashMTL(), lambda k: torchjd.aggregation.NashMTL(k), 1, nash_error),
+    "IMTLG": (cs.IMTLG(), lambda k: torchjd.aggregation.IMTLG(), 1, imtl_g_error),
+    **{
+        f"AlignedMTL-{scale}": (
+            cs.AlignedMTL(scale),
+            lambda k, scale=scale: torchjd.aggregation.AlignedMTL(scale_mode=scale),
+            None,  # theirs is the mean
+            aligned_error(scale),
+        )
+        for scale in ("min", "median", "rmse")
+    },
+}
+
+
+def _theirs(make: Callable[[int], torch.nn.Module], rows: Tensor) -> Tensor | None:
+    """TorchJD's weights; None where it raises."""
+    aggregator = make(len(rows))
+    weighting = getattr(aggregator, "gramian_weighting", None)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return weighting(rows @ rows.T) if weighting is not None else aggregator.weighting(rows)
+    except Exception:
+        return None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equal_to_torchjd_or_better(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To 1e-4, or nearer to the definition, on 200 Gramians."""
+    method, make, factor, error = CASES[name]
+    equal = better = 0
+    for rows in matrices():
+        if name == "PCGrad":
+            method.load_state_dict({"steps": 0})
+            monkeypatch.setattr(torch, "randperm", _OurOrders(len(rows)))
+        ours = method.weights(rows @ rows.T)
+        theirs = _theirs(make, rows)
+        monkeypatch.undo()
+        assert ours.isfinite().all()
+        if theirs is not None:
+            theirs = theirs * (len(rows) if factor is None else factor)
+            update, other = ours @ rows, theirs @ rows
+            if (update - other).norm() <= 1e-4 * other.norm():
+                equal += 1
+                continue
+        ours_error = error(rows, ours)
+        theirs_error = math.inf if theirs is None else error(rows, theirs)
+        assert ours_error <= max(theirs_error + 1e-9, 1e-6), (rows, ours, theirs)
+        better += 1
+    assert equal + better == 200
+    assert equal >= 40
+
+
+CONFLICT = torch.tensor([[1.0, -1.0], [-1.0, 4.0]], dtype=torch.float64)
+ORTHOGONAL = torch.diag(torch.tensor([4.0, 1.0], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("method", "gramian", "expected"),
+    [
+        # g_1 = (1, 0) and g_2 = (-1, sqrt 3): each loses -1 / |other|^2 of the other.
+        (cs.PCGrad(), CONFLICT, [2.0, 1.25]),
+        (cs.PCGrad("mean"), CONFLICT, [1.0, 0.625]),
+        (cs.UPGrad(), CONFLICT, [1.0, 0.625]),
+        # (g_2 - g_1) w = 0 on the segment: w_1 = (4 + 1) / 7.
+        (cs.MGDA(), CONFLICT, [5 / 7, 2 / 7]),
+        (cs.MGDA("l2"), CONFLICT, [0.5, 0.5]),
+        # G v = (1, 2) has v = (2, 1).
+        (cs.IMTLG(), CONFLICT, [2 / 3, 1 / 3]),
+        # a_1^2 - a_1 a_2 = 1 = 4 a_2^2 - a_1 a_2: a_1 = 2 a_2 = sqrt 2; the norm is sqrt 2.
+        (cs.NashMTL(max_norm=0), CONFLICT, [2**0.5, 0.5**0.5]),
+        (cs.NashMTL(), CONFLICT, [1.0, 0.5]),
+        (cs.AlignedMTL("min"), ORTHOGONAL, [0.5, 1.0]),
+        (cs.AlignedMTL("median"), ORTHOGONAL, [0.5, 1.0]),
+        (cs.AlignedMTL("rmse"), ORTHOGONAL, [2.5**0.5 / 2, 2.5**0.5]),
+        # g_0 = (1, 1/2); all of the radius 0.4 sqrt(1.25) goes to the second, which gains less.
+        (cs.CAGrad(0.4, rescale=0), ORTHOGONAL, [0.5, 0.5 + 0.4 * 1.25**0.5]),
+        # Along g_0 by symmetry: |d| = 1 + c of it.
+        (cs.CAGrad(0.4, rescale=0), torch.eye(2), [0.7, 0.7]),
+        (cs.CAGrad(0.4, rescale=1), torch.eye(2), [0.7 / 1.16, 0.7 / 1.16]),
+        (cs.CAGrad(0.4, rescale=2), torch.eye(2), [0.5, 0.5]),
+        (cs.CAGrad(0.0), CONFLICT, [0.5, 0.5]),
+    ],
+    ids=repr,
+)
+def test_hand_computed_weights(
+    backend: str, method: cs.GramianMethod, gramian: Tensor, expected: list[float]
+) -> None:
+    expected_weights = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(method.weights(gramian), expected_weights, rtol=1e-8, atol=1e-8)
+
+
+DETERMINISTIC = [
+    cs.CAGrad(),
+    cs.MGDA(),
+    cs.MGDA("l2"),
+    cs.UPGrad(),
+    cs.NashMTL(),
+    cs.IMTLG(),
+    cs.AlignedMTL("min"),
+    cs.AlignedMTL("median"),
+    cs.AlignedMTL("rmse"),
+]
+
+
+def _random_rows(tasks: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tasks, tasks + 4, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("method", DETERMINISTIC, ids=repr)
+def test_permuting_tasks_permutes_weights(
+    backend: str, method: cs.GramianMethod, tasks: int
+) -> None:
+    rows = _random_rows(tasks, tasks)
+    order = torch.randperm(tasks)
+    direct = method.weights(rows @ rows.T)
+    permuted = method.weights(rows[order] @ rows[order].T)
+    torch.testing.assert_close(permuted, direct[order], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e-3, 1e15])
+@pytest.mark.parametrize("method", [cs.PCGrad(), *DETERMINISTIC], ids=repr)
+def test_scaling_all_gradients(backend: str, method: cs.GramianMethod, scale: float) -> None:
+    """The weights stay: the update scales. Nash-MTL's, whose norm is fixed, scale inversely."""
+    rows = _random_rows(4, 0)
+    method.load_state_dict({"steps": 0, "weights": None})
+    direct = method.weights(rows @ rows.T)
+    method.load_state_dict({"steps": 0, "weights": None})
+    scaled = method.weights((scale * rows) @ (scale * rows).T)
+    if isinstance(method, cs.NashMTL):
+        scaled = scaled * scale
+    torch.testing.assert_close(scaled, direct, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "method", [cs.UPGrad(), cs.MGDA(), cs.MGDA("l2"), cs.NashMTL(), cs.CAGrad(1.0)], ids=repr
+)
+def test_update_in_conflict_with_no_task(backend: str, method: cs.GramianMethod, seed: int) -> None:
+    """What these methods promise; MGDA with normalized gradients promises it to those."""
+    rows = _random_rows(2 + seed % 6, seed)
+    if method.weights(rows @ rows.T).isnan().any():
+        pytest.fail("not finite")
+    if getattr(method, "normalize", None) == "l2":
+        rows = rows / rows.norm(dim=1, keepdim=True)
+    update = method.weights(rows @ rows.T) @ rows
+    assert (rows @ update).min() >= -1e-8 * rows.norm() * update.norm()
+
+
+def test_impartial_and_bargaining_ignore_lengths(backend: str) -> None:
+    """IMTL-G's direction and Nash-MTL's update do not change when one gradient is scaled."""
+    rows = _random_rows(3, 1)
+    longer = rows * torch.tensor([[1.0], [1e3], [1.0]], dtype=torch.float64)
+    nash = cs.NashMTL()
+    first, second = (nash.weights(r @ r.T) @ r for r in (rows, longer))
+    torch.testing.assert_close(first, second, rtol=1e-6, atol=1e-9)
+    impartial = cs.IMTLG()
+    first, second = (impartial.weights(r @ r.T) @ r for r in (rows, longer))
+    torch.testing.assert_close(first / first.norm(), second / second.norm(), rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (cs.PCGrad(), 1.0),
+        (cs.CAGrad(rescale=0), 1 / 3),
+        (cs.MGDA(), 1 / 3),
+        (cs.UPGrad(), 1 / 3),
+        (cs.NashMTL(), 0.0),
+        (cs.IMTLG(), 0.0),
+        (cs.AlignedMTL(), 1.0),
+    ],
+    ids=repr,
+)
+def test_gradients_of_zero(backend: str, method: cs.GramianMethod, expected: float) -> None:
+    """The documented weights, finite ones, where there is nothing to solve."""
+    weights = method.weights(torch.zeros(3, 3, dtype=torch.float64))
+    torch.testing.assert_close(weights, torch.full((3,), expected, dtype=torch.float64))
+
+
+def test_one_gradient_of_zero(backend: str) -> None:
+    gramian = torch.diag(torch.tensor([4.0, 0.0, 1.0], dtype=torch.float64))
+    assert cs.MGDA().weights(gramian).tolist() == [0.0, 1.0, 0.0]
+    assert cs.NashMTL().weights(gramian)[1] == 0
+    assert cs.IMTLG().weights(gramian)[1] == 0
+    assert cs.PCGrad().weights(gramian).tolist() == [1.0, 1.0, 1.0]
+    for method in DETERMINISTIC:
+        assert method.weights(gramian).isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
+@pytest.mark.parametrize("method", [cs.PCGrad(), *DETERMINISTIC], ids=repr)
+def test_degenerate_gramians_give_finite_weights(
+    backend: str, method: cs.GramianMethod, scale: float
+) -> None:
+    opposed = torch.tensor([[1.0, 2.0], [-1.0, -2.0]])
+    equal = torch.ones(4, 3)
+    line = torch.tensor([[1.0], [-2.0], [3.0], [1e-15], [1e15]])
+    cancelling = torch.tensor([[1.0, 0.0], [-0.5, 3**0.5 / 2], [-0.5, -(3**0.5) / 2]])
+    for rows in (opposed, equal, line, cancelling, opposed[:1]):
+        rows = scale * rows.double()
+        weights = method.weights(rows @ rows.T)
+        assert weights.isfinite().all()
+        assert (weights @ rows).isfinite().all()
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("method", [cs.PCGrad(), *DETERMINISTIC], ids=repr)
+def test_what_is_not_finite_reaches_the_weights(
+    backend: str, method: cs.GramianMethod, wrong: float
+) -> None:
+    gramian = torch.eye(3, dtype=torch.float64)
+    gramian[1, 1] = wrong
+    assert method.weights(gramian).isnan().all()
+
+
+@pytest.mark.parametrize("method", DETERMINISTIC, ids=repr)
+def test_several_gramians_at_once(backend: str, method: cs.GramianMethod) -> None:
+    rows = torch.randn(5, 3, 7, dtype=torch.float64)
+    together = method.weights(rows @ rows.mT)
+    for of_all, r in zip(together, rows, strict=True):
+        torch.testing.assert_close(of_all, method.weights(r @ r.T), rtol=1e-9, atol=1e-12)
+
+
+def test_pcgrad_orders(backend: str) -> None:
+    """New ones every step, other ones for another seed, the same ones from a state."""
+    rows = _random_rows(8, 3) - 0.5
+    gramian = rows @ rows.T
+    method = cs.PCGrad(seed=1)
+    first = method.weights(gramian)
+    state = method.state_dict()
+    second = method.weights(gramian)
+    assert not torch.equal(first, second)
+    assert not torch.equal(first, cs.PCGrad(seed=2).weights(gramian))
+    resumed = cs.PCGrad(seed=1)
+    resumed.load_state_dict(state)
+    assert torch.equal(resumed.weights(gramian), second)
+
+
+def test_pcgrad_orders_are_uniform() -> None:
+    """Every order of three others turns up equally often, for every task."""
+    counts: dict[tuple[int, ...], int] = {}
+    for step in range(4000):
+        for i in range(4):
+            order = pcgrad_order(mixed(random_key(0, step)), 4, i)
+            relative = tuple((j - i) % 4 for j in order)
+            counts[relative] = counts.get(relative, 0) + 1
+    assert len(counts) == 6
+    expected = 16000 / 6
+    chi_square = sum((n - expected) ** 2 / expected for n in counts.values())
+    assert chi_square < 20.5  # exceeded by one in a thousand, at 5 degrees of freedom
+
+
+def test_nash_keeps_weights() -> None:
+    """For `update_every` steps; an overflow in between does not stay."""
+    method = cs.NashMTL(update_every=2, max_norm=0)
+    first = method.weights(CONFLICT)
+    assert torch.equal(method.weights(2 * CONFLICT), first)
+    assert not torch.equal(method.weights(2 * CONFLICT), first)
+    kept = method.weights(CONFLICT)
+    assert method.weights(torch.full_like(CONFLICT, math.inf)).isnan().all()
+    assert torch.equal(method.weights(CONFLICT), kept)
+    assert method.weights(torch.eye(3, dtype=torch.float64)).shape == (3,)
+    resumed = cs.NashMTL(update_every=2, max_norm=0)
+    resumed.load_state_dict(method.state_dict())
+    assert torch.equal(resumed.weights(torch.eye(3)), method.weights(torch.eye(3)))
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (0, 0)], ids=str)
+def test_gramians_of_wrong_shape(backend: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"gramian must have shape \[\.\.\., K, K\]"):
+        cs.UPGrad().weights(torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: cs.PCGrad("max"), "reduction must be 'sum' or 'mean', got 'max'"),
+        (lambda: cs.PCGrad(groups="row"), "groups must be 'all' or 'layer', got 'row'"),
+        (lambda: cs.CAGrad(-1.0), "c must be finite and at least 0, got -1.0"),
+        (lambda: cs.CAGrad(rescale=3), "rescale must be 0, 1 or 2, got 3"),
+        (lambda: cs.MGDA("l1"), r"normalize must be None, 'l2', 'loss' or 'loss\+', got 'l1'"),
+        (lambda: cs.AlignedMTL("max"), "scale must be 'min', 'median' or 'rmse', got 'max'"),
+        (lambda: cs.NashMTL(0), "update_every must be at least 1, got 0"),
+        (lambda: cs.NashMTL(max_norm=-1), "max_norm must be finite and at least 0, got -1"),
+        (lambda: cs.GradDrop(1.5), r"leak must lie in \[0, 1\], got 1.5"),
+        (lambda: cs.GradDrop([0.5, -0.5]), r"leak must lie in \[0, 1\], got -0.5"),
+    ],
+)
+def test_options_are_checked(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
