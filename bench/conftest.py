@@ -1,9 +1,8 @@
-"""Collects the cases, prints them against the limit, and keeps a record."""
+"""Collects the cases of a run, prints them as tables, and keeps them as records."""
 
 import json
 import os
 import platform
-import statistics
 import subprocess
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -12,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tables
 import torch
 
 from cs_kernels import _C
 
-RECORDS = Path(__file__).parent / "results" / "cpu.jsonl"
-PEERS = ("textbook PCGrad", "TorchJD matrix", "TorchJD step", "reference")
+RESULTS = Path(__file__).parent / "results"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,101 +36,30 @@ def _threads() -> Iterator[None]:
 
 
 class Report:
-    """The cases of one run."""
+    """The cases of one run, by table."""
 
     def __init__(self) -> None:
-        self.cases: list[dict[str, Any]] = []
+        self.tables: dict[str, list[dict[str, Any]]] = {}
 
-    def add(
-        self,
-        *,
-        steps: list[float],
-        copies: list[float],
-        moved: int,
-        peers: dict[str, float],
-        **case: Any,
-    ) -> None:
-        """Of a case: times of the step and of the copy of as many bytes before each."""
-        quantiles = statistics.quantiles(steps, n=10)
-        self.cases.append(
-            {
-                **case,
-                "bytes": moved,
-                "peers": {
-                    name: {"seconds": value, "ratio": value / statistics.median(steps)}
-                    for name, value in peers.items()
-                },
-                "milliseconds": {
-                    name: 1e3 * value
-                    for name, value in zip(
-                        ("p20", "p50", "p80"),
-                        (quantiles[1], quantiles[4], quantiles[7]),
-                        strict=True,
-                    )
-                },
-                "copy_gigabytes_per_second": moved / statistics.median(copies) / 1e9,
-                "times_the_limit": statistics.median(
-                    step / copy for step, copy in zip(steps, copies, strict=True)
-                ),
-            }
-        )
+    def add(self, table: str, **case: Any) -> None:
+        self.tables.setdefault(table, []).append(case)
 
-    def lines(self) -> list[str]:
-        head = (
-            f"{'network':9} {'K':>2} {'dtype':8} {'N':>9} {'MB':>6} {'ms p50':>7} {'copy GB/s':>9}"
-            f" {'x limit':>7}" + "".join(f" {'x ' + peer:>17}" for peer in PEERS)
-        )
-        rows = [
-            f"{c['network']:9} {c['tasks']:2} {c['dtype']:8} {c['numel']:9} {c['bytes'] / 1e6:6.1f}"
-            f" {c['milliseconds']['p50']:7.2f} {c['copy_gigabytes_per_second']:9.1f}"
-            f" {c['times_the_limit']:7.2f}"
-            + "".join(f" {c['peers'][peer]['ratio']:17.1f}" for peer in PEERS)
-            for c in self.cases
-        ]
-        return [
-            "x limit: time of the fused step over that of a copy of (K+2) N elements' bytes",
-            "x peer: time of the peer over that of the fused step",
-            "TorchJD's PCGrad: on a matrix that is there, and from all gradients to .grad (step)",
-            head,
-            *rows,
-            *self.targets(),
-        ]
 
-    def targets(self) -> list[str]:
-        """The aims for K = 4, ResNet-18, float32, and whether this run met them."""
-        for case in self.cases:
-            if (case["network"], case["tasks"], case["dtype"]) == ("resnet18", 4, "float32"):
-                peers = case["peers"]
-                aims = [
-                    ("limit", case["times_the_limit"], case["times_the_limit"] <= 1.25, "<= 1.25"),
-                    *(
-                        (peer, peers[peer]["ratio"], peers[peer]["ratio"] >= aim, f">= {aim}")
-                        for peer, aim in (("TorchJD step", 5), ("textbook PCGrad", 20))
-                    ),
-                ]
-                return [
-                    f"aim at K = 4, ResNet-18, float32: x {name} {wanted}: {value:.2f},"
-                    f" {'met' if met else 'NOT met'}"
-                    for name, value, met, wanted in aims
-                ]
-        return []
-
-    def record(self) -> dict[str, Any]:
-        root = Path(__file__).parent
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout.strip()
-        return {
-            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "commit": commit,
-            "machine": machine(),
-            "versions": {name: version(name) for name in ("cs_kernels", "torch", "torchjd")},
-            "cases": self.cases,
-        }
+def record(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"],
+        cwd=RESULTS.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit,
+        "machine": machine(),
+        "versions": {name: version(name) for name in ("cs_kernels", "torch", "torchjd")},
+        "cases": cases,
+    }
 
 
 def machine() -> dict[str, Any]:
@@ -161,17 +89,23 @@ def report() -> Report:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    if not _report.cases:
+    if not _report.tables:
         return
-    terminalreporter.section("fused Phase 2 against the limit of memory")
+    terminalreporter.section("measured")
     terminalreporter.line(json.dumps(machine()))
-    for line in _report.lines():
-        terminalreporter.line(line)
-    if not config.getoption("--quick"):
-        RECORDS.parent.mkdir(exist_ok=True)
-        with RECORDS.open("a") as file:
-            file.write(json.dumps(_report.record()) + "\n")
-        import plot
+    whole = not config.getoption("--quick") and not config.getoption("-k")
+    commit = record([])  # before the records change the tree
+    for name, cases in _report.tables.items():
+        terminalreporter.line("")
+        for line in tables.LINES[name](cases):
+            terminalreporter.line(line)
+        if whole:
+            RESULTS.mkdir(exist_ok=True)
+            path = RESULTS / f"{name}.jsonl"
+            with path.open("a") as file:
+                file.write(json.dumps({**commit, "cases": cases}) + "\n")
+            if name in tables.PLOTTED:
+                import plot
 
-        plot.draw(RECORDS, RECORDS.with_suffix(".png"))
-        terminalreporter.line(f"record appended to {RECORDS}")
+                plot.draw(name, path, path.with_suffix(".png"))
+            terminalreporter.line(f"record appended to {path}")

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
@@ -10,21 +11,38 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 
-def draw(records: Path, picture: Path) -> None:
-    """Writes a PNG from the last line of a record file."""
-    record = json.loads(records.read_text().splitlines()[-1])
-    cases = record["cases"]
+def _phase2(cases: list[dict[str, Any]]) -> tuple[list[str], dict[str, list[float]]]:
     names = [f"{c['network']}\nK={c['tasks']} {c['dtype']}" for c in cases]
     series = {"limit": [1.0] * len(cases), "fused step": [c["times_the_limit"] for c in cases]}
     for peer in cases[0]["peers"]:
         series[peer] = [c["times_the_limit"] * c["peers"][peer]["ratio"] for c in cases]
-    figure, axes = plt.subplots(figsize=(max(7, 1.1 * len(cases)), 4), layout="constrained")
+    return names, series
+
+
+def _methods(cases: list[dict[str, Any]]) -> tuple[list[str], dict[str, list[float]]]:
+    chosen = [c for c in cases if c["network"] == "resnet18" and c["tasks"] in (4, 16)]
+    chosen.sort(key=lambda c: c["tasks"])
+    names = [f"{c['method']}\nK={c['tasks']}" for c in chosen]
+    series = {"limit": [1.0] * len(chosen), "ours": [c["times_the_limit"] for c in chosen]}
+    for peer in ("TorchJD step", "textbook"):
+        series[peer] = [
+            c["times_the_limit"] * c["peers"].get(peer, {}).get("ratio", float("nan"))
+            for c in chosen
+        ]
+    return names, series
+
+
+def draw(table: str, records: Path, picture: Path) -> None:
+    """Writes a PNG from the last line of a record file."""
+    record = json.loads(records.read_text().splitlines()[-1])
+    names, series = {"phase2": _phase2, "methods": _methods}[table](record["cases"])
+    figure, axes = plt.subplots(figsize=(max(7, 1.1 * len(names)), 4), layout="constrained")
     width = 0.8 / len(series)
     for i, (name, values) in enumerate(series.items()):
-        places = [x + (i - len(series) / 2 + 0.5) * width for x in range(len(cases))]
+        places = [x + (i - len(series) / 2 + 0.5) * width for x in range(len(names))]
         axes.bar(places, values, width, label=name)
     axes.set_yscale("log")
-    axes.set_xticks(range(len(cases)), names, fontsize=7)
+    axes.set_xticks(range(len(names)), names, fontsize=7)
     axes.set_ylabel("time / limit of memory")
     axes.set_title(
         f"{record['machine']['cpu']}, {record['machine']['threads']} threads,"
@@ -37,4 +55,4 @@ def draw(records: Path, picture: Path) -> None:
 
 
 if __name__ == "__main__":
-    draw(Path(sys.argv[1]), Path(sys.argv[2]))
+    draw(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

@@ -48,9 +48,9 @@ class NashMTL(GramianMethod):
             weights: Tensor = torch.ops.cs_kernels.nash_mtl_weights(gramian)
             # A step that overflowed is not to spoil those after it.
             before = torch.ones_like(weights) if kept is None or kept.shape != shape else kept
-            self._kept = torch.where(weights.isfinite().all(), weights, before.to(weights.device))
+            self._kept = torch.where(weights.isfinite().all(), weights, before.to(weights))
         else:
-            weights = kept.to(gramian.device)
+            weights = kept.to(gramian)
         self._steps += 1
         if self.max_norm == 0:
             return weights

@@ -38,7 +38,7 @@ def _correlations(g: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and vectors; rows in the order of their size keep the digits of the small ones."""
+    """Eigenvalues and vectors; in the order of their size, small rows keep their digits."""
     order = g.diagonal().argsort()
     values, vectors = torch.linalg.eigh(g[order][:, order], UPLO="U")
     return values, vectors[order.argsort()]

@@ -1,0 +1,103 @@
+"""The cases of a run as lines of text, and whether they meet their aims."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Cases = list[dict[str, Any]]
+
+PHASE2_PEERS = ("textbook PCGrad", "TorchJD matrix", "TorchJD step", "reference")
+METHOD_PEERS = ("TorchJD step", "TorchJD matrix", "textbook")
+PLOTTED = ("phase2", "methods")
+
+
+def _aim(name: str, value: float, met: bool, wanted: str) -> str:
+    return f"aim: {name} {wanted}: {value:.2f}, {'met' if met else 'NOT met'}"
+
+
+def phase2(cases: Cases) -> Iterator[str]:
+    """Fused Phase 2 against the limit of memory."""
+    yield "fused Phase 2 against the limit of memory"
+    yield "x limit: time of the fused step over that of a copy of (K+2) N elements' bytes"
+    yield "x peer: time of the peer over that of the fused step"
+    yield "TorchJD's PCGrad: on a matrix that is there, and from all gradients to .grad (step)"
+    yield (
+        f"{'network':9} {'K':>2} {'dtype':8} {'N':>9} {'MB':>6} {'ms p50':>7} {'copy GB/s':>9}"
+        f" {'x limit':>7}" + "".join(f" {'x ' + peer:>17}" for peer in PHASE2_PEERS)
+    )
+    for c in cases:
+        yield (
+            f"{c['network']:9} {c['tasks']:2} {c['dtype']:8} {c['numel']:9} {c['bytes'] / 1e6:6.1f}"
+            f" {c['milliseconds']['p50']:7.2f} {c['copy_gigabytes_per_second']:9.1f}"
+            f" {c['times_the_limit']:7.2f}"
+            + "".join(f" {c['peers'][peer]['ratio']:17.1f}" for peer in PHASE2_PEERS)
+        )
+    for c in cases:
+        if (c["network"], c["tasks"], c["dtype"]) == ("resnet18", 4, "float32"):
+            limit = c["times_the_limit"]
+            yield _aim("K = 4, ResNet-18, float32, x limit", limit, limit <= 1.25, "<= 1.25")
+            for peer, wanted in (("TorchJD step", 5), ("textbook PCGrad", 20)):
+                ratio = c["peers"][peer]["ratio"]
+                yield _aim(f"x {peer}", ratio, ratio >= wanted, f">= {wanted}")
+
+
+def methods(cases: Cases) -> Iterator[str]:
+    """Every method against TorchJD and the textbook."""
+    yield "methods from K x .grad to .grad; matrix: on a K x N matrix that is already there"
+    yield "x limit: over a copy of (2K+1) N elements' bytes, (K+1) N of GradDrop"
+    yield "syncs: host synchronizations that the same torch code makes on a GPU"
+    yield (
+        f"{'network':9} {'K':>2} {'method':11} {'MB':>6} {'step ms':>8} {'matrix ms':>9}"
+        f" {'x limit':>7}"
+        + "".join(f" {'x ' + peer:>16}" for peer in METHOD_PEERS)
+        + "  syncs ours/TorchJD/textbook"
+    )
+    for c in cases:
+        ratios = [c["peers"].get(peer, {}).get("ratio") for peer in METHOD_PEERS]
+        syncs = "/".join(
+            str(c["synchronizations"].get(who, "-")) for who in ("ours", "TorchJD", "textbook")
+        )
+        yield (
+            f"{c['network']:9} {c['tasks']:2} {c['method']:11} {c['bytes'] / 1e6:6.0f}"
+            f" {c['milliseconds']['step']:8.2f} {c['milliseconds']['matrix']:9.2f}"
+            f" {c['times_the_limit']:7.2f}"
+            + "".join(f" {'-':>16}" if r is None else f" {r:16.1f}" for r in ratios)
+            + f"  {syncs}"
+        )
+    for c in cases:
+        if (c["network"], c["tasks"]) == ("resnet18", 4):
+            wanted = 20 if c["method"] == "GradDrop" else 4
+            ratio = c["peers"]["TorchJD step"]["ratio"]
+            name = f"K = 4, ResNet-18, {c['method']} x TorchJD step"
+            yield _aim(name, ratio, ratio >= wanted, f">= {wanted}")
+
+
+def solvers(cases: Cases) -> Iterator[str]:
+    """From the Gramian to the weights."""
+    yield "solvers, microseconds a call; the slower of a regular and a singular Gramian"
+    names = list(cases[0]["microseconds"])
+    yield f"{'K':>2}" + "".join(f" {name:>11}" for name in names)
+    for c in cases:
+        yield f"{c['tasks']:2}" + "".join(f" {c['microseconds'][name]:11.1f}" for name in names)
+    for c in cases:
+        if c["tasks"] == 8:
+            slowest = max(c["microseconds"].values())
+            yield _aim("slowest solver at K = 8, microseconds", slowest, slowest < 50, "< 50")
+
+
+def steps(cases: Cases) -> Iterator[str]:
+    """Whole training steps."""
+    yield "training steps in the demo's network, all methods in turn"
+    yield f"{'method':16} {'step ms':>8} {'surgery ms':>10} {'over Phase 1':>12}"
+    for c in cases:
+        yield (
+            f"{c['method']:16} {c['milliseconds']:8.1f} {c['surgery_milliseconds']:10.2f}"
+            f" {100 * c['over_phase_1']:+11.1f}%"
+        )
+
+
+LINES: dict[str, Callable[[Cases], Iterator[str]]] = {
+    "phase2": phase2,
+    "methods": methods,
+    "solvers": solvers,
+    "steps": steps,
+}
