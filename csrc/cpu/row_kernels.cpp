@@ -18,6 +18,9 @@ constexpr std::int64_t kProductPanel = 128; // elements: 16 KB of doubles at 16 
 
 CS_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
+// Where a panel is read and then worked on, memory would rest meanwhile. Any address will do.
+CS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
 template <class Type, int kRows>
 void add_energies_of(const typename Type::Element* x, std::int64_t n, std::int64_t apart,
                      double* energies) {
@@ -213,8 +216,10 @@ void combine_panels(const void* const* gradients, const double* weights, int cou
     for (int j = 0; j < count; ++j) {
       const auto w = static_cast<typename Accumulator::Lane>(weights[j]);
       const auto* g = static_cast<const Element*>(gradients[j]) + start;
-      for (std::int64_t k = 0; k * kLanes < size; ++k)
+      for (std::int64_t k = 0; k * kLanes < size; ++k) {
+        prefetch(g + k * kLanes + kPanel);
         sum[k].add_product(w, load_some<Type>(g + k * kLanes, size - k * kLanes));
+      }
     }
     for (std::int64_t k = 0; k * kLanes < size; ++k)
       if (start >= head && (k + 1) * kLanes <= size)
@@ -238,53 +243,67 @@ void combine(const void* const* gradients, const double* weights, int count, std
     unrolled_for[count - 1](gradients, weights, n, stream, out);
 }
 
-// <a_i, b_j> of two pairs of rows of a panel: as many multiplications as loads, and few enough sums
-// for every instruction set's registers.
-template <class V>
-CS_INLINE void products_of_pairs(const V* a, const V* b, std::int64_t stride, std::int64_t vectors,
-                                 Doubles (*totals)[2]) {
-  V sums[2][2] = {};
-  for (std::int64_t k = 0; k < vectors; ++k)
-    unrolled<2>([&](int i) CS_LAMBDA_INLINE {
-      unrolled<2>([&](int j) CS_LAMBDA_INLINE {
-        sums[i][j].add_product(a[i * stride + k], b[j * stride + k]);
+// Products of the rows of a panel are summed tile by tile of rows, with as many sums as fit into
+// the registers.
+constexpr int kTile = kRegisterBytes == 64 ? 4 : 2;
+
+// totals[i][j] += <a_i, b_j>, with kDiagonal for j <= i only.
+template <bool kDiagonal, class V>
+CS_INLINE void products_of_tiles(const V* a, const V* b, std::int64_t stride, std::int64_t vectors,
+                                 Doubles (*totals)[kTile]) {
+  V sums[kTile][kTile] = {};
+  const auto each_pair = [](const auto& f) CS_LAMBDA_INLINE {
+    unrolled<kTile>([&](int i) CS_LAMBDA_INLINE {
+      unrolled<kTile>([&](int j) CS_LAMBDA_INLINE {
+        if (!kDiagonal || j <= i)
+          f(i, j);
       });
     });
-  unrolled<2>([&](int i) CS_LAMBDA_INLINE {
-    unrolled<2>([&](int j) CS_LAMBDA_INLINE { add_widened(totals[i][j], sums[i][j]); });
-  });
+  };
+  for (std::int64_t k = 0; k < vectors; ++k)
+    each_pair([&](int i, int j) CS_LAMBDA_INLINE {
+      sums[i][j].add_product(a[i * stride + k], b[j * stride + k]);
+    });
+  each_pair([&](int i, int j) CS_LAMBDA_INLINE { add_widened(totals[i][j], sums[i][j]); });
 }
 
-// A panel of all gradients is widened into L1 once, then multiplied pair of rows by pair of rows;
-// an odd number of rows has one of zeros after it.
+// A panel of all gradients is widened into L1 once, then multiplied tile by tile; rows of zeros
+// fill the last tile.
 template <class Type>
 void products(const void* const* gradients, int count, std::int64_t n, double* out) {
   using Accumulator = typename Type::Accumulator;
   constexpr std::int64_t kLanes = Accumulator::kLanes;
   constexpr std::int64_t kVectors = kProductPanel / kLanes;
   static_assert(Type::kBlock >= kProductPanel);
-  constexpr std::int64_t kPairs = kMaxTasks / 2;
-  const std::int64_t pairs = (count + 1) / 2;
-  Accumulator panel[2 * kPairs * kVectors];
-  Doubles totals[kPairs * (kPairs + 1) / 2][2][2];
-  std::memset(panel, 0, sizeof panel[0] * static_cast<std::size_t>(2 * pairs * kVectors));
-  std::memset(totals, 0, sizeof totals[0] * static_cast<std::size_t>(pairs * (pairs + 1) / 2));
+  constexpr std::int64_t kTiles = kMaxTasks / kTile;
+  const std::int64_t tiles = (count + kTile - 1) / kTile;
+  Accumulator panel[kTiles * kTile * kVectors];
+  Doubles totals[kTiles * (kTiles + 1) / 2][kTile][kTile];
+  std::memset(panel, 0, sizeof panel[0] * static_cast<std::size_t>(tiles * kTile * kVectors));
+  std::memset(totals, 0, sizeof totals[0] * static_cast<std::size_t>(tiles * (tiles + 1) / 2));
   for (std::int64_t start = 0; start < n; start += kProductPanel) {
     const std::int64_t size = smaller(kProductPanel, n - start);
     const std::int64_t vectors = (size + kLanes - 1) / kLanes;
     for (int j = 0; j < count; ++j) {
       const auto* g = static_cast<const typename Type::Element*>(gradients[j]) + start;
-      for (std::int64_t k = 0; k < vectors; ++k)
+      for (std::int64_t k = 0; k < vectors; ++k) {
+        prefetch(g + k * kLanes + 2 * kProductPanel);
         panel[j * kVectors + k] = load_some<Type>(g + k * kLanes, size - k * kLanes);
+      }
     }
-    for (std::int64_t a = 0; a < pairs; ++a)
-      for (std::int64_t b = 0; b <= a; ++b)
-        products_of_pairs(&panel[2 * a * kVectors], &panel[2 * b * kVectors], kVectors, vectors,
-                          totals[a * (a + 1) / 2 + b]);
+    const auto tile = [&](std::int64_t i) { return &panel[i * kTile * kVectors]; };
+    for (std::int64_t a = 0; a < tiles; ++a) {
+      Doubles(*row)[kTile][kTile] = &totals[a * (a + 1) / 2];
+      for (std::int64_t b = 0; b < a; ++b)
+        products_of_tiles<false>(tile(a), tile(b), kVectors, vectors, row[b]);
+      products_of_tiles<true>(tile(a), tile(a), kVectors, vectors, row[a]);
+    }
   }
   for (int i = 0; i < count; ++i)
-    for (int j = 0; j <= i; ++j)
-      out[i * (i + 1) / 2 + j] = totals[(i / 2) * (i / 2 + 1) / 2 + j / 2][i % 2][j % 2].sum();
+    for (int j = 0; j <= i; ++j) {
+      const int a = i / kTile;
+      out[i * (i + 1) / 2 + j] = totals[a * (a + 1) / 2 + j / kTile][i % kTile][j % kTile].sum();
+    }
 }
 
 // Uniform numbers for n places; n is small against 2^32.
@@ -326,6 +345,7 @@ void drop_signs_of(const void* const* gradients, const double* leaks, int count,
       const auto* g = static_cast<const Element*>(gradients[j]) + start;
       const Lane leak = static_cast<Lane>(leaks[j]);
       for (std::int64_t k = 0; k < vectors; ++k) {
+        prefetch(g + k * kLanes + kPanel);
         const Accumulator v = load_some<Type>(g + k * kLanes, size - k * kLanes);
         const Accumulator above = v.positive();
         const Accumulator below = v.not_positive();
