@@ -1,4 +1,5 @@
-# Every target sets up .venv by itself. `make test`, `make lint`, `make bench`, `make demo [QUICK=1]`.
+# Every target sets up .venv by itself. `make test`, `make lint`, `make bench`, `make demo [QUICK=1]
+# [METHODS="NAME ..."]`.
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 NATIVE := CMakeLists.txt setup.py $(shell find csrc python -name '*.cpp' -o -name '*.h')
@@ -37,7 +38,7 @@ bench: $(VENV)/.ready
 	$(PYTHON) -m pytest bench --benchmark-disable-gc --quiet
 
 demo: $(VENV)/.ready
-	$(PYTHON) examples/demo.py $(if $(QUICK),--quick)
+	$(PYTHON) examples/demo.py $(if $(QUICK),--quick) $(if $(METHODS),--methods $(METHODS))
 
 clean:
 	rm -rf $(VENV) build *.egg-info cs_kernels/_C*.so

@@ -161,20 +161,27 @@ def torchjd_matrix(aggregator: aggregation.Aggregator, matrix: Tensor) -> Tensor
     return result
 
 
-def torchjd_step(
-    aggregator: aggregation.Aggregator, parameters: list[nn.Parameter], grads: Gradients
-) -> None:
-    """What its users call: from K gradients of each parameter to its `.grad`.
+def stacked(grads: Gradients) -> list[Tensor]:
+    """TorchJD's `.jac` of each parameter: its K gradients as one tensor."""
+    return [torch.stack(of_parameter) for of_parameter in zip(*grads, strict=True)]
 
-    Its `.jac` is the gradients stacked. Where the aggregator can do without the whole matrix, which
-    is the faster way on a CPU, it does.
-    """
-    for i, parameter in enumerate(parameters):
-        parameter.jac = torch.stack([of_task[i] for of_task in grads])  # type: ignore[attr-defined]
+
+def best_options(aggregator: aggregation.Aggregator) -> dict[str, bool]:
+    """Where TorchJD can do without the whole matrix, that is the faster way on a CPU."""
+    gramian_based = isinstance(aggregator, aggregation.GramianWeightedAggregator)
+    return {"optimize_gramian_computation": True} if gramian_based else {}
+
+
+def torchjd_step(
+    aggregator: aggregation.Aggregator,
+    parameters: list[nn.Parameter],
+    jacobians: list[Tensor],
+    **options: bool,
+) -> None:
+    """What its users call: from the `.jac` of all parameters to their `.grad`."""
+    for parameter, jacobian in zip(parameters, jacobians, strict=True):
+        parameter.jac = jacobian  # type: ignore[attr-defined]
         parameter.grad = None
-    options = {}
-    if isinstance(aggregator, aggregation.GramianWeightedAggregator):
-        options["optimize_gramian_computation"] = True
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torchjd.autojac.jac_to_grad(parameters, aggregator, **options)

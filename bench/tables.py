@@ -19,7 +19,7 @@ def phase2(cases: Cases) -> Iterator[str]:
     yield "fused Phase 2 against the limit of memory"
     yield "x limit: time of the fused step over that of a copy of (K+2) N elements' bytes"
     yield "x peer: time of the peer over that of the fused step"
-    yield "TorchJD's PCGrad: on a matrix that is there, and from all gradients to .grad (step)"
+    yield "TorchJD's PCGrad: on a matrix that is there, and from .jac to .grad (step, as it comes)"
     yield (
         f"{'network':9} {'K':>2} {'dtype':8} {'N':>9} {'MB':>6} {'ms p50':>7} {'copy GB/s':>9}"
         f" {'x limit':>7}" + "".join(f" {'x ' + peer:>17}" for peer in PHASE2_PEERS)
@@ -43,6 +43,7 @@ def phase2(cases: Cases) -> Iterator[str]:
 def methods(cases: Cases) -> Iterator[str]:
     """Every method against TorchJD and the textbook."""
     yield "methods from K x .grad to .grad; matrix: on a K x N matrix that is already there"
+    yield "TorchJD step: the gradients stacked to .jac, then to .grad with its faster settings"
     yield "x limit: over a copy of (2K+1) N elements' bytes, (K+1) N of GradDrop"
     yield "syncs: host synchronizations that the same torch code makes on a GPU"
     yield (

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peers import TEXTBOOK, TORCHJD, torchjd_matrix, torchjd_step
+from peers import TEXTBOOK, TORCHJD, best_options, stacked, torchjd_matrix, torchjd_step
 from shapes import NETWORKS
 from synchronizations import host_synchronizations
 from timing import Copy, median_seconds, seconds
@@ -118,17 +118,19 @@ def test_methods(report: Any, quick: bool, network: str, tasks: int) -> None:
             steps.append(seconds(lambda: problem.step(method)))
         del copy
         theirs = TORCHJD[name](tasks)
+        options = best_options(theirs)
+
+        def torchjd() -> None:
+            jacobians = stacked(problem.grads)
+            torchjd_step(theirs, problem.parameters, jacobians, **options)
+
         peers = {
-            "TorchJD step": median_seconds(
-                lambda: torchjd_step(theirs, problem.parameters, problem.grads), peers_rounds
-            ),
+            "TorchJD step": median_seconds(torchjd, peers_rounds),
             "TorchJD matrix": median_seconds(lambda: torchjd_matrix(theirs, matrix), peers_rounds),
         }
         synchronizations = {
             "ours": host_synchronizations(lambda: problem.step(method)),
-            "TorchJD": host_synchronizations(
-                lambda: torchjd_step(theirs, problem.parameters, problem.grads)
-            ),
+            "TorchJD": host_synchronizations(torchjd),
         }
         textbook = TEXTBOOK.get(name)
         if textbook is not None:

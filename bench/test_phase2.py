@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peers import TORCHJD, textbook_pcgrad, torchjd_matrix, torchjd_step
+from peers import TORCHJD, stacked, textbook_pcgrad, torchjd_matrix, torchjd_step
 from shapes import NETWORKS
 from timing import median_seconds, seconds
 from torch import Tensor, nn
@@ -165,12 +165,13 @@ def test_phase2(
     matrix = torch.stack([torch.cat([g.flatten() for g in of_task]) for of_task in of_tasks])
     parameters = [nn.Parameter(weight.clone()) for weight in problem.weights]
     pcgrad = TORCHJD["PCGrad"](tasks)
+    jacobians = stacked(of_tasks)
     slow = 3 if network == "resnet18" else 15
     peers = {
         "textbook PCGrad": median_seconds(lambda: textbook_pcgrad(of_tasks), slow),
         "TorchJD matrix": median_seconds(lambda: torchjd_matrix(pcgrad, matrix), 3 * slow),
         "TorchJD step": median_seconds(
-            lambda: torchjd_step(pcgrad, parameters, of_tasks), 3 * slow
+            lambda: torchjd_step(pcgrad, parameters, jacobians), 3 * slow
         ),
     }
     other = make(network, tasks, dtype)

@@ -1,6 +1,6 @@
 """Trains three tasks of one photograph with every phase of the method, and prints the table.
 
-    python examples/demo.py [--quick] [--seeds 0 1 ...] [--out FOLDER]
+    python examples/demo.py [--quick] [--methods NAME ...|all] [--seeds 0 1 ...] [--out FOLDER]
 
 Every row has the same network, initial weights, crops, number of batches and learning rate. Phase 1
 takes an optimizer step a task where Phase 2 takes one for all, as the paper has it.
@@ -11,6 +11,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,16 +45,47 @@ class Settings:
 QUICK = Settings(epochs=6, steps=4, crop=64, batch=4)
 
 
-def methods(settings: Settings, seed: int) -> dict[str, tuple[cs.Method, cs.Schedule]]:
-    """The rows of the table below the single-task networks."""
-    ours = cs.ConnectionStrength
-    return {
-        "Sum": (cs.Sum(), cs.Joint()),
-        "Phase 1 only": (ours(), cs.Sequential()),
-        "Phase 2 only": (ours(), cs.Joint()),
-        "Switch": (ours(), cs.Switch(settings.epochs // 2)),
-        "Mixed": (ours(), cs.Mixed(settings.epochs, seed)),
-    }
+@dataclass(frozen=True)
+class Row:
+    """What one row of the table trains with."""
+
+    method: Callable[[], cs.Method] = cs.ConnectionStrength
+    schedule: Callable[[Settings, int], cs.Schedule] = lambda settings, seed: cs.Joint()
+    weighting: Callable[[], cs.Weighting] = cs.EqualWeights
+
+
+def _mixed(settings: Settings, seed: int) -> cs.Schedule:
+    return cs.Mixed(settings.epochs, seed)
+
+
+def _uncertainty() -> cs.Weighting:
+    return cs.UncertaintyWeights(
+        {"disparity": "regression", "normals": "regression", "edges": "classification"}
+    )
+
+
+ABLATION = {
+    "Sum": Row(cs.Sum),
+    "Phase 1 only": Row(schedule=lambda settings, seed: cs.Sequential()),
+    "Phase 2 only": Row(),
+    "Switch": Row(schedule=lambda settings, seed: cs.Switch(settings.epochs // 2)),
+    "Mixed": Row(schedule=_mixed),
+}
+OTHERS = {
+    "PCGrad": Row(cs.PCGrad),
+    "CAGrad": Row(cs.CAGrad),
+    "MGDA": Row(cs.MGDA),
+    "AlignedMTL": Row(cs.AlignedMTL),
+    "NashMTL": Row(cs.NashMTL),
+    "IMTLG": Row(cs.IMTLG),
+    "UPGrad": Row(cs.UPGrad),
+    "GradDrop": Row(cs.GradDrop),
+    "Sum+uncertainty": Row(cs.Sum, weighting=_uncertainty),
+    "Sum+DWA": Row(cs.Sum, weighting=cs.DynamicWeightAverage),
+    "Mixed+uncertainty": Row(schedule=_mixed, weighting=_uncertainty),
+    "Mixed+DWA": Row(schedule=_mixed, weighting=cs.DynamicWeightAverage),
+}
+ROWS = {**ABLATION, **OTHERS}
 
 
 class Run:
@@ -62,8 +94,7 @@ class Run:
     def __init__(
         self,
         tasks: list[str],
-        method: cs.Method,
-        schedule: cs.Schedule,
+        row: Row,
         settings: Settings,
         seed: int,
         scene: Scene,
@@ -74,11 +105,15 @@ class Run:
         self.trunk = cs.nn.convert_task_batchnorm(Trunk(), tasks)
         heads = {task: Head(channels) for task, channels in CHANNELS.items()}
         self.heads = nn.ModuleDict({task: heads[task] for task in tasks})
+        weighting = row.weighting()
         self.adam = torch.optim.Adam(
-            [*self.trunk.parameters(), *self.heads.parameters()], lr=settings.rate
+            [*self.trunk.parameters(), *self.heads.parameters(), *weighting.parameters()],
+            lr=settings.rate,
         )
         self.rate = torch.optim.lr_scheduler.PolynomialLR(self.adam, settings.epochs, power=0.9)
-        self.opt = cs.MultiTaskOptimizer(self.trunk, self.adam, tasks, method, schedule)
+        self.opt = cs.MultiTaskOptimizer(
+            self.trunk, self.adam, tasks, row.method(), row.schedule(settings, seed), weighting
+        )
         self.crops = Crops(scene, settings.crop, settings.batch, seed)
         self.losses: dict[str, list[float]] = {task: [] for task in tasks}
         self.priority: list[dict[str, list[int]]] = []
@@ -130,7 +165,9 @@ class Run:
         optimizer take of it is read from a profile of further steps, whose own cost they bear.
         """
         schedule = cs.Joint() if self.phases[-1] == 2 else cs.Sequential()
-        opt = cs.MultiTaskOptimizer(self.trunk, self.adam, self.tasks, self.opt.method, schedule)
+        opt = cs.MultiTaskOptimizer(
+            self.trunk, self.adam, self.tasks, self.opt.method, schedule, self.opt.weighting
+        )
         self.step(opt)
         whole = []
         for _ in range(steps):
@@ -152,8 +189,8 @@ class Run:
         }
 
 
-def train_all(settings: Settings, seed: int, console: Console) -> dict[str, Any]:
-    """Every row for one seed."""
+def train_all(settings: Settings, names: list[str], seed: int, console: Console) -> dict[str, Any]:
+    """Single-task networks and every row, for one seed."""
     train, test = load()
     results: dict[str, Any] = {}
     columns = (
@@ -168,7 +205,7 @@ def train_all(settings: Settings, seed: int, console: Console) -> dict[str, Any]
         timing: list[dict[str, float]] = []
         losses: dict[str, list[float]] = {}
         for task in TASKS:
-            run = Run([task], cs.Sum(), cs.Joint(), settings, seed, train)
+            run = Run([task], Row(cs.Sum), settings, seed, train)
             run.train(f"only {task}", progress)
             alone.update(run.evaluate(test))
             losses.update(run.losses)
@@ -178,8 +215,8 @@ def train_all(settings: Settings, seed: int, console: Console) -> dict[str, Any]
             "losses": losses,
             "time": {key: sum(t[key] for t in timing) for key in timing[0]},
         }
-        for name, (method, schedule) in methods(settings, seed).items():
-            run = Run(TASKS, method, schedule, settings, seed, train)
+        for name in names:
+            run = Run(TASKS, ROWS[name], settings, seed, train)
             run.train(name, progress)
             results[name] = {
                 "metrics": run.evaluate(test),
@@ -190,7 +227,7 @@ def train_all(settings: Settings, seed: int, console: Console) -> dict[str, Any]
             }
             if not console.is_terminal:
                 console.print(f"{name}: trained")
-    results["Mixed"]["coverage"] = str(run.opt.coverage())
+    results[names[-1]]["coverage"] = str(run.opt.coverage())
     for result in results.values():
         result["delta_m"] = metrics.delta_m(result["metrics"], alone)
     return results
@@ -240,13 +277,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a minute: to see that it runs")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        choices=[*ROWS, "all"],
+        default=list(ABLATION),
+        metavar="NAME",
+        help=f"rows of the table: {', '.join(ROWS)}, or all; by default the first five",
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
     options = parser.parse_args()
     settings = QUICK if options.quick else Settings()
     console = Console()
     start = time.perf_counter()
-    runs = [train_all(settings, seed, console) for seed in options.seeds]
+    names = list(ROWS) if "all" in options.methods else options.methods
+    runs = [train_all(settings, names, seed, console) for seed in options.seeds]
 
     head, rows = table_rows(runs)
     table = Table(
@@ -261,7 +307,7 @@ def main() -> None:
         "* the task's primary metric; ↓ lower is better, ↑ higher; Δm is against Single-task."
     )
     console.print("A step is one batch for all tasks; surgery includes moving the gradients.")
-    console.print(runs[-1]["Mixed"].pop("coverage"))
+    console.print(runs[-1][names[-1]].pop("coverage"))
 
     options.out.mkdir(parents=True, exist_ok=True)
     record = {
@@ -275,10 +321,10 @@ def main() -> None:
     (options.out / "results.md").write_text("\n".join(markdown) + "\n")
     last = runs[-1]
     plots.losses(last, TASKS, options.out / "losses.png")
-    plots.priority(last, TASKS, ["Phase 1 only", "Mixed"], options.out / "priority.png")
-    plots.correlation(
-        last, TASKS, ["Phase 1 only", "Phase 2 only"], options.out / "correlation.png"
-    )
+    pair = [name for name in ("Phase 1 only", "Mixed") if name in last] or names[:2]
+    plots.priority(last, TASKS, pair, options.out / "priority.png")
+    pair = [name for name in ("Phase 1 only", "Phase 2 only") if name in last] or names[:2]
+    plots.correlation(last, TASKS, pair, options.out / "correlation.png")
     console.print(f"written to {options.out} after {time.perf_counter() - start:.0f} s")
 
 

@@ -27,7 +27,9 @@ def losses(runs: dict[str, Any], tasks: list[str], path: Path) -> None:
 
 def priority(runs: dict[str, Any], tasks: list[str], names: list[str], path: Path) -> None:
     """The share of channels that each task has priority over: by epoch, and by layer at the end."""
-    figure, axes = plt.subplots(2, len(names), figsize=(5 * len(names), 6.4), layout="constrained")
+    figure, axes = plt.subplots(
+        2, len(names), figsize=(5 * len(names), 6.4), layout="constrained", squeeze=False
+    )
     for column, name in enumerate(names):
         history = runs[name]["priority"]
         overall = np.array([_shares(np.concatenate(list(e.values())), len(tasks)) for e in history])
@@ -60,9 +62,9 @@ def loss_correlation(losses: dict[str, list[float]]) -> np.ndarray:
 def correlation(runs: dict[str, Any], tasks: list[str], names: list[str], path: Path) -> None:
     """How much the losses of two tasks fall together."""
     figure, axes = plt.subplots(
-        1, len(names), figsize=(3.6 * len(names), 3.2), layout="constrained"
+        1, len(names), figsize=(3.6 * len(names), 3.2), layout="constrained", squeeze=False
     )
-    for ax, name in zip(axes, names, strict=True):
+    for ax, name in zip(axes[0], names, strict=True):
         matrix = loss_correlation(runs[name]["losses"])
         image = ax.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r")
         for (i, j), value in np.ndenumerate(matrix):

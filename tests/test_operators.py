@@ -347,6 +347,34 @@ def test_schemas_and_fakes() -> None:
             2,
         ),
         operators.phase2_update_: tuple(arguments.values()),
+        operators.gramian: (
+            [torch.randn(4, 3), None, torch.randn(5), torch.randn(5)],
+            [0, 1],
+            2,
+            2,
+        ),
+        operators.combine_: (
+            [torch.empty(4, 3), torch.empty(5)],
+            [torch.randn(4, 3), None, torch.randn(5), torch.randn(5)],
+            torch.rand(2, 2),
+            [1, 0],
+            2,
+        ),
+        operators.drop_signs_: (
+            [torch.empty(4, 3), torch.empty(5)],
+            [torch.randn(4, 3), None, torch.randn(5), torch.randn(5)],
+            [0.0, 0.5],
+            1,
+            2,
+            2,
+        ),
+        operators.pcgrad_weights: (torch.eye(3).double(), 1, 2),
+        operators.cagrad_weights: (torch.eye(3).double(), 0.4),
+        operators.mgda_weights: (torch.rand(2, 1, 3, 3),),
+        operators.aligned_mtl_weights: (torch.eye(3), "median"),
+        operators.nash_mtl_weights: (torch.eye(3),),
+        operators.imtl_g_weights: (torch.eye(3),),
+        operators.upgrad_weights: (torch.eye(3),),
     }
     for operator, call in calls.items():
         torch.library.opcheck(operator.default, call, test_utils=tests)
