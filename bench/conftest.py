@@ -40,12 +40,14 @@ class Report:
 
     def __init__(self) -> None:
         self.tables: dict[str, list[dict[str, Any]]] = {}
+        self.origin = origin()
 
     def add(self, table: str, **case: Any) -> None:
         self.tables.setdefault(table, []).append(case)
 
 
-def record(cases: list[dict[str, Any]]) -> dict[str, Any]:
+def origin() -> dict[str, Any]:
+    """When, where and of what a run is."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--exclude=*"],
         cwd=RESULTS.parent,
@@ -58,7 +60,6 @@ def record(cases: list[dict[str, Any]]) -> dict[str, Any]:
         "commit": commit,
         "machine": machine(),
         "versions": {name: version(name) for name in ("cs_kernels", "torch", "torchjd")},
-        "cases": cases,
     }
 
 
@@ -92,9 +93,8 @@ def pytest_terminal_summary(
     if not _report.tables:
         return
     terminalreporter.section("measured")
-    terminalreporter.line(json.dumps(machine()))
+    terminalreporter.line(json.dumps(_report.origin))
     whole = not config.getoption("--quick") and not config.getoption("-k")
-    commit = record([])  # before the records change the tree
     for name, cases in _report.tables.items():
         terminalreporter.line("")
         for line in tables.LINES[name](cases):
@@ -103,7 +103,7 @@ def pytest_terminal_summary(
             RESULTS.mkdir(exist_ok=True)
             path = RESULTS / f"{name}.jsonl"
             with path.open("a") as file:
-                file.write(json.dumps({**commit, "cases": cases}) + "\n")
+                file.write(json.dumps({**_report.origin, "cases": cases}) + "\n")
             if name in tables.PLOTTED:
                 import plot
 
