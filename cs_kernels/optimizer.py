@@ -205,11 +205,9 @@ class MultiTaskOptimizer:
         with record_function("cs_kernels.backward"), self._restored_on_error(chosen):
             weighted = {task: self._weighted(task, losses[task]) for task in chosen}
             if self.method.separate_gradients:
-                while weighted:
-                    task = next(iter(weighted))
-                    # Popped: what only this loss needs of the graph is freed with it.
-                    weighted.pop(task).backward(  # type: ignore[no-untyped-call]
-                        retain_graph=bool(weighted)
+                for task in chosen:
+                    weighted[task].backward(  # type: ignore[no-untyped-call]
+                        retain_graph=task != chosen[-1]
                     )
                     self._collect(task, losses[task])
             else:

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import torchjd.aggregation
 from layers import FORMATS, laid_out
 from torch import Tensor
 
 import cs_kernels as cs
+from cs_kernels.ops.random import random_key, uniform_numbers
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES = [(7, 1), (12, 5, 3), (9, 14, 2, 2), (3, 700)]
@@ -246,3 +248,26 @@ def test_functional(backend: str) -> None:
 def test_bad_input(call: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message), cs.use_backend("cpu"):
         call()
+
+
+def test_drop_signs_equals_torchjd(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same uniform numbers, leaks included."""
+    rows = torch.randn(4, 1000, dtype=torch.float64)
+    leaks = [0.0, 0.1, 0.5, 1.0]
+    update = torch.empty(1000, dtype=torch.float64)
+    _ops.drop_signs_([update], list(rows), leaks, 3, 5, 4)
+    numbers = uniform_numbers(random_key(3, 5), 0, 1000, rows.device)
+    monkeypatch.setattr(torch, "rand", lambda *size, **options: numbers)
+    theirs = torchjd.aggregation.GradDrop(leak=torch.tensor(leaks, dtype=torch.float64))
+    torch.testing.assert_close(update, theirs(rows))
+
+
+def test_scalar_parameters(backend: str) -> None:
+    """A tensor without dimensions, as a learned temperature is."""
+    grads = [torch.tensor(2.0), torch.tensor(-3.0)]
+    assert _ops.gramian(grads, [0], 1, 2).tolist() == [[[4.0, -6.0], [-6.0, 9.0]]]
+    update = torch.empty(())
+    _ops.combine_([update], grads, torch.tensor([[1.0, 0.5]]), [0], 2)
+    assert update.item() == 0.5
+    _ops.drop_signs_([update], grads, [0.0, 0.0], 0, 0, 2)
+    assert update.item() in (2.0, -3.0)
