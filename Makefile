@@ -34,8 +34,11 @@ format: $(VENV)/.ready
 	$(PYTHON) -m ruff format .
 	$(VENV)/bin/clang-format -i $(CPP)
 
+# A process a file: what one has done to the heap changes how fast the peers of the next allocate.
 bench: $(VENV)/.ready
-	$(PYTHON) -m pytest bench --benchmark-disable-gc --quiet
+	for table in phase2 methods steps; do \
+		$(PYTHON) -m pytest bench/test_$$table.py --benchmark-disable-gc --quiet || exit 1; \
+	done
 
 demo: $(VENV)/.ready
 	$(PYTHON) examples/demo.py $(if $(QUICK),--quick) $(if $(METHODS),--methods $(METHODS))
