@@ -284,7 +284,7 @@ CS_INLINE_SOLVER void cagrad(const Gramian& g, double c, double* weights) {
     low = std::fmin(low, b);
     high = std::fmin(high, b + radius * correlations.length[i]);
   }
-  double mu = stationary ? std::fmin(high, 0) : high;
+  double mu = stationary ? std::fmin(high, 0.0) : high;
   high = mu;
   for (int round = 0; round < 64; ++round) {
     for (int i = 0; i < size; ++i) {
