@@ -68,9 +68,22 @@ private:
   std::int64_t bytes_ = 0;
 };
 
-void set_zero(const Piece& piece) {
-  std::memset(piece.update(), 0,
-              static_cast<std::size_t>(piece.size * item_size(piece.tensor->type)));
+// write(kernels, gradients, the factors of their tasks, piece) for each; zeros where no task has a
+// gradient.
+template <class Factor, class Write>
+void write_updates(const Pieces& pieces, int threads, const Factor& factor, const Write& write) {
+  pieces.for_each(threads, [&](const Piece& piece, std::size_t) {
+    const std::vector<const void*> gradients = piece.gradients();
+    if (gradients.empty()) {
+      std::memset(piece.update(), 0,
+                  static_cast<std::size_t>(piece.size * item_size(piece.tensor->type)));
+      return;
+    }
+    std::vector<double> factors;
+    for (const std::int32_t task : *piece.tasks)
+      factors.push_back(factor(piece, task));
+    write(row_kernels(piece.tensor->type), gradients, factors, piece);
+  });
 }
 
 } // namespace
@@ -106,33 +119,28 @@ void gramian(const GradientArguments& arguments, double* gramian, int threads) {
 
 void combine(const GradientArguments& arguments, const double* weights, int threads) {
   const Pieces pieces(arguments, kChunkElements);
-  pieces.for_each(threads, [&](const Piece& piece, std::size_t) {
-    const std::vector<const void*> gradients = piece.gradients();
-    if (gradients.empty())
-      return set_zero(piece);
-    std::vector<double> chosen;
-    for (const std::int32_t task : *piece.tasks)
-      chosen.push_back(weights[piece.tensor->group * arguments.tasks + task]);
-    row_kernels(piece.tensor->type)
-        .combine(gradients.data(), chosen.data(), static_cast<int>(gradients.size()), piece.size,
-                 pieces.stream(), piece.update());
-  });
+  write_updates(
+      pieces, threads,
+      [&](const Piece& piece, std::int32_t task) {
+        return weights[piece.tensor->group * arguments.tasks + task];
+      },
+      [&](const RowKernels& kernels, const std::vector<const void*>& gradients,
+          const std::vector<double>& factors, const Piece& piece) {
+        kernels.combine(gradients.data(), factors.data(), static_cast<int>(gradients.size()),
+                        piece.size, pieces.stream(), piece.update());
+      });
 }
 
 void drop_signs(const GradientArguments& arguments, const double* leaks, std::uint64_t key,
                 int threads) {
   const Pieces pieces(arguments, kChunkElements);
-  pieces.for_each(threads, [&](const Piece& piece, std::size_t) {
-    const std::vector<const void*> gradients = piece.gradients();
-    if (gradients.empty())
-      return set_zero(piece);
-    std::vector<double> chosen;
-    for (const std::int32_t task : *piece.tasks)
-      chosen.push_back(leaks[task]);
-    row_kernels(piece.tensor->type)
-        .drop_signs(gradients.data(), chosen.data(), static_cast<int>(gradients.size()), key,
-                    piece.place, piece.size, pieces.stream(), piece.update());
-  });
+  write_updates(
+      pieces, threads, [&](const Piece&, std::int32_t task) { return leaks[task]; },
+      [&](const RowKernels& kernels, const std::vector<const void*>& gradients,
+          const std::vector<double>& factors, const Piece& piece) {
+        kernels.drop_signs(gradients.data(), factors.data(), static_cast<int>(gradients.size()),
+                           key, piece.place, piece.size, pieces.stream(), piece.update());
+      });
 }
 
 } // namespace cs_kernels::cpu

@@ -286,12 +286,13 @@ CS_INLINE_SOLVER void cagrad(const Gramian& g, double c, double* weights) {
   }
   double mu = stationary ? std::fmin(high, 0.0) : high;
   high = mu;
+  for (int i = 0; i < size; ++i) {
+    p[i] = 1 / correlations.length[i];
+    q[i] = along[correlations.task[i]] / correlations.length[i];
+  }
   for (int round = 0; round < 64; ++round) {
-    for (int i = 0; i < size; ++i) {
-      p[i] = 1 / correlations.length[i];
-      q[i] = along[correlations.task[i]] / correlations.length[i];
+    for (int i = 0; i < size; ++i)
       f[i] = (mu - along[correlations.task[i]]) / correlations.length[i];
-    }
     problem.solve(correlations, f, x);
     const double length = std::sqrt(std::fmax(dot(f, x, size), 0.0)); // f'x = x'Cx
     if (length > radius)
@@ -404,6 +405,16 @@ CS_INLINE_SOLVER void eigen(double* a, int n, double* values, double* vectors) {
     values[i] = a[i * n + i];
 }
 
+// out += factor v (v'1) of eigenvector number k.
+CS_INLINE_SOLVER void add_component_of_ones(const double* vectors, int n, int k, double factor,
+                                            double* out) {
+  double part = 0;
+  for (int i = 0; i < n; ++i)
+    part += vectors[i * n + k];
+  for (int i = 0; i < n; ++i)
+    out[i] += vectors[i * n + k] * part * factor;
+}
+
 // Eigenvalues up to this part of the greatest are taken for zero.
 CS_INLINE_SOLVER double rank_tolerance(const double* values, int n) {
   double greatest = 0;
@@ -427,11 +438,7 @@ CS_INLINE_SOLVER void imtl_g(const Gramian& g, double* weights) {
   for (int k = 0; k < n; ++k) {
     if (!(values[k] > tolerance))
       continue;
-    double part = 0;
-    for (int i = 0; i < n; ++i)
-      part += vectors[i * n + k];
-    for (int i = 0; i < n; ++i)
-      y[i] += vectors[i * n + k] * part / values[k];
+    add_component_of_ones(vectors, n, k, 1 / values[k], y);
   }
   double total = 0;
   double size = 0;
@@ -482,11 +489,7 @@ CS_INLINE_SOLVER void aligned_mtl(const Gramian& g, AlignedScale scale, double* 
   for (int k = 0; k < n; ++k) {
     if (!(values[k] > tolerance))
       continue;
-    double part = 0;
-    for (int i = 0; i < n; ++i)
-      part += vectors[i * n + k];
-    for (int i = 0; i < n; ++i)
-      weights[i] += vectors[i * n + k] * part * std::sqrt(length / values[k]);
+    add_component_of_ones(vectors, n, k, std::sqrt(length / values[k]), weights);
   }
 }
 
