@@ -1,16 +1,22 @@
-"""The operators through the compiled module `cs_kernels._C`: addresses and sizes out of tensors.
+"""The operators through the compiled module `cs_kernels._C`."""
 
-The kernels read memory as it lies, so a weight, its gradients and its update must have one dense
-layout there. Where a caller's have not, they are copied first.
-"""
-
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from cs_kernels.ops.operands import (
+    DTYPES,
+    Operands,
+    as_channels,
+    check_gramian,
+    check_group_of,
+    check_numel,
+    check_type,
+    first_present,
+)
 
 try:
     from cs_kernels import _C
@@ -19,63 +25,16 @@ except ImportError as error:
 else:
     unavailable = None
 
-_TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-
-_Layout = tuple[int, int, int, int]
-
-
-@lru_cache(maxsize=4096)
-def channel_layout(
-    shape: tuple[int, ...], stride: tuple[int, ...], out_channel_dim: int, groups: int
-) -> _Layout | None:
-    """The tensor's memory as an array [groups, outer, channels, inner]; None if it is not one."""
-    if prod(shape) == 0:
-        return (1, 1, shape[out_channel_dim] if shape else 0, 0)
-    dims = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: -stride[d])
-    expected = 1
-    for d in reversed(dims):
-        if stride[d] != expected:
-            return None
-        expected *= shape[d]
-    sizes = {d: shape[d] for d in dims}
-    if out_channel_dim == 1 and groups > 1:
-        if dims[0] != 0:
-            return None
-        sizes[0] //= groups
-    else:
-        groups = 1
-    if out_channel_dim not in sizes:
-        return (groups, 1, 1, prod(sizes.values()))
-    place = dims.index(out_channel_dim)
-    outer = prod(sizes[d] for d in dims[:place])
-    inner = prod(sizes[d] for d in dims[place + 1 :])
-    return (groups, outer, shape[out_channel_dim], inner)
-
-
-def _type(tensor: Tensor, name: str) -> int:
-    code = _TYPES.get(tensor.dtype)
-    if code is None:
-        supported = ", ".join(str(dtype) for dtype in _TYPES)
-        raise TypeError(f"{name} must be one of {supported}, got {tensor.dtype}")
-    return code
-
-
-def _laid_out(tensor: Tensor, like: Tensor, name: str) -> Tensor:
-    """The tensor itself if it lies in memory as `like` does, else a copy that does."""
-    if tensor.dtype is not like.dtype or tensor.shape != like.shape:
-        raise ValueError(
-            f"{name} must be {like.dtype} of shape {tuple(like.shape)},"
-            f" got {tensor.dtype} of shape {tuple(tensor.shape)}"
-        )
-    if tensor.stride() == like.stride():
-        return tensor
-    return torch.empty_like(like).copy_(tensor)
+_TYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 def _in_double(tensor: Tensor, numel: int, name: str) -> Tensor:
-    if tensor.numel() != numel:
-        raise ValueError(f"{name} must have {numel} elements, got {tensor.numel()}")
+    check_numel(tensor, numel, name)
     return tensor.to(torch.float64).contiguous()
+
+
+def _types(operands: Operands) -> list[int]:
+    return [_TYPES[output.dtype] for output in operands.outputs]
 
 
 def connection_strength(
@@ -88,17 +47,14 @@ def connection_strength(
     groups: int,
 ) -> Tensor:
     """Reads the weight once."""
-    layout = channel_layout(weight.shape, weight.stride(), out_channel_dim, groups)
-    if layout is None:
-        weight = weight.contiguous()
-        layout = channel_layout(weight.shape, weight.stride(), out_channel_dim, groups)
-        assert layout is not None
+    check_type(weight, "weight")
+    weight, layout = as_channels(weight, out_channel_dim, groups)
     channels = layout[0] * layout[2]
     gamma = _in_double(gamma, len(eps) * channels, "gamma")
     variance = _in_double(running_var, len(eps) * channels, "running_var")
     strength = torch.empty((len(eps), channels), dtype=torch.float64)
     _C.connection_strength(
-        type=_type(weight, "weight"),
+        type=_TYPES[weight.dtype],
         layout=layout,
         weight=weight.data_ptr(),
         kernel_size=prod(weight.shape[2:]),
@@ -123,89 +79,28 @@ def task_priority(strength: Tensor) -> Tensor:
     return priority
 
 
-def _laid_out_addresses(
-    grads: Sequence[Tensor | None], like: Tensor, copies: list[Tensor]
-) -> Iterator[int]:
-    """Of gradients that lie in memory as `like` does; those that do not are copied first."""
-    shape, stride, dtype = like.shape, like.stride(), like.dtype
-    for grad in grads:
-        if grad is None:
-            yield 0
-        elif grad.stride() == stride and grad.dtype is dtype and grad.shape == shape:
-            yield grad.data_ptr()
-        else:
-            copies.append(_laid_out(grad, like, "grads"))
-            yield copies[-1].data_ptr()
-
-
-def _check_grads(grads: Sequence[Tensor | None], tensors: int, tasks: int) -> None:
-    if len(grads) != tensors * tasks:
-        raise ValueError(
-            f"grads must have {tensors * tasks} entries, one a tensor and task, got {len(grads)}"
-        )
-
-
-class _Phase2Call:
-    """The part of the arguments that both projections share."""
-
-    def __init__(
-        self,
-        updates: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        out_channel_dims: Sequence[int],
-        groups: Sequence[int],
-        tasks: int,
-    ) -> None:
-        _check_grads(grads, len(updates), tasks)
-        self.tasks = tasks
-        self.types: list[int] = []
-        self.layouts: list[_Layout] = []
-        self.outputs: list[Tensor] = []
-        self.gradients: list[int] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._alive: list[Tensor] = []
-        for t, update in enumerate(updates):
-            dim, group = (out_channel_dims[t], groups[t]) if t < len(groups) else (0, 1)
-            output = update
-            layout = channel_layout(update.shape, update.stride(), dim, group)
-            if layout is None:
-                output = torch.empty_like(update, memory_format=torch.contiguous_format)
-                layout = channel_layout(output.shape, output.stride(), dim, group)
-                assert layout is not None
-                self._copies.append((update, output))
-            self.types.append(_type(update, "updates"))
-            self.layouts.append(layout)
-            self.outputs.append(output)
-            of_tensor = grads[t * tasks : (t + 1) * tasks]
-            self.gradients.extend(_laid_out_addresses(of_tensor, output, self._alive))
-
-    def channels(self, layer: int) -> int:
-        groups, _, channels, _ = self.layouts[layer]
-        return groups * channels
-
-    def run(
-        self,
-        priorities: Sequence[Tensor],
-        weights: Sequence[Tensor] = (),
-        gamma: int = 0,
-        variance: int = 0,
-        eps: Sequence[float] = (),
-    ) -> None:
-        _C.phase2(
-            tasks=self.tasks,
-            types=self.types,
-            layouts=self.layouts,
-            updates=[output.data_ptr() for output in self.outputs],
-            gradients=self.gradients,
-            priorities=[priority.data_ptr() for priority in priorities],
-            weights=[weight.data_ptr() for weight in weights],
-            gamma=gamma,
-            variance=variance,
-            epsilon=list(eps),
-            threads=torch.get_num_threads(),
-        )
-        for update, output in self._copies:
-            update.copy_(output)
+def _phase2(
+    operands: Operands,
+    priorities: Sequence[Tensor],
+    weights: Sequence[Tensor] = (),
+    gamma: int = 0,
+    variance: int = 0,
+    eps: Sequence[float] = (),
+) -> None:
+    _C.phase2(
+        tasks=operands.tasks,
+        types=_types(operands),
+        layouts=operands.layouts,
+        updates=operands.addresses(),
+        gradients=operands.gradients,
+        priorities=[priority.data_ptr() for priority in priorities],
+        weights=[weight.data_ptr() for weight in weights],
+        gamma=gamma,
+        variance=variance,
+        epsilon=list(eps),
+        threads=torch.get_num_threads(),
+    )
+    operands.finish()
 
 
 def project_conflicts_(
@@ -217,14 +112,9 @@ def project_conflicts_(
     tasks: int,
 ) -> None:
     """Reads K * N gradients once and writes N; rows in conflict are visited again in cache."""
-    call = _Phase2Call(updates, grads, out_channel_dims, groups, tasks)
-    for layer, priority in enumerate(priorities):
-        if priority.dtype is not torch.int64 or priority.shape != (call.channels(layer),):
-            raise ValueError(
-                f"priorities must be int64 of shape ({call.channels(layer)},),"
-                f" got {priority.dtype} of shape {tuple(priority.shape)}"
-            )
-    call.run([priority.contiguous() for priority in priorities])
+    operands = Operands(updates, grads, tasks, out_channel_dims=out_channel_dims, groups=groups)
+    operands.check_priorities(priorities)
+    _phase2(operands, [priority.contiguous() for priority in priorities])
 
 
 def phase2_update_(
@@ -239,12 +129,9 @@ def phase2_update_(
     tasks: int,
 ) -> list[Tensor]:
     """Reads N weights and K * N gradients once and writes N; conflicts again in cache."""
-    call = _Phase2Call(updates, grads, out_channel_dims, groups, tasks)
-    weights = [
-        _laid_out(weight, output, "weights")
-        for weight, output in zip(weights, call.outputs, strict=False)
-    ]
-    channels = [call.channels(layer) for layer in range(len(weights))]
+    operands = Operands(updates, grads, tasks, out_channel_dims=out_channel_dims, groups=groups)
+    weights = operands.weights(weights)
+    channels = [operands.channels(layer) for layer in range(len(weights))]
     gamma = _in_double(gamma, tasks * sum(channels), "gamma")
     variance = _in_double(running_var, tasks * sum(channels), "running_var")
     if len(eps) != tasks * len(weights):
@@ -254,64 +141,34 @@ def phase2_update_(
         (torch.empty if weight.numel() else torch.zeros)(count, dtype=torch.int64)
         for weight, count in zip(weights, channels, strict=True)
     ]
-    call.run(priorities, weights, gamma.data_ptr(), variance.data_ptr(), eps)
+    _phase2(operands, priorities, weights, gamma.data_ptr(), variance.data_ptr(), eps)
     return priorities
 
 
-class _GradientCall:
-    """Gradients of several tensors, and the tensors that they are read or written like."""
-
-    def __init__(self, likes: Sequence[Tensor], grads: Sequence[Tensor | None], tasks: int) -> None:
-        if not 1 <= tasks <= _C.max_tasks:
-            raise ValueError(f"tasks must be in [1, {_C.max_tasks}], got {tasks}")
-        _check_grads(grads, len(likes), tasks)
-        self.outputs: list[Tensor] = []
-        self._copies: list[tuple[Tensor, Tensor]] = []
-        self._alive: list[Tensor] = []
-        addresses: list[int] = []
-        for t, like in enumerate(likes):
-            output = like
-            if channel_layout(like.shape, like.stride(), 0, 1) is None:
-                output = torch.empty_like(like, memory_format=torch.contiguous_format)
-                self._copies.append((like, output))
-            self.outputs.append(output)
-            of_tensor = grads[t * tasks : (t + 1) * tasks]
-            addresses.extend(_laid_out_addresses(of_tensor, output, self._alive))
-        self.arguments: dict[str, Any] = {
-            "tasks": tasks,
-            "types": [_type(output, "grads") for output in self.outputs],
-            "sizes": [output.numel() for output in self.outputs],
-            "gradients": addresses,
-            "threads": torch.get_num_threads(),
-        }
-
-    def updates(self) -> list[int]:
-        return [output.data_ptr() for output in self.outputs]
-
-    def finish(self) -> None:
-        for update, output in self._copies:
-            update.copy_(output)
+def _gradients(operands: Operands) -> dict[str, Any]:
+    """The arguments of every function over gradients."""
+    if not 1 <= operands.tasks <= _C.max_tasks:
+        raise ValueError(f"tasks must be in [1, {_C.max_tasks}], got {operands.tasks}")
+    return {
+        "tasks": operands.tasks,
+        "types": _types(operands),
+        "sizes": [output.numel() for output in operands.outputs],
+        "gradients": operands.gradients,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def gramian(
     grads: Sequence[Tensor | None], group_of: Sequence[int], groups: int, tasks: int
 ) -> Tensor:
     """Reads K * N gradients once."""
-    present = []
-    for t in range(len(group_of)):
-        of_tensor = grads[t * tasks : (t + 1) * tasks]
-        present.append(next((grad for grad in of_tensor if grad is not None), None))
-    likes = [torch.empty(0) if like is None else like for like in present]
-    call = _GradientCall(likes, grads, tasks)
-    _check_groups(group_of, groups)
+    operands = Operands(first_present(grads, len(group_of), tasks), grads, tasks, name="grads")
+    check_group_of(group_of, groups)
     result = torch.empty((groups, tasks, tasks), dtype=torch.float64)
-    _C.gramian(**call.arguments, groups=groups, group_of=list(group_of), out=result.data_ptr())
+    _C.gramian(
+        **_gradients(operands), groups=groups, group_of=list(group_of), out=result.data_ptr()
+    )
     return result
-
-
-def _check_groups(group_of: Sequence[int], groups: int) -> None:
-    if group_of and not 0 <= min(group_of) <= max(group_of) < groups:
-        raise ValueError(f"group_of must lie in [0, {groups}), got {list(group_of)}")
 
 
 def combine_(
@@ -322,18 +179,18 @@ def combine_(
     tasks: int,
 ) -> None:
     """Reads K * N gradients once and writes N."""
-    call = _GradientCall(updates, grads, tasks)
+    operands = Operands(updates, grads, tasks)
     groups = len(weights)
-    _check_groups(group_of, groups)
+    check_group_of(group_of, groups)
     weights = _in_double(weights, groups * tasks, "weights")
     _C.combine(
-        **call.arguments,
+        **_gradients(operands),
         groups=groups,
         group_of=list(group_of),
-        updates=call.updates(),
+        updates=operands.addresses(),
         weights=weights.data_ptr(),
     )
-    call.finish()
+    operands.finish()
 
 
 def drop_signs_(
@@ -345,18 +202,20 @@ def drop_signs_(
     tasks: int,
 ) -> None:
     """Reads K * N gradients once and writes N."""
-    call = _GradientCall(updates, grads, tasks)
-    _C.drop_signs(**call.arguments, updates=call.updates(), leaks=list(leaks), seed=seed, step=step)
-    call.finish()
+    operands = Operands(updates, grads, tasks)
+    _C.drop_signs(
+        **_gradients(operands),
+        updates=operands.addresses(),
+        leaks=list(leaks),
+        seed=seed,
+        step=step,
+    )
+    operands.finish()
 
 
 def _solve(solver: Callable[..., None], gramian: Tensor, *options: float) -> Tensor:
+    check_gramian(gramian, _C.max_tasks)
     tasks = gramian.shape[-1]
-    if gramian.ndim < 2 or gramian.shape[-2] != tasks or not 1 <= tasks <= _C.max_tasks:
-        raise ValueError(
-            f"gramian must have shape [..., K, K] with K in [1, {_C.max_tasks}],"
-            f" got {tuple(gramian.shape)}"
-        )
     numbers = gramian.to(torch.float64).contiguous()
     weights = torch.empty(numbers.shape[:-1], dtype=torch.float64)
     count = weights.numel() // tasks
