@@ -1,33 +1,74 @@
 """Which backend computes an operator: what there is, what can run, and what was asked for."""
 
 import contextlib
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from types import ModuleType
 from typing import Any
 
-from cs_kernels.ops import native, reference
+import torch
 
 
 @dataclass(frozen=True)
 class Backend:
     """One implementation of all operators: functions with the operators' names."""
 
-    module: ModuleType | None
+    module_name: str | None
     devices: tuple[str, ...] | None
     """The device types it computes on; None for all."""
-    reason: str | None = None
-    """Why it cannot run."""
+    unavailable: Callable[[], str | None]
+    """Why it cannot run, if it cannot."""
 
+    @property
+    def module(self) -> ModuleType:
+        """Imported when it is first needed."""
+        return _module(self.module_name or "")
+
+    @property
+    def reason(self) -> str | None:
+        """Why it cannot run, if it cannot; looked up once."""
+        return _reason(self.unavailable)
+
+    def computes_on(self, device: str | None) -> bool:
+        """Whether its operators take tensors of a device type."""
+        return self.devices is None or device in self.devices
+
+
+_module = lru_cache(maxsize=None)(importlib.import_module)
+
+
+@cache
+def _reason(unavailable: Callable[[], str | None]) -> str | None:
+    return unavailable()
+
+
+def _no_native() -> str | None:
+    from cs_kernels.ops import native
+
+    return native.unavailable
+
+
+def _no_triton() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if not _INTERPRETED and not torch.cuda.is_available():
+        return "there is no GPU (with TRITON_INTERPRET=1 in the environment, its interpreter runs)"
+    return None
+
+
+# Triton reads it when kernels are defined.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # In order of preference.
 _BACKENDS = {
-    "cpu": Backend(native, ("cpu",), native.unavailable),
-    "cuda": Backend(None, ("cuda",), "this version has no CUDA kernels"),
-    "triton": Backend(None, ("cuda",), "this version has no Triton kernels"),
-    "reference": Backend(reference, None),
+    "cpu": Backend("cs_kernels.ops.native", ("cpu",), _no_native),
+    "cuda": Backend(None, ("cuda",), lambda: "this version has no CUDA kernels"),
+    "triton": Backend("cs_kernels.ops.triton", ("cpu",) if _INTERPRETED else ("cuda",), _no_triton),
+    "reference": Backend("cs_kernels.ops.reference", None, lambda: None),
 }
 
 _requested: ContextVar[str | None] = ContextVar("cs_kernels_backend", default=None)
@@ -75,18 +116,17 @@ def _select(device: str | None) -> ModuleType:
         source = "the environment variable CS_KERNELS_BACKEND"
     if requested is not None:
         backend = _runnable(requested, source)
-        if backend.devices is not None and device not in backend.devices:
+        if not backend.computes_on(device):
             raise RuntimeError(
-                f"{source} {requested!r} computes on {', '.join(backend.devices)} tensors,"
+                f"{source} {requested!r} computes on {', '.join(backend.devices or ())} tensors,"
                 f" got {device or 'other'} ones"
             )
     else:
         backend = next(
             backend
             for backend in _BACKENDS.values()
-            if backend.reason is None and (backend.devices is None or device in backend.devices)
+            if backend.computes_on(device) and backend.reason is None
         )
-    assert backend.module is not None
     return backend.module
 
 

@@ -28,8 +28,7 @@ else:
 _TYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
-def _in_double(tensor: Tensor, numel: int, name: str) -> Tensor:
-    check_numel(tensor, numel, name)
+def _in_double(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float64).contiguous()
 
 
@@ -50,8 +49,9 @@ def connection_strength(
     check_type(weight, "weight")
     weight, layout = as_channels(weight, out_channel_dim, groups)
     channels = layout[0] * layout[2]
-    gamma = _in_double(gamma, len(eps) * channels, "gamma")
-    variance = _in_double(running_var, len(eps) * channels, "running_var")
+    check_numel(gamma, len(eps) * channels, "gamma")
+    check_numel(running_var, len(eps) * channels, "running_var")
+    gamma, variance = _in_double(gamma), _in_double(running_var)
     strength = torch.empty((len(eps), channels), dtype=torch.float64)
     _C.connection_strength(
         type=_TYPES[weight.dtype],
@@ -131,11 +131,8 @@ def phase2_update_(
     """Reads N weights and K * N gradients once and writes N; conflicts again in cache."""
     operands = Operands(updates, grads, tasks, out_channel_dims=out_channel_dims, groups=groups)
     weights = operands.weights(weights)
-    channels = [operands.channels(layer) for layer in range(len(weights))]
-    gamma = _in_double(gamma, tasks * sum(channels), "gamma")
-    variance = _in_double(running_var, tasks * sum(channels), "running_var")
-    if len(eps) != tasks * len(weights):
-        raise ValueError(f"eps must have {tasks * len(weights)} entries, got {len(eps)}")
+    channels = operands.check_statistics(weights, gamma, running_var, eps)
+    gamma, variance = _in_double(gamma), _in_double(running_var)
     # A layer without elements has no strength and no address: its channels are the first task's.
     priorities = [
         (torch.empty if weight.numel() else torch.zeros)(count, dtype=torch.int64)
@@ -182,7 +179,8 @@ def combine_(
     operands = Operands(updates, grads, tasks)
     groups = len(weights)
     check_group_of(group_of, groups)
-    weights = _in_double(weights, groups * tasks, "weights")
+    check_numel(weights, groups * tasks, "weights")
+    weights = _in_double(weights)
     _C.combine(
         **_gradients(operands),
         groups=groups,

@@ -196,6 +196,21 @@ class Operands:
             for weight, output in zip(weights, self.outputs, strict=False)
         ]
 
+    def check_statistics(
+        self,
+        weights: Sequence[Tensor],
+        gamma: Tensor,
+        running_var: Tensor,
+        eps: Sequence[float],
+    ) -> list[int]:
+        """Raises a ValueError for what does not fit the layers; returns their channels."""
+        channels = [self.channels(layer) for layer in range(len(weights))]
+        check_numel(gamma, self.tasks * sum(channels), "gamma")
+        check_numel(running_var, self.tasks * sum(channels), "running_var")
+        if len(eps) != self.tasks * len(weights):
+            raise ValueError(f"eps must have {self.tasks * len(weights)} entries, got {len(eps)}")
+        return channels
+
     def finish(self) -> None:
         """Writes the outputs whose memory had no layout of its own."""
         for given, output in self._copies:

@@ -1,0 +1,486 @@
+"""Phase 2 of a whole trunk in one launch.
+
+The work is cut into items, listed in an order in which every item depends on earlier ones only:
+
+    ENERGY   the energies of some rows (output channels) of a weight. The last one of a layer finds
+             the layer's priorities.
+    SUM      some tiles of a tensor: the plain sum of its gradients is written, and the products of
+             each channel group's own gradient with all are kept. The last one of a layer adds them
+             up and finds a_i.
+    FIX      the same tiles once more, where a_i > 0: update += a_i * G_i.
+
+A program draws the next item as its ticket, so what an item waits for is being computed by a
+program that runs already: waiting ends, however programs are scheduled. A layer's FIX items stand
+so far behind its SUM items that they rarely wait and still find the gradients in the L2 cache.
+
+Whoever adds numbers up does so in the order of their places: the same bits in every run. Counters
+are integers; no floating-point number is added atomically.
+
+Memory traffic: weights and gradients are read once and the update is written once, (K + 2) N; rows
+in conflict are visited again, two reads and a write, from the L2 cache as far as the layer fits.
+"""
+
+import triton
+import triton.language as tl
+
+from cs_kernels.ops.triton.primitives import (
+    added_up,
+    arrive,
+    narrowed,
+    pointer,
+    pointers,
+    publish,
+    wait,
+    widened,
+)
+
+SEGMENT = tl.constexpr(32)
+"""Elements of a row that are worked on together; a row's last segment may have fewer."""
+
+ENERGY_ROWS = tl.constexpr(4)
+ENERGY_COLUMNS = tl.constexpr(256)
+
+# Kinds of items.
+ENERGY = tl.constexpr(0)
+SUM = tl.constexpr(1)
+FIX = tl.constexpr(2)
+
+# What is known of a tensor from its layout; a row of the table of tensors.
+ROWS = tl.constexpr(0)
+LENGTH = tl.constexpr(1)  # of a row, in elements
+CHANNELS = tl.constexpr(2)  # of a group
+INNER = tl.constexpr(3)  # elements of a row that lie next to each other
+ROW_SEGMENTS = tl.constexpr(4)
+SEGMENTS = tl.constexpr(5)
+KERNEL_SIZE = tl.constexpr(6)
+LAYER = tl.constexpr(7)  # its number; -1 for a tensor without prioritized channels
+FIRST_ROW = tl.constexpr(8)  # of the layer, among those of all layers
+FIRST_SUM = tl.constexpr(9)  # its SUM items, among those of all layers
+SUM_ITEMS = tl.constexpr(10)
+TILES = tl.constexpr(11)  # of a SUM or FIX item
+ENERGY_ITEMS = tl.constexpr(12)
+TENSOR_FIELDS = tl.constexpr(13)
+
+# What is known of it in a call; a row of the table of addresses, followed by the gradients.
+UPDATE = tl.constexpr(0)
+WEIGHT = tl.constexpr(1)
+PRIORITY = tl.constexpr(2)
+ALIGNED = tl.constexpr(3)  # whether 16-byte accesses are allowed
+GRADIENTS = tl.constexpr(4)
+
+# The counters of a layer; zero before the launch.
+ENERGIES_DONE = tl.constexpr(0)
+PRIORITY_READY = tl.constexpr(1)
+SUMS_DONE = tl.constexpr(2)
+FACTORS_READY = tl.constexpr(3)
+LAYER_COUNTERS = tl.constexpr(4)
+
+
+@triton.jit
+def _place(tensor, row, column):
+    """Where elements of a row lie in memory, for a layout [groups, outer, channels, inner]."""
+    channels = tl.load(tensor + CHANNELS)
+    inner = tl.load(tensor + INNER)
+    outer = tl.load(tensor + LENGTH) // inner
+    block = (row // channels) * outer + column // inner
+    return (block * channels + row % channels) * inner + column % inner
+
+
+@triton.jit
+def _tile(tensor, first, NUMBER: tl.constexpr, VECTOR: tl.constexpr):
+    """Of NUMBER segments from `first` on: rows [NUMBER], places and mask [NUMBER, SEGMENT].
+
+    With VECTOR > 1, rows lie in one piece and their lengths are multiples of it.
+    """
+    segment = first + tl.arange(0, NUMBER)
+    row_segments = tl.load(tensor + ROW_SEGMENTS).to(tl.int32)
+    length = tl.load(tensor + LENGTH)
+    row = segment // row_segments
+    column = (segment - row * row_segments).to(tl.int64) * SEGMENT
+    left = tl.where(segment < tl.load(tensor + SEGMENTS), length - column, 0)
+    count = tl.minimum(left, SEGMENT).to(tl.int32)
+    lane = tl.arange(0, SEGMENT)[None, :]
+    if VECTOR > 1:
+        count = tl.multiple_of(count, [VECTOR])
+        start = tl.multiple_of(row.to(tl.int64) * length + column, [VECTOR])
+        place = start[:, None] + lane
+    else:
+        place = _place(tensor, row.to(tl.int64)[:, None], column[:, None] + lane)
+    return row, place, lane < count[:, None]
+
+
+@triton.jit
+def row_energies(tensor, weight, first, VECTOR: tl.constexpr):
+    """eq:eq1 of ENERGY_ROWS rows from `first` on, and whether there are such rows."""
+    row = first + tl.arange(0, ENERGY_ROWS)
+    inside = row < tl.load(tensor + ROWS)
+    length = tl.load(tensor + LENGTH)
+    energy = tl.zeros([ENERGY_ROWS, ENERGY_COLUMNS], tl.float64)
+    UNROLL: tl.constexpr = 4 if VECTOR > 1 else 1  # loads in flight
+    for start in range(0, length, UNROLL * ENERGY_COLUMNS):
+        for n in tl.static_range(UNROLL):
+            column = start + n * ENERGY_COLUMNS
+            left = length - column
+            lane = tl.arange(0, ENERGY_COLUMNS)
+            if VECTOR > 1:
+                left = tl.multiple_of(left, VECTOR)
+                begin = tl.multiple_of(row.to(tl.int64) * length + column, [VECTOR])
+                place = begin[:, None] + lane[None, :]
+            else:
+                place = _place(
+                    tensor, row.to(tl.int64)[:, None], (column + lane).to(tl.int64)[None, :]
+                )
+            mask = inside[:, None] & (lane < left)[None, :]
+            w = tl.load(weight + place, mask, other=0.0, eviction_policy="evict_first")
+            w = widened(w, tl.float64)
+            energy += w * w
+    return tl.sum(energy, 1) / tl.load(tensor + KERNEL_SIZE).to(tl.float64), row, inside
+
+
+@triton.jit
+def strengths(
+    energy, gamma, variance, epsilon, rows, first, tasks, TASKS: tl.constexpr, NUMBER: tl.constexpr
+):
+    """eq:eq3, [TASKS, NUMBER] of the rows from `first` on; zero outside."""
+    row = first + tl.arange(0, NUMBER)
+    task = tl.arange(0, TASKS)
+    here = (row < rows)[None, :] & (task < tasks)[:, None]
+    place = task.to(tl.int64)[:, None] * rows + row[None, :]
+    scale = widened(tl.load(gamma + place, here, other=0.0), tl.float64)
+    offset = tl.load(epsilon + task, task < tasks, other=1.0)
+    spread = widened(tl.load(variance + place, here, other=1.0), tl.float64) + offset[:, None]
+    # Written by other programs of the same launch.
+    e = tl.load(energy + row, row < rows, other=0.0)
+    return tl.where(here, scale * scale / spread * e[None, :], 0.0), row
+
+
+@triton.jit
+def normalized(strength, total):
+    """eq:eq5."""
+    safe = tl.where(total == 0, 1.0, total)
+    return tl.where(total[:, None] == 0, 0.0, strength / safe[:, None])
+
+
+@triton.jit
+def top_task(strength, tasks, TASKS: tl.constexpr):
+    """eq:eq6; a NaN never wins, the lowest of equals does."""
+    lowest = -float("inf")
+    task = tl.arange(0, TASKS)[:, None]
+    number = tl.where((strength == strength) & (task < tasks), strength, lowest)
+    return tl.argmax(number, 0, tie_break_left=True).to(tl.int64)
+
+
+@triton.jit
+def strength_totals(
+    energy, gamma, variance, epsilon, rows, tasks, TASKS: tl.constexpr, NUMBER: tl.constexpr
+):
+    """The sums over the rows, [TASKS]."""
+    total = tl.zeros([TASKS, NUMBER], tl.float64)
+    for first in range(0, rows, NUMBER):
+        strength, _ = strengths(energy, gamma, variance, epsilon, rows, first, tasks, TASKS, NUMBER)
+        total += strength
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def _find_priorities(
+    tensor, addresses, energy, gamma, variance, epsilon, tasks, TASKS: tl.constexpr
+):
+    NUMBER: tl.constexpr = 512 // TASKS
+    rows = tl.load(tensor + ROWS)
+    first_row = tl.load(tensor + FIRST_ROW)
+    energy += first_row
+    gamma += first_row * tasks
+    variance += first_row * tasks
+    epsilon += tl.load(tensor + LAYER) * tasks
+    priority = pointer(tl.load(addresses + PRIORITY), tl.int64)
+    total = strength_totals(energy, gamma, variance, epsilon, rows, tasks, TASKS, NUMBER)
+    for first in range(0, rows, NUMBER):
+        strength, row = strengths(
+            energy, gamma, variance, epsilon, rows, first, tasks, TASKS, NUMBER
+        )
+        tl.store(priority + row, top_task(normalized(strength, total), tasks, TASKS), row < rows)
+
+
+@triton.jit
+def _own_gradient(addresses, priority, tasks, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
+    """Pointers to each segment's own gradient [NUMBER, 1], and which ones there are."""
+    known = (priority >= 0) & (priority < tasks)
+    address = tl.load(addresses + GRADIENTS + priority, known, other=0)
+    return pointers(address, DTYPE, VECTOR)[:, None], (address != 0)[:, None]
+
+
+@triton.jit
+def _sum_and_products(
+    tensor,
+    addresses,
+    index,
+    tiles,
+    products,
+    tasks,
+    TASKS: tl.constexpr,
+    NUMBER: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """A SUM item: writes the plain sum; products[i, j] = <G_i, G_j> over the group of task i."""
+    BLOCK: tl.constexpr = min(TASKS, 8)
+    # A tensor without prioritized channels has no groups.
+    groups = tl.where(tl.load(tensor + LAYER) >= 0, tasks, 0)
+    priorities = pointer(tl.load(addresses + PRIORITY), tl.int64)
+    update = pointer(tl.load(addresses + UPDATE), DTYPE)
+    if VECTOR > 1:
+        update = tl.multiple_of(update, 16)
+    task = tl.arange(0, BLOCK)
+    kept = tl.zeros([BLOCK, BLOCK], tl.float64)
+    for t in range(tiles):
+        row, place, mask = _tile(tensor, (index * tiles + t) * NUMBER, NUMBER, VECTOR)
+        inside = row < tl.where(groups > 0, tl.load(tensor + ROWS), 0)
+        priority = tl.load(priorities + row, inside, other=-1).to(tl.int32)
+        if TASKS <= 8:
+            address = tl.load(addresses + GRADIENTS + task, task < tasks, other=0)
+            g = tl.load(
+                pointers(address, DTYPE, VECTOR)[:, None, None] + place[None, :, :],
+                (address != 0)[:, None, None] & mask[None, :, :],
+                other=0.0,
+            )
+            g = widened(g, WIDE)
+            total = tl.sum(g, 0)
+            own = tl.sum(tl.where(task[:, None, None] == priority[None, :, None], g, 0.0), 0)
+            dots = tl.sum(own[None, :, :] * g, 2).to(tl.float64)
+            for i in tl.static_range(TASKS):
+                of_group = tl.sum(tl.where(priority[None, :] == i, dots, 0.0), 1)
+                kept += tl.where(task[:, None] == i, of_group[None, :], 0.0)
+        else:
+            own_pointer, exists = _own_gradient(addresses, priority, tasks, DTYPE, VECTOR)
+            own = widened(tl.load(own_pointer + place, exists & mask, other=0.0), WIDE)
+            total = tl.zeros([NUMBER, SEGMENT], WIDE)
+            for first in range(0, tasks, BLOCK):
+                j = first + task
+                address = tl.load(addresses + GRADIENTS + j, j < tasks, other=0)
+                g = tl.load(
+                    pointers(address, DTYPE, VECTOR)[:, None, None] + place[None, :, :],
+                    (address != 0)[:, None, None] & mask[None, :, :],
+                    other=0.0,
+                )
+                g = widened(g, WIDE)
+                total += tl.sum(g, 0)
+                dots = tl.sum(own[None, :, :] * g, 2).to(tl.float64)
+                for i in range(tasks):
+                    of_group = tl.sum(tl.where(priority[None, :] == i, dots, 0.0), 1)
+                    slot = products + i * tasks + j
+                    before = tl.load(slot, j < tl.where(t > 0, groups, 0), other=0.0)
+                    tl.store(slot, before + of_group, j < groups)
+            tl.debug_barrier()
+        tl.store(update + place, narrowed(total, DTYPE), mask)
+    if TASKS <= 8:
+        i = task[:, None]
+        j = task[None, :]
+        tl.store(products + i * tasks + j, kept, (i < groups) & (j < groups))
+
+
+@triton.jit
+def _find_factors(tensor, products, factors, tasks, TASKS: tl.constexpr):
+    """a_i = -sum over j != i with d_ij < 0 of d_ij / d_ii, where d_ii > 0; else 0."""
+    GROUPS: tl.constexpr = TASKS if TASKS <= 8 else 1
+    items = tl.load(tensor + SUM_ITEMS)
+    for first_i in range(0, tasks, GROUPS):
+        d_i = added_up(products, items, first_i, tasks, GROUPS, TASKS, False)
+        group = first_i + tl.arange(0, GROUPS)
+        own = group[:, None] == tl.arange(0, TASKS)[None, :]
+        d_ii = tl.sum(tl.where(own, d_i, 0.0), 1)[:, None]
+        rivals = (~own) & (d_i < 0) & (d_ii > 0)
+        share = tl.where(rivals, -d_i / tl.where(d_ii > 0, d_ii, 1.0), 0.0)
+        tl.store(factors + group, tl.sum(share, 1), group < tasks)
+
+
+@triton.jit
+def _add_conflicts(
+    tensor,
+    addresses,
+    index,
+    tiles,
+    factors,
+    tasks,
+    NUMBER: tl.constexpr,
+    DTYPE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """A FIX item. In float64: a_i may be beyond float32's range where a_i * G_i is not."""
+    priorities = pointer(tl.load(addresses + PRIORITY), tl.int64)
+    update = pointer(tl.load(addresses + UPDATE), DTYPE)
+    if VECTOR > 1:
+        update = tl.multiple_of(update, 16)
+    for t in range(tiles):
+        row, place, mask = _tile(tensor, (index * tiles + t) * NUMBER, NUMBER, VECTOR)
+        inside = row < tl.load(tensor + ROWS)
+        priority = tl.load(priorities + row, inside, other=-1).to(tl.int32)
+        known = (priority >= 0) & (priority < tasks)
+        factor = tl.load(factors + priority, known, other=0.0)
+        own_pointer, exists = _own_gradient(addresses, priority, tasks, DTYPE, VECTOR)
+        mask = mask & exists & (factor > 0)[:, None]
+        own = widened(tl.load(own_pointer + place, mask, other=0.0), tl.float64)
+        total = widened(tl.load(update + place, mask, other=0.0), tl.float64)
+        tl.store(update + place, narrowed(total + factor[:, None] * own, DTYPE), mask)
+
+
+@triton.jit(do_not_specialize=["ticket", "counters", "tasks"])
+def phase2_kernel(
+    items,
+    tensors,
+    table,
+    ticket,
+    counters,
+    energy,
+    gamma,
+    variance,
+    epsilon,
+    products,
+    factors,
+    tasks,
+    TASKS: tl.constexpr,
+    NUMBER: tl.constexpr,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """One item.
+
+    Args:
+        items: int32 [programs, 3]: kind, tensor, index among the tensor's items of this kind.
+        tensors: int64 [tensors, TENSOR_FIELDS].
+        table: int64 [tensors, GRADIENTS + tasks], addresses.
+        ticket: int32 [1], zero.
+        counters: int32 [layers, LAYER_COUNTERS], zeros.
+        energy: float64 [rows of all layers], room.
+        gamma: [K, O] of one layer after the other, flattened.
+        variance: Likewise.
+        epsilon: float64 [layers, tasks].
+        products: float64 [SUM items of all layers, tasks, tasks], room.
+        factors: float64 [layers, tasks], room.
+        tasks: K.
+        TASKS: A power of two, K or greater; 64 stands for all K > 8.
+        NUMBER: Segments of a tile.
+        DTYPE: Of weights, gradients and updates.
+        WIDE: What a segment's products are added up in.
+        VECTOR: Elements in 16 bytes.
+
+    """
+    item = items + tl.atomic_add(ticket, 1, sem="relaxed").to(tl.int64) * 3
+    kind = tl.load(item)
+    number = tl.load(item + 1).to(tl.int64)
+    index = tl.load(item + 2)
+    tensor = tensors + number * TENSOR_FIELDS
+    addresses = table + number * (tasks + GRADIENTS)
+    layer = tl.load(tensor + LAYER)
+    counters += layer * LAYER_COUNTERS
+    aligned = tl.load(addresses + ALIGNED) != 0
+    products += (tl.load(tensor + FIRST_SUM) + index) * (tasks * tasks)
+    factors += layer * tasks
+    if kind == ENERGY:
+        weight = pointer(tl.load(addresses + WEIGHT), DTYPE)
+        first = index * ENERGY_ROWS
+        if aligned:
+            weight = tl.multiple_of(weight, 16)
+            e, row, inside = row_energies(tensor, weight, first, VECTOR)
+            tl.store(energy + tl.load(tensor + FIRST_ROW) + row, e, inside)
+        else:
+            e, row, inside = row_energies(tensor, weight, first, 1)
+            tl.store(energy + tl.load(tensor + FIRST_ROW) + row, e, inside)
+        if arrive(counters + ENERGIES_DONE, tl.load(tensor + ENERGY_ITEMS)):
+            _find_priorities(tensor, addresses, energy, gamma, variance, epsilon, tasks, TASKS)
+            publish(counters + PRIORITY_READY)
+    elif kind == SUM:
+        tiles = tl.load(tensor + TILES).to(tl.int32)
+        if (layer >= 0) & (tl.load(tensor + ENERGY_ITEMS) > 0):
+            wait(counters + PRIORITY_READY)
+        if aligned:
+            _sum_and_products(
+                tensor,
+                addresses,
+                index,
+                tiles,
+                products,
+                tasks,
+                TASKS,
+                NUMBER,
+                DTYPE,
+                WIDE,
+                VECTOR,
+            )
+        else:
+            _sum_and_products(
+                tensor,
+                addresses,
+                index,
+                tiles * 4,
+                products,
+                tasks,
+                TASKS,
+                NUMBER // 4,
+                DTYPE,
+                WIDE,
+                1,
+            )
+        if layer >= 0:
+            if arrive(counters + SUMS_DONE, tl.load(tensor + SUM_ITEMS)):
+                _find_factors(tensor, products - index * (tasks * tasks), factors, tasks, TASKS)
+                publish(counters + FACTORS_READY)
+    else:
+        tiles = tl.load(tensor + TILES).to(tl.int32)
+        wait(counters + FACTORS_READY)
+        if aligned:
+            _add_conflicts(tensor, addresses, index, tiles, factors, tasks, NUMBER, DTYPE, VECTOR)
+        else:
+            _add_conflicts(
+                tensor, addresses, index, tiles * 4, factors, tasks, NUMBER // 4, DTYPE, 1
+            )
+
+
+@triton.jit
+def energy_kernel(tensor, weight, energy, VECTOR: tl.constexpr):
+    """eq:eq1 of one layer, ENERGY_ROWS rows a program. Reads the weight once."""
+    first = tl.program_id(0) * ENERGY_ROWS
+    e, row, inside = row_energies(tensor, weight, first, VECTOR)
+    tl.store(energy + row, e, inside)
+
+
+@triton.jit(do_not_specialize=["rows", "tasks"])
+def strength_kernel(
+    energy,
+    gamma,
+    variance,
+    epsilon,
+    out,
+    rows,
+    tasks,
+    NORMALIZE: tl.constexpr,
+    TASKS: tl.constexpr,
+):
+    """eq:eq3 of one layer, and eq:eq5; one program. Reads and writes O numbers for each task."""
+    NUMBER: tl.constexpr = 512 // TASKS
+    task = tl.arange(0, TASKS)
+    total = tl.zeros([TASKS], tl.float64)
+    if NORMALIZE:
+        total = strength_totals(energy, gamma, variance, epsilon, rows, tasks, TASKS, NUMBER)
+    for first in range(0, rows, NUMBER):
+        strength, row = strengths(
+            energy, gamma, variance, epsilon, rows, first, tasks, TASKS, NUMBER
+        )
+        if NORMALIZE:
+            strength = normalized(strength, total)
+        place = task.to(tl.int64)[:, None] * rows + row[None, :]
+        tl.store(out + place, strength, (task < tasks)[:, None] & (row < rows)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows", "tasks"])
+def priority_kernel(strength, out, rows, tasks, TASKS: tl.constexpr):
+    """eq:eq6, 512 / TASKS rows a program. Reads O numbers for each task and writes O."""
+    NUMBER: tl.constexpr = 512 // TASKS
+    row = tl.program_id(0) * NUMBER + tl.arange(0, NUMBER)
+    task = tl.arange(0, TASKS)
+    place = task.to(tl.int64)[:, None] * rows + row[None, :]
+    here = (task < tasks)[:, None] & (row < rows)[None, :]
+    number = widened(tl.load(strength + place, here, other=0.0), tl.float64)
+    tl.store(out + row, top_task(number, tasks, TASKS), row < rows)

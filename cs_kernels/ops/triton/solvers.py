@@ -1,0 +1,382 @@
+"""From Gramians to weights on the device: one program a Gramian, K x K numbers in registers.
+
+The methods are those of the reference (`ops/solvers.py`), which says where they come from: it sees
+the correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, with a ridge on their diagonal. A Gramian
+that is not finite gives weights of NaN.
+
+Memory traffic: K * K numbers are read and K written; the time is that of a chain of small sums.
+"""
+
+import triton
+import triton.language as tl
+
+from cs_kernels.ops.triton.primitives import widened
+
+_RIDGE = tl.constexpr(1e-12)
+_EPSILON = tl.constexpr(2.220446049250313e-16)
+_INFINITY = tl.constexpr(float("inf"))
+
+# The common lengths of Aligned-MTL.
+SCALES = ("min", "median", "rmse")
+
+
+@triton.jit
+def _gramian(data, tasks, TASKS: tl.constexpr):
+    """The Gramian of a program [TASKS, TASKS], zeros outside; and whether it is finite."""
+    i = tl.arange(0, TASKS)[:, None]
+    j = tl.arange(0, TASKS)[None, :]
+    data += tl.program_id(0).to(tl.int64) * tasks * tasks
+    g = tl.load(data + i * tasks + j, (i < tasks) & (j < tasks), other=0.0)
+    g = widened(g, tl.float64)
+    return g, tl.sum(tl.sum(tl.where(g - g == 0, 0, 1), 1), 0) == 0
+
+
+@triton.jit
+def _write(out, weights, finite, tasks, TASKS: tl.constexpr):
+    task = tl.arange(0, TASKS)
+    place = tl.program_id(0).to(tl.int64) * tasks + task
+    tl.store(out + place, tl.where(finite, weights, float("nan")), task < tasks)
+
+
+@triton.jit
+def _identity(TASKS: tl.constexpr):
+    return tl.arange(0, TASKS)[:, None] == tl.arange(0, TASKS)[None, :]
+
+
+@triton.jit
+def _diagonal(m, TASKS: tl.constexpr):
+    return tl.sum(tl.where(_identity(TASKS), m, 0.0), 1)
+
+
+@triton.jit
+def _times(m, x):
+    return tl.sum(m * x[None, :], 1)
+
+
+@triton.jit
+def _at(x, k, TASKS: tl.constexpr):
+    """x[k]."""
+    return tl.sum(tl.where(tl.arange(0, TASKS) == k, x, 0), 0)
+
+
+@triton.jit
+def _correlations(g, ridge, TASKS: tl.constexpr):
+    """C of the tasks that have a gradient (the identity elsewhere), lengths, and which they are."""
+    d = _diagonal(g, TASKS)
+    here = d > 0
+    length = tl.where(here, tl.sqrt(tl.where(here, d, 1.0)), 1.0)
+    c = tl.where(here[:, None] & here[None, :], g / length[:, None] / length[None, :], 0.0)
+    # A number by itself would be one of float32, which has no 1 + 1e-12.
+    diagonal = 1 + here.to(tl.float64) * ridge
+    return tl.where(_identity(TASKS), diagonal[None, :], c), length, here
+
+
+@triton.jit
+def _solve(m, b, tasks, TASKS: tl.constexpr):
+    """The x with m x = b, for a positive definite m, by the elimination of Gauss and Jordan."""
+    task = tl.arange(0, TASKS)
+    for k in range(tasks):
+        row = tl.sum(tl.where(task[:, None] == k, m, 0.0), 0)
+        column = tl.sum(tl.where(task[None, :] == k, m, 0.0), 1)
+        pivot = tl.maximum(_at(row, k, TASKS), 1e-300)
+        factor = tl.where(task == k, 0.0, column / pivot)
+        b -= factor * _at(b, k, TASKS)
+        m -= factor[:, None] * row[None, :]
+    return b / tl.maximum(_diagonal(m, TASKS), 1e-300)
+
+
+@triton.jit
+def _among(c, free, TASKS: tl.constexpr):
+    """C of some tasks, the identity elsewhere."""
+    both = (free[:, None] > 0) & (free[None, :] > 0)
+    return tl.where(both, c, tl.where(_identity(TASKS), 1.0, 0.0))
+
+
+@triton.jit
+def _non_negative(c, f, here, tasks, TASKS: tl.constexpr):
+    """Min 1/2 x'Cx - f'x over x >= 0 by the active-set method of Lawson and Hanson.
+
+    Every turn of the loop solves once. Returns x and which entries are free (int32).
+    """
+    task = tl.arange(0, TASKS)
+    x = tl.zeros([TASKS], tl.float64)
+    free = tl.zeros([TASKS], tl.int32)
+    tried = tl.zeros([TASKS], tl.int32)  # freed, and sent back at once, since x last changed
+    entered = 0
+    blocked = 0
+    moved = 0
+    searching = 1
+    turn = 0
+    while searching > 0:
+        slope = f - _times(c, x)
+        scale = tl.abs(f) + tl.sum(tl.abs(c * x[None, :]), 1)
+        rises = here & (slope > 1e-14 * scale) & (free == 0) & (tried == 0)
+        candidate = tl.where(rises, slope, -_INFINITY)
+        found = (tl.max(candidate, 0) > -_INFINITY) | (blocked > 0)
+        searching = tl.where(found & (turn < 16 * TASKS + 64), 1, 0)
+        # A new entry, unless the last one's way was blocked.
+        begins = tl.where(blocked > 0, 0, searching)
+        entered = tl.where(begins > 0, tl.argmax(candidate, 0), entered)
+        free = tl.where(task == entered, tl.maximum(free, begins), free)
+        moved = tl.where(begins > 0, 0, moved)
+        z = _solve(_among(c, free, TASKS), tl.where(free > 0, f, 0.0), tasks, TASKS)
+        # As far toward z as no entry becomes negative.
+        back = tl.where(x - z > 0, x - z, 1.0)
+        reach = tl.where((free > 0) & (z <= 0), tl.where(x > 0, x / back, 0.0), _INFINITY)
+        fraction = tl.min(reach, 0)
+        blocked = tl.where(fraction < _INFINITY, searching, 0)
+        hit = tl.where(task == tl.argmin(reach, 0), blocked, 0)
+        part = tl.where(blocked > 0, fraction, 0.0)
+        toward = tl.where(blocked > 0, x + part * (z - x), z)
+        toward = tl.where((free > 0) & (hit == 0), toward, 0.0)
+        x = tl.where(searching > 0, toward, x)
+        free = tl.where(hit > 0, 0, free)
+        moved = tl.where(fraction > 0, 1, moved)
+        stays = tl.where(task == entered, 1, tried) * (1 - moved)
+        tried = tl.where(blocked > 0, tried, stays)
+        turn += 1
+    return x, free
+
+
+@triton.jit
+def _rotated(m, partner, other, cosine, sine, ROWS: tl.constexpr, TASKS: tl.constexpr):
+    """Columns (or rows) of m and their partners turned in their planes."""
+    if ROWS:
+        index = tl.broadcast_to(partner[:, None], [TASKS, TASKS])
+        return cosine[:, None] * m + sine[:, None] * tl.gather(m, index, 0)
+    index = tl.broadcast_to(partner[None, :], [TASKS, TASKS])
+    return cosine[None, :] * m + sine[None, :] * tl.gather(m, index, 1)
+
+
+@triton.jit
+def _eigen(m, TASKS: tl.constexpr):
+    """Eigenvalues and vectors (columns) by Jacobi's rotations, TASKS / 2 disjoint ones at once."""
+    task = tl.arange(0, TASKS)
+    vectors = tl.where(_identity(TASKS), 1.0, 0.0).to(tl.float64)
+    trace = tl.sum(tl.abs(_diagonal(m, TASKS)), 0)
+    sweep = 0
+    turning = True
+    while turning:
+        largest = 0.0
+        for s in range(TASKS - 1):
+            # Everybody plays everybody: the last sits, the others go round.
+            partner = (2 * s - task + 2 * (TASKS - 1)) % (TASKS - 1)
+            partner = tl.where(task == s, TASKS - 1, partner)
+            partner = tl.where(task == TASKS - 1, s, partner)
+            pair = task[None, :] == partner[:, None]
+            d = _diagonal(m, TASKS)
+            off = tl.sum(tl.where(pair, m, 0.0), 1)
+            d_partner = tl.sum(tl.where(pair, d[None, :], 0.0), 1)
+            turns = tl.abs(off) > 1e-18 * trace
+            difference = tl.where(task < partner, d_partner - d, d - d_partner)
+            theta = difference / tl.where(turns, 2 * off, 1.0)
+            # Beyond, theta^2 would overflow where the tangent is 1 / (2 theta) anyway.
+            bounded = tl.minimum(tl.abs(theta), 1e150)
+            tangent = 1 / (bounded + tl.sqrt(bounded * bounded + 1))
+            tangent = tl.where(turns, tl.where(theta < 0, -tangent, tangent), 0.0)
+            cosine = 1 / tl.sqrt(tangent * tangent + 1)
+            sine = tl.where(task < partner, -tangent, tangent) * cosine
+            m = _rotated(m, partner, pair, cosine, sine, False, TASKS)
+            m = _rotated(m, partner, pair, cosine, sine, True, TASKS)
+            m = tl.where(pair & turns[:, None], 0.0, m)
+            vectors = _rotated(vectors, partner, pair, cosine, sine, False, TASKS)
+            largest = tl.maximum(largest, tl.max(tl.where(turns, 1.0, 0.0), 0))
+        sweep += 1
+        turning = (largest > 0) & (sweep < 40)
+    return _diagonal(m, TASKS), vectors
+
+
+@triton.jit
+def _components_of_ones(vectors, factor):
+    """The sum over eigenvectors v of factor * (v'1) v."""
+    return tl.sum(vectors * (factor * tl.sum(vectors, 0))[None, :], 1)
+
+
+@triton.jit
+def _mixed(x):
+    """The finalizer of SplitMix64, of the state after one increment."""
+    x += 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def pcgrad_kernel(gramian, out, key, tasks, TASKS: tl.constexpr):
+    """PCGrad. Row i is task i, which meets the others in the order of a shuffle; key int64 [1]."""
+    g, finite = _gramian(gramian, tasks, TASKS)
+    number = tl.program_id(0).to(tl.uint64)
+    of_gramian = _mixed(tl.load(key).to(tl.uint64, bitcast=True) + number)
+    i = tl.arange(0, TASKS)
+    place = tl.arange(0, TASKS)[None, :]
+    own = tl.where(_identity(TASKS), 1.0, 0.0).to(tl.float64)
+    others = place + tl.where(place >= i[:, None], 1, 0)
+    for done in range(tasks - 1):
+        left = tasks - 1 - done
+        drawn = _mixed(of_gramian + (i * tasks + left).to(tl.uint64)) % left.to(tl.uint64)
+        at_drawn = place == drawn.to(tl.int32)[:, None]
+        j = tl.sum(tl.where(at_drawn, others, 0), 1)
+        last = tl.sum(tl.where(place == left - 1, others, 0), 1)
+        others = tl.where(at_drawn, last[:, None], others)
+        met = place == j[:, None]
+        # Row j of the Gramian, for every i; it is symmetric.
+        index = tl.broadcast_to(tl.minimum(j, TASKS - 1)[:, None], [TASKS, TASKS])
+        g_j = tl.gather(g, index, 0)
+        square = tl.sum(tl.where(met, g_j, 0.0), 1)
+        conflict = tl.sum(own * g_j, 1)
+        projects = (conflict < 0) & (square > 0)
+        share = tl.where(projects, conflict / tl.where(square > 0, square, 1.0), 0.0)
+        own -= tl.where(met, share[:, None], 0.0)
+    weights = tl.sum(tl.where(i[:, None] < tasks, own, 0.0), 0)
+    _write(out, weights, finite, tasks, TASKS)
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def mgda_kernel(gramian, out, tasks, TASKS: tl.constexpr):
+    """MGDA: with x >= 0 the minimizer of 1/2 x'Gx - 1'x, the min-norm point is x / sum x."""
+    g, finite = _gramian(gramian, tasks, TASKS)
+    task = tl.arange(0, TASKS)
+    c, length, here = _correlations(g, _RIDGE, TASKS)
+    shortest = tl.min(tl.where(here, length, _INFINITY), 0)
+    relative = tl.where(here, shortest, 0.0) / length
+    x, _ = _non_negative(c, relative, here, tasks, TASKS)
+    x *= relative
+    absent = (here == 0) & (task < tasks)
+    number = tl.sum(tl.where(absent, 1.0, 0.0), 0)
+    of_absent = tl.where(absent, 1.0, 0.0) / tl.maximum(number, 1.0)
+    total = tl.sum(x, 0)
+    of_present = x / tl.where(total > 0, total, 1.0)
+    _write(out, tl.where(number > 0, of_absent, of_present), finite, tasks, TASKS)
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def upgrad_kernel(gramian, out, tasks, TASKS: tl.constexpr):
+    """UPGrad: each gradient projected onto the dual cone of all, then their mean."""
+    g, finite = _gramian(gramian, tasks, TASKS)
+    c, length, here = _correlations(g, _RIDGE, TASKS)
+    total = tl.zeros([TASKS], tl.float64) + 1
+    for i in range(tasks):
+        if _at(tl.where(here, 1, 0), i, TASKS) > 0:
+            row = tl.sum(tl.where(tl.arange(0, TASKS)[:, None] == i, c, 0.0), 0)
+            x, _ = _non_negative(c, -row, here, tasks, TASKS)
+            total += tl.where(here, x * _at(length, i, TASKS) / length, 0.0)
+    _write(out, total / tasks, finite, tasks, TASKS)
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def cagrad_kernel(gramian, out, factor, tasks, TASKS: tl.constexpr):
+    """CAGrad: mu where the shortest correction that gives all g_i.d >= mu is as long as allowed.
+
+    factor: float64 [1], c.
+    """
+    g, finite = _gramian(gramian, tasks, TASKS)
+    along = tl.sum(g, 1) / tasks
+    square = tl.sum(along, 0) / tasks
+    radius = tl.load(factor) * tl.sqrt(tl.maximum(square, 0.0))
+    c, length, here = _correlations(g, _RIDGE, TASKS)
+    present = tl.sum(tl.where(here, 1, 0), 0)
+    correction = tl.zeros([TASKS], tl.float64)
+    # What is not finite would never be found.
+    if finite & (radius > 0) & (present > 0):
+        ones = tl.where(here, 1.0, 0.0).to(tl.float64)
+        unit, _ = _non_negative(c, ones, here, tasks, TASKS)
+        stationary = (present < tasks) | (tl.sum(unit, 0) > 1e10)
+        low = tl.min(tl.where(here, along, _INFINITY), 0)
+        high = tl.min(tl.where(here, along + radius * length, _INFINITY), 0)
+        high = tl.where(stationary, tl.minimum(high, 0.0), high)
+        mu = high
+        p = ones / length
+        q = tl.where(here, along, 0.0) / length
+        turn = 0
+        searching = True
+        while searching:
+            f = tl.where(here, mu - along, 0.0) / length
+            x, free = _non_negative(c, f, here, tasks, TASKS)
+            correction = x
+            size = tl.sqrt(tl.maximum(tl.sum(f * x, 0), 0.0))
+            longer = size > radius
+            high = tl.where(longer, mu, high)
+            low = tl.where(longer, low, mu)
+            done = tl.abs(size - radius) <= 1e-12 * radius
+            done = done | ((turn == 0) & (longer == 0))
+            done = done | (high - low <= 1e-15 * (tl.abs(high) + tl.abs(low)))
+            # With the same entries free, size^2 = pp mu^2 - 2 pq mu + qq.
+            m = _among(c, free, TASKS)
+            free_p = tl.where(free > 0, p, 0.0)
+            free_q = tl.where(free > 0, q, 0.0)
+            solved_p = _solve(m, free_p, tasks, TASKS)
+            solved_q = _solve(m, free_q, tasks, TASKS)
+            pp = tl.sum(solved_p * free_p, 0)
+            pq = tl.sum(solved_p * free_q, 0)
+            qq = tl.sum(solved_q * free_q, 0)
+            inside = tl.maximum(pq * pq - pp * (qq - radius * radius), 0.0)
+            root = (pq + tl.sqrt(inside)) / tl.where(pp > 0, pp, 1.0)
+            usable = (pp > 0) & (root > low) & (root < high)
+            mu = tl.where(usable, root, 0.5 * (low + high))
+            turn += 1
+            searching = (done == 0) & (turn < 64)
+    equal = (tl.zeros([TASKS], tl.float64) + 1) / tasks
+    weights = equal + tl.where(here, correction / length, 0.0)
+    _write(out, weights, finite, tasks, TASKS)
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def nash_mtl_kernel(gramian, out, tasks, TASKS: tl.constexpr):
+    """NashMTL: G a = 1 / a, the minimum of 1/2 a'Ga - sum log a_i, by a damped Newton method."""
+    g, finite = _gramian(gramian, tasks, TASKS)
+    c, length, here = _correlations(g, 1e-10, TASKS)
+    v = tl.zeros([TASKS], tl.float64) + 1
+    turn = 0
+    searching = finite
+    while searching:
+        slope = tl.where(here, _times(c, v) - 1 / v, 0.0)
+        hessian = c + tl.where(_identity(TASKS) & here[None, :], (1 / (v * v))[None, :], 0.0)
+        step = _solve(hessian, slope, tasks, TASKS)
+        decrement = tl.sqrt(tl.maximum(tl.sum(slope * step, 0), 0.0))
+        v -= step * tl.where(decrement < 0.25, 1.0, 1 / (1 + decrement))
+        turn += 1
+        searching = (decrement >= 1e-9) & (turn < 100)
+    _write(out, tl.where(here, v / length, 0.0), finite, tasks, TASKS)
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def imtl_g_kernel(gramian, out, tasks, TASKS: tl.constexpr):
+    """IMTL-G: the update's components along all gradients are equal, the weights sum to one."""
+    g, finite = _gramian(gramian, tasks, TASKS)
+    c, length, here = _correlations(tl.where(finite, g, 0.0), 0.0, TASKS)
+    # Only the tasks that have a gradient.
+    c = tl.where(here[:, None] & here[None, :], c, 0.0)
+    present = tl.sum(tl.where(here, 1.0, 0.0), 0)
+    values, vectors = _eigen(c, TASKS)
+    kept = values > 8 * tl.max(values, 0) * present * _EPSILON
+    y = _components_of_ones(vectors, tl.where(kept, 1 / tl.where(kept, values, 1.0), 0.0))
+    # In units of the first one's length, as a sum of weights has none.
+    first = tl.argmax(tl.where(here, 1, 0), 0)
+    y = tl.where(here, y * _at(length, first, TASKS) / length, 0.0)
+    total = tl.sum(y, 0)
+    solvable = tl.abs(total) > 1e-12 * tl.sum(tl.abs(y), 0)
+    weights = tl.where(solvable, y / tl.where(solvable, total, 1.0), 0.0)
+    _write(out, weights, finite, tasks, TASKS)
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def aligned_mtl_kernel(gramian, out, tasks, SCALE: tl.constexpr, TASKS: tl.constexpr):
+    """Aligned-MTL: the gradients' principal components made equal in length; then the sum."""
+    g, finite = _gramian(gramian, tasks, TASKS)
+    values, vectors = _eigen(tl.where(finite, g, 0.0), TASKS)
+    kept = values > tl.max(values, 0) * tasks * _EPSILON
+    rank = tl.sum(tl.where(kept, 1, 0), 0)
+    if SCALE == "min":
+        length = tl.min(tl.where(kept, values, _INFINITY), 0)
+    elif SCALE == "median":
+        # The lower one: half of the others come before it.
+        task = tl.arange(0, TASKS)
+        equal_before = (values[None, :] == values[:, None]) & (task[None, :] < task[:, None])
+        before = kept[None, :] & ((values[None, :] < values[:, None]) | equal_before)
+        place = tl.sum(tl.where(before, 1, 0), 1)
+        length = tl.sum(tl.where(kept & (place == (rank - 1) // 2), values, 0.0), 0)
+    else:
+        length = tl.sum(tl.where(kept, values, 0.0), 0) / tl.maximum(rank, 1)
+    relative = tl.where(kept, length, 0.0) / tl.where(kept, values, 1.0)
+    weights = tl.where(rank > 0, _components_of_ones(vectors, tl.sqrt(relative)), 1.0)
+    _write(out, weights, finite, tasks, TASKS)
