@@ -1,9 +1,13 @@
 """Fixtures for every test: poisoned memory, seeds, the backends."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from layers import INTERPRETED
+from torch import Tensor
 
 import cs_kernels as cs
 
@@ -19,9 +23,51 @@ def _poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
+class Elsewhere:
+    """A backend that computes on another device than a test's tensors are on.
+
+    Memory is copied whole, so that tensors lie there as they lie here; then back.
+    """
+
+    def __init__(self, module: Any, device: str) -> None:
+        self._module = module
+        self._device = device
+
+    def __getattr__(self, operator: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            memory: dict[int, tuple[Tensor, Tensor]] = {}
+            result = getattr(self._module, operator)(*(self._there(a, memory) for a in args))
+            for here, there in memory.values():
+                here.copy_(there)
+            return [r.cpu() for r in result] if isinstance(result, list) else self._back(result)
+
+        return call
+
+    @staticmethod
+    def _back(result: Tensor | None) -> Tensor | None:
+        return None if result is None else result.cpu()
+
+    def _there(self, argument: Any, memory: dict[int, tuple[Tensor, Tensor]]) -> Any:
+        if isinstance(argument, list | tuple):
+            return [self._there(a, memory) for a in argument]
+        if not isinstance(argument, Tensor):
+            return argument
+        storage = argument.untyped_storage()
+        if storage.data_ptr() not in memory:
+            here = torch.empty(0, dtype=torch.uint8).set_(storage)
+            memory[storage.data_ptr()] = here, here.to(self._device, copy=True)
+        there = memory[storage.data_ptr()][1].untyped_storage()
+        view = torch.empty(0, dtype=argument.dtype, device=self._device)
+        return view.set_(there, argument.storage_offset(), argument.shape, argument.stride())
+
+
 @pytest.fixture(params=RUNNABLE)
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each backend that can run here, in force."""
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Each backend that can run here, in force; a GPU's gets copies of the test's tensors."""
+    chosen = cs.ops.backends._BACKENDS[request.param]
+    if not chosen.computes_on("cpu"):
+        elsewhere = Elsewhere(chosen.module, chosen.devices[0])
+        monkeypatch.setattr(cs.ops.backends, "_select", lambda device: elsewhere)
     with cs.use_backend(request.param):
         yield request.param
 
@@ -30,3 +76,14 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 def _doctest_names(doctest_namespace: dict[str, object]) -> None:
     doctest_namespace["torch"] = torch
     doctest_namespace["cs"] = cs
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if INTERPRETED:
+        # What a GPU computes in silence, numpy warns of: infinity minus infinity.
+        config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Under the interpreter there is no compiler."""
+    return True if INTERPRETED and collection_path.name == "test_triton_compiles.py" else None

@@ -1,9 +1,13 @@
 """Layers of every kind, with gradients and normalizations, for the tests of the operators."""
 
+import os
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Triton's kernels run through its interpreter: smaller samples, as it is slow."""
 
 
 @dataclass(frozen=True)

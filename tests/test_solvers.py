@@ -15,6 +15,7 @@ import pytest
 import scipy.optimize
 import torch
 import torchjd.aggregation
+from layers import INTERPRETED
 from torch import Tensor
 
 import cs_kernels as cs
@@ -189,7 +190,8 @@ def test_equal_to_torchjd_or_better(
     """To 1e-4, or nearer to the definition, on 200 Gramians."""
     method, make, factor, error = CASES[name]
     equal = better = 0
-    for rows in matrices():
+    sample = matrices()[:: 9 if INTERPRETED else 1]
+    for rows in sample:
         if name == "PCGrad":
             method.load_state_dict({"steps": 0})
             monkeypatch.setattr(torch, "randperm", _OurOrders(len(rows)))
@@ -207,8 +209,8 @@ def test_equal_to_torchjd_or_better(
         theirs_error = math.inf if theirs is None else error(rows, theirs)
         assert ours_error <= max(theirs_error + 1e-9, 1e-6), (rows, ours, theirs)
         better += 1
-    assert equal + better == 200
-    assert equal >= 40
+    assert equal + better == len(sample)
+    assert equal >= len(sample) // 5
 
 
 CONFLICT = torch.tensor([[1.0, -1.0], [-1.0, 4.0]], dtype=torch.float64)
@@ -268,7 +270,7 @@ def _random_rows(tasks: int, seed: int) -> Tensor:
     return torch.randn(tasks, tasks + 4, dtype=torch.float64, generator=generator)
 
 
-@pytest.mark.parametrize("tasks", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("tasks", [1, 2, 5] if INTERPRETED else [1, 2, 3, 5, 8, 16])
 @pytest.mark.parametrize("method", DETERMINISTIC, ids=repr)
 def test_permuting_tasks_permutes_weights(
     backend: str, method: cs.GramianMethod, tasks: int
@@ -294,7 +296,7 @@ def test_scaling_all_gradients(backend: str, method: cs.GramianMethod, scale: fl
     torch.testing.assert_close(scaled, direct, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(4 if INTERPRETED else 20))
 @pytest.mark.parametrize(
     "method", [cs.UPGrad(), cs.MGDA(), cs.MGDA("l2"), cs.NashMTL(), cs.CAGrad(1.0)], ids=repr
 )

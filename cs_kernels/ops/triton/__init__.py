@@ -44,8 +44,16 @@ _DTYPES = {
     torch.float16: tl.float16,
 }
 
-OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": True}
-"""Of every launch. A product that is added at once is not rounded: no result is worse for it."""
+OPTIONS: dict[str, Any] = {"num_warps": 4, "maxnreg": 128, "enable_fp_fusion": True}
+"""Of a launch: registers for four programs on a multiprocessor; a product that is added at once is
+not rounded, and no result is worse for it."""
+
+
+def solver_options(tasks: int) -> dict[str, Any]:
+    """Of a solver's launch: a thread holds two numbers of a matrix [tasks, tasks], 8 if K > 32."""
+    warps = min(16, max(1, tasks * tasks // 64))
+    # As many as there are: by itself the assembler spills some to leave room for other programs.
+    return {**OPTIONS, "num_warps": warps, "maxnreg": min(255, 65536 // (32 * warps))}
 
 
 def _launch(
@@ -54,7 +62,7 @@ def _launch(
     if programs:
         on_gpu = device.type == "cuda"
         with torch.cuda.device(device) if on_gpu else contextlib.nullcontext():
-            kernel[(programs,)](*arguments, **constants, **OPTIONS)
+            kernel[(programs,)](*arguments, **{**OPTIONS, **constants})
 
 
 def _check_tasks(tasks: int) -> None:
@@ -63,13 +71,27 @@ def _check_tasks(tasks: int) -> None:
 
 
 def _constants(variant: Variant, dtype: torch.dtype) -> dict[str, Any]:
-    """The compile-time arguments of every kernel over gradients."""
     return {
         "TASKS": variant.tasks,
         "DTYPE": _DTYPES[dtype],
         "WIDE": tl.float64 if dtype.itemsize > 2 else tl.float32,
         "VECTOR": variant.vector,
     }
+
+
+def phase2_constants(variant: Variant, dtype: torch.dtype) -> dict[str, Any]:
+    """The compile-time arguments of Phase 2."""
+    return {"NUMBER": variant.segments, **_constants(variant, dtype)}
+
+
+def gradient_constants(variant: Variant, dtype: torch.dtype, parts: int = 1) -> dict[str, Any]:
+    """The compile-time arguments of Gramian and weighted sum, on a part of the elements."""
+    return {"ELEMENTS": variant.elements // parts, **_constants(variant, dtype)}
+
+
+DROP_PARTS = 4
+DROP_OPTIONS = {**OPTIONS, "maxnreg": 168}
+"""Sign dropping holds five sums: its tiles are smaller and its threads have more registers."""
 
 
 def _phase2(
@@ -130,8 +152,7 @@ def _phase2(
             scratch[rows_end:products_end],
             scratch[products_end:],
             tasks,
-            NUMBER=variant.segments,
-            **_constants(variant, dtype),
+            **phase2_constants(variant, dtype),
         )
     operands.finish()
 
@@ -267,8 +288,10 @@ def _gradient_launches(
     operands: Operands,
     group_of: Sequence[int],
     groups: int,
-    extra: Sequence[int],
-    most_tiles: int,
+    extra: Sequence[int] = (),
+    *,
+    most_tiles: int = 1,
+    parts: int = 1,
 ) -> Iterator[_GradientLaunch]:
     tasks = operands.tasks
     _check_tasks(tasks)
@@ -288,7 +311,7 @@ def _gradient_launches(
             tuple(group_of),
             groups,
             tuple(output.dtype is dtype for output in operands.outputs),
-            variant.elements,
+            variant.elements // parts,
             most_tiles,
             device,
         )
@@ -299,7 +322,7 @@ def _gradient_launches(
             numbers,
             numbers[len(rows) :],
             tasks,
-            {"ELEMENTS": variant.elements, **_constants(variant, dtype)},
+            gradient_constants(variant, dtype, parts),
         )
 
 
@@ -312,7 +335,9 @@ def gramian(
     check_group_of(group_of, groups)
     results: list[Tensor] = []
     zeros = [0] * -(-groups // 2)
-    for launch in _gradient_launches(operands, group_of, groups, zeros * len(DTYPES), 16):
+    for launch in _gradient_launches(
+        operands, group_of, groups, zeros * len(DTYPES), most_tiles=16
+    ):
         result = torch.empty((groups, tasks, tasks), dtype=torch.float64, device=likes[0].device)
         for group in launch.empty_groups:
             result[group] = 0
@@ -336,7 +361,7 @@ def combine_(
     check_group_of(group_of, groups)
     check_numel(weights, groups * tasks, "weights")
     weights = weights.contiguous()
-    for launch in _gradient_launches(operands, group_of, groups, [], 1):
+    for launch in _gradient_launches(operands, group_of, groups):
         launch.run(gradients.combine_kernel, weights)
     operands.finish()
 
@@ -355,11 +380,12 @@ def drop_signs_(
     ranges = (sum(output.numel() for output in operands.outputs) >> 32) + 1
     keys = [mixed((key + high) % (1 << 64)) for high in range(ranges)]
     extra = unpack(f"{tasks + ranges}q", pack(f"{tasks}d{ranges}Q", *leaks, *keys))
-    for launch in _gradient_launches(operands, [0] * len(updates), 1, extra, 1):
+    for launch in _gradient_launches(operands, [0] * len(updates), 1, extra, parts=DROP_PARTS):
         launch.run(
             gradients.drop_signs_kernel,
             launch.extra[:tasks].view(torch.float64),
             launch.extra[tasks:],
+            **DROP_OPTIONS,
         )
     operands.finish()
 
@@ -368,6 +394,7 @@ def _solve(kernel: Any, gramian: Tensor, *arguments: Tensor, **constants: Any) -
     check_gramian(gramian, MOST_TASKS)
     tasks = gramian.shape[-1]
     weights = gramian.new_empty(gramian.shape[:-1], dtype=torch.float64)
+    rounded = max(2, power_of_two(tasks))
     _launch(
         kernel,
         weights.numel() // tasks,
@@ -376,7 +403,8 @@ def _solve(kernel: Any, gramian: Tensor, *arguments: Tensor, **constants: Any) -
         weights,
         *arguments,
         tasks,
-        TASKS=max(2, power_of_two(tasks)),
+        TASKS=rounded,
+        **solver_options(rounded),
         **constants,
     )
     return weights

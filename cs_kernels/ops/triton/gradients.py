@@ -83,7 +83,7 @@ def _add_products(
     task = tl.arange(0, BLOCK)
     if TASKS <= 8:
         g = _gradients(addresses, first, task, size, tasks, ELEMENTS, DTYPE, WIDE, VECTOR)
-        for i in tl.static_range(TASKS):
+        for i in range(TASKS):
             g_i = tl.sum(tl.where(task[:, None] == i, g, 0.0), 0)
             dots = tl.sum(g_i[None, :] * g, 1).to(tl.float64)
             kept += tl.where(task[:, None] == i, dots[None, :], 0.0)

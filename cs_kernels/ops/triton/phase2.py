@@ -249,7 +249,7 @@ def _sum_and_products(
             total = tl.sum(g, 0)
             own = tl.sum(tl.where(task[:, None, None] == priority[None, :, None], g, 0.0), 0)
             dots = tl.sum(own[None, :, :] * g, 2).to(tl.float64)
-            for i in tl.static_range(TASKS):
+            for i in range(TASKS):
                 of_group = tl.sum(tl.where(priority[None, :] == i, dots, 0.0), 1)
                 kept += tl.where(task[:, None] == i, of_group[None, :], 0.0)
         else:

@@ -36,12 +36,12 @@ class Phase2Plan:
     """Of all layers."""
 
 
-# Elements of a tile by itemsize and tasks: as many as are held without spilling. 128 threads with
-# 128 registers each are four programs on a multiprocessor.
+# Elements of a tile by itemsize and tasks: as many as 128 threads with 128 registers each hold
+# without spilling.
 _TILE = {
-    2: {2: 2048, 4: 2048, 8: 1024, 64: 512},
-    4: {2: 2048, 4: 1024, 8: 512, 64: 512},
-    8: {2: 1024, 4: 512, 8: 512, 64: 256},
+    2: {2: 2048, 4: 1024, 8: 1024, 64: 512},
+    4: {2: 2048, 4: 1024, 8: 512, 64: 256},
+    8: {2: 1024, 4: 512, 8: 256, 64: 128},
 }
 # Tiles of an item: finding out what to do takes as long as about three of them.
 _MOST_TILES = 8
