@@ -1,12 +1,13 @@
 """Collects the cases of a run, prints them as tables, and keeps them as records."""
 
+import contextlib
 import json
 import os
 import platform
 import subprocess
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,16 @@ def origin() -> dict[str, Any]:
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit,
         "machine": machine(),
-        "versions": {name: version(name) for name in ("cs_kernels", "torch", "torchjd")},
+        "versions": versions(),
     }
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("cs_kernels", "torch", "triton", "torchjd"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def machine() -> dict[str, Any]:
@@ -76,6 +85,7 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "instruction_set": _C.cpu_instruction_set,
         "python": platform.python_version(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
 

@@ -32,10 +32,22 @@ def _methods(cases: list[dict[str, Any]]) -> tuple[list[str], dict[str, list[flo
     return names, series
 
 
+def _gpu(cases: list[dict[str, Any]]) -> tuple[list[str], dict[str, list[float]]]:
+    names = [f"{c['network']}\nK={c['tasks']} {c['dtype']}\n{c['backend']}" for c in cases]
+    series = {"limit": [1.0] * len(cases)}
+    series["replayed"] = [1 / c["fraction_of_limit"] for c in cases]
+    limits = [c["replayed_milliseconds"]["p50"] * c["fraction_of_limit"] for c in cases]
+    series["step"] = [c["milliseconds"]["p50"] / t for c, t in zip(cases, limits, strict=True)]
+    for peer in cases[0]["peers"]:
+        times = [c["peers"][peer]["milliseconds"] for c in cases]
+        series[peer] = [time / t for time, t in zip(times, limits, strict=True)]
+    return names, series
+
+
 def draw(table: str, records: Path, picture: Path) -> None:
     """Writes a PNG from the last line of a record file."""
     record = json.loads(records.read_text().splitlines()[-1])
-    names, series = {"phase2": _phase2, "methods": _methods}[table](record["cases"])
+    names, series = {"phase2": _phase2, "methods": _methods, "gpu": _gpu}[table](record["cases"])
     figure, axes = plt.subplots(figsize=(max(7, 1.1 * len(names)), 4), layout="constrained")
     width = 0.8 / len(series)
     for i, (name, values) in enumerate(series.items()):
@@ -44,11 +56,11 @@ def draw(table: str, records: Path, picture: Path) -> None:
     axes.set_yscale("log")
     axes.set_xticks(range(len(names)), names, fontsize=7)
     axes.set_ylabel("time / limit of memory")
-    axes.set_title(
-        f"{record['machine']['cpu']}, {record['machine']['threads']} threads,"
-        f" {record['machine']['instruction_set']}, commit {record['commit']}",
-        fontsize=9,
-    )
+    machine = record["machine"]
+    where = machine.get("gpu") if table == "gpu" else None
+    if where is None:
+        where = f"{machine['cpu']}, {machine['threads']} threads, {machine['instruction_set']}"
+    axes.set_title(f"{where}, commit {record['commit']}", fontsize=9)
     axes.legend(fontsize=8, ncols=len(series))
     figure.savefig(picture, dpi=120)
     plt.close(figure)

@@ -40,4 +40,42 @@ def small() -> list[Shape]:
     return [(o, i, 3, 3) for i, o in pairwise(widths)]
 
 
-NETWORKS = {"small": small(), "resnet18": resnet18(), "resnet50": resnet50()}
+def hrnet18() -> list[Shape]:
+    """The 305 convolutions of HRNet-18's stem and stages, 9.5 M weights; many are small."""
+    shapes: list[Shape] = [(64, 3, 3, 3), (64, 64, 3, 3)]
+    inputs = 64
+    for block in range(4):
+        shapes += [(64, inputs, 1, 1), (64, 64, 3, 3), (256, 64, 1, 1)]
+        if block == 0:
+            shapes.append((256, inputs, 1, 1))
+        inputs = 256
+    widths = [18, 36, 72, 144]
+    shapes += [(18, 256, 3, 3), (36, 256, 3, 3)]
+    for branches, modules in ((2, 1), (3, 4), (4, 3)):
+        if branches > 2:
+            shapes.append((widths[branches - 1], widths[branches - 2], 3, 3))
+        for _ in range(modules):
+            for width in widths[:branches]:
+                shapes += 8 * [(width, width, 3, 3)]
+            for into in range(branches):
+                for source in range(branches):
+                    if source > into:  # from a coarser branch
+                        shapes.append((widths[into], widths[source], 1, 1))
+                    if source < into:  # from a finer one, halved again and again
+                        shapes += (into - source - 1) * [(widths[source], widths[source], 3, 3)]
+                        shapes.append((widths[into], widths[source], 3, 3))
+    return shapes
+
+
+def wide() -> list[Shape]:
+    """Linear layers, 100.7 M weights."""
+    return 24 * [(2048, 2048)]
+
+
+NETWORKS = {
+    "small": small(),
+    "resnet18": resnet18(),
+    "resnet50": resnet50(),
+    "hrnet18": hrnet18(),
+    "wide": wide(),
+}

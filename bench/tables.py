@@ -7,7 +7,7 @@ Cases = list[dict[str, Any]]
 
 PHASE2_PEERS = ("textbook PCGrad", "TorchJD matrix", "TorchJD step", "reference")
 METHOD_PEERS = ("TorchJD step", "TorchJD matrix", "textbook")
-PLOTTED = ("phase2", "methods")
+PLOTTED = ("phase2", "methods", "gpu")
 
 
 def _aim(name: str, value: float, met: bool, wanted: str) -> str:
@@ -96,9 +96,45 @@ def steps(cases: Cases) -> Iterator[str]:
         )
 
 
+def gpu(cases: Cases) -> Iterator[str]:
+    """Fused Phase 2 on a GPU."""
+    yield "fused Phase 2 on a GPU"
+    yield "of limit: a copy of (K+2) N elements' bytes over a step replayed from a CUDA graph"
+    yield "x peer: time of the peer over that of the step, both launched from Python"
+    yield (
+        f"{'backend':8} {'network':9} {'K':>2} {'dtype':8} {'N':>9} {'replayed':>9} {'step ms':>8}"
+        f" {'copy GB/s':>9} {'of limit':>8} {'launches':>8} {'waits':>5}"
+        + "".join(f" {'x ' + peer:>17}" for peer in PHASE2_PEERS)
+    )
+    for c in cases:
+        ratios = [c["peers"].get(peer, {}).get("ratio") for peer in PHASE2_PEERS]
+        yield (
+            f"{c['backend']:8} {c['network']:9} {c['tasks']:2} {c['dtype']:8} {c['numel']:9}"
+            f" {c['replayed_milliseconds']['p50']:9.3f} {c['milliseconds']['p50']:8.3f}"
+            f" {c['copy_gigabytes_per_second']:9.0f} {100 * c['fraction_of_limit']:7.0f}%"
+            f" {c['launches']:8} {c['synchronizations']:5}"
+            + "".join(f" {'-':>17}" if r is None else f" {r:17.1f}" for r in ratios)
+        )
+    for c in cases:
+        if c["tasks"] != 4:
+            continue
+        name = f"{c['backend']}, {c['network']}, K = 4, {c['dtype']}"
+        if c["numel"] >= 25e6:
+            fraction, least = c["fraction_of_limit"], {"triton": 0.7, "cuda": 0.85}[c["backend"]]
+            yield _aim(f"{name}, of the limit", fraction, fraction >= least, f">= {least}")
+            if "TorchJD step" not in c["peers"]:
+                yield f"aim: {name}, x TorchJD step: not measured, TorchJD is not installed"
+            else:
+                ratio, least = c["peers"]["TorchJD step"]["ratio"], 5
+                yield _aim(f"{name}, x TorchJD step", ratio, ratio >= least, f">= {least}")
+        waits = c["synchronizations"]
+        yield _aim(f"{name}, host synchronizations", waits, waits == 0, "0")
+
+
 LINES: dict[str, Callable[[Cases], Iterator[str]]] = {
     "phase2": phase2,
     "methods": methods,
     "solvers": solvers,
     "steps": steps,
+    "gpu": gpu,
 }

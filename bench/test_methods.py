@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from peers import TEXTBOOK, TORCHJD, best_options, stacked, torchjd_matrix, torchjd_step
+from peers import TORCHJD, best_options, stacked, torchjd_matrix, torchjd_step
 from shapes import NETWORKS
 from synchronizations import host_synchronizations
+from textbook import TEXTBOOK
 from timing import Copy, median_seconds, seconds
 from torch import Tensor, nn
 

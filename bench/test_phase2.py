@@ -7,15 +7,15 @@ of the two. A peer is quoted as the ratio of medians.
 
 import random
 import statistics
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from peers import TORCHJD, stacked, textbook_pcgrad, torchjd_matrix, torchjd_step
-from shapes import NETWORKS
+from peers import TORCHJD, stacked, torchjd_matrix, torchjd_step
+from problems import Problem, check, make
+from textbook import textbook_pcgrad
 from timing import median_seconds, seconds
-from torch import Tensor, nn
+from torch import nn
 
 import cs_kernels as cs
 
@@ -27,101 +27,6 @@ CASES = [
     for tasks in (2, 4, 8)
     for dtype in (torch.float32, torch.bfloat16)
 ]
-
-
-@dataclass
-class Problem:
-    """One trunk's weights, normalizations and gradients, and room for the update."""
-
-    tasks: int
-    weights: list[Tensor]
-    gamma: Tensor
-    running_var: Tensor
-    grads: list[Tensor]
-    updates: list[Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.updates = [torch.zeros_like(weight) for weight in self.weights]
-
-    @property
-    def numel(self) -> int:
-        return sum(weight.numel() for weight in self.weights)
-
-    @property
-    def bytes(self) -> int:
-        """Each gradient and weight read once, the update written once."""
-        return (self.tasks + 2) * self.numel * self.weights[0].element_size()
-
-    def of_task(self, i: int) -> list[Tensor]:
-        return self.grads[i :: self.tasks]
-
-    def to(self, dtype: torch.dtype) -> "Problem":
-        return Problem(
-            self.tasks,
-            [w.to(dtype) for w in self.weights],
-            self.gamma,
-            self.running_var,
-            [g.to(dtype) for g in self.grads],
-        )
-
-    def step(self) -> list[Tensor]:
-        layers = len(self.weights)
-        priorities: list[Tensor] = torch.ops.cs_kernels.phase2_update_(
-            self.updates,
-            self.grads,
-            self.weights,
-            self.gamma,
-            self.running_var,
-            [1e-5] * (layers * self.tasks),
-            [0] * layers,
-            [1] * layers,
-            self.tasks,
-        )
-        return priorities
-
-
-def make(network: str, tasks: int, dtype: torch.dtype) -> Problem:
-    """Random gradients: half of all pairs conflict, so nearly every group is visited again."""
-    torch.manual_seed(0)
-    shapes = NETWORKS[network]
-    return Problem(
-        tasks,
-        [torch.randn(shape).to(dtype) for shape in shapes],
-        torch.rand(tasks * sum(shape[0] for shape in shapes)) + 0.5,
-        torch.rand(tasks * sum(shape[0] for shape in shapes)) + 0.5,
-        [torch.randn(shape).to(dtype) for shape in shapes for _ in range(tasks)],
-    )
-
-
-def plain_formula(problem: Problem, priorities: list[Tensor]) -> list[Tensor]:
-    """sum_j G_j + a_i G_i of every group, in torch and in the gradients' own dtype."""
-    updates = []
-    for layer, priority in enumerate(priorities):
-        start = layer * problem.tasks
-        rows = torch.stack([g.flatten(1) for g in problem.grads[start : start + problem.tasks]])
-        total = rows.sum(0)
-        for i in range(problem.tasks):
-            group = priority == i
-            flat = rows[:, group].flatten(1)
-            dots = flat @ flat[i]
-            a_i = -(dots[dots < 0] / dots[i]).sum()
-            total[group] += a_i * rows[i][group]
-        updates.append(total.view_as(problem.weights[layer]))
-    return updates
-
-
-def check(problem: Problem) -> None:
-    """The step's error against float64 is at most twice that of the plain formula."""
-    priorities = problem.step()
-    exact = problem.to(torch.float64)
-    with cs.use_backend("reference"):
-        expected = exact.step()
-    for ours, theirs in zip(priorities, expected, strict=True):
-        assert torch.equal(ours, theirs)
-    plain = plain_formula(problem, priorities)
-    for update, other, oracle in zip(problem.updates, plain, exact.updates, strict=True):
-        allowed = 2 * (other.double() - oracle).abs().max()
-        assert (update.double() - oracle).abs().max() <= allowed
 
 
 def check_threads(problem: Problem) -> None:

@@ -17,13 +17,13 @@ from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
 from cs_kernels.ops.triton import (
-    DROP_OPTIONS,
     DROP_PARTS,
     OPTIONS,
     gradient_constants,
     gradients,
     phase2,
     phase2_constants,
+    phase2_options,
     solver_options,
     solvers,
 )
@@ -76,13 +76,14 @@ def _cases() -> Iterator[Case]:
             variant = Variant.of(tasks, dtype)
             case = f"{name}-K{tasks}"
             constants = phase2_constants(variant, dtype)
-            yield f"phase2-{case}", phase2.phase2_kernel, {}, constants, OPTIONS
+            options = phase2_options(variant.tasks)
+            yield f"phase2-{case}", phase2.phase2_kernel, {}, constants, options
             constants = gradient_constants(variant, dtype)
             result = {"out": "*fp64"}
             yield f"gramian-{case}", gradients.gramian_kernel, result, constants, OPTIONS
             yield f"combine-{case}", gradients.combine_kernel, {}, constants, OPTIONS
             constants = gradient_constants(variant, dtype, DROP_PARTS)
-            yield f"drop-{case}", gradients.drop_signs_kernel, {}, constants, DROP_OPTIONS
+            yield f"drop-{case}", gradients.drop_signs_kernel, {}, constants, OPTIONS
         for vector in (1, 16 // dtype.itemsize):
             of_weight = {"weight": pointer}
             constants = {"VECTOR": vector}

@@ -44,9 +44,14 @@ _DTYPES = {
     torch.float16: tl.float16,
 }
 
-OPTIONS: dict[str, Any] = {"num_warps": 4, "maxnreg": 128, "enable_fp_fusion": True}
-"""Of a launch: registers for four programs on a multiprocessor; a product that is added at once is
+OPTIONS: dict[str, Any] = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
+"""Of a launch: registers for three programs on a multiprocessor; a product that is added at once is
 not rounded, and no result is worse for it."""
+
+
+def phase2_options(tasks: int) -> dict[str, Any]:
+    """Of a Phase 2 launch: more than 4 tasks' products need more registers."""
+    return OPTIONS if tasks <= 4 else {**OPTIONS, "maxnreg": 255}
 
 
 def solver_options(tasks: int) -> dict[str, Any]:
@@ -90,8 +95,7 @@ def gradient_constants(variant: Variant, dtype: torch.dtype, parts: int = 1) -> 
 
 
 DROP_PARTS = 4
-DROP_OPTIONS = {**OPTIONS, "maxnreg": 168}
-"""Sign dropping holds five sums: its tiles are smaller and its threads have more registers."""
+"""Sign dropping holds five sums, so its tiles are smaller."""
 
 
 def _phase2(
@@ -107,24 +111,27 @@ def _phase2(
     if not operands.outputs:
         return
     device = operands.outputs[0].device
+    layers = len(priorities)
+    layouts = operands.layouts[:layers]
+    layouts += [(1, 1, 1, output.numel()) for output in operands.outputs[layers:]]
     rows: list[int] = []
-    for t, (output, layout) in enumerate(zip(operands.outputs, operands.layouts, strict=True)):
+    for t, (output, layout) in enumerate(zip(operands.outputs, layouts, strict=True)):
         grads = operands.gradients[t * tasks : (t + 1) * tasks]
         weight = weights[t].data_ptr() if t < len(weights) else 0
-        priority = priorities[t].data_ptr() if t < len(priorities) else 0
+        priority = priorities[t].data_ptr() if t < layers else 0
         aligned = vector_accesses(
             layout, output.element_size(), [output.data_ptr(), weight, *grads]
         )
         rows += [output.data_ptr(), weight, priority, aligned, *grads]
     dtypes = list(dict.fromkeys(output.dtype for output in operands.outputs))
-    counters = len(dtypes) + phase2.LAYER_COUNTERS.value * len(priorities)
+    counters = len(dtypes) + phase2.LAYER_COUNTERS.value * layers
     numbers = upload(rows + [0] * -(-counters // 2), device)
     zeros = numbers[len(rows) :].view(torch.int32)
     for n, dtype in enumerate(dtypes):
         variant = Variant.of(tasks, dtype)
         plan = phase2_plan(
-            tuple(operands.layouts),
-            tuple(prod(output.shape[2:]) for output in operands.outputs[: len(priorities)]),
+            tuple(layouts),
+            tuple(prod(output.shape[2:]) for output in operands.outputs[:layers]),
             None if eps is None else tuple(eps),
             tuple(output.dtype is dtype for output in operands.outputs),
             tasks,
@@ -133,7 +140,7 @@ def _phase2(
         )
         rows_end = plan.rows
         products_end = rows_end + plan.sum_items * tasks * tasks
-        room = products_end + len(priorities) * tasks
+        room = products_end + layers * tasks
         scratch = torch.empty(room, dtype=torch.float64, device=device)
         energy = scratch[:rows_end]
         _launch(
@@ -153,6 +160,7 @@ def _phase2(
             scratch[products_end:],
             tasks,
             **phase2_constants(variant, dtype),
+            **phase2_options(variant.tasks),
         )
     operands.finish()
 
@@ -385,7 +393,6 @@ def drop_signs_(
             gradients.drop_signs_kernel,
             launch.extra[:tasks].view(torch.float64),
             launch.extra[tasks:],
-            **DROP_OPTIONS,
         )
     operands.finish()
 

@@ -234,8 +234,10 @@ def _sum_and_products(
         update = tl.multiple_of(update, 16)
     task = tl.arange(0, BLOCK)
     kept = tl.zeros([BLOCK, BLOCK], tl.float64)
-    for t in range(tiles):
-        row, place, mask = _tile(tensor, (index * tiles + t) * NUMBER, NUMBER, VECTOR)
+    begin = index * tiles * NUMBER
+    end = tl.minimum(begin + tiles * NUMBER, tl.load(tensor + SEGMENTS).to(tl.int32))
+    for start in range(begin, end, NUMBER):
+        row, place, mask = _tile(tensor, start, NUMBER, VECTOR)
         inside = row < tl.where(groups > 0, tl.load(tensor + ROWS), 0)
         priority = tl.load(priorities + row, inside, other=-1).to(tl.int32)
         if TASKS <= 8:
@@ -270,7 +272,7 @@ def _sum_and_products(
                 for i in range(tasks):
                     of_group = tl.sum(tl.where(priority[None, :] == i, dots, 0.0), 1)
                     slot = products + i * tasks + j
-                    before = tl.load(slot, j < tl.where(t > 0, groups, 0), other=0.0)
+                    before = tl.load(slot, j < tl.where(start > begin, groups, 0), other=0.0)
                     tl.store(slot, before + of_group, j < groups)
             tl.debug_barrier()
         tl.store(update + place, narrowed(total, DTYPE), mask)
@@ -312,8 +314,10 @@ def _add_conflicts(
     update = pointer(tl.load(addresses + UPDATE), DTYPE)
     if VECTOR > 1:
         update = tl.multiple_of(update, 16)
-    for t in range(tiles):
-        row, place, mask = _tile(tensor, (index * tiles + t) * NUMBER, NUMBER, VECTOR)
+    begin = index * tiles * NUMBER
+    end = tl.minimum(begin + tiles * NUMBER, tl.load(tensor + SEGMENTS).to(tl.int32))
+    for start in range(begin, end, NUMBER):
+        row, place, mask = _tile(tensor, start, NUMBER, VECTOR)
         inside = row < tl.load(tensor + ROWS)
         priority = tl.load(priorities + row, inside, other=-1).to(tl.int32)
         known = (priority >= 0) & (priority < tasks)

@@ -36,8 +36,7 @@ class Phase2Plan:
     """Of all layers."""
 
 
-# Elements of a tile by itemsize and tasks: as many as 128 threads with 128 registers each hold
-# without spilling.
+# Elements of a tile by itemsize and tasks: as many as a program's registers hold.
 _TILE = {
     2: {2: 2048, 4: 1024, 8: 1024, 64: 512},
     4: {2: 2048, 4: 1024, 8: 512, 64: 256},

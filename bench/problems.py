@@ -1,0 +1,104 @@
+"""Phase 2 of a network's layers on random numbers, and whether its result is right."""
+
+from dataclasses import dataclass, field
+
+import torch
+from shapes import NETWORKS
+from torch import Tensor
+
+import cs_kernels as cs
+
+
+@dataclass
+class Problem:
+    """One trunk's weights, normalizations and gradients, and room for the update."""
+
+    tasks: int
+    weights: list[Tensor]
+    gamma: Tensor
+    running_var: Tensor
+    grads: list[Tensor]
+    updates: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.updates = [torch.zeros_like(weight) for weight in self.weights]
+
+    @property
+    def numel(self) -> int:
+        return sum(weight.numel() for weight in self.weights)
+
+    @property
+    def bytes(self) -> int:
+        """Each gradient and weight read once, the update written once."""
+        return (self.tasks + 2) * self.numel * self.weights[0].element_size()
+
+    def of_task(self, i: int) -> list[Tensor]:
+        return self.grads[i :: self.tasks]
+
+    def to(self, dtype: torch.dtype) -> "Problem":
+        return Problem(
+            self.tasks,
+            [w.to(dtype) for w in self.weights],
+            self.gamma,
+            self.running_var,
+            [g.to(dtype) for g in self.grads],
+        )
+
+    def step(self) -> list[Tensor]:
+        layers = len(self.weights)
+        priorities: list[Tensor] = torch.ops.cs_kernels.phase2_update_(
+            self.updates,
+            self.grads,
+            self.weights,
+            self.gamma,
+            self.running_var,
+            [1e-5] * (layers * self.tasks),
+            [0] * layers,
+            [1] * layers,
+            self.tasks,
+        )
+        return priorities
+
+
+def make(network: str, tasks: int, dtype: torch.dtype) -> Problem:
+    """Random gradients: half of all pairs conflict, so nearly every group is visited again."""
+    torch.manual_seed(0)
+    shapes = NETWORKS[network]
+    return Problem(
+        tasks,
+        [torch.randn(shape).to(dtype) for shape in shapes],
+        torch.rand(tasks * sum(shape[0] for shape in shapes)) + 0.5,
+        torch.rand(tasks * sum(shape[0] for shape in shapes)) + 0.5,
+        [torch.randn(shape).to(dtype) for shape in shapes for _ in range(tasks)],
+    )
+
+
+def plain_formula(problem: Problem, priorities: list[Tensor]) -> list[Tensor]:
+    """sum_j G_j + a_i G_i of every group, in torch and in the gradients' own dtype."""
+    updates = []
+    for layer, priority in enumerate(priorities):
+        start = layer * problem.tasks
+        rows = torch.stack([g.flatten(1) for g in problem.grads[start : start + problem.tasks]])
+        total = rows.sum(0)
+        for i in range(problem.tasks):
+            group = priority == i
+            flat = rows[:, group].flatten(1)
+            dots = flat @ flat[i]
+            a_i = -(dots[dots < 0] / dots[i]).sum()
+            total[group] += a_i * rows[i][group]
+        updates.append(total.view_as(problem.weights[layer]))
+    return updates
+
+
+def check(problem: Problem) -> None:
+    """The step's error against float64 is at most twice that of the plain formula."""
+    priorities = problem.step()
+    exact = problem.to(torch.float64)
+    with cs.use_backend("reference"):
+        expected = exact.step()
+    for ours, theirs in zip(priorities, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    plain = plain_formula(problem, priorities)
+    for update, other, oracle in zip(problem.updates, plain, exact.updates, strict=True):
+        allowed = 2 * (other.double() - oracle).abs().max()
+        assert (update.double() - oracle).abs().max() <= allowed

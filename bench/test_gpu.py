@@ -1,0 +1,179 @@
+"""Fused Phase 2 on a GPU against the copy bandwidth of the same moments, and against the peers.
+
+A step is timed twice by events of the device: replayed from a CUDA graph, which is the time that
+the kernels take, and launched from Python, which is the time that a caller sees when nothing else
+is queued. Before each round, as many bytes are copied as a step moves; the fraction of the limit is
+the median over rounds of the ratio of the two. A peer is quoted as a ratio of medians, launched
+from Python as ours.
+"""
+
+import random
+import statistics
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from problems import Problem, check, make
+from shapes import NETWORKS
+from textbook import textbook_pcgrad
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import cs_kernels as cs
+
+BACKENDS = [name for name in ("triton", "cuda") if cs.available_backends()[name] is None]
+CASES = [
+    pytest.param(
+        network, tasks, dtype, id=f"{network}-K{tasks}-{str(dtype).removeprefix('torch.')}"
+    )
+    for network in ("resnet18", "resnet50", "hrnet18", "wide")
+    for tasks in (2, 4, 8)
+    for dtype in (torch.float32, torch.bfloat16)
+]
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+
+def device_milliseconds(run: Callable[[], object], before: Callable[[], object]) -> float:
+    """Of one run, by events; `before` it, something else, which is not timed."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before()
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop)
+
+
+def median_milliseconds(run: Callable[[], object], rounds: int) -> float:
+    run()
+    return statistics.median(device_milliseconds(run, lambda: None) for _ in range(rounds))
+
+
+def against_copy(
+    run: Callable[[], object], copy: Callable[[], object], rounds: int
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of each round, and of the copy just before it."""
+    steps, copies = [], []
+    for _ in range(rounds):
+        copies.append(device_milliseconds(copy, copy))
+        steps.append(device_milliseconds(run, lambda: None))
+    return steps, copies
+
+
+def captured(run: Callable[[], object]) -> Callable[[], None]:
+    """A CUDA graph of one run."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def launches_and_synchronizations(run: Callable[[], object]) -> tuple[int, int]:
+    """Kernels of one run, and how often the host waits for the device; as the profiler sees it."""
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        run()
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    launches = sum(n for key, n in counts.items() if "LaunchKernel" in key)
+    waits = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+    return launches, sum(counts.get(key, 0) for key in waits)
+
+
+def check_replay(problem: Problem, replay: Callable[[], None]) -> None:
+    """A replay and a second one give the bits of a step from Python."""
+    problem.step()
+    expected = [update.clone() for update in problem.updates]
+    for _ in range(2):
+        for update in problem.updates:
+            update.fill_(torch.nan)
+        replay()
+        torch.cuda.synchronize()
+        for update, other in zip(problem.updates, expected, strict=True):
+            assert torch.equal(update, other)
+
+
+def peer_milliseconds(problem: Problem, rounds: int) -> dict[str, float]:
+    """Milliseconds of each peer that is installed."""
+    of_tasks = [problem.of_task(i) for i in range(problem.tasks)]
+    times = {"textbook PCGrad": median_milliseconds(lambda: textbook_pcgrad(of_tasks), rounds)}
+    with cs.use_backend("reference"):
+        times["reference"] = median_milliseconds(problem.step, rounds)
+    if find_spec("torchjd") is None:
+        return times
+    from peers import TORCHJD, stacked, torchjd_matrix, torchjd_step
+
+    pcgrad = TORCHJD["PCGrad"](problem.tasks)
+    matrix = torch.stack([torch.cat([g.flatten() for g in of_task]) for of_task in of_tasks])
+    times["TorchJD matrix"] = median_milliseconds(lambda: torchjd_matrix(pcgrad, matrix), rounds)
+    parameters = [nn.Parameter(weight.clone()) for weight in problem.weights]
+    jacobians = stacked(of_tasks)
+    times["TorchJD step"] = median_milliseconds(
+        lambda: torchjd_step(pcgrad, parameters, jacobians), rounds
+    )
+    return times
+
+
+def quantiles(times: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(times, n=10)
+    return {name: cuts[i] for name, i in (("p20", 1), ("p50", 4), ("p80", 7))}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("network", "tasks", "dtype"), CASES)
+@torch.no_grad()
+def test_gpu(
+    report: Any, quick: bool, network: str, tasks: int, dtype: torch.dtype, name: str
+) -> None:
+    if quick and (network, tasks) != ("resnet18", 4):
+        pytest.skip("the quick run times ResNet-18 at K = 4")
+    random.seed(0)
+    torch.cuda.empty_cache()
+    with torch.device("cuda"):
+        problem = make(network, tasks, dtype)
+        source = torch.randn(problem.bytes // 2 // dtype.itemsize, dtype=torch.float32).to(dtype)
+        target = torch.zeros_like(source)
+    with cs.use_backend(name):
+        check(problem)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            problem.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        launches, waits = launches_and_synchronizations(problem.step)
+        replay = captured(problem.step)
+        check_replay(problem, replay)
+        rounds = 11 if quick else 41
+        replays, copies = against_copy(replay, lambda: target.copy_(source), rounds)
+        steps, _ = against_copy(problem.step, lambda: target.copy_(source), rounds)
+    step = statistics.median(steps)
+    report.add(
+        "gpu",
+        backend=name,
+        network=network,
+        tasks=tasks,
+        dtype=str(dtype).removeprefix("torch."),
+        numel=problem.numel,
+        bytes=problem.bytes,
+        tensors=len(NETWORKS[network]),
+        milliseconds=quantiles(steps),
+        replayed_milliseconds=quantiles(replays),
+        copy_gigabytes_per_second=problem.bytes / statistics.median(copies) / 1e6,
+        fraction_of_limit=statistics.median(
+            copy / step for step, copy in zip(replays, copies, strict=True)
+        ),
+        launches=launches,
+        synchronizations=waits,
+        peers={
+            peer: {"milliseconds": time, "ratio": time / step}
+            for peer, time in peer_milliseconds(problem, 3 if quick else 5).items()
+        },
+    )

@@ -1,0 +1,235 @@
+"""What only a GPU can show; the operators' own tests run there through the `backend` fixture."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from layers import KINDS, Kind, sample
+from networks import Setup
+from torch import Tensor
+
+import cs_kernels as cs
+
+BACKENDS = [name for name in ("triton", "cuda") if cs.available_backends()[name] is None]
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+_ops = torch.ops.cs_kernels
+
+
+@pytest.fixture(params=BACKENDS)
+def gpu(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each backend of a GPU, in force; not deterministic mode, whose fills hide what is missing."""
+    torch.use_deterministic_algorithms(False)
+    with cs.use_backend(request.param), torch.device("cuda"):
+        yield request.param
+
+
+def _calls(tasks: int = 3) -> dict[str, Callable[[], list[Tensor]]]:
+    """Every operator of a step on tensors that stay, as a function that returns what it wrote."""
+    layers = [sample(kind, tasks, torch.float32) for kind in KINDS]
+    updates = [torch.empty_like(layer.weight) for layer in layers]
+    grads = [g.contiguous() for layer in layers for g in layer.grads]
+    weights = [layer.weight for layer in layers]
+    gamma = torch.cat([layer.gamma.flatten() for layer in layers])
+    variance = torch.cat([layer.running_var.flatten() for layer in layers])
+    eps = [e for layer in layers for e in layer.eps]
+    dims = [layer.kind.out_channel_dim for layer in layers]
+    groups = [layer.kind.groups for layer in layers]
+    zeros = [0] * len(layers)
+
+    def phase2() -> list[Tensor]:
+        priorities = _ops.phase2_update_(
+            updates, grads, weights, gamma, variance, eps, dims, groups, tasks
+        )
+        return [*updates, *priorities]
+
+    def drop() -> list[Tensor]:
+        _ops.drop_signs_(updates, grads, [0.1] * tasks, 1, 2, tasks)
+        return updates
+
+    def gramian_method(name: str, *options: object) -> Callable[[], list[Tensor]]:
+        def run() -> list[Tensor]:
+            gramian = _ops.gramian(grads, zeros, 1, tasks)
+            solved = getattr(_ops, f"{name}_weights")(gramian, *options)
+            _ops.combine_(updates, grads, solved, zeros, tasks)
+            return [*updates, gramian, solved]
+
+        return run
+
+    return {
+        "phase2": phase2,
+        "drop": drop,
+        "pcgrad": gramian_method("pcgrad", 1, 2),
+        "cagrad": gramian_method("cagrad", 0.4),
+        "mgda": gramian_method("mgda"),
+        "aligned_mtl": gramian_method("aligned_mtl", "median"),
+        "nash_mtl": gramian_method("nash_mtl"),
+        "imtl_g": gramian_method("imtl_g"),
+        "upgrad": gramian_method("upgrad"),
+    }
+
+
+STEPS = [
+    "phase2",
+    "drop",
+    "pcgrad",
+    "cagrad",
+    "mgda",
+    "aligned_mtl",
+    "nash_mtl",
+    "imtl_g",
+    "upgrad",
+]
+
+
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    return [t.clone() for t in tensors]
+
+
+def _assert_same_bits(first: list[Tensor], second: list[Tensor]) -> None:
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_never_waits(gpu: str, name: str) -> None:
+    """From the gradients to the update, the host is not held up."""
+    run = _calls()[name]
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_same_bits_in_every_run(gpu: str, name: str) -> None:
+    run = _calls()[name]
+    first = _copies(run())
+    for _ in range(20):
+        _assert_same_bits(run(), first)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_capture_and_replay(gpu: str, name: str) -> None:
+    run = _calls()[name]
+    expected = _copies(run())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        written = run()
+    for _ in range(3):
+        for tensor in written:
+            tensor.zero_()
+        graph.replay()
+        _assert_same_bits(written, expected)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_on_another_stream(gpu: str, name: str) -> None:
+    """What is written there is ordered after what came before on that stream."""
+    run = _calls()[name]
+    expected = _copies(run())
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        result = _copies(run())
+    stream.synchronize()
+    _assert_same_bits(result, expected)
+
+
+def test_two_streams_at_once(gpu: str) -> None:
+    """Calls in flight share no memory."""
+    calls = [_calls()["phase2"] for _ in range(2)]
+    expected = [_copies(run()) for run in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    results = []
+    for _ in range(20):
+        for run, stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(run())
+    torch.cuda.synchronize()
+    for result, wanted in zip(results[-2:], expected, strict=True):
+        _assert_same_bits(result, wanted)
+
+
+def test_a_capture_before_any_step_says_so(gpu: str) -> None:
+    update, grads = torch.empty(5, 7), list(torch.randn(2, 5, 7))
+    with (
+        pytest.raises(RuntimeError, match="make a step before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        _ops.combine_([update], grads, torch.ones(1, 2), [0], 2)
+
+
+def test_more_than_2_to_the_31_elements(gpu: str) -> None:
+    rows, length = 2**16 + 3, 2**15
+    grads = [torch.randn(rows, length, dtype=torch.bfloat16) for _ in range(2)]
+    priority = torch.zeros(rows, dtype=torch.int64)
+    priority[-2:] = 1
+    update = torch.full_like(grads[0], torch.nan)
+    _ops.project_conflicts_([update], grads, [priority], [0], [1], 2)
+    last = [g[-2:].clone() for g in grads]
+    expected = torch.empty_like(last[0])
+    _ops.project_conflicts_([expected], last, [priority[-2:].clone()], [0], [1], 2)
+    assert torch.equal(update[-2:], expected)
+    assert update.isfinite().all()
+    weights = torch.tensor([[1.0, -1.0]], dtype=torch.float64)
+    _ops.combine_([update], grads, weights, [0], 2)
+    assert torch.equal(update[-2:], last[0] - last[1])
+
+
+def test_a_large_trunk(gpu: str) -> None:
+    """Every program waits and overtakes as it likes: still what the reference says."""
+    layers = [Kind("layer", (512, 256, 3, 3)) for _ in range(6)]
+    samples = [sample(kind, 4, torch.float32) for kind in layers]
+    updates = [torch.full_like(s.weight, torch.nan) for s in samples]
+    others = [torch.empty_like(s.weight) for s in samples]
+    arguments = (
+        [g for s in samples for g in s.grads],
+        [s.weight for s in samples],
+        torch.cat([s.gamma.flatten() for s in samples]),
+        torch.cat([s.running_var.flatten() for s in samples]),
+        [e for s in samples for e in s.eps],
+        [0] * 6,
+        [1] * 6,
+        4,
+    )
+    priorities = _ops.phase2_update_(updates, *arguments)
+    with cs.use_backend("reference"):
+        expected = _ops.phase2_update_(others, *arguments)
+    _assert_same_bits(priorities, expected)
+    for update, other in zip(updates, others, strict=True):
+        torch.testing.assert_close(update, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.PCGrad(), cs.GradDrop()], ids=repr)
+def test_training_as_on_the_cpu(gpu: str, method: cs.Method) -> None:
+    """Three steps in float64: the same network, up to the order of sums."""
+    networks = []
+    for device in ("cpu", "cuda"):
+        with torch.device("cpu"):
+            setup = Setup()
+        setup.trunk.to(device)
+        setup.heads.to(device)
+        setup.batches = [(x.to(device), y.to(device)) for x, y in setup.batches]
+        method.load_state_dict({"steps": 0})
+        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, setup.tasks, method)
+        with cs.use_backend("reference" if device == "cpu" else gpu):
+            for batch in range(3):
+                opt.step(setup.closure(batch))
+        networks.append([p.detach().cpu() for p in setup.parameters()])
+    for ours, theirs in zip(*networks, strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
+def test_a_device_that_is_not_the_current_one(gpu: str) -> None:
+    grads = torch.randn(3, 8, 5, device="cuda:1")
+    priority = torch.zeros(8, dtype=torch.int64, device="cuda:1")
+    update = cs.functional.project_conflicts(grads, priority)
+    with cs.use_backend("reference"):
+        torch.testing.assert_close(update, cs.functional.project_conflicts(grads, priority))
