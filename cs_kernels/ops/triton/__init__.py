@@ -44,21 +44,28 @@ _DTYPES = {
     torch.float16: tl.float16,
 }
 
-OPTIONS: dict[str, Any] = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": True}
-"""Of a launch: registers for three programs on a multiprocessor; a product that is added at once is
-not rounded, and no result is worse for it."""
+
+def _options(warps: int, registers: int) -> dict[str, Any]:
+    """Of a launch. A product that is added at once is not rounded: no result is worse for it."""
+    options = {"num_warps": warps, "enable_fp_fusion": True}
+    # AMD's compiler has no such bound.
+    return options if torch.version.hip else {**options, "maxnreg": registers}
+
+
+OPTIONS = _options(4, 168)
+"""Registers for three programs on a multiprocessor."""
 
 
 def phase2_options(tasks: int) -> dict[str, Any]:
     """Of a Phase 2 launch: more than 4 tasks' products need more registers."""
-    return OPTIONS if tasks <= 4 else {**OPTIONS, "maxnreg": 255}
+    return OPTIONS if tasks <= 4 else _options(4, 255)
 
 
 def solver_options(tasks: int) -> dict[str, Any]:
     """Of a solver's launch: a thread holds two numbers of a matrix [tasks, tasks], 8 if K > 32."""
     warps = min(16, max(1, tasks * tasks // 64))
     # As many as there are: by itself the assembler spills some to leave room for other programs.
-    return {**OPTIONS, "num_warps": warps, "maxnreg": min(255, 65536 // (32 * warps))}
+    return _options(warps, min(255, 65536 // (32 * warps)))
 
 
 def _launch(

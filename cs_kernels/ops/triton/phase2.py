@@ -305,18 +305,21 @@ def _add_conflicts(
     tiles,
     factors,
     tasks,
+    TASKS: tl.constexpr,
     NUMBER: tl.constexpr,
     DTYPE: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """A FIX item. In float64: a_i may be beyond float32's range where a_i * G_i is not."""
+    task = tl.arange(0, TASKS)
+    conflicts = tl.max(tl.load(factors + task, task < tasks, other=0.0), 0) > 0
     priorities = pointer(tl.load(addresses + PRIORITY), tl.int64)
     update = pointer(tl.load(addresses + UPDATE), DTYPE)
     if VECTOR > 1:
         update = tl.multiple_of(update, 16)
     begin = index * tiles * NUMBER
     end = tl.minimum(begin + tiles * NUMBER, tl.load(tensor + SEGMENTS).to(tl.int32))
-    for start in range(begin, end, NUMBER):
+    for start in range(begin, tl.where(conflicts, end, begin), NUMBER):
         row, place, mask = _tile(tensor, start, NUMBER, VECTOR)
         inside = row < tl.load(tensor + ROWS)
         priority = tl.load(priorities + row, inside, other=-1).to(tl.int32)
@@ -435,10 +438,12 @@ def phase2_kernel(
         tiles = tl.load(tensor + TILES).to(tl.int32)
         wait(counters + FACTORS_READY)
         if aligned:
-            _add_conflicts(tensor, addresses, index, tiles, factors, tasks, NUMBER, DTYPE, VECTOR)
+            _add_conflicts(
+                tensor, addresses, index, tiles, factors, tasks, TASKS, NUMBER, DTYPE, VECTOR
+            )
         else:
             _add_conflicts(
-                tensor, addresses, index, tiles * 4, factors, tasks, NUMBER // 4, DTYPE, 1
+                tensor, addresses, index, tiles * 4, factors, tasks, TASKS, NUMBER // 4, DTYPE, 1
             )
 
 

@@ -120,8 +120,10 @@ def phase2_plan(
         rows, length = groups * channels, outer * inner
         row_segments = -(-length // _SEGMENT)
         segments = rows * row_segments
-        if segments >= 2**31:
-            raise ValueError(f"updates must have less than 2^31 segments, got {segments}")
+        if segments >= 2**30:  # counted in 32 bits, also past the end
+            raise ValueError(
+                f"updates must have less than 2^30 segments of {_SEGMENT} elements, got {segments}"
+            )
         tiles = -(-segments // variant.segments)
         per_item = max(most_tiles, -(-tiles // MOST_SUM_ITEMS) if layer >= 0 else 1)
         sum_items = -(-tiles // per_item) if chosen[t] else 0

@@ -1,0 +1,75 @@
+"""Which Triton program does what: an order in which waiting ends, every element once."""
+
+import pytest
+import torch
+
+from cs_kernels.ops.triton import phase2
+from cs_kernels.ops.triton import plan as plans
+from cs_kernels.ops.triton.plan import Variant
+
+ENERGY, SUM, FIX = (kind.value for kind in (phase2.ENERGY, phase2.SUM, phase2.FIX))
+LAYOUTS = [(1, 1, 300, 27), (1, 1, 64, 640), (2, 5, 40, 9), (1, 1, 0, 4), (1, 1, 3, 0)] * 3
+PLAIN = [(1, 1, 1, 70_001), (1, 1, 1, 5), (1, 1, 1, 0)]
+
+
+@pytest.mark.parametrize("eps", [True, False])
+@pytest.mark.parametrize("processors", [1, 3, 132, 1000])
+@pytest.mark.parametrize("tasks", [2, 9])
+def test_items_depend_on_earlier_ones(
+    monkeypatch: pytest.MonkeyPatch, tasks: int, processors: int, eps: bool
+) -> None:
+    """Whatever the size of the GPU: else a program could wait for one that never starts."""
+    monkeypatch.setattr(plans, "processors", lambda device: processors)
+    layers = len(LAYOUTS)
+    plan = plans.phase2_plan.__wrapped__(
+        tuple(LAYOUTS + PLAIN),
+        (1,) * layers,
+        (1e-5,) * (layers * tasks) if eps else None,
+        (True,) * (layers + len(PLAIN)),
+        tasks,
+        Variant.of(tasks, torch.float32),
+        torch.device("cpu"),
+    )
+    items = plan.items.tolist()
+    assert len({tuple(item) for item in items}) == len(items)
+    place = {tuple(item): n for n, item in enumerate(items)}
+    for t, fields in enumerate(plan.tensors.tolist()):
+        rows, segments = fields[phase2.ROWS.value], fields[phase2.SEGMENTS.value]
+        number = {kind: sum(k == kind and u == t for k, u, _ in items) for kind in (0, 1, 2)}
+        per_item = fields[phase2.TILES.value] * Variant.of(tasks, torch.float32).segments
+        assert number[SUM] == fields[phase2.SUM_ITEMS.value] == -(-segments // per_item)
+        assert number[FIX] == (number[SUM] if t < layers else 0)
+        energies = eps and t < layers and segments > 0
+        assert number[ENERGY] == (-(-rows // phase2.ENERGY_ROWS.value) if energies else 0)
+        assert number[SUM] <= plans.MOST_SUM_ITEMS or t >= layers
+        last = {
+            kind: max((place[kind, t, n] for n in range(number[kind])), default=-1)
+            for kind in (ENERGY, SUM)
+        }
+        for n in range(number[SUM]):
+            assert place[SUM, t, n] > last[ENERGY]
+        for n in range(number[FIX]):
+            assert place[FIX, t, n] > last[SUM]
+
+
+@pytest.mark.parametrize("most_tiles", [1, 16])
+@pytest.mark.parametrize("processors", [1, 132])
+def test_groups_have_their_items_together(
+    monkeypatch: pytest.MonkeyPatch, processors: int, most_tiles: int
+) -> None:
+    monkeypatch.setattr(plans, "processors", lambda device: processors)
+    sizes, group_of = (5000, 0, 70, 123_456, 1, 999), (1, 0, 2, 1, 2, 1)
+    chosen = (True, True, True, True, False, True)
+    plan = plans.gradient_plan.__wrapped__(
+        sizes, group_of, 4, chosen, 512, most_tiles, torch.device("cpu")
+    )
+    fields = plan.tensors.tolist()
+    assert plan.empty_groups == (0, 3)
+    covered = [0] * len(sizes)
+    for n, (tensor, _) in enumerate(plan.items.tolist()):
+        size, group, first, number, tiles, place = fields[tensor]
+        assert (size, group, place) == (sizes[tensor], group_of[tensor], sum(sizes[:tensor]))
+        assert first <= n < first + number
+        covered[tensor] += 512 * tiles
+    for size, here, elements in zip(sizes, chosen, covered, strict=True):
+        assert elements >= size if here else elements == 0
