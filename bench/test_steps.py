@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peers import textbook_pcgrad
+from textbook import textbook_pcgrad
 from timing import seconds
 from torch import Tensor, nn
 

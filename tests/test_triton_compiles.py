@@ -38,8 +38,9 @@ TYPES = {
 }
 TASKS = [2, 4, 8, 64]
 
-# Of 33 to 64 tasks, a matrix is half of the registers that a program may have, and these hold two.
-LARGE = ("cagrad", "mgda", "nash_mtl", "upgrad", "imtl_g")
+# Of 33 to 64 tasks, two matrices are most of the registers that a program may have: the small
+# problems of these wait for memory now and then.
+SPILLS = {"cagrad-K64": 768, "mgda-K64": 256, "nash_mtl-K64": 128}
 
 # What pointers point to, where the argument's name alone does not say: the weight, gamma, ...
 _POINTERS = {
@@ -145,7 +146,5 @@ def test_no_register_spills(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     used = resources(case, architecture, tmp_path)
-    if case[0].endswith("-K64") and case[0].partition("-")[0] in LARGE:
-        assert used["stack"] <= 1024, used
-    else:
-        assert used["stack"] == used["local"] == 0, used
+    assert used["stack"] <= SPILLS.get(case[0], 0), used
+    assert used["local"] == 0, used

@@ -62,8 +62,8 @@ def phase2_options(tasks: int) -> dict[str, Any]:
 
 
 def solver_options(tasks: int) -> dict[str, Any]:
-    """Of a solver's launch: a thread holds two numbers of a matrix [tasks, tasks], 8 if K > 32."""
-    warps = min(16, max(1, tasks * tasks // 64))
+    """Of a solver's launch: a thread holds 2 numbers of a matrix [tasks, tasks], 16 if K > 32."""
+    warps = min(8, max(1, tasks * tasks // 64))
     # As many as there are: by itself the assembler spills some to leave room for other programs.
     return _options(warps, min(255, 65536 // (32 * warps)))
 

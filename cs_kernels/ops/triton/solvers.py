@@ -60,15 +60,24 @@ def _at(x, k, TASKS: tl.constexpr):
 
 
 @triton.jit
-def _correlations(g, ridge, TASKS: tl.constexpr):
-    """C of the tasks that have a gradient (the identity elsewhere), lengths, and which they are."""
-    d = _diagonal(g, TASKS)
+def _lengths(data, tasks, TASKS: tl.constexpr):
+    """The gradients' lengths and their inverses, 1 and 0 for a gradient of zero; which have any."""
+    task = tl.arange(0, TASKS)
+    data += tl.program_id(0).to(tl.int64) * tasks * tasks
+    # Read, not taken from the matrix: of a vector that is read, a thread holds one number only.
+    d = widened(tl.load(data + task * (tasks + 1), task < tasks, other=0.0), tl.float64)
     here = d > 0
     length = tl.where(here, tl.sqrt(tl.where(here, d, 1.0)), 1.0)
-    c = tl.where(here[:, None] & here[None, :], g / length[:, None] / length[None, :], 0.0)
+    return length, tl.where(here, 1 / length, 0.0), here
+
+
+@triton.jit
+def _correlations(g, inverse, here, ridge, TASKS: tl.constexpr):
+    """C of the tasks that have a gradient, the identity elsewhere."""
     # A number by itself would be one of float32, which has no 1 + 1e-12.
     diagonal = 1 + here.to(tl.float64) * ridge
-    return tl.where(_identity(TASKS), diagonal[None, :], c), length, here
+    c = g * inverse[:, None] * inverse[None, :]
+    return tl.where(_identity(TASKS), diagonal[None, :], c)
 
 
 @triton.jit
@@ -78,8 +87,8 @@ def _solve(m, b, tasks, TASKS: tl.constexpr):
     for k in range(tasks):
         row = tl.sum(tl.where(task[:, None] == k, m, 0.0), 0)
         column = tl.sum(tl.where(task[None, :] == k, m, 0.0), 1)
-        pivot = tl.maximum(_at(row, k, TASKS), 1e-300)
-        factor = tl.where(task == k, 0.0, column / pivot)
+        inverse = 1 / tl.maximum(_at(row, k, TASKS), 1e-300)
+        factor = tl.where(task == k, 0.0, column * inverse)
         b -= factor * _at(b, k, TASKS)
         m -= factor[:, None] * row[None, :]
     return b / tl.maximum(_diagonal(m, TASKS), 1e-300)
@@ -236,16 +245,17 @@ def mgda_kernel(gramian, out, tasks, TASKS: tl.constexpr):
     """MGDA: with x >= 0 the minimizer of 1/2 x'Gx - 1'x, the min-norm point is x / sum x."""
     g, finite = _gramian(gramian, tasks, TASKS)
     task = tl.arange(0, TASKS)
-    c, length, here = _correlations(g, _RIDGE, TASKS)
+    length, inverse, here = _lengths(gramian, tasks, TASKS)
+    c = _correlations(g, inverse, here, _RIDGE, TASKS)
     shortest = tl.min(tl.where(here, length, _INFINITY), 0)
-    relative = tl.where(here, shortest, 0.0) / length
+    relative = shortest * inverse
     x, _ = _non_negative(c, relative, here, tasks, TASKS)
     x *= relative
     absent = (here == 0) & (task < tasks)
     number = tl.sum(tl.where(absent, 1.0, 0.0), 0)
-    of_absent = tl.where(absent, 1.0, 0.0) / tl.maximum(number, 1.0)
+    of_absent = tl.where(absent, 1 / tl.maximum(number, 1.0), 0.0)
     total = tl.sum(x, 0)
-    of_present = x / tl.where(total > 0, total, 1.0)
+    of_present = x * (1 / tl.where(total > 0, total, 1.0))
     _write(out, tl.where(number > 0, of_absent, of_present), finite, tasks, TASKS)
 
 
@@ -253,13 +263,15 @@ def mgda_kernel(gramian, out, tasks, TASKS: tl.constexpr):
 def upgrad_kernel(gramian, out, tasks, TASKS: tl.constexpr):
     """UPGrad: each gradient projected onto the dual cone of all, then their mean."""
     g, finite = _gramian(gramian, tasks, TASKS)
-    c, length, here = _correlations(g, _RIDGE, TASKS)
+    length, inverse, here = _lengths(gramian, tasks, TASKS)
+    c = _correlations(g, inverse, here, _RIDGE, TASKS)
     total = tl.zeros([TASKS], tl.float64) + 1
     for i in range(tasks):
         if _at(tl.where(here, 1, 0), i, TASKS) > 0:
             row = tl.sum(tl.where(tl.arange(0, TASKS)[:, None] == i, c, 0.0), 0)
-            x, _ = _non_negative(c, -row, here, tasks, TASKS)
-            total += tl.where(here, x * _at(length, i, TASKS) / length, 0.0)
+            f = tl.where(here, -row, 0.0)
+            x, _ = _non_negative(c, f, here, tasks, TASKS)
+            total += x * _at(length, i, TASKS) * inverse
     _write(out, total / tasks, finite, tasks, TASKS)
 
 
@@ -270,10 +282,12 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: tl.constexpr):
     factor: float64 [1], c.
     """
     g, finite = _gramian(gramian, tasks, TASKS)
-    along = tl.sum(g, 1) / tasks
-    square = tl.sum(along, 0) / tasks
+    share = 1 / tasks.to(tl.float64)
+    along = tl.sum(g, 1) * share
+    square = tl.sum(along, 0) * share
     radius = tl.load(factor) * tl.sqrt(tl.maximum(square, 0.0))
-    c, length, here = _correlations(g, _RIDGE, TASKS)
+    length, inverse, here = _lengths(gramian, tasks, TASKS)
+    c = _correlations(g, inverse, here, _RIDGE, TASKS)
     present = tl.sum(tl.where(here, 1, 0), 0)
     correction = tl.zeros([TASKS], tl.float64)
     # What is not finite would never be found.
@@ -285,12 +299,12 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: tl.constexpr):
         high = tl.min(tl.where(here, along + radius * length, _INFINITY), 0)
         high = tl.where(stationary, tl.minimum(high, 0.0), high)
         mu = high
-        p = ones / length
-        q = tl.where(here, along, 0.0) / length
+        p = inverse
+        q = along * inverse
         turn = 0
         searching = True
         while searching:
-            f = tl.where(here, mu - along, 0.0) / length
+            f = (mu - along) * inverse
             x, free = _non_negative(c, f, here, tasks, TASKS)
             correction = x
             size = tl.sqrt(tl.maximum(tl.sum(f * x, 0), 0.0))
@@ -301,11 +315,10 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: tl.constexpr):
             done = done | ((turn == 0) & (longer == 0))
             done = done | (high - low <= 1e-15 * (tl.abs(high) + tl.abs(low)))
             # With the same entries free, size^2 = pp mu^2 - 2 pq mu + qq.
-            m = _among(c, free, TASKS)
             free_p = tl.where(free > 0, p, 0.0)
             free_q = tl.where(free > 0, q, 0.0)
-            solved_p = _solve(m, free_p, tasks, TASKS)
-            solved_q = _solve(m, free_q, tasks, TASKS)
+            solved_p = _solve(_among(c, free, TASKS), free_p, tasks, TASKS)
+            solved_q = _solve(_among(c, free, TASKS), free_q, tasks, TASKS)
             pp = tl.sum(solved_p * free_p, 0)
             pq = tl.sum(solved_p * free_q, 0)
             qq = tl.sum(solved_q * free_q, 0)
@@ -316,7 +329,7 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: tl.constexpr):
             turn += 1
             searching = (done == 0) & (turn < 64)
     equal = (tl.zeros([TASKS], tl.float64) + 1) / tasks
-    weights = equal + tl.where(here, correction / length, 0.0)
+    weights = equal + correction * inverse
     _write(out, weights, finite, tasks, TASKS)
 
 
@@ -324,35 +337,38 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: tl.constexpr):
 def nash_mtl_kernel(gramian, out, tasks, TASKS: tl.constexpr):
     """NashMTL: G a = 1 / a, the minimum of 1/2 a'Ga - sum log a_i, by a damped Newton method."""
     g, finite = _gramian(gramian, tasks, TASKS)
-    c, length, here = _correlations(g, 1e-10, TASKS)
+    _, inverse, here = _lengths(gramian, tasks, TASKS)
+    c = _correlations(g, inverse, here, 1e-10, TASKS)
     v = tl.zeros([TASKS], tl.float64) + 1
     turn = 0
     searching = finite
     while searching:
-        slope = tl.where(here, _times(c, v) - 1 / v, 0.0)
-        hessian = c + tl.where(_identity(TASKS) & here[None, :], (1 / (v * v))[None, :], 0.0)
+        inverse_v = 1 / v
+        slope = tl.where(here, _times(c, v) - inverse_v, 0.0)
+        curvature = tl.where(here, inverse_v * inverse_v, 0.0)
+        hessian = c + tl.where(_identity(TASKS), curvature[None, :], 0.0)
         step = _solve(hessian, slope, tasks, TASKS)
         decrement = tl.sqrt(tl.maximum(tl.sum(slope * step, 0), 0.0))
         v -= step * tl.where(decrement < 0.25, 1.0, 1 / (1 + decrement))
         turn += 1
         searching = (decrement >= 1e-9) & (turn < 100)
-    _write(out, tl.where(here, v / length, 0.0), finite, tasks, TASKS)
+    _write(out, v * inverse, finite, tasks, TASKS)
 
 
 @triton.jit(do_not_specialize=["tasks"])
 def imtl_g_kernel(gramian, out, tasks, TASKS: tl.constexpr):
     """IMTL-G: the update's components along all gradients are equal, the weights sum to one."""
     g, finite = _gramian(gramian, tasks, TASKS)
-    c, length, here = _correlations(tl.where(finite, g, 0.0), 0.0, TASKS)
-    # Only the tasks that have a gradient.
-    c = tl.where(here[:, None] & here[None, :], c, 0.0)
+    length, inverse, here = _lengths(gramian, tasks, TASKS)
+    c = tl.where(finite, g, 0.0) * inverse[:, None] * inverse[None, :]
+    c = tl.where(_identity(TASKS), here.to(tl.float64)[None, :], c)
     present = tl.sum(tl.where(here, 1.0, 0.0), 0)
     values, vectors = _eigen(c, TASKS)
     kept = values > 8 * tl.max(values, 0) * present * _EPSILON
     y = _components_of_ones(vectors, tl.where(kept, 1 / tl.where(kept, values, 1.0), 0.0))
     # In units of the first one's length, as a sum of weights has none.
     first = tl.argmax(tl.where(here, 1, 0), 0)
-    y = tl.where(here, y * _at(length, first, TASKS) / length, 0.0)
+    y *= _at(length, first, TASKS) * inverse
     total = tl.sum(y, 0)
     solvable = tl.abs(total) > 1e-12 * tl.sum(tl.abs(y), 0)
     weights = tl.where(solvable, y / tl.where(solvable, total, 1.0), 0.0)
