@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from cs_kernels.ops.triton import phase2
+from cs_kernels.ops.triton import device, phase2
 from cs_kernels.ops.triton import plan as plans
 from cs_kernels.ops.triton.plan import Variant
 
@@ -73,3 +73,18 @@ def test_groups_have_their_items_together(
         covered[tensor] += 512 * tiles
     for size, here, elements in zip(sizes, chosen, covered, strict=True):
         assert elements >= size if here else elements == 0
+
+
+def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what a captured launch reads is kept: its replays come when the plan may be forgotten."""
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(device, "_captured", [])
+    device.refuse_capture(gpu)
+    device.keep_if_captured("tables", gpu)
+    assert device._captured == []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="make a step before the capture"):
+        device.refuse_capture(gpu)
+    device.keep_if_captured("tables", gpu)
+    assert device._captured == ["tables"]

@@ -27,7 +27,7 @@ from cs_kernels.ops.operands import (
 )
 from cs_kernels.ops.random import mixed, random_key
 from cs_kernels.ops.triton import gradients, phase2, solvers
-from cs_kernels.ops.triton.device import upload
+from cs_kernels.ops.triton.device import keep_if_captured, upload
 from cs_kernels.ops.triton.plan import (
     MOST_TASKS,
     Variant,
@@ -145,6 +145,7 @@ def _phase2(
             variant,
             device,
         )
+        keep_if_captured(plan, device)
         rows_end = plan.rows
         products_end = rows_end + plan.sum_items * tasks * tasks
         room = products_end + layers * tasks
@@ -330,6 +331,7 @@ def _gradient_launches(
             most_tiles,
             device,
         )
+        keep_if_captured(plan, device)
         yield _GradientLaunch(
             plan.items,
             plan.empty_groups,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_captured: list[Tensor] = []
-"""A graph's replays read them again, for as long as it lives."""
+_captured: list[object] = []
+"""What the replays of CUDA graphs read again, for as long as they live."""
 
 
 def processors(device: torch.device) -> int:
@@ -16,9 +16,19 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def keep_if_captured(tables: object, device: torch.device) -> None:
+    """Keeps what a launch reads beside the caller's tensors, if a CUDA graph will read it again."""
+    if _capturing(device):
+        _captured.append(tables)
+
+
 def refuse_capture(device: torch.device) -> None:
     """Raises a RuntimeError during the capture of a CUDA graph."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if _capturing(device):
         raise RuntimeError(
             "the first step of a trunk makes tables and compiles kernels, which cannot be captured"
             " in a CUDA graph: make a step before the capture"
@@ -27,11 +37,8 @@ def refuse_capture(device: torch.device) -> None:
 
 def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Int64 numbers on the device."""
-    if device.type != "cuda":
-        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    if torch.cuda.is_current_stream_capturing():
-        # Pinned memory cannot be had during a capture.
-        _captured.append(torch.tensor(numbers, dtype=torch.int64, device="cpu"))
-        return _captured[-1].to(device, non_blocking=True)
-    pinned = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
-    return pinned.to(device, non_blocking=True)
+    # Pinned memory cannot be had during a capture.
+    pinned = device.type == "cuda" and not _capturing(device)
+    here = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=pinned)
+    keep_if_captured(here, device)
+    return here.to(device, non_blocking=True)
