@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops.operands import (
+    ALIGNED_SCALES,
     DTYPES,
     Operands,
     as_channels,
     check_gramian,
     check_group_of,
     check_numel,
+    check_scale,
     check_type,
     first_present,
 )
@@ -238,7 +240,7 @@ def mgda_weights(gramian: Tensor) -> Tensor:
 
 def aligned_mtl_weights(gramian: Tensor, scale: str) -> Tensor:
     """One eigendecomposition."""
-    return _solve(_C.aligned_mtl_weights, gramian, ("min", "median", "rmse").index(scale))
+    return _solve(_C.aligned_mtl_weights, gramian, ALIGNED_SCALES.index(check_scale(scale)))
 
 
 def nash_mtl_weights(gramian: Tensor) -> Tensor:

@@ -13,6 +13,9 @@ from torch import Tensor
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
+ALIGNED_SCALES = ("min", "median", "rmse")
+"""The common lengths of Aligned-MTL, in the order of the kernels' numbers for them."""
+
 ChannelLayout = tuple[int, int, int, int]
 """A tensor's memory as an array [groups, outer, channels, inner]."""
 
@@ -103,6 +106,13 @@ def check_gramian(gramian: Tensor, most: int) -> None:
         raise ValueError(
             f"gramian must have shape [..., K, K] with K in [1, {most}], got {tuple(gramian.shape)}"
         )
+
+
+def check_scale(scale: str) -> str:
+    """Raises a ValueError for a common length that Aligned-MTL has not."""
+    if scale not in ALIGNED_SCALES:
+        raise ValueError(f"scale must be one of {ALIGNED_SCALES}, got {scale!r}")
+    return scale
 
 
 class Operands:

@@ -22,6 +22,7 @@ from cs_kernels.ops.operands import (
     check_gramian,
     check_group_of,
     check_numel,
+    check_scale,
     check_type,
     first_present,
 )
@@ -31,6 +32,7 @@ from cs_kernels.ops.triton.device import keep_if_captured, upload
 from cs_kernels.ops.triton.plan import (
     MOST_TASKS,
     Variant,
+    aligned,
     gradient_plan,
     phase2_plan,
     power_of_two,
@@ -126,10 +128,9 @@ def _phase2(
         grads = operands.gradients[t * tasks : (t + 1) * tasks]
         weight = weights[t].data_ptr() if t < len(weights) else 0
         priority = priorities[t].data_ptr() if t < layers else 0
-        aligned = vector_accesses(
-            layout, output.element_size(), [output.data_ptr(), weight, *grads]
-        )
-        rows += [output.data_ptr(), weight, priority, aligned, *grads]
+        addresses = [output.data_ptr(), weight, *grads]
+        vectors = vector_accesses(layout, output.element_size(), addresses)
+        rows += [output.data_ptr(), weight, priority, vectors, *grads]
     dtypes = list(dict.fromkeys(output.dtype for output in operands.outputs))
     counters = len(dtypes) + phase2.LAYER_COUNTERS.value * layers
     numbers = upload(rows + [0] * -(-counters // 2), device)
@@ -233,7 +234,7 @@ def connection_strength(
     sizes = (prod(weight.shape[2:]),)
     plan = phase2_plan((layout,), sizes, tuple(eps), (True,), len(eps), variant, weight.device)
     if weight.numel():
-        aligned = vector_accesses(layout, weight.element_size(), [weight.data_ptr()])
+        vectors = vector_accesses(layout, weight.element_size(), [weight.data_ptr()])
         _launch(
             phase2.energy_kernel,
             -(-channels // phase2.ENERGY_ROWS.value),
@@ -241,7 +242,7 @@ def connection_strength(
             plan.tensors,
             weight,
             energy,
-            VECTOR=variant.vector if aligned else 1,
+            VECTOR=variant.vector if vectors else 1,
         )
     _launch(
         phase2.strength_kernel,
@@ -317,8 +318,7 @@ def _gradient_launches(
     rows: list[int] = []
     for t, output in enumerate(operands.outputs):
         grads = operands.gradients[t * tasks : (t + 1) * tasks]
-        aligned = not any(address % 16 for address in (output.data_ptr(), *grads))
-        rows += [output.data_ptr(), aligned, *grads]
+        rows += [output.data_ptr(), aligned([output.data_ptr(), *grads]), *grads]
     numbers = upload([*rows, *extra], device)
     for dtype in dict.fromkeys(output.dtype for output in operands.outputs):
         variant = Variant.of(tasks, dtype)
@@ -446,7 +446,7 @@ def mgda_weights(gramian: Tensor) -> Tensor:
 
 def aligned_mtl_weights(gramian: Tensor, scale: str) -> Tensor:
     """One eigendecomposition."""
-    return _solve(solvers.aligned_mtl_kernel, gramian, SCALE=scale)
+    return _solve(solvers.aligned_mtl_kernel, gramian, SCALE=check_scale(scale))
 
 
 def nash_mtl_weights(gramian: Tensor) -> Tensor:

@@ -391,10 +391,9 @@ def phase2_kernel(
         if aligned:
             weight = tl.multiple_of(weight, 16)
             e, row, inside = row_energies(tensor, weight, first, VECTOR)
-            tl.store(energy + tl.load(tensor + FIRST_ROW) + row, e, inside)
         else:
             e, row, inside = row_energies(tensor, weight, first, 1)
-            tl.store(energy + tl.load(tensor + FIRST_ROW) + row, e, inside)
+        tl.store(energy + tl.load(tensor + FIRST_ROW) + row, e, inside)
         if arrive(counters + ENERGIES_DONE, tl.load(tensor + ENERGY_ITEMS)):
             _find_priorities(tensor, addresses, energy, gamma, variance, epsilon, tasks, TASKS)
             publish(counters + PRIORITY_READY)

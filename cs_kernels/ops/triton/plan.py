@@ -77,13 +77,18 @@ class Variant:
         return Variant(rounded, segments, 16 // dtype.itemsize)
 
 
-def vector_accesses(layout: ChannelLayout, itemsize: int, addresses: Sequence[int]) -> bool:
-    """Whether every row of the tensors at these addresses can be read 16 bytes at a time."""
-    _, outer, _, inner = layout
+def aligned(addresses: Sequence[int]) -> bool:
+    """Whether 16 bytes can be read at once at each of these."""
     together = 0
     for address in addresses:
         together |= address
-    return outer == 1 and (inner * itemsize) % 16 == 0 and together % 16 == 0
+    return together % 16 == 0
+
+
+def vector_accesses(layout: ChannelLayout, itemsize: int, addresses: Sequence[int]) -> bool:
+    """Whether every row of the tensors at these addresses can be read 16 bytes at a time."""
+    _, outer, _, inner = layout
+    return outer == 1 and (inner * itemsize) % 16 == 0 and aligned(addresses)
 
 
 @lru_cache(maxsize=64)
@@ -110,9 +115,8 @@ def phase2_plan(
     """
     refuse_capture(device)
     multiprocessors = processors(device)
-    segments = sum(g * c * -(-(o * i) // _SEGMENT) for g, o, c, i in layouts)
-    tiles = segments // variant.segments
-    most_tiles = min(_MOST_TILES, max(1, tiles // (_LEAST_ITEMS * multiprocessors)))
+    all_tiles = sum(g * c * -(-(o * i) // _SEGMENT) for g, o, c, i in layouts) // variant.segments
+    most_tiles = min(_MOST_TILES, max(1, all_tiles // (_LEAST_ITEMS * multiprocessors)))
     fields: list[list[int]] = []
     first_row = first_sum = 0
     for t, (groups, outer, channels, inner) in enumerate(layouts):

@@ -16,9 +16,6 @@ _RIDGE = tl.constexpr(1e-12)
 _EPSILON = tl.constexpr(2.220446049250313e-16)
 _INFINITY = tl.constexpr(float("inf"))
 
-# The common lengths of Aligned-MTL.
-SCALES = ("min", "median", "rmse")
-
 
 @triton.jit
 def _gramian(data, tasks, TASKS: tl.constexpr):
@@ -45,12 +42,13 @@ def _identity(TASKS: tl.constexpr):
 
 @triton.jit
 def _diagonal(m, TASKS: tl.constexpr):
-    return tl.sum(tl.where(_identity(TASKS), m, 0.0), 1)
+    return tl.sum(tl.where(_identity(TASKS), m, 0.0), 0)
 
 
 @triton.jit
 def _times(m, x):
-    return tl.sum(m * x[None, :], 1)
+    """For a symmetric m. A sum down the columns leaves a thread with fewer numbers of a vector."""
+    return tl.sum(m * x[:, None], 0)
 
 
 @triton.jit
@@ -82,16 +80,21 @@ def _correlations(g, inverse, here, ridge, TASKS: tl.constexpr):
 
 @triton.jit
 def _solve(m, b, tasks, TASKS: tl.constexpr):
-    """The x with m x = b, for a positive definite m, by the elimination of Gauss and Jordan."""
+    """The x with m x = b, for a symmetric positive definite m, by sweeping out one task at a time.
+
+    As in the elimination of Gauss and Jordan, but m stays symmetric: its row k is its column k.
+    """
     task = tl.arange(0, TASKS)
     for k in range(tasks):
         row = tl.sum(tl.where(task[:, None] == k, m, 0.0), 0)
-        column = tl.sum(tl.where(task[None, :] == k, m, 0.0), 1)
         inverse = 1 / tl.maximum(_at(row, k, TASKS), 1e-300)
-        factor = tl.where(task == k, 0.0, column * inverse)
-        b -= factor * _at(b, k, TASKS)
-        m -= factor[:, None] * row[None, :]
-    return b / tl.maximum(_diagonal(m, TASKS), 1e-300)
+        scaled = row * inverse
+        b_k = _at(b, k, TASKS)
+        b = tl.where(task == k, b_k * inverse, b - scaled * b_k)
+        m -= scaled[:, None] * row[None, :]
+        m = tl.where(task[:, None] == k, scaled[None, :], m)
+        m = tl.where(task[None, :] == k, scaled[:, None], m)
+    return b
 
 
 @triton.jit
@@ -118,7 +121,7 @@ def _non_negative(c, f, here, tasks, TASKS: tl.constexpr):
     turn = 0
     while searching > 0:
         slope = f - _times(c, x)
-        scale = tl.abs(f) + tl.sum(tl.abs(c * x[None, :]), 1)
+        scale = tl.abs(f) + _times(tl.abs(c), tl.abs(x))
         rises = here & (slope > 1e-14 * scale) & (free == 0) & (tried == 0)
         candidate = tl.where(rises, slope, -_INFINITY)
         found = (tl.max(candidate, 0) > -_INFINITY) | (blocked > 0)
@@ -148,7 +151,7 @@ def _non_negative(c, f, here, tasks, TASKS: tl.constexpr):
 
 
 @triton.jit
-def _rotated(m, partner, other, cosine, sine, ROWS: tl.constexpr, TASKS: tl.constexpr):
+def _rotated(m, partner, cosine, sine, ROWS: tl.constexpr, TASKS: tl.constexpr):
     """Columns (or rows) of m and their partners turned in their planes."""
     if ROWS:
         index = tl.broadcast_to(partner[:, None], [TASKS, TASKS])
@@ -185,10 +188,10 @@ def _eigen(m, TASKS: tl.constexpr):
             tangent = tl.where(turns, tl.where(theta < 0, -tangent, tangent), 0.0)
             cosine = 1 / tl.sqrt(tangent * tangent + 1)
             sine = tl.where(task < partner, -tangent, tangent) * cosine
-            m = _rotated(m, partner, pair, cosine, sine, False, TASKS)
-            m = _rotated(m, partner, pair, cosine, sine, True, TASKS)
+            m = _rotated(m, partner, cosine, sine, False, TASKS)
+            m = _rotated(m, partner, cosine, sine, True, TASKS)
             m = tl.where(pair & turns[:, None], 0.0, m)
-            vectors = _rotated(vectors, partner, pair, cosine, sine, False, TASKS)
+            vectors = _rotated(vectors, partner, cosine, sine, False, TASKS)
             largest = tl.maximum(largest, tl.max(tl.where(turns, 1.0, 0.0), 0))
         sweep += 1
         turning = (largest > 0) & (sweep < 40)
@@ -283,7 +286,7 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: tl.constexpr):
     """
     g, finite = _gramian(gramian, tasks, TASKS)
     share = 1 / tasks.to(tl.float64)
-    along = tl.sum(g, 1) * share
+    along = tl.sum(g, 0) * share
     square = tl.sum(along, 0) * share
     radius = tl.load(factor) * tl.sqrt(tl.maximum(square, 0.0))
     length, inverse, here = _lengths(gramian, tasks, TASKS)
@@ -299,8 +302,6 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: tl.constexpr):
         high = tl.min(tl.where(here, along + radius * length, _INFINITY), 0)
         high = tl.where(stationary, tl.minimum(high, 0.0), high)
         mu = high
-        p = inverse
-        q = along * inverse
         turn = 0
         searching = True
         while searching:
@@ -314,17 +315,14 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: tl.constexpr):
             done = tl.abs(size - radius) <= 1e-12 * radius
             done = done | ((turn == 0) & (longer == 0))
             done = done | (high - low <= 1e-15 * (tl.abs(high) + tl.abs(low)))
-            # With the same entries free, size^2 = pp mu^2 - 2 pq mu + qq.
-            free_p = tl.where(free > 0, p, 0.0)
-            free_q = tl.where(free > 0, q, 0.0)
-            solved_p = _solve(_among(c, free, TASKS), free_p, tasks, TASKS)
-            solved_q = _solve(_among(c, free, TASKS), free_q, tasks, TASKS)
-            pp = tl.sum(solved_p * free_p, 0)
-            pq = tl.sum(solved_p * free_q, 0)
-            qq = tl.sum(solved_q * free_q, 0)
-            inside = tl.maximum(pq * pq - pp * (qq - radius * radius), 0.0)
-            root = (pq + tl.sqrt(inside)) / tl.where(pp > 0, pp, 1.0)
-            usable = (pp > 0) & (root > low) & (root < high)
+            # With the same entries free, size^2 is quadratic in mu; this is its second derivative.
+            free_p = tl.where(free > 0, inverse, 0.0)
+            pp = tl.sum(_solve(_among(c, free, TASKS), free_p, tasks, TASKS) * free_p, 0)
+            px = tl.sum(inverse * x, 0)
+            missing = radius * radius - size * size
+            slope = px + tl.sqrt(tl.maximum(px * px + pp * missing, 0.0))
+            root = mu + missing / tl.where(slope > 0, slope, 1.0)
+            usable = (slope > 0) & (root > low) & (root < high)
             mu = tl.where(usable, root, 0.5 * (low + high))
             turn += 1
             searching = (done == 0) & (turn < 64)
