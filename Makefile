@@ -1,14 +1,20 @@
 # Every target sets up .venv by itself. `make test`, `make lint`, `make bench`, `make demo [QUICK=1]
-# [METHODS="NAME ..."]`. On a machine with a GPU, `make test-gpu` and `make bench-gpu` build for and
-# run with the Python that has torch with CUDA: GPU_PYTHON, python3 by default. They download nothing.
+# [METHODS="NAME ..."]`. On a machine with a GPU, `make test-gpu`, `make sanitize-gpu` and
+# `make bench-gpu` build for it and run with the Python that has torch with CUDA: GPU_PYTHON, python3
+# by default. They download nothing.
 VENV := .venv
 PYTHON := $(VENV)/bin/python
-NATIVE := CMakeLists.txt setup.py $(shell find csrc python -name '*.cpp' -o -name '*.h')
-CPP := $(filter %.cpp %.h,$(NATIVE))
+CPP := $(shell find csrc python -name '*.cpp' -o -name '*.cu' -o -name '*.h')
+NATIVE := CMakeLists.txt setup.py $(CPP)
+EMULATION := $(wildcard tests/emulation/*)
+
+# Of the editable install: CUDA kernels, if there is a compiler for them, take half a minute for each.
+export CUDAARCHS ?= 90
 
 GPU_PYTHON ?= python3
 
-.PHONY: test test-interpreter lint format bench demo test-gpu bench-gpu install-gpu clean
+.PHONY: test test-interpreter test-emulation lint format bench demo test-gpu sanitize-gpu bench-gpu \
+	install-gpu clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE)
 	test -x $(PYTHON) || python3 -m venv $(VENV)
@@ -22,25 +28,36 @@ test: $(VENV)/.ready
 test-interpreter: $(VENV)/.ready
 	TRITON_INTERPRET=1 $(PYTHON) -m pytest --numprocesses 2 -k "triton or laws" tests
 
+# The CUDA kernels on the CPU, under the address sanitizer, which has to be loaded first.
+test-emulation: $(VENV)/.ready build/emulation/.ready
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+		ASAN_OPTIONS=detect_leaks=0 CS_KERNELS_EMULATION=$(CURDIR)/build/emulation \
+		$(PYTHON) -m pytest --numprocesses 2 -k "cuda or laws or emulation" tests
+
+build/emulation/.ready: build/tidy/compile_commands.json $(NATIVE) $(EMULATION)
+	$(VENV)/bin/cmake --build build/tidy --target _emulation
+	mkdir -p $(@D) && cp build/tidy/_emulation*.so $(@D) && touch $@
+
 lint: $(VENV)/.ready build/tidy/compile_commands.json
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $(CPP)
-	printf '%s\n' $(filter %.cpp,$(CPP)) | \
+	$(VENV)/bin/clang-format --dry-run --Werror $(CPP) $(EMULATION)
+	printf '%s\n' $(filter %.cpp %.cu,$(CPP)) | \
 		xargs --max-procs 2 --max-args 1 $(VENV)/bin/clang-tidy --quiet -p build/tidy
 
 build/tidy/compile_commands.json: CMakeLists.txt $(VENV)/.ready
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt pybind11 cmake ninja
 	$(VENV)/bin/cmake -S . -B build/tidy -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 		-DPython_EXECUTABLE=$(CURDIR)/$(PYTHON) \
-		-Dpybind11_DIR=$$($(PYTHON) -m pybind11 --cmakedir) > /dev/null
+		-Dpybind11_DIR=$$($(PYTHON) -m pybind11 --cmakedir) \
+		-DCS_KERNELS_CUDA=0 -DCS_KERNELS_EMULATION=1 > /dev/null
 	touch $@
 
 format: $(VENV)/.ready
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
-	$(VENV)/bin/clang-format -i $(CPP)
+	$(VENV)/bin/clang-format -i $(CPP) $(EMULATION)
 
 # A process a file: what one has done to the heap changes how fast the peers of the next allocate.
 bench: $(VENV)/.ready
@@ -49,11 +66,19 @@ bench: $(VENV)/.ready
 	done
 
 install-gpu:
-	$(GPU_PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .
+	CUDAARCHS=native $(GPU_PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .
 
 test-gpu: install-gpu
-	$(GPU_PYTHON) -m pytest --override-ini filterwarnings=default -k "triton or gpu" \
+	$(GPU_PYTHON) -m pytest --override-ini filterwarnings=default -k "triton or cuda or gpu" \
 		--ignore tests/test_triton_compiles.py tests
+
+# What a checker sees in the tests on small sizes. It slows kernels down hundreds of times.
+sanitize-gpu: install-gpu
+	for tool in memcheck racecheck initcheck synccheck; do \
+		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
+			--kernel-name regex:cs_kernels $(GPU_PYTHON) -m pytest \
+			--override-ini filterwarnings=default -k sanitized tests/test_gpu.py || exit 1; \
+	done
 
 bench-gpu: install-gpu
 	$(GPU_PYTHON) -m pytest --override-ini filterwarnings=default --quiet bench/test_gpu.py

@@ -27,6 +27,8 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}",
+            f"-DCS_KERNELS_CUDA={os.environ.get('CS_KERNELS_CUDA', 'auto')}",
+            f"-DCS_KERNELS_REPORT={os.environ.get('CS_KERNELS_REPORT', '0')}",
         ]
         subprocess.run(configure, check=True)
         subprocess.run(["cmake", "--build", str(build), "--parallel", jobs], check=True)

@@ -9,28 +9,23 @@
 #include <tuple>
 #include <vector>
 
+#include "arguments.h"
 #include "cs_kernels/gradients.h"
 #include "cs_kernels/phase2.h"
 #include "cs_kernels/random.h"
 #include "cs_kernels/weights.h"
+#ifdef CS_KERNELS_CUDA
+#include "cuda.h"
+#endif
 
 namespace py = pybind11;
 
 namespace {
 
 using cs_kernels::ChannelLayout;
-using cs_kernels::DataType;
 
-using Address = std::uintptr_t;
+using namespace cs_kernels_python;
 using Layout = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
-
-template <class T> T* pointer(Address address) { return reinterpret_cast<T*>(address); }
-
-DataType data_type(int code) {
-  if (code < 0 || code > 3)
-    throw std::invalid_argument("data type must be in [0, 3], got " + std::to_string(code));
-  return static_cast<DataType>(code);
-}
 
 ChannelLayout channel_layout(const Layout& layout) {
   const auto [groups, outer, channels, inner] = layout;
@@ -211,4 +206,7 @@ PYBIND11_MODULE(_C, module) {
   define_solver(module, "nash_mtl_weights", cs_kernels::cpu::nash_mtl_weights);
   define_solver(module, "imtl_g_weights", cs_kernels::cpu::imtl_g_weights);
   define_solver(module, "upgrad_weights", cs_kernels::cpu::upgrad_weights);
+#ifdef CS_KERNELS_CUDA
+  define_cuda(module.def_submodule("cuda"));
+#endif
 }

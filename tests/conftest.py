@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from layers import INTERPRETED
+from layers import EMULATION, INTERPRETED, emulate
 from torch import Tensor
 
 import cs_kernels as cs
 
+if EMULATION:
+    emulate()
+
 RUNNABLE = [name for name, reason in cs.available_backends().items() if reason is None]
+# The emulation's orders: one block after the other, and three at once in any order.
+ORDERS = {"cuda": (0, 1), "cuda-shuffled": (1, 3)} if EMULATION else {}
 
 
 @pytest.fixture(autouse=True)
@@ -61,15 +66,18 @@ class Elsewhere:
         return view.set_(there, argument.storage_offset(), argument.shape, argument.stride())
 
 
-@pytest.fixture(params=RUNNABLE)
+@pytest.fixture(params=[name for name in RUNNABLE if name not in ORDERS] + list(ORDERS))
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Each backend that can run here, in force; a GPU's gets copies of the test's tensors."""
-    chosen = cs.ops.backends._BACKENDS[request.param]
+    name = request.param.removesuffix("-shuffled")
+    if request.param in ORDERS:
+        cs.ops.cuda._kernels.order(*ORDERS[request.param])
+    chosen = cs.ops.backends._BACKENDS[name]
     if not chosen.computes_on("cpu"):
-        elsewhere = Elsewhere(chosen.module, chosen.devices[0])
+        elsewhere = Elsewhere(chosen.operators, chosen.devices[0])
         monkeypatch.setattr(cs.ops.backends, "_select", lambda device: elsewhere)
-    with cs.use_backend(request.param):
-        yield request.param
+    with cs.use_backend(name):
+        yield name
 
 
 @pytest.fixture(autouse=True)

@@ -1,13 +1,32 @@
 """Layers of every kind, with gradients and normalizations, for the tests of the operators."""
 
+import importlib
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from cs_kernels.ops import backends, cuda
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Triton's kernels run through its interpreter: smaller samples, as it is slow."""
+
+EMULATION = os.environ.get("CS_KERNELS_EMULATION")
+"""A folder with the CUDA kernels compiled for this processor; see tests/emulation."""
+
+
+SMALL = INTERPRETED or EMULATION is not None
+"""Smaller samples."""
+
+
+def emulate() -> None:
+    """Puts the emulation in the place of the CUDA kernels."""
+    sys.path.append(os.environ["CS_KERNELS_EMULATION"])
+    cuda._kernels = importlib.import_module("_emulation")
+    cuda.unavailable = None
+    backends._BACKENDS["cuda"] = backends.Backend("cs_kernels.ops.cuda", ("cpu",), lambda: None)
 
 
 @dataclass(frozen=True)

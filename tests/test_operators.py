@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from layers import FORMATS, INTERPRETED, KINDS, Kind, Sample, laid_out, sample
+from layers import EMULATION, FORMATS, INTERPRETED, KINDS, SMALL, Kind, Sample, laid_out, sample
 from plain import closed_form_rows, projected_rows, rows, strength
 
 import cs_kernels as cs
@@ -10,8 +10,8 @@ import cs_kernels as cs
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TASKS_AND_FORMATS = [
     (tasks, memory)
-    for tasks in ((2, 4, 9) if INTERPRETED else range(1, 11))
-    for memory in (FORMATS[:1] if INTERPRETED and tasks > 8 else FORMATS)
+    for tasks in ((1, 2, 3, 4, 8, 9) if EMULATION else (2, 4, 9) if INTERPRETED else range(1, 11))
+    for memory in (FORMATS[:1] if SMALL and tasks != 4 else FORMATS)
 ]
 
 
@@ -67,9 +67,7 @@ def test_phase2_update_agrees_with_float64(
 
 @pytest.mark.parametrize(
     "shape",
-    [(61, 64, 3, 3), (3, 9001), (500, 32)]
-    if INTERPRETED
-    else [(256, 256, 3, 3), (5, 70001), (4099, 64)],
+    [(61, 64, 3, 3), (3, 9001), (500, 32)] if SMALL else [(256, 256, 3, 3), (5, 70001), (4099, 64)],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -309,7 +307,7 @@ def test_a_trunk_in_one_call(backend: str) -> None:
 @pytest.mark.parametrize("threads", [1, 3, 4])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_same_bits_on_any_number_of_threads(backend: str, dtype: torch.dtype, threads: int) -> None:
-    channels = 32 if INTERPRETED else 256
+    channels = 32 if SMALL else 256
     args = sample(Kind("conv", (channels, channels, 3, 3)), 3, dtype)
     call = (args.weight, args.gamma, args.running_var, args.grads)
     default = torch.get_num_threads()

@@ -15,7 +15,7 @@ import pytest
 import scipy.optimize
 import torch
 import torchjd.aggregation
-from layers import INTERPRETED
+from layers import SMALL
 from torch import Tensor
 
 import cs_kernels as cs
@@ -190,7 +190,7 @@ def test_equal_to_torchjd_or_better(
     """To 1e-4, or nearer to the definition, on 200 Gramians."""
     method, make, factor, error = CASES[name]
     equal = better = 0
-    sample = matrices()[:: 15 if INTERPRETED else 1]
+    sample = matrices()[:: 15 if SMALL else 1]
     for rows in sample:
         if name == "PCGrad":
             method.load_state_dict({"steps": 0})
@@ -270,7 +270,7 @@ def _random_rows(tasks: int, seed: int) -> Tensor:
     return torch.randn(tasks, tasks + 4, dtype=torch.float64, generator=generator)
 
 
-@pytest.mark.parametrize("tasks", [1, 2, 5] if INTERPRETED else [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("tasks", [1, 2, 5] if SMALL else [1, 2, 3, 5, 8, 16])
 @pytest.mark.parametrize("method", DETERMINISTIC, ids=repr)
 def test_permuting_tasks_permutes_weights(
     backend: str, method: cs.GramianMethod, tasks: int
@@ -296,7 +296,7 @@ def test_scaling_all_gradients(backend: str, method: cs.GramianMethod, scale: fl
     torch.testing.assert_close(scaled, direct, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("seed", range(4 if INTERPRETED else 20))
+@pytest.mark.parametrize("seed", range(4 if SMALL else 20))
 @pytest.mark.parametrize(
     "method", [cs.UPGrad(), cs.MGDA(), cs.MGDA("l2"), cs.NashMTL(), cs.CAGrad(1.0)], ids=repr
 )

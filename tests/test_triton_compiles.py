@@ -20,6 +20,7 @@ from cs_kernels.ops.operands import ALIGNED_SCALES
 from cs_kernels.ops.triton import (
     DROP_PARTS,
     OPTIONS,
+    Variant,
     gradient_constants,
     gradients,
     phase2,
@@ -28,7 +29,6 @@ from cs_kernels.ops.triton import (
     solver_options,
     solvers,
 )
-from cs_kernels.ops.triton.plan import Variant
 
 ARCHITECTURES = [80, 90, 100]
 TYPES = {

@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, lru_cache
-from types import ModuleType
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,18 +14,21 @@ import torch
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of all operators: functions with the operators' names."""
+    """One implementation of all operators: functions with the operators' names.
 
-    module_name: str | None
+    They are a module's, or the methods of an object of the name `operators` in it.
+    """
+
+    module_name: str
     devices: tuple[str, ...] | None
     """The device types it computes on; None for all."""
     unavailable: Callable[[], str | None]
     """Why it cannot run, if it cannot."""
 
     @property
-    def module(self) -> ModuleType:
-        """Imported when it is first needed."""
-        return _module(self.module_name or "")
+    def operators(self) -> Any:
+        """Imported when they are first needed."""
+        return _operators(self.module_name)
 
     @property
     def reason(self) -> str | None:
@@ -38,7 +40,10 @@ class Backend:
         return self.devices is None or device in self.devices
 
 
-_module = lru_cache(maxsize=None)(importlib.import_module)
+@cache
+def _operators(module_name: str) -> Any:
+    module = importlib.import_module(module_name)
+    return getattr(module, "operators", module)
 
 
 @cache
@@ -50,6 +55,14 @@ def _no_native() -> str | None:
     from cs_kernels.ops import native
 
     return native.unavailable
+
+
+def _no_cuda() -> str | None:
+    from cs_kernels.ops import cuda
+
+    if cuda.unavailable is None and not torch.cuda.is_available():
+        return "there is no GPU"
+    return cuda.unavailable
 
 
 def _no_triton() -> str | None:
@@ -66,7 +79,7 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # In order of preference.
 _BACKENDS = {
     "cpu": Backend("cs_kernels.ops.native", ("cpu",), _no_native),
-    "cuda": Backend(None, ("cuda",), lambda: "this version has no CUDA kernels"),
+    "cuda": Backend("cs_kernels.ops.cuda", ("cuda",), _no_cuda),
     "triton": Backend("cs_kernels.ops.triton", ("cpu",) if _INTERPRETED else ("cuda",), _no_triton),
     "reference": Backend("cs_kernels.ops.reference", None, lambda: None),
 }
@@ -108,7 +121,7 @@ def use_backend(name: str) -> Iterator[None]:
         _requested.reset(token)
 
 
-def _select(device: str | None) -> ModuleType:
+def _select(device: str | None) -> Any:
     requested = _requested.get()
     source = "use_backend"
     if requested is None:
@@ -127,7 +140,7 @@ def _select(device: str | None) -> ModuleType:
             for backend in _BACKENDS.values()
             if backend.computes_on(device) and backend.reason is None
         )
-    return backend.module
+    return backend.operators
 
 
 def router(operator: str, device: str | None) -> Callable[..., Any]:

@@ -6,21 +6,20 @@ Memory traffic: the gradients are read once, K N, and where there is an update, 
 import triton
 import triton.language as tl
 
+from cs_kernels.ops.gpu.plan import GradientCallField, GradientField
 from cs_kernels.ops.triton.primitives import added_up, arrive, narrowed, pointer, pointers, widened
 
-# What is known of a tensor from its size; a row of the table of tensors.
-SIZE = tl.constexpr(0)
-GROUP = tl.constexpr(1)
-FIRST_ITEM = tl.constexpr(2)  # of the group
-GROUP_ITEMS = tl.constexpr(3)
-TILES = tl.constexpr(4)  # of an item
-FIRST_PLACE = tl.constexpr(5)  # its elements, among those of all tensors
-TENSOR_FIELDS = tl.constexpr(6)
+SIZE = tl.constexpr(GradientField.SIZE)
+GROUP = tl.constexpr(GradientField.GROUP)
+FIRST_ITEM = tl.constexpr(GradientField.FIRST_ITEM)
+GROUP_ITEMS = tl.constexpr(GradientField.GROUP_ITEMS)
+TILES = tl.constexpr(GradientField.TILES)
+FIRST_PLACE = tl.constexpr(GradientField.FIRST_PLACE)
+TENSOR_FIELDS = tl.constexpr(len(GradientField))
 
-# What is known of it in a call; a row of the table of addresses, followed by the gradients.
-UPDATE = tl.constexpr(0)
-ALIGNED = tl.constexpr(1)
-GRADIENTS = tl.constexpr(2)
+UPDATE = tl.constexpr(GradientCallField.UPDATE)
+ALIGNED = tl.constexpr(GradientCallField.ALIGNED)
+GRADIENTS = tl.constexpr(GradientCallField.GRADIENTS)
 
 
 @triton.jit

@@ -1,20 +1,4 @@
-"""Phase 2 of a whole trunk in one launch.
-
-The work is cut into items, listed in an order in which every item depends on earlier ones only:
-
-    ENERGY   the energies of some rows (output channels) of a weight. The last one of a layer finds
-             the layer's priorities.
-    SUM      some tiles of a tensor: the plain sum of its gradients is written, and the products of
-             each channel group's own gradient with all are kept. The last one of a layer adds them
-             up and finds a_i.
-    FIX      the same tiles once more, where a_i > 0: update += a_i * G_i.
-
-A program draws the next item as its ticket, so what an item waits for is being computed by a
-program that runs already: waiting ends, however programs are scheduled. A layer's FIX items stand
-so far behind its SUM items that they rarely wait and still find the gradients in the L2 cache.
-
-Whoever adds numbers up does so in the order of their places: the same bits in every run. Counters
-are integers; no floating-point number is added atomically.
+"""Phase 2 of a whole trunk in one launch; `ops/gpu/plan.py` says what an item is, and their order.
 
 Memory traffic: weights and gradients are read once and the update is written once, (K + 2) N; rows
 in conflict are visited again, two reads and a write, from the L2 cache as far as the layer fits.
@@ -23,6 +7,7 @@ in conflict are visited again, two reads and a write, from the L2 cache as far a
 import triton
 import triton.language as tl
 
+from cs_kernels.ops.gpu.plan import CallField, Counter, ItemKind, TensorField
 from cs_kernels.ops.triton.primitives import (
     added_up,
     arrive,
@@ -40,40 +25,36 @@ SEGMENT = tl.constexpr(32)
 ENERGY_ROWS = tl.constexpr(4)
 ENERGY_COLUMNS = tl.constexpr(256)
 
-# Kinds of items.
-ENERGY = tl.constexpr(0)
-SUM = tl.constexpr(1)
-FIX = tl.constexpr(2)
+ENERGY = tl.constexpr(ItemKind.ENERGY)
+SUM = tl.constexpr(ItemKind.SUM)
+FIX = tl.constexpr(ItemKind.FIX)
 
-# What is known of a tensor from its layout; a row of the table of tensors.
-ROWS = tl.constexpr(0)
-LENGTH = tl.constexpr(1)  # of a row, in elements
-CHANNELS = tl.constexpr(2)  # of a group
-INNER = tl.constexpr(3)  # elements of a row that lie next to each other
-ROW_SEGMENTS = tl.constexpr(4)
-SEGMENTS = tl.constexpr(5)
-KERNEL_SIZE = tl.constexpr(6)
-LAYER = tl.constexpr(7)  # its number; -1 for a tensor without prioritized channels
-FIRST_ROW = tl.constexpr(8)  # of the layer, among those of all layers
-FIRST_SUM = tl.constexpr(9)  # its SUM items, among those of all layers
-SUM_ITEMS = tl.constexpr(10)
-TILES = tl.constexpr(11)  # of a SUM or FIX item
-ENERGY_ITEMS = tl.constexpr(12)
-TENSOR_FIELDS = tl.constexpr(13)
+ROWS = tl.constexpr(TensorField.ROWS)
+LENGTH = tl.constexpr(TensorField.LENGTH)
+CHANNELS = tl.constexpr(TensorField.CHANNELS)
+INNER = tl.constexpr(TensorField.INNER)
+ROW_SEGMENTS = tl.constexpr(TensorField.ROW_SEGMENTS)
+SEGMENTS = tl.constexpr(TensorField.SEGMENTS)
+KERNEL_SIZE = tl.constexpr(TensorField.KERNEL_SIZE)
+LAYER = tl.constexpr(TensorField.LAYER)
+FIRST_ROW = tl.constexpr(TensorField.FIRST_ROW)
+FIRST_SUM = tl.constexpr(TensorField.FIRST_SUM)
+SUM_ITEMS = tl.constexpr(TensorField.SUM_ITEMS)
+TILES = tl.constexpr(TensorField.TILES)
+ENERGY_ITEMS = tl.constexpr(TensorField.ENERGY_ITEMS)
+TENSOR_FIELDS = tl.constexpr(len(TensorField))
 
-# What is known of it in a call; a row of the table of addresses, followed by the gradients.
-UPDATE = tl.constexpr(0)
-WEIGHT = tl.constexpr(1)
-PRIORITY = tl.constexpr(2)
-ALIGNED = tl.constexpr(3)  # whether 16-byte accesses are allowed
-GRADIENTS = tl.constexpr(4)
+UPDATE = tl.constexpr(CallField.UPDATE)
+WEIGHT = tl.constexpr(CallField.WEIGHT)
+PRIORITY = tl.constexpr(CallField.PRIORITY)
+ALIGNED = tl.constexpr(CallField.ALIGNED)
+GRADIENTS = tl.constexpr(CallField.GRADIENTS)
 
-# The counters of a layer; zero before the launch.
-ENERGIES_DONE = tl.constexpr(0)
-PRIORITY_READY = tl.constexpr(1)
-SUMS_DONE = tl.constexpr(2)
-FACTORS_READY = tl.constexpr(3)
-LAYER_COUNTERS = tl.constexpr(4)
+ENERGIES_DONE = tl.constexpr(Counter.ENERGIES_DONE)
+PRIORITY_READY = tl.constexpr(Counter.PRIORITY_READY)
+SUMS_DONE = tl.constexpr(Counter.SUMS_DONE)
+FACTORS_READY = tl.constexpr(Counter.FACTORS_READY)
+LAYER_COUNTERS = tl.constexpr(len(Counter))
 
 
 @triton.jit

@@ -8,7 +8,7 @@
 
 namespace cs_kernels {
 
-constexpr std::int32_t kMaxTasks = 64; // what the Gramian's kernels and the solvers have room for
+constexpr std::int32_t kMaxTasks = 64; // what kernels and solvers have room for
 
 // One shared tensor of the trunk, dense, all of its arrays in the same order of elements.
 struct GradientTensor {

@@ -34,11 +34,12 @@ struct UniformNumbers {
   std::uint32_t low;
   std::uint32_t high;
 
-  CS_HOST_DEVICE_INLINE UniformNumbers(std::uint64_t key, std::uint64_t place) {
-    const std::uint64_t of_range = mixed(key + (place >> 32));
-    low = static_cast<std::uint32_t>(of_range);
-    high = static_cast<std::uint32_t>(of_range >> 32);
-  }
+  CS_HOST_DEVICE_INLINE UniformNumbers(std::uint64_t key, std::uint64_t place)
+      : UniformNumbers(mixed(key + (place >> 32))) {}
+  // Of the key of a range of 2^32 places.
+  CS_HOST_DEVICE_INLINE explicit UniformNumbers(std::uint64_t of_range)
+      : low(static_cast<std::uint32_t>(of_range)),
+        high(static_cast<std::uint32_t>(of_range >> 32)) {}
   // In [0, 1), a multiple of 2^-24.
   CS_HOST_DEVICE_INLINE float at(std::uint32_t low_place) const {
     const std::uint32_t bits = mixed32(mixed32(low_place ^ low) + high);

@@ -1,5 +1,5 @@
 // From the Gramian of K gradients to their K weights, one function a method, for the host and for a
-// GPU thread alike: small K, no allocation, no exceptions, bounded iterations.
+// GPU thread alike: small K, room from the caller, no exceptions, bounded iterations.
 //
 // The solvers see the correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, and unknowns scaled by d:
 // gradients of very different size are no harder than others. A ridge on C's diagonal makes
@@ -15,9 +15,26 @@
 
 namespace cs_kernels::solvers {
 
-constexpr int kMaxTasks = cs_kernels::kMaxTasks;
-
 #define CS_INLINE_SOLVER CS_HOST_DEVICE inline
+
+// Where a solver's arrays are: a GPU's threads have little memory of their own. Passed by value, it
+// is free again when the function returns.
+class Room {
+public:
+  CS_HOST_DEVICE explicit Room(double* memory) : next_(memory) {}
+  CS_HOST_DEVICE double* numbers(int n) {
+    double* taken = next_;
+    next_ += n;
+    return taken;
+  }
+  CS_HOST_DEVICE int* integers(int n) { return reinterpret_cast<int*>(numbers((n + 1) / 2)); }
+
+private:
+  double* next_;
+};
+
+// Doubles that a solver's room must have: two matrices and some vectors.
+CS_INLINE_SOLVER constexpr int room_size(int tasks) { return 2 * tasks * tasks + 16 * tasks; }
 
 // Read as G(i, j).
 struct Gramian {
@@ -75,11 +92,13 @@ CS_INLINE_SOLVER void cholesky_solve(const double* factor, int n, double* x) {
 // The tasks with a gradient, and how those gradients lie to each other.
 struct Correlations {
   int size = 0;
-  int task[kMaxTasks];                  // which task each of them is
-  double length[kMaxTasks];             // |g|
-  double matrix[kMaxTasks * kMaxTasks]; // [size, size]
+  int* task;      // which task each of them is
+  double* length; // |g|
+  double* matrix; // [size, size]
 
-  CS_HOST_DEVICE Correlations(const Gramian& gramian, double ridge) {
+  CS_HOST_DEVICE Correlations(const Gramian& gramian, double ridge, Room& room)
+      : task(room.integers(gramian.tasks)), length(room.numbers(gramian.tasks)),
+        matrix(room.numbers(gramian.tasks * gramian.tasks)) {
     for (int i = 0; i < gramian.tasks; ++i)
       if (gramian(i, i) > 0) {
         task[size] = i;
@@ -98,15 +117,20 @@ constexpr double kRidge = 1e-12;
 // min 1/2 x'Cx - f'x over x >= 0, by the active-set method of Lawson and Hanson. It starts at
 // zero.
 struct NonNegative {
-  bool free_[kMaxTasks];
-  int place[kMaxTasks];
-  double factor[kMaxTasks * kMaxTasks];
-  double z[kMaxTasks];
+  int* free_;
+  int* tried; // freed, and sent back at once, since x last changed
+  int* place;
+  double* factor;
+  double* z;
+
+  CS_HOST_DEVICE NonNegative(int size, Room& room)
+      : free_(room.integers(size)), tried(room.integers(size)), place(room.integers(size)),
+        factor(room.numbers(size * size)), z(room.numbers(size)) {}
 
   CS_HOST_DEVICE int factorize(const Correlations& c) {
     int n = 0;
     for (int i = 0; i < c.size; ++i)
-      if (free_[i])
+      if (free_[i] != 0)
         place[n++] = i;
     for (int i = 0; i < n; ++i)
       for (int j = 0; j <= i; ++j)
@@ -118,15 +142,14 @@ struct NonNegative {
   CS_HOST_DEVICE void solve(const Correlations& c, const double* f, double* x) {
     const int size = c.size;
     for (int i = 0; i < size; ++i) {
-      free_[i] = false;
+      free_[i] = tried[i] = 0;
       x[i] = 0;
     }
-    bool tried[kMaxTasks] = {}; // freed, and sent back at once, since x last changed
     for (int round = 0; round < 8 * size + 16; ++round) {
       int next = -1;
       double best = 0;
       for (int i = 0; i < size; ++i) {
-        if (free_[i] || tried[i])
+        if (free_[i] != 0 || tried[i] != 0)
           continue;
         double slope = f[i];
         double scale = std::fabs(f[i]);
@@ -141,7 +164,7 @@ struct NonNegative {
       }
       if (next < 0)
         return;
-      free_[next] = true;
+      free_[next] = 1;
       bool moved = false;
       for (int step = 0; step <= size; ++step) {
         const int n = factorize(c);
@@ -166,21 +189,22 @@ struct NonNegative {
         if (blocking < 0)
           break;
         x[blocking] = 0;
-        free_[blocking] = false;
+        free_[blocking] = 0;
       }
       for (int i = 0; i < size; ++i)
-        tried[i] = !moved && (tried[i] || i == next);
+        tried[i] = !moved && (tried[i] != 0 || i == next);
     }
   }
 };
 
 // PCGrad (Yu et al. 2020): each gradient, in a random order of the others, loses its component
 // along every original one that it is in conflict with. The weights of the sum of the results.
-CS_INLINE_SOLVER void pcgrad(const Gramian& g, std::uint64_t key, double* weights) {
+CS_INLINE_SOLVER void pcgrad(const Gramian& g, std::uint64_t key, double* weights, Room room) {
   fill(weights, g.tasks, 0);
+  double* own = room.numbers(g.tasks);
+  int* order = room.integers(g.tasks);
   for (int i = 0; i < g.tasks; ++i) {
-    double own[kMaxTasks] = {};
-    int order[kMaxTasks];
+    fill(own, g.tasks, 0);
     own[i] = 1;
     int others = 0;
     for (int j = 0; j < g.tasks; ++j)
@@ -202,17 +226,17 @@ CS_INLINE_SOLVER void pcgrad(const Gramian& g, std::uint64_t key, double* weight
 
 // MGDA (Sener and Koltun 2018): the point of least norm in the convex hull of the gradients. With
 // x >= 0 the minimizer of 1/2 x'Gx - 1'x, it is x / sum x. A gradient of zero is such a point.
-CS_INLINE_SOLVER void mgda(const Gramian& g, double* weights) {
-  const Correlations c(g, kRidge);
+CS_INLINE_SOLVER void mgda(const Gramian& g, double* weights, Room room) {
+  const Correlations c(g, kRidge, room);
   fill(weights, g.tasks, 0);
   if (c.size < g.tasks) {
     for (int i = 0; i < g.tasks; ++i)
       weights[i] = g(i, i) > 0 ? 0 : 1.0 / (g.tasks - c.size);
     return;
   }
-  double f[kMaxTasks] = {};
-  double x[kMaxTasks];
-  NonNegative problem;
+  double* f = room.numbers(c.size);
+  double* x = room.numbers(c.size);
+  NonNegative problem(c.size, room);
   // Relative to the shortest, so that the greatest is 1.
   double shortest = c.length[0];
   for (int i = 1; i < c.size; ++i)
@@ -229,12 +253,12 @@ CS_INLINE_SOLVER void mgda(const Gramian& g, double* weights) {
 
 // UPGrad (Quinton and Rey 2024): each gradient projected onto the dual cone of all, the vectors in
 // conflict with none; then their mean.
-CS_INLINE_SOLVER void upgrad(const Gramian& g, double* weights) {
-  const Correlations c(g, kRidge);
+CS_INLINE_SOLVER void upgrad(const Gramian& g, double* weights, Room room) {
+  const Correlations c(g, kRidge, room);
   fill(weights, g.tasks, 1.0 / g.tasks);
-  double f[kMaxTasks] = {};
-  double x[kMaxTasks];
-  NonNegative problem;
+  double* f = room.numbers(c.size);
+  double* x = room.numbers(c.size);
+  NonNegative problem(c.size, room);
   for (int i = 0; i < c.size; ++i) {
     for (int j = 0; j < c.size; ++j)
       f[j] = -c(i, j);
@@ -248,10 +272,10 @@ CS_INLINE_SOLVER void upgrad(const Gramian& g, double* weights) {
 // with the greatest min_i g_i.d; g_0 is the mean. The shortest such combination for which that
 // minimum is at least mu is a projection onto a polyhedron, whose length is convex in mu: mu is
 // found where it is r. If no direction is good for all tasks, mu is at most zero.
-CS_INLINE_SOLVER void cagrad(const Gramian& g, double c, double* weights) {
+CS_INLINE_SOLVER void cagrad(const Gramian& g, double c, double* weights, Room room) {
   const int tasks = g.tasks;
   fill(weights, tasks, 1.0 / tasks);
-  double along[kMaxTasks]; // g_i.g_0
+  double* along = room.numbers(tasks); // g_i.g_0
   double square = 0;
   for (int i = 0; i < tasks; ++i) {
     along[i] = 0;
@@ -259,17 +283,20 @@ CS_INLINE_SOLVER void cagrad(const Gramian& g, double c, double* weights) {
       along[i] += g(i, j) / tasks;
     square += along[i] / tasks;
   }
-  const Correlations correlations(g, kRidge);
+  const Correlations correlations(g, kRidge, room);
   const int size = correlations.size;
   const double radius = c * std::sqrt(std::fmax(square, 0.0));
   if (radius <= 0 || size == 0)
     return;
 
-  double p[kMaxTasks];
-  double q[kMaxTasks];
-  double f[kMaxTasks] = {};
-  double x[kMaxTasks];
-  NonNegative problem;
+  double* p = room.numbers(size);
+  double* q = room.numbers(size);
+  double* f = room.numbers(size);
+  double* x = room.numbers(size);
+  double* solved = room.numbers(size);
+  double* free_p = room.numbers(size);
+  double* free_q = room.numbers(size);
+  NonNegative problem(size, room);
   fill(f, size, 1);
   problem.solve(correlations, f, x);
   double inverse = 0; // of the least squared norm in the hull of the unit gradients
@@ -304,9 +331,6 @@ CS_INLINE_SOLVER void cagrad(const Gramian& g, double c, double* weights) {
       break;
     // With the same entries free, length^2 = pp mu^2 - 2 pq mu + qq.
     const int n = problem.factorize(correlations);
-    double solved[kMaxTasks];
-    double free_p[kMaxTasks];
-    double free_q[kMaxTasks];
     for (int i = 0; i < n; ++i) {
       free_p[i] = p[problem.place[i]];
       free_q[i] = q[problem.place[i]];
@@ -330,14 +354,14 @@ CS_INLINE_SOLVER void cagrad(const Gramian& g, double c, double* weights) {
 // NashMTL (Navon et al. 2022): G a = 1 / a, a > 0, where 1/2 a'Ga - sum log a_i is least. That
 // function is self-concordant: the damped Newton method converges from anywhere. A task without a
 // gradient gets no weight. The ridge keeps the weights of opposed gradients finite.
-CS_INLINE_SOLVER void nash_mtl(const Gramian& g, double* weights) {
-  const Correlations c(g, 1e-10);
+CS_INLINE_SOLVER void nash_mtl(const Gramian& g, double* weights, Room room) {
+  const Correlations c(g, 1e-10, room);
   const int n = c.size;
   fill(weights, g.tasks, 0);
-  double v[kMaxTasks];
-  double step[kMaxTasks];
-  double slope[kMaxTasks];
-  double hessian[kMaxTasks * kMaxTasks];
+  double* v = room.numbers(n);
+  double* step = room.numbers(n);
+  double* slope = room.numbers(n);
+  double* hessian = room.numbers(n * n);
   fill(v, n, 1);
   for (int round = 0; round < 100; ++round) {
     for (int i = 0; i < n; ++i) {
@@ -426,13 +450,14 @@ CS_INLINE_SOLVER double rank_tolerance(const double* values, int n) {
 // IMTL-G (Liu et al. 2021): the update has the same component along every gradient, and the weights
 // sum to one; of several such weights those of least norm, each times its gradient's length. Zero
 // where they cannot sum to one.
-CS_INLINE_SOLVER void imtl_g(const Gramian& g, double* weights) {
-  Correlations c(g, 0);
+CS_INLINE_SOLVER void imtl_g(const Gramian& g, double* weights, Room room) {
+  const Correlations c(g, 0, room);
   const int n = c.size;
   fill(weights, g.tasks, 0);
-  double values[kMaxTasks];
-  double vectors[kMaxTasks * kMaxTasks];
-  double y[kMaxTasks] = {};
+  double* values = room.numbers(n);
+  double* vectors = room.numbers(n * n);
+  double* y = room.numbers(n);
+  fill(y, n, 0);
   eigen(c.matrix, n, values, vectors);
   const double tolerance = 8 * rank_tolerance(values, n);
   for (int k = 0; k < n; ++k) {
@@ -457,16 +482,17 @@ enum class AlignedScale : std::int32_t { kMin = 0, kMedian = 1, kRmse = 2 };
 // Aligned-MTL (Senushkin et al. 2023): the gradients' principal components made equal in length, to
 // the least, the (lower) median or the root mean square of their lengths; then the sum. Without any
 // gradient, ones.
-CS_INLINE_SOLVER void aligned_mtl(const Gramian& g, AlignedScale scale, double* weights) {
+CS_INLINE_SOLVER void aligned_mtl(const Gramian& g, AlignedScale scale, double* weights,
+                                  Room room) {
   const int n = g.tasks;
-  double a[kMaxTasks * kMaxTasks];
-  double values[kMaxTasks];
-  double vectors[kMaxTasks * kMaxTasks];
+  double* a = room.numbers(n * n);
+  double* values = room.numbers(n);
+  double* vectors = room.numbers(n * n);
   for (int i = 0; i < n * n; ++i)
     a[i] = g.data[i];
   eigen(a, n, values, vectors);
   const double tolerance = rank_tolerance(values, n);
-  double kept[kMaxTasks]; // ascending
+  double* kept = room.numbers(n); // ascending
   int rank = 0;
   double mean = 0;
   for (int k = 0; k < n; ++k) {

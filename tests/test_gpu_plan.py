@@ -1,13 +1,13 @@
-"""Which Triton program does what: an order in which waiting ends, every element once."""
+"""Which block does what on a GPU: an order in which waiting ends, every element once."""
 
 import pytest
 import torch
 
-from cs_kernels.ops.triton import device, phase2
-from cs_kernels.ops.triton import plan as plans
-from cs_kernels.ops.triton.plan import Variant
+from cs_kernels.ops import cuda, triton
+from cs_kernels.ops.gpu import GpuOperators, device
+from cs_kernels.ops.gpu import plan as plans
+from cs_kernels.ops.gpu.plan import ItemKind, TensorField
 
-ENERGY, SUM, FIX = (kind.value for kind in (phase2.ENERGY, phase2.SUM, phase2.FIX))
 LAYOUTS = [(1, 1, 300, 27), (1, 1, 64, 640), (2, 5, 40, 9), (1, 1, 0, 4), (1, 1, 3, 0)] * 3
 PLAIN = [(1, 1, 1, 70_001), (1, 1, 1, 5), (1, 1, 1, 0)]
 
@@ -15,41 +15,49 @@ PLAIN = [(1, 1, 1, 70_001), (1, 1, 1, 5), (1, 1, 1, 0)]
 @pytest.mark.parametrize("eps", [True, False])
 @pytest.mark.parametrize("processors", [1, 3, 132, 1000])
 @pytest.mark.parametrize("tasks", [2, 9])
+@pytest.mark.parametrize("operators", [triton.operators, cuda.operators])
 def test_items_depend_on_earlier_ones(
-    monkeypatch: pytest.MonkeyPatch, tasks: int, processors: int, eps: bool
+    monkeypatch: pytest.MonkeyPatch,
+    operators: GpuOperators,
+    tasks: int,
+    processors: int,
+    eps: bool,
 ) -> None:
-    """Whatever the size of the GPU: else a program could wait for one that never starts."""
+    """Whatever the size of the GPU: else a block could wait for one that never starts."""
     monkeypatch.setattr(plans, "processors", lambda device: processors)
     layers = len(LAYOUTS)
+    tiling = operators.tiling(tasks, torch.float32)
     plan = plans.phase2_plan.__wrapped__(
         tuple(LAYOUTS + PLAIN),
         (1,) * layers,
         (1e-5,) * (layers * tasks) if eps else None,
         (True,) * (layers + len(PLAIN)),
-        tasks,
-        Variant.of(tasks, torch.float32),
+        tiling,
         torch.device("cpu"),
     )
     items = plan.items.tolist()
     assert len({tuple(item) for item in items}) == len(items)
     place = {tuple(item): n for n, item in enumerate(items)}
-    for t, fields in enumerate(plan.tensors.tolist()):
-        rows, segments = fields[phase2.ROWS.value], fields[phase2.SEGMENTS.value]
-        number = {kind: sum(k == kind and u == t for k, u, _ in items) for kind in (0, 1, 2)}
-        per_item = fields[phase2.TILES.value] * Variant.of(tasks, torch.float32).segments
-        assert number[SUM] == fields[phase2.SUM_ITEMS.value] == -(-segments // per_item)
-        assert number[FIX] == (number[SUM] if t < layers else 0)
+    for t, numbers in enumerate(plan.tensors.tolist()):
+        fields = dict(zip(TensorField, numbers, strict=True))
+        rows, segments = fields[TensorField.ROWS], fields[TensorField.SEGMENTS]
+        number = {kind: sum(k == kind and u == t for k, u, _ in items) for kind in ItemKind}
+        sums = number[ItemKind.SUM]
+        per_item = fields[TensorField.TILES] * tiling.elements // tiling.segment
+        assert sums == fields[TensorField.SUM_ITEMS] == -(-segments // per_item)
+        assert number[ItemKind.FIX] == (sums if t < layers else 0)
         energies = eps and t < layers and segments > 0
-        assert number[ENERGY] == (-(-rows // phase2.ENERGY_ROWS.value) if energies else 0)
-        assert number[SUM] <= plans.MOST_SUM_ITEMS or t >= layers
+        energy_items = -(-rows // fields[TensorField.ENERGY_ROWS]) if energies else 0
+        assert number[ItemKind.ENERGY] == fields[TensorField.ENERGY_ITEMS] == energy_items
+        assert sums <= plans.MOST_SUM_ITEMS or t >= layers
         last = {
             kind: max((place[kind, t, n] for n in range(number[kind])), default=-1)
-            for kind in (ENERGY, SUM)
+            for kind in (ItemKind.ENERGY, ItemKind.SUM)
         }
-        for n in range(number[SUM]):
-            assert place[SUM, t, n] > last[ENERGY]
-        for n in range(number[FIX]):
-            assert place[FIX, t, n] > last[SUM]
+        for n in range(sums):
+            assert place[ItemKind.SUM, t, n] > last[ItemKind.ENERGY]
+        for n in range(number[ItemKind.FIX]):
+            assert place[ItemKind.FIX, t, n] > last[ItemKind.SUM]
 
 
 @pytest.mark.parametrize("most_tiles", [1, 16])

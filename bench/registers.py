@@ -1,0 +1,52 @@
+"""What ptxas says of every CUDA kernel in a build's log: registers, stack, spills.
+
+    CS_KERNELS_REPORT=1 pip install -v . 2>&1 | tee build.log; python bench/registers.py build.log
+
+Ends with 1 if a kernel spills, or if there is none.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+_KERNEL = re.compile(
+    r"Compiling entry function '(?P<name>\w+)' for '(?P<architecture>\w+)'"
+    r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores,"
+    r" (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
+    re.DOTALL,
+)
+
+
+def _readable(names: list[str]) -> list[str]:
+    """What the compiler's names stand for, without namespaces and arguments."""
+    result = subprocess.run(
+        ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return [
+        re.sub(r"cs_kernels::cuda::|\(anonymous namespace\)::|^void |\(int\)|\(\w+\)$", "", name)
+        for name in result
+    ]
+
+
+def main(log: Path) -> int:
+    """Prints a line a kernel, the greatest of all architectures; the exit status."""
+    kernels = [match.groupdict() for match in _KERNEL.finditer(log.read_text())]
+    for kernel, name in zip(kernels, _readable([k["name"] for k in kernels]), strict=True):
+        kernel["name"] = name
+    columns = ("registers", "stack", "stores", "loads")
+    architectures = sorted({kernel["architecture"] for kernel in kernels})
+    print(f"{len(kernels)} kernels for {', '.join(architectures)}; the greatest of these, in bytes")
+    print(f"{'kernel':50}" + "".join(f"{column:>10}" for column in columns))
+    for name in sorted({kernel["name"] for kernel in kernels}):
+        of_name = [kernel for kernel in kernels if kernel["name"] == name]
+        greatest = (max(int(kernel[column]) for kernel in of_name) for column in columns)
+        print(f"{name:50}" + "".join(f"{number:10}" for number in greatest))
+    spilled = [kernel for kernel in kernels if kernel["stores"] != "0" or kernel["loads"] != "0"]
+    for kernel in spilled:
+        print(f"spills: {kernel['name']} for {kernel['architecture']}")
+    return int(bool(spilled) or not kernels)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

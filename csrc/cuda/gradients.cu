@@ -1,0 +1,339 @@
+#include "block.h"
+#include "cs_kernels/cuda.h"
+#include "cs_kernels/gradients.h"
+#include "cs_kernels/random.h"
+#include "numbers.h"
+
+namespace cs_kernels::cuda {
+namespace {
+
+template <class T> constexpr std::int64_t kTile = kGradientVectors * kThreads * Vector<T>::kSize;
+
+// What a block knows of its item.
+template <class T> struct Piece {
+  const PlannedGradient& tensor;
+  const std::int64_t* call; // its row of the table of addresses
+  std::int64_t item;
+  bool aligned;
+  std::int64_t begin;
+  std::int64_t end;
+
+  CS_DEVICE explicit Piece(const GradientLaunch& launch)
+      : Piece(launch, block_index(), launch.items[block_index()]) {}
+
+  CS_DEVICE const T* gradient(int task) const {
+    return pointer<const T>(load(call + kGradientGradients + task));
+  }
+  CS_DEVICE T* update() const { return pointer<T>(load(call + kGradientUpdate)); }
+  // Whether the 16 bytes from an element on can be read at once.
+  CS_DEVICE bool whole(std::int64_t place) const {
+    return aligned && place + Vector<T>::kSize <= tensor.size;
+  }
+
+private:
+  CS_DEVICE Piece(const GradientLaunch& launch, std::int64_t number, const GradientItem& of)
+      : tensor(launch.tensors[of.tensor]),
+        call(launch.table +
+             static_cast<std::int64_t>(of.tensor) * (kGradientGradients + launch.tasks)),
+        item(number), aligned(load(call + kGradientAligned) != 0),
+        begin(of.index * tensor.tiles * kTile<T>) {
+    const std::int64_t wanted = begin + tensor.tiles * kTile<T>;
+    end = wanted < tensor.size ? wanted : tensor.size;
+  }
+};
+
+struct GramianLaunch {
+  GradientLaunch gradients;
+  std::int32_t* counters;
+  double* products;
+  double* gramian;
+};
+
+// The number of a pair j <= i.
+CS_DEVICE constexpr int pair_of(int i, int j) { return i * (i + 1) / 2 + j; }
+
+// Adds up what the blocks of a group left, products [pair, item] or, for many tasks, [item, pair].
+template <int kTasks>
+CS_DEVICE void add_up(const GramianLaunch& launch, const PlannedGradient& tensor) {
+  const int tasks = launch.gradients.tasks;
+  const int pairs = pair_of(tasks, 0);
+  const double* products = launch.products + tensor.first_item * pairs;
+  double* out = launch.gramian + tensor.group * tasks * tasks;
+  constexpr int kTeam = kTasks > 0 ? kWarp : 1; // threads that add up one pair's
+  const int lane = thread_index() % kTeam;
+  int i = 0;
+  int first = 0; // pair_of(i, 0)
+  for (int base = 0; base < pairs; base += kThreads / kTeam) {
+    const int pair = base + thread_index() / kTeam;
+    double sum = 0;
+    if (pair < pairs)
+      for (std::int64_t n = lane; n < tensor.group_items; n += kTeam)
+        sum += products[kTasks > 0 ? pair * tensor.group_items + n : n * pairs + pair];
+    sum = warp_sum(sum, kTeam);
+    if (pair >= pairs || lane != 0)
+      continue;
+    while (first + i < pair)
+      first += ++i;
+    const int j = pair - first;
+    out[i * tasks + j] = sum;
+    out[j * tasks + i] = sum;
+  }
+}
+
+// The products of an item's gradients, up to 8 of them: in registers, then over the block.
+template <class T, int kTasks>
+CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride, double* room) {
+  constexpr int kVector = Vector<T>::kSize;
+  const T* gradients[kTasks];
+  CS_UNROLL(kTasks)
+  for (int j = 0; j < kTasks; ++j)
+    gradients[j] = piece.gradient(j);
+  double products[pair_of(kTasks, 0)] = {};
+  for (std::int64_t place = piece.begin + thread_index() * kVector; place < piece.end;
+       place += kThreads * kVector) {
+    Vector<T> g[kTasks];
+    const bool whole = piece.whole(place);
+    CS_UNROLL(kTasks)
+    for (int j = 0; j < kTasks; ++j) {
+      if (gradients[j] == nullptr)
+        g[j] = {};
+      else if (whole)
+        g[j] = as_vector<T>(load(words_at(gradients[j] + place)));
+      else
+        for (int e = 0; e < kVector; ++e)
+          g[j].x[e] = place + e < piece.end ? load(gradients[j] + place + e) : T{};
+    }
+    CS_UNROLL(kTasks)
+    for (int i = 0; i < kTasks; ++i)
+      CS_UNROLL(kTasks)
+    for (int j = 0; j <= i; ++j) {
+      Wide<T> dot = 0;
+      for (int e = 0; e < kVector; ++e)
+        dot += widened(g[i].x[e]) * widened(g[j].x[e]);
+      products[pair_of(i, j)] += dot;
+    }
+  }
+  // [pair, warp]
+  CS_UNROLL(kTasks * (kTasks + 1) / 2)
+  for (int pair = 0; pair < pair_of(kTasks, 0); ++pair) {
+    const double sum = warp_sum(products[pair], kWarp);
+    if (thread_index() % kWarp == 0)
+      room[pair * kWarps + thread_index() / kWarp] = sum;
+  }
+  synchronize_block();
+  for (int pair = thread_index(); pair < pair_of(kTasks, 0); pair += kThreads) {
+    double sum = 0;
+    for (int warp = 0; warp < kWarps; ++warp)
+      sum += room[pair * kWarps + warp];
+    out[pair * stride] = sum;
+  }
+}
+
+// Of any number of tasks: a tile of all gradients in shared memory, a thread a pair.
+template <class T>
+CS_DEVICE void multiply_many(const Piece<T>& piece, int tasks, double* out, double* room) {
+  constexpr int kWidth = kGeneralTile + 1; // columns in different banks
+  const int pairs = pair_of(tasks, 0);
+  double* products = room;
+  double* tile = products + pairs;
+  for (int pair = thread_index(); pair < pairs; pair += kThreads)
+    products[pair] = 0;
+  for (std::int64_t start = piece.begin; start < piece.end; start += kGeneralTile) {
+    synchronize_block();
+    for (int n = thread_index(); n < tasks * kGeneralTile; n += kThreads) {
+      const int j = n / kGeneralTile;
+      const int e = n % kGeneralTile;
+      const T* gradient = piece.gradient(j);
+      const bool here = gradient != nullptr && start + e < piece.end;
+      tile[j * kWidth + e] = here ? widened(load(gradient + start + e)) : 0;
+    }
+    synchronize_block();
+    int i = 0;
+    int first = 0; // pair_of(i, 0)
+    for (int pair = thread_index(); pair < pairs; pair += kThreads) {
+      while (first + i < pair)
+        first += ++i;
+      const double* g_i = tile + i * kWidth;
+      const double* g_j = tile + (pair - first) * kWidth;
+      double sum = 0;
+      for (int e = 0; e < kGeneralTile; ++e)
+        sum += g_i[e] * g_j[e];
+      products[pair] += sum;
+    }
+  }
+  for (int pair = thread_index(); pair < pairs; pair += kThreads)
+    out[pair] = products[pair];
+}
+
+// kTasks is 0 for the general kernel.
+constexpr std::size_t gramian_bytes(int unrolled, int tasks) {
+  const int pairs = tasks * (tasks + 1) / 2;
+  const int numbers = unrolled > 0 ? pairs * kWarps : pairs + tasks * (kGeneralTile + 1);
+  return 16 + static_cast<std::size_t>(numbers) * sizeof(double);
+}
+
+// An item; the last one of a group adds up. Reads every gradient once.
+template <class T, int kTasks>
+CS_KERNEL(kThreads, gramian_blocks(kTasks))
+gramian_kernel(GramianLaunch launch) {
+  auto* last = reinterpret_cast<std::int32_t*>(shared_memory());
+  auto* room = reinterpret_cast<double*>(shared_memory() + 16);
+  const Piece<T> piece(launch.gradients);
+  const PlannedGradient& tensor = piece.tensor;
+  const int pairs = pair_of(launch.gradients.tasks, 0);
+  double* of_group = launch.products + tensor.first_item * pairs;
+  const std::int64_t index = piece.item - tensor.first_item;
+  if constexpr (kTasks > 0)
+    multiply<T, kTasks>(piece, of_group + index, tensor.group_items, room);
+  else
+    multiply_many(piece, launch.gradients.tasks, of_group + index * pairs, room);
+  if (arrive(launch.counters + tensor.group, tensor.group_items, last))
+    add_up<kTasks>(launch, tensor);
+}
+
+template <class T, int kTasks> Status run_gramian(const GramianLaunch& arguments, Stream stream) {
+  if constexpr (kTasks > 0)
+    if (kTasks != arguments.gradients.tasks)
+      return run_gramian<T, kTasks == kUnrolledTasks ? 0 : kTasks + 1>(arguments, stream);
+  return launch(gramian_kernel<T, kTasks>, arguments.gradients.item_count, kThreads,
+                gramian_bytes(kTasks, arguments.gradients.tasks), stream, arguments);
+}
+
+// write(place, number of elements) for the vectors of an item, then for the elements that are left.
+template <class T, class Write> CS_DEVICE void for_each_vector(const Piece<T>& piece, Write write) {
+  constexpr int kVector = Vector<T>::kSize;
+  for (std::int64_t place = piece.begin + thread_index() * kVector; place < piece.end;
+       place += kThreads * kVector) {
+    if (piece.whole(place)) {
+      write(place, std::true_type{});
+      continue;
+    }
+    const std::int64_t stop = place + kVector < piece.end ? place + kVector : piece.end;
+    CS_UNROLL(1)
+    for (std::int64_t e = place; e < stop; ++e)
+      write(e, std::false_type{});
+  }
+}
+
+// add(task, its elements in Wide<T>) for every task that has a gradient.
+template <class T, int kSize, class Add>
+CS_DEVICE void for_each_task(const Piece<T>& piece, int tasks, std::int64_t place, Add add) {
+  CS_UNROLL(kTaskLoads)
+  for (int j = 0; j < tasks; ++j) {
+    const T* gradient = piece.gradient(j);
+    if (gradient == nullptr)
+      continue;
+    Vector<T> g;
+    if constexpr (kSize > 1)
+      g = as_vector<T>(load(words_at(gradient + place)));
+    else
+      g.x[0] = load(gradient + place);
+    add(j, g);
+  }
+}
+
+template <class T, int kSize>
+CS_DEVICE void write_elements(T* update, std::int64_t place, const Wide<T> (&total)[kSize]) {
+  if constexpr (kSize > 1) {
+    Vector<T> sum;
+    for (int e = 0; e < kSize; ++e)
+      sum.x[e] = narrowed<T>(total[e]);
+    store_vector(update + place, sum);
+  } else {
+    update[place] = narrowed<T>(total[0]);
+  }
+}
+
+struct CombineLaunch {
+  GradientLaunch gradients;
+  const double* weights; // [groups, tasks]
+};
+
+// Reads every gradient once, writes the update once.
+template <class T> CS_KERNEL(kThreads, kSmallBlocks) combine_kernel(CombineLaunch launch) {
+  const Piece<T> piece(launch.gradients);
+  const int tasks = launch.gradients.tasks;
+  const double* weights = launch.weights + piece.tensor.group * tasks;
+  T* update = piece.update();
+  for_each_vector(piece, [&](std::int64_t place, auto vectors) {
+    constexpr int kSize = vectors ? Vector<T>::kSize : 1;
+    Wide<T> total[kSize] = {};
+    for_each_task<T, kSize>(piece, tasks, place, [&](int j, const Vector<T>& g) {
+      const auto weight = static_cast<Wide<T>>(load(weights + j));
+      for (int e = 0; e < kSize; ++e)
+        total[e] += weight * widened(g.x[e]);
+    });
+    write_elements(update, place, total);
+  });
+}
+
+struct DropLaunch {
+  GradientLaunch gradients;
+  const double* leaks; // [tasks]
+  const std::uint64_t* keys;
+};
+
+// Reads every gradient once, writes the update once.
+template <class T> CS_KERNEL(kThreads, kSmallBlocks / 2) drop_signs_kernel(DropLaunch launch) {
+  const Piece<T> piece(launch.gradients);
+  const int tasks = launch.gradients.tasks;
+  T* update = piece.update();
+  for_each_vector(piece, [&](std::int64_t place, auto vectors) {
+    using W = Wide<T>;
+    constexpr int kSize = vectors ? Vector<T>::kSize : 1;
+    W positive[kSize] = {};
+    W negative[kSize] = {};
+    W kept_positive[kSize] = {};
+    W kept_negative[kSize] = {};
+    W leaked[kSize] = {};
+    for_each_task<T, kSize>(piece, tasks, place, [&](int j, const Vector<T>& elements) {
+      const auto leak = static_cast<W>(load(launch.leaks + j));
+      for (int e = 0; e < kSize; ++e) {
+        const W g = widened(elements.x[e]);
+        const W above = g > 0 ? g : 0;
+        const W below = g > 0 ? 0 : g; // also what is not a number
+        positive[e] += above;
+        negative[e] += below;
+        kept_positive[e] += (1 - leak) * above;
+        kept_negative[e] += (1 - leak) * below;
+        leaked[e] += leak * g;
+      }
+    });
+    for (int e = 0; e < kSize; ++e) {
+      const auto number = static_cast<std::uint64_t>(piece.tensor.first_place + place + e);
+      const UniformNumbers numbers(launch.keys[number >> 32]);
+      const W u = numbers.at(static_cast<std::uint32_t>(number));
+      const W chosen =
+          u * (positive[e] - negative[e]) < positive[e] ? kept_positive[e] : kept_negative[e];
+      // Zero times the sum: infinities and NaN are not dropped.
+      leaked[e] += chosen + 0 * (positive[e] + negative[e]);
+    }
+    write_elements(update, place, leaked);
+  });
+}
+
+} // namespace
+
+Status gramian(const GradientLaunch& arguments, std::int32_t* counters, double* products,
+               double* gramian, Stream stream) {
+  return with_type(arguments.type, [&](auto like) {
+    return run_gramian<decltype(like), 2>({arguments, counters, products, gramian}, stream);
+  });
+}
+
+Status combine(const GradientLaunch& arguments, const double* weights, Stream stream) {
+  return with_type(arguments.type, [&](auto like) {
+    return launch(combine_kernel<decltype(like)>, arguments.item_count, kThreads, 0, stream,
+                  CombineLaunch{arguments, weights});
+  });
+}
+
+Status drop_signs(const GradientLaunch& arguments, const double* leaks, const std::uint64_t* keys,
+                  Stream stream) {
+  return with_type(arguments.type, [&](auto like) {
+    return launch(drop_signs_kernel<decltype(like)>, arguments.item_count, kThreads, 0, stream,
+                  DropLaunch{arguments, leaks, keys});
+  });
+}
+
+} // namespace cs_kernels::cuda

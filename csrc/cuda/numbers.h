@@ -1,0 +1,91 @@
+// Types of elements, 16 bytes of them, and what they are added up in.
+#pragma once
+
+#include <platform.h>
+
+#include <cstdint>
+#include <cstring>
+
+#include "cs_kernels/data_type.h"
+
+namespace cs_kernels::cuda {
+
+struct BFloat16 {
+  std::uint16_t bits;
+};
+struct Float16 {
+  std::uint16_t bits;
+};
+
+CS_DEVICE double widened(double x) { return x; }
+CS_DEVICE double widened(float x) { return x; }
+CS_DEVICE float widened(BFloat16 x) {
+  const std::uint32_t bits = static_cast<std::uint32_t>(x.bits) << 16;
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+CS_DEVICE float widened(Float16 x) { return float16_to_float(x.bits); }
+
+// float32: squares of gradients beyond 1e19 or below 1e-19 have a place in float64 only, and the
+// sum of K gradients is rounded once. 16 bits: float32 within a thread's 16 bytes.
+template <class T> using Wide = decltype(widened(T{}));
+
+template <class T> CS_DEVICE T narrowed(double x) {
+  if constexpr (sizeof(T) >= 4)
+    return static_cast<T>(x);
+  else if constexpr (std::is_same_v<T, BFloat16>)
+    return {float_to_bfloat16(static_cast<float>(x))};
+  else
+    return {float_to_float16(static_cast<float>(x))};
+}
+
+// 16 bytes of elements.
+template <class T> struct Vector {
+  static constexpr int kSize = 16 / sizeof(T);
+  T x[kSize];
+};
+
+template <class T> CS_DEVICE Vector<T> as_vector(Words words) {
+  Vector<T> vector;
+  memcpy(&vector, &words, 16);
+  return vector;
+}
+template <class T> CS_DEVICE Words as_words(const Vector<T>& vector) {
+  Words words;
+  memcpy(&words, &vector, 16);
+  return words;
+}
+template <class T> CS_DEVICE const Words* words_at(const T* address) {
+  return reinterpret_cast<const Words*>(address);
+}
+template <class T> CS_DEVICE void store_vector(T* address, const Vector<T>& vector) {
+  *reinterpret_cast<Words*>(address) = as_words(vector);
+}
+
+template <class T> CS_DEVICE T* pointer(std::int64_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// n / d; numbers of 32 bits are divided several times as fast.
+CS_DEVICE std::int64_t quotient(std::int64_t n, std::int64_t d) {
+  if (((n | d) >> 32) == 0)
+    return static_cast<std::uint32_t>(n) / static_cast<std::uint32_t>(d);
+  return n / d;
+}
+
+// run(T{}) for the type of these elements.
+template <class Run> auto with_type(DataType type, const Run& run) {
+  switch (type) {
+  case DataType::kFloat32:
+    return run(float{});
+  case DataType::kFloat64:
+    return run(double{});
+  case DataType::kBFloat16:
+    return run(BFloat16{});
+  default:
+    return run(Float16{});
+  }
+}
+
+} // namespace cs_kernels::cuda

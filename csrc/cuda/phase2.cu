@@ -1,0 +1,460 @@
+#include "block.h"
+#include "cs_kernels/cuda.h"
+#include "cs_kernels/gradients.h"
+#include "numbers.h"
+#include "strength.h"
+
+namespace cs_kernels::cuda {
+namespace {
+
+// The first part of a block's shared memory.
+struct alignas(16) Shared {
+  double sums[kWarps];
+  double numbers[kMaxTasks]; // strengths' totals, or factors
+  std::int32_t drawn;
+  std::int32_t last;
+};
+
+// The rest of it: products of a thread [K * K, kThreads], or those of the general kernel.
+CS_DEVICE double* products_room() {
+  return reinterpret_cast<double*>(shared_memory() + sizeof(Shared));
+}
+
+// kTasks is 0 for the general kernel.
+constexpr std::size_t shared_bytes(int unrolled, int tasks) {
+  const int squared = tasks * tasks;
+  const int numbers =
+      unrolled > 0 ? squared * kThreads : squared + tasks * (kGeneralTile + 1) + kGeneralTile;
+  return sizeof(Shared) + static_cast<std::size_t>(numbers) * sizeof(double);
+}
+
+// What a block knows of the tensor that it works on.
+template <class T> struct Work {
+  const Phase2Launch& launch;
+  const PlannedTensor& tensor;
+  const std::int64_t* call; // its row of the table of addresses
+  T* update;
+  const std::int64_t* priority;
+  bool aligned;
+  std::int64_t outer;
+
+  CS_DEVICE Work(const Phase2Launch& arguments, std::int32_t number)
+      : launch(arguments), tensor(arguments.tensors[number]),
+        call(arguments.table + static_cast<std::int64_t>(number) * (kGradients + arguments.tasks)),
+        update(pointer<T>(load(call + kUpdate))),
+        priority(tensor.layer >= 0 ? pointer<const std::int64_t>(load(call + kPriority)) : nullptr),
+        aligned(load(call + kAligned) != 0), outer(quotient(tensor.length, tensor.inner)) {}
+
+  CS_DEVICE const T* gradient(std::int64_t task) const {
+    return pointer<const T>(load(call + kGradients + task));
+  }
+
+  // The task whose group the elements of a run belong to, `inner` of which lie together; -1 for
+  // none. Priorities may have been written in the same launch.
+  CS_DEVICE std::int64_t group_of(std::int64_t run) const {
+    if (priority == nullptr)
+      return -1;
+    std::int64_t row = run;
+    if (outer != 1) {
+      const std::int64_t group = quotient(run, tensor.channels * outer);
+      row = group * tensor.channels + run - quotient(run, tensor.channels) * tensor.channels;
+    }
+    const std::int64_t task = priority[row];
+    return task >= 0 && task < launch.tasks ? task : -1;
+  }
+  CS_DEVICE std::int64_t run_of(std::int64_t element) const {
+    return priority == nullptr ? 0 : quotient(element, tensor.inner);
+  }
+  // Whether the 16 bytes from an element on can be read at once, and are of one row.
+  CS_DEVICE bool whole(std::int64_t element, std::int64_t run) const {
+    const std::int64_t next = element + Vector<T>::kSize;
+    return aligned && next <= tensor.size &&
+           (priority == nullptr || next <= (run + 1) * tensor.inner);
+  }
+};
+
+template <int kTasks> CS_DEVICE std::int64_t tile_elements(int element_size) {
+  return kTasks > 0 ? kThreads * (16 / element_size) : 16 * kGeneralTile;
+}
+
+// A SUM item of up to 8 tasks: the plain sum is written, and products[i, j] = <G_i, G_j> over the
+// group of task i. A thread's products are its own, in shared memory: the group changes from row to
+// row, and registers cannot be chosen by a number.
+template <class T, int kTasks> struct Sum {
+  static constexpr int kVector = Vector<T>::kSize;
+
+  const Work<T>& work;
+  const T* gradients[kTasks];
+  double* kept; // [K * K, kThreads], from this thread's place on
+
+  CS_DEVICE explicit Sum(const Work<T>& of) : work(of), kept(products_room() + thread_index()) {
+    CS_UNROLL(kTasks)
+    for (int j = 0; j < kTasks; ++j)
+      gradients[j] = work.gradient(j);
+  }
+
+  CS_DEVICE void vector(std::int64_t place, std::int64_t run) {
+    Words words[kTasks];
+    CS_UNROLL(kTasks)
+    for (int j = 0; j < kTasks; ++j)
+      words[j] = gradients[j] != nullptr ? load(words_at(gradients[j] + place)) : Words{};
+    const std::int64_t group = work.group_of(run);
+    Wide<T> total[kVector] = {};
+    CS_UNROLL(kTasks)
+    for (int j = 0; j < kTasks; ++j) {
+      const auto g = as_vector<T>(words[j]);
+      for (int e = 0; e < kVector; ++e)
+        total[e] += widened(g.x[e]);
+    }
+    Vector<T> sum;
+    for (int e = 0; e < kVector; ++e)
+      sum.x[e] = narrowed<T>(total[e]);
+    store_vector(work.update + place, sum);
+    if (group < 0)
+      return;
+    Words own_words = words[0];
+    CS_UNROLL(kTasks)
+    for (int j = 1; j < kTasks; ++j)
+      if (j == group)
+        own_words = words[j];
+    const auto own = as_vector<T>(own_words);
+    double* products = kept + group * kTasks * kThreads;
+    CS_UNROLL(kTasks)
+    for (int j = 0; j < kTasks; ++j) {
+      const auto g = as_vector<T>(words[j]);
+      Wide<T> dot = 0;
+      for (int e = 0; e < kVector; ++e)
+        dot += widened(own.x[e]) * widened(g.x[e]);
+      products[j * kThreads] += dot;
+    }
+  }
+
+  // One after the other: at the edges of rows, and where memory is not aligned.
+  CS_DEVICE void elements(std::int64_t place, std::int64_t end) {
+    CS_UNROLL(1)
+    for (; place < end; ++place) {
+      const std::int64_t group = work.group_of(work.run_of(place));
+      Wide<T> g[kTasks];
+      Wide<T> total = 0;
+      Wide<T> own = 0;
+      CS_UNROLL(kTasks)
+      for (int j = 0; j < kTasks; ++j) {
+        g[j] = gradients[j] != nullptr ? widened(load(gradients[j] + place)) : 0;
+        total += g[j];
+        own = j == group ? g[j] : own;
+      }
+      work.update[place] = narrowed<T>(total);
+      if (group < 0)
+        continue;
+      double* products = kept + group * kTasks * kThreads;
+      CS_UNROLL(kTasks)
+      for (int j = 0; j < kTasks; ++j)
+        products[j * kThreads] += own * g[j];
+    }
+  }
+
+  CS_DEVICE void run(std::int32_t index) {
+    constexpr std::int64_t kTile = kThreads * kVector;
+    const PlannedTensor& tensor = work.tensor;
+    for (int slot = 0; slot < kTasks * kTasks; ++slot)
+      kept[slot * kThreads] = 0;
+    const std::int64_t begin = index * tensor.tiles * kTile;
+    const std::int64_t wanted = begin + tensor.tiles * kTile;
+    const std::int64_t end = wanted < tensor.size ? wanted : tensor.size;
+    for (std::int64_t place = begin + thread_index() * kVector; place < end; place += kTile) {
+      const std::int64_t run = work.run_of(place);
+      if (work.whole(place, run))
+        vector(place, run);
+      else
+        elements(place, place + kVector < end ? place + kVector : end);
+    }
+    if (tensor.layer < 0)
+      return;
+    synchronize_block();
+    double* products = work.launch.products + tensor.first_sum * kTasks * kTasks;
+    const int lane = thread_index() % kWarp;
+    for (int slot = thread_index() / kWarp; slot < kTasks * kTasks; slot += kWarps) {
+      const double* of_threads = products_room() + slot * kThreads;
+      double sum = 0;
+      for (int warp = 0; warp < kWarps; ++warp)
+        sum += of_threads[warp * kWarp + lane];
+      sum = warp_sum(sum, kWarp);
+      if (lane == 0)
+        products[slot * tensor.sum_items + index] = sum;
+    }
+  }
+};
+
+// A SUM item of any number of tasks. A tile of all gradients is kept in shared memory; thread j has
+// the products with G_j to itself.
+template <class T> struct Sum<T, 0> {
+  const Work<T>& work;
+  const int tasks;
+  double* products; // [K, K]
+  double* tile;     // [K, kGeneralTile + 1]: columns in different banks
+  double* groups;   // [kGeneralTile], a task or -1
+
+  CS_DEVICE explicit Sum(const Work<T>& of)
+      : work(of), tasks(of.launch.tasks), products(products_room()), tile(products + tasks * tasks),
+        groups(tile + tasks * (kGeneralTile + 1)) {}
+
+  CS_DEVICE void read(std::int64_t start, std::int64_t end) {
+    for (int i = thread_index(); i < tasks * kGeneralTile; i += kThreads) {
+      const int j = i / kGeneralTile;
+      const int e = i % kGeneralTile;
+      const T* gradient = work.gradient(j);
+      const bool here = gradient != nullptr && start + e < end;
+      tile[j * (kGeneralTile + 1) + e] = here ? widened(load(gradient + start + e)) : 0;
+    }
+    const int e = thread_index();
+    if (e < kGeneralTile)
+      groups[e] = start + e < end ? work.group_of(work.run_of(start + e)) : -1;
+  }
+
+  CS_DEVICE void write(std::int64_t start, std::int64_t end) {
+    const int e = thread_index() - (kThreads - kGeneralTile);
+    if (e < 0 || start + e >= end)
+      return;
+    Wide<T> total = 0;
+    for (int j = 0; j < tasks; ++j)
+      total += static_cast<Wide<T>>(tile[j * (kGeneralTile + 1) + e]);
+    work.update[start + e] = narrowed<T>(total);
+  }
+
+  CS_DEVICE void multiply() {
+    for (int j = thread_index(); j < tasks; j += kThreads) {
+      const double* g = tile + j * (kGeneralTile + 1);
+      int group = -1;
+      double sum = 0;
+      for (int e = 0; e < kGeneralTile; ++e) {
+        const int next = static_cast<int>(groups[e]);
+        if (next != group) {
+          if (group >= 0)
+            products[group * tasks + j] += sum;
+          group = next;
+          sum = 0;
+        }
+        if (group >= 0)
+          sum += tile[group * (kGeneralTile + 1) + e] * g[e];
+      }
+      if (group >= 0)
+        products[group * tasks + j] += sum;
+    }
+  }
+
+  CS_DEVICE void run(std::int32_t index) {
+    constexpr std::int64_t kTile = 16 * kGeneralTile;
+    const PlannedTensor& tensor = work.tensor;
+    for (int slot = thread_index(); slot < tasks * tasks; slot += kThreads)
+      products[slot] = 0;
+    const std::int64_t begin = index * tensor.tiles * kTile;
+    const std::int64_t wanted = begin + tensor.tiles * kTile;
+    const std::int64_t end = wanted < tensor.size ? wanted : tensor.size;
+    for (std::int64_t start = begin; start < end; start += kGeneralTile) {
+      synchronize_block();
+      read(start, end);
+      synchronize_block();
+      write(start, end);
+      if (tensor.layer >= 0)
+        multiply();
+    }
+    synchronize_block();
+    if (tensor.layer < 0)
+      return;
+    double* out = work.launch.products + (tensor.first_sum + index) * tasks * tasks;
+    for (int slot = thread_index(); slot < tasks * tasks; slot += kThreads)
+      out[slot] = products[slot];
+  }
+};
+
+// a_i = -sum over j != i with d_ij < 0 of d_ij / d_ii, where d_ii > 0; else 0.
+template <int kTasks>
+CS_DEVICE void find_factors(const Phase2Launch& launch, const PlannedTensor& tensor) {
+  const int tasks = launch.tasks;
+  const int slots = tasks * tasks;
+  const double* products = launch.products + tensor.first_sum * slots;
+  double* d = products_room();
+  if constexpr (kTasks > 0) { // [slot, item]: a warp a slot
+    const int lane = thread_index() % kWarp;
+    for (int slot = thread_index() / kWarp; slot < slots; slot += kWarps) {
+      double sum = 0;
+      for (std::int64_t item = lane; item < tensor.sum_items; item += kWarp)
+        sum += products[slot * tensor.sum_items + item];
+      sum = warp_sum(sum, kWarp);
+      if (lane == 0)
+        d[slot] = sum;
+    }
+  } else { // [item, slot]: a thread a slot
+    for (int slot = thread_index(); slot < slots; slot += kThreads) {
+      double sum = 0;
+      for (std::int64_t item = 0; item < tensor.sum_items; ++item)
+        sum += products[item * slots + slot];
+      d[slot] = sum;
+    }
+  }
+  synchronize_block();
+  for (int i = thread_index(); i < tasks; i += kThreads) {
+    const double* d_i = d + i * tasks;
+    double factor = 0;
+    for (int j = 0; j < tasks; ++j)
+      if (j != i && d_i[j] < 0 && d_i[i] > 0)
+        factor -= d_i[j] / d_i[i];
+    launch.factors[tensor.layer * tasks + i] = factor;
+  }
+}
+
+// A FIX item. In float64: a_i may be beyond float32's range where a_i * G_i is not.
+template <class T>
+CS_DEVICE void add_conflicts(const Work<T>& work, std::int32_t index, std::int64_t tile,
+                             double* factors, std::int32_t* any) {
+  constexpr int kVector = Vector<T>::kSize;
+  const PlannedTensor& tensor = work.tensor;
+  const int tasks = work.launch.tasks;
+  for (int i = thread_index(); i < tasks; i += kThreads)
+    factors[i] = work.launch.factors[tensor.layer * tasks + i];
+  synchronize_block();
+  if (thread_index() == 0) {
+    *any = 0;
+    for (int i = 0; i < tasks; ++i)
+      *any |= factors[i] != 0;
+  }
+  synchronize_block();
+  if (*any == 0)
+    return;
+  const std::int64_t begin = index * tensor.tiles * tile;
+  const std::int64_t wanted = begin + tensor.tiles * tile;
+  const std::int64_t end = wanted < tensor.size ? wanted : tensor.size;
+  for (std::int64_t place = begin + thread_index() * kVector; place < end;
+       place += kThreads * kVector) {
+    const std::int64_t run = work.run_of(place);
+    if (work.whole(place, run)) {
+      const std::int64_t group = work.group_of(run);
+      const double factor = group < 0 ? 0 : factors[group];
+      const T* gradient = factor != 0 ? work.gradient(group) : nullptr;
+      if (gradient == nullptr)
+        continue;
+      const auto own = as_vector<T>(load(words_at(gradient + place)));
+      auto total = as_vector<T>(*words_at(work.update + place));
+      for (int e = 0; e < kVector; ++e)
+        total.x[e] = narrowed<T>(widened(total.x[e]) + factor * widened(own.x[e]));
+      store_vector(work.update + place, total);
+      continue;
+    }
+    const std::int64_t stop = place + kVector < end ? place + kVector : end;
+    CS_UNROLL(1)
+    for (std::int64_t e = place; e < stop; ++e) {
+      const std::int64_t group = work.group_of(work.run_of(e));
+      const double factor = group < 0 ? 0 : factors[group];
+      const T* gradient = factor != 0 ? work.gradient(group) : nullptr;
+      if (gradient != nullptr)
+        work.update[e] =
+            narrowed<T>(widened(work.update[e]) + factor * widened(load(gradient + e)));
+    }
+  }
+}
+
+// The last ENERGY item of a layer finds its priorities.
+template <class T>
+CS_DEVICE void energy_item(const Phase2Launch& launch, const Item& item, Shared& shared) {
+  const PlannedTensor& tensor = launch.tensors[item.tensor];
+  const std::int64_t* call =
+      launch.table + static_cast<std::int64_t>(item.tensor) * (kGradients + launch.tasks);
+  std::int32_t* counters = launch.counters + tensor.layer * kLayerCounters;
+  const std::int64_t first = item.index * tensor.energy_rows;
+  const std::int64_t last =
+      first + tensor.energy_rows < tensor.rows ? first + tensor.energy_rows : tensor.rows;
+  double* energy = launch.energy + tensor.first_row;
+  row_energies(tensor, pointer<const T>(load(call + kWeight)), load(call + kAligned) != 0, first,
+               last, energy, shared.sums);
+  if (!arrive(counters + kEnergiesDone, tensor.energy_items, &shared.last))
+    return;
+  const auto of_layer = [&](const Numbers& numbers) {
+    const std::int64_t place = tensor.first_row * launch.tasks;
+    return Numbers{numbers.type,
+                   static_cast<const char*>(numbers.data) + place * item_size(numbers.type)};
+  };
+  const StrengthLaunch layer{energy,
+                             of_layer(launch.gamma),
+                             of_layer(launch.variance),
+                             launch.epsilon + tensor.layer * launch.tasks,
+                             tensor.rows,
+                             launch.tasks,
+                             true,
+                             nullptr};
+  find_priorities(layer, shared.numbers, shared.sums,
+                  pointer<std::int64_t>(load(call + kPriority)));
+  publish(counters + kPriorityReady);
+}
+
+// The last SUM item of a layer finds its a_i.
+template <class T, int kTasks>
+CS_DEVICE void sum_item(const Phase2Launch& launch, const Item& item, Shared& shared) {
+  const PlannedTensor& tensor = launch.tensors[item.tensor];
+  std::int32_t* counters = launch.counters + tensor.layer * kLayerCounters;
+  if (tensor.layer >= 0 && tensor.energy_items > 0)
+    wait(counters + kPriorityReady);
+  const Work<T> work(launch, item.tensor);
+  Sum<T, kTasks>(work).run(item.index);
+  if (tensor.layer >= 0 && arrive(counters + kSumsDone, tensor.sum_items, &shared.last)) {
+    find_factors<kTasks>(launch, tensor);
+    publish(counters + kFactorsReady);
+  }
+}
+
+template <class T, int kTasks>
+CS_DEVICE void fix_item(const Phase2Launch& launch, const Item& item, Shared& shared) {
+  const PlannedTensor& tensor = launch.tensors[item.tensor];
+  wait(launch.counters + tensor.layer * kLayerCounters + kFactorsReady);
+  add_conflicts(Work<T>(launch, item.tensor), item.index, tile_elements<kTasks>(sizeof(T)),
+                shared.numbers, &shared.last);
+}
+
+// A block takes items until there are none. Its next one is drawn while it works on this one; what
+// that waits for has been drawn before, by a block that works on it or on something earlier still.
+template <class T, int kTasks>
+CS_KERNEL(kThreads, phase2_blocks(kTasks))
+phase2_kernel(Phase2Launch launch) {
+  auto& shared = *reinterpret_cast<Shared*>(shared_memory());
+  if (thread_index() == 0)
+    shared.drawn = add(launch.ticket, 1);
+  synchronize_block();
+  while (shared.drawn < launch.item_count) {
+    const Item item = launch.items[shared.drawn];
+    std::int32_t next = 0;
+    if (thread_index() == 0)
+      next = add(launch.ticket, 1);
+    if (item.kind == ItemKind::kEnergy)
+      energy_item<T>(launch, item, shared);
+    else if (item.kind == ItemKind::kSum)
+      sum_item<T, kTasks>(launch, item, shared);
+    else
+      fix_item<T, kTasks>(launch, item, shared);
+    synchronize_block();
+    if (thread_index() == 0)
+      shared.drawn = next;
+    synchronize_block();
+  }
+}
+
+template <class T, int kTasks> Status run(const Phase2Launch& arguments, Stream stream) {
+  if constexpr (kTasks > 0)
+    if (kTasks != arguments.tasks)
+      return run<T, kTasks == kUnrolledTasks ? 0 : kTasks + 1>(arguments, stream);
+  const std::size_t bytes = shared_bytes(kTasks, arguments.tasks);
+  std::int64_t blocks = 0;
+  const Status status = resident_blocks(phase2_kernel<T, kTasks>, kThreads, bytes, &blocks);
+  if (status != 0)
+    return status;
+  return launch(phase2_kernel<T, kTasks>,
+                blocks < arguments.item_count ? blocks : arguments.item_count, kThreads, bytes,
+                stream, arguments);
+}
+
+} // namespace
+
+Status phase2(const Phase2Launch& arguments, Stream stream) {
+  return with_type(arguments.type,
+                   [&](auto like) { return run<decltype(like), 2>(arguments, stream); });
+}
+
+} // namespace cs_kernels::cuda

@@ -1,0 +1,137 @@
+// All that the kernels need of CUDA. The emulation of the tests has a file of the same name.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstring>
+
+#define CS_DEVICE __device__ __forceinline__
+// A kernel of so many threads a block, of which so many run at once on a multiprocessor: registers
+// are shared out accordingly.
+#define CS_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
+#define CS_UNROLL(number) _Pragma(CS_STRING(unroll number))
+#define CS_STRING(text) #text
+
+namespace cs_kernels::cuda {
+
+// 16 bytes.
+struct alignas(16) Words {
+  std::uint32_t x[4];
+};
+
+CS_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+CS_DEVICE std::int64_t block_index() { return blockIdx.x; }
+
+// The block's own; what the launch asked for.
+CS_DEVICE unsigned char* shared_memory() {
+  extern __shared__ __align__(16) unsigned char memory[];
+  return memory;
+}
+
+// Waits for all threads of the block; what they wrote can be read.
+CS_DEVICE void synchronize_block() { __syncthreads(); }
+
+// The value of the thread of this warp whose number differs in the bits of the mask. By all
+// threads.
+CS_DEVICE double exchanged(double value, int mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+// What was written before can be read by whoever sees what is written after, in any block.
+CS_DEVICE void fence() { __threadfence(); }
+CS_DEVICE std::int32_t add(std::int32_t* counter, std::int32_t value) {
+  return atomicAdd(counter, value);
+}
+CS_DEVICE std::int32_t look(const std::int32_t* flag) {
+  return *static_cast<const volatile std::int32_t*>(flag);
+}
+CS_DEVICE void pause(unsigned nanoseconds) { __nanosleep(nanoseconds); }
+
+// Of memory that nothing writes during the launch.
+template <class T> CS_DEVICE T load(const T* address) {
+  static_assert(sizeof(T) <= 8, "one access");
+  if constexpr (sizeof(T) == 2) {
+    const auto bits = __ldg(reinterpret_cast<const unsigned short*>(address));
+    T value;
+    memcpy(&value, &bits, sizeof(T));
+    return value;
+  } else {
+    return __ldg(address);
+  }
+}
+CS_DEVICE Words load(const Words* address) {
+  const uint4 words = __ldg(reinterpret_cast<const uint4*>(address));
+  return {{words.x, words.y, words.z, words.w}};
+}
+// Of memory that is not read again: it leaves the cache first.
+CS_DEVICE Words load_once(const Words* address) {
+  const uint4 words = __ldcs(reinterpret_cast<const uint4*>(address));
+  return {{words.x, words.y, words.z, words.w}};
+}
+
+CS_DEVICE float float16_to_float(std::uint16_t bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+CS_DEVICE std::uint16_t float_to_float16(float value) {
+  std::uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+CS_DEVICE std::uint16_t float_to_bfloat16(float value) {
+  std::uint16_t bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
+inline const char* error_text(int status) {
+  return cudaGetErrorString(static_cast<cudaError_t>(status));
+}
+
+// More than 48 KiB are had on request only; by every device anew.
+template <class Arguments>
+cudaError_t allow_shared_memory(void (*kernel)(Arguments), std::size_t bytes) {
+  if (bytes <= (48u << 10))
+    return cudaSuccess;
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              static_cast<int>(bytes));
+}
+
+// How many blocks run at once on the current device.
+template <class Arguments>
+int resident_blocks(void (*kernel)(Arguments), int threads, std::size_t shared_bytes,
+                    std::int64_t* blocks) {
+  int device = 0;
+  int processors = 0;
+  int of_processor = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess)
+    status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (status == cudaSuccess)
+    status = allow_shared_memory(kernel, shared_bytes);
+  if (status == cudaSuccess)
+    status =
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_processor, kernel, threads, shared_bytes);
+  *blocks = static_cast<std::int64_t>(processors) * of_processor;
+  if (status == cudaSuccess && *blocks == 0)
+    status = cudaErrorLaunchOutOfResources;
+  return status;
+}
+
+template <class Arguments>
+int launch(void (*kernel)(Arguments), std::int64_t blocks, int threads, std::size_t shared_bytes,
+           void* stream, Arguments arguments) {
+  if (blocks == 0)
+    return cudaSuccess;
+  const cudaError_t status = allow_shared_memory(kernel, shared_bytes);
+  if (status != cudaSuccess)
+    return status;
+  void* packed[] = {&arguments};
+  return cudaLaunchKernel(reinterpret_cast<const void*>(kernel),
+                          dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+                          packed, shared_bytes, static_cast<cudaStream_t>(stream));
+}
+
+} // namespace cs_kernels::cuda

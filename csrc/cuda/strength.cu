@@ -1,0 +1,65 @@
+#include "strength.h"
+
+namespace cs_kernels::cuda {
+namespace {
+
+template <class T> CS_KERNEL(kThreads, kSmallBlocks) energy_kernel(EnergyLaunch launch) {
+  auto* room = reinterpret_cast<double*>(shared_memory());
+  const PlannedTensor& tensor = *launch.tensor;
+  const std::int64_t first = block_index() * tensor.energy_rows;
+  const std::int64_t last =
+      first + tensor.energy_rows < tensor.rows ? first + tensor.energy_rows : tensor.rows;
+  row_energies(tensor, static_cast<const T*>(launch.weight), launch.aligned, first, last,
+               launch.energy, room);
+}
+
+// A block a task.
+CS_KERNEL(kThreads, kSmallBlocks) strength_kernel(StrengthLaunch launch) {
+  auto* room = reinterpret_cast<double*>(shared_memory());
+  const int task = static_cast<int>(block_index());
+  const double total = launch.normalize ? strength_total(launch, task, room) : 1;
+  for (std::int64_t row = thread_index(); row < launch.rows; row += kThreads)
+    launch.strength[task * launch.rows + row] = normalized(strength_at(launch, task, row), total);
+}
+
+struct PriorityLaunch {
+  Numbers strength;
+  std::int32_t tasks;
+  std::int64_t rows;
+  std::int64_t* priority;
+};
+
+CS_KERNEL(kThreads, kSmallBlocks) priority_kernel(PriorityLaunch launch) {
+  const std::int64_t row = block_index() * kThreads + thread_index();
+  if (row >= launch.rows)
+    return;
+  TopTask top;
+  for (int task = 0; task < launch.tasks; ++task)
+    top.meet(task, number_at(launch.strength, task * launch.rows + row));
+  launch.priority[row] = top.task;
+}
+
+constexpr std::size_t kRoom = kWarps * sizeof(double);
+
+} // namespace
+
+Status energies(const EnergyLaunch& arguments, Stream stream) {
+  return with_type(arguments.type, [&](auto like) {
+    return launch(energy_kernel<decltype(like)>, arguments.items, kThreads, kRoom, stream,
+                  arguments);
+  });
+}
+
+Status strengths(const StrengthLaunch& arguments, Stream stream) {
+  return launch(strength_kernel, arguments.tasks, kThreads, kRoom, stream, arguments);
+}
+
+Status task_priority(Numbers strength, std::int32_t tasks, std::int64_t rows,
+                     std::int64_t* priority, Stream stream) {
+  return launch(priority_kernel, (rows + kThreads - 1) / kThreads, kThreads, 0, stream,
+                PriorityLaunch{strength, tasks, rows, priority});
+}
+
+const char* status_message(Status status) { return error_text(status); }
+
+} // namespace cs_kernels::cuda

@@ -1,0 +1,218 @@
+// The scheduler of the emulation, and the module that the tests put in the place of _C.cuda.
+#include <platform.h>
+#include <pybind11/pybind11.h>
+#include <sanitizer/common_interface_defs.h>
+#include <ucontext.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <vector>
+
+#include "cuda.h"
+
+namespace cs_kernels::cuda::emulation {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr std::size_t kStack = 256 << 10;
+
+enum class State { kReady, kPausing, kAtBarrier, kExchanging, kDone };
+
+[[noreturn]] void fail(const char* why) {
+  std::fprintf(stderr, "emulation: %s\n", why);
+  std::abort();
+}
+
+struct Block;
+
+// A thread of a block.
+struct Fiber {
+  Block* block = nullptr;
+  int index = 0;
+  State state = State::kDone;
+  double value = 0; // given or received in an exchange
+  int mask = 0;
+  ucontext_t context{};
+  void* fake_stack = nullptr;
+  std::unique_ptr<char[]> stack{new char[kStack]};
+};
+
+struct Block {
+  std::int64_t index = -1; // none
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<int> order;
+  std::unique_ptr<unsigned char[]> shared;
+};
+
+std::mt19937 random_numbers;
+std::int64_t most_resident = 1;
+const std::function<void()>* body = nullptr;
+Fiber* current = nullptr;
+ucontext_t scheduler;
+void* scheduler_fake_stack = nullptr;
+const void* scheduler_stack = nullptr;
+std::size_t scheduler_stack_size = 0;
+
+int drawn(int below) { return static_cast<int>(random_numbers() % static_cast<unsigned>(below)); }
+
+void to_scheduler(State state) {
+  Fiber& fiber = *current;
+  fiber.state = state;
+  __sanitizer_start_switch_fiber(&fiber.fake_stack, scheduler_stack, scheduler_stack_size);
+  swapcontext(&fiber.context, &scheduler);
+  __sanitizer_finish_switch_fiber(fiber.fake_stack, nullptr, nullptr);
+}
+
+void to_fiber(Fiber& fiber) {
+  current = &fiber;
+  __sanitizer_start_switch_fiber(&scheduler_fake_stack, fiber.stack.get(), kStack);
+  swapcontext(&scheduler, &fiber.context);
+  __sanitizer_finish_switch_fiber(scheduler_fake_stack, nullptr, nullptr);
+  current = nullptr;
+}
+
+// A fiber lives on for the next block.
+void fiber_main() {
+  __sanitizer_finish_switch_fiber(nullptr, &scheduler_stack, &scheduler_stack_size);
+  for (;;) {
+    (*body)();
+    to_scheduler(State::kDone);
+  }
+}
+
+void begin(Block& block, std::int64_t index, int threads, std::size_t shared_bytes) {
+  block.index = index;
+  block.shared.reset(new unsigned char[shared_bytes + 1]);
+  std::memset(block.shared.get(), 0xff, shared_bytes);
+  while (block.fibers.size() < static_cast<std::size_t>(threads)) {
+    auto& fiber = *block.fibers.emplace_back(new Fiber);
+    fiber.block = &block;
+    fiber.index = static_cast<int>(block.fibers.size()) - 1;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStack;
+    makecontext(&fiber.context, fiber_main, 0);
+  }
+  block.order.resize(static_cast<std::size_t>(threads));
+  std::iota(block.order.begin(), block.order.end(), 0);
+  for (const int i : block.order)
+    block.fibers[static_cast<std::size_t>(i)]->state = State::kReady;
+}
+
+// Lets the lanes of a warp go on that have all come to an exchange.
+bool exchange(Block& block, std::size_t first, std::size_t threads) {
+  double values[kWarp];
+  for (std::size_t lane = 0; lane < kWarp; ++lane) {
+    if (first + lane >= threads)
+      fail("an exchange in a part of a warp");
+    const Fiber& fiber = *block.fibers[first + lane];
+    if (fiber.state != State::kExchanging)
+      return false;
+    if (fiber.mask != block.fibers[first]->mask)
+      fail("the lanes of a warp exchange with different masks");
+    values[lane] = fiber.value;
+  }
+  for (std::size_t lane = 0; lane < kWarp; ++lane) {
+    Fiber& fiber = *block.fibers[first + lane];
+    fiber.value = values[lane ^ static_cast<std::size_t>(fiber.mask)];
+    fiber.state = State::kReady;
+  }
+  return true;
+}
+
+// Every thread as far as it comes; whether any came on, other than to look at a flag again.
+bool advance(Block& block) {
+  bool moved = false;
+  std::shuffle(block.order.begin(), block.order.end(), random_numbers);
+  for (const int i : block.order) {
+    Fiber& fiber = *block.fibers[static_cast<std::size_t>(i)];
+    if (fiber.state != State::kReady && fiber.state != State::kPausing)
+      continue;
+    to_fiber(fiber);
+    moved = moved || fiber.state != State::kPausing;
+  }
+  const std::size_t threads = block.order.size();
+  for (std::size_t first = 0; first < threads; first += kWarp)
+    if (block.fibers[first]->state == State::kExchanging)
+      moved = exchange(block, first, threads) || moved;
+  std::size_t waiting = 0;
+  std::size_t done = 0;
+  for (const int i : block.order) {
+    waiting += block.fibers[static_cast<std::size_t>(i)]->state == State::kAtBarrier;
+    done += block.fibers[static_cast<std::size_t>(i)]->state == State::kDone;
+  }
+  if (waiting > 0 && done > 0)
+    fail("a thread ended while others wait at a barrier");
+  if (waiting == threads)
+    for (const int i : block.order)
+      block.fibers[static_cast<std::size_t>(i)]->state = State::kReady;
+  if (done == threads)
+    block.index = -1;
+  return moved;
+}
+
+} // namespace
+
+int thread_index() { return current->index; }
+std::int64_t block_index() { return current->block->index; }
+unsigned char* shared_memory() { return current->block->shared.get(); }
+void synchronize_block() { to_scheduler(State::kAtBarrier); }
+void pause() { to_scheduler(State::kPausing); }
+double exchanged(double value, int mask) {
+  Fiber& fiber = *current;
+  fiber.value = value;
+  fiber.mask = mask;
+  to_scheduler(State::kExchanging);
+  return fiber.value;
+}
+
+std::int64_t resident_blocks() { return most_resident; }
+
+int run(std::int64_t blocks, int threads, std::size_t shared_bytes,
+        const std::function<void()>& thread) {
+  static std::vector<std::unique_ptr<Block>> resident;
+  while (resident.size() < static_cast<std::size_t>(most_resident))
+    resident.emplace_back(new Block);
+  body = &thread;
+  std::vector<std::int64_t> left(static_cast<std::size_t>(blocks));
+  std::iota(left.rbegin(), left.rend(), 0);
+  if (most_resident > 1)
+    std::shuffle(left.begin(), left.end(), random_numbers);
+  int idle = 0;
+  for (;;) {
+    std::vector<Block*> running;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(most_resident); ++i) {
+      Block& block = *resident[i];
+      if (block.index < 0 && !left.empty()) {
+        begin(block, left.back(), threads, shared_bytes);
+        left.pop_back();
+      }
+      if (block.index >= 0)
+        running.push_back(&block);
+    }
+    if (running.empty())
+      return 0;
+    Block& block = *running[static_cast<std::size_t>(drawn(static_cast<int>(running.size())))];
+    idle = advance(block) ? 0 : idle + 1;
+    if (idle > 10000)
+      fail("every thread waits");
+  }
+}
+
+} // namespace cs_kernels::cuda::emulation
+
+PYBIND11_MODULE(_emulation, module) {
+  namespace emulation = cs_kernels::cuda::emulation;
+  define_cuda(module);
+  module.def(
+      "order",
+      [](unsigned seed, std::int64_t resident) {
+        emulation::random_numbers.seed(seed);
+        emulation::most_resident = resident;
+      },
+      pybind11::arg("seed"), pybind11::arg("resident"),
+      "How many blocks run at once, and the seed of their order and of their threads'.");
+}

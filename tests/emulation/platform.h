@@ -1,0 +1,92 @@
+// What csrc/cuda/platform/platform.h is on a GPU, on this processor: the threads of a block are
+// fibers, and several blocks are under way at once, in an order that is drawn from a seed. Plain
+// memory behind plain addresses, so that the address sanitizer sees every access.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+
+#define CS_DEVICE inline
+#define CS_KERNEL(threads, blocks) void
+#define CS_UNROLL(number)
+
+namespace cs_kernels::cuda {
+
+namespace emulation {
+
+int thread_index();
+std::int64_t block_index();
+unsigned char* shared_memory();
+void synchronize_block();
+double exchanged(double value, int mask);
+void pause();
+std::int64_t resident_blocks();
+int run(std::int64_t blocks, int threads, std::size_t shared_bytes,
+        const std::function<void()>& thread);
+
+// Each kind of access has to lie on a multiple of its size.
+template <class T> const T& aligned(const T* address) {
+  if (reinterpret_cast<std::uintptr_t>(address) % sizeof(T) != 0)
+    __builtin_trap();
+  return *address;
+}
+
+} // namespace emulation
+
+struct alignas(16) Words {
+  std::uint32_t x[4];
+};
+
+inline int thread_index() { return emulation::thread_index(); }
+inline std::int64_t block_index() { return emulation::block_index(); }
+inline unsigned char* shared_memory() { return emulation::shared_memory(); }
+inline void synchronize_block() { emulation::synchronize_block(); }
+inline double exchanged(double value, int mask) { return emulation::exchanged(value, mask); }
+inline void fence() {}
+inline std::int32_t add(std::int32_t* counter, std::int32_t value) {
+  const std::int32_t before = *counter;
+  *counter += value;
+  return before;
+}
+inline std::int32_t look(const std::int32_t* flag) { return *flag; }
+inline void pause(unsigned) { emulation::pause(); }
+
+template <class T> T load(const T* address) { return emulation::aligned(address); }
+template <class T> T load_once(const T* address) { return emulation::aligned(address); }
+
+inline float float16_to_float(std::uint16_t bits) {
+  _Float16 value;
+  std::memcpy(&value, &bits, 2);
+  return value;
+}
+inline std::uint16_t float_to_float16(float value) {
+  const auto rounded = static_cast<_Float16>(value);
+  std::uint16_t bits;
+  std::memcpy(&bits, &rounded, 2);
+  return bits;
+}
+inline std::uint16_t float_to_bfloat16(float value) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (std::isnan(value))
+    return 0x7fff;
+  return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline const char* error_text(int) { return "the emulation stopped"; }
+
+template <class Arguments>
+int resident_blocks(void (*)(Arguments), int, std::size_t, std::int64_t* blocks) {
+  *blocks = emulation::resident_blocks();
+  return 0;
+}
+
+template <class Arguments>
+int launch(void (*kernel)(Arguments), std::int64_t blocks, int threads, std::size_t shared_bytes,
+           void*, Arguments arguments) {
+  return emulation::run(blocks, threads, shared_bytes, [&] { kernel(arguments); });
+}
+
+} // namespace cs_kernels::cuda
