@@ -1,8 +1,8 @@
-"""What ptxas says of every CUDA kernel in a build's log: registers, stack, spills.
+"""What ptxas says of the CUDA kernels in a build's log: registers, threads' own memory, spills.
 
     CS_KERNELS_REPORT=1 pip install -v . 2>&1 | tee build.log; python bench/registers.py build.log
 
-Ends with 1 if a kernel spills, or if there is none.
+Ends with 1 if a kernel has a stack or spills, or if there is no kernel.
 """
 
 import re
@@ -42,10 +42,10 @@ def main(log: Path) -> int:
         of_name = [kernel for kernel in kernels if kernel["name"] == name]
         greatest = (max(int(kernel[column]) for kernel in of_name) for column in columns)
         print(f"{name:50}" + "".join(f"{number:10}" for number in greatest))
-    spilled = [kernel for kernel in kernels if kernel["stores"] != "0" or kernel["loads"] != "0"]
-    for kernel in spilled:
-        print(f"spills: {kernel['name']} for {kernel['architecture']}")
-    return int(bool(spilled) or not kernels)
+    failed = [k for k in kernels if any(k[column] != "0" for column in columns[1:])]
+    for kernel in failed:
+        print(f"in local memory: {kernel['name']} for {kernel['architecture']}")
+    return int(bool(failed) or not kernels)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 // shapes and types behind them are checked in cs_kernels/ops/gpu.
 #include "cuda.h"
 
+#include <pybind11/stl.h>
+
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -118,6 +121,14 @@ void drop_signs(int type, std::int32_t tasks, Address items, std::int64_t item_c
         "sign dropping");
 }
 
+std::optional<std::string> unavailable() {
+  const cs_kernels::cuda::Status status = cs_kernels::cuda::available();
+  if (status == 0)
+    return std::nullopt;
+  return std::string("the CUDA kernels of this build do not load: ") +
+         cs_kernels::cuda::status_message(status);
+}
+
 // In the order of cs_kernels::cuda::Method.
 constexpr std::array<const char*, 7> kMethods = {"pcgrad",   "cagrad", "mgda",  "aligned_mtl",
                                                  "nash_mtl", "imtl_g", "upgrad"};
@@ -145,6 +156,7 @@ void solve(const std::string& method, Address gramians, std::int64_t count, std:
 
 void define_cuda(py::module_ module) {
   module.doc() = "The kernels of cs_kernels on a GPU, on addresses there.";
+  module.def("unavailable", &unavailable, "Why the current device cannot run them, if it cannot.");
   module.def("phase2", &phase2, py::arg("type"), py::arg("tasks"), py::arg("items"),
              py::arg("item_count"), py::arg("tensors"), py::arg("table"), py::arg("ticket"),
              py::arg("counters"), py::arg("energy"), py::arg("gamma_type"), py::arg("gamma"),

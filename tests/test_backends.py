@@ -1,5 +1,6 @@
 """Choosing a backend, and what the compiled one has to survive."""
 
+import importlib
 import multiprocessing
 import os
 import re
@@ -186,6 +187,19 @@ def test_tensors_on_different_devices_give_no_address_away() -> None:
     grads = [torch.ones(4, 3), torch.empty(4, 3, device="meta")]
     with pytest.raises(ValueError, match=r"grads must be .* on cpu, got .* on meta"):
         Operands([torch.zeros(4, 3)], grads, 2)
+    elsewhere = torch.empty(8, device="meta")
+    operands = Operands([torch.ones(4, 3)], [torch.ones(4, 3)] * 2, 2, out_channel_dims=[0])
+    with pytest.raises(ValueError, match="running_var must be on cpu, got meta"):
+        operands.check_statistics([torch.ones(4, 3)], torch.ones(8), elsewhere, [0.0, 0.0])
+    with pytest.raises(ValueError, match="priorities must be on cpu, got meta"):
+        operands.check_priorities([elsewhere])
+    with pytest.raises(ValueError, match="updates must be on cpu, got meta"):
+        Operands([torch.ones(8), elsewhere], [torch.ones(8)] * 2, 1)
+    for name in ("native", "triton", "cuda"):
+        module = importlib.import_module(f"cs_kernels.ops.{name}")
+        operators = getattr(module, "operators", module)
+        with pytest.raises(ValueError, match="weights must be on cpu, got meta"):
+            operators.combine_([torch.ones(8)], [torch.ones(8)] * 8, elsewhere[None], [0], 8)
 
 
 def test_triton_is_imported_when_it_is_needed() -> None:

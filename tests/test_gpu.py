@@ -92,6 +92,13 @@ def _assert_same_bits(first: list[Tensor], second: list[Tensor]) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("tasks", [1, 4, 8, 9])
+def test_sanitized_steps(gpu: str, tasks: int) -> None:
+    """Every operator on small sizes: what `make sanitize-gpu` runs under the sanitizers."""
+    for run in _calls(tasks).values():
+        assert all(written.isfinite().all() for written in run())
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_never_waits(gpu: str, name: str) -> None:
     """From the gradients to the update, the host is not held up."""

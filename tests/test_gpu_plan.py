@@ -86,13 +86,12 @@ def test_groups_have_their_items_together(
 def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what a captured launch reads is kept: its replays come when the plan may be forgotten."""
     gpu = torch.device("cuda")
+    tables = plans.gradient_plan.__wrapped__((3,), (0,), 1, (True,), 512, 1, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(device, "_captured", [])
     device.refuse_capture(gpu)
-    device.keep_if_captured("tables", gpu)
-    assert device._captured == []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="make a step before the capture"):
         device.refuse_capture(gpu)
-    device.keep_if_captured("tables", gpu)
-    assert device._captured == ["tables"]
+    device.keep(tables, gpu)
+    assert device._captured == [tables]

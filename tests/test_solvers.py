@@ -4,11 +4,8 @@
 """
 
 import math
-import shutil
-import subprocess
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -454,37 +451,3 @@ def test_gramians_of_wrong_shape(backend: str, shape: tuple[int, ...]) -> None:
 def test_options_are_checked(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-DEVICE_CODE = """
-#include "cs_kernels/solvers.h"
-using namespace cs_kernels::solvers;
-__global__ void every_solver(const double* data, int tasks, double* weights) {
-  const Gramian gramian{data, tasks};
-  if (!gramian.finite())
-    return;
-  pcgrad(gramian, cs_kernels::random_key(1, 2), weights);
-  mgda(gramian, weights);
-  upgrad(gramian, weights);
-  cagrad(gramian, 0.4, weights);
-  nash_mtl(gramian, weights);
-  imtl_g(gramian, weights);
-  aligned_mtl(gramian, AlignedScale::kMin, weights);
-}
-"""
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
-def test_solvers_compile_for_a_gpu(tmp_path: Path) -> None:
-    """Without a warning: none calls a function that is the host's alone."""
-    source = tmp_path / "solvers.cu"
-    source.write_text(DEVICE_CODE)
-    include = Path(__file__).parent.parent / "csrc" / "include"
-    command = ["nvcc", "-std=c++17", "-arch=sm_80", "-Werror=all-warnings", f"-I{include}", "-c"]
-    result = subprocess.run(
-        [*command, str(source), "-o", str(tmp_path / "solvers.o")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr

@@ -60,9 +60,7 @@ def _no_native() -> str | None:
 def _no_cuda() -> str | None:
     from cs_kernels.ops import cuda
 
-    if cuda.unavailable is None and not torch.cuda.is_available():
-        return "there is no GPU"
-    return cuda.unavailable
+    return cuda.unavailable()
 
 
 def _no_triton() -> str | None:

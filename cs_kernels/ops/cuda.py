@@ -7,19 +7,32 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch
+from cs_kernels.ops.gpu.device import stream_of
 from cs_kernels.ops.gpu.plan import Phase2Plan, Tiling, aligned
 from cs_kernels.ops.operands import ALIGNED_SCALES, DTYPES, ChannelLayout
 
-unavailable: str | None = None
+_import_error: ImportError | None = None
 _kernels: Any = None
 try:
     from cs_kernels import _C
 except ImportError as error:
-    unavailable = f"cs_kernels._C does not import: {error}"
+    _import_error = error
 else:
     _kernels = getattr(_C, "cuda", None)
+
+
+def unavailable() -> str | None:
+    """Why the kernels cannot run here, if they cannot."""
+    if _import_error is not None:
+        return f"cs_kernels._C does not import: {_import_error}"
     if _kernels is None:
-        unavailable = "cs_kernels was built without CUDA kernels (CS_KERNELS_CUDA=1 asks for them)"
+        return "cs_kernels was built without CUDA kernels (CS_KERNELS_CUDA=1 asks for them)"
+    if not torch.cuda.is_available() or torch.version.hip:
+        return "there is no NVIDIA GPU"
+    # Not every GPU has code in this build, nor has every driver what its runtime needs.
+    reason: str | None = _kernels.unavailable()
+    return reason
+
 
 _TYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
@@ -27,10 +40,6 @@ THREADS = 128
 """Of a block; the same number stands in csrc/cuda/tuning.h."""
 
 _GENERAL_TILE = 32 * 16
-
-
-def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 class CudaOperators(GpuOperators):
@@ -88,7 +97,7 @@ class CudaOperators(GpuOperators):
             epsilon=plan.epsilon.data_ptr(),
             products=launch.products.data_ptr(),
             factors=launch.factors.data_ptr(),
-            stream=_stream(launch.table.device),
+            stream=stream_of(launch.table.device),
         )
 
     def launch_energies(
@@ -103,7 +112,7 @@ class CudaOperators(GpuOperators):
             weight=weight.data_ptr(),
             aligned=vectors,
             energy=energy.data_ptr(),
-            stream=_stream(weight.device),
+            stream=stream_of(weight.device),
         )
 
     def launch_strengths(
@@ -129,7 +138,7 @@ class CudaOperators(GpuOperators):
             tasks=tasks,
             normalize=normalize,
             strength=strength.data_ptr(),
-            stream=_stream(energy.device),
+            stream=stream_of(energy.device),
         )
 
     def launch_priority(self, strength: Tensor, priority: Tensor) -> None:
@@ -141,7 +150,7 @@ class CudaOperators(GpuOperators):
             tasks=tasks,
             rows=channels,
             priority=priority.data_ptr(),
-            stream=_stream(strength.device),
+            stream=stream_of(strength.device),
         )
 
     def _gradients(self, launch: GradientLaunch) -> dict[str, Any]:
@@ -153,7 +162,7 @@ class CudaOperators(GpuOperators):
             "item_count": len(launch.items),
             "tensors": launch.tensors.data_ptr(),
             "table": launch.table.data_ptr(),
-            "stream": _stream(launch.table.device),
+            "stream": stream_of(launch.table.device),
         }
 
     def launch_gramian(
@@ -190,7 +199,7 @@ class CudaOperators(GpuOperators):
             weights=weights.data_ptr(),
             argument=arguments[0].data_ptr() if arguments else 0,
             scale=ALIGNED_SCALES.index(options.get("scale", "min")),
-            stream=_stream(gramian.device),
+            stream=stream_of(gramian.device),
         )
 
 

@@ -12,6 +12,7 @@ from cs_kernels.ops.operands import (
     DTYPES,
     Operands,
     as_channels,
+    check_device,
     check_gramian,
     check_group_of,
     check_numel,
@@ -51,8 +52,9 @@ def connection_strength(
     check_type(weight, "weight")
     weight, layout = as_channels(weight, out_channel_dim, groups)
     channels = layout[0] * layout[2]
-    check_numel(gamma, len(eps) * channels, "gamma")
-    check_numel(running_var, len(eps) * channels, "running_var")
+    for name, tensor in (("gamma", gamma), ("running_var", running_var)):
+        check_device(tensor, weight.device, name)
+        check_numel(tensor, len(eps) * channels, name)
     gamma, variance = _in_double(gamma), _in_double(running_var)
     strength = torch.empty((len(eps), channels), dtype=torch.float64)
     _C.connection_strength(
@@ -182,6 +184,7 @@ def combine_(
     groups = len(weights)
     check_group_of(group_of, groups)
     check_numel(weights, groups * tasks, "weights")
+    operands.check_here(weights, "weights")
     weights = _in_double(weights)
     _C.combine(
         **_gradients(operands),

@@ -71,6 +71,12 @@ def check_numel(tensor: Tensor, numel: int, name: str) -> None:
         raise ValueError(f"{name} must have {numel} elements, got {tensor.numel()}")
 
 
+def check_device(tensor: Tensor, device: torch.device, name: str) -> None:
+    """Raises a ValueError for a tensor elsewhere: a kernel is told its address alone."""
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+
 def laid_out(tensor: Tensor, like: Tensor, name: str) -> Tensor:
     """The tensor itself if it lies in memory as `like` does, else a copy that does."""
     if tensor.dtype is not like.dtype or tensor.shape != like.shape or tensor.device != like.device:
@@ -153,6 +159,7 @@ class Operands:
         for t, given in enumerate(outputs):
             dim, group = (out_channel_dims[t], groups[t]) if t < len(groups) else (0, 1)
             output = given
+            check_device(output, outputs[0].device, name)
             layout = channel_layout(output.shape, output.stride(), dim, group)
             if layout is None:
                 output = torch.empty_like(given, memory_format=torch.contiguous_format)
@@ -190,9 +197,15 @@ class Operands:
         """Of the outputs."""
         return [output.data_ptr() for output in self.outputs]
 
+    def check_here(self, tensor: Tensor, name: str) -> None:
+        """Raises a ValueError for a tensor that is not on the device of the outputs."""
+        for output in self.outputs[:1]:
+            check_device(tensor, output.device, name)
+
     def check_priorities(self, priorities: Sequence[Tensor]) -> None:
         """Raises a ValueError for priorities that do not fit the first tensors."""
         for layer, priority in enumerate(priorities):
+            self.check_here(priority, "priorities")
             if priority.dtype is not torch.int64 or priority.shape != (self.channels(layer),):
                 raise ValueError(
                     f"priorities must be int64 of shape ({self.channels(layer)},),"
@@ -213,8 +226,11 @@ class Operands:
         running_var: Tensor,
         eps: Sequence[float],
     ) -> list[int]:
-        """Raises a ValueError for what does not fit the layers; returns their channels."""
+        """Raises a ValueError or TypeError for what does not fit the layers; returns channels."""
         channels = [self.channels(layer) for layer in range(len(weights))]
+        for name, tensor in (("gamma", gamma), ("running_var", running_var)):
+            check_type(tensor, name)
+            self.check_here(tensor, name)
         check_numel(gamma, self.tasks * sum(channels), "gamma")
         check_numel(running_var, self.tasks * sum(channels), "running_var")
         if len(eps) != self.tasks * len(weights):

@@ -7,12 +7,14 @@
 namespace cs_kernels::cuda {
 namespace {
 
-template <class T> constexpr std::int64_t kTile = kGradientVectors * kThreads * Vector<T>::kSize;
+// Elements that the block works on at once, and those of a tile.
+template <class T> constexpr std::int64_t kStep = std::int64_t{kThreads} * Vector<T>::kSize;
+template <class T> constexpr std::int64_t kTile = kGradientVectors * kStep<T>;
 
 // What a block knows of its item.
 template <class T> struct Piece {
-  const PlannedGradient& tensor;
-  const std::int64_t* call; // its row of the table of addresses
+  const PlannedGradient tensor; // a copy: nothing that is written is known to lie elsewhere
+  const std::int64_t* call;     // its row of the table of addresses
   std::int64_t item;
   bool aligned;
   std::int64_t begin;
@@ -89,8 +91,8 @@ CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride,
   for (int j = 0; j < kTasks; ++j)
     gradients[j] = piece.gradient(j);
   double products[pair_of(kTasks, 0)] = {};
-  for (std::int64_t place = piece.begin + thread_index() * kVector; place < piece.end;
-       place += kThreads * kVector) {
+  const int offset = thread_index() * kVector;
+  for (std::int64_t place = piece.begin + offset; place < piece.end; place += kStep<T>) {
     Vector<T> g[kTasks];
     const bool whole = piece.whole(place);
     CS_UNROLL(kTasks)
@@ -153,11 +155,11 @@ CS_DEVICE void multiply_many(const Piece<T>& piece, int tasks, double* out, doub
     for (int pair = thread_index(); pair < pairs; pair += kThreads) {
       while (first + i < pair)
         first += ++i;
-      const double* g_i = tile + i * kWidth;
-      const double* g_j = tile + (pair - first) * kWidth;
+      const int row_i = i * kWidth;
+      const int row_j = (pair - first) * kWidth;
       double sum = 0;
       for (int e = 0; e < kGeneralTile; ++e)
-        sum += g_i[e] * g_j[e];
+        sum += tile[row_i + e] * tile[row_j + e];
       products[pair] += sum;
     }
   }
@@ -202,8 +204,8 @@ template <class T, int kTasks> Status run_gramian(const GramianLaunch& arguments
 // write(place, number of elements) for the vectors of an item, then for the elements that are left.
 template <class T, class Write> CS_DEVICE void for_each_vector(const Piece<T>& piece, Write write) {
   constexpr int kVector = Vector<T>::kSize;
-  for (std::int64_t place = piece.begin + thread_index() * kVector; place < piece.end;
-       place += kThreads * kVector) {
+  const int offset = thread_index() * kVector;
+  for (std::int64_t place = piece.begin + offset; place < piece.end; place += kStep<T>) {
     if (piece.whole(place)) {
       write(place, std::true_type{});
       continue;

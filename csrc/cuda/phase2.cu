@@ -28,22 +28,26 @@ constexpr std::size_t shared_bytes(int unrolled, int tasks) {
   return sizeof(Shared) + static_cast<std::size_t>(numbers) * sizeof(double);
 }
 
-// What a block knows of the tensor that it works on.
+// What a block knows of the tensor that it works on. What every 16 bytes need is copied: nothing
+// that is written is known to lie elsewhere than the tables.
 template <class T> struct Work {
   const Phase2Launch& launch;
   const PlannedTensor& tensor;
   const std::int64_t* call; // its row of the table of addresses
   T* update;
   const std::int64_t* priority;
+  std::int64_t size;
+  std::int64_t inner;
   bool aligned;
-  std::int64_t outer;
+  bool rows_lie_together;
 
   CS_DEVICE Work(const Phase2Launch& arguments, std::int32_t number)
       : launch(arguments), tensor(arguments.tensors[number]),
         call(arguments.table + static_cast<std::int64_t>(number) * (kGradients + arguments.tasks)),
         update(pointer<T>(load(call + kUpdate))),
         priority(tensor.layer >= 0 ? pointer<const std::int64_t>(load(call + kPriority)) : nullptr),
-        aligned(load(call + kAligned) != 0), outer(quotient(tensor.length, tensor.inner)) {}
+        size(tensor.size), inner(tensor.inner), aligned(load(call + kAligned) != 0),
+        rows_lie_together(tensor.length == tensor.inner) {}
 
   CS_DEVICE const T* gradient(std::int64_t task) const {
     return pointer<const T>(load(call + kGradients + task));
@@ -55,26 +59,29 @@ template <class T> struct Work {
     if (priority == nullptr)
       return -1;
     std::int64_t row = run;
-    if (outer != 1) {
-      const std::int64_t group = quotient(run, tensor.channels * outer);
-      row = group * tensor.channels + run - quotient(run, tensor.channels) * tensor.channels;
+    if (!rows_lie_together) {
+      const std::int64_t channels = tensor.channels;
+      const std::int64_t group = quotient(run, channels * quotient(tensor.length, inner));
+      row = group * channels + run - quotient(run, channels) * channels;
     }
     const std::int64_t task = priority[row];
     return task >= 0 && task < launch.tasks ? task : -1;
   }
   CS_DEVICE std::int64_t run_of(std::int64_t element) const {
-    return priority == nullptr ? 0 : quotient(element, tensor.inner);
+    return priority == nullptr ? 0 : quotient(element, inner);
   }
-  // Whether the 16 bytes from an element on can be read at once, and are of one row.
-  CS_DEVICE bool whole(std::int64_t element, std::int64_t run) const {
-    const std::int64_t next = element + Vector<T>::kSize;
-    return aligned && next <= tensor.size &&
-           (priority == nullptr || next <= (run + 1) * tensor.inner);
+  // Whether the 16 bytes from an element on can be read at once.
+  CS_DEVICE bool readable(std::int64_t element) const {
+    return aligned && element + Vector<T>::kSize <= size;
+  }
+  // Whether they are of one row.
+  CS_DEVICE bool in_run(std::int64_t element, std::int64_t run) const {
+    return priority == nullptr || element + Vector<T>::kSize <= (run + 1) * inner;
   }
 };
 
-template <int kTasks> CS_DEVICE std::int64_t tile_elements(int element_size) {
-  return kTasks > 0 ? kThreads * (16 / element_size) : 16 * kGeneralTile;
+template <class T, int kTasks> CS_DEVICE constexpr std::int64_t tile_elements() {
+  return std::int64_t{kTasks > 0 ? kThreads * Vector<T>::kSize : 16 * kGeneralTile};
 }
 
 // A SUM item of up to 8 tasks: the plain sum is written, and products[i, j] = <G_i, G_j> over the
@@ -93,11 +100,20 @@ template <class T, int kTasks> struct Sum {
       gradients[j] = work.gradient(j);
   }
 
-  CS_DEVICE void vector(std::int64_t place, std::int64_t run) {
+  CS_DEVICE double& kept_at(int slot) {
+    const int place = slot * kThreads;
+    return kept[place];
+  }
+
+  CS_DEVICE void vector(std::int64_t place) {
+    // Under way before it is known whose they are.
     Words words[kTasks];
     CS_UNROLL(kTasks)
     for (int j = 0; j < kTasks; ++j)
       words[j] = gradients[j] != nullptr ? load(words_at(gradients[j] + place)) : Words{};
+    const std::int64_t run = work.run_of(place);
+    if (!work.in_run(place, run))
+      return elements(place, place + kVector);
     const std::int64_t group = work.group_of(run);
     Wide<T> total[kVector] = {};
     CS_UNROLL(kTasks)
@@ -112,20 +128,22 @@ template <class T, int kTasks> struct Sum {
     store_vector(work.update + place, sum);
     if (group < 0)
       return;
-    Words own_words = words[0];
+    // By masks: what looks like a choice among an array's elements may be made in memory.
+    Words own_words{};
     CS_UNROLL(kTasks)
-    for (int j = 1; j < kTasks; ++j)
-      if (j == group)
-        own_words = words[j];
+    for (int j = 0; j < kTasks; ++j) {
+      const std::uint32_t mask = j == group ? ~0u : 0u;
+      for (int word = 0; word < 4; ++word)
+        own_words.x[word] |= words[j].x[word] & mask;
+    }
     const auto own = as_vector<T>(own_words);
-    double* products = kept + group * kTasks * kThreads;
     CS_UNROLL(kTasks)
     for (int j = 0; j < kTasks; ++j) {
       const auto g = as_vector<T>(words[j]);
       Wide<T> dot = 0;
       for (int e = 0; e < kVector; ++e)
         dot += widened(own.x[e]) * widened(g.x[e]);
-      products[j * kThreads] += dot;
+      kept_at(static_cast<int>(group) * kTasks + j) += dot;
     }
   }
 
@@ -146,25 +164,24 @@ template <class T, int kTasks> struct Sum {
       work.update[place] = narrowed<T>(total);
       if (group < 0)
         continue;
-      double* products = kept + group * kTasks * kThreads;
       CS_UNROLL(kTasks)
       for (int j = 0; j < kTasks; ++j)
-        products[j * kThreads] += own * g[j];
+        kept_at(static_cast<int>(group) * kTasks + j) += own * g[j];
     }
   }
 
   CS_DEVICE void run(std::int32_t index) {
-    constexpr std::int64_t kTile = kThreads * kVector;
+    constexpr auto kTile = tile_elements<T, kTasks>();
     const PlannedTensor& tensor = work.tensor;
     for (int slot = 0; slot < kTasks * kTasks; ++slot)
-      kept[slot * kThreads] = 0;
+      kept_at(slot) = 0;
     const std::int64_t begin = index * tensor.tiles * kTile;
     const std::int64_t wanted = begin + tensor.tiles * kTile;
     const std::int64_t end = wanted < tensor.size ? wanted : tensor.size;
-    for (std::int64_t place = begin + thread_index() * kVector; place < end; place += kTile) {
-      const std::int64_t run = work.run_of(place);
-      if (work.whole(place, run))
-        vector(place, run);
+    const int offset = thread_index() * kVector;
+    for (std::int64_t place = begin + offset; place < end; place += kTile) {
+      if (work.readable(place))
+        vector(place);
       else
         elements(place, place + kVector < end ? place + kVector : end);
     }
@@ -174,10 +191,10 @@ template <class T, int kTasks> struct Sum {
     double* products = work.launch.products + tensor.first_sum * kTasks * kTasks;
     const int lane = thread_index() % kWarp;
     for (int slot = thread_index() / kWarp; slot < kTasks * kTasks; slot += kWarps) {
-      const double* of_threads = products_room() + slot * kThreads;
+      const int first = slot * kThreads + lane;
       double sum = 0;
-      for (int warp = 0; warp < kWarps; ++warp)
-        sum += of_threads[warp * kWarp + lane];
+      for (int n = first; n < first + kThreads; n += kWarp)
+        sum += products_room()[n];
       sum = warp_sum(sum, kWarp);
       if (lane == 0)
         products[slot * tensor.sum_items + index] = sum;
@@ -190,13 +207,20 @@ template <class T, int kTasks> struct Sum {
 template <class T> struct Sum<T, 0> {
   const Work<T>& work;
   const int tasks;
+  const int slots;  // K * K
   double* products; // [K, K]
   double* tile;     // [K, kGeneralTile + 1]: columns in different banks
   double* groups;   // [kGeneralTile], a task or -1
 
   CS_DEVICE explicit Sum(const Work<T>& of)
-      : work(of), tasks(of.launch.tasks), products(products_room()), tile(products + tasks * tasks),
-        groups(tile + tasks * (kGeneralTile + 1)) {}
+      : work(of), tasks(of.launch.tasks), slots(tasks * tasks), products(products_room()),
+        tile(products + slots), groups(column(tasks)) {}
+
+  // The elements of a task.
+  CS_DEVICE double* column(int task) const {
+    const int first = task * (kGeneralTile + 1);
+    return tile + first;
+  }
 
   CS_DEVICE void read(std::int64_t start, std::int64_t end) {
     for (int i = thread_index(); i < tasks * kGeneralTile; i += kThreads) {
@@ -204,7 +228,7 @@ template <class T> struct Sum<T, 0> {
       const int e = i % kGeneralTile;
       const T* gradient = work.gradient(j);
       const bool here = gradient != nullptr && start + e < end;
-      tile[j * (kGeneralTile + 1) + e] = here ? widened(load(gradient + start + e)) : 0;
+      column(j)[e] = here ? widened(load(gradient + start + e)) : 0;
     }
     const int e = thread_index();
     if (e < kGeneralTile)
@@ -217,13 +241,13 @@ template <class T> struct Sum<T, 0> {
       return;
     Wide<T> total = 0;
     for (int j = 0; j < tasks; ++j)
-      total += static_cast<Wide<T>>(tile[j * (kGeneralTile + 1) + e]);
+      total += static_cast<Wide<T>>(column(j)[e]);
     work.update[start + e] = narrowed<T>(total);
   }
 
   CS_DEVICE void multiply() {
     for (int j = thread_index(); j < tasks; j += kThreads) {
-      const double* g = tile + j * (kGeneralTile + 1);
+      const double* g = column(j);
       int group = -1;
       double sum = 0;
       for (int e = 0; e < kGeneralTile; ++e) {
@@ -235,7 +259,7 @@ template <class T> struct Sum<T, 0> {
           sum = 0;
         }
         if (group >= 0)
-          sum += tile[group * (kGeneralTile + 1) + e] * g[e];
+          sum += column(group)[e] * g[e];
       }
       if (group >= 0)
         products[group * tasks + j] += sum;
@@ -243,9 +267,9 @@ template <class T> struct Sum<T, 0> {
   }
 
   CS_DEVICE void run(std::int32_t index) {
-    constexpr std::int64_t kTile = 16 * kGeneralTile;
+    constexpr auto kTile = tile_elements<T, 0>();
     const PlannedTensor& tensor = work.tensor;
-    for (int slot = thread_index(); slot < tasks * tasks; slot += kThreads)
+    for (int slot = thread_index(); slot < slots; slot += kThreads)
       products[slot] = 0;
     const std::int64_t begin = index * tensor.tiles * kTile;
     const std::int64_t wanted = begin + tensor.tiles * kTile;
@@ -261,8 +285,8 @@ template <class T> struct Sum<T, 0> {
     synchronize_block();
     if (tensor.layer < 0)
       return;
-    double* out = work.launch.products + (tensor.first_sum + index) * tasks * tasks;
-    for (int slot = thread_index(); slot < tasks * tasks; slot += kThreads)
+    double* out = work.launch.products + (tensor.first_sum + index) * slots;
+    for (int slot = thread_index(); slot < slots; slot += kThreads)
       out[slot] = products[slot];
   }
 };
@@ -294,11 +318,14 @@ CS_DEVICE void find_factors(const Phase2Launch& launch, const PlannedTensor& ten
   }
   synchronize_block();
   for (int i = thread_index(); i < tasks; i += kThreads) {
-    const double* d_i = d + i * tasks;
+    const int first = i * tasks;
+    const double d_ii = d[first + i];
     double factor = 0;
-    for (int j = 0; j < tasks; ++j)
-      if (j != i && d_i[j] < 0 && d_i[i] > 0)
-        factor -= d_i[j] / d_i[i];
+    for (int j = 0; j < tasks; ++j) {
+      const double d_ij = d[first + j];
+      if (j != i && d_ij < 0 && d_ii > 0)
+        factor -= d_ij / d_ii;
+    }
     launch.factors[tensor.layer * tasks + i] = factor;
   }
 }
@@ -324,10 +351,11 @@ CS_DEVICE void add_conflicts(const Work<T>& work, std::int32_t index, std::int64
   const std::int64_t begin = index * tensor.tiles * tile;
   const std::int64_t wanted = begin + tensor.tiles * tile;
   const std::int64_t end = wanted < tensor.size ? wanted : tensor.size;
-  for (std::int64_t place = begin + thread_index() * kVector; place < end;
-       place += kThreads * kVector) {
+  constexpr int kStep = kThreads * kVector;
+  const int offset = thread_index() * kVector;
+  for (std::int64_t place = begin + offset; place < end; place += kStep) {
     const std::int64_t run = work.run_of(place);
-    if (work.whole(place, run)) {
+    if (work.readable(place) && work.in_run(place, run)) {
       const std::int64_t group = work.group_of(run);
       const double factor = group < 0 ? 0 : factors[group];
       const T* gradient = factor != 0 ? work.gradient(group) : nullptr;
@@ -405,7 +433,7 @@ template <class T, int kTasks>
 CS_DEVICE void fix_item(const Phase2Launch& launch, const Item& item, Shared& shared) {
   const PlannedTensor& tensor = launch.tensors[item.tensor];
   wait(launch.counters + tensor.layer * kLayerCounters + kFactorsReady);
-  add_conflicts(Work<T>(launch, item.tensor), item.index, tile_elements<kTasks>(sizeof(T)),
+  add_conflicts(Work<T>(launch, item.tensor), item.index, tile_elements<T, kTasks>(),
                 shared.numbers, &shared.last);
 }
 

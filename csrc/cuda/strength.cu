@@ -62,4 +62,6 @@ Status task_priority(Numbers strength, std::int32_t tasks, std::int64_t rows,
 
 const char* status_message(Status status) { return error_text(status); }
 
+Status available() { return loadable(strength_kernel); }
+
 } // namespace cs_kernels::cuda

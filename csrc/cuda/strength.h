@@ -29,11 +29,11 @@ CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool a
                             std::int64_t first, std::int64_t last, double* energy, double* room) {
   constexpr int kVector = Vector<T>::kSize;
   const bool vectors = aligned && tensor.inner % kVector == 0;
-  const int step = vectors ? kVector : 1;
+  const std::int64_t step = vectors ? kVector : 1;
   int lanes = 1;
   while (lanes < kWarp && lanes * step < tensor.length)
     lanes *= 2;
-  const bool whole_block = tensor.length * static_cast<int>(sizeof(T)) >= kLongRow;
+  const bool whole_block = tensor.length * static_cast<std::int64_t>(sizeof(T)) >= kLongRow;
   if (whole_block)
     lanes = kThreads;
   const int teams = kThreads / lanes;

@@ -14,7 +14,7 @@ constexpr int kSmallBlocks = 8;
 
 // The same of Phase 2: what its registers allow without spilling; 0 tasks is the general kernel.
 constexpr int phase2_blocks(int tasks) {
-  return tasks == 0 ? 4 : tasks <= 2 ? 6 : tasks <= 4 ? 5 : tasks <= 6 ? 4 : 3;
+  return tasks == 0 ? 4 : tasks <= 2 ? 6 : tasks == 3 ? 5 : tasks <= 6 ? 4 : 3;
 }
 
 // And of the Gramian, a thread of which keeps K (K + 1) / 2 sums in registers.

@@ -77,6 +77,8 @@ inline std::uint16_t float_to_bfloat16(float value) {
 
 inline const char* error_text(int) { return "the emulation stopped"; }
 
+template <class Arguments> int loadable(void (*)(Arguments)) { return 0; }
+
 template <class Arguments>
 int resident_blocks(void (*)(Arguments), int, std::size_t, std::int64_t* blocks) {
   *blocks = emulation::resident_blocks();

@@ -14,7 +14,7 @@ from struct import pack, unpack
 import torch
 from torch import Tensor
 
-from cs_kernels.ops.gpu.device import keep_if_captured, upload
+from cs_kernels.ops.gpu.device import keep, upload
 from cs_kernels.ops.gpu.plan import (
     MOST_TASKS,
     Counter,
@@ -22,6 +22,7 @@ from cs_kernels.ops.gpu.plan import (
     Tiling,
     aligned,
     gradient_plan,
+    layer_plan,
     phase2_plan,
 )
 from cs_kernels.ops.operands import (
@@ -29,6 +30,7 @@ from cs_kernels.ops.operands import (
     ChannelLayout,
     Operands,
     as_channels,
+    check_device,
     check_gramian,
     check_group_of,
     check_numel,
@@ -190,7 +192,7 @@ class GpuOperators(ABC):
                 self.tiling(tasks, dtype),
                 device,
             )
-            keep_if_captured(plan, device)
+            keep(plan, device)
             products_end = plan.rows + plan.sum_items * tasks * tasks
             room = products_end + layers * tasks
             scratch = torch.empty(room, dtype=torch.float64, device=device)
@@ -269,14 +271,15 @@ class GpuOperators(ABC):
         _check_tasks(len(eps))
         weight, layout = as_channels(weight, out_channel_dim, groups)
         channels = layout[0] * layout[2]
-        check_numel(gamma, len(eps) * channels, "gamma")
-        check_numel(running_var, len(eps) * channels, "running_var")
+        for name, tensor in (("gamma", gamma), ("running_var", running_var)):
+            check_type(tensor, name)
+            check_device(tensor, weight.device, name)
+            check_numel(tensor, len(eps) * channels, name)
         strength = weight.new_empty((len(eps), channels), dtype=torch.float64)
         energy = weight.new_zeros(channels, dtype=torch.float64)
         tiling = self.tiling(len(eps), weight.dtype)
-        sizes = (prod(weight.shape[2:]),)
-        plan = phase2_plan((layout,), sizes, tuple(eps), (True,), tiling, weight.device)
-        keep_if_captured(plan, weight.device)
+        plan = layer_plan(layout, prod(weight.shape[2:]), tuple(eps), tiling, weight.device)
+        keep(plan, weight.device)
         with on_device(weight.device):
             if weight.numel():
                 vectors = self.vector_accesses(layout, weight.element_size(), [weight.data_ptr()])
@@ -333,7 +336,7 @@ class GpuOperators(ABC):
                 most_tiles,
                 device,
             )
-            keep_if_captured(plan, device)
+            keep(plan, device)
             with on_device(device):
                 yield GradientLaunch(
                     plan.items,
@@ -382,6 +385,7 @@ class GpuOperators(ABC):
         groups = len(weights)
         check_group_of(group_of, groups)
         check_numel(weights, groups * tasks, "weights")
+        operands.check_here(weights, "weights")
         weights = weights.contiguous()
         for launch in self._gradient_launches(operands, group_of, groups):
             if len(launch.items):

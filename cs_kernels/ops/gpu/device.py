@@ -1,6 +1,7 @@
 """The device: how large it is, and numbers on their way to it without waiting."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,10 +21,30 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def keep_if_captured(tables: object, device: torch.device) -> None:
-    """Keeps what a launch reads beside the caller's tensors, if a CUDA graph will read it again."""
+def stream_of(device: torch.device) -> int:
+    """The current stream's handle; 0 on the CPU."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+class Tables(Protocol):
+    """Tensors that were made once, on some stream."""
+
+    @property
+    def stream(self) -> int:
+        """The handle of that stream."""
+
+    @property
+    def on_device(self) -> tuple[Tensor, ...]:
+        """The tensors."""
+
+
+def keep(tables: Tables, device: torch.device) -> None:
+    """Keeps their memory for a launch that reads it: for good if it is captured in a CUDA graph."""
     if _capturing(device):
         _captured.append(tables)
+    elif tables.stream != stream_of(device):
+        for tensor in tables.on_device:
+            tensor.record_stream(torch.cuda.current_stream(device))
 
 
 def refuse_capture(device: torch.device) -> None:
@@ -40,5 +61,6 @@ def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
     # Pinned memory cannot be had during a capture.
     pinned = device.type == "cuda" and not _capturing(device)
     here = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=pinned)
-    keep_if_captured(here, device)
+    if _capturing(device):
+        _captured.append(here)
     return here.to(device, non_blocking=True)

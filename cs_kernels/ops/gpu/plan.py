@@ -26,7 +26,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from cs_kernels.ops.gpu.device import processors, refuse_capture
+from cs_kernels.ops.gpu.device import processors, refuse_capture, stream_of
 from cs_kernels.ops.operands import ChannelLayout
 
 MOST_SUM_ITEMS = 256
@@ -161,6 +161,13 @@ class Phase2Plan:
     """Of all layers."""
     sum_items: int
     """Of all layers."""
+    stream: int
+    """The one it was made on."""
+
+    @property
+    def on_device(self) -> tuple[Tensor, ...]:
+        """What launches read."""
+        return self.items, self.tensors, self.epsilon
 
 
 def power_of_two(n: int) -> int:
@@ -241,7 +248,20 @@ def phase2_plan(
         torch.tensor(eps or [], dtype=torch.float64, device="cpu").to(device),
         first_row,
         first_sum,
+        stream_of(device),
     )
+
+
+@lru_cache(maxsize=1024)
+def layer_plan(
+    layout: ChannelLayout,
+    kernel_size: int,
+    eps: tuple[float, ...],
+    tiling: Tiling,
+    device: torch.device,
+) -> Phase2Plan:
+    """That of one layer, for its strengths; apart, as there may be more than a trunk's plans."""
+    return phase2_plan.__wrapped__((layout,), (kernel_size,), eps, (True,), tiling, device)
 
 
 def _items(fields: Sequence[Sequence[int]], lag: int) -> Tensor:
@@ -293,6 +313,13 @@ class GradientPlan:
     """int64 [tensors, fields]."""
     empty_groups: tuple[int, ...]
     """Those without an item."""
+    stream: int
+    """The one it was made on."""
+
+    @property
+    def on_device(self) -> tuple[Tensor, ...]:
+        """What launches read."""
+        return self.items, self.tensors
 
 
 @lru_cache(maxsize=64)
@@ -343,6 +370,7 @@ def gradient_plan(
         torch.cat([_piece([t], number[t]) for t in order]).to(device),
         torch.tensor(fields, dtype=torch.int64, device="cpu").to(device),
         tuple(group for group, n in enumerate(of_group) if n == 0),
+        stream_of(device),
     )
 
 

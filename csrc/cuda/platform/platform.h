@@ -90,6 +90,12 @@ inline const char* error_text(int status) {
   return cudaGetErrorString(static_cast<cudaError_t>(status));
 }
 
+// Whether there is code of a kernel for the current device, and a driver that can load it.
+template <class Arguments> int loadable(void (*kernel)(Arguments)) {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, kernel);
+}
+
 // More than 48 KiB are had on request only; by every device anew.
 template <class Arguments>
 cudaError_t allow_shared_memory(void (*kernel)(Arguments), std::size_t bytes) {

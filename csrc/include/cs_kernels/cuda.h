@@ -13,6 +13,9 @@ using Status = int;   // a cudaError_t; 0 is success
 
 const char* status_message(Status status);
 
+// Whether the current device can run these kernels.
+Status available();
+
 // A row of the table of tensors that the caller makes once for a trunk. Elements are counted along
 // memory, which is an array [groups, outer, channels, inner] as in ChannelLayout.
 struct PlannedTensor {
