@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cs_kernels import _C
+
 _KERNEL = re.compile(
     r"Compiling entry function '(?P<name>\w+)' for '(?P<architecture>\w+)'"
     r".*?(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores,"
@@ -42,6 +44,10 @@ def main(log: Path) -> int:
         of_name = [kernel for kernel in kernels if kernel["name"] == name]
         greatest = (max(int(kernel[column]) for kernel in of_name) for column in columns)
         print(f"{name:50}" + "".join(f"{number:10}" for number in greatest))
+    cuda = getattr(_C, "cuda", None)
+    for tasks in (2, 4, 8, 16, 64) if cuda else ():
+        of_block = ", ".join(f"{kernel} {n}" for kernel, n in cuda.shared_memory(tasks).items())
+        print(f"shared memory of a block, {tasks} tasks: {of_block}")
     failed = [k for k in kernels if any(k[column] != "0" for column in columns[1:])]
     for kernel in failed:
         print(f"in local memory: {kernel['name']} for {kernel['architecture']}")

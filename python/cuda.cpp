@@ -6,6 +6,7 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -157,6 +158,16 @@ void solve(const std::string& method, Address gramians, std::int64_t count, std:
 void define_cuda(py::module_ module) {
   module.doc() = "The kernels of cs_kernels on a GPU, on addresses there.";
   module.def("unavailable", &unavailable, "Why the current device cannot run them, if it cannot.");
+  module.def(
+      "shared_memory",
+      [](std::int32_t tasks) {
+        return std::map<std::string, std::size_t>{
+            {"phase2", cs_kernels::cuda::phase2_memory(tasks)},
+            {"gramian", cs_kernels::cuda::gramian_memory(tasks)},
+            {"solver", cs_kernels::cuda::solver_memory(tasks)},
+        };
+      },
+      py::arg("tasks"), "Bytes of shared memory of a block, by kernel.");
   module.def("phase2", &phase2, py::arg("type"), py::arg("tasks"), py::arg("items"),
              py::arg("item_count"), py::arg("tensors"), py::arg("table"), py::arg("ticket"),
              py::arg("counters"), py::arg("energy"), py::arg("gamma_type"), py::arg("gamma"),

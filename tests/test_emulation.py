@@ -50,6 +50,6 @@ def test_same_bits_in_any_order(dtype: torch.dtype, tasks: int) -> None:
         return _step(dtype, tasks)
 
     expected = in_order(0, 1)
-    for seed in range(1, 6):
+    for seed in range(1, 4):
         for one, other in zip(in_order(seed, 1 + seed), expected, strict=True):
             assert torch.equal(one, other)

@@ -79,6 +79,9 @@ def test_large_layers(backend: str, dtype: torch.dtype, shape: tuple[int, ...]) 
         args.weight, args.gamma, args.running_var, args.grads, eps=args.eps
     )
     assert len(priority.unique()) >= 3
+    wide = args.float64()
+    exact = strength(wide.weight, wide.gamma, wide.running_var, wide.eps, kind)
+    _check_priority(priority, exact / exact.sum(1, keepdim=True))
     _check_update(update, args, priority)
 
 

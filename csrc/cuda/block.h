@@ -33,11 +33,8 @@ CS_DEVICE double block_sum(double value, double* room) {
 // Whether this block is the last of those that arrive; it sees what the others wrote. room: shared.
 CS_DEVICE bool arrive(std::int32_t* counter, std::int64_t expected, std::int32_t* room) {
   synchronize_block();
-  if (thread_index() == 0) {
-    fence();
-    *room = add(counter, 1) == expected - 1;
-    fence();
-  }
+  if (thread_index() == 0)
+    *room = count_in_order(counter) == expected - 1;
   synchronize_block();
   return *room != 0;
 }
@@ -45,19 +42,15 @@ CS_DEVICE bool arrive(std::int32_t* counter, std::int64_t expected, std::int32_t
 // Lets the blocks go on that wait for what this one wrote.
 CS_DEVICE void publish(std::int32_t* flag) {
   synchronize_block();
-  if (thread_index() == 0) {
-    fence();
-    add(flag, 1);
-  }
+  if (thread_index() == 0)
+    count_in_order(flag);
 }
 
 // Until it is published.
 CS_DEVICE void wait(const std::int32_t* flag) {
-  if (thread_index() == 0) {
-    while (look(flag) == 0)
+  if (thread_index() == 0)
+    while (counted(flag) == 0)
       pause(kPause);
-    fence();
-  }
   synchronize_block();
 }
 

@@ -316,6 +316,10 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks / 2) drop_signs_kernel(DropL
 
 } // namespace
 
+std::size_t gramian_memory(std::int32_t tasks) {
+  return gramian_bytes(tasks >= 2 && tasks <= kUnrolledTasks ? tasks : 0, tasks);
+}
+
 Status gramian(const GradientLaunch& arguments, std::int32_t* counters, double* products,
                double* gramian, Stream stream) {
   return with_type(arguments.type, [&](auto like) {

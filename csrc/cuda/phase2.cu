@@ -105,12 +105,23 @@ template <class T, int kTasks> struct Sum {
     return kept[place];
   }
 
-  CS_DEVICE void vector(std::int64_t place) {
-    // Under way before it is known whose they are.
+  // 16 bytes of each gradient, under way before it is known whose they are.
+  struct Read {
+    bool whole;
     Words words[kTasks];
+  };
+
+  CS_DEVICE Read read(std::int64_t place, std::int64_t end) const {
+    Read result;
+    result.whole = place < end && work.readable(place);
     CS_UNROLL(kTasks)
     for (int j = 0; j < kTasks; ++j)
-      words[j] = gradients[j] != nullptr ? load(words_at(gradients[j] + place)) : Words{};
+      result.words[j] =
+          result.whole && gradients[j] != nullptr ? load(words_at(gradients[j] + place)) : Words{};
+    return result;
+  }
+
+  CS_DEVICE void vector(std::int64_t place, const Words (&words)[kTasks]) {
     const std::int64_t run = work.run_of(place);
     if (!work.in_run(place, run))
       return elements(place, place + kVector);
@@ -179,11 +190,17 @@ template <class T, int kTasks> struct Sum {
     const std::int64_t wanted = begin + tensor.tiles * kTile;
     const std::int64_t end = wanted < tensor.size ? wanted : tensor.size;
     const int offset = thread_index() * kVector;
+    Read next = read(begin + offset, end);
     for (std::int64_t place = begin + offset; place < end; place += kTile) {
-      if (work.readable(place))
-        vector(place);
+      const Read now = next;
+      if constexpr (reads_ahead(kTasks))
+        next = read(place + kTile, end);
+      if (now.whole)
+        vector(place, now.words);
       else
         elements(place, place + kVector < end ? place + kVector : end);
+      if constexpr (!reads_ahead(kTasks))
+        next = read(place + kTile, end);
     }
     if (tensor.layer < 0)
       return;
@@ -444,13 +461,13 @@ CS_KERNEL(kThreads, phase2_blocks(kTasks))
 phase2_kernel(Phase2Launch launch) {
   auto& shared = *reinterpret_cast<Shared*>(shared_memory());
   if (thread_index() == 0)
-    shared.drawn = add(launch.ticket, 1);
+    shared.drawn = count(launch.ticket);
   synchronize_block();
   while (shared.drawn < launch.item_count) {
     const Item item = launch.items[shared.drawn];
     std::int32_t next = 0;
     if (thread_index() == 0)
-      next = add(launch.ticket, 1);
+      next = count(launch.ticket);
     if (item.kind == ItemKind::kEnergy)
       energy_item<T>(launch, item, shared);
     else if (item.kind == ItemKind::kSum)
@@ -479,6 +496,10 @@ template <class T, int kTasks> Status run(const Phase2Launch& arguments, Stream 
 }
 
 } // namespace
+
+std::size_t phase2_memory(std::int32_t tasks) {
+  return shared_bytes(tasks >= 2 && tasks <= kUnrolledTasks ? tasks : 0, tasks);
+}
 
 Status phase2(const Phase2Launch& arguments, Stream stream) {
   return with_type(arguments.type,

@@ -48,9 +48,13 @@ CS_KERNEL(kWarp, 1) solver_kernel(SolverLaunch launch) {
 
 } // namespace
 
+std::size_t solver_memory(std::int32_t tasks) {
+  return static_cast<std::size_t>(solvers::room_size(tasks)) * sizeof(double);
+}
+
 Status solve(const SolverLaunch& arguments, Stream stream) {
-  const auto bytes = static_cast<std::size_t>(solvers::room_size(arguments.tasks)) * sizeof(double);
-  return launch(solver_kernel, arguments.count, kWarp, bytes, stream, arguments);
+  return launch(solver_kernel, arguments.count, kWarp, solver_memory(arguments.tasks), stream,
+                arguments);
 }
 
 } // namespace cs_kernels::cuda

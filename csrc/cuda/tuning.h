@@ -14,8 +14,12 @@ constexpr int kSmallBlocks = 8;
 
 // The same of Phase 2: what its registers allow without spilling; 0 tasks is the general kernel.
 constexpr int phase2_blocks(int tasks) {
-  return tasks == 0 ? 4 : tasks <= 2 ? 6 : tasks == 3 ? 5 : tasks <= 6 ? 4 : 3;
+  return tasks == 0 ? 4 : tasks <= 2 ? 6 : tasks <= 6 ? 4 : 3;
 }
+
+// Whether a SUM item reads its next tile before it works on this one. Of few tasks one tile is too
+// little under way (see kEnergyLoads); of many, registers would cost a block.
+constexpr bool reads_ahead(int tasks) { return tasks <= 4; }
 
 // And of the Gramian, a thread of which keeps K (K + 1) / 2 sums in registers.
 constexpr int gramian_blocks(int tasks) {

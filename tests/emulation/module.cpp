@@ -4,6 +4,7 @@
 #include <sanitizer/common_interface_defs.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -43,8 +44,8 @@ struct Fiber {
 struct Block {
   std::int64_t index = -1; // none
   std::vector<std::unique_ptr<Fiber>> fibers;
-  std::vector<int> order;
   std::unique_ptr<unsigned char[]> shared;
+  std::size_t ahead = 0; // the first thread of the warp that goes on, for a while
 };
 
 std::mt19937 random_numbers;
@@ -87,6 +88,8 @@ void begin(Block& block, std::int64_t index, int threads, std::size_t shared_byt
   block.index = index;
   block.shared.reset(new unsigned char[shared_bytes + 1]);
   std::memset(block.shared.get(), 0xff, shared_bytes);
+  if (block.fibers.size() != static_cast<std::size_t>(threads))
+    block.fibers.clear();
   while (block.fibers.size() < static_cast<std::size_t>(threads)) {
     auto& fiber = *block.fibers.emplace_back(new Fiber);
     fiber.block = &block;
@@ -96,17 +99,15 @@ void begin(Block& block, std::int64_t index, int threads, std::size_t shared_byt
     fiber.context.uc_stack.ss_size = kStack;
     makecontext(&fiber.context, fiber_main, 0);
   }
-  block.order.resize(static_cast<std::size_t>(threads));
-  std::iota(block.order.begin(), block.order.end(), 0);
-  for (const int i : block.order)
-    block.fibers[static_cast<std::size_t>(i)]->state = State::kReady;
+  for (const auto& fiber : block.fibers)
+    fiber->state = State::kReady;
 }
 
 // Lets the lanes of a warp go on that have all come to an exchange.
-bool exchange(Block& block, std::size_t first, std::size_t threads) {
+bool exchange(Block& block, std::size_t first) {
   double values[kWarp];
   for (std::size_t lane = 0; lane < kWarp; ++lane) {
-    if (first + lane >= threads)
+    if (first + lane >= block.fibers.size())
       fail("an exchange in a part of a warp");
     const Fiber& fiber = *block.fibers[first + lane];
     if (fiber.state != State::kExchanging)
@@ -123,32 +124,62 @@ bool exchange(Block& block, std::size_t first, std::size_t threads) {
   return true;
 }
 
-// Every thread as far as it comes; whether any came on, other than to look at a flag again.
-bool advance(Block& block) {
+bool can_run(const Fiber& fiber) {
+  return fiber.state == State::kReady || fiber.state == State::kPausing;
+}
+
+// The threads of a warp as far as they come; whether any came on, other than to look at a flag
+// again.
+bool advance_warp(Block& block, std::size_t first) {
+  const std::size_t threads = block.fibers.size();
+  std::vector<Fiber*> runnable;
+  for (std::size_t i = first; i < std::min(first + kWarp, threads); ++i)
+    if (can_run(*block.fibers[i]))
+      runnable.push_back(block.fibers[i].get());
+  std::shuffle(runnable.begin(), runnable.end(), random_numbers);
   bool moved = false;
-  std::shuffle(block.order.begin(), block.order.end(), random_numbers);
-  for (const int i : block.order) {
-    Fiber& fiber = *block.fibers[static_cast<std::size_t>(i)];
-    if (fiber.state != State::kReady && fiber.state != State::kPausing)
-      continue;
-    to_fiber(fiber);
-    moved = moved || fiber.state != State::kPausing;
+  for (Fiber* fiber : runnable) {
+    to_fiber(*fiber);
+    moved = moved || fiber->state != State::kPausing;
   }
-  const std::size_t threads = block.order.size();
+  return (block.fibers[first]->state == State::kExchanging && exchange(block, first)) || moved;
+}
+
+// One warp that can go on, the same several times, or, where blocks come one after the other, every
+// one: what a warp must not do before another has come somewhere shows when it runs ahead.
+bool advance(Block& block) {
+  const std::size_t threads = block.fibers.size();
+  std::vector<std::size_t> warps;
   for (std::size_t first = 0; first < threads; first += kWarp)
-    if (block.fibers[first]->state == State::kExchanging)
-      moved = exchange(block, first, threads) || moved;
-  std::size_t waiting = 0;
-  std::size_t done = 0;
-  for (const int i : block.order) {
-    waiting += block.fibers[static_cast<std::size_t>(i)]->state == State::kAtBarrier;
-    done += block.fibers[static_cast<std::size_t>(i)]->state == State::kDone;
+    for (std::size_t i = first; i < std::min(first + kWarp, threads); ++i)
+      if (can_run(*block.fibers[i])) {
+        warps.push_back(first);
+        break;
+      }
+  bool moved = false;
+  if (most_resident > 1 && !warps.empty()) {
+    const bool can_go_on = std::find(warps.begin(), warps.end(), block.ahead) != warps.end();
+    if (!can_go_on || drawn(8) == 0)
+      block.ahead = warps[static_cast<std::size_t>(drawn(static_cast<int>(warps.size())))];
+    moved = advance_warp(block, block.ahead);
+    if (warps.size() > 1)
+      return moved; // others can go on: nobody is last at a barrier
+  } else {
+    for (const std::size_t first : warps)
+      moved = advance_warp(block, first) || moved;
   }
+  const auto count = [&block](State state) {
+    return static_cast<std::size_t>(
+        std::count_if(block.fibers.begin(), block.fibers.end(),
+                      [state](const auto& fiber) { return fiber->state == state; }));
+  };
+  const std::size_t waiting = count(State::kAtBarrier);
+  const std::size_t done = count(State::kDone);
   if (waiting > 0 && done > 0)
     fail("a thread ended while others wait at a barrier");
   if (waiting == threads)
-    for (const int i : block.order)
-      block.fibers[static_cast<std::size_t>(i)]->state = State::kReady;
+    for (const auto& fiber : block.fibers)
+      fiber->state = State::kReady;
   if (done == threads)
     block.index = -1;
   return moved;

@@ -44,13 +44,9 @@ inline std::int64_t block_index() { return emulation::block_index(); }
 inline unsigned char* shared_memory() { return emulation::shared_memory(); }
 inline void synchronize_block() { emulation::synchronize_block(); }
 inline double exchanged(double value, int mask) { return emulation::exchanged(value, mask); }
-inline void fence() {}
-inline std::int32_t add(std::int32_t* counter, std::int32_t value) {
-  const std::int32_t before = *counter;
-  *counter += value;
-  return before;
-}
-inline std::int32_t look(const std::int32_t* flag) { return *flag; }
+inline std::int32_t count(std::int32_t* counter) { return (*counter)++; }
+inline std::int32_t count_in_order(std::int32_t* counter) { return (*counter)++; }
+inline std::int32_t counted(const std::int32_t* counter) { return *counter; }
 inline void pause(unsigned) { emulation::pause(); }
 
 template <class T> T load(const T* address) { return emulation::aligned(address); }

@@ -38,13 +38,26 @@ CS_DEVICE double exchanged(double value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 
-// What was written before can be read by whoever sees what is written after, in any block.
-CS_DEVICE void fence() { __threadfence(); }
-CS_DEVICE std::int32_t add(std::int32_t* counter, std::int32_t value) {
-  return atomicAdd(counter, value);
+// Adds 1 to a counter of all blocks; what it was.
+CS_DEVICE std::int32_t count(std::int32_t* counter) { return atomicAdd(counter, 1); }
+// The same; and what this thread knows to be written can be read by whoever sees the count, as this
+// thread can read what those knew that counted before.
+CS_DEVICE std::int32_t count_in_order(std::int32_t* counter) {
+  std::int32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(counter))
+               : "memory");
+  return before;
 }
-CS_DEVICE std::int32_t look(const std::int32_t* flag) {
-  return *static_cast<const volatile std::int32_t*>(flag);
+// A counter; what those knew that counted in order can be read.
+CS_DEVICE std::int32_t counted(const std::int32_t* counter) {
+  std::int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
+               : "=r"(value)
+               : "l"(__cvta_generic_to_global(counter))
+               : "memory");
+  return value;
 }
 CS_DEVICE void pause(unsigned nanoseconds) { __nanosleep(nanoseconds); }
 

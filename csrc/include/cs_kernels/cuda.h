@@ -2,6 +2,7 @@
 // is the caller's. Nothing waits for the device, so every call can be captured in a CUDA graph.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "cs_kernels/data_type.h"
@@ -15,6 +16,11 @@ const char* status_message(Status status);
 
 // Whether the current device can run these kernels.
 Status available();
+
+// Bytes of shared memory of a block.
+std::size_t phase2_memory(std::int32_t tasks);
+std::size_t gramian_memory(std::int32_t tasks);
+std::size_t solver_memory(std::int32_t tasks);
 
 // A row of the table of tensors that the caller makes once for a trunk. Elements are counted along
 // memory, which is an array [groups, outer, channels, inner] as in ChannelLayout.
