@@ -159,6 +159,15 @@ void define_cuda(py::module_ module) {
   module.doc() = "The kernels of cs_kernels on a GPU, on addresses there.";
   module.def("unavailable", &unavailable, "Why the current device cannot run them, if it cannot.");
   module.def(
+      "phase2_tile",
+      [](int type, std::int32_t tasks) {
+        return cs_kernels::cuda::phase2_tile(data_type(type), tasks);
+      },
+      py::arg("type"), py::arg("tasks"));
+  module.def(
+      "gradient_tile", [](int type) { return cs_kernels::cuda::gradient_tile(data_type(type)); },
+      py::arg("type"));
+  module.def(
       "shared_memory",
       [](std::int32_t tasks) {
         return std::map<std::string, std::size_t>{

@@ -7,6 +7,7 @@ from torch import Tensor
 
 import cs_kernels as cs
 from cs_kernels.ops import cuda
+from cs_kernels.ops.operands import DTYPES
 
 pytestmark = pytest.mark.skipif(
     EMULATION is None, reason="only with the CUDA kernels for this processor (CS_KERNELS_EMULATION)"
@@ -39,6 +40,17 @@ def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
         written += [gramian, *(update.clone() for update in updates)]
         _ops.drop_signs_(updates, grads, [0.1] * tasks, 1, 2, tasks)
         return written + updates
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_plan_counts_in_the_kernels_tiles(dtype: torch.dtype) -> None:
+    code = DTYPES.index(dtype)
+    for tasks in range(1, 65):
+        tile = cuda.operators.tiling(tasks, dtype).elements
+        assert tile == cuda._kernels.phase2_tile(code, tasks)
+        for drop in (False, True):
+            tile = cuda.operators.gradient_tile(tasks, dtype, drop=drop)
+            assert tile == cuda._kernels.gradient_tile(code)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -37,7 +37,7 @@ def unavailable() -> str | None:
 _TYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 THREADS = 128
-"""Of a block; the same number stands in csrc/cuda/tuning.h."""
+"""Of a block. Tiles are those of csrc/cuda; a test compares them."""
 
 _GENERAL_TILE = 32 * 16
 

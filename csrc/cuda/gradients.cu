@@ -317,7 +317,11 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks / 2) drop_signs_kernel(DropL
 } // namespace
 
 std::size_t gramian_memory(std::int32_t tasks) {
-  return gramian_bytes(tasks >= 2 && tasks <= kUnrolledTasks ? tasks : 0, tasks);
+  return gramian_bytes(is_unrolled(tasks) ? tasks : 0, tasks);
+}
+
+std::int64_t gradient_tile(DataType type) {
+  return with_type(type, [](auto like) { return kTile<decltype(like)>; });
 }
 
 Status gramian(const GradientLaunch& arguments, std::int32_t* counters, double* products,

@@ -80,7 +80,7 @@ template <class T> struct Work {
   }
 };
 
-template <class T, int kTasks> CS_DEVICE constexpr std::int64_t tile_elements() {
+template <class T, int kTasks> constexpr std::int64_t tile_elements() {
   return std::int64_t{kTasks > 0 ? kThreads * Vector<T>::kSize : 16 * kGeneralTile};
 }
 
@@ -498,7 +498,14 @@ template <class T, int kTasks> Status run(const Phase2Launch& arguments, Stream 
 } // namespace
 
 std::size_t phase2_memory(std::int32_t tasks) {
-  return shared_bytes(tasks >= 2 && tasks <= kUnrolledTasks ? tasks : 0, tasks);
+  return shared_bytes(is_unrolled(tasks) ? tasks : 0, tasks);
+}
+
+std::int64_t phase2_tile(DataType type, std::int32_t tasks) {
+  return with_type(type, [&](auto like) {
+    using T = decltype(like);
+    return is_unrolled(tasks) ? tile_elements<T, kUnrolledTasks>() : tile_elements<T, 0>();
+  });
 }
 
 Status phase2(const Phase2Launch& arguments, Stream stream) {

@@ -47,5 +47,6 @@ constexpr unsigned kPause = 100;
 
 // The tasks up to which kernels are unrolled.
 constexpr int kUnrolledTasks = 8;
+constexpr bool is_unrolled(int tasks) { return tasks >= 2 && tasks <= kUnrolledTasks; }
 
 } // namespace cs_kernels::cuda

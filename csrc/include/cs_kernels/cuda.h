@@ -17,6 +17,10 @@ const char* status_message(Status status);
 // Whether the current device can run these kernels.
 Status available();
 
+// Elements of a tile, which the caller's plan has to count in.
+std::int64_t phase2_tile(DataType type, std::int32_t tasks);
+std::int64_t gradient_tile(DataType type);
+
 // Bytes of shared memory of a block.
 std::size_t phase2_memory(std::int32_t tasks);
 std::size_t gramian_memory(std::int32_t tasks);
