@@ -8,10 +8,15 @@ from plain import closed_form_rows, projected_rows, rows, strength
 import cs_kernels as cs
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+TASKS, IN_EVERY_FORMAT = range(1, 11), range(1, 11)
+if EMULATION:
+    TASKS, IN_EVERY_FORMAT = (1, 2, 3, 4, 8, 9), (4,)
+elif INTERPRETED:
+    TASKS, IN_EVERY_FORMAT = (2, 4, 9), (2, 4)
 TASKS_AND_FORMATS = [
     (tasks, memory)
-    for tasks in ((1, 2, 3, 4, 8, 9) if EMULATION else (2, 4, 9) if INTERPRETED else range(1, 11))
-    for memory in (FORMATS[:1] if SMALL and tasks != 4 else FORMATS)
+    for tasks in TASKS
+    for memory in (FORMATS if tasks in IN_EVERY_FORMAT else FORMATS[:1])
 ]
 
 

@@ -78,8 +78,6 @@ class CudaOperators(GpuOperators):
     def launch_phase2(self, launch: Phase2Launch) -> None:
         """One launch of as many blocks as run at once."""
         plan = launch.plan
-        gamma = launch.energy if launch.gamma is None else launch.gamma
-        variance = launch.energy if launch.variance is None else launch.variance
         _kernels.phase2(
             type=_TYPES[launch.dtype],
             tasks=launch.tasks,
@@ -90,10 +88,10 @@ class CudaOperators(GpuOperators):
             ticket=launch.ticket.data_ptr(),
             counters=launch.counters.data_ptr(),
             energy=launch.energy.data_ptr(),
-            gamma_type=_TYPES[gamma.dtype],
-            gamma=gamma.data_ptr(),
-            variance_type=_TYPES[variance.dtype],
-            variance=variance.data_ptr(),
+            gamma_type=_TYPES[launch.gamma.dtype],
+            gamma=launch.gamma.data_ptr(),
+            variance_type=_TYPES[launch.variance.dtype],
+            variance=launch.variance.data_ptr(),
             epsilon=plan.epsilon.data_ptr(),
             products=launch.products.data_ptr(),
             factors=launch.factors.data_ptr(),

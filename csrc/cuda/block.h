@@ -9,6 +9,18 @@
 
 namespace cs_kernels::cuda {
 
+// What an item works on: elements or rows.
+struct Range {
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+// Item number `index` of those that share out `all`, so many each.
+CS_DEVICE Range item_range(std::int64_t index, std::int64_t each, std::int64_t all) {
+  const std::int64_t begin = index * each;
+  return {begin, begin + each < all ? begin + each : all};
+}
+
 // The sum over `lanes` threads that stand together, a power of two up to a warp; each has it. By
 // all threads of the warp.
 CS_DEVICE double warp_sum(double value, int lanes) {

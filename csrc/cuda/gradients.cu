@@ -17,8 +17,7 @@ template <class T> struct Piece {
   const std::int64_t* call;     // its row of the table of addresses
   std::int64_t item;
   bool aligned;
-  std::int64_t begin;
-  std::int64_t end;
+  Range range;
 
   CS_DEVICE explicit Piece(const GradientLaunch& launch)
       : Piece(launch, block_index(), launch.items[block_index()]) {}
@@ -38,10 +37,7 @@ private:
         call(launch.table +
              static_cast<std::int64_t>(of.tensor) * (kGradientGradients + launch.tasks)),
         item(number), aligned(load(call + kGradientAligned) != 0),
-        begin(of.index * tensor.tiles * kTile<T>) {
-    const std::int64_t wanted = begin + tensor.tiles * kTile<T>;
-    end = wanted < tensor.size ? wanted : tensor.size;
-  }
+        range(item_range(of.index, tensor.tiles * kTile<T>, tensor.size)) {}
 };
 
 struct GramianLaunch {
@@ -92,7 +88,8 @@ CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride,
     gradients[j] = piece.gradient(j);
   double products[pair_of(kTasks, 0)] = {};
   const int offset = thread_index() * kVector;
-  for (std::int64_t place = piece.begin + offset; place < piece.end; place += kStep<T>) {
+  for (std::int64_t place = piece.range.begin + offset; place < piece.range.end;
+       place += kStep<T>) {
     Vector<T> g[kTasks];
     const bool whole = piece.whole(place);
     CS_UNROLL(kTasks)
@@ -103,7 +100,7 @@ CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride,
         g[j] = as_vector<T>(load(words_at(gradients[j] + place)));
       else
         for (int e = 0; e < kVector; ++e)
-          g[j].x[e] = place + e < piece.end ? load(gradients[j] + place + e) : T{};
+          g[j].x[e] = place + e < piece.range.end ? load(gradients[j] + place + e) : T{};
     }
     CS_UNROLL(kTasks)
     for (int i = 0; i < kTasks; ++i)
@@ -140,13 +137,13 @@ CS_DEVICE void multiply_many(const Piece<T>& piece, int tasks, double* out, doub
   double* tile = products + pairs;
   for (int pair = thread_index(); pair < pairs; pair += kThreads)
     products[pair] = 0;
-  for (std::int64_t start = piece.begin; start < piece.end; start += kGeneralTile) {
+  for (std::int64_t start = piece.range.begin; start < piece.range.end; start += kGeneralTile) {
     synchronize_block();
     for (int n = thread_index(); n < tasks * kGeneralTile; n += kThreads) {
       const int j = n / kGeneralTile;
       const int e = n % kGeneralTile;
       const T* gradient = piece.gradient(j);
-      const bool here = gradient != nullptr && start + e < piece.end;
+      const bool here = gradient != nullptr && start + e < piece.range.end;
       tile[j * kWidth + e] = here ? widened(load(gradient + start + e)) : 0;
     }
     synchronize_block();
@@ -205,12 +202,13 @@ template <class T, int kTasks> Status run_gramian(const GramianLaunch& arguments
 template <class T, class Write> CS_DEVICE void for_each_vector(const Piece<T>& piece, Write write) {
   constexpr int kVector = Vector<T>::kSize;
   const int offset = thread_index() * kVector;
-  for (std::int64_t place = piece.begin + offset; place < piece.end; place += kStep<T>) {
+  for (std::int64_t place = piece.range.begin + offset; place < piece.range.end;
+       place += kStep<T>) {
     if (piece.whole(place)) {
       write(place, std::true_type{});
       continue;
     }
-    const std::int64_t stop = place + kVector < piece.end ? place + kVector : piece.end;
+    const std::int64_t stop = place + kVector < piece.range.end ? place + kVector : piece.range.end;
     CS_UNROLL(1)
     for (std::int64_t e = place; e < stop; ++e)
       write(e, std::false_type{});

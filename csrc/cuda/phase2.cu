@@ -186,9 +186,7 @@ template <class T, int kTasks> struct Sum {
     const PlannedTensor& tensor = work.tensor;
     for (int slot = 0; slot < kTasks * kTasks; ++slot)
       kept_at(slot) = 0;
-    const std::int64_t begin = index * tensor.tiles * kTile;
-    const std::int64_t wanted = begin + tensor.tiles * kTile;
-    const std::int64_t end = wanted < tensor.size ? wanted : tensor.size;
+    const auto [begin, end] = item_range(index, tensor.tiles * kTile, tensor.size);
     const int offset = thread_index() * kVector;
     Read next = read(begin + offset, end);
     for (std::int64_t place = begin + offset; place < end; place += kTile) {
@@ -288,9 +286,7 @@ template <class T> struct Sum<T, 0> {
     const PlannedTensor& tensor = work.tensor;
     for (int slot = thread_index(); slot < slots; slot += kThreads)
       products[slot] = 0;
-    const std::int64_t begin = index * tensor.tiles * kTile;
-    const std::int64_t wanted = begin + tensor.tiles * kTile;
-    const std::int64_t end = wanted < tensor.size ? wanted : tensor.size;
+    const auto [begin, end] = item_range(index, tensor.tiles * kTile, tensor.size);
     for (std::int64_t start = begin; start < end; start += kGeneralTile) {
       synchronize_block();
       read(start, end);
@@ -365,9 +361,7 @@ CS_DEVICE void add_conflicts(const Work<T>& work, std::int32_t index, std::int64
   synchronize_block();
   if (*any == 0)
     return;
-  const std::int64_t begin = index * tensor.tiles * tile;
-  const std::int64_t wanted = begin + tensor.tiles * tile;
-  const std::int64_t end = wanted < tensor.size ? wanted : tensor.size;
+  const auto [begin, end] = item_range(index, tensor.tiles * tile, tensor.size);
   constexpr int kStep = kThreads * kVector;
   const int offset = thread_index() * kVector;
   for (std::int64_t place = begin + offset; place < end; place += kStep) {
@@ -405,12 +399,10 @@ CS_DEVICE void energy_item(const Phase2Launch& launch, const Item& item, Shared&
   const std::int64_t* call =
       launch.table + static_cast<std::int64_t>(item.tensor) * (kGradients + launch.tasks);
   std::int32_t* counters = launch.counters + tensor.layer * kLayerCounters;
-  const std::int64_t first = item.index * tensor.energy_rows;
-  const std::int64_t last =
-      first + tensor.energy_rows < tensor.rows ? first + tensor.energy_rows : tensor.rows;
+  const Range rows = item_range(item.index, tensor.energy_rows, tensor.rows);
   double* energy = launch.energy + tensor.first_row;
-  row_energies(tensor, pointer<const T>(load(call + kWeight)), load(call + kAligned) != 0, first,
-               last, energy, shared.sums);
+  row_energies(tensor, pointer<const T>(load(call + kWeight)), load(call + kAligned) != 0, rows,
+               energy, shared.sums);
   if (!arrive(counters + kEnergiesDone, tensor.energy_items, &shared.last))
     return;
   const auto of_layer = [&](const Numbers& numbers) {

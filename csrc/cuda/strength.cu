@@ -6,11 +6,9 @@ namespace {
 template <class T> CS_KERNEL(kThreads, kSmallBlocks) energy_kernel(EnergyLaunch launch) {
   auto* room = reinterpret_cast<double*>(shared_memory());
   const PlannedTensor& tensor = *launch.tensor;
-  const std::int64_t first = block_index() * tensor.energy_rows;
-  const std::int64_t last =
-      first + tensor.energy_rows < tensor.rows ? first + tensor.energy_rows : tensor.rows;
-  row_energies(tensor, static_cast<const T*>(launch.weight), launch.aligned, first, last,
-               launch.energy, room);
+  const Range rows = item_range(block_index(), tensor.energy_rows, tensor.rows);
+  row_energies(tensor, static_cast<const T*>(launch.weight), launch.aligned, rows, launch.energy,
+               room);
 }
 
 // A block a task.

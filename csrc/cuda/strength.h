@@ -23,10 +23,10 @@ CS_DEVICE double number_at(const Numbers& numbers, std::int64_t place) {
   }
 }
 
-// energy[row] of rows [first, last). A row is worked on by as many threads as it feeds.
+// energy[row] of some rows. A row is worked on by as many threads as it feeds.
 template <class T>
-CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool aligned,
-                            std::int64_t first, std::int64_t last, double* energy, double* room) {
+CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool aligned, Range rows,
+                            double* energy, double* room) {
   constexpr int kVector = Vector<T>::kSize;
   const bool vectors = aligned && tensor.inner % kVector == 0;
   const std::int64_t step = vectors ? kVector : 1;
@@ -40,10 +40,10 @@ CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool a
   const int team = thread_index() / lanes;
   const int lane = thread_index() % lanes;
   const std::int64_t outer = quotient(tensor.length, tensor.inner);
-  for (std::int64_t base = first; base < last; base += teams) {
+  for (std::int64_t base = rows.begin; base < rows.end; base += teams) {
     const std::int64_t row = base + team;
     double sum = 0;
-    if (row < last) {
+    if (row < rows.end) {
       const std::int64_t group = quotient(row, tensor.channels);
       const std::int64_t channel = row - group * tensor.channels;
       CS_UNROLL(kEnergyLoads)
@@ -63,7 +63,7 @@ CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool a
       }
     }
     sum = whole_block ? block_sum(sum, room) : warp_sum(sum, lanes);
-    if (lane == 0 && row < last)
+    if (lane == 0 && row < rows.end)
       energy[row] = sum / static_cast<double>(tensor.kernel_size);
   }
 }

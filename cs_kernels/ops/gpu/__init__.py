@@ -54,9 +54,9 @@ class Phase2Launch:
     """int32 [layers, counters], zeros."""
     energy: Tensor
     """float64 [rows of all layers], room."""
-    gamma: Tensor | None
-    """[K, O] of one layer after the other, flattened."""
-    variance: Tensor | None
+    gamma: Tensor
+    """[K, O] of one layer after the other, flattened; anything where priorities are given."""
+    variance: Tensor
     products: Tensor
     """float64 [SUM items of all layers, tasks, tasks], room."""
     factors: Tensor
@@ -196,6 +196,7 @@ class GpuOperators(ABC):
             products_end = plan.rows + plan.sum_items * tasks * tasks
             room = products_end + layers * tasks
             scratch = torch.empty(room, dtype=torch.float64, device=device)
+            energy = scratch[: plan.rows]
             if not len(plan.items):
                 continue
             with on_device(device):
@@ -205,9 +206,9 @@ class GpuOperators(ABC):
                         numbers,
                         zeros[n:],
                         zeros[len(dtypes) :],
-                        scratch[: plan.rows],
-                        gamma,
-                        variance,
+                        energy,
+                        energy if gamma is None else gamma,
+                        energy if variance is None else variance,
                         scratch[plan.rows : products_end],
                         scratch[products_end:],
                         tasks,

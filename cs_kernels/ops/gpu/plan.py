@@ -34,6 +34,9 @@ MOST_SUM_ITEMS = 256
 
 MOST_TASKS = 64
 
+# Of a launch over all gradients, for each multiprocessor, before items are made larger.
+_LEAST_ITEMS = 16
+
 
 class ItemKind(IntEnum):
     """What an item is."""
@@ -372,7 +375,3 @@ def gradient_plan(
         tuple(group for group, n in enumerate(of_group) if n == 0),
         stream_of(device),
     )
-
-
-# For each multiprocessor, before items are made larger.
-_LEAST_ITEMS = 16
