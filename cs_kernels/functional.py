@@ -182,7 +182,7 @@ def phase2_update(
         raise TypeError(f"grads must have the weight's dtype {weight.dtype}, got {grads.dtype}")
     _check_device("grads", grads, weight)
     update = torch.empty_like(weight)
-    (priority,) = torch.ops.cs_kernels.phase2_update_(
+    priority: Tensor = torch.ops.cs_kernels.phase2_update_(
         [update],
         list(grads.detach()),
         [weight.detach()],

@@ -27,7 +27,9 @@ class TaskGradients:
         self.losses: list[Tensor | None] = [None] * tasks
         self.loss_scale: Tensor | None = None
         """What the losses were multiplied by before their backward passes, if by anything."""
-        self._updates: list[Tensor | None] = [None] * len(self.parameters)
+        self._updates: dict[int, Tensor] = {}
+        self._lie: list[object] = [None] * len(self.parameters)
+        """How each parameter lay in memory when its update was made."""
         self.clear()
 
     def clear(self) -> None:
@@ -44,22 +46,22 @@ class TaskGradients:
 
         """
         self.losses[task] = loss.detach()
-        row = self.rows[task]
-        for i, parameter in enumerate(self.parameters):
-            grad = parameter.grad
-            if grad is not None:
-                if grad.layout is not torch.strided:
-                    raise ValueError(
-                        f"trunk must have dense gradients, got a {grad.layout} one for"
-                        f" {self.names[i]}"
-                    )
-                row[i] = grad
-                parameter.grad = None
+        row = [parameter.grad for parameter in self.parameters]
+        for i, grad in enumerate(row):
+            if grad is not None and grad.layout is not torch.strided:
+                raise ValueError(
+                    f"trunk must have dense gradients, got a {grad.layout} one for {self.names[i]}"
+                )
+        self.rows[task] = row
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def reached(self) -> list[int]:
         """The parameters that at least one task has a gradient for."""
         return [
-            i for i in range(len(self.parameters)) if any(row[i] is not None for row in self.rows)
+            i
+            for i, of_tasks in enumerate(zip(*self.rows, strict=True))
+            if of_tasks[0] is not None or any(grad is not None for grad in of_tasks)
         ]
 
     def taking_part(self) -> list[int]:
@@ -84,20 +86,16 @@ class TaskGradients:
         return [self._update(i) for i in parameters]
 
     def _update(self, i: int) -> Tensor:
-        parameter, update = self.parameters[i], self._updates[i]
-        if (
-            update is None
-            or update.dtype is not parameter.dtype
-            or update.device != parameter.device
-            or update.shape != parameter.shape
-            or update.stride() != parameter.stride()
-        ):
-            update = torch.empty_like(parameter, requires_grad=False)
-            self._updates[i] = update
-        return update
+        parameter = self.parameters[i]
+        lies = (parameter.dtype, parameter.device, parameter.shape, parameter.stride())
+        # It had another shape, or was moved or cast.
+        if self._lie[i] != lies:
+            self._lie[i] = lies
+            self._updates[i] = torch.empty_like(parameter, requires_grad=False)
+        return self._updates[i]
 
     def assign(self, parameters: Sequence[int]) -> None:
         """Makes the updates of some parameters their `.grad`, and forgets the rows."""
         for i in parameters:
-            self.parameters[i].grad = self._update(i)
+            self.parameters[i].grad = self._updates[i]
         self.clear()

@@ -8,6 +8,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,18 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from cs_kernels.nn import TaskBatchNorm
 
 _LAYERS = (_ConvNd, nn.Linear)
+
+
+class Norm(NamedTuple):
+    """Where a normalization keeps what it has at present.
+
+    The dictionaries themselves: a step asks every layer's and task's, and the way to them over
+    modules and their attributes takes longer.
+    """
+
+    parameters: dict[str, nn.Parameter | None]
+    buffers: dict[str, Tensor | None]
+    attributes: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -30,28 +43,29 @@ class Layer:
     groups: int
     """Of a transposed convolution; 1 for all others, whose channels lie in dimension 0."""
     norm_name: str
-    norms: tuple[nn.Module, ...]
+    norms: tuple[Norm, ...]
     """The normalization of each task."""
 
-    def gammas(self) -> list[Tensor]:
-        """The scale of each task's normalization, [O]; ones where it has none."""
-        # Not through getattr: this is asked for every layer and task in every step.
-        return [
-            weight.detach()
-            if (weight := norm._parameters.get("weight")) is not None
-            else torch.ones_like(self._running_var(norm))
-            for norm in self.norms
-        ]
 
-    def running_vars(self) -> list[Tensor]:
-        """The running variance of each task's normalization, [O]."""
-        return [self._running_var(norm) for norm in self.norms]
+def gammas(layers: Sequence[Layer]) -> list[Tensor]:
+    """The scale of every normalization, [O], a layer's tasks together; ones where it has none."""
+    return [
+        torch.ones_like(cast("Tensor", norm.buffers["running_var"])) if gamma is None else gamma
+        for layer in layers
+        for norm in layer.norms
+        for gamma in [norm.parameters["weight"]]
+    ]
 
-    @staticmethod
-    def _running_var(norm: nn.Module) -> Tensor:
-        running_var = norm._buffers["running_var"]
-        assert running_var is not None
-        return running_var
+
+def running_vars(layers: Sequence[Layer]) -> list[Tensor]:
+    """The running variance of every normalization, [O], a layer's tasks together."""
+    buffers = [norm.buffers["running_var"] for layer in layers for norm in layer.norms]
+    return cast("list[Tensor]", buffers)  # A layer with one that is None has no priority.
+
+
+def epsilons(layers: Sequence[Layer]) -> list[float]:
+    """That of every normalization, a layer's tasks together."""
+    return [norm.attributes["eps"] for layer in layers for norm in layer.norms]
 
 
 @dataclass(frozen=True)
@@ -208,7 +222,7 @@ def find_layout(
                 out_channel_dim=1 if transposed else 0,
                 groups=module.groups if isinstance(module, _ConvTransposeNd) else 1,
                 norm_name=norm_name,
-                norms=norms,
+                norms=tuple(Norm(n._parameters, n._buffers, vars(n)) for n in norms),
             )
         )
     layers.sort(key=lambda layer: layer.weight_index)

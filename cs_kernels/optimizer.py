@@ -14,7 +14,16 @@ from torch.profiler import record_function
 
 from cs_kernels.checks import check_optimizer, check_overrides, check_trunk, checked_loss
 from cs_kernels.gradients import TaskGradients
-from cs_kernels.layout import Coverage, Followers, Layout, find_layout, shared_parameters
+from cs_kernels.layout import (
+    Coverage,
+    Followers,
+    Layout,
+    epsilons,
+    find_layout,
+    gammas,
+    running_vars,
+    shared_parameters,
+)
 from cs_kernels.methods import ConnectionStrength, Method
 from cs_kernels.nn import active, check_tasks, task_norms
 from cs_kernels.schedules import Joint, Phase, Schedule
@@ -263,10 +272,10 @@ class MultiTaskOptimizer:
             return {
                 layer.name: torch.ops.cs_kernels.task_priority(
                     torch.ops.cs_kernels.connection_strength(
-                        layer.weight.detach(),
-                        torch.stack(layer.gammas()),
-                        torch.stack(layer.running_vars()),
-                        [norm.eps for norm in layer.norms],
+                        layer.weight,
+                        torch.stack(gammas([layer])),
+                        torch.stack(running_vars([layer])),
+                        epsilons([layer]),
                         True,
                         layer.out_channel_dim,
                         layer.groups,

@@ -2,11 +2,36 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from operator import is_
 
 import torch
 from torch import Tensor, nn
 
 from cs_kernels.nn import task_norms
+
+
+class _Snapshot:
+    """Copies of some tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = list(tensors)
+        # Lists of one type on one device take few kernels, mixed ones a kernel a tensor.
+        alike: dict[object, list[Tensor]] = {}
+        for tensor in tensors:
+            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        self._lists = [(those, [torch.empty_like(t) for t in those]) for those in alike.values()]
+
+    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are the very tensors."""
+        return len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+
+    def take(self) -> None:
+        for tensors, copies in self._lists:
+            torch._foreach_copy_(copies, tensors)
+
+    def put_back(self) -> None:
+        for tensors, copies in self._lists:
+            torch._foreach_copy_(tensors, copies)
 
 
 class RunningStatistics:
@@ -20,7 +45,7 @@ class RunningStatistics:
                 self._of_task.setdefault(task, []).extend(norm.of(task).modules())
             own.update(norm.modules())
         self._common = [module for module in trunk.modules() if module not in own]
-        self._copies: dict[tuple[str, ...], list[Tensor]] = {}
+        self._snapshots: dict[tuple[str, ...], _Snapshot] = {}
 
     def _buffers(self, tasks: Sequence[str]) -> list[Tensor]:
         modules = [*self._common, *(m for task in tasks for m in self._of_task.get(task, []))]
@@ -29,21 +54,16 @@ class RunningStatistics:
     @contextlib.contextmanager
     def restored_on_error(self, tasks: Sequence[str]) -> Iterator[None]:
         """Puts them back if anything is raised inside the `with`."""
-        buffers = self._buffers(tasks)
         # Kept from step to step, so that a step costs one copy and no allocation.
-        key = tuple(tasks)
-        copies = self._copies.get(key, [])
-        if [(c.shape, c.dtype, c.device) for c in copies] != [
-            (b.shape, b.dtype, b.device) for b in buffers
-        ]:
-            copies = self._copies[key] = [torch.empty_like(b) for b in buffers]
-        if buffers:
-            torch._foreach_copy_(copies, buffers)
+        buffers, key = self._buffers(tasks), tuple(tasks)
+        snapshot = self._snapshots.get(key)
+        if snapshot is None or not snapshot.is_of(buffers):
+            snapshot = self._snapshots[key] = _Snapshot(buffers)
+        snapshot.take()
         try:
             yield
         except BaseException:
-            if buffers:
-                torch._foreach_copy_(buffers, copies)
+            snapshot.put_back()
             raise
 
     @contextlib.contextmanager

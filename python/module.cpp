@@ -14,6 +14,7 @@
 #include "cs_kernels/phase2.h"
 #include "cs_kernels/random.h"
 #include "cs_kernels/weights.h"
+#include "operands.h"
 #ifdef CS_KERNELS_CUDA
 #include "cuda.h"
 #endif
@@ -206,6 +207,7 @@ PYBIND11_MODULE(_C, module) {
   define_solver(module, "nash_mtl_weights", cs_kernels::cpu::nash_mtl_weights);
   define_solver(module, "imtl_g_weights", cs_kernels::cpu::imtl_g_weights);
   define_solver(module, "upgrad_weights", cs_kernels::cpu::upgrad_weights);
+  define_operands(module);
 #ifdef CS_KERNELS_CUDA
   define_cuda(module.def_submodule("cuda"));
 #endif

@@ -188,7 +188,9 @@ def test_tensors_on_different_devices_give_no_address_away() -> None:
     with pytest.raises(ValueError, match=r"grads must be .* on cpu, got .* on meta"):
         Operands([torch.zeros(4, 3)], grads, 2)
     elsewhere = torch.empty(8, device="meta")
-    operands = Operands([torch.ones(4, 3)], [torch.ones(4, 3)] * 2, 2, out_channel_dims=[0])
+    operands = Operands(
+        [torch.ones(4, 3)], [torch.ones(4, 3)] * 2, 2, out_channel_dims=[0], groups=[1]
+    )
     with pytest.raises(ValueError, match="running_var must be on cpu, got meta"):
         operands.check_statistics([torch.ones(4, 3)], torch.ones(8), elsewhere, [0.0, 0.0])
     with pytest.raises(ValueError, match="priorities must be on cpu, got meta"):

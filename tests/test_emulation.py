@@ -30,10 +30,10 @@ def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
     groups = [layer.kind.groups for layer in layers]
     weights = [layer.weight for layer in layers]
     with cs.use_backend("cuda"):
-        written = _ops.phase2_update_(
+        priorities = _ops.phase2_update_(
             updates, grads, weights, gamma, variance, eps, dims, groups, tasks
         )
-        written += [update.clone() for update in updates]
+        written = [priorities, *(update.clone() for update in updates)]
         group_of = [t % 3 for t in range(len(layers))]
         gramian = _ops.gramian(grads, group_of, 3, tasks)
         _ops.combine_(updates, grads, gramian.sum(1), group_of, tasks)

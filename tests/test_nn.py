@@ -8,7 +8,7 @@ from networks import PRIORITIZED, TASKS, Setup, Trunk
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels.layout import Followers, find_layout
+from cs_kernels.layout import Followers, find_layout, gammas
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_normalization_without_scale_counts_as_one() -> None:
     trunk = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False))
     cs.nn.convert_task_batchnorm(trunk, TASKS)
     (layer,) = _layout(trunk, torch.randn(8, 3)).layers
-    assert all(torch.equal(gamma, torch.ones(4)) for gamma in layer.gammas())
+    assert all(torch.equal(gamma, torch.ones(4)) for gamma in gammas([layer]))
     sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
     opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS)
     opt.step(lambda task: trunk(torch.randn(8, 3)).square().mean())

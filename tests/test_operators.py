@@ -285,7 +285,8 @@ def test_a_trunk_in_one_call(backend: str) -> None:
     for i in range(3):
         grads[3 * 4 + i] = None  # Of the fifth layer, every task.
     grads[3 * len(layers)] = None  # Of the first plain tensor, task 0.
-    priorities = torch.ops.cs_kernels.phase2_update_(*arguments.values())
+    flat = torch.ops.cs_kernels.phase2_update_(*arguments.values())
+    priorities = flat.split([layer.kind.channels for layer in layers])
     updates = arguments["updates"]
     for i, (layer, update, priority) in enumerate(
         zip(layers, updates[: len(layers)], priorities, strict=True)

@@ -3,7 +3,7 @@
 import torch
 
 from cs_kernels.gradients import TaskGradients
-from cs_kernels.layout import Layout
+from cs_kernels.layout import Layout, epsilons, gammas, running_vars
 from cs_kernels.methods.method import Method
 
 
@@ -19,17 +19,17 @@ class ConnectionStrength(Method):
 
     def combine(self, gradients: TaskGradients, layout: Layout) -> None:
         """One operator call for the whole trunk."""
-        reached = gradients.reached()
-        layers = [layer for layer in layout.layers if layer.weight_index in set(reached)]
-        prioritized = [layer.weight_index for layer in layers]
-        order = prioritized + [i for i in reached if i not in set(prioritized)]
+        reached = dict.fromkeys(gradients.reached())
+        layers = [layer for layer in layout.layers if layer.weight_index in reached]
+        # The prioritized ones first.
+        order = list(dict.fromkeys([layer.weight_index for layer in layers]) | reached)
         torch.ops.cs_kernels.phase2_update_(
             gradients.updates(order),
             gradients.of(order),
-            [layer.weight.detach() for layer in layers],
-            torch.cat([gamma for layer in layers for gamma in layer.gammas()]),
-            torch.cat([variance for layer in layers for variance in layer.running_vars()]),
-            [norm.eps for layer in layers for norm in layer.norms],
+            [layer.weight for layer in layers],
+            torch.cat(gammas(layers)),
+            torch.cat(running_vars(layers)),
+            epsilons(layers),
             [layer.out_channel_dim for layer in layers],
             [layer.groups for layer in layers],
             len(gradients.rows),

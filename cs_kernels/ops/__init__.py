@@ -88,7 +88,7 @@ def _(
 @_operator(
     "phase2_update_(Tensor(a!)[] updates, Tensor?[] grads, Tensor[] weights, Tensor gamma,"
     " Tensor running_var, float[] eps, int[] out_channel_dims, int[] groups, int tasks)"
-    " -> Tensor[]"
+    " -> Tensor"
 )
 def _(
     updates: Sequence[Tensor],
@@ -100,15 +100,13 @@ def _(
     out_channel_dims: Sequence[int],
     groups: Sequence[int],
     tasks: int,
-) -> list[Tensor]:
+) -> Tensor:
     """`connection_strength`, `task_priority` and `project_conflicts_` of a whole trunk in one call.
 
-    Returns the priorities, int64 [O] a layer.
+    Returns the priorities, int64 [O] of one layer after the other.
     """
-    return [
-        weight.new_empty((out_channels(weight, dim, group),), dtype=torch.int64)
-        for weight, dim, group in zip(weights, out_channel_dims, groups, strict=True)
-    ]
+    channels = map(out_channels, weights, out_channel_dims, groups)
+    return gamma.new_empty((sum(channels),), dtype=torch.int64)
 
 
 @_operator("gramian(Tensor?[] grads, int[] group_of, int groups, int tasks) -> Tensor")

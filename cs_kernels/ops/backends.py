@@ -64,6 +64,10 @@ def _no_cuda() -> str | None:
 
 
 def _no_triton() -> str | None:
+    from cs_kernels.ops import native
+
+    if native.unavailable is not None:
+        return native.unavailable
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not _INTERPRETED and not torch.cuda.is_available():

@@ -1,6 +1,5 @@
 """The CUDA kernels, through the compiled module `cs_kernels._C`."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,8 +7,8 @@ from torch import Tensor
 
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch
 from cs_kernels.ops.gpu.device import stream_of
-from cs_kernels.ops.gpu.plan import Phase2Plan, Tiling, aligned
-from cs_kernels.ops.operands import ALIGNED_SCALES, DTYPES, ChannelLayout
+from cs_kernels.ops.gpu.plan import Phase2Plan, Tiling
+from cs_kernels.ops.operands import ALIGNED_SCALES, DTYPES
 
 _import_error: ImportError | None = None
 _kernels: Any = None
@@ -68,12 +67,6 @@ class CudaOperators(GpuOperators):
     def gradient_tile(self, tasks: int, dtype: torch.dtype, *, drop: bool) -> int:
         """Four times 16 bytes for each thread."""
         return 4 * THREADS * 16 // dtype.itemsize
-
-    def vector_accesses(
-        self, layout: ChannelLayout, itemsize: int, addresses: Sequence[int]
-    ) -> bool:
-        """Whatever the layout."""
-        return aligned(addresses)
 
     def launch_phase2(self, launch: Phase2Launch) -> None:
         """One launch of as many blocks as run at once."""

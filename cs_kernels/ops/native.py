@@ -35,10 +35,6 @@ def _in_double(tensor: Tensor) -> Tensor:
     return tensor.to(torch.float64).contiguous()
 
 
-def _types(operands: Operands) -> list[int]:
-    return [_TYPES[output.dtype] for output in operands.outputs]
-
-
 def connection_strength(
     weight: Tensor,
     gamma: Tensor,
@@ -85,7 +81,7 @@ def task_priority(strength: Tensor) -> Tensor:
 
 def _phase2(
     operands: Operands,
-    priorities: Sequence[Tensor],
+    priorities: Sequence[int],
     weights: Sequence[Tensor] = (),
     gamma: int = 0,
     variance: int = 0,
@@ -93,11 +89,11 @@ def _phase2(
 ) -> None:
     _C.phase2(
         tasks=operands.tasks,
-        types=_types(operands),
+        types=operands.types,
         layouts=operands.layouts,
-        updates=operands.addresses(),
+        updates=operands.addresses,
         gradients=operands.gradients,
-        priorities=[priority.data_ptr() for priority in priorities],
+        priorities=priorities,
         weights=[weight.data_ptr() for weight in weights],
         gamma=gamma,
         variance=variance,
@@ -118,7 +114,8 @@ def project_conflicts_(
     """Reads K * N gradients once and writes N; rows in conflict are visited again in cache."""
     operands = Operands(updates, grads, tasks, out_channel_dims=out_channel_dims, groups=groups)
     operands.check_priorities(priorities)
-    _phase2(operands, [priority.contiguous() for priority in priorities])
+    priorities = [priority.contiguous() for priority in priorities]
+    _phase2(operands, [priority.data_ptr() for priority in priorities])
 
 
 def phase2_update_(
@@ -131,18 +128,14 @@ def phase2_update_(
     out_channel_dims: Sequence[int],
     groups: Sequence[int],
     tasks: int,
-) -> list[Tensor]:
+) -> Tensor:
     """Reads N weights and K * N gradients once and writes N; conflicts again in cache."""
     operands = Operands(updates, grads, tasks, out_channel_dims=out_channel_dims, groups=groups)
     weights = operands.weights(weights)
     channels = operands.check_statistics(weights, gamma, running_var, eps)
     gamma, variance = _in_double(gamma), _in_double(running_var)
-    # A layer without elements has no strength and no address: its channels are the first task's.
-    priorities = [
-        (torch.empty if weight.numel() else torch.zeros)(count, dtype=torch.int64)
-        for weight, count in zip(weights, channels, strict=True)
-    ]
-    _phase2(operands, priorities, weights, gamma.data_ptr(), variance.data_ptr(), eps)
+    priorities, addresses = operands.priorities(channels)
+    _phase2(operands, addresses, weights, gamma.data_ptr(), variance.data_ptr(), eps)
     return priorities
 
 
@@ -152,8 +145,8 @@ def _gradients(operands: Operands) -> dict[str, Any]:
         raise ValueError(f"tasks must be in [1, {_C.max_tasks}], got {operands.tasks}")
     return {
         "tasks": operands.tasks,
-        "types": _types(operands),
-        "sizes": [output.numel() for output in operands.outputs],
+        "types": operands.types,
+        "sizes": operands.sizes,
         "gradients": operands.gradients,
         "threads": torch.get_num_threads(),
     }
@@ -190,7 +183,7 @@ def combine_(
         **_gradients(operands),
         groups=groups,
         group_of=list(group_of),
-        updates=operands.addresses(),
+        updates=operands.addresses,
         weights=weights.data_ptr(),
     )
     operands.finish()
@@ -208,7 +201,7 @@ def drop_signs_(
     operands = Operands(updates, grads, tasks)
     _C.drop_signs(
         **_gradients(operands),
-        updates=operands.addresses(),
+        updates=operands.addresses,
         leaks=list(leaks),
         seed=seed,
         step=step,

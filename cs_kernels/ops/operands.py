@@ -4,12 +4,13 @@ The kernels read memory as it lies, so a weight, its gradients and its update mu
 layout there. Where a caller's have not, they are copied first.
 """
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from math import prod
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from cs_kernels import _C
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -20,40 +21,12 @@ ChannelLayout = tuple[int, int, int, int]
 """A tensor's memory as an array [groups, outer, channels, inner]."""
 
 
-@lru_cache(maxsize=4096)
-def channel_layout(
-    shape: tuple[int, ...], stride: tuple[int, ...], out_channel_dim: int, groups: int
-) -> ChannelLayout | None:
-    """The tensor's memory as an array [groups, outer, channels, inner]; None if it is not one."""
-    if prod(shape) == 0:
-        return (1, 1, shape[out_channel_dim] if shape else 0, 0)
-    dims = sorted((d for d in range(len(shape)) if shape[d] > 1), key=lambda d: -stride[d])
-    expected = 1
-    for d in reversed(dims):
-        if stride[d] != expected:
-            return None
-        expected *= shape[d]
-    sizes = {d: shape[d] for d in dims}
-    if out_channel_dim == 1 and groups > 1:
-        if dims[0] != 0:
-            return None
-        sizes[0] //= groups
-    else:
-        groups = 1
-    if out_channel_dim not in sizes:
-        return (groups, 1, 1, prod(sizes.values()))
-    place = dims.index(out_channel_dim)
-    outer = prod(sizes[d] for d in dims[:place])
-    inner = prod(sizes[d] for d in dims[place + 1 :])
-    return (groups, outer, shape[out_channel_dim], inner)
-
-
 def as_channels(weight: Tensor, out_channel_dim: int, groups: int) -> tuple[Tensor, ChannelLayout]:
     """The tensor or a contiguous copy, and how it lies in memory."""
-    layout = channel_layout(weight.shape, weight.stride(), out_channel_dim, groups)
+    layout = _C.channel_layout(weight.shape, weight.stride(), out_channel_dim, groups)
     if layout is None:
         weight = weight.contiguous()
-        layout = channel_layout(weight.shape, weight.stride(), out_channel_dim, groups)
+        layout = _C.channel_layout(weight.shape, weight.stride(), out_channel_dim, groups)
         assert layout is not None
     return weight, layout
 
@@ -144,58 +117,46 @@ class Operands:
         groups: Sequence[int] = (),
         name: str = "updates",
     ) -> None:
-        if len(grads) != len(outputs) * tasks:
-            raise ValueError(
-                f"grads must have {len(outputs) * tasks} entries, one a tensor and task,"
-                f" got {len(grads)}"
-            )
         self.tasks = tasks
-        self.layouts: list[ChannelLayout] = []
-        self.outputs: list[Tensor] = []
-        self.gradients: list[int] = []
-        """Addresses; 0 for a gradient that is missing."""
+        self.outputs = list(outputs)
         self._copies: list[tuple[Tensor, Tensor]] = []
+        grads, dims, of_groups = list(grads), list(out_channel_dims), list(groups)
+        found = _C.Operands(self.outputs, grads, tasks, dims, of_groups)
+        if found.unfit:
+            for t in found.unfit:
+                self._refit(t, name)
+            found = _C.Operands(self.outputs, grads, tasks, dims, of_groups)
+            assert not found.unfit
+        self.types = found.types
+        """Of the outputs: indices into DTYPES."""
+        self.layouts: list[ChannelLayout] = found.layouts
+        self.sizes = found.sizes
+        """Numbers of elements."""
+        self.kernel_sizes = found.kernel_sizes
+        """Numbers of elements behind the first two dimensions."""
+        self.addresses = found.addresses
+        """Of the outputs."""
+        self.gradients = found.gradient_addresses
+        """Addresses; 0 for a gradient that is missing."""
         self._alive: list[Tensor] = []
-        for t, given in enumerate(outputs):
-            dim, group = (out_channel_dims[t], groups[t]) if t < len(groups) else (0, 1)
-            output = given
-            check_device(output, outputs[0].device, name)
-            layout = channel_layout(output.shape, output.stride(), dim, group)
-            if layout is None:
-                output = torch.empty_like(given, memory_format=torch.contiguous_format)
-                layout = channel_layout(output.shape, output.stride(), dim, group)
-                assert layout is not None
-                self._copies.append((given, output))
-            check_type(output, name)
-            self.layouts.append(layout)
-            self.outputs.append(output)
-            self.gradients.extend(self._addresses(grads[t * tasks : (t + 1) * tasks], output))
+        for place in found.misfits:
+            grad = grads[place]
+            assert grad is not None
+            self._alive.append(laid_out(grad, self.outputs[place // tasks], "grads"))
+            self.gradients[place] = self._alive[-1].data_ptr()
 
-    def _addresses(self, grads: Sequence[Tensor | None], like: Tensor) -> Iterator[int]:
-        """Of gradients that lie in memory as `like` does; those that do not are copied first."""
-        shape, stride, dtype, device = like.shape, like.stride(), like.dtype, like.device
-        for grad in grads:
-            if grad is None:
-                yield 0
-            elif (
-                grad.stride() == stride
-                and grad.dtype is dtype
-                and grad.shape == shape
-                and grad.device == device
-            ):
-                yield grad.data_ptr()
-            else:
-                self._alive.append(laid_out(grad, like, "grads"))
-                yield self._alive[-1].data_ptr()
+    def _refit(self, t: int, name: str) -> None:
+        """Puts a contiguous tensor in the place of an output that has no layout of its own."""
+        given = self.outputs[t]
+        check_device(given, self.outputs[0].device, name)
+        check_type(given, name)
+        self.outputs[t] = torch.empty_like(given, memory_format=torch.contiguous_format)
+        self._copies.append((given, self.outputs[t]))
 
     def channels(self, layer: int) -> int:
         """The number of output channels."""
         groups, _, channels, _ = self.layouts[layer]
         return groups * channels
-
-    def addresses(self) -> list[int]:
-        """Of the outputs."""
-        return [output.data_ptr() for output in self.outputs]
 
     def check_here(self, tensor: Tensor, name: str) -> None:
         """Raises a ValueError for a tensor that is not on the device of the outputs."""
@@ -214,10 +175,10 @@ class Operands:
 
     def weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Those of the first tensors, as their updates lie in memory."""
-        return [
-            laid_out(weight, output, "weights")
-            for weight, output in zip(weights, self.outputs, strict=False)
-        ]
+        weights = list(weights)
+        for layer in _C.misfits(weights, self.outputs):
+            weights[layer] = laid_out(weights[layer], self.outputs[layer], "weights")
+        return weights
 
     def check_statistics(
         self,
@@ -236,6 +197,16 @@ class Operands:
         if len(eps) != self.tasks * len(weights):
             raise ValueError(f"eps must have {self.tasks * len(weights)} entries, got {len(eps)}")
         return channels
+
+    def priorities(self, channels: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Room for the priorities of the first tensors, one after the other; each one's address."""
+        # A layer without elements has no strength and no address: the first task's.
+        make = torch.zeros if 0 in self.sizes[: len(channels)] else torch.empty
+        device = self.outputs[0].device if self.outputs else None
+        room = make(sum(channels), dtype=torch.int64, device=device)
+        starts = accumulate(channels, initial=0)
+        address, step = room.data_ptr(), room.itemsize
+        return room, [address + step * start for start, _ in zip(starts, channels, strict=False)]
 
     def finish(self) -> None:
         """Writes the outputs whose memory had no layout of its own."""

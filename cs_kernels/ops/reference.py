@@ -116,7 +116,7 @@ def phase2_update_(
     out_channel_dims: Sequence[int],
     groups: Sequence[int],
     tasks: int,
-) -> list[Tensor]:
+) -> Tensor:
     """Priorities from the weights, then Phase 2."""
     priorities = []
     start = 0
@@ -135,7 +135,7 @@ def phase2_update_(
         priorities.append(task_priority(strength))
         start = of_layer.stop
     project_conflicts_(updates, grads, priorities, out_channel_dims, groups, tasks)
-    return priorities
+    return torch.cat([gamma.new_empty(0, dtype=torch.int64), *priorities])
 
 
 def gramian(

@@ -14,13 +14,14 @@ from struct import pack, unpack
 import torch
 from torch import Tensor
 
-from cs_kernels.ops.gpu.device import keep, upload
+from cs_kernels.ops.gpu.device import keep, on_host, room_here, send, upload
 from cs_kernels.ops.gpu.plan import (
     MOST_TASKS,
+    CallField,
     Counter,
+    GradientCallField,
     Phase2Plan,
     Tiling,
-    aligned,
     gradient_plan,
     layer_plan,
     phase2_plan,
@@ -80,9 +81,18 @@ class GradientLaunch:
     dtype: torch.dtype
 
 
+VECTOR_BYTES = 16
+"""Of one access."""
+
+
 def _check_tasks(tasks: int) -> None:
     if not 1 <= tasks <= MOST_TASKS:
         raise ValueError(f"tasks must be in [1, {MOST_TASKS}], got {tasks}")
+
+
+def aligned(addresses: Tensor) -> Tensor:
+    """Whether 16 bytes can be read at once at all addresses of a row."""
+    return (addresses % VECTOR_BYTES == 0).all(1)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -101,11 +111,10 @@ class GpuOperators(ABC):
     def gradient_tile(self, tasks: int, dtype: torch.dtype, *, drop: bool) -> int:
         """Elements of a tile of the kernels over all gradients, or of sign dropping's."""
 
-    @abstractmethod
-    def vector_accesses(
-        self, layout: ChannelLayout, itemsize: int, addresses: Sequence[int]
-    ) -> bool:
-        """Whether Phase 2 may read tensors at these addresses 16 bytes at a time."""
+    def whole_vectors(self, layout: ChannelLayout, itemsize: int) -> bool:
+        """Whether Phase 2 may read a tensor 16 bytes at a time, if its addresses allow."""
+        del layout, itemsize
+        return True
 
     @abstractmethod
     def launch_phase2(self, launch: Phase2Launch) -> None:
@@ -157,7 +166,7 @@ class GpuOperators(ABC):
     def _phase2(
         self,
         operands: Operands,
-        priorities: Sequence[Tensor],
+        priorities: Sequence[int],
         weights: Sequence[Tensor] = (),
         gamma: Tensor | None = None,
         variance: Tensor | None = None,
@@ -168,27 +177,32 @@ class GpuOperators(ABC):
         if not operands.outputs:
             return
         device = operands.outputs[0].device
-        layers = len(priorities)
+        layers, tensors = len(priorities), len(operands.outputs)
         layouts = operands.layouts[:layers]
-        layouts += [(1, 1, 1, output.numel()) for output in operands.outputs[layers:]]
-        rows: list[int] = []
-        for t, (output, layout) in enumerate(zip(operands.outputs, layouts, strict=True)):
-            grads = operands.gradients[t * tasks : (t + 1) * tasks]
-            weight = weights[t].data_ptr() if t < len(weights) else 0
-            priority = priorities[t].data_ptr() if t < layers else 0
-            addresses = [output.data_ptr(), weight, *grads]
-            vectors = self.vector_accesses(layout, output.element_size(), addresses)
-            rows += [output.data_ptr(), weight, priority, vectors, *grads]
-        dtypes = list(dict.fromkeys(output.dtype for output in operands.outputs))
-        counters = len(dtypes) + len(Counter) * layers
-        numbers = upload(rows + [0] * -(-counters // 2), device)
-        zeros = numbers[len(rows) :].view(torch.int32)
-        for n, dtype in enumerate(dtypes):
+        layouts += [(1, 1, 1, size) for size in operands.sizes[layers:]]
+        types = list(dict.fromkeys(operands.types))
+        counters = len(types) + len(Counter) * layers
+        width = CallField.GRADIENTS + tasks
+        here = room_here(tensors * width - (-counters // 2), device).zero_()
+        table = here[: tensors * width].view(tensors, width)
+        table[:, CallField.UPDATE] = on_host(operands.addresses)
+        table[:, CallField.GRADIENTS :] = on_host(operands.gradients).view(tensors, tasks)
+        table[: len(weights), CallField.WEIGHT] = on_host([w.data_ptr() for w in weights])
+        vectors = [
+            self.whole_vectors(layout, DTYPES[code].itemsize)
+            for layout, code in zip(layouts, operands.types, strict=True)
+        ]
+        table[:, CallField.ALIGNED] = aligned(table) & on_host(vectors)
+        table[:layers, CallField.PRIORITY] = on_host(priorities)
+        numbers = send(here, device)
+        zeros = numbers[table.numel() :].view(torch.int32)
+        for n, code in enumerate(types):
+            dtype = DTYPES[code]
             plan = phase2_plan(
                 tuple(layouts),
-                tuple(prod(output.shape[2:]) for output in operands.outputs[:layers]),
+                tuple(operands.kernel_sizes[:layers]),
                 None if eps is None else tuple(eps),
-                tuple(output.dtype is dtype for output in operands.outputs),
+                tuple(other == code for other in operands.types),
                 self.tiling(tasks, dtype),
                 device,
             )
@@ -205,7 +219,7 @@ class GpuOperators(ABC):
                         plan,
                         numbers,
                         zeros[n:],
-                        zeros[len(dtypes) :],
+                        zeros[len(types) :],
                         energy,
                         energy if gamma is None else gamma,
                         energy if variance is None else variance,
@@ -229,7 +243,8 @@ class GpuOperators(ABC):
         """Reads K * N gradients once and writes N; rows in conflict are visited again in cache."""
         operands = Operands(updates, grads, tasks, out_channel_dims=out_channel_dims, groups=groups)
         operands.check_priorities(priorities)
-        self._phase2(operands, [priority.contiguous() for priority in priorities])
+        priorities = [priority.contiguous() for priority in priorities]
+        self._phase2(operands, [priority.data_ptr() for priority in priorities])
 
     def phase2_update_(
         self,
@@ -242,18 +257,14 @@ class GpuOperators(ABC):
         out_channel_dims: Sequence[int],
         groups: Sequence[int],
         tasks: int,
-    ) -> list[Tensor]:
+    ) -> Tensor:
         """Reads N weights and K * N gradients once and writes N; conflicts again in cache."""
         operands = Operands(updates, grads, tasks, out_channel_dims=out_channel_dims, groups=groups)
         weights = operands.weights(weights)
         channels = operands.check_statistics(weights, gamma, running_var, eps)
-        room = torch.empty(sum(channels), dtype=torch.int64, device=gamma.device)
-        priorities = list(torch.split(room, channels))
-        for weight, priority in zip(weights, priorities, strict=True):
-            if not weight.numel():  # No strength and no address: the first task's.
-                priority.zero_()
+        priorities, addresses = operands.priorities(channels)
         self._phase2(
-            operands, priorities, weights, gamma.contiguous(), running_var.contiguous(), eps
+            operands, addresses, weights, gamma.contiguous(), running_var.contiguous(), eps
         )
         return priorities
 
@@ -283,7 +294,8 @@ class GpuOperators(ABC):
         keep(plan, weight.device)
         with on_device(weight.device):
             if weight.numel():
-                vectors = self.vector_accesses(layout, weight.element_size(), [weight.data_ptr()])
+                vectors = self.whole_vectors(layout, weight.itemsize)
+                vectors = vectors and weight.data_ptr() % VECTOR_BYTES == 0
                 self.launch_energies(plan, weight, energy, vectors=vectors)
             if channels:
                 self.launch_strengths(
@@ -322,17 +334,23 @@ class GpuOperators(ABC):
         if not operands.outputs:
             return
         device = operands.outputs[0].device
-        rows: list[int] = []
-        for t, output in enumerate(operands.outputs):
-            grads = operands.gradients[t * tasks : (t + 1) * tasks]
-            rows += [output.data_ptr(), aligned([output.data_ptr(), *grads]), *grads]
-        numbers = upload([*rows, *extra], device)
-        for dtype in dict.fromkeys(output.dtype for output in operands.outputs):
+        tensors = len(operands.outputs)
+        width = GradientCallField.GRADIENTS + tasks
+        here = room_here(tensors * width + len(extra), device)
+        table = here[: tensors * width].view(tensors, width)
+        table[:, GradientCallField.UPDATE] = on_host(operands.addresses)
+        table[:, GradientCallField.GRADIENTS :] = on_host(operands.gradients).view(tensors, tasks)
+        table[:, GradientCallField.ALIGNED] = 0
+        table[:, GradientCallField.ALIGNED] = aligned(table)
+        here[table.numel() :] = on_host(extra)
+        numbers = send(here, device)
+        for code in dict.fromkeys(operands.types):
+            dtype = DTYPES[code]
             plan = gradient_plan(
-                tuple(output.numel() for output in operands.outputs),
+                tuple(operands.sizes),
                 tuple(group_of),
                 groups,
-                tuple(output.dtype is dtype for output in operands.outputs),
+                tuple(other == code for other in operands.types),
                 self.gradient_tile(tasks, dtype, drop=drop),
                 most_tiles,
                 device,
@@ -344,7 +362,7 @@ class GpuOperators(ABC):
                     plan.empty_groups,
                     plan.tensors,
                     numbers,
-                    numbers[len(rows) :],
+                    numbers[table.numel() :],
                     tasks,
                     dtype,
                 )

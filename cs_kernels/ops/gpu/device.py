@@ -56,11 +56,25 @@ def refuse_capture(device: torch.device) -> None:
         )
 
 
-def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Int64 numbers on the device."""
+def room_here(numbers: int, device: torch.device) -> Tensor:
+    """Int64 numbers on the host, for `send`."""
     # Pinned memory cannot be had during a capture.
     pinned = device.type == "cuda" and not _capturing(device)
-    here = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=pinned)
+    return torch.empty(numbers, dtype=torch.int64, device="cpu", pin_memory=pinned)
+
+
+def send(here: Tensor, device: torch.device) -> Tensor:
+    """The same numbers on the device, without waiting."""
     if _capturing(device):
         _captured.append(here)
     return here.to(device, non_blocking=True)
+
+
+def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Int64 numbers on the device."""
+    return send(room_here(len(numbers), device).copy_(on_host(numbers)), device)
+
+
+def on_host(numbers: Sequence[int]) -> Tensor:
+    """Int64, whatever the default device."""
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")

@@ -178,14 +178,6 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def aligned(addresses: Sequence[int]) -> bool:
-    """Whether 16 bytes can be read at once at each of these."""
-    together = 0
-    for address in addresses:
-        together |= address
-    return together % 16 == 0
-
-
 @lru_cache(maxsize=64)
 def phase2_plan(
     layouts: tuple[ChannelLayout, ...],

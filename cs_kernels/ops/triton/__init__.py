@@ -1,6 +1,5 @@
 """The kernels in Triton, for a GPU; or for Triton's interpreter, on the CPU."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +7,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch
-from cs_kernels.ops.gpu.plan import Phase2Plan, Tiling, aligned, power_of_two
+from cs_kernels.ops.gpu import VECTOR_BYTES, GpuOperators, GradientLaunch, Phase2Launch
+from cs_kernels.ops.gpu.plan import Phase2Plan, Tiling, power_of_two
 from cs_kernels.ops.operands import ChannelLayout
 from cs_kernels.ops.triton import gradients, phase2, solvers
 
@@ -122,12 +121,10 @@ class TritonOperators(GpuOperators):
         """As many as registers hold."""
         return Variant.of(tasks, dtype).elements // (DROP_PARTS if drop else 1)
 
-    def vector_accesses(
-        self, layout: ChannelLayout, itemsize: int, addresses: Sequence[int]
-    ) -> bool:
+    def whole_vectors(self, layout: ChannelLayout, itemsize: int) -> bool:
         """Where every row can be read 16 bytes at a time."""
         _, outer, _, inner = layout
-        return outer == 1 and (inner * itemsize) % 16 == 0 and aligned(addresses)
+        return outer == 1 and (inner * itemsize) % VECTOR_BYTES == 0
 
     def launch_phase2(self, launch: Phase2Launch) -> None:
         """One launch."""

@@ -1,0 +1,51 @@
+// The part of DLPack's exchange API that shows a tensor where it is: the structures of version 1,
+// https://dmlc.github.io/dlpack/latest/c_api.html. So tensors are read without torch's headers.
+#pragma once
+
+#include <cstdint>
+
+namespace dlpack {
+
+constexpr std::uint32_t kMajorVersion = 1;
+constexpr const char* kTypeAttribute = "__dlpack_c_exchange_api__";
+constexpr const char* kCapsuleName = "dlpack_exchange_api";
+
+// Codes of types.
+constexpr std::uint8_t kFloat = 2;
+constexpr std::uint8_t kBfloat = 4;
+
+struct Device {
+  std::int32_t type;
+  std::int32_t index;
+};
+
+struct DataType {
+  std::uint8_t code;
+  std::uint8_t bits;
+  std::uint16_t lanes;
+};
+
+// Its arrays belong to the tensor.
+struct Tensor {
+  void* data;
+  Device device;
+  std::int32_t dimensions;
+  DataType type;
+  std::int64_t* shape;
+  std::int64_t* strides;
+  std::uint64_t byte_offset;
+};
+
+struct ExchangeApi {
+  std::uint32_t major_version;
+  std::uint32_t minor_version;
+  const ExchangeApi* previous;
+  void (*allocate)();
+  void (*managed_from_object)();
+  void (*managed_to_object)();
+  // 0, or -1 with a Python exception set.
+  int (*tensor_from_object)(void* object, Tensor* out);
+  void (*current_stream)();
+};
+
+} // namespace dlpack
