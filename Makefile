@@ -65,28 +65,38 @@ format: $(VENV)/.ready
 
 # A process a file: what one has done to the heap changes how fast the peers of the next allocate.
 bench: $(VENV)/.ready
-	for table in phase2 methods steps; do \
+	for table in phase2 methods steps host; do \
 		$(PYTHON) -m pytest bench/test_$$table.py --benchmark-disable-gc --quiet || exit 1; \
 	done
 
 install-gpu:
 	CUDAARCHS=native $(GPU_PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .
 
+# Records under bench/results say how each run ended.
+GPU_PYTEST = $(GPU_PYTHON) -m pytest --override-ini filterwarnings=default
+GPU_PROCESSES ?= 8
+
 test-gpu: install-gpu
-	$(GPU_PYTHON) -m pytest --override-ini filterwarnings=default -k "triton or cuda or gpu" \
-		--ignore tests/test_triton_compiles.py tests
+	mkdir -p build
+	$(GPU_PYTEST) --numprocesses $(GPU_PROCESSES) -k "triton or cuda or gpu" \
+		--ignore tests/test_triton_compiles.py --junit-xml build/test.xml tests; \
+		result=$$?; $(GPU_PYTHON) bench/records.py tests build/test.xml; exit $$result
 
 # Initcheck has to see who writes what our kernels read: torch's kernels too.
 sanitize-gpu: install-gpu
+	mkdir -p build
 	for tool in memcheck racecheck synccheck initcheck; do \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
 			$$(test $$tool = initcheck || echo --kernel-name kns=cs_kernels) \
-			$(GPU_PYTHON) -m pytest --override-ini filterwarnings=default \
-			-k "sanitized and cuda" tests/test_gpu.py || exit 1; \
+			$(GPU_PYTEST) -k "sanitized and cuda" --junit-xml build/$$tool.xml \
+			tests/test_gpu.py || exit 1; \
+		$(GPU_PYTHON) bench/records.py $$tool build/$$tool.xml; \
 	done
 
+# Training steps in HRNet-18 need timm.
 bench-gpu: install-gpu
-	$(GPU_PYTHON) -m pytest --override-ini filterwarnings=default --quiet bench/test_gpu.py
+	$(GPU_PYTEST) --quiet bench/test_gpu.py
+	$(GPU_PYTEST) --quiet "bench/test_steps.py::test_training_steps[hrnet18]"
 
 demo: $(VENV)/.ready
 	$(PYTHON) examples/demo.py $(if $(QUICK),--quick) $(if $(METHODS),--methods $(METHODS))

@@ -1,23 +1,13 @@
 """Collects the cases of a run, prints them as tables, and keeps them as records."""
 
-import contextlib
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Iterator
-from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import pytest
+import records
 import tables
 import torch
-
-from cs_kernels import _C
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,52 +31,10 @@ class Report:
 
     def __init__(self) -> None:
         self.tables: dict[str, list[dict[str, Any]]] = {}
-        self.origin = origin()
+        self.origin = records.origin()
 
     def add(self, table: str, **case: Any) -> None:
         self.tables.setdefault(table, []).append(case)
-
-
-def origin() -> dict[str, Any]:
-    """When, where and of what a run is."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        cwd=RESULTS.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    return {
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit,
-        "machine": machine(),
-        "versions": versions(),
-    }
-
-
-def versions() -> dict[str, str]:
-    found = {}
-    for name in ("cs_kernels", "torch", "triton", "torchjd"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def machine() -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "instruction_set": _C.cpu_instruction_set,
-        "python": platform.python_version(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
 
 
 _report = Report()
@@ -110,10 +58,7 @@ def pytest_terminal_summary(
         for line in tables.LINES[name](cases):
             terminalreporter.line(line)
         if whole:
-            RESULTS.mkdir(exist_ok=True)
-            path = RESULTS / f"{name}.jsonl"
-            with path.open("a") as file:
-                file.write(json.dumps({**_report.origin, "cases": cases}) + "\n")
+            path = records.append(name, {**_report.origin, "cases": cases})
             if name in tables.PLOTTED:
                 import plot
 

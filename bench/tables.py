@@ -87,13 +87,41 @@ def solvers(cases: Cases) -> Iterator[str]:
 
 def steps(cases: Cases) -> Iterator[str]:
     """Whole training steps."""
-    yield "training steps in the demo's network, all methods in turn"
-    yield f"{'method':16} {'step ms':>8} {'surgery ms':>10} {'over Phase 1':>12}"
+    c = cases[0]
+    pictures = f"{c['batch']} pictures of {c['size']} x {c['size']}"
+    yield f"training steps: {c['network']}, {c['tasks']} tasks, {pictures}; all rows in turn"
+    yield "surgery: between the backward passes and the optimizer; host: what the host does of it"
+    on_device = "launches" in c
+    yield (
+        f"{'method':16} {'step ms':>8} {'surgery ms':>10} {'of step':>8} {'host ms':>8}"
+        f" {'over Phase 1':>12}" + (f" {'peak MB':>8} {'launches':>8} {'waits':>5}" * on_device)
+    )
     for c in cases:
         yield (
             f"{c['method']:16} {c['milliseconds']:8.1f} {c['surgery_milliseconds']:10.2f}"
+            f" {100 * c['surgery_share']:7.2f}% {c['surgery_host_milliseconds']:8.2f}"
             f" {100 * c['over_phase_1']:+11.1f}%"
+            + (
+                f" {c['peak_bytes'] / 1e6:8.0f} {c['launches']:8} {c['synchronizations']:5}"
+                if on_device
+                else ""
+            )
         )
+    for c in cases:
+        if on_device and c["method"].startswith("Phase 2"):
+            share, waits = c["surgery_share"], c["synchronizations"]
+            yield _aim(f"{c['method']}, surgery of the step", share, share <= 0.01, "<= 0.01")
+            yield _aim(f"{c['method']}, host synchronizations", waits, waits == 0, "0")
+
+
+def host(cases: Cases) -> Iterator[str]:
+    """The host's part of a step's surgery on a GPU."""
+    c = cases[0]
+    yield f"the host's part of the surgery on a GPU: {c['layers']} layers, {c['tasks']} tasks"
+    yield f"{'method':16} {'collect ms':>10} {'combine ms':>10}"
+    for c in cases:
+        spent = c["milliseconds"]
+        yield f"{c['method']:16} {spent['collect']:10.2f} {spent['combine']:10.2f}"
 
 
 def gpu(cases: Cases) -> Iterator[str]:
@@ -136,5 +164,7 @@ LINES: dict[str, Callable[[Cases], Iterator[str]]] = {
     "methods": methods,
     "solvers": solvers,
     "steps": steps,
+    "host": host,
     "gpu": gpu,
+    "gpu_steps": steps,
 }

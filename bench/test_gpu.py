@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from device import launches_and_synchronizations, median_milliseconds, milliseconds
 from problems import Problem, check, make
 from shapes import NETWORKS
 from textbook import textbook_pcgrad
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import cs_kernels as cs
 
@@ -36,30 +36,14 @@ CASES = [
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
-def device_milliseconds(run: Callable[[], object], before: Callable[[], object]) -> float:
-    """Of one run, by events; `before` it, something else, which is not timed."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    before()
-    start.record()
-    run()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop)
-
-
-def median_milliseconds(run: Callable[[], object], rounds: int) -> float:
-    run()
-    return statistics.median(device_milliseconds(run, lambda: None) for _ in range(rounds))
-
-
 def against_copy(
     run: Callable[[], object], copy: Callable[[], object], rounds: int
 ) -> tuple[list[float], list[float]]:
     """Milliseconds of each round, and of the copy just before it."""
     steps, copies = [], []
     for _ in range(rounds):
-        copies.append(device_milliseconds(copy, copy))
-        steps.append(device_milliseconds(run, lambda: None))
+        copies.append(milliseconds(copy, copy))
+        steps.append(milliseconds(run, lambda: None))
     return steps, copies
 
 
@@ -74,18 +58,6 @@ def captured(run: Callable[[], object]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         run()
     return graph.replay
-
-
-def launches_and_synchronizations(run: Callable[[], object]) -> tuple[int, int]:
-    """Kernels of one run, and how often the host waits for the device; as the profiler sees it."""
-    run()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        run()
-    counts = {event.key: event.count for event in profiler.key_averages()}
-    launches = sum(n for key, n in counts.items() if "LaunchKernel" in key)
-    waits = ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-    return launches, sum(counts.get(key, 0) for key in waits)
 
 
 def check_replay(problem: Problem, replay: Callable[[], None]) -> None:

@@ -46,15 +46,17 @@ class TaskGradients:
 
         """
         self.losses[task] = loss.detach()
-        row = [parameter.grad for parameter in self.parameters]
-        for i, grad in enumerate(row):
-            if grad is not None and grad.layout is not torch.strided:
-                raise ValueError(
-                    f"trunk must have dense gradients, got a {grad.layout} one for {self.names[i]}"
-                )
-        self.rows[task] = row
-        for parameter in self.parameters:
-            parameter.grad = None
+        row = self.rows[task]
+        for i, parameter in enumerate(self.parameters):
+            grad = parameter.grad
+            if grad is not None:
+                if grad.layout is not torch.strided:
+                    raise ValueError(
+                        f"trunk must have dense gradients, got a {grad.layout} one for"
+                        f" {self.names[i]}"
+                    )
+                row[i] = grad
+                parameter.grad = None
 
     def reached(self) -> list[int]:
         """The parameters that at least one task has a gradient for."""

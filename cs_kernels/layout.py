@@ -8,7 +8,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ _LAYERS = (_ConvNd, nn.Linear)
 
 
 class Norm(NamedTuple):
-    """Where a normalization keeps what it has at present.
+    """Where a normalization keeps its tensors: they may be others in the next step.
 
     The dictionaries themselves: a step asks every layer's and task's, and the way to them over
     modules and their attributes takes longer.
@@ -28,7 +28,6 @@ class Norm(NamedTuple):
 
     parameters: dict[str, nn.Parameter | None]
     buffers: dict[str, Tensor | None]
-    attributes: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,8 @@ class Layer:
     norm_name: str
     norms: tuple[Norm, ...]
     """The normalization of each task."""
+    epsilons: tuple[float, ...]
+    """Those of the normalizations."""
 
 
 def gammas(layers: Sequence[Layer]) -> list[Tensor]:
@@ -61,11 +62,6 @@ def running_vars(layers: Sequence[Layer]) -> list[Tensor]:
     """The running variance of every normalization, [O], a layer's tasks together."""
     buffers = [norm.buffers["running_var"] for layer in layers for norm in layer.norms]
     return cast("list[Tensor]", buffers)  # A layer with one that is None has no priority.
-
-
-def epsilons(layers: Sequence[Layer]) -> list[float]:
-    """That of every normalization, a layer's tasks together."""
-    return [norm.attributes["eps"] for layer in layers for norm in layer.norms]
 
 
 @dataclass(frozen=True)
@@ -222,7 +218,8 @@ def find_layout(
                 out_channel_dim=1 if transposed else 0,
                 groups=module.groups if isinstance(module, _ConvTransposeNd) else 1,
                 norm_name=norm_name,
-                norms=tuple(Norm(n._parameters, n._buffers, vars(n)) for n in norms),
+                norms=tuple(Norm(n._parameters, n._buffers) for n in norms),
+                epsilons=tuple(cast("float", n.eps) for n in norms),
             )
         )
     layers.sort(key=lambda layer: layer.weight_index)

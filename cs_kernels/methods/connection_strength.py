@@ -3,7 +3,7 @@
 import torch
 
 from cs_kernels.gradients import TaskGradients
-from cs_kernels.layout import Layout, epsilons, gammas, running_vars
+from cs_kernels.layout import Layout, gammas, running_vars
 from cs_kernels.methods.method import Method
 
 
@@ -29,7 +29,7 @@ class ConnectionStrength(Method):
             [layer.weight for layer in layers],
             torch.cat(gammas(layers)),
             torch.cat(running_vars(layers)),
-            epsilons(layers),
+            [eps for layer in layers for eps in layer.epsilons],
             [layer.out_channel_dim for layer in layers],
             [layer.groups for layer in layers],
             len(gradients.rows),

@@ -1,0 +1,89 @@
+"""Records of what was run: lines of JSON under `results/`, or where CS_KERNELS_RESULTS says.
+
+`python bench/records.py NAME REPORT` records how a run of tests ended, from pytest's XML report.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import torch
+
+from cs_kernels import _C
+
+
+def append(name: str, record: dict[str, Any]) -> Path:
+    """Adds a line to a table's records; returns where they are."""
+    folder = Path(os.environ.get("CS_KERNELS_RESULTS") or Path(__file__).parent / "results")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.jsonl"
+    with path.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+    return path
+
+
+def origin() -> dict[str, Any]:
+    """When, where and of what a run is."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit or os.environ.get("CS_KERNELS_COMMIT", ""),
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in ("cs_kernels", "torch", "triton", "torchjd", "timm"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    if torch.version.cuda is not None:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def machine() -> dict[str, Any]:
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+                break
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "instruction_set": _C.cpu_instruction_set,
+        "python": platform.python_version(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def outcome(report: Path) -> dict[str, Any]:
+    """Counts and seconds of a run of pytest."""
+    suites = ElementTree.parse(report).getroot().findall("testsuite")
+    counts = {
+        key: sum(int(suite.get(key, 0)) for suite in suites)
+        for key in ("tests", "failures", "errors", "skipped")
+    }
+    return {**counts, "seconds": sum(float(suite.get("time", 0)) for suite in suites)}
+
+
+if __name__ == "__main__":
+    name, report = sys.argv[1], Path(sys.argv[2])
+    print(append("gpu_tests", {**origin(), "run": name, **outcome(report)}))

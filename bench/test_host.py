@@ -1,0 +1,94 @@
+"""What the host does in a step's surgery on a GPU: all but the kernels.
+
+The CUDA backend's front end runs on tensors of the CPU, and its launches do nothing. HRNet-18's
+convolutions with 4 tasks: so many and so small that the GPU waits for the host.
+"""
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from shapes import NETWORKS
+from timing import seconds
+from torch import Tensor, nn
+
+import cs_kernels as cs
+from cs_kernels.gradients import TaskGradients
+from cs_kernels.layout import Followers, find_layout, shared_parameters
+from cs_kernels.ops import backends, cuda
+
+TASKS = ["segmentation", "depth", "normals", "edges"]
+METHODS: dict[str, Callable[[], cs.Method]] = {
+    "Phase 2": cs.ConnectionStrength,
+    "PCGrad": cs.PCGrad,
+    "CAGrad": cs.CAGrad,
+    "GradDrop": cs.GradDrop,
+}
+
+
+class Trunk(nn.ModuleList):
+    """The convolutions of a network, each by itself with its normalization."""
+
+    def __init__(self, network: str) -> None:
+        super().__init__(
+            nn.Sequential(nn.Conv2d(i, o, k, bias=False), nn.BatchNorm2d(o))
+            for o, i, k, _ in NETWORKS[network]
+        )
+
+    def forward(self) -> None:
+        for layer in self:
+            layer(torch.zeros(2, *layer[0].weight.shape[1:]))
+
+
+class _NoKernels:
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda **arguments: None
+
+
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA backend computes on the CPU, and computes nothing."""
+    monkeypatch.setattr(cuda, "_kernels", _NoKernels())
+    here = backends.Backend("cs_kernels.ops.cuda", ("cpu",), lambda: None)
+    monkeypatch.setitem(backends._BACKENDS, "cuda", here)
+
+
+@torch.no_grad()
+def test_host(report: Any, quick: bool, no_kernels: None) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    trunk = cs.nn.convert_task_batchnorm(Trunk("hrnet18"), TASKS)
+    followers = Followers(trunk)
+    with followers.watch(), cs.nn.active_task(trunk, TASKS[0]):
+        trunk()
+    layout = find_layout(trunk, TASKS, followers.norms, {})
+    parameters = shared_parameters(trunk)
+    gradients = TaskGradients(parameters, len(TASKS))
+    loss = torch.ones(())
+
+    def collect(rows: list[list[Tensor]]) -> float:
+        spent = 0.0
+        for task, row in enumerate(rows):
+            for parameter, grad in zip(parameters.values(), row, strict=True):
+                parameter.grad = grad
+            spent += seconds(lambda: gradients.collect(task, loss))
+        return spent
+
+    for name, make in METHODS.items():
+        method = make()
+        times: dict[str, list[float]] = {"collect": [], "combine": []}
+        for _ in range(5 if quick else 50):
+            # Not filled: on a GPU, numbers do not go through the host's caches.
+            rows = [[torch.empty_like(p) for p in parameters.values()] for _ in TASKS]
+            with cs.use_backend("cuda"):
+                times["collect"].append(collect(rows))
+                times["combine"].append(seconds(lambda: method.combine(gradients, layout)))
+        report.add(
+            "host",
+            method=name,
+            layers=len(layout.layers),
+            tasks=len(TASKS),
+            milliseconds={part: 1e3 * statistics.median(spent) for part, spent in times.items()},
+        )
