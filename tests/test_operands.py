@@ -1,0 +1,100 @@
+"""What kernels are told of tensors, against torch's own view of their memory."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cs_kernels import _C
+from cs_kernels.ops.operands import DTYPES, Operands
+
+
+@st.composite
+def weights(draw: st.DrawFn) -> tuple[Tensor, int, int]:
+    """A dense weight with its dimensions in any order in memory, whose elements say where they are.
+
+    With the dimension of its output channels and the groups.
+    """
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    order = draw(st.permutations(range(len(shape))))
+    out_channel_dim = draw(st.integers(0, min(1, len(shape) - 1)))
+    groups = 1
+    if out_channel_dim == 1:
+        groups = draw(st.sampled_from([g for g in (1, 2, 3, 4) if shape[0] % g == 0]))
+    memory = torch.arange(torch.Size(shape).numel()).view([shape[d] for d in order])
+    return memory.permute([order.index(d) for d in range(len(shape))]), out_channel_dim, groups
+
+
+@given(weights())
+def test_a_layout_says_which_channel_every_element_in_memory_is_of(
+    of: tuple[Tensor, int, int],
+) -> None:
+    weight, dim, groups = of
+    layout = _C.channel_layout(weight.shape, weight.stride(), dim, groups)
+    if layout is None:
+        slowest = max(weight.stride(d) for d in range(weight.ndim) if weight.shape[d] > 1)
+        assert groups > 1
+        assert weight.stride(0) < slowest
+        return
+    index = torch.meshgrid(*(torch.arange(n) for n in weight.shape), indexing="ij")
+    channel = index[dim]
+    if groups > 1:
+        channel = (
+            channel
+            + index[0].div(weight.shape[0] // groups, rounding_mode="floor") * (weight.shape[1])
+        )
+    in_memory = torch.empty(weight.numel(), dtype=torch.int64)
+    in_memory[weight.flatten()] = channel.flatten()
+    of_groups, outer, channels, inner = layout
+    expected = torch.arange(of_groups * channels).view(of_groups, 1, channels, 1)
+    assert torch.equal(in_memory, expected.expand(of_groups, outer, channels, inner).flatten())
+
+
+@given(weights())
+def test_what_is_not_dense_has_no_layout(of: tuple[Tensor, int, int]) -> None:
+    weight, dim, groups = of
+    spread = [2 * stride for stride in weight.stride()]
+    layout = _C.channel_layout(weight.shape, spread, dim, groups)
+    assert (layout is None) == (weight.numel() > 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_addresses_types_and_sizes(dtype: torch.dtype) -> None:
+    outputs = [torch.zeros(4, 3, 2, 2, dtype=dtype), torch.zeros(0, 5), torch.zeros(())]
+    grads: list[Tensor | None] = [torch.zeros_like(output) for output in outputs for _ in range(2)]
+    grads[1] = None
+    operands = Operands(outputs, grads, 2)
+    assert [DTYPES[code] for code in operands.types] == [output.dtype for output in outputs]
+    assert operands.sizes == [48, 0, 1]
+    assert operands.kernel_sizes == [4, 1, 1]
+    assert operands.addresses == [output.data_ptr() for output in outputs]
+    assert operands.gradients == [0 if g is None else g.data_ptr() for g in grads]
+
+
+@pytest.mark.parametrize(
+    "grad",
+    [
+        torch.zeros(4, 3, 2, 2).to(memory_format=torch.channels_last),
+        torch.zeros(4, 3, 2, 4)[..., ::2],
+        torch.zeros(4, 3, 1, 1).expand(4, 3, 2, 2),
+    ],
+    ids=["channels_last", "strided", "expanded"],
+)
+def test_a_gradient_that_lies_otherwise_is_copied(grad: Tensor) -> None:
+    output = torch.zeros(4, 3, 2, 2)
+    operands = Operands([output], [grad, torch.zeros_like(output)], 2)
+    copied, kept = operands.gradients
+    assert copied not in (0, grad.data_ptr())
+    assert [copy.data_ptr() for copy in operands._alive] == [copied]
+    assert kept != copied
+
+
+def test_an_output_that_is_not_dense_is_written_through_a_copy() -> None:
+    output = torch.zeros(4, 6)[:, ::2]
+    operands = Operands([output], [torch.ones(4, 3)], 1)
+    operands.outputs[0].fill_(7)
+    assert operands.addresses == [operands.outputs[0].data_ptr()]
+    assert output.eq(0).all()
+    operands.finish()
+    assert output.eq(7).all()
