@@ -95,3 +95,41 @@ def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> N
         device.refuse_capture(gpu)
     device.keep(tables, gpu)
     assert device._captured == [tables]
+
+
+def test_a_capture_sends_from_memory_that_was_pinned_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each its own: replays send the numbers again."""
+    gpu, pinned = torch.device("cuda"), []
+
+    def pin(numbers: int) -> torch.Tensor:
+        pinned.append(torch.empty(numbers, dtype=torch.int64))
+        return pinned[-1]
+
+    capturing = False
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(device, "_pinned", pin)
+    monkeypatch.setattr(device, "_captured", captured := [])
+    monkeypatch.setattr(device, "_left_for_captures", [])
+    capturing = True
+    with pytest.raises(RuntimeError, match="make a step before the capture"):
+        device.room_here(10, gpu)
+    capturing = False
+    assert device.room_here(10, gpu) is not device.room_here(10, gpu)
+    memory = pinned[0]
+    assert len(pinned) == 3  # A megabyte once, and what each step sends.
+    capturing = True
+    rooms = [device.room_here(10 + n, gpu) for n in range(20)]
+    assert len(pinned) == 3
+    assert all(a is b for a, b in zip(rooms, captured, strict=True))
+    for n, room in enumerate(rooms):
+        room.fill_(n)
+    assert [room.tolist() for room in rooms] == [(10 + n) * [n] for n in range(20)]
+    assert {room.untyped_storage().data_ptr() for room in rooms} == {memory.data_ptr()}
+    with pytest.raises(RuntimeError, match="make a step before the capture"):
+        device.room_here(len(memory), gpu)
+    capturing = False
+    device.room_here(len(memory), gpu)
+    capturing = True
+    assert len(device.room_here(len(memory), gpu)) == len(memory)

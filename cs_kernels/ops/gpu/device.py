@@ -9,6 +9,12 @@ from torch import Tensor
 _captured: list[object] = []
 """What the replays of CUDA graphs read again, for as long as they live."""
 
+_left_for_captures: list[Tensor] = []
+"""Pinned numbers, in one tensor: a capture can neither allocate some nor copy from other memory."""
+
+_FOR_CAPTURES = 1 << 17
+"""As many at least: a megabyte."""
+
 
 def processors(device: torch.device) -> int:
     """Multiprocessors; for the interpreter one, so that small trunks take all ways."""
@@ -56,17 +62,33 @@ def refuse_capture(device: torch.device) -> None:
         )
 
 
+def _pinned(numbers: int) -> Tensor:
+    return torch.empty(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
+
+
 def room_here(numbers: int, device: torch.device) -> Tensor:
-    """Int64 numbers on the host, for `send`."""
-    # Pinned memory cannot be had during a capture.
-    pinned = device.type == "cuda" and not _capturing(device)
-    return torch.empty(numbers, dtype=torch.int64, device="cpu", pin_memory=pinned)
+    """Int64 numbers on the host, for `send`.
+
+    Raises:
+        RuntimeError: In the capture of a CUDA graph, if no step before it has left room for it.
+
+    """
+    if device.type != "cuda":
+        return torch.empty(numbers, dtype=torch.int64, device="cpu")
+    left = len(_left_for_captures[0]) if _left_for_captures else 0
+    if _capturing(device):
+        if numbers > left:
+            refuse_capture(device)
+        here, _left_for_captures[0] = _left_for_captures[0].tensor_split([numbers])
+        _captured.append(here)
+        return here
+    if left < 16 * numbers:
+        _left_for_captures[:] = [_pinned(max(_FOR_CAPTURES, 64 * numbers))]
+    return _pinned(numbers)
 
 
 def send(here: Tensor, device: torch.device) -> Tensor:
     """The same numbers on the device, without waiting."""
-    if _capturing(device):
-        _captured.append(here)
     return here.to(device, non_blocking=True)
 
 
