@@ -1,7 +1,7 @@
 """What the host does in a step's surgery on a GPU: all but the kernels.
 
 The CUDA backend's front end runs on tensors of the CPU, and its launches do nothing. HRNet-18's
-convolutions with 4 tasks: so many and so small that the GPU waits for the host.
+convolutions with 4 tasks: so many and so small that a GPU can be expected to wait for the host.
 """
 
 import statistics
