@@ -77,20 +77,21 @@ GPU_PYTEST = $(GPU_PYTHON) -m pytest --override-ini filterwarnings=default
 GPU_PROCESSES ?= 8
 
 test-gpu: install-gpu
-	mkdir -p build
+	mkdir -p build && rm -f build/tests.xml
 	$(GPU_PYTEST) --numprocesses $(GPU_PROCESSES) -k "triton or cuda or gpu" \
-		--ignore tests/test_triton_compiles.py --junit-xml build/test.xml tests; \
-		result=$$?; $(GPU_PYTHON) bench/records.py tests build/test.xml; exit $$result
+		--ignore tests/test_triton_compiles.py --junit-xml build/tests.xml tests; \
+		result=$$?; $(GPU_PYTHON) bench/records.py tests build/tests.xml $$result && exit $$result
 
 # Initcheck has to see who writes what our kernels read: torch's kernels too.
 sanitize-gpu: install-gpu
 	mkdir -p build
 	for tool in memcheck racecheck synccheck initcheck; do \
+		rm -f build/$$tool.xml; \
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
 			$$(test $$tool = initcheck || echo --kernel-name kns=cs_kernels) \
-			$(GPU_PYTEST) -k "sanitized and cuda" --junit-xml build/$$tool.xml \
-			tests/test_gpu.py || exit 1; \
-		$(GPU_PYTHON) bench/records.py $$tool build/$$tool.xml; \
+			$(GPU_PYTEST) -k "sanitized and cuda" --junit-xml build/$$tool.xml tests/test_gpu.py; \
+		result=$$?; $(GPU_PYTHON) bench/records.py $$tool build/$$tool.xml $$result && \
+			test $$result = 0 || exit 1; \
 	done
 
 # Training steps in HRNet-18 need timm.

@@ -1,6 +1,7 @@
 """Records of what was run: lines of JSON under `results/`, or where CS_KERNELS_RESULTS says.
 
-`python bench/records.py NAME REPORT` records how a run of tests ended, from pytest's XML report.
+`python bench/records.py NAME REPORT STATUS` records how a run of tests ended: from an XML report of
+pytest and its exit status.
 """
 
 import contextlib
@@ -32,13 +33,12 @@ def append(name: str, record: dict[str, Any]) -> Path:
 
 def origin() -> dict[str, Any]:
     """When, where and of what a run is."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = ""
+    with contextlib.suppress(FileNotFoundError):
+        commit = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+        ).stdout.strip()
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit or os.environ.get("CS_KERNELS_COMMIT", ""),
@@ -85,5 +85,6 @@ def outcome(report: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    name, report = sys.argv[1], Path(sys.argv[2])
-    print(append("gpu_tests", {**origin(), "run": name, **outcome(report)}))
+    name, report, status = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    record = {**origin(), "run": name, "status": status, **outcome(report)}
+    print(append("gpu_tests", record), record)

@@ -90,7 +90,8 @@ def steps(cases: Cases) -> Iterator[str]:
     c = cases[0]
     pictures = f"{c['batch']} pictures of {c['size']} x {c['size']}"
     yield f"training steps: {c['network']}, {c['tasks']} tasks, {pictures}; all rows in turn"
-    yield "surgery: between the backward passes and the optimizer; host: what the host does of it"
+    yield "surgery: between the backward passes and the optimizer; host: the host's time, waits too"
+    yield "TorchJD: its stack of the gradients to .jac included; peak: memory beyond what stays"
     on_device = "launches" in c
     yield (
         f"{'method':16} {'step ms':>8} {'surgery ms':>10} {'of step':>8} {'host ms':>8}"
@@ -118,10 +119,12 @@ def host(cases: Cases) -> Iterator[str]:
     """The host's part of a step's surgery on a GPU."""
     c = cases[0]
     yield f"the host's part of the surgery on a GPU: {c['layers']} layers, {c['tasks']} tasks"
-    yield f"{'method':16} {'collect ms':>10} {'combine ms':>10}"
+    yield "keep: the running statistics, until the step has ended; in every phase and method"
+    yield f"{'method':16} {'keep ms':>10} {'collect ms':>10} {'combine ms':>10}"
     for c in cases:
         spent = c["milliseconds"]
-        yield f"{c['method']:16} {spent['collect']:10.2f} {spent['combine']:10.2f}"
+        parts = (f" {spent[part]:10.2f}" for part in ("keep", "collect", "combine"))
+        yield f"{c['method']:16}" + "".join(parts)
 
 
 def gpu(cases: Cases) -> Iterator[str]:

@@ -6,9 +6,12 @@ kept from step to step, which becomes `.grad`.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
+
+from cs_kernels.ops.operands import misfits
 
 
 class TaskGradients:
@@ -27,9 +30,7 @@ class TaskGradients:
         self.losses: list[Tensor | None] = [None] * tasks
         self.loss_scale: Tensor | None = None
         """What the losses were multiplied by before their backward passes, if by anything."""
-        self._updates: dict[int, Tensor] = {}
-        self._lie: list[object] = [None] * len(self.parameters)
-        """How each parameter lay in memory when its update was made."""
+        self._updates: list[Tensor | None] = [None] * len(self.parameters)
         self.clear()
 
     def clear(self) -> None:
@@ -85,16 +86,11 @@ class TaskGradients:
 
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:
         """Where the updates of some parameters are written."""
-        return [self._update(i) for i in parameters]
-
-    def _update(self, i: int) -> Tensor:
-        parameter = self.parameters[i]
-        lies = (parameter.dtype, parameter.device, parameter.shape, parameter.stride())
-        # It had another shape, or was moved or cast.
-        if self._lie[i] != lies:
-            self._lie[i] = lies
-            self._updates[i] = torch.empty_like(parameter, requires_grad=False)
-        return self._updates[i]
+        likes = [self.parameters[i] for i in parameters]
+        # There are none yet; or a parameter was moved or cast, or the update, which is its `.grad`.
+        for place in misfits([self._updates[i] for i in parameters], likes):
+            self._updates[parameters[place]] = torch.empty_like(likes[place], requires_grad=False)
+        return [cast("Tensor", self._updates[i]) for i in parameters]
 
     def assign(self, parameters: Sequence[int]) -> None:
         """Makes the updates of some parameters their `.grad`, and forgets the rows."""

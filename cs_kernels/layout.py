@@ -28,6 +28,7 @@ class Norm(NamedTuple):
 
     parameters: dict[str, nn.Parameter | None]
     buffers: dict[str, Tensor | None]
+    module: nn.Module
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,6 @@ class Layer:
     norm_name: str
     norms: tuple[Norm, ...]
     """The normalization of each task."""
-    epsilons: tuple[float, ...]
-    """Those of the normalizations."""
 
 
 def gammas(layers: Sequence[Layer]) -> list[Tensor]:
@@ -62,6 +61,11 @@ def running_vars(layers: Sequence[Layer]) -> list[Tensor]:
     """The running variance of every normalization, [O], a layer's tasks together."""
     buffers = [norm.buffers["running_var"] for layer in layers for norm in layer.norms]
     return cast("list[Tensor]", buffers)  # A layer with one that is None has no priority.
+
+
+def epsilons(layers: Sequence[Layer]) -> list[float]:
+    """That of every normalization, a layer's tasks together."""
+    return [cast("float", norm.module.eps) for layer in layers for norm in layer.norms]
 
 
 @dataclass(frozen=True)
@@ -204,8 +208,11 @@ def find_layout(
         norm = modules[norm_name]
         assert isinstance(norm, TaskBatchNorm)
         norms = tuple(norm.of(task) for task in tasks)
-        if any(getattr(n, "running_var", None) is None for n in norms):
+        if any(n._buffers.get("running_var") is None for n in norms):
             reasons[weight_id] = f"{norm_name} keeps no running variance"
+            continue
+        if any("weight" not in n._parameters for n in norms):
+            reasons[weight_id] = f"{norm_name} has a scale that is not a parameter"
             continue
         layer_name = layers_of_weight[weight_id][0]
         module = modules[layer_name]
@@ -218,8 +225,7 @@ def find_layout(
                 out_channel_dim=1 if transposed else 0,
                 groups=module.groups if isinstance(module, _ConvTransposeNd) else 1,
                 norm_name=norm_name,
-                norms=tuple(Norm(n._parameters, n._buffers) for n in norms),
-                epsilons=tuple(cast("float", n.eps) for n in norms),
+                norms=tuple(Norm(n._parameters, n._buffers, n) for n in norms),
             )
         )
     layers.sort(key=lambda layer: layer.weight_index)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cs_kernels.nn import task_norms
+from cs_kernels.ops.operands import misfits
 
 
 class _Snapshot:
@@ -15,15 +16,19 @@ class _Snapshot:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = list(tensors)
+        self._copies = [torch.empty_like(tensor) for tensor in tensors]
         # Lists of one type on one device take few kernels, mixed ones a kernel a tensor.
-        alike: dict[object, list[Tensor]] = {}
-        for tensor in tensors:
-            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        self._lists = [(those, [torch.empty_like(t) for t in those]) for those in alike.values()]
+        alike: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            tensors_alike, copies_alike = alike.setdefault((tensor.dtype, tensor.device), ([], []))
+            tensors_alike.append(tensor)
+            copies_alike.append(copy)
+        self._lists = list(alike.values())
 
     def is_of(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the very tensors."""
-        return len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+        """Whether these are the very tensors, with the memory that they had."""
+        same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+        return same and not misfits(self._tensors, self._copies)
 
     def take(self) -> None:
         for tensors, copies in self._lists:

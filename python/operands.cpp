@@ -86,9 +86,15 @@ std::int64_t elements(const dlpack::Tensor& tensor, int first_dimension) {
   return count;
 }
 
-// The memory as an array [groups, outer, channels, inner]; nothing if it is not one.
+// The memory as an array [groups, outer, channels, inner]; nothing if it is not one. Groups are
+// those of a transposed convolution, whose output channels are dimension 1.
 std::optional<Layout> channel_layout(const std::int64_t* shape, const std::int64_t* strides,
                                      int dimensions, int channel_dim, std::int64_t groups) {
+  if (channel_dim != 0 && channel_dim != 1)
+    throw std::invalid_argument("out_channel_dim must be 0 or 1, got " +
+                                std::to_string(channel_dim));
+  if (groups < 1)
+    throw std::invalid_argument("groups must be at least 1, got " + std::to_string(groups));
   const auto in_shape = [&](int dim) { return dim < dimensions ? shape[dim] : 1; };
   std::vector<int> dims;
   for (int dim = 0; dim < dimensions; ++dim) {
@@ -174,11 +180,12 @@ public:
   std::vector<std::size_t> misfits; // places of gradients that lie otherwise than their output
 };
 
-// Those of `tensors` that do not lie like the one at the same place of `likes`.
+// The places of tensors that are None or do not lie like the one at the same place of `likes`.
 std::vector<std::size_t> misfits(const py::list& tensors, const py::list& likes) {
-  if (tensors.size() > likes.size())
-    throw std::invalid_argument("tensors must be at most " + std::to_string(likes.size()) +
-                                ", got " + std::to_string(tensors.size()));
+  if (tensors.size() != likes.size())
+    throw std::invalid_argument("tensors must be as many as likes, " +
+                                std::to_string(likes.size()) + ", got " +
+                                std::to_string(tensors.size()));
   std::vector<std::size_t> found;
   for (std::size_t t = 0; t < tensors.size(); ++t) {
     const std::optional<dlpack::Tensor> tensor = shown(tensors[t]);

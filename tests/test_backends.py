@@ -50,6 +50,27 @@ def test_names_and_reasons() -> None:
                 pass
 
 
+def test_without_the_compiled_module_the_reference_computes() -> None:
+    program = """
+import sys
+sys.modules["cs_kernels._C"] = None
+import torch, cs_kernels as cs
+reasons = cs.available_backends()
+assert reasons["reference"] is None
+for name in ("cpu", "triton", "cuda"):
+    assert "cs_kernels._C does not import" in reasons[name], reasons
+update = cs.functional.project_conflicts(torch.eye(2).reshape(2, 1, 2), torch.zeros(1).long())
+assert update.tolist() == [[1.0, 1.0]], update
+trunk = cs.nn.convert_task_batchnorm(
+    torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)), ["a", "b"])
+opt = cs.MultiTaskOptimizer(trunk, torch.optim.SGD(trunk.parameters(), lr=0.1), ["a", "b"])
+for _ in range(2):
+    opt.step(lambda task: trunk(torch.randn(8, 3)).square().mean())
+"""
+    done = _run(program)
+    assert done.returncode == 0, done.stderr
+
+
 def test_an_unknown_backend() -> None:
     with pytest.raises(ValueError, match=r"name must be one of.*got 'gpu'"), cs.use_backend("gpu"):
         pass

@@ -135,6 +135,14 @@ def test_layers_are_seen_not_named(autocast: bool) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in setup.trunk.modules())
 
 
+def test_a_scale_that_is_no_parameter_gives_no_priority() -> None:
+    setup = Setup(dtype=torch.float32)
+    norm = setup.trunk.stem_norm.get_submodule(TASKS[0])
+    torch.nn.utils.parametrize.register_parametrization(norm, "weight", nn.Identity())
+    layout = _layout(setup.trunk, setup.batches[0][0].float())
+    assert "stem_norm has a scale that is not a parameter" in layout.coverage.plain["stem.weight"]
+
+
 class Reused(nn.Module):
     """One layer in front of two normalizations, one normalization behind two layers."""
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from cs_kernels import _C
+from cs_kernels.ops import operands
 from cs_kernels.ops.operands import DTYPES, Operands
 
 
@@ -59,17 +60,48 @@ def test_what_is_not_dense_has_no_layout(of: tuple[Tensor, int, int]) -> None:
     assert (layout is None) == (weight.numel() > 1)
 
 
+@pytest.mark.parametrize(
+    ("dim", "groups", "message"),
+    [
+        (-1, 1, "out_channel_dim must be 0 or 1, got -1"),
+        (2, 1, "out_channel_dim must be 0 or 1, got 2"),
+        (1, 0, "groups must be at least 1, got 0"),
+    ],
+)
+def test_a_dimension_or_groups_that_no_layer_has(dim: int, groups: int, message: str) -> None:
+    for shape in ((4, 3, 2), (4, 0, 2)):
+        weight = torch.zeros(shape)
+        with pytest.raises(ValueError, match=message):
+            Operands([weight], [weight], 1, out_channel_dims=[dim], groups=[groups])
+
+
+def test_misfits_are_the_same_without_the_compiled_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    like = torch.zeros(4, 3, 2, 2)
+    tensors = [
+        like.clone(),
+        None,
+        like.double(),
+        like.to(memory_format=torch.channels_last),
+        like[:2],
+        nn.Parameter(like.clone()),
+        torch.empty_like(like, device="meta"),
+    ]
+    assert operands.misfits(tensors, 7 * [like]) == [1, 2, 3, 4, 6]
+    monkeypatch.setattr(operands, "unavailable", "there is none")
+    assert operands.misfits(tensors, 7 * [like]) == [1, 2, 3, 4, 6]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_addresses_types_and_sizes(dtype: torch.dtype) -> None:
     outputs = [torch.zeros(4, 3, 2, 2, dtype=dtype), torch.zeros(0, 5), torch.zeros(())]
     grads: list[Tensor | None] = [torch.zeros_like(output) for output in outputs for _ in range(2)]
     grads[1] = None
-    operands = Operands(outputs, grads, 2)
-    assert [DTYPES[code] for code in operands.types] == [output.dtype for output in outputs]
-    assert operands.sizes == [48, 0, 1]
-    assert operands.kernel_sizes == [4, 1, 1]
-    assert operands.addresses == [output.data_ptr() for output in outputs]
-    assert operands.gradients == [0 if g is None else g.data_ptr() for g in grads]
+    read = Operands(outputs, grads, 2)
+    assert [DTYPES[code] for code in read.types] == [output.dtype for output in outputs]
+    assert read.sizes == [48, 0, 1]
+    assert read.kernel_sizes == [4, 1, 1]
+    assert read.addresses == [output.data_ptr() for output in outputs]
+    assert read.gradients == [0 if g is None else g.data_ptr() for g in grads]
 
 
 @pytest.mark.parametrize(
@@ -83,18 +115,18 @@ def test_addresses_types_and_sizes(dtype: torch.dtype) -> None:
 )
 def test_a_gradient_that_lies_otherwise_is_copied(grad: Tensor) -> None:
     output = torch.zeros(4, 3, 2, 2)
-    operands = Operands([output], [grad, torch.zeros_like(output)], 2)
-    copied, kept = operands.gradients
+    read = Operands([output], [grad, torch.zeros_like(output)], 2)
+    copied, kept = read.gradients
     assert copied not in (0, grad.data_ptr())
-    assert [copy.data_ptr() for copy in operands._alive] == [copied]
+    assert [copy.data_ptr() for copy in read._alive] == [copied]
     assert kept != copied
 
 
 def test_an_output_that_is_not_dense_is_written_through_a_copy() -> None:
     output = torch.zeros(4, 6)[:, ::2]
-    operands = Operands([output], [torch.ones(4, 3)], 1)
-    operands.outputs[0].fill_(7)
-    assert operands.addresses == [operands.outputs[0].data_ptr()]
+    read = Operands([output], [torch.ones(4, 3)], 1)
+    read.outputs[0].fill_(7)
+    assert read.addresses == [read.outputs[0].data_ptr()]
     assert output.eq(0).all()
-    operands.finish()
+    read.finish()
     assert output.eq(7).all()

@@ -316,6 +316,19 @@ def test_frozen_layers_and_thawing() -> None:
     assert not torch.equal(frozen, before)
 
 
+@pytest.mark.parametrize("kept", [["bare.weight"], []], ids=["a plain one", "none"])
+def test_every_prioritized_layer_is_frozen_later(backend: str, kept: list[str]) -> None:
+    setup = Setup()
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+    opt.step(setup.closure(0))
+    parameters = dict(setup.trunk.named_parameters())
+    for name in {*PRIORITIZED, *opt.coverage().plain} - set(kept):
+        parameters[name].requires_grad_(False)
+    before = parameters["bare.weight"].detach().clone()
+    opt.step(setup.closure(1))
+    assert torch.equal(parameters["bare.weight"], before) == (not kept)
+
+
 def test_a_parameter_that_one_task_never_uses(backend: str) -> None:
     """Its gradient counts as zero for that task; one that nobody uses keeps None."""
 
@@ -364,6 +377,45 @@ def test_moved_to_another_dtype_between_steps(backend: str) -> None:
         opt.step(setup.closure(1))
         assert setup.trunk.stem.weight.grad.dtype is dtype
         assert not torch.equal(setup.trunk.stem.weight, before)
+
+
+@pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.PCGrad(), cs.GradDrop()], ids=repr)
+def test_the_update_is_cast_as_grad_between_steps(backend: str, method: cs.Method) -> None:
+    """Casting a module casts `.grad` in place, which is the buffer of the next update."""
+    setup = Setup(dtype=torch.float32, optimizer=torch.optim.SGD)
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method)
+    opt.step(setup.closure(0))
+    setup.trunk.double()
+    setup.optimizer.zero_grad()
+    setup.trunk.float()
+    weight = setup.trunk.stem.weight
+    for memory in (torch.channels_last, torch.contiguous_format):
+        opt.step(setup.closure(1))
+        assert weight.grad.dtype is torch.float32
+        assert weight.grad.stride() == weight.stride()
+        setup.trunk.to(memory_format=memory)
+
+
+def test_statistics_of_another_size_or_type_between_steps() -> None:
+    """A step that fails leaves them as they are then, not as they once were."""
+    setup = Setup(optimizer=torch.optim.SGD)
+    setup.trunk.register_buffer("seen", torch.zeros(2))
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+    opt.step(setup.closure(0))
+    setup.trunk.seen.resize_(4).fill_(1)
+    mean = setup.trunk.stem_norm.depth.running_mean
+    mean.data = mean.data.double() + 1e-9
+    before = mean.clone()
+
+    def fails(task: str) -> Tensor:
+        setup.trunk.seen.zero_()
+        mean.zero_()
+        raise KeyError(task)
+
+    with pytest.raises(KeyError):
+        opt.step(fails)
+    assert setup.trunk.seen.eq(1).all()
+    assert torch.equal(mean, before)
 
 
 def test_channels_last_network(backend: str) -> None:
@@ -439,6 +491,27 @@ def test_memory_beside_the_gradients_is_one_update() -> None:
     before = [p.grad.data_ptr() for p in shared]
     opt.step(setup.closure(1))
     assert before == [p.grad.data_ptr() for p in shared]
+
+
+def test_epsilon_is_that_of_the_step() -> None:
+    setup = Setup()
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+    opt.trace(setup.closure(0))
+    norms = [setup.trunk.stem_norm.get_submodule(task) for task in TASKS]
+    for norm, variance in zip(norms, torch.rand(len(TASKS), 8), strict=True):
+        norm.running_var.copy_(variance)
+    gamma, running_var = (
+        torch.stack([getattr(n, of) for n in norms]) for of in ("weight", "running_var")
+    )
+    seen = []
+    for eps in (1e-5, 10.0):
+        norms[0].eps = eps
+        strengths = cs.functional.connection_strength(
+            setup.trunk.stem.weight, gamma, running_var, eps=[n.eps for n in norms]
+        )
+        seen.append(opt.priority()["stem"])
+        assert torch.equal(seen[-1], cs.functional.task_priority(strengths))
+    assert not torch.equal(*seen)
 
 
 def test_priority_is_that_of_the_step() -> None:

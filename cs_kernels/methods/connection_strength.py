@@ -3,7 +3,7 @@
 import torch
 
 from cs_kernels.gradients import TaskGradients
-from cs_kernels.layout import Layout, gammas, running_vars
+from cs_kernels.layout import Layout, epsilons, gammas, running_vars
 from cs_kernels.methods.method import Method
 
 
@@ -20,16 +20,21 @@ class ConnectionStrength(Method):
     def combine(self, gradients: TaskGradients, layout: Layout) -> None:
         """One operator call for the whole trunk."""
         reached = dict.fromkeys(gradients.reached())
+        if not reached:
+            gradients.clear()
+            return
         layers = [layer for layer in layout.layers if layer.weight_index in reached]
         # The prioritized ones first.
         order = list(dict.fromkeys([layer.weight_index for layer in layers]) | reached)
+        updates = gradients.updates(order)
+        none = [updates[0].new_empty(0)]
         torch.ops.cs_kernels.phase2_update_(
-            gradients.updates(order),
+            updates,
             gradients.of(order),
             [layer.weight for layer in layers],
-            torch.cat(gammas(layers)),
-            torch.cat(running_vars(layers)),
-            [eps for layer in layers for eps in layer.epsilons],
+            torch.cat(gammas(layers) or none),
+            torch.cat(running_vars(layers) or none),
+            epsilons(layers),
             [layer.out_channel_dim for layer in layers],
             [layer.groups for layer in layers],
             len(gradients.rows),

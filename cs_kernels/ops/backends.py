@@ -52,9 +52,9 @@ def _reason(unavailable: Callable[[], str | None]) -> str | None:
 
 
 def _no_native() -> str | None:
-    from cs_kernels.ops import native
+    from cs_kernels.ops import operands
 
-    return native.unavailable
+    return operands.unavailable
 
 
 def _no_cuda() -> str | None:
@@ -64,10 +64,10 @@ def _no_cuda() -> str | None:
 
 
 def _no_triton() -> str | None:
-    from cs_kernels.ops import native
+    from cs_kernels.ops import operands
 
-    if native.unavailable is not None:
-        return native.unavailable
+    if operands.unavailable is not None:
+        return operands.unavailable
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not _INTERPRETED and not torch.cuda.is_available():

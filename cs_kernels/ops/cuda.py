@@ -5,25 +5,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cs_kernels.ops import operands
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch
 from cs_kernels.ops.gpu.device import stream_of
 from cs_kernels.ops.gpu.plan import Phase2Plan, Tiling
 from cs_kernels.ops.operands import ALIGNED_SCALES, DTYPES
 
-_import_error: ImportError | None = None
 _kernels: Any = None
-try:
+if operands.unavailable is None:
     from cs_kernels import _C
-except ImportError as error:
-    _import_error = error
-else:
+
     _kernels = getattr(_C, "cuda", None)
 
 
 def unavailable() -> str | None:
     """Why the kernels cannot run here, if they cannot."""
-    if _import_error is not None:
-        return f"cs_kernels._C does not import: {_import_error}"
+    if operands.unavailable is not None:
+        return operands.unavailable
     if _kernels is None:
         return "cs_kernels was built without CUDA kernels (CS_KERNELS_CUDA=1 asks for them)"
     if not torch.cuda.is_available() or torch.version.hip:

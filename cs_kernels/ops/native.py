@@ -19,14 +19,11 @@ from cs_kernels.ops.operands import (
     check_scale,
     check_type,
     first_present,
+    unavailable,
 )
 
-try:
+if unavailable is None:
     from cs_kernels import _C
-except ImportError as error:
-    unavailable: str | None = f"cs_kernels._C does not import: {error}"
-else:
-    unavailable = None
 
 _TYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
 

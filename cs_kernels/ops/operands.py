@@ -10,7 +10,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from cs_kernels import _C
+unavailable: str | None = None
+"""Why the compiled module cannot be used, if it cannot."""
+try:
+    from cs_kernels import _C
+except ImportError as error:
+    unavailable = f"cs_kernels._C does not import: {error}"
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -60,6 +65,19 @@ def laid_out(tensor: Tensor, like: Tensor, name: str) -> Tensor:
     if tensor.stride() == like.stride():
         return tensor
     return torch.empty_like(like).copy_(tensor)
+
+
+def misfits(tensors: Sequence[Tensor | None], likes: Sequence[Tensor]) -> list[int]:
+    """The places of tensors that are None or lie in memory otherwise than those beside them."""
+    if unavailable is None:
+        return _C.misfits(list(tensors), list(likes))
+    return [
+        place
+        for place, (tensor, like) in enumerate(zip(tensors, likes, strict=True))
+        if tensor is None
+        or (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+        != (like.dtype, like.device, like.shape, like.stride())
+    ]
 
 
 def first_present(grads: Sequence[Tensor | None], tensors: int, tasks: int) -> list[Tensor]:
@@ -126,7 +144,9 @@ class Operands:
             for t in found.unfit:
                 self._refit(t, name)
             found = _C.Operands(self.outputs, grads, tasks, dims, of_groups)
-            assert not found.unfit
+            if found.unfit:
+                device = self.outputs[0].device
+                raise ValueError(f"{name} must have addresses, got tensors on {device}")
         self.types = found.types
         """Of the outputs: indices into DTYPES."""
         self.layouts: list[ChannelLayout] = found.layouts
@@ -176,7 +196,11 @@ class Operands:
     def weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Those of the first tensors, as their updates lie in memory."""
         weights = list(weights)
-        for layer in _C.misfits(weights, self.outputs):
+        if len(weights) > len(self.outputs):
+            raise ValueError(
+                f"weights must be at most {len(self.outputs)}, one an update, got {len(weights)}"
+            )
+        for layer in _C.misfits(weights, self.outputs[: len(weights)]):
             weights[layer] = laid_out(weights[layer], self.outputs[layer], "weights")
         return weights
 
@@ -204,9 +228,8 @@ class Operands:
         make = torch.zeros if 0 in self.sizes[: len(channels)] else torch.empty
         device = self.outputs[0].device if self.outputs else None
         room = make(sum(channels), dtype=torch.int64, device=device)
-        starts = accumulate(channels, initial=0)
-        address, step = room.data_ptr(), room.itemsize
-        return room, [address + step * start for start, _ in zip(starts, channels, strict=False)]
+        starts = list(accumulate(channels, initial=0))[:-1]
+        return room, [room.data_ptr() + room.itemsize * start for start in starts]
 
     def finish(self) -> None:
         """Writes the outputs whose memory had no layout of its own."""

@@ -78,11 +78,14 @@ def room_here(numbers: int, device: torch.device) -> Tensor:
     left = len(_left_for_captures[0]) if _left_for_captures else 0
     if _capturing(device):
         if numbers > left:
-            refuse_capture(device)
+            raise RuntimeError(
+                f"a captured step sends {numbers} numbers from pinned memory, got {left} left of"
+                " what was pinned before the capture: make a step before the capture"
+            )
         here, _left_for_captures[0] = _left_for_captures[0].tensor_split([numbers])
         _captured.append(here)
         return here
-    if left < 16 * numbers:
+    if left < 64 * numbers:
         _left_for_captures[:] = [_pinned(max(_FOR_CAPTURES, 64 * numbers))]
     return _pinned(numbers)
 
