@@ -193,9 +193,11 @@ def _trainings(setting: Setting) -> dict[str, Training]:
     rows: dict[str, Training] = {}
     gpu = [name for name in ("cuda", "triton") if cs.available_backends()[name] is None]
     for name, make in ROWS.items():
-        if name.startswith("TorchJD") and find_spec("torchjd") is None:
+        try:
+            rows[name] = Training(setting, *make(), None)
+        except ImportError:
+            assert name.startswith("TorchJD"), name  # It, or what its method needs, is missing.
             continue
-        rows[name] = Training(setting, *make(), None)
         if name == "Phase 2" and setting.device == "cuda":
             for backend in gpu[1:]:
                 rows[f"{name}, {backend}"] = Training(setting, *make(), backend)

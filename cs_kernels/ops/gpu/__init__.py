@@ -207,8 +207,11 @@ class GpuOperators(ABC):
                 device,
             )
             keep(plan, device)
-            products_end = plan.rows + plan.sum_items * tasks * tasks
-            room = products_end + layers * tasks
+            # Each part begins at 16 bytes: Triton compiles kernels anew for one that does not.
+            products = plan.rows + plan.rows % 2
+            factors = products + plan.sum_items * tasks * tasks
+            factors += factors % 2
+            room = factors + layers * tasks
             scratch = torch.empty(room, dtype=torch.float64, device=device)
             energy = scratch[: plan.rows]
             if not len(plan.items):
@@ -223,8 +226,8 @@ class GpuOperators(ABC):
                         energy,
                         energy if gamma is None else gamma,
                         energy if variance is None else variance,
-                        scratch[plan.rows : products_end],
-                        scratch[products_end:],
+                        scratch[products:factors],
+                        scratch[factors:],
                         tasks,
                         dtype,
                     )
