@@ -37,8 +37,9 @@ class _Peer(cs.Method):
         reached = gradients.reached()
         parameters = [gradients.parameters[i] for i in reached]
         updates = self._combine(parameters, [[row[i] for i in reached] for row in gradients.rows])
-        for parameter, update in zip(parameters, updates or [], strict=False):
-            parameter.grad = update
+        if updates is not None:  # TorchJD writes them itself.
+            for parameter, update in zip(parameters, updates, strict=True):
+                parameter.grad = update
         gradients.clear()
 
 
