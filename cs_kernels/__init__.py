@@ -5,6 +5,8 @@ for Multi-Task Optimization", CVPR 2024). Start at `MultiTaskOptimizer`.
 """
 
 from cs_kernels import functional, nn
+from cs_kernels.gradients import TaskGradients
+from cs_kernels.layout import Coverage, Layer, Layout
 from cs_kernels.methods import (
     IMTLG,
     MGDA,
@@ -22,6 +24,7 @@ from cs_kernels.methods import (
 from cs_kernels.ops import available_backends, use_backend
 from cs_kernels.optimizer import MultiTaskOptimizer
 from cs_kernels.schedules import Joint, Mixed, Schedule, Sequential, Switch
+from cs_kernels.step import Step
 from cs_kernels.weightings import (
     DynamicWeightAverage,
     EqualWeights,
@@ -38,12 +41,15 @@ __all__ = [
     "AlignedMTL",
     "CAGrad",
     "ConnectionStrength",
+    "Coverage",
     "DynamicWeightAverage",
     "EqualWeights",
     "FixedWeights",
     "GradDrop",
     "GramianMethod",
     "Joint",
+    "Layer",
+    "Layout",
     "Method",
     "Mixed",
     "MultiTaskOptimizer",
@@ -51,8 +57,10 @@ __all__ = [
     "PCGrad",
     "Schedule",
     "Sequential",
+    "Step",
     "Sum",
     "Switch",
+    "TaskGradients",
     "UPGrad",
     "UncertaintyWeights",
     "Weighting",

@@ -1,18 +1,44 @@
 """What a MultiTaskOptimizer asks of its arguments, and of what a closure returns."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from cs_kernels.layout import channels_of, shared_parameters
 from cs_kernels.methods import Method
 from cs_kernels.nn import TaskBatchNorm, task_norms
 from cs_kernels.ops import out_channels
+from cs_kernels.ops.operands import MOST_TASKS
+from cs_kernels.schedules import Schedule
 from cs_kernels.weightings import Weighting
+
+Closure = Callable[[str], Tensor]
+
+
+def described(value: object) -> str:
+    """A value for an error message: a class or a function by its name."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"{type(value).__name__} {value!r}" if isinstance(value, str) else type(value).__name__
+
+
+def check_kinds(trunk: object, method: object, schedule: object, weighting: object) -> None:
+    """Objects, not classes, names or options of them."""
+    for name, value, kind, example in (
+        ("trunk", trunk, nn.Module, "a torch.nn.Module"),
+        ("method", method, Method, "a method such as cs.PCGrad()"),
+        ("schedule", schedule, Schedule, "a schedule such as cs.Mixed(epochs=200)"),
+        ("weighting", weighting, Weighting, "a weighting such as cs.EqualWeights()"),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be {example}, got {described(value)}")
 
 
 def checked_loss(loss: object, task: str) -> Tensor:
-    """What a closure returned, if it is a scalar with a graph."""
+    """What a closure returned, if it is one number with a graph, as a scalar."""
     if not isinstance(loss, Tensor):
         raise TypeError(f"closure must return a tensor, got {type(loss).__name__} for {task!r}")
     if loss.numel() != 1:
@@ -21,7 +47,31 @@ def checked_loss(loss: object, task: str) -> Tensor:
         )
     if not loss.requires_grad:
         raise ValueError(f"closure must return a loss with a graph, got {loss} for {task!r}")
-    return loss
+    return loss if loss.dim() == 0 else loss.reshape(())
+
+
+def checked_closures(closure: object) -> list[Closure]:
+    """One closure a micro-batch."""
+    many = isinstance(closure, Iterable) and not isinstance(closure, Mapping | Tensor | str)
+    closures = list(closure) if isinstance(closure, Iterable) and many else [closure]
+    if not closures:
+        raise ValueError("closure must be a function or a sequence of them, got none")
+    for function in closures:
+        if not callable(function):
+            hint = ": with losses of one forward pass, call backward({task: loss})"
+            raise TypeError(
+                f"closure must be a function from a task to its loss, got {described(function)}"
+                f"{hint if isinstance(function, Mapping | Tensor) else ''}"
+            )
+    return cast("list[Closure]", closures)
+
+
+def checked_losses(losses: object) -> dict[str, Tensor]:
+    """A loss by task."""
+    if not isinstance(losses, Mapping):
+        hint = ": with a closure, call step(closure)" if callable(losses) else ""
+        raise TypeError(f"losses must be a mapping {{task: loss}}, got {described(losses)}{hint}")
+    return {task: checked_loss(loss, task) for task, loss in losses.items()}
 
 
 def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
@@ -41,25 +91,52 @@ def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
         )
 
 
-def check_overrides(trunk: nn.Module, layers: Mapping[str, str | None]) -> None:
-    """They map layers to task-specific normalizations of as many channels."""
+def check_devices(shared: Mapping[str, nn.Parameter], tasks: Sequence[str], method: Method) -> None:
+    """One device for all gradients of a task, and kernels there for so many tasks."""
+    first: dict[torch.device, str] = {}
+    for name, parameter in shared.items():
+        first.setdefault(parameter.device, name)
+    if method.separate_gradients and len(first) > 1:
+        found = ", ".join(f"{name} on {device}" for device, name in first.items())
+        raise ValueError(f"trunk must be on one device for {method!r}, got {found}")
+    on_gpu = any(device.type == "cuda" for device in first)
+    if method.separate_gradients and on_gpu and len(tasks) > MOST_TASKS:
+        raise ValueError(f"tasks must be at most {MOST_TASKS} on a GPU, got {len(tasks)}")
+
+
+def checked_overrides(
+    trunk: nn.Module, layers: Mapping[str, str | None]
+) -> dict[nn.Parameter, str | None]:
+    """By weight of a layer, the normalization with as many channels to take, or None."""
     modules = dict(trunk.named_modules(remove_duplicate=False))
+    shared = set(shared_parameters(trunk).values())
+    overrides: dict[nn.Parameter, str | None] = {}
     for layer, norm in layers.items():
-        weight = getattr(modules.get(layer), "weight", None)
-        if not isinstance(weight, nn.Parameter):
-            raise ValueError(f"layers must name layers of trunk with a weight, got {layer!r}")
+        module = modules.get(layer)
+        weight = module._parameters.get("weight") if module is not None else None
+        if module is None or weight is None or weight not in shared:
+            raise ValueError(
+                f"layers must name layers of trunk with a shared weight, got {layer!r}"
+            )
+        if overrides.setdefault(weight, norm) != norm:
+            raise ValueError(
+                f"layers must map one weight to one normalization, got {overrides[weight]!r} and"
+                f" {norm!r}, by {layer!r}"
+            )
         if norm is None:
             continue
+        if weight.dim() < 2:
+            raise ValueError(
+                f"layers must name layers with output channels, got {layer!r} with a weight of"
+                f" shape {tuple(weight.shape)}"
+            )
         follower = modules.get(norm)
         if not isinstance(follower, TaskBatchNorm):
             raise ValueError(
                 f"layers must map to task-specific normalizations of trunk, got {norm!r}"
                 f" for {layer!r}"
             )
-        module = modules[layer]
-        transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
-        groups = module.groups if isinstance(module, nn.modules.conv._ConvTransposeNd) else 1
-        channels = out_channels(weight, 1 if transposed else 0, groups)
+        channels = out_channels(weight, *channels_of(module))
         for child in follower.children():
             features = getattr(child, "num_features", channels)
             if features != channels:
@@ -67,12 +144,40 @@ def check_overrides(trunk: nn.Module, layers: Mapping[str, str | None]) -> None:
                     f"layers must map to a normalization of as many channels: {layer!r} has"
                     f" {channels}, got {norm!r} with {features}"
                 )
+    return overrides
 
 
-def check_optimizer(
+def checked_optimizers(optimizer: object) -> tuple[torch.optim.Optimizer, ...]:
+    """One or several, that make a step without a closure, and hold each parameter once."""
+    several = isinstance(optimizer, Sequence)
+    optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
+    seen: set[nn.Parameter] = set()
+    if not optimizers:
+        raise ValueError("optimizer must be a torch optimizer or a sequence of them, got none")
+    for one in optimizers:
+        if not hasattr(one, "param_groups") or not callable(getattr(one, "step", None)):
+            raise TypeError(
+                f"optimizer must be a torch optimizer or a sequence of them, got {described(one)}"
+                f"{' in it' if several else ''}"
+            )
+        closure = inspect.signature(one.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise ValueError(
+                f"optimizer must make a step without a closure, got {type(one).__name__}"
+            )
+        held = {p for group in one.param_groups for p in group["params"]}
+        if seen & held:
+            raise ValueError(
+                f"optimizer must hold each parameter once, got {len(seen & held)} in several"
+            )
+        seen |= held
+    return optimizers
+
+
+def check_held(
     trunk: nn.Module,
     shared: Mapping[str, nn.Parameter],
-    optimizer: torch.optim.Optimizer,
+    held: set[nn.Parameter],
     weighting: Weighting,
 ) -> None:
     """There is something shared to train, and the optimizer holds all that trains."""
@@ -81,17 +186,14 @@ def check_optimizer(
             f"trunk must have a shared parameter that requires a gradient,"
             f" got {len(shared)} shared ones and none that does"
         )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = [
-        name for name, p in trunk.named_parameters() if p.requires_grad and id(p) not in held
-    ]
+    missing = [name for name, p in trunk.named_parameters() if p.requires_grad and p not in held]
     if missing:
         raise ValueError(
             f"optimizer must hold every parameter of trunk that requires a gradient; got one"
             f" without {missing[0]} and {len(missing) - 1} others"
             " (was it built before the conversion?)"
         )
-    if any(id(parameter) not in held for parameter in weighting.parameters()):
+    if any(parameter not in held for parameter in weighting.parameters()):
         raise ValueError(
             f"optimizer must hold the parameters() of weighting, got one without some of"
             f" {weighting!r}"

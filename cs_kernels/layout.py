@@ -1,22 +1,16 @@
-"""Which parameters of a trunk are shared, and which of them have prioritized output channels.
+"""Which parameters of a trunk are shared, and which of them have prioritized output channels."""
 
-A layer has where a task-specific normalization takes the very tensor that it returned. That is seen
-by watching a forward pass, not read from names: networks name and nest their layers as they please.
-"""
-
-import contextlib
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvTransposeNd
 
 from cs_kernels.nn import TaskBatchNorm
-
-_LAYERS = (_ConvNd, nn.Linear)
+from cs_kernels.ops import out_channels
+from cs_kernels.watching import LAYERS, Watcher
 
 
 class Norm(NamedTuple):
@@ -68,6 +62,11 @@ def epsilons(layers: Sequence[Layer]) -> list[float]:
     return [cast("float", norm.module.eps) for layer in layers for norm in layer.norms]
 
 
+def channels_of(layer: nn.Module) -> tuple[int, int]:
+    """The dimension of the weight with the output channels, and the groups if that is not 0."""
+    return (1, layer.groups) if isinstance(layer, _ConvTransposeNd) else (0, 1)
+
+
 @dataclass(frozen=True)
 class Coverage:
     """Which shared parameters are prioritized and which get the plain sum, and why."""
@@ -76,13 +75,17 @@ class Coverage:
     """By name of the layer's weight: the normalization that gives its channels a priority."""
     plain: dict[str, str]
     """By name of the parameter: why it gets the plain sum."""
+    own: dict[str, str]
+    """By name of the parameter: the only task that has ever reached it. It gets that task's
+    gradient, and methods do not see it."""
     numel: dict[str, int] = field(repr=False)
 
     def __str__(self) -> str:
-        total = max(1, sum(self.numel.values()))
-        share = 100 * sum(self.numel[name] for name in self.prioritized) / total
+        shared = [name for name in self.numel if name not in self.own]
+        total = sum(self.numel[name] for name in shared)
+        share = 100 * sum(self.numel[name] for name in self.prioritized) / max(1, total)
         lines = [
-            f"{len(self.prioritized)} of {len(self.numel)} shared parameters are prioritized,"
+            f"{len(self.prioritized)} of {len(shared)} shared parameters are prioritized,"
             f" {share:.1f} % of {total} elements"
         ]
         width = max((len(name) for name in self.numel), default=0)
@@ -90,52 +93,9 @@ class Coverage:
             lines.append(f"  {name:{width}}  prioritized by {norm}")
         for name, reason in self.plain.items():
             lines.append(f"  {name:{width}}  plain sum: {reason}")
+        for name, task in self.own.items():
+            lines.append(f"  {name:{width}}  the gradient of {task!r}: no other task reaches it")
         return "\n".join(lines)
-
-
-class Followers:
-    """Which normalizations follow which layer, as seen in forward passes of a trunk."""
-
-    def __init__(self, trunk: nn.Module) -> None:
-        self._trunk = trunk
-        self.norms: dict[str, set[str]] = {}
-        """By name of each layer that ran: the normalizations that took its output."""
-
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[None]:
-        """Watches the forward passes inside the `with`."""
-        # By identity, which lasts as long as the tensor does.
-        producers: dict[int, tuple[weakref.ref[Tensor], str]] = {}
-
-        def remember(name: str, output: object) -> None:
-            self.norms.setdefault(name, set())
-            if isinstance(output, Tensor):
-                producers[id(output)] = (weakref.ref(output), name)
-
-        def connect(name: str, args: tuple[object, ...]) -> None:
-            if not args:
-                return
-            tensor, layer = producers.get(id(args[0]), (lambda: None, ""))
-            if tensor() is args[0] and layer:
-                self.norms[layer].add(name)
-
-        handles = []
-        for name, module in self._trunk.named_modules():
-            if isinstance(module, _LAYERS):
-                handles.append(
-                    module.register_forward_hook(
-                        lambda _, __, output, name=name: remember(name, output)
-                    )
-                )
-            elif isinstance(module, TaskBatchNorm):
-                handles.append(
-                    module.register_forward_pre_hook(lambda _, args, name=name: connect(name, args))
-                )
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def shared_parameters(trunk: nn.Module) -> dict[str, nn.Parameter]:
@@ -160,85 +120,104 @@ class Layout:
 def find_layout(
     trunk: nn.Module,
     tasks: Sequence[str],
-    followers: Mapping[str, set[str]],
-    overrides: Mapping[str, str | None],
+    seen: Watcher,
+    overrides: Mapping[nn.Parameter, str | None],
+    own: Mapping[str, str],
 ) -> Layout:
     """Joins layers and the normalizations that follow them.
 
     Args:
         trunk: The shared module.
         tasks: In the order of the gradients.
-        followers: By name of each layer that ran, the normalizations that took its output.
-        overrides: By name of a layer, the normalization to take instead; None for the plain sum.
+        seen: What forward passes have shown.
+        overrides: By the weight of a layer, the normalization to take; None for the plain sum.
+        own: By name, the parameters that only one task reaches, and that task.
 
     """
     modules = dict(trunk.named_modules(remove_duplicate=False))
     parameters = shared_parameters(trunk)
-    index = {id(parameter): i for i, parameter in enumerate(parameters.values())}
-    names = {id(parameter): name for name, parameter in parameters.items()}
+    index = {parameter: i for i, parameter in enumerate(parameters.values())}
+    reasons = dict.fromkeys(parameters.values(), "not the weight of a convolution or linear layer")
 
-    norms_of_weight: dict[int, set[str]] = {}
-    layers_of_weight: dict[int, list[str]] = {}
-    reasons = {
-        id(p): "not the weight of a convolution or linear layer" for p in parameters.values()
-    }
+    layers_of: dict[nn.Parameter, list[str]] = {}
     for name, module in trunk.named_modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(module, _LAYERS) or id(weight) not in index:
-            continue
-        layers_of_weight.setdefault(id(weight), []).append(name)
-        followed_by = norms_of_weight.setdefault(id(weight), set())
-        if name in overrides:
-            override = overrides[name]
-            reasons[id(weight)] = "excluded by `layers`"
-            followed_by.update([] if override is None else [override])
-        elif name in followers:
-            reasons[id(weight)] = "no task-specific normalization takes its output"
-            followed_by.update(followers[name])
-        else:
-            reasons[id(weight)] = "the layer has not run"
+        weight = module._parameters.get("weight")
+        if weight in index and (isinstance(module, LAYERS) or weight in overrides):
+            layers_of.setdefault(weight, []).append(name)
 
     layers = []
-    for weight_id, followed_by in norms_of_weight.items():
-        if len(followed_by) > 1:
-            reasons[weight_id] = f"several normalizations follow: {', '.join(sorted(followed_by))}"
-        if len(followed_by) != 1:
+    for weight, names in layers_of.items():
+        norm_name, reason = _norm_of(weight, names, seen, overrides)
+        channels = out_channels(weight, *channels_of(modules[names[0]])) if weight.dim() else 0
+        norms: tuple[nn.Module, ...] = ()
+        if norm_name is not None:
+            norm = modules[norm_name]
+            assert isinstance(norm, TaskBatchNorm)
+            norms = tuple(norm.of(task) for task in tasks)
+            reason = _unfit(norm_name, norms, channels)
+        if reason is not None or norm_name is None:
+            reasons[weight] = reason or ""
             continue
-        (norm_name,) = followed_by
-        norm = modules[norm_name]
-        assert isinstance(norm, TaskBatchNorm)
-        norms = tuple(norm.of(task) for task in tasks)
-        if any(n._buffers.get("running_var") is None for n in norms):
-            reasons[weight_id] = f"{norm_name} keeps no running variance"
-            continue
-        if any("weight" not in n._parameters for n in norms):
-            reasons[weight_id] = f"{norm_name} has a scale that is not a parameter"
-            continue
-        layer_name = layers_of_weight[weight_id][0]
-        module = modules[layer_name]
-        transposed = isinstance(module, _ConvTransposeNd)
+        out_channel_dim, groups = channels_of(modules[names[0]])
         layers.append(
             Layer(
-                name=layer_name,
-                weight_index=index[weight_id],
-                weight=parameters[names[weight_id]],
-                out_channel_dim=1 if transposed else 0,
-                groups=module.groups if isinstance(module, _ConvTransposeNd) else 1,
+                name=names[0],
+                weight_index=index[weight],
+                weight=weight,
+                out_channel_dim=out_channel_dim,
+                groups=groups,
                 norm_name=norm_name,
                 norms=tuple(Norm(n._parameters, n._buffers, n) for n in norms),
             )
         )
+    name_of = {parameter: name for name, parameter in parameters.items()}
+    layers = [layer for layer in layers if name_of[layer.weight] not in own]
     layers.sort(key=lambda layer: layer.weight_index)
-    covered = {layer.weight_index: layer.norm_name for layer in layers}
+    prioritized = {name_of[layer.weight]: layer.norm_name for layer in layers}
     return Layout(
         layers=tuple(layers),
         coverage=Coverage(
-            prioritized={names[id(layer.weight)]: layer.norm_name for layer in layers},
+            prioritized=prioritized,
             plain={
-                name: ("frozen; " if not p.requires_grad else "") + reasons[id(p)]
-                for i, (name, p) in enumerate(parameters.items())
-                if i not in covered
+                name: ("frozen; " if not p.requires_grad else "") + reasons[p]
+                for name, p in parameters.items()
+                if name not in prioritized and name not in own
             },
+            own=dict(own),
             numel={name: p.numel() for name, p in parameters.items()},
         ),
     )
+
+
+def _norm_of(
+    weight: nn.Parameter,
+    layers: Sequence[str],
+    seen: Watcher,
+    overrides: Mapping[nn.Parameter, str | None],
+) -> tuple[str | None, str | None]:
+    """The normalization behind the layers of a weight, or why there is none."""
+    if weight in overrides:
+        return overrides[weight], "excluded by `layers`"
+    if not any(layer in seen.norms for layer in layers):
+        return None, "the layer has not run"
+    norms = {norm for layer in layers for norm in seen.norms.get(layer, ())}
+    if len(norms) == 1:
+        return norms.pop(), None
+    if norms:
+        return None, f"several normalizations follow: {', '.join(sorted(norms))}"
+    others = {norm for layer in layers for norm in seen.other_channels.get(layer, ())}
+    if others:
+        return None, f"{', '.join(sorted(others))} normalizes other channels than its outputs"
+    return None, "no task-specific normalization takes its output"
+
+
+def _unfit(name: str, norms: Sequence[nn.Module], channels: int) -> str | None:
+    """Why the normalizations of all tasks cannot give a layer's channels a priority."""
+    variances = [norm._buffers.get("running_var") for norm in norms]
+    if any(variance is None for variance in variances):
+        return f"{name} keeps no running variance"
+    if any("weight" not in norm._parameters for norm in norms):
+        return f"{name} has a scale that is not a parameter"
+    if any(variance is not None and variance.numel() != channels for variance in variances):
+        return f"{name} has other channels than its {channels} outputs"
+    return None

@@ -2,9 +2,12 @@
 
 import contextlib
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, KeysView, Set
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -14,29 +17,35 @@ __all__ = [
     "TaskBatchNorm2d",
     "TaskBatchNorm3d",
     "active_task",
+    "add_task",
     "convert_task_batchnorm",
+    "extract_task",
     "set_task",
+    "update_bn",
 ]
 
 
-def check_tasks(tasks: Sequence[str]) -> tuple[str, ...]:
-    """The tasks as a tuple.
+def check_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
+    """The tasks as a tuple: of anything that has an order, such as the keys of a dictionary.
 
     Raises:
-        TypeError: `tasks` is a string, or holds something that is not one.
+        TypeError: `tasks` is a string, has no order, or holds something that is not a string.
         ValueError: It is empty, names a task twice, or a name cannot be that of a module.
 
     """
-    if isinstance(tasks, str) or not all(isinstance(task, str) for task in tasks):
+    unordered = isinstance(tasks, Set) and not isinstance(tasks, KeysView)
+    ordered = isinstance(tasks, Iterable) and not isinstance(tasks, str) and not unordered
+    names = tuple(tasks) if ordered else ()
+    if not ordered or not all(isinstance(name, str) for name in names):
         raise TypeError(f"tasks must be a sequence of names, got {tasks!r}")
-    if len(tasks) == 0:
+    if not names:
         raise ValueError("tasks must name at least one task, got none")
-    for i, task in enumerate(tasks):
-        if task in tasks[:i]:
-            raise ValueError(f"tasks must be distinct, got {task!r} twice in {list(tasks)}")
-        if not task or "." in task:
-            raise ValueError(f"tasks must be non-empty names without a dot, got {task!r}")
-    return tuple(tasks)
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            raise ValueError(f"tasks must be distinct, got {name!r} twice in {list(names)}")
+        if not name or "." in name:
+            raise ValueError(f"tasks must be non-empty names without a dot, got {name!r}")
+    return names
 
 
 class TaskBatchNorm(nn.Module):
@@ -56,10 +65,13 @@ class TaskBatchNorm(nn.Module):
     def __init__(self, norms: dict[str, nn.Module]) -> None:
         super().__init__()
         self.active: str | None = None
-        for task in check_tasks(list(norms)):
-            if hasattr(self, task):
-                raise ValueError(f"tasks must not be named as an attribute of a module: {task!r}")
+        for task in check_tasks(norms):
+            self._check_new(task)
             self.add_module(task, norms[task])
+
+    def _check_new(self, task: str) -> None:
+        if hasattr(self, task):
+            raise ValueError(f"tasks must not be named as an attribute of a module: {task!r}")
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -97,6 +109,18 @@ class TaskBatchNorm(nn.Module):
         """The active task."""
         return f"active={self.active!r}"
 
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        # What the network before its conversion has saved is every task's.
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            child, dot, _ = key[len(prefix) :].partition(".")
+            if not dot or child not in self._modules:
+                value = state_dict.pop(key)
+                for task in self._modules:
+                    state_dict.setdefault(f"{prefix}{task}.{key[len(prefix) :]}", value)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
 
 class _FromFeatures(TaskBatchNorm):
     _norm: ClassVar[type[_BatchNorm]]
@@ -104,7 +128,7 @@ class _FromFeatures(TaskBatchNorm):
     def __init__(
         self,
         num_features: int,
-        tasks: Sequence[str],
+        tasks: Iterable[str],
         eps: float = 1e-5,
         momentum: float | None = 0.1,
         affine: bool = True,
@@ -136,53 +160,211 @@ class TaskBatchNorm3d(_FromFeatures):
     _norm = nn.BatchNorm3d
 
 
-def convert_task_batchnorm(module: nn.Module, tasks: Sequence[str]) -> nn.Module:
+def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module:
     """Replaces every batch normalization by a copy for each task.
 
     Each copy starts with the weight, bias and statistics of the original (a pretrained one, say),
     and is of its class, which may be a subclass of torch's. A module used in several places stays
-    one module. Convert before building the optimizer: the copies are new parameters.
+    one module. Convert before building the optimizer: the copies are new parameters. A checkpoint
+    of the network before its conversion can still be loaded: every task gets what it holds.
 
     Args:
         module: A network, or a batch normalization itself.
-        tasks: The names of the tasks.
+        tasks: The names of the tasks, in an order.
 
     Returns:
         The module, changed in place, or its replacement.
 
     Raises:
-        ValueError: `tasks` does not fit, or the module is already converted for other tasks.
+        ValueError: `tasks` does not fit, the module has no batch normalization, or it is already
+            converted for other tasks.
         TypeError: `tasks` is not a sequence of names.
 
     """
     names = check_tasks(tasks)
-    for name, child in module.named_modules():
-        if isinstance(child, TaskBatchNorm) and child.tasks != names:
-            raise ValueError(
-                f"tasks must be those of {name or 'module'}, which is already converted,"
-                f" {list(child.tasks)}; got {list(names)}"
-            )
-    replaced: dict[nn.Module, TaskBatchNorm] = {}
+    _check_convertible(module, names)
+    replaced: dict[nn.Module, nn.Module] = {}
 
     def convert(child: nn.Module) -> nn.Module:
-        if isinstance(child, TaskBatchNorm):
-            return child
-        if isinstance(child, _BatchNorm):
-            if child not in replaced:
-                replaced[child] = TaskBatchNorm({task: copy.deepcopy(child) for task in names})
-                replaced[child].training = child.training
+        if child in replaced:
             return replaced[child]
-        for name, grandchild in list(child._modules.items()):
-            if grandchild is not None:
-                child._modules[name] = convert(grandchild)
+        if isinstance(child, _BatchNorm):
+            norm = TaskBatchNorm({task: copy.deepcopy(child) for task in names})
+            norm.training = child.training
+            replaced[child] = norm
+            return norm
+        replaced[child] = child
+        if not isinstance(child, TaskBatchNorm):
+            for name, grandchild in list(child._modules.items()):
+                if grandchild is not None:
+                    child._modules[name] = convert(grandchild)
         return child
 
     return convert(module)
 
 
+def _check_convertible(module: nn.Module, tasks: tuple[str, ...]) -> None:
+    """There is a batch normalization to convert, or it was converted for these tasks before."""
+    found = False
+    others: Counter[str] = Counter()
+    for name, child in module.named_modules():
+        found = found or isinstance(child, _BatchNorm)  # Also those inside a TaskBatchNorm.
+        if isinstance(child, TaskBatchNorm) and child.tasks != tasks:
+            raise ValueError(
+                f"tasks must be those of {name or 'module'}, which is already converted,"
+                f" {list(child.tasks)}; got {list(tasks)}"
+            )
+        if "norm" in type(child).__name__.lower():
+            others[type(child).__name__] += 1
+    if not found:
+        seen = ", ".join(f"{count} {name}" for name, count in others.items()) or "none"
+        raise ValueError(
+            f"module must have batch normalization to convert, got {type(module).__name__} with"
+            f" these normalizations: {seen}"
+        )
+
+
+def add_task(module: nn.Module, task: str, *, like: str) -> list[nn.Parameter]:
+    """Adds a task to every task-specific normalization, as a copy of another task's.
+
+    For a trunk that was trained on some tasks and learns one more. Hand the new parameters to the
+    torch optimizer, and build a `MultiTaskOptimizer` of all tasks.
+
+    Args:
+        module: A network with task-specific normalization.
+        task: The name of the new task.
+        like: The task to copy: its weights, statistics, and what is frozen.
+
+    Returns:
+        The new parameters, for `optimizer.add_param_group({"params": ...})`.
+
+    Raises:
+        ValueError: The module has no task-specific normalization, `like` is unknown to one of them,
+            or the task is known already or cannot be a name; nothing has been changed.
+        TypeError: The task is not a string.
+
+    Example:
+        >>> trunk = cs.nn.convert_task_batchnorm(torch.nn.BatchNorm1d(3), ["depth", "edges"])
+        >>> len(cs.nn.add_task(trunk, "normals", like="depth"))
+        2
+
+    """
+    (task,) = check_tasks([task])
+    norms = _some_task_norms(module)
+    for norm in norms:
+        norm.of(like)
+        if task in norm.tasks:
+            raise ValueError(
+                f"task must be a new one, got {task!r}; the tasks are {list(norm.tasks)}"
+            )
+        norm._check_new(task)
+    for norm in norms:
+        norm.add_module(task, copy.deepcopy(norm.of(like)))
+    return [parameter for norm in norms for parameter in norm.of(task).parameters()]
+
+
+def extract_task(module: nn.Module, task: str) -> nn.Module:
+    """A copy of a network with one task's normalizations in the places that all tasks' have.
+
+    A plain torch network, as it was before `convert_task_batchnorm`: to predict one task, to save,
+    to export. The module itself stays as it is.
+
+    Args:
+        module: A network with task-specific normalization.
+        task: The task to keep.
+
+    Raises:
+        ValueError: The module has no task-specific normalization, or one that does not know the
+            task.
+
+    Example:
+        >>> trunk = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+        >>> trunk = cs.nn.convert_task_batchnorm(trunk, ["depth", "edges"])
+        >>> cs.nn.extract_task(trunk, "depth")[1]
+        BatchNorm1d(3, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)
+
+    """
+    norms = _some_task_norms(module)
+    # As copies of each TaskBatchNorm: a reference from anywhere in the network is redirected.
+    memo: dict[int, Any] = {}
+    for norm in norms:
+        memo[id(norm)] = copy.deepcopy(norm.of(task), memo)
+    plain: nn.Module = copy.deepcopy(uncompiled(module), memo)
+    return plain
+
+
+@torch.no_grad()
+def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
+    """Makes the running statistics of one task those of a data set.
+
+    As `torch.optim.swa_utils.update_bn`, which resets every task's: for averaged weights, or after
+    training with batches that were too small.
+
+    Args:
+        loader: Yields inputs of the trunk, or lists and tuples of which the first is the input, on
+            the trunk's device.
+        trunk: A network with task-specific normalization.
+        task: The task, made active meanwhile; the statistics of the others stay.
+
+    Raises:
+        ValueError: The trunk has no task-specific normalization, one does not know the task, or the
+            loader yields nothing.
+
+            Whatever is raised: the statistics are as they were before.
+
+    """
+    norms = [
+        child
+        for norm in _some_task_norms(trunk)
+        for child in norm.of(task).modules()
+        if isinstance(child, _BatchNorm)
+    ]
+    modes = [(module, module.training) for module in trunk.modules()]
+    before = [(norm, norm.momentum, copy.deepcopy(norm._buffers)) for norm in norms]
+    batches = 0
+    try:
+        trunk.train()
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # A mean over all batches.
+        with active_task(trunk, task):
+            for batch in loader:
+                trunk(batch[0] if isinstance(batch, list | tuple) else batch)
+                batches += 1
+        if not batches:
+            raise ValueError(f"loader must yield at least one batch, got none from {loader!r}")
+    except BaseException:
+        for norm, _, buffers in before:
+            for name, value in buffers.items():
+                now = norm._buffers[name]
+                if now is not None and value is not None:
+                    now.copy_(value)
+        raise
+    finally:
+        for norm, momentum, _ in before:
+            norm.momentum = momentum
+        for module, training in modes:
+            module.training = training
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that `torch.compile` wrapped, or the module itself."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
+
+
 def task_norms(module: nn.Module) -> list[TaskBatchNorm]:
     """The task-specific normalizations in a module."""
     return [child for child in module.modules() if isinstance(child, TaskBatchNorm)]
+
+
+def _some_task_norms(module: nn.Module) -> list[TaskBatchNorm]:
+    norms = task_norms(module)
+    if not norms:
+        raise ValueError(
+            f"module must have task-specific normalization, got {type(module).__name__} with none"
+        )
+    return norms
 
 
 def set_task(module: nn.Module, task: str) -> None:
@@ -208,10 +390,24 @@ def active(norms: Iterable[TaskBatchNorm], task: str) -> Iterator[None]:
     try:
         for norm, _ in before:
             norm.active = task
-        yield
+        with _a_graph_a_task(len(before[0][0].tasks) if before else 1):
+            yield
     finally:
         for norm, previous in before:
             norm.active = previous
+
+
+def _a_graph_a_task(tasks: int) -> contextlib.AbstractContextManager[Any]:
+    """Room for every task's graphs where torch.compile has room for one task's (8 by default)."""
+    compiles = "torch._dynamo" in sys.modules and not torch.compiler.is_compiling()
+    if tasks == 1 or not compiles:
+        return contextlib.nullcontext()
+    config = torch._dynamo.config
+    more: contextlib.AbstractContextManager[Any] = config.patch(
+        recompile_limit=tasks * config.recompile_limit,
+        accumulated_recompile_limit=tasks * config.accumulated_recompile_limit,
+    )
+    return more
 
 
 def active_task(module: nn.Module, task: str) -> contextlib.AbstractContextManager[None]:

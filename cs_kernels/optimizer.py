@@ -5,18 +5,28 @@ One step is one straight walk: losses -> gradients of every task -> one operator
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from cs_kernels.checks import check_optimizer, check_overrides, check_trunk, checked_loss
+from cs_kernels.checks import (
+    Closure,
+    check_devices,
+    check_held,
+    check_kinds,
+    check_trunk,
+    checked_closures,
+    checked_losses,
+    checked_optimizers,
+    checked_overrides,
+)
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import (
     Coverage,
-    Followers,
     Layout,
     epsilons,
     find_layout,
@@ -25,12 +35,17 @@ from cs_kernels.layout import (
     shared_parameters,
 )
 from cs_kernels.methods import ConnectionStrength, Method
-from cs_kernels.nn import active, check_tasks, task_norms
+from cs_kernels.nn import check_tasks, task_norms, uncompiled
+from cs_kernels.passes import Backward, Passes, no_shared_parameter
 from cs_kernels.schedules import Joint, Phase, Schedule
 from cs_kernels.statistics import RunningStatistics
+from cs_kernels.step import Step
+from cs_kernels.watching import Watcher
 from cs_kernels.weightings import EqualWeights, Weighting
 
-Closure = Callable[[str], Tensor]
+
+def _named_state(part: Method | Weighting) -> dict[str, Any]:
+    return {"name": type(part).__name__, "state": part.state_dict()}
 
 
 class MultiTaskOptimizer:
@@ -38,8 +53,11 @@ class MultiTaskOptimizer:
 
     Args:
         trunk: The shared module. Its parameters outside task-specific normalization are the shared
-            ones; all else that the optimizer holds belongs to tasks and is left to autograd.
-        optimizer: Any torch optimizer with the parameters of the trunk, and of the heads.
+            ones, but for those that only one task ever reaches (a head, if trunk is the whole
+            network): these get that task's gradient, as does all else that the optimizer holds.
+        optimizer: Any torch optimizer that makes a step without a closure, with the parameters of
+            the trunk and of the heads; or several, with some each (Muon for matrices, AdamW for
+            the rest).
         tasks: The names of the tasks, in the order of Phase 1 and of ties in priority.
         method: What becomes of the gradients in Phase 2. Default: `ConnectionStrength()`.
         schedule: When to update tasks in turn and when jointly. Default: `Joint()`.
@@ -47,6 +65,10 @@ class MultiTaskOptimizer:
         layers: Overrides what a watched forward pass tells: by name of a layer in the trunk, the
             task-specific normalization to take its channels' priority from, or None for the sum.
         scaler: A `torch.amp.GradScaler`: losses are scaled, and it steps the optimizer and updates.
+        backward: Called with a loss instead of `loss.backward()`, for whoever must run the backward
+            pass: `accelerator.backward`, `fabric.backward`, Lightning's `self.manual_backward`.
+            It must accept `retain_graph=True` if `MultiTaskOptimizer.backward` is used. What it
+            multiplies losses by is found out.
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.
@@ -70,14 +92,15 @@ class MultiTaskOptimizer:
     def __init__(
         self,
         trunk: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        tasks: Sequence[str],
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        tasks: Iterable[str],
         method: Method | None = None,
         schedule: Schedule | None = None,
         weighting: Weighting | None = None,
         *,
         layers: Mapping[str, str | None] | None = None,
         scaler: torch.amp.GradScaler | None = None,
+        backward: Backward | None = None,
     ) -> None:
         self.trunk = trunk
         self.optimizer = optimizer
@@ -86,23 +109,45 @@ class MultiTaskOptimizer:
         self.schedule = Joint() if schedule is None else schedule
         self.weighting = EqualWeights() if weighting is None else weighting
         self.scaler = scaler
+        check_kinds(trunk, self.method, self.schedule, self.weighting)
         self.weighting.check(self.tasks)
         self.method.check(self.tasks)
 
-        self._norms = task_norms(trunk)
-        shared = shared_parameters(trunk)
-        check_trunk(trunk, self.tasks, self.method)
-        check_overrides(trunk, layers or {})
-        check_optimizer(trunk, shared, optimizer, self.weighting)
+        self._optimizers = checked_optimizers(optimizer)
+        inner = uncompiled(trunk)
+        shared = shared_parameters(inner)
+        check_trunk(inner, self.tasks, self.method)
+        check_devices(shared, self.tasks, self.method)
+        self._overrides = checked_overrides(inner, layers or {})
+        check_held(inner, shared, set(self._held()), self.weighting)
 
-        self._gradients = TaskGradients(shared, len(self.tasks))
-        self._statistics = RunningStatistics(trunk)
-        self._overrides = dict(layers or {})
-        self._followers = Followers(trunk)
-        self._watched: set[str] = set()
-        self._layout: Layout | None = None
+        self._inner = inner
+        self._norms = task_norms(inner)
+        self._gradients = TaskGradients(shared, self.tasks)
+        self._statistics = RunningStatistics(inner)
+        self._watcher = Watcher(inner, self._statistics.first_use)
+        self._passes = Passes(inner, self._watcher, self.weighting, scaler, backward)
+        self._layout: tuple[object, Layout] | None = None
+        self._trainable = self._what_trains()
+        self._seen = self._watcher.version
+        """What was known of the trunk when `_trainable` was."""
         self._epoch: int | None = None
         self._steps = 0
+        self._open: Step | None = None
+        """The step that `backward(update=False)` has begun."""
+        self._unused: tuple[nn.Parameter, int] | None = None
+        """A parameter with an update in `.grad` by `backward`, and its version then."""
+        self._notice_steps()
+
+    def __repr__(self) -> str:
+        names = " + ".join(type(optimizer).__name__ for optimizer in self._optimizers)
+        parameters = self._gradients.parameters
+        return (
+            f"MultiTaskOptimizer({type(self._inner).__name__} with {len(parameters)} shared"
+            f" parameters of {sum(p.numel() for p in parameters)} elements, {names},"
+            f" tasks={list(self.tasks)}, method={self.method!r}, schedule={self.schedule!r},"
+            f" weighting={self.weighting!r})"
+        )
 
     @property
     def phase(self) -> Phase:
@@ -127,7 +172,7 @@ class MultiTaskOptimizer:
         self.weighting.start_epoch(epoch)
 
     def step(
-        self, closure: Closure | Sequence[Closure], tasks: Sequence[str] | None = None
+        self, closure: Closure | Iterable[Closure], tasks: Iterable[str] | None = None
     ) -> dict[str, Tensor]:
         """One training step: Phase 1, an optimizer step a task; Phase 2, one for all.
 
@@ -144,37 +189,46 @@ class MultiTaskOptimizer:
             The loss of each task, detached and unweighted.
 
         Raises:
-            ValueError: `tasks` does not fit, the loss is not a scalar or has no graph, or a trunk
+            ValueError: `tasks` does not fit, a loss is not a scalar, has no graph, depends on a
+                parameter that the optimizer does not hold or on none of the trunk, or a trunk
                 without a prioritized layer meets a method that needs one.
-            TypeError: The closure did not return a tensor.
+            TypeError: A closure is not a function, or did not return a tensor.
+            RuntimeError: `backward` has left something to be used first.
 
-            Whatever is raised, also by the closure: parameters, gradients and running statistics
-            are as they were before the step, or in Phase 1 before the update of that task.
+            Whatever is raised, also by the closure: parameters and running statistics are as they
+            were before the step, or in Phase 1 before the update of that task; gradients are None.
 
         """
-        closures = [closure] if callable(closure) else list(closure)
-        if not closures:
-            raise ValueError("closure must be a function or a sequence of them, got none")
+        closures = checked_closures(closure)
         chosen = self._chosen(tasks)
-        losses: dict[str, Tensor] = {}
+        phase = self.phase
+        if self._open is not None:
+            raise RuntimeError(
+                "step would forget the gradients of backward(..., update=False): end these with"
+                " backward(...) first"
+            )
+        self._check_update_used()
         with record_function("cs_kernels.step"):
-            if self.phase == 1:
+            step = self._new_step(chosen)
+            if phase == 1:
                 for task in chosen:
-                    with self._restored_on_error([task]):
-                        losses[task] = self._backward(task, closures)
+                    with self._restored_on_error([task]) as held:
+                        self._passes.task_pass(task, closures, step, held)
+                        self._check_covered()
+                        self._check_reached(task, self._gradients.note_reach(task))
                     self._optimizer_step()
             else:
-                with self._restored_on_error(chosen):
+                with self._restored_on_error(chosen) as held:
                     for task in chosen:
-                        losses[task] = self._backward(task, closures)
-                        self._collect(task, losses[task])
-                    self._combine()
+                        self._passes.task_pass(task, closures, step, held)
+                        self._check_covered()
+                        self._collect(task)
+                    self._combine(step)
                 self._optimizer_step()
-        self._steps += 1
-        self.weighting.observe(losses)
-        return losses
+            self._finish(step)
+        return {task: step.losses[task] for task in chosen}
 
-    def backward(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def backward(self, losses: Mapping[str, Tensor], *, update: bool = True) -> dict[str, Tensor]:
         """The joint update of losses that come from one forward pass, into `.grad`.
 
         For networks without task-specific normalization: one forward pass for all tasks, a backward
@@ -183,49 +237,65 @@ class MultiTaskOptimizer:
         gradients in the optimizer are set to None first. Beside the graph, memory holds the K
         gradients of the shared parameters and one update.
 
+        Micro-batches: the gradients of every task add up over calls with `update=False` until a
+        call without it, which adds its own and makes the one update of them all:
+
+            for i, batch in enumerate(batches):
+                opt.backward(losses_of(batch), update=i + 1 == len(batches))
+            optimizer.step()
+
         Args:
             losses: A scalar with a graph for each task, or for those that this batch has labels
-                for.
+                for. Over micro-batches they add up: divide by their number for a mean.
+            update: Whether to make the update now.
 
         Returns:
             The losses, detached.
 
         Raises:
-            ValueError: A task is unknown, a loss is not a scalar or has no graph, or the method
-                needs task-specific normalization.
-            TypeError: A loss is not a tensor.
-            RuntimeError: The schedule is in Phase 1, which takes a forward pass a task.
+            ValueError: A task is unknown, a loss is not a scalar, has no graph, depends on a
+                parameter that the optimizer does not hold or on none of the trunk, or the trunk has
+                task-specific normalization.
+            TypeError: `losses` is not a mapping, or a loss not a tensor.
+            RuntimeError: The schedule is in Phase 1, which takes a forward pass a task; or the
+                update of the call before was neither used by the optimizer nor set to zero.
 
-            Whatever is raised: gradients are as they were before.
+            Whatever is raised after that: gradients are None, also those of `update=False`.
 
         """
-        chosen = self._chosen(list(losses))
-        for task in chosen:
-            checked_loss(losses[task], task)
-        if self.method.prioritizes:
+        losses = checked_losses(losses)
+        chosen = self._chosen(losses)
+        if self._norms:
             raise ValueError(
-                f"method must work without task-specific normalization for backward, got"
-                f" {self.method!r}: use step"
+                "trunk must have no task-specific normalization for backward, which takes one"
+                f" forward pass for all tasks, got {len(self._norms)} of them: use step(closure)"
             )
         if self.phase == 1:
             raise RuntimeError(
                 f"backward makes joint updates, but {self.schedule!r} is in Phase 1: use step"
             )
-        with record_function("cs_kernels.backward"), self._restored_on_error(chosen):
-            weighted = {task: self._weighted(task, losses[task]) for task in chosen}
-            if self.method.separate_gradients:
-                for task in chosen:
-                    weighted[task].backward(  # type: ignore[no-untyped-call]
-                        retain_graph=task != chosen[-1]
-                    )
-                    self._collect(task, losses[task])
-            else:
-                torch.autograd.backward(list(weighted.values()))
-            self._combine()
-        self._steps += 1
-        detached = {task: losses[task].detach() for task in chosen}
-        self.weighting.observe(detached)
-        return detached
+        step = self._open
+        if step is None:
+            self._check_update_used()
+            step = self._new_step(chosen)
+        collect = self._collect if self.method.separate_gradients else None
+        clear = self._open is None
+        with (
+            record_function("cs_kernels.backward"),
+            self._restored_on_error(chosen, clear=clear) as held,
+        ):
+            taking_part = {*step.tasks, *chosen}
+            step.tasks = tuple(task for task in self.tasks if task in taking_part)
+            self._passes.backward_passes(losses, step, held, collect)
+            if update:
+                self._combine(step)
+        self._open = None if update else step
+        if update:
+            self._finish(step)
+            self._unused = next(
+                ((p, p._version) for p in self._gradients.parameters if p.grad is not None), None
+            )
+        return {task: loss.detach() for task, loss in losses.items()}
 
     def trace(self, closure: Closure) -> Coverage:
         """Finds the prioritized layers without a step, from one forward pass a task.
@@ -233,18 +303,24 @@ class MultiTaskOptimizer:
         Running statistics are restored; random numbers are consumed as by any forward pass.
 
         Args:
-            closure: As in `step`; only the forward pass counts.
+            closure: As in `step`; only the forward pass counts, and the graph of the loss.
 
         Returns:
             `coverage()`.
 
+        Raises:
+            ValueError: The loss depends on a parameter that the optimizer does not hold, or on none
+                of the trunk.
+
         """
-        with self._statistics.restored(self.tasks), torch.no_grad():
+        self._passes.forget()
+        held = self._held()
+        with self._statistics.restored_on_error(self.tasks, always=True):
             for task in self.tasks:
-                with active(self._norms, task), self._followers.watch():
-                    closure(task)
-                self._watched.add(task)
-        self._layout = None
+                reached = self._passes.traced(task, closure, held)
+                if reached is not None:
+                    self._gradients.note_reached(task, reached)
+        self._seen, self._trainable = self._watcher.version, self._what_trains()
         return self.coverage()
 
     def coverage(self) -> Coverage:
@@ -290,25 +366,48 @@ class MultiTaskOptimizer:
             "tasks": list(self.tasks),
             "epoch": self._epoch,
             "steps": self._steps,
-            "method": self.method.state_dict(),
-            "weighting": self.weighting.state_dict(),
+            "unreached": self._gradients.state_dict(),
+            "method": _named_state(self.method),
+            "weighting": _named_state(self.weighting),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict`.
 
         Raises:
-            ValueError: It is of other tasks.
+            ValueError: It is of other tasks, another trunk, method or weighting, or not whole;
+                nothing has been loaded then.
 
         """
+        self._check_state(state)
+        before = self.state_dict()
+        try:
+            self._load(state)
+        except Exception as error:
+            self._load(before)
+            raise ValueError(f"state must be a whole state_dict, got one with {error!r}") from error
+
+    def _check_state(self, state: Mapping[str, Any]) -> None:
+        expected = self.state_dict()
+        if not isinstance(state, Mapping) or not set(expected) <= set(state):
+            found = list(state) if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(f"state must have {list(expected)}, got {found}")
         if list(state["tasks"]) != list(self.tasks):
             raise ValueError(f"state must be of tasks {list(self.tasks)}, got {state['tasks']}")
-        self._epoch = state["epoch"]
-        self._steps = state["steps"]
-        self.method.load_state_dict(state["method"])
-        self.weighting.load_state_dict(state["weighting"])
+        for part in ("method", "weighting"):
+            given = state[part]
+            name = given.get("name") if isinstance(given, Mapping) else given
+            if name != expected[part]["name"]:
+                raise ValueError(f"state must be of {part} {expected[part]['name']}, got {name}")
 
-    def _chosen(self, tasks: Sequence[str] | None) -> tuple[str, ...]:
+    def _load(self, state: Mapping[str, Any]) -> None:
+        epoch, steps = state["epoch"], int(state["steps"])
+        self._gradients.load_state_dict(state["unreached"])
+        self.method.load_state_dict(state["method"]["state"])
+        self.weighting.load_state_dict(state["weighting"]["state"])
+        self._epoch, self._steps = None if epoch is None else int(epoch), steps
+
+    def _chosen(self, tasks: Iterable[str] | None) -> tuple[str, ...]:
         if tasks is None:
             return self.tasks
         chosen = check_tasks(tasks)
@@ -317,94 +416,143 @@ class MultiTaskOptimizer:
                 raise ValueError(f"tasks must be among {list(self.tasks)}, got {task!r}")
         return chosen
 
-    def _backward(self, task: str, closures: Sequence[Closure]) -> Tensor:
-        """The forward and backward passes of one task; its gradients are in `.grad` then."""
-        total: Tensor | None = None
-        # Active in the backward pass too: a checkpointed trunk runs again there.
-        with active(self._norms, task):
-            for closure in closures:
-                loss = self._forward(task, closure)
-                self._weighted(task, loss).backward()  # type: ignore[no-untyped-call]
-                total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
-        return total
+    def _new_step(self, tasks: Sequence[str]) -> Step:
+        trains = self._what_trains()
+        if trains != self._trainable:
+            self._trainable = trains
+            self._passes.forget()
+        scale = None
+        if self.scaler is not None and self.scaler.is_enabled():
+            scale = self.scaler.scale(torch.ones((), device=self._gradients.parameters[0].device))
+        return Step(
+            number=self._steps,
+            tasks=tuple(task for task in self.tasks if task in tasks),
+            loss_scale=scale,
+        )
 
-    def _weighted(self, task: str, loss: Tensor) -> Tensor:
-        weighted = self.weighting.weigh(task, loss)
-        return weighted if self.scaler is None else self.scaler.scale(weighted)
+    def _finish(self, step: Step) -> None:
+        self._steps += 1
+        self.weighting.observe(step)
+        if self._seen != self._watcher.version:
+            self._seen = self._watcher.version
+            self._trainable = self._what_trains()
 
-    def _collect(self, task: str, loss: Tensor) -> None:
-        """The gradients of one task, out of `.grad`."""
+    def _collect(self, task: str) -> None:
+        """The gradients of one task, out of `.grad`; where they may add up, they stay there."""
         if self.method.separate_gradients:
             with record_function("cs_kernels.collect"), torch.no_grad():
-                weighted = self.weighting.weigh(task, loss)
-                self._gradients.collect(self.tasks.index(task), weighted)
+                self._check_reached(task, self._gradients.collect(task))
 
-    def _combine(self) -> None:
+    def _combine(self, step: Step) -> None:
         """The update, into `.grad`."""
         with record_function("cs_kernels.surgery"), torch.no_grad():
-            if self.scaler is not None and self.scaler.is_enabled():
-                self._gradients.loss_scale = self.scaler.scale(
-                    torch.ones((), device=self._device())
-                )
-            self.method.combine(self._gradients, self._current_layout())
+            self._gradients.release_own()
+            self.method.combine(self._gradients, self._current_layout(), step)
 
-    def _device(self) -> torch.device:
-        return self._gradients.parameters[0].device
-
-    def _forward(self, task: str, closure: Closure) -> Tensor:
-        if task in self._watched:
-            return checked_loss(closure(task), task)
-        # The first pass of each task also shows which normalization follows which layer.
-        with self._followers.watch():
-            loss = checked_loss(closure(task), task)
-        self._watched.add(task)
-        self._layout = None
-        if self.method.prioritizes:
-            self._check_covered()
-        return loss
+    def _check_reached(self, task: str, reached: bool) -> None:
+        """A loss that trains nothing of the trunk is of another network, unless all is frozen."""
+        if reached:
+            return
+        before = self._gradients.reached_by(task)
+        own = [p for norm in self._norms for p in norm.of(task).parameters()]
+        frozen = bool(before) and not any(p.requires_grad for p in before)
+        trains = any(p.requires_grad for p in self._gradients.parameters)
+        if trains and not frozen and all(p.grad is None for p in own):
+            raise no_shared_parameter(task)
 
     def _check_watched(self) -> None:
-        if not self._watched:
+        if not self._watcher.tasks:
             raise RuntimeError(
                 "which layers are prioritized is seen in a forward pass: call step or trace first"
             )
 
     def _current_layout(self) -> Layout:
-        if self._layout is None:
-            self._layout = find_layout(
-                self.trunk, self.tasks, self._followers.norms, self._overrides
-            )
-        return self._layout
+        owners = self._gradients.owners()
+        known = (self._watcher.version, owners)
+        if self._layout is None or self._layout[0] != known:
+            names = self._gradients.names
+            own = {names[i]: task for i, task in owners.items()}
+            layout = find_layout(self._inner, self.tasks, self._watcher, self._overrides, own)
+            self._layout = known, layout
+        return self._layout[1]
 
     def _check_covered(self) -> None:
-        layout = self._current_layout()
-        if not layout.layers:
-            self._watched.clear()
+        if self.method.prioritizes and not self._current_layout().layers:
+            self._passes.forget()
             raise ValueError(
                 f"trunk must have a layer whose output goes to a task-specific normalization for"
-                f" {self.method!r}; {layout.coverage}"
+                f" {self.method!r}; {self._current_layout().coverage}"
             )
 
+    def _held(self) -> list[nn.Parameter]:
+        """The parameters of the torch optimizer."""
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        return [parameter for group in groups for parameter in group["params"]]
+
+    def _what_trains(self) -> list[bool]:
+        """Differs from before if other parameters require a gradient, or others are held."""
+        flags = [p.requires_grad for p in self._held()]
+        flags += [p.requires_grad for p in self._gradients.parameters]
+        for module in self._watcher.outside:
+            flags += [p.requires_grad for p in module._parameters.values() if p is not None]
+        return flags
+
     @contextlib.contextmanager
-    def _restored_on_error(self, tasks: Sequence[str]) -> Iterator[None]:
-        """Begins with every gradient None; if anything is raised, all is as it was before."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        grads = [parameter.grad for parameter in parameters]
+    def _restored_on_error(
+        self, tasks: Sequence[str], clear: bool = True
+    ) -> Iterator[list[nn.Parameter]]:
+        """Begins with every gradient None, and ends so if anything is raised; yields what is held.
+
+        Running statistics are then as they were. The gradients of the step before are not kept for
+        that: they would take the memory of one more.
+        """
+        held = self._held()
         with self._statistics.restored_on_error(tasks):
             try:
-                for parameter in parameters:
-                    parameter.grad = None
-                yield
+                if clear:
+                    for parameter in held:
+                        parameter.grad = None
+                yield held
             except BaseException:
                 self._gradients.clear()
-                for parameter, grad in zip(parameters, grads, strict=True):
-                    parameter.grad = grad
+                self._open = None
+                for parameter in held:
+                    parameter.grad = None
                 raise
 
     def _optimizer_step(self) -> None:
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
+        for optimizer in self._optimizers:
+            if self.scaler is None:
+                optimizer.step()
+            else:
+                self.scaler.step(optimizer)
+        if self.scaler is not None:
             self.scaler.update()
+
+    def _notice_steps(self) -> None:
+        """Knows of optimizer steps, also of optimizers that write into `.data` behind versions."""
+        this = weakref.ref(self)
+
+        def used(*_: object) -> None:
+            opt = this()
+            if opt is not None:
+                opt._unused = None
+
+        for optimizer in self._optimizers:
+            with contextlib.suppress(AttributeError):  # One that only wraps another.
+                optimizer.register_step_post_hook(used)
+
+    def _check_update_used(self) -> None:
+        """Raises if the update of the last `backward` would be lost."""
+        unused, self._unused = self._unused, None
+        if unused is None or unused[0]._version != unused[1]:
+            return
+        # This is rare, and may wait for the device: gradients were set to zero, or are not finite
+        # and a scaler has skipped their step.
+        grads = [p.grad for p in self._held() if p.grad is not None]
+        if any(grad.any() for grad in grads) and all(grad.isfinite().all() for grad in grads):
+            self._unused = unused
+            raise RuntimeError(
+                "the update of the last backward(...) is still in .grad: call optimizer.step() or"
+                " zero_grad() first; to add up micro-batches, backward(..., update=False)"
+            )

@@ -1,6 +1,7 @@
-"""The running statistics of a trunk, and how a step that fails leaves them as they were."""
+"""The running statistics of a network, and how a step that fails leaves them as they were."""
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from operator import is_
 
@@ -10,13 +11,24 @@ from torch import Tensor, nn
 from cs_kernels.nn import task_norms
 from cs_kernels.ops.operands import misfits
 
+Buffers = dict[str, Tensor | None]
+
+
+def _writable(buffer: Tensor) -> bool:
+    """Whether it can have been written in place: torch refuses that for expanded memory."""
+    return all(
+        stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+    )
+
 
 class _Snapshot:
-    """Copies of some tensors."""
+    """The buffers of some modules, and copies of them."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors = list(tensors)
-        self._copies = [torch.empty_like(tensor) for tensor in tensors]
+    def __init__(self, modules: Sequence[Buffers]) -> None:
+        self._places = [(buffers, name) for buffers in modules for name in buffers]
+        self._values = [buffers[name] for buffers, name in self._places]
+        self._tensors = [b for b in self._values if b is not None and _writable(b)]
+        self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
         # Lists of one type on one device take few kernels, mixed ones a kernel a tensor.
         alike: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
@@ -25,58 +37,78 @@ class _Snapshot:
             copies_alike.append(copy)
         self._lists = list(alike.values())
 
-    def is_of(self, tensors: Sequence[Tensor]) -> bool:
+    def is_of(self, values: Sequence[Tensor | None]) -> bool:
         """Whether these are the very tensors, with the memory that they had."""
-        same = len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+        same = len(values) == len(self._values) and all(map(is_, values, self._values))
         return same and not misfits(self._tensors, self._copies)
 
+    @torch.no_grad()
     def take(self) -> None:
         for tensors, copies in self._lists:
             torch._foreach_copy_(copies, tensors)
 
+    @torch.no_grad()
     def put_back(self) -> None:
+        for (buffers, name), value in zip(self._places, self._values, strict=True):
+            buffers[name] = value
         for tensors, copies in self._lists:
             torch._foreach_copy_(tensors, copies)
 
 
 class RunningStatistics:
-    """The buffers of a trunk: those that a task's forward pass may change, and a copy of them."""
+    """The buffers that a task's forward pass may change, and a copy of them.
+
+    Those of the trunk, and of modules outside it that were seen to run for a task (`first_use`).
+    """
 
     def __init__(self, trunk: nn.Module) -> None:
-        self._of_task: dict[str, list[nn.Module]] = {}
+        self._of_task: dict[str | None, list[Buffers]] = {}
+        """By task, None for what all tasks may change."""
         own: set[nn.Module] = set()
         for norm in task_norms(trunk):
             for task in norm.tasks:
-                self._of_task.setdefault(task, []).extend(norm.of(task).modules())
+                modules = norm.of(task).modules()
+                self._of_task.setdefault(task, []).extend(m._buffers for m in modules)
             own.update(norm.modules())
-        self._common = [module for module in trunk.modules() if module not in own]
-        self._snapshots: dict[tuple[str, ...], _Snapshot] = {}
+        self._of_task[None] = [m._buffers for m in trunk.modules() if m not in own]
+        self._outside: dict[str, list[weakref.ref[nn.Module]]] = {}
+        self._snapshots: dict[str | None, _Snapshot] = {}
+        self._taken: list[_Snapshot] | None = None
+        """Those of the step that is being made, in their order."""
 
-    def _buffers(self, tasks: Sequence[str]) -> list[Tensor]:
-        modules = [*self._common, *(m for task in tasks for m in self._of_task.get(task, []))]
-        return [b for module in modules for b in module._buffers.values() if b is not None]
+    def _modules(self, task: str | None) -> list[Buffers]:
+        modules = self._of_task.get(task, [])
+        outside = self._outside.get(task, []) if task is not None else []
+        return modules + [m._buffers for m in (ref() for ref in outside) if m is not None]
 
-    @contextlib.contextmanager
-    def restored_on_error(self, tasks: Sequence[str]) -> Iterator[None]:
-        """Puts them back if anything is raised inside the `with`."""
+    def _take(self, task: str | None) -> _Snapshot:
         # Kept from step to step, so that a step costs one copy and no allocation.
-        buffers, key = self._buffers(tasks), tuple(tasks)
-        snapshot = self._snapshots.get(key)
-        if snapshot is None or not snapshot.is_of(buffers):
-            snapshot = self._snapshots[key] = _Snapshot(buffers)
+        modules = self._modules(task)
+        snapshot = self._snapshots.get(task)
+        if snapshot is None or not snapshot.is_of([b for m in modules for b in m.values()]):
+            snapshot = self._snapshots[task] = _Snapshot(modules)
         snapshot.take()
-        try:
-            yield
-        except BaseException:
-            snapshot.put_back()
-            raise
+        return snapshot
+
+    def first_use(self, module: nn.Module, task: str) -> None:
+        """Tells that a module outside the trunk is about to run for a task for the first time."""
+        if module._buffers:
+            self._outside.setdefault(task, []).append(weakref.ref(module))
+            if self._taken is not None:
+                self._taken.append(_Snapshot([module._buffers]))
+                self._taken[-1].take()
 
     @contextlib.contextmanager
-    def restored(self, tasks: Sequence[str]) -> Iterator[None]:
-        """Puts them back in any case."""
-        saved = [(buffer, buffer.clone()) for buffer in self._buffers(tasks)]
+    def restored_on_error(self, tasks: Sequence[str], always: bool = False) -> Iterator[None]:
+        """Puts them back if anything is raised inside the `with`, or always."""
+        self._taken = [self._take(task) for task in (None, *tasks)]
+        raised = True
         try:
             yield
+            raised = False
         finally:
-            for buffer, before in saved:
-                buffer.copy_(before)
+            if raised or always:
+                # What ran for several tasks was copied several times, first as it was before.
+                for snapshot in reversed(self._taken):
+                    snapshot.put_back()
+            self._taken = None

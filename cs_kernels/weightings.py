@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from cs_kernels.step import Step
+
 
 class Weighting(ABC):
     """Weighs the loss of each task, in every phase and with every method."""
@@ -17,8 +19,20 @@ class Weighting(ABC):
         del tasks
 
     @abstractmethod
-    def weigh(self, task: str, loss: Tensor) -> Tensor:
-        """The loss to take the gradient of."""
+    def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
+        """The loss to take the gradient of: once for each micro-batch.
+
+        Args:
+            task: The task.
+            loss: Its loss, with its graph.
+            step: The tasks that take part, the number of the step.
+
+        """
+
+    def regularizer(self, task: str) -> Tensor | None:
+        """What is added to a task's weighted loss, once in a step, if anything."""
+        del task
+        return None
 
     def parameters(self) -> list[nn.Parameter]:
         """What the torch optimizer must hold for the weights to be learned."""
@@ -28,9 +42,9 @@ class Weighting(ABC):
         """Tells which epoch begins."""
         del epoch
 
-    def observe(self, losses: Mapping[str, Tensor]) -> None:
-        """Tells the losses of a step that was made, unweighted."""
-        del losses
+    def observe(self, step: Step) -> None:
+        """Tells of a step that was made: `step.losses` are those of its tasks, unweighted."""
+        del step
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""
@@ -44,7 +58,7 @@ class Weighting(ABC):
 class EqualWeights(Weighting):
     """Every loss as it is."""
 
-    def weigh(self, task: str, loss: Tensor) -> Tensor:
+    def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
         """The loss itself."""
         return loss
 
@@ -76,7 +90,7 @@ class FixedWeights(Weighting):
                 f"weighting must have a weight for each of {list(tasks)}, got {list(self.weights)}"
             )
 
-    def weigh(self, task: str, loss: Tensor) -> Tensor:
+    def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
         """The loss times its weight."""
         return loss * self.weights[task]
 
@@ -119,11 +133,14 @@ class UncertaintyWeights(Weighting):
                 f"weighting must have a kind for each of {list(tasks)}, got {list(self.tasks)}"
             )
 
-    def weigh(self, task: str, loss: Tensor) -> Tensor:
-        """Of the appendix of the paper."""
-        log_sigma = self.log_sigma[task]
+    def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
+        """The loss over 2 sigma^2 or sigma^2, as in the appendix of the paper."""
         half = 0.5 if self.tasks[task] == "regression" else 1.0
-        return half * torch.exp(-2 * log_sigma) * loss + log_sigma
+        return half * torch.exp(-2 * self.log_sigma[task]) * loss
+
+    def regularizer(self, task: str) -> Tensor:
+        """Log sigma."""
+        return self.log_sigma[task]
 
     def parameters(self) -> list[nn.Parameter]:
         """Log sigma of each task."""
@@ -169,7 +186,7 @@ class DynamicWeightAverage(Weighting):
         """Of the last two epochs in which the task had a loss."""
         self._weights: dict[str, float] = {}
 
-    def weigh(self, task: str, loss: Tensor) -> Tensor:
+    def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
         """The loss times its weight in this epoch.
 
         Raises:
@@ -198,13 +215,15 @@ class DynamicWeightAverage(Weighting):
             total_share = sum(shares.values())
             self._weights = {t: len(shares) * share / total_share for t, share in shares.items()}
 
-    def observe(self, losses: Mapping[str, Tensor]) -> None:
+    def observe(self, step: Step) -> None:
         """Adds to the means of this epoch."""
-        for task, loss in losses.items():
-            value = loss.detach().double().reshape(())
+        for task, loss in step.losses.items():
+            value = loss.double()
             finite = value.isfinite()
             pair = torch.stack([torch.where(finite, value, 0.0), finite.double()])
-            self._totals[task] = self._totals[task] + pair if task in self._totals else pair
+            before = self._totals.get(task)
+            # A checkpoint may have brought it to another device.
+            self._totals[task] = pair if before is None else before.to(pair.device) + pair
 
     def state_dict(self) -> dict[str, Any]:
         """The means of past epochs and this one's losses so far."""

@@ -93,12 +93,13 @@ class Setup:
 
         return loss
 
-    def state(self) -> list[Tensor]:
-        """Copies of everything that a step may change."""
+    def state(self, grads: bool = True) -> list[Tensor]:
+        """Copies of everything that a step may change, with or without the gradients."""
         tensors = [*self.trunk.state_dict().values(), *self.heads.state_dict().values()]
         for values in self.optimizer.state_dict()["state"].values():
             tensors += [v for v in values.values() if isinstance(v, Tensor)]
-        tensors += [p.grad for p in self.parameters() if p.grad is not None]
+        if grads:
+            tensors += [p.grad for p in self.parameters() if p.grad is not None]
         return [t.clone() for t in tensors]
 
 

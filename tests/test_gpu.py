@@ -223,7 +223,6 @@ def test_training_as_on_the_cpu(gpu: str, method: cs.Method) -> None:
         setup.trunk.to(device)
         setup.heads.to(device)
         setup.batches = [(x.to(device), y.to(device)) for x, y in setup.batches]
-        method.load_state_dict({"steps": 0})
         opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, setup.tasks, method)
         with cs.use_backend("reference" if device == "cpu" else gpu):
             for batch in range(3):

@@ -8,7 +8,9 @@ from networks import PRIORITIZED, TASKS, Setup, Trunk
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels.layout import Followers, find_layout, gammas
+from cs_kernels.checks import checked_overrides
+from cs_kernels.layout import find_layout, gammas
+from cs_kernels.watching import Watcher
 
 
 @pytest.mark.parametrize(
@@ -111,11 +113,13 @@ def test_state_dict_round_trip() -> None:
 
 
 def _layout(trunk: nn.Module, x: Tensor, **overrides: str | None) -> cs.layout.Layout:
-    followers = Followers(trunk)
+    watcher = Watcher(trunk, lambda module, task: None)
     for task in TASKS:
-        with cs.nn.active_task(trunk, task), followers.watch():
+        with cs.nn.active_task(trunk, task), watcher.passing(task) as watched:
             trunk(x)
-    return find_layout(trunk, TASKS, followers.norms, overrides)
+        assert watched
+        watcher.learned(task)
+    return find_layout(trunk, TASKS, watcher, checked_overrides(trunk, overrides), {})
 
 
 @pytest.mark.parametrize("autocast", [False, True])

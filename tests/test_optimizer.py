@@ -352,7 +352,8 @@ def test_a_parameter_that_one_task_never_uses(backend: str) -> None:
     opt.step(lambda task: trunk(x, deep=task == "b").square().mean() + 0 * x.sum())
     assert trunk.unused.weight.grad is None
     assert trunk.some.weight.grad is not None
-    assert set(opt.coverage().prioritized) == {"common.weight", "some.weight"}
+    assert set(opt.coverage().prioritized) == {"common.weight"}
+    assert opt.coverage().own == {"some.weight": "b", "some.bias": "b"}
 
 
 @pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)

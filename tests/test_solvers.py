@@ -190,7 +190,6 @@ def test_equal_to_torchjd_or_better(
     sample = matrices()[:: 15 if SMALL else 1]
     for rows in sample:
         if name == "PCGrad":
-            method.load_state_dict({"steps": 0})
             monkeypatch.setattr(torch, "randperm", _OurOrders(len(rows)))
         ours = method.weights(rows @ rows.T)
         theirs = _theirs(make, rows)
@@ -284,9 +283,7 @@ def test_permuting_tasks_permutes_weights(
 def test_scaling_all_gradients(backend: str, method: cs.GramianMethod, scale: float) -> None:
     """The weights stay: the update scales. Nash-MTL's, whose norm is fixed, scale inversely."""
     rows = _random_rows(4, 0)
-    method.load_state_dict({"steps": 0, "weights": None})
     direct = method.weights(rows @ rows.T)
-    method.load_state_dict({"steps": 0, "weights": None})
     scaled = method.weights((scale * rows) @ (scale * rows).T)
     if isinstance(method, cs.NashMTL):
         scaled = scaled * scale
@@ -384,18 +381,16 @@ def test_several_gramians_at_once(backend: str, method: cs.GramianMethod) -> Non
 
 
 def test_pcgrad_orders(backend: str) -> None:
-    """New ones every step, other ones for another seed, the same ones from a state."""
+    """New ones every step, other ones for another seed; those of a step are always the same."""
     rows = _random_rows(8, 3) - 0.5
     gramian = rows @ rows.T
     method = cs.PCGrad(seed=1)
     first = method.weights(gramian)
-    state = method.state_dict()
-    second = method.weights(gramian)
+    second = method.weights(gramian, cs.Step(number=1))
     assert not torch.equal(first, second)
     assert not torch.equal(first, cs.PCGrad(seed=2).weights(gramian))
-    resumed = cs.PCGrad(seed=1)
-    resumed.load_state_dict(state)
-    assert torch.equal(resumed.weights(gramian), second)
+    assert torch.equal(method.weights(gramian, cs.Step(number=0)), first)
+    assert torch.equal(cs.PCGrad(seed=1).weights(gramian, cs.Step(number=1)), second)
 
 
 def test_pcgrad_orders_are_uniform() -> None:
@@ -415,16 +410,29 @@ def test_pcgrad_orders_are_uniform() -> None:
 def test_nash_keeps_weights() -> None:
     """For `update_every` steps; an overflow in between does not stay."""
     method = cs.NashMTL(update_every=2, max_norm=0)
-    first = method.weights(CONFLICT)
-    assert torch.equal(method.weights(2 * CONFLICT), first)
-    assert not torch.equal(method.weights(2 * CONFLICT), first)
-    kept = method.weights(CONFLICT)
-    assert method.weights(torch.full_like(CONFLICT, math.inf)).isnan().all()
-    assert torch.equal(method.weights(CONFLICT), kept)
-    assert method.weights(torch.eye(3, dtype=torch.float64)).shape == (3,)
+    steps = [cs.Step(number, ("a", "b")) for number in range(8)]
+    first = method.weights(CONFLICT, steps[0])
+    assert torch.equal(method.weights(2 * CONFLICT, steps[1]), first)
+    assert not torch.equal(method.weights(2 * CONFLICT, steps[2]), first)
+    kept = method.weights(CONFLICT, steps[3])
+    assert method.weights(torch.full_like(CONFLICT, math.inf), steps[4]).isnan().all()
+    assert torch.equal(method.weights(CONFLICT, steps[5]), kept)
+    fresh = method.weights(torch.eye(3).double(), cs.Step(6, ("a", "b", "c")))
+    assert fresh.shape == (3,)
     resumed = cs.NashMTL(update_every=2, max_norm=0)
     resumed.load_state_dict(method.state_dict())
-    assert torch.equal(resumed.weights(torch.eye(3)), method.weights(torch.eye(3)))
+    for other in (resumed, method):
+        again = other.weights(4 * torch.eye(3).double(), cs.Step(7, ("a", "b", "c")))
+        assert torch.equal(again, fresh)
+
+
+def test_nash_keeps_no_weights_of_other_tasks() -> None:
+    """As many, but others: they have weights of their own."""
+    method = cs.NashMTL(update_every=4, max_norm=0)
+    gramians = torch.diag_embed(torch.tensor([[1.0, 4.0], [9.0, 25.0]]).double())
+    method.weights(gramians[0], cs.Step(0, ("a", "b")))
+    second = method.weights(gramians[1], cs.Step(1, ("b", "c")))
+    torch.testing.assert_close(second, torch.tensor([1 / 3, 1 / 5]).double())
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 3), (0, 0)], ids=str)
@@ -442,6 +450,8 @@ def test_gramians_of_wrong_shape(backend: str, shape: tuple[int, ...]) -> None:
         (lambda: cs.CAGrad(rescale=3), "rescale must be 0, 1 or 2, got 3"),
         (lambda: cs.MGDA("l1"), r"normalize must be None, 'l2', 'loss' or 'loss\+', got 'l1'"),
         (lambda: cs.AlignedMTL("max"), "scale must be 'min', 'median' or 'rmse', got 'max'"),
+        (lambda: cs.PCGrad(seed=-1), r"seed must lie in \[0, 2\^63\), got -1"),
+        (lambda: cs.GradDrop(seed=1 << 63), r"seed must lie in \[0, 2\^63\), got 9223"),
         (lambda: cs.NashMTL(0), "update_every must be at least 1, got 0"),
         (lambda: cs.NashMTL(max_norm=-1), "max_norm must be finite and at least 0, got -1"),
         (lambda: cs.GradDrop(1.5), r"leak must lie in \[0, 1\], got 1.5"),

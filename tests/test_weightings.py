@@ -13,20 +13,23 @@ import cs_kernels as cs
 KINDS = {"depth": "regression", "normals": "regression", "edges": "classification"}
 
 
-def _values(**losses: float) -> dict[str, torch.Tensor]:
-    return {task: torch.tensor(loss) for task, loss in losses.items()}
+STEP = cs.Step()
+
+
+def _step(**losses: float) -> cs.Step:
+    return cs.Step(losses={task: torch.tensor(loss) for task, loss in losses.items()})
 
 
 def test_uncertainty_weights_by_hand() -> None:
     """L / (2 s^2) + log s and L / s^2 + log s; s^2 = L and 2 L are their minima."""
     weighting = cs.UncertaintyWeights(KINDS)
-    assert weighting.weigh("depth", torch.tensor(3.0)).item() == 1.5
-    assert weighting.weigh("edges", torch.tensor(3.0)).item() == 3.0
+    assert weighting.weigh("depth", torch.tensor(3.0), STEP).item() == 1.5
+    assert weighting.weigh("edges", torch.tensor(3.0), STEP).item() == 3.0
     for task, square in (("depth", 3.0), ("edges", 6.0)):
         log_sigma = weighting.log_sigma[task]
         with torch.no_grad():
             log_sigma.fill_(0.5 * math.log(square))
-        weighting.weigh(task, torch.tensor(3.0)).backward()
+        (weighting.weigh(task, torch.tensor(3.0), STEP) + weighting.regularizer(task)).backward()
         assert abs(log_sigma.grad.item()) < 1e-6
 
 
@@ -57,35 +60,35 @@ def test_dynamic_weight_average_by_hand() -> None:
     one = torch.tensor(1.0)
     for epoch, pairs in enumerate([[(3.0, 1.0), (5.0, 3.0)], [(2.0, 2.0)]]):
         weighting.start_epoch(epoch)
-        assert weighting.weigh("a", one).item() == 1
+        assert weighting.weigh("a", one, STEP).item() == 1
         for a, b in pairs:
-            weighting.observe(_values(a=a, b=b))
-    weighting.observe(_values(b=math.inf))
-    weighting.observe(_values(a=math.nan))
+            weighting.observe(_step(a=a, b=b))
+    weighting.observe(_step(b=math.inf))
+    weighting.observe(_step(a=math.nan))
     weighting.start_epoch(2)
     shares = math.exp(1.0), math.exp(2.0)
     expected = [2 * share / sum(shares) for share in shares]
     for task, weight in zip("ab", expected, strict=True):
-        assert weighting.weigh(task, one).item() == pytest.approx(weight)
+        assert weighting.weigh(task, one, STEP).item() == pytest.approx(weight)
     weighting.start_epoch(2)
-    assert weighting.weigh("a", one).item() == pytest.approx(expected[0])
+    assert weighting.weigh("a", one, STEP).item() == pytest.approx(expected[0])
     weighting.start_epoch(3)  # An epoch without losses changes nothing.
-    assert weighting.weigh("a", one).item() == pytest.approx(expected[0])
+    assert weighting.weigh("a", one, STEP).item() == pytest.approx(expected[0])
 
 
 def test_dynamic_weight_average_keeps_its_state() -> None:
     weighting = cs.DynamicWeightAverage()
     for epoch in range(3):
         weighting.start_epoch(epoch)
-        weighting.observe(_values(a=3.0 - epoch, b=2.0))
+        weighting.observe(_step(a=3.0 - epoch, b=2.0))
     resumed = cs.DynamicWeightAverage()
     resumed.load_state_dict(copy.deepcopy(weighting.state_dict()))
     for w in (weighting, resumed):
-        w.observe(_values(a=0.5, b=1.0))
+        w.observe(_step(a=0.5, b=1.0))
         w.start_epoch(3)
     for task in "ab":
         one = torch.tensor(1.0)
-        assert weighting.weigh(task, one) == resumed.weigh(task, one) != 1
+        assert weighting.weigh(task, one, STEP) == resumed.weigh(task, one, STEP) != 1
 
 
 def test_dynamic_weight_average_depends_on_the_epoch() -> None:
@@ -117,6 +120,6 @@ def test_a_network_in_bfloat16() -> None:
     """The learned weights stay in float32; the loss goes its own way."""
     weighting = cs.UncertaintyWeights({"a": "regression"})
     x = nn.Parameter(torch.ones((), dtype=torch.bfloat16))
-    weighting.weigh("a", x * 2).backward()
+    (weighting.weigh("a", x * 2, STEP) + weighting.regularizer("a")).backward()
     assert x.grad.dtype is torch.bfloat16
     assert weighting.log_sigma["a"].grad.item() == -1.0

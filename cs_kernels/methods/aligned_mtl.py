@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.methods.gramian import GramianMethod, Groups
+from cs_kernels.step import Step
 
 
 class AlignedMTL(GramianMethod):
@@ -31,7 +32,7 @@ class AlignedMTL(GramianMethod):
             raise ValueError(f"scale must be 'min', 'median' or 'rmse', got {scale!r}")
         self.scale = scale
 
-    def weights(self, gramian: Tensor) -> Tensor:
+    def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
         """Those of the sum; divide by K for the mean."""
         weights: Tensor = torch.ops.cs_kernels.aligned_mtl_weights(gramian, self.scale)
         return weights

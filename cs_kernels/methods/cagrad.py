@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.methods.gramian import GramianMethod, Groups
+from cs_kernels.step import Step
 
 
 class CAGrad(GramianMethod):
@@ -37,7 +38,7 @@ class CAGrad(GramianMethod):
         self.c = c
         self.rescale = rescale
 
-    def weights(self, gramian: Tensor) -> Tensor:
+    def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
         """1 / K and what lies between the mean and the direction."""
         weights: Tensor = torch.ops.cs_kernels.cagrad_weights(gramian, self.c)
         return weights / (1.0, 1 + self.c**2, 1 + self.c)[self.rescale]

@@ -5,6 +5,7 @@ import torch
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import Layout, epsilons, gammas, running_vars
 from cs_kernels.methods.method import Method
+from cs_kernels.step import Step
 
 
 class ConnectionStrength(Method):
@@ -17,8 +18,9 @@ class ConnectionStrength(Method):
 
     prioritizes = True
 
-    def combine(self, gradients: TaskGradients, layout: Layout) -> None:
+    def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
         """One operator call for the whole trunk."""
+        del step
         reached = dict.fromkeys(gradients.reached())
         if not reached:
             gradients.clear()

@@ -1,13 +1,15 @@
 """GradDrop."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import Layout
-from cs_kernels.methods.method import Method
+from cs_kernels.methods.method import Method, check_seed
+from cs_kernels.ops.operands import MOST_TASKS
+from cs_kernels.step import Step
 
 
 class GradDrop(Method):
@@ -17,7 +19,7 @@ class GradDrop(Method):
     with the probability that is their share of the sum of absolute values. In the mean, the update
     is the plain sum.
 
-    The choice is a function of the seed, the number of steps made and the element's place: equal on
+    The choice is a function of the seed, the number of the step and the element's place: equal on
     all ranks and for any number of threads.
 
     Args:
@@ -25,53 +27,47 @@ class GradDrop(Method):
         seed: Of the choices.
 
     Raises:
-        ValueError: A leak is outside [0, 1].
+        ValueError: A leak is outside [0, 1], or the seed outside [0, 2^63).
 
     """
+
+    most_tasks: ClassVar[int | None] = MOST_TASKS
 
     def __init__(self, leak: float | Sequence[float] = 0.0, seed: int = 0) -> None:
         for value in leak if isinstance(leak, Sequence) else [leak]:
             if not 0 <= value <= 1:
                 raise ValueError(f"leak must lie in [0, 1], got {value}")
         self.leak = leak
-        self.seed = seed
-        self._steps = 0
+        self.seed = check_seed(seed)
 
     def check(self, tasks: Sequence[str]) -> None:
         """As many leaks as tasks."""
+        super().check(tasks)
         if isinstance(self.leak, Sequence) and len(self.leak) != len(tasks):
             raise ValueError(
                 f"leak must have {len(tasks)} entries, one a task, got {len(self.leak)}"
             )
 
-    def combine(self, gradients: TaskGradients, layout: Layout) -> None:
+    def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
         """One pass over the gradients."""
         del layout
-        tasks = gradients.taking_part()
-        leak = self.leak
-        leaks = [leak[task] if isinstance(leak, Sequence) else leak for task in tasks]
+        leaks = [self._leak(gradients.tasks.index(task)) for task in step.tasks]
         parameters = gradients.reached()
         if not parameters:
             gradients.clear()
             return
         torch.ops.cs_kernels.drop_signs_(
             gradients.updates(parameters),
-            gradients.of(parameters, tasks),
+            gradients.of(parameters, step.tasks),
             leaks,
             self.seed,
-            self._steps,
-            len(tasks),
+            step.number,
+            len(step.tasks),
         )
         gradients.assign(parameters)
-        self._steps += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """The number of steps made, which the choices follow from."""
-        return {"steps": self._steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the choices of the next step."""
-        self._steps = state["steps"]
+    def _leak(self, task: int) -> float:
+        return self.leak[task] if isinstance(self.leak, Sequence) else self.leak
 
     def __repr__(self) -> str:
         return f"GradDrop(leak={self.leak!r}, seed={self.seed})"

@@ -1,7 +1,9 @@
 """What methods share that look at the gradients through their Gramian alone."""
 
+import inspect
 from abc import abstractmethod
-from typing import Literal
+from collections.abc import Sequence
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -9,6 +11,8 @@ from torch import Tensor
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import Layout
 from cs_kernels.methods.method import Method
+from cs_kernels.ops.operands import MOST_TASKS
+from cs_kernels.step import Step
 
 Groups = Literal["all", "layer"]
 
@@ -28,46 +32,66 @@ class GramianMethod(Method):
 
     """
 
+    most_tasks: ClassVar[int | None] = MOST_TASKS
+
     def __init__(self, groups: Groups = "all") -> None:
         if groups not in ("all", "layer"):
             raise ValueError(f"groups must be 'all' or 'layer', got {groups!r}")
         self.groups = groups
 
+    def check(self, tasks: Sequence[str]) -> None:
+        """As every method; and `weights` must take a step.
+
+        Raises:
+            TypeError: It does not.
+
+        """
+        super().check(tasks)
+        try:
+            inspect.signature(self.weights).bind(None, None)
+        except TypeError as error:
+            raise TypeError(
+                f"method must have weights(gramian, step), got {type(self).__name__}.weights"
+                f"{inspect.signature(self.weights)}"
+            ) from error
+
     @abstractmethod
-    def weights(self, gramian: Tensor) -> Tensor:
+    def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
         """The weights of the update.
 
         Args:
             gramian: Float64 [K, K], the products of the gradients; with groups="layer"
                 [layers, K, K]. It is not finite where a gradient is not: the weights must then be
                 NaN.
+            step: The tasks of the Gramian's rows, their losses, the number of the step. None
+                outside a training loop: the same Gramian has the same weights then.
 
         Returns:
             [K] or [layers, K].
 
         """
 
-    def combine(self, gradients: TaskGradients, layout: Layout) -> None:
+    def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
         """One operator call for the Gramian, one for the sum."""
         del layout
         parameters = gradients.reached()
         if not parameters:
             gradients.clear()
             return
-        tasks = gradients.taking_part()
-        grads = gradients.of(parameters, tasks)
+        tasks = len(step.tasks)
+        grads = gradients.of(parameters, step.tasks)
         per_layer = self.groups == "layer"
         group_of = gradients.layers(parameters) if per_layer else [0] * len(parameters)
-        gramian = torch.ops.cs_kernels.gramian(grads, group_of, max(group_of) + 1, len(tasks))
-        if gradients.loss_scale is not None:
-            gramian = gramian / gradients.loss_scale.double() ** 2
-        weights = self.weights(gramian if per_layer else gramian[0])
+        gramian = torch.ops.cs_kernels.gramian(grads, group_of, max(group_of) + 1, tasks)
+        if step.loss_scale is not None:
+            gramian = gramian / step.loss_scale.double() ** 2
+        weights = self.weights(gramian if per_layer else gramian[0], step)
         torch.ops.cs_kernels.combine_(
             gradients.updates(parameters),
             grads,
             weights if per_layer else weights.unsqueeze(0),
             group_of,
-            len(tasks),
+            tasks,
         )
         gradients.assign(parameters)
 

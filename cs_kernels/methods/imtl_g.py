@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.methods.gramian import GramianMethod
+from cs_kernels.step import Step
 
 
 class IMTLG(GramianMethod):
@@ -13,7 +14,7 @@ class IMTLG(GramianMethod):
     may be negative.
     """
 
-    def weights(self, gramian: Tensor) -> Tensor:
+    def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
         """In closed form; zero where they cannot sum to one."""
         weights: Tensor = torch.ops.cs_kernels.imtl_g_weights(gramian)
         return weights

@@ -6,6 +6,19 @@ from typing import Any, ClassVar
 
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import Layout
+from cs_kernels.step import Step
+
+
+def check_seed(seed: int) -> int:
+    """The seed, if the operators can take it.
+
+    Raises:
+        ValueError: It is outside [0, 2^63).
+
+    """
+    if not 0 <= seed < 1 << 63:
+        raise ValueError(f"seed must lie in [0, 2^63), got {seed}")
+    return seed
 
 
 class Method(ABC):
@@ -17,13 +30,27 @@ class Method(ABC):
     prioritizes: ClassVar[bool] = False
     """Whether it needs layers with a task-specific normalization behind them."""
 
+    most_tasks: ClassVar[int | None] = None
+    """The number of tasks that it can take, if there is a limit."""
+
     def check(self, tasks: Sequence[str]) -> None:
         """Raises ValueError if it does not fit the tasks."""
-        del tasks
+        if self.most_tasks is not None and len(tasks) > self.most_tasks:
+            raise ValueError(
+                f"tasks must be at most {self.most_tasks} for {self!r}, got {len(tasks)}"
+            )
 
     @abstractmethod
-    def combine(self, gradients: TaskGradients, layout: Layout) -> None:
-        """Writes the update of every parameter that a task has reached."""
+    def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
+        """Writes the update of every shared parameter that a task has reached.
+
+        Args:
+            gradients: Of `gradients.reached()`, the tasks' gradients by `of`; `updates` has the
+                tensors to write, and `assign` makes them `.grad`.
+            layout: The layers whose output channels have a priority.
+            step: The tasks that take part, their losses, the number of the step.
+
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs."""

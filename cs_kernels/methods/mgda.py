@@ -5,9 +5,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cs_kernels.gradients import TaskGradients
-from cs_kernels.layout import Layout
 from cs_kernels.methods.gramian import GramianMethod, Groups
+from cs_kernels.step import Step
 
 Normalization = Literal["l2", "loss", "loss+"]
 
@@ -20,8 +19,8 @@ class MGDA(GramianMethod):
 
     Args:
         normalize: What the gradients are divided by while the weights are found: None, their norms
-            ("l2"), the losses ("loss") or both ("loss+"). The weights are then those of the
-            gradients as they are.
+            ("l2"), the absolute values of the weighted losses ("loss") or both ("loss+"). The
+            weights are then those of the gradients as they are.
         groups: "all" or "layer".
 
     Raises:
@@ -34,23 +33,23 @@ class MGDA(GramianMethod):
         if normalize not in (None, "l2", "loss", "loss+"):
             raise ValueError(f"normalize must be None, 'l2', 'loss' or 'loss+', got {normalize!r}")
         self.normalize = normalize
-        self._losses: Tensor | None = None
 
-    def combine(self, gradients: TaskGradients, layout: Layout) -> None:
-        """Keeps the losses for `weights`."""
-        losses = [loss for loss in gradients.losses if loss is not None]
-        self._losses = torch.stack(losses).double() if losses else None
-        super().combine(gradients, layout)
+    def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
+        """Non-negative, with a sum of one.
 
-    def weights(self, gramian: Tensor) -> Tensor:
-        """Non-negative, with a sum of one."""
+        Raises:
+            ValueError: `normalize` takes losses, and there is no step to have any.
+
+        """
         divisor = torch.ones_like(gramian[..., 0])
         if self.normalize in ("l2", "loss+"):
             divisor = divisor * gramian.diagonal(dim1=-2, dim2=-1).sqrt()
         if self.normalize in ("loss", "loss+"):
-            if self._losses is None:
-                raise RuntimeError(f"normalize={self.normalize!r} needs losses: there was no step")
-            divisor = divisor * self._losses.flatten().to(gramian.device)
+            if step is None:
+                raise ValueError(f"step must have the losses for normalize={self.normalize!r}")
+            losses = torch.stack([step.weighted_losses[task] for task in step.tasks])
+            # A negative divisor would turn a gradient round, and the update with it.
+            divisor = divisor * losses.to(divisor).abs()
         divisor = torch.where(divisor == 0, 1.0, divisor)
         weights: Tensor = torch.ops.cs_kernels.mgda_weights(
             gramian / (divisor.unsqueeze(-1) * divisor.unsqueeze(-2))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.methods.gramian import GramianMethod, Groups
+from cs_kernels.step import Step
 
 
 class NashMTL(GramianMethod):
@@ -37,35 +38,49 @@ class NashMTL(GramianMethod):
             raise ValueError(f"max_norm must be finite and at least 0, got {max_norm}")
         self.update_every = update_every
         self.max_norm = max_norm
-        self._steps = 0
-        self._kept: Tensor | None = None
+        self._kept: dict[str, Any] = {"number": 0, "tasks": (), "weights": None}
+        """The step in which the weights were found, its tasks, the weights before `max_norm`."""
 
-    def weights(self, gramian: Tensor) -> Tensor:
-        """Positive; new every `update_every` calls, or when the number of gradients changes."""
-        shape = gramian.shape[:-1]
-        kept = self._kept
-        if kept is None or kept.shape != shape or self._steps % self.update_every == 0:
-            weights: Tensor = torch.ops.cs_kernels.nash_mtl_weights(gramian)
-            # A step that overflowed is not to spoil those after it.
-            before = torch.ones_like(weights) if kept is None or kept.shape != shape else kept
-            self._kept = torch.where(weights.isfinite().all(), weights, before.to(weights))
-        else:
-            weights = kept.to(gramian)
-        self._steps += 1
+    def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
+        """Positive; new every `update_every` steps, and whenever other tasks take part."""
+        weights = self._keep(gramian, step) if step is not None else self._solved(gramian)
         if self.max_norm == 0:
             return weights
         norm = (weights.unsqueeze(-2) @ gramian @ weights.unsqueeze(-1)).squeeze(-1)
         norm = norm.clamp(min=torch.finfo(torch.float64).tiny).sqrt()
         return weights * (self.max_norm / norm).clamp(max=1.0)
 
+    def _keep(self, gramian: Tensor, step: Step) -> Tensor:
+        kept: Tensor | None = self._kept["weights"]
+        if kept is not None and (
+            kept.shape != gramian.shape[:-1] or self._kept["tasks"] != step.tasks
+        ):
+            kept = None
+        if kept is not None and 0 <= step.number - self._kept["number"] < self.update_every:
+            return kept.to(gramian)
+        weights = self._solved(gramian)
+        # A step that overflowed is not to spoil those after it.
+        before = torch.ones_like(weights) if kept is None else kept.to(weights)
+        self._kept = {
+            "number": step.number,
+            "tasks": step.tasks,
+            "weights": torch.where(weights.isfinite().all(), weights, before),
+        }
+        return weights
+
+    @staticmethod
+    def _solved(gramian: Tensor) -> Tensor:
+        weights: Tensor = torch.ops.cs_kernels.nash_mtl_weights(gramian)
+        return weights
+
     def state_dict(self) -> dict[str, Any]:
-        """The kept weights and the number of steps."""
-        return {"steps": self._steps, "weights": self._kept}
+        """The kept weights, and the step and tasks that they are of."""
+        return dict(self._kept)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with the kept weights."""
-        self._steps = state["steps"]
-        self._kept = state["weights"]
+        number, tasks, weights = state["number"], tuple(state["tasks"]), state["weights"]
+        self._kept = {"number": number, "tasks": tasks, "weights": weights}
 
     def __repr__(self) -> str:
         return self._repr(update_every=self.update_every, max_norm=self.max_norm)

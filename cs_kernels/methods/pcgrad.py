@@ -1,12 +1,13 @@
 """PCGrad."""
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cs_kernels.methods.gramian import GramianMethod, Groups
+from cs_kernels.methods.method import check_seed
+from cs_kernels.step import Step
 
 
 class PCGrad(GramianMethod):
@@ -15,7 +16,7 @@ class PCGrad(GramianMethod):
     Each task's gradient meets the other tasks' original ones in a random order, and where the two
     are in conflict loses its component along the other; then all are added.
 
-    The orders are a function of the seed and the number of steps made: equal on all ranks.
+    The orders are a function of the seed and the number of the step: equal on all ranks.
 
     Args:
         reduction: "sum" of the projected gradients, or their "mean".
@@ -23,7 +24,7 @@ class PCGrad(GramianMethod):
         groups: "all", or "layer" for projections layer by layer.
 
     Raises:
-        ValueError: An option is none of these.
+        ValueError: An option is none of these, or the seed outside [0, 2^63).
 
     """
 
@@ -34,22 +35,13 @@ class PCGrad(GramianMethod):
         if reduction not in ("sum", "mean"):
             raise ValueError(f"reduction must be 'sum' or 'mean', got {reduction!r}")
         self.reduction = reduction
-        self.seed = seed
-        self._steps = 0
+        self.seed = check_seed(seed)
 
-    def weights(self, gramian: Tensor) -> Tensor:
-        """Those of the sum of the projected gradients; every call draws new orders."""
-        weights: Tensor = torch.ops.cs_kernels.pcgrad_weights(gramian, self.seed, self._steps)
-        self._steps += 1
+    def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
+        """Those of the sum of the projected gradients; every step draws new orders."""
+        number = 0 if step is None else step.number
+        weights: Tensor = torch.ops.cs_kernels.pcgrad_weights(gramian, self.seed, number)
         return weights / gramian.shape[-1] if self.reduction == "mean" else weights
-
-    def state_dict(self) -> dict[str, Any]:
-        """The number of steps made, which the orders follow from."""
-        return {"steps": self._steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the orders of the next step."""
-        self._steps = state["steps"]
 
     def __repr__(self) -> str:
         return self._repr(reduction=self.reduction, seed=self.seed)

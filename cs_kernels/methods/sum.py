@@ -3,6 +3,7 @@
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import Layout
 from cs_kernels.methods.method import Method
+from cs_kernels.step import Step
 
 
 class Sum(Method):
@@ -13,5 +14,5 @@ class Sum(Method):
 
     separate_gradients = False
 
-    def combine(self, gradients: TaskGradients, layout: Layout) -> None:
+    def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
         """Nothing to do: autograd has added."""

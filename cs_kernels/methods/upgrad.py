@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.methods.gramian import GramianMethod
+from cs_kernels.step import Step
 
 
 class UPGrad(GramianMethod):
@@ -13,7 +14,7 @@ class UPGrad(GramianMethod):
     update is the mean of the projections, itself in conflict with none.
     """
 
-    def weights(self, gramian: Tensor) -> Tensor:
+    def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
         """Non-negative: one quadratic program a task."""
         weights: Tensor = torch.ops.cs_kernels.upgrad_weights(gramian)
         return weights

@@ -4,6 +4,7 @@ The kernels read memory as it lies, so a weight, its gradients and its update mu
 layout there. Where a caller's have not, they are copied first.
 """
 
+import importlib
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -13,9 +14,15 @@ from torch import Tensor
 unavailable: str | None = None
 """Why the compiled module cannot be used, if it cannot."""
 try:
-    from cs_kernels import _C
+    # By its name: a failed `from` import would be reported as a circular one.
+    importlib.import_module("cs_kernels._C")
 except ImportError as error:
     unavailable = f"cs_kernels._C does not import: {error}"
+else:
+    from cs_kernels import _C
+
+MOST_TASKS = 64
+"""What Gramian kernels and solvers take, on every device: `kMaxTasks`."""
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

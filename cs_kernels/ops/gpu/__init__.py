@@ -16,7 +16,6 @@ from torch import Tensor
 
 from cs_kernels.ops.gpu.device import keep, on_host, room_here, send, upload
 from cs_kernels.ops.gpu.plan import (
-    MOST_TASKS,
     CallField,
     Counter,
     GradientCallField,
@@ -28,6 +27,7 @@ from cs_kernels.ops.gpu.plan import (
 )
 from cs_kernels.ops.operands import (
     DTYPES,
+    MOST_TASKS,
     ChannelLayout,
     Operands,
     as_channels,

@@ -32,8 +32,6 @@ from cs_kernels.ops.operands import ChannelLayout
 MOST_SUM_ITEMS = 256
 """Of a layer: one block adds up what they leave, while the others work on other layers."""
 
-MOST_TASKS = 64
-
 # Of a launch over all gradients, for each multiprocessor, before items are made larger.
 _LEAST_ITEMS = 16
 

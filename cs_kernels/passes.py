@@ -1,0 +1,206 @@
+"""How the gradients of a step's tasks come to be.
+
+Either a forward and a backward pass a task (`task_pass`), or one forward pass outside and a
+backward pass a task (`backward_passes`). They are left in `.grad`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from cs_kernels.checks import Closure, checked_loss
+from cs_kernels.nn import active, task_norms
+from cs_kernels.step import Step
+from cs_kernels.watching import Watcher
+from cs_kernels.weightings import Weighting
+
+Backward = Callable[..., object]
+
+
+def reached_parameters(loss: Tensor) -> tuple[list[nn.Parameter], bool]:
+    """The parameters in the graph of a loss; and whether there may be others.
+
+    A `torch.autograd.Function` can hide some: reentrant checkpointing does.
+    """
+    if isinstance(loss, nn.Parameter):
+        return [loss], False
+    nodes, found, hidden = [loss.grad_fn], [], False
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            found.append(variable)
+        hidden = hidden or isinstance(node, BackwardCFunction)
+        # Those that were seen are kept, so that they are the same objects when seen again.
+        new = {following for following, _ in node.next_functions} - seen
+        seen |= new
+        nodes.extend(new)
+    return found, hidden
+
+
+class Passes:
+    """Runs the passes of a step.
+
+    Args:
+        trunk: The shared module.
+        watcher: Sees forward passes that have something to show.
+        weighting: Of the losses.
+        scaler: Multiplies losses before their backward passes.
+        backward: Called with a loss instead of the loss's own `backward`.
+
+    """
+
+    def __init__(
+        self,
+        trunk: nn.Module,
+        watcher: Watcher,
+        weighting: Weighting,
+        scaler: torch.amp.GradScaler | None,
+        backward: Backward | None,
+    ) -> None:
+        self._trunk = set(trunk.parameters())
+        self._norms = task_norms(trunk)
+        self._watcher = watcher
+        self._weighting = weighting
+        self._scaler = scaler
+        self._backward = backward
+        self._checked: set[str] = set()
+        """The tasks whose graph was looked at."""
+
+    def forget(self) -> None:
+        """Looks at the next passes of every task again."""
+        self._watcher.forget_tasks()
+        self._checked.clear()
+
+    def traced(
+        self, task: str, closure: Closure, held: Sequence[nn.Parameter]
+    ) -> Iterable[nn.Parameter] | None:
+        """A watched forward pass alone.
+
+        Returns:
+            The parameters that the loss depends on, if they are known.
+
+        Raises:
+            ValueError: As `task_pass`.
+
+        """
+        with active(self._norms, task), torch.enable_grad():
+            with self._watcher.passing(task):
+                loss = closure(task)
+            self._watcher.learned(task)
+            if not isinstance(loss, Tensor) or not loss.requires_grad:
+                return None
+            reached, hidden = self._check_graph(task, loss, held)
+        self._checked.add(task)
+        return None if hidden else reached
+
+    def task_pass(
+        self,
+        task: str,
+        closures: Sequence[Closure],
+        step: Step,
+        held: Sequence[nn.Parameter],
+    ) -> None:
+        """The forward and backward passes of one task.
+
+        Raises:
+            ValueError: A loss is not a scalar, has no graph, depends on a parameter that is not
+                held, or on none of the trunk.
+            TypeError: A loss is not a tensor.
+
+        """
+        # Active in the backward pass too: a checkpointed trunk runs again there.
+        with active(self._norms, task):
+            for closure in closures:
+                with self._watcher.passing(task):
+                    loss = checked_loss(closure(task), task)
+                if task not in self._checked:
+                    self._check_graph(task, loss, held)
+                self._run_backward(self._weighted(task, loss, step), step)
+        self._watcher.learned(task)
+        self._checked.add(task)
+
+    def backward_passes(
+        self,
+        losses: Mapping[str, Tensor],
+        step: Step,
+        held: Sequence[nn.Parameter],
+        collect: Callable[[str], None] | None,
+    ) -> None:
+        """The backward passes of losses from one graph; the last one frees it.
+
+        Args:
+            losses: By task.
+            step: The step.
+            held: The parameters of the torch optimizer.
+            collect: Called after the backward pass of each task; None if the gradients may add up.
+
+        Raises:
+            ValueError: As `task_pass`.
+
+        """
+        for task in losses:
+            if task not in self._checked:
+                self._check_graph(task, losses[task], held)
+        weighted = {task: self._weighted(task, loss, step) for task, loss in losses.items()}
+        if collect is None:
+            first, *others = weighted.values()
+            self._run_backward(sum(others, first), step)
+        else:
+            last = list(weighted)[-1]
+            for task, loss in weighted.items():
+                self._run_backward(loss, step, retain_graph=task != last)
+                collect(task)
+        self._checked.update(losses)
+
+    def _weighted(self, task: str, loss: Tensor, step: Step) -> Tensor:
+        weighted = self._weighting.weigh(task, loss, step)
+        first = task not in step.losses
+        step.add_loss(task, loss, weighted)
+        regularizer = self._weighting.regularizer(task) if first else None
+        return weighted if regularizer is None else weighted + regularizer
+
+    def _run_backward(self, weighted: Tensor, step: Step, retain_graph: bool = False) -> None:
+        scaler, backward = self._scaler, self._backward
+        if backward is None:
+            loss = weighted if scaler is None else scaler.scale(weighted)
+            loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            return
+        # Whoever runs it may scale the loss: what has a derivative of one tells by how much.
+        probe = torch.zeros((), device=weighted.device, requires_grad=True)
+        weighted = weighted + probe
+        loss = weighted if scaler is None else scaler.scale(weighted)
+        backward(loss, **({"retain_graph": True} if retain_graph else {}))
+        if step.loss_scale is None:
+            step.loss_scale = probe.grad
+
+    def _check_graph(
+        self, task: str, loss: Tensor, held: Sequence[nn.Parameter]
+    ) -> tuple[list[nn.Parameter], bool]:
+        """What a loss depends on: parameters that the optimizer holds, some of the trunk."""
+        reached, hidden = reached_parameters(loss)
+        unheld = list(set(reached) - set(held))
+        if unheld:
+            names = self._watcher.names_of(unheld)
+            raise ValueError(
+                f"optimizer must hold every parameter that a loss depends on: that of {task!r}"
+                f" depends on {names[0]} and {len(unheld) - 1} others that it does not hold; hand"
+                " them to it (or to a second one), or freeze them"
+            )
+        trains = any(p.requires_grad for p in self._trunk)
+        if trains and not hidden and self._trunk.isdisjoint(reached):
+            raise no_shared_parameter(task)
+        return reached, hidden
+
+
+def no_shared_parameter(task: str) -> ValueError:
+    """The error of a loss from another network than the trunk."""
+    return ValueError(
+        f"closure must return a loss that depends on a parameter of trunk, got one for {task!r}"
+        " that depends on none: was it computed with a copy of the trunk, or without gradients?"
+    )

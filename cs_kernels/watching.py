@@ -1,0 +1,233 @@
+"""Watching forward passes: which normalization takes which layer's output, and what else runs.
+
+Names say nothing: networks name and nest their layers as they please. A layer's output channels
+are prioritized if a task-specific normalization takes the tensor that the layer returned, unchanged
+and with the same channels, be it through a view. The first pass of every task is watched, and later
+ones from the moment on in which a layer runs that has not run before.
+"""
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
+
+from cs_kernels.nn import TaskBatchNorm
+
+LAYERS = (_ConvNd, nn.Linear)
+
+
+def eager() -> contextlib.AbstractContextManager[Any]:
+    """Compiled modules run as they are written, so that hooks neither break nor enter graphs."""
+    if "torch._dynamo" not in sys.modules:  # Nothing was compiled; importing it takes a second.
+        return contextlib.nullcontext()
+    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def _memory(tensor: Tensor) -> Tensor:
+    """The tensor that a view is of, or itself."""
+    return tensor if tensor._base is None else tensor._base
+
+
+def _version(tensor: Tensor) -> int:
+    """A number that every change in place increases; views have their base's."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _channels(tensor: Tensor, dim: int) -> tuple[object, ...]:
+    """Equal for two dense views of one memory if index c of `dim` selects the same elements."""
+    size = tensor.shape[dim]
+    return tensor.storage_offset(), tensor.numel(), size, tensor.stride(dim) if size > 1 else 1
+
+
+class _Produced:
+    """What a layer returned."""
+
+    def __init__(self, layer: str, output: Tensor, channel_dim: int) -> None:
+        self.layer = layer
+        # A view may outlive the tensor that it was made from.
+        self._memory = TensorWeakRef(_memory(output))
+        self._version = _version(output)
+        self._channels = _channels(output, channel_dim) if output.dim() else ()
+
+    def is_unchanged(self, tensor: Tensor) -> bool:
+        return self._memory() is _memory(tensor) and self._version == _version(tensor)
+
+    def has_channels_of(self, tensor: Tensor) -> bool:
+        """Dimension 1 of a normalization's input against the layer's output channels."""
+        return tensor.dim() > 1 and self._channels == _channels(tensor, 1)
+
+
+def _nothing(module: nn.Module, args: Any) -> None:
+    """A hook's copy: of a network that was copied or saved whole."""
+
+
+def _no_hook() -> object:
+    return _nothing
+
+
+class _FirstRun:
+    """A hook of a layer that has not run yet."""
+
+    def __init__(self, watcher: "Watcher") -> None:
+        self._watcher = weakref.ref(watcher)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        watcher = self._watcher()
+        if watcher is None:
+            return
+        if torch.compiler.is_compiling():
+            watcher.missed_a_layer = True  # Inside a graph, this is all that can be done.
+            return
+        watcher.watch_from_here()
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _no_hook, ()
+
+
+class Watcher:
+    """What was seen in the forward passes of a trunk.
+
+    Args:
+        trunk: The shared module.
+        on_first_use: Called with a module outside the trunk and a task before the module runs
+            for the task for the first time, as far as passes are watched.
+
+    """
+
+    def __init__(self, trunk: nn.Module, on_first_use: Callable[[nn.Module, str], None]) -> None:
+        self.norms: dict[str, set[str]] = {}
+        """By name of each layer that ran: the normalizations that took its output."""
+        self.other_channels: dict[str, set[str]] = {}
+        """The same, of normalizations that took it with other channels than the layer's."""
+        self.tasks: set[str] = set()
+        """Those with a pass that was watched."""
+        self.outside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Modules that ran and are not the trunk's."""
+        self.missed_a_layer = False
+        """Whether a layer ran for the first time in a graph, where it could not be watched."""
+        self.version = 0
+        """Increases with what is known."""
+        self._trunk = trunk
+        named = list(trunk.named_modules())
+        self._layers = {n: m for n, m in named if isinstance(m, LAYERS)}
+        self._norms = {n: m for n, m in named if isinstance(m, TaskBatchNorm)}
+        self._inside = weakref.WeakSet(module for _, module in named)
+        self._on_first_use = on_first_use
+        self._used: dict[str, weakref.WeakSet[nn.Module]] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._first_runs: dict[str, RemovableHandle] = {}
+        # By identity, which lasts as long as the memory does.
+        self._produced: dict[int, _Produced] = {}
+
+    @contextlib.contextmanager
+    def passing(self, task: str) -> Iterator[bool]:
+        """Around a forward pass: watches it if there is something to learn, and says whether."""
+        watched = task not in self.tasks or self.missed_a_layer
+        if not watched:
+            try:
+                yield False
+            finally:
+                self._stop()
+            return
+        with eager(), self._modules_outside(task):
+            self.watch_from_here()
+            try:
+                yield True
+            finally:
+                self._stop()
+
+    def learned(self, task: str) -> None:
+        """Tells that a watched pass of a task was as it should be."""
+        self.tasks.add(task)
+        self.missed_a_layer = False
+
+    def names_of(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        """Where parameters are found, for errors."""
+        names = {p: f"trunk.{name}" for name, p in self._trunk.named_parameters()}
+        for module in self.outside:
+            for name, parameter in module.named_parameters(recurse=False):
+                names.setdefault(parameter, f"{type(module).__name__}.{name}")
+        return [f"{names.get(p, 'a parameter')} of shape {tuple(p.shape)}" for p in parameters]
+
+    def forget_tasks(self) -> None:
+        """Watches the next pass of each task again."""
+        self.tasks.clear()
+
+    def watch_from_here(self) -> None:
+        """Watches the rest of a pass."""
+        if self._hooks:
+            return
+        self.version += 1
+        for name, layer in self._layers.items():
+            dim = -1 if isinstance(layer, nn.Linear) else -1 - len(layer.kernel_size)
+            self._hooks.append(
+                layer.register_forward_hook(
+                    lambda _, __, output, name=name, dim=dim: self._remember(name, output, dim)
+                )
+            )
+        for name, norm in self._norms.items():
+            self._hooks.append(
+                norm.register_forward_pre_hook(
+                    lambda _, args, kwargs, name=name: self._connect(
+                        name, (*args, *kwargs.values())
+                    ),
+                    with_kwargs=True,
+                )
+            )
+
+    def _stop(self) -> None:
+        if not self._hooks:
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._produced.clear()
+        for name, layer in self._layers.items():
+            if name in self.norms:
+                if name in self._first_runs:
+                    self._first_runs.pop(name).remove()
+            elif name not in self._first_runs:
+                self._first_runs[name] = layer.register_forward_pre_hook(_FirstRun(self))
+
+    def _remember(self, layer: str, output: object, channel_dim: int) -> None:
+        self.norms.setdefault(layer, set())
+        self.other_channels.setdefault(layer, set())
+        if isinstance(output, Tensor):
+            self._produced[id(_memory(output))] = _Produced(layer, output, channel_dim)
+
+    def _connect(self, norm: str, inputs: tuple[object, ...]) -> None:
+        if not inputs or not isinstance(inputs[0], Tensor):
+            return
+        produced = self._produced.get(id(_memory(inputs[0])))
+        if produced is None or not produced.is_unchanged(inputs[0]):
+            return
+        same = produced.has_channels_of(inputs[0])
+        (self.norms if same else self.other_channels)[produced.layer].add(norm)
+
+    @contextlib.contextmanager
+    def _modules_outside(self, task: str) -> Iterator[None]:
+        used = self._used.setdefault(task, weakref.WeakSet())
+        thread = threading.get_ident()
+
+        def see(module: nn.Module, args: object) -> None:
+            here = thread == threading.get_ident()
+            if here and module not in self._inside and module not in used:
+                used.add(module)
+                self.outside.add(module)
+                self._on_first_use(module, task)
+
+        hook = register_module_forward_pre_hook(see)
+        try:
+            yield
+        finally:
+            hook.remove()
