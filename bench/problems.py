@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
-from shapes import NETWORKS
+from shapes import NETWORKS, first_layers
 from torch import Tensor
 
 import cs_kernels as cs
@@ -61,10 +61,10 @@ class Problem:
         return priorities
 
 
-def make(network: str, tasks: int, dtype: torch.dtype) -> Problem:
+def make(network: str, tasks: int, dtype: torch.dtype, quick: bool = False) -> Problem:
     """Random gradients: half of all pairs conflict, so nearly every group is visited again."""
     torch.manual_seed(0)
-    shapes = NETWORKS[network]
+    shapes = first_layers(network) if quick else NETWORKS[network]
     return Problem(
         tasks,
         [torch.randn(shape).to(dtype) for shape in shapes],

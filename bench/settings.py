@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torchvision_operators
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -50,6 +51,7 @@ class FusedHead(nn.Module):
 
 def hrnet18() -> nn.Module:
     """HRNet-18 as timm has it: the stem and the four stages."""
+    torchvision_operators.define()
     import timm
 
     return timm.create_model(

@@ -72,6 +72,11 @@ def wide() -> list[Shape]:
     return 24 * [(2048, 2048)]
 
 
+def first_layers(network: str) -> list[Shape]:
+    """Enough of a network to see that a benchmark runs, in no time."""
+    return NETWORKS[network][:4]
+
+
 NETWORKS = {
     "small": small(),
     "resnet18": resnet18(),

@@ -18,10 +18,10 @@ from timing import seconds
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels.gradients import TaskGradients
-from cs_kernels.layout import Followers, find_layout, shared_parameters
+from cs_kernels.layout import find_layout, shared_parameters
 from cs_kernels.ops import backends, cuda
 from cs_kernels.statistics import RunningStatistics
+from cs_kernels.watching import Watcher
 
 TASKS = ["segmentation", "depth", "normals", "edges"]
 METHODS: dict[str, Callable[[], cs.Method]] = {
@@ -64,14 +64,14 @@ def test_host(report: Any, quick: bool, no_kernels: None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     trunk = cs.nn.convert_task_batchnorm(Trunk("hrnet18"), TASKS)
-    followers = Followers(trunk)
-    with followers.watch(), cs.nn.active_task(trunk, TASKS[0]):
+    watcher = Watcher(trunk, lambda module, task: None)
+    with watcher.passing(TASKS[0]), cs.nn.active_task(trunk, TASKS[0]):
         trunk()
-    layout = find_layout(trunk, TASKS, followers.norms, {})
+    layout = find_layout(trunk, TASKS, watcher, {}, {})
     parameters = shared_parameters(trunk)
-    gradients = TaskGradients(parameters, len(TASKS))
+    gradients = cs.TaskGradients(parameters, TASKS)
     running = RunningStatistics(trunk)
-    loss = torch.ones(())
+    step = cs.Step(tasks=tuple(TASKS))
 
     def keep() -> None:
         with running.restored_on_error(TASKS):
@@ -79,10 +79,10 @@ def test_host(report: Any, quick: bool, no_kernels: None) -> None:
 
     def collect(rows: list[list[Tensor]]) -> float:
         spent = 0.0
-        for task, row in enumerate(rows):
+        for task, row in zip(TASKS, rows, strict=True):
             for parameter, grad in zip(parameters.values(), row, strict=True):
                 parameter.grad = grad
-            spent += seconds(lambda: gradients.collect(task, loss))
+            spent += seconds(lambda: gradients.collect(task))
         return spent
 
     for name, make in METHODS.items():
@@ -94,7 +94,7 @@ def test_host(report: Any, quick: bool, no_kernels: None) -> None:
             times["keep"].append(seconds(keep))
             with cs.use_backend("cuda"):
                 times["collect"].append(collect(rows))
-                times["combine"].append(seconds(lambda: method.combine(gradients, layout)))
+                times["combine"].append(seconds(lambda: method.combine(gradients, layout, step)))
         report.add(
             "host",
             method=name,

@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 import torch
 from peers import TORCHJD, best_options, stacked, torchjd_matrix, torchjd_step
-from shapes import NETWORKS
+from shapes import NETWORKS, Shape, first_layers
 from synchronizations import host_synchronizations
 from textbook import TEXTBOOK
 from timing import Copy, median_seconds, seconds
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels.gradients import TaskGradients
-from cs_kernels.layout import find_layout
+
+ROUNDS = {"small": (31, 11), "resnet18": (11, 9), "resnet50": (5, 1)}
+"""The networks that are timed: rounds of ours, and of the peers."""
 
 METHODS: dict[str, Callable[[], cs.Method]] = {
     "PCGrad": cs.PCGrad,
@@ -35,28 +36,29 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
 }
 
 
+NO_LAYERS = cs.Layout((), cs.Coverage({}, {}, {}, {}))
+
+
 class Problem:
     """The parameters of a trunk and K gradients of each."""
 
-    def __init__(self, network: str, tasks: int) -> None:
+    def __init__(self, shapes: list[Shape], tasks: int) -> None:
         torch.manual_seed(0)
         random.seed(0)
-        shapes = NETWORKS[network]
-        self.tasks = tasks
+        self.tasks = [str(task) for task in range(tasks)]
         self.trunk = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
         self.parameters = list(self.trunk)
         self.grads = [[torch.randn(shape) for shape in shapes] for _ in range(tasks)]
         self.numel = sum(p.numel() for p in self.parameters)
-        self.layout = find_layout(self.trunk, [], {}, {})
-        self._gradients = TaskGradients(dict(self.trunk.named_parameters()), tasks)
-        self._loss = torch.ones(())
+        self._gradients = cs.TaskGradients(dict(self.trunk.named_parameters()), self.tasks)
+        self._step = cs.Step(tasks=tuple(self.tasks))
 
     def step(self, method: cs.Method) -> None:
-        for task, of_task in enumerate(self.grads):
+        for task, of_task in zip(self.tasks, self.grads, strict=True):
             for parameter, grad in zip(self.parameters, of_task, strict=True):
                 parameter.grad = grad
-            self._gradients.collect(task, self._loss)
-        method.combine(self._gradients, self.layout)
+            self._gradients.collect(task)
+        method.combine(self._gradients, NO_LAYERS, self._step)
 
     def matrix(self) -> Tensor:
         return torch.stack([torch.cat([g.flatten() for g in of_task]) for of_task in self.grads])
@@ -66,7 +68,8 @@ class Problem:
 
     def moved(self, name: str) -> int:
         """Gradients read for the Gramian and for the sum, or once; the update written."""
-        reads = self.tasks if name == "GradDrop" else 2 * self.tasks
+        tasks = len(self.tasks)
+        reads = tasks if name == "GradDrop" else 2 * tasks
         return (reads + 1) * self.numel * 4
 
 
@@ -97,18 +100,15 @@ def check(problem: Problem, name: str, method: cs.Method, gramian: Tensor) -> No
 
 
 @pytest.mark.parametrize("tasks", [2, 4, 8, 16])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize("network", ROUNDS)
 @torch.no_grad()
 def test_methods(report: Any, quick: bool, network: str, tasks: int) -> None:
-    if quick and (network != "small" or tasks != 4):
-        pytest.skip("the quick run times the small network at K = 4")
-    problem = Problem(network, tasks)
+    problem = Problem(first_layers(network) if quick else NETWORKS[network], tasks)
     matrix = problem.matrix()
     gramian = torch.zeros(tasks, tasks, dtype=torch.float64)
     for piece in matrix.split(1 << 20, dim=1):
         gramian += piece.double() @ piece.double().T
-    rounds = 5 if network == "resnet50" else 11 if network == "resnet18" else 31
-    peers_rounds = {"small": 11, "resnet18": 9, "resnet50": 1}[network]
+    rounds, peers_rounds = (2, 1) if quick else ROUNDS[network]
     for name, make in METHODS.items():
         method = make()
         check(problem, name, method, gramian)
@@ -150,7 +150,7 @@ def test_methods(report: Any, quick: bool, network: str, tasks: int) -> None:
         report.add(
             "methods",
             method=name,
-            network=network,
+            network=f"{network}, 4 layers" if quick else network,
             tasks=tasks,
             numel=problem.numel,
             bytes=problem.moved(name),
@@ -168,7 +168,7 @@ def test_methods(report: Any, quick: bool, network: str, tasks: int) -> None:
 
 
 @pytest.mark.parametrize("tasks", [2, 4, 8, 16])
-def test_solvers(report: Any, tasks: int) -> None:
+def test_solvers(report: Any, quick: bool, tasks: int) -> None:
     """From the Gramian to the weights, also of a singular one."""
     torch.manual_seed(0)
     microseconds = {}
@@ -180,6 +180,6 @@ def test_solvers(report: Any, tasks: int) -> None:
         for rank in (2 * tasks, max(1, tasks // 2)):
             rows = torch.randn(tasks, rank, dtype=torch.float64)
             gramian = rows @ rows.T
-            worst = max(worst, median_seconds(lambda: method.weights(gramian), 300))
+            worst = max(worst, median_seconds(lambda: method.weights(gramian), 3 if quick else 300))
         microseconds[name] = 1e6 * worst
     report.add("solvers", tasks=tasks, microseconds=microseconds)
