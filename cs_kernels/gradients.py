@@ -33,6 +33,8 @@ class TaskGradients:
         self.rows: list[list[Tensor | None]] = []
         """By task, in their order: a gradient or None for every parameter."""
         self._updates: list[Tensor | None] = [None] * len(self.parameters)
+        self._collected: set[str] = set()
+        """The tasks with a row."""
         self._unreached: dict[str, list[int]] = {}
         """By task: the parameters without a gradient in its last pass."""
         self._reached_by = [0] * len(self.parameters)
@@ -44,6 +46,7 @@ class TaskGradients:
     def clear(self) -> None:
         """Forgets the gradients; the buffers of the update stay."""
         self.rows = [[None] * len(self.parameters) for _ in self.tasks]
+        self._collected.clear()
 
     def collect(self, task: str) -> bool:
         """Moves every shared `.grad` into a task's row, and adds to what is there.
@@ -55,20 +58,22 @@ class TaskGradients:
             ValueError: A gradient is sparse.
 
         """
-        row, unreached = self.rows[self.tasks.index(task)], []
+        row, unreached, strided = self.rows[self.tasks.index(task)], [], torch.strided
+        adds = task in self._collected
+        self._collected.add(task)
         for i, parameter in enumerate(self.parameters):
             grad = parameter.grad
             if grad is None:
                 unreached.append(i)
                 continue
-            if grad.layout is not torch.strided:
+            if grad.layout is not strided:
                 raise ValueError(
                     f"trunk must have dense gradients, got a {grad.layout} one for {self.names[i]}"
                 )
             # Somebody's memory, overwritten by the next pass: a bucket of DistributedDataParallel.
-            if grad._is_view():
+            if grad._base is not None:
                 grad = grad.clone()
-            present = row[i]
+            present = row[i] if adds else None
             row[i] = grad if present is None else present.add_(grad)
             parameter.grad = None
         self._note(task, unreached)

@@ -124,6 +124,7 @@ class MultiTaskOptimizer:
         self._inner = inner
         self._norms = task_norms(inner)
         self._gradients = TaskGradients(shared, self.tasks)
+        self._shared = self._gradients.parameters
         self._statistics = RunningStatistics(inner)
         self._watcher = Watcher(inner, self._statistics.first_use)
         self._passes = Passes(inner, self._watcher, self.weighting, scaler, backward)
@@ -141,10 +142,10 @@ class MultiTaskOptimizer:
 
     def __repr__(self) -> str:
         names = " + ".join(type(optimizer).__name__ for optimizer in self._optimizers)
-        parameters = self._gradients.parameters
+        numel = sum(p.numel() for p in self._shared)
         return (
-            f"MultiTaskOptimizer({type(self._inner).__name__} with {len(parameters)} shared"
-            f" parameters of {sum(p.numel() for p in parameters)} elements, {names},"
+            f"MultiTaskOptimizer({type(self._inner).__name__} with {len(self._shared)} shared"
+            f" parameters of {numel} elements, {names},"
             f" tasks={list(self.tasks)}, method={self.method!r}, schedule={self.schedule!r},"
             f" weighting={self.weighting!r})"
         )
@@ -293,7 +294,7 @@ class MultiTaskOptimizer:
         if update:
             self._finish(step)
             self._unused = next(
-                ((p, p._version) for p in self._gradients.parameters if p.grad is not None), None
+                ((p, p._version) for p in self._shared if p.grad is not None), None
             )
         return {task: loss.detach() for task, loss in losses.items()}
 
@@ -423,7 +424,7 @@ class MultiTaskOptimizer:
             self._passes.forget()
         scale = None
         if self.scaler is not None and self.scaler.is_enabled():
-            scale = self.scaler.scale(torch.ones((), device=self._gradients.parameters[0].device))
+            scale = self.scaler.scale(torch.ones((), device=self._shared[0].device))
         return Step(
             number=self._steps,
             tasks=tuple(task for task in self.tasks if task in tasks),
@@ -445,6 +446,8 @@ class MultiTaskOptimizer:
 
     def _combine(self, step: Step) -> None:
         """The update, into `.grad`."""
+        if not self.method.separate_gradients:  # Seen together, so far as not by the graph.
+            self._check_reached(step.tasks[0], any(p.grad is not None for p in self._shared))
         with record_function("cs_kernels.surgery"), torch.no_grad():
             self._gradients.release_own()
             self.method.combine(self._gradients, self._current_layout(), step)
@@ -456,7 +459,7 @@ class MultiTaskOptimizer:
         before = self._gradients.reached_by(task)
         own = [p for norm in self._norms for p in norm.of(task).parameters()]
         frozen = bool(before) and not any(p.requires_grad for p in before)
-        trains = any(p.requires_grad for p in self._gradients.parameters)
+        trains = any(p.requires_grad for p in self._shared)
         if trains and not frozen and all(p.grad is None for p in own):
             raise no_shared_parameter(task)
 
@@ -492,7 +495,7 @@ class MultiTaskOptimizer:
     def _what_trains(self) -> list[bool]:
         """Differs from before if other parameters require a gradient, or others are held."""
         flags = [p.requires_grad for p in self._held()]
-        flags += [p.requires_grad for p in self._gradients.parameters]
+        flags += [p.requires_grad for p in self._shared]
         for module in self._watcher.outside:
             flags += [p.requires_grad for p in module._parameters.values() if p is not None]
         return flags

@@ -71,6 +71,8 @@ class Passes:
         self._backward = backward
         self._checked: set[str] = set()
         """The tasks whose graph was looked at."""
+        self._known: set[str] = set()
+        """Those that have once reached the trunk: what they reach may have been frozen since."""
 
     def forget(self) -> None:
         """Looks at the next passes of every task again."""
@@ -192,9 +194,10 @@ class Passes:
                 f" depends on {names[0]} and {len(unheld) - 1} others that it does not hold; hand"
                 " them to it (or to a second one), or freeze them"
             )
-        trains = any(p.requires_grad for p in self._trunk)
+        trains = any(p.requires_grad for p in self._trunk) and task not in self._known
         if trains and not hidden and self._trunk.isdisjoint(reached):
             raise no_shared_parameter(task)
+        self._known.add(task)
         return reached, hidden
 
 

@@ -4,9 +4,11 @@ import importlib
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -48,6 +50,23 @@ def test_names_and_reasons() -> None:
             message = re.escape(f"'{name}' cannot run here: {reason}")
             with pytest.raises(RuntimeError, match=message), cs.use_backend(name):
                 pass
+
+
+def test_a_module_that_was_not_built_is_reported_as_such(tmp_path: Path) -> None:
+    """Not as a circular import."""
+    package = Path(cs.__file__).parent
+    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.so"))
+    program = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+import cs_kernels as cs
+assert cs.__file__.startswith({str(tmp_path)!r})
+print(cs.available_backends()["cpu"])
+"""
+    done = _run(program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().endswith("No module named 'cs_kernels._C'")
 
 
 def test_without_the_compiled_module_the_reference_computes() -> None:
