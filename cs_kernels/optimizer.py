@@ -293,9 +293,7 @@ class MultiTaskOptimizer:
         self._open = None if update else step
         if update:
             self._finish(step)
-            self._unused = next(
-                ((p, p._version) for p in self._shared if p.grad is not None), None
-            )
+            self._unused = next(((p, p._version) for p in self._shared if p.grad is not None), None)
         return {task: loss.detach() for task, loss in losses.items()}
 
     def trace(self, closure: Closure) -> Coverage:

@@ -4,6 +4,7 @@ Either a forward and a backward pass a task (`task_pass`), or one forward pass o
 backward pass a task (`backward_passes`). They are left in `.grad`.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
@@ -41,6 +42,12 @@ def reached_parameters(loss: Tensor) -> tuple[list[nn.Parameter], bool]:
         seen |= new
         nodes.extend(new)
     return found, hidden
+
+
+def _sharded(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether there are parts of parameters, as `fully_shard` leaves them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any(isinstance(p, module.DTensor) for p in parameters)
 
 
 class Passes:
@@ -186,6 +193,8 @@ class Passes:
     ) -> tuple[list[nn.Parameter], bool]:
         """What a loss depends on: parameters that the optimizer holds, some of the trunk."""
         reached, hidden = reached_parameters(loss)
+        if _sharded(held):  # Others stand in the graph: whole ones, made for the pass.
+            return [], True
         unheld = list(set(reached) - set(held))
         if unheld:
             names = self._watcher.names_of(unheld)

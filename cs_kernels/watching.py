@@ -9,6 +9,7 @@ ones from the moment on in which a layer runs that has not run before.
 import contextlib
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -29,8 +30,15 @@ def eager() -> contextlib.AbstractContextManager[Any]:
     """Compiled modules run as they are written, so that hooks neither break nor enter graphs."""
     if "torch._dynamo" not in sys.modules:  # Nothing was compiled; importing it takes a second.
         return contextlib.nullcontext()
-    stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
+    return _force_eager()
+
+
+@contextlib.contextmanager
+def _force_eager() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        # Of a module that was compiled by a wrapper, which is no concern of our hook.
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global")
+        yield
 
 
 def _memory(tensor: Tensor) -> Tensor:
@@ -80,15 +88,16 @@ class _FirstRun:
 
     def __init__(self, watcher: "Watcher") -> None:
         self._watcher = weakref.ref(watcher)
+        self.in_a_graph = False
+        """Whether the layer has run, compiled: it could not be watched."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        watcher = self._watcher()
-        if watcher is None:
-            return
         if torch.compiler.is_compiling():
-            watcher.missed_a_layer = True  # Inside a graph, this is all that can be done.
+            self.in_a_graph = True
             return
-        watcher.watch_from_here()
+        watcher = self._watcher()
+        if watcher is not None:
+            watcher.watch_from_here()
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
         return _no_hook, ()
@@ -113,8 +122,6 @@ class Watcher:
         """Those with a pass that was watched."""
         self.outside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules that ran and are not the trunk's."""
-        self.missed_a_layer = False
-        """Whether a layer ran for the first time in a graph, where it could not be watched."""
         self.version = 0
         """Increases with what is known."""
         self._trunk = trunk
@@ -125,14 +132,16 @@ class Watcher:
         self._on_first_use = on_first_use
         self._used: dict[str, weakref.WeakSet[nn.Module]] = {}
         self._hooks: list[RemovableHandle] = []
-        self._first_runs: dict[str, RemovableHandle] = {}
+        self._first_runs: dict[str, tuple[_FirstRun, RemovableHandle]] = {}
         # By identity, which lasts as long as the memory does.
         self._produced: dict[int, _Produced] = {}
 
     @contextlib.contextmanager
     def passing(self, task: str) -> Iterator[bool]:
         """Around a forward pass: watches it if there is something to learn, and says whether."""
-        watched = task not in self.tasks or self.missed_a_layer
+        watched = task not in self.tasks or any(
+            hook.in_a_graph for hook, _ in self._first_runs.values()
+        )
         if not watched:
             try:
                 yield False
@@ -149,7 +158,6 @@ class Watcher:
     def learned(self, task: str) -> None:
         """Tells that a watched pass of a task was as it should be."""
         self.tasks.add(task)
-        self.missed_a_layer = False
 
     def names_of(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """Where parameters are found, for errors."""
@@ -195,9 +203,10 @@ class Watcher:
         for name, layer in self._layers.items():
             if name in self.norms:
                 if name in self._first_runs:
-                    self._first_runs.pop(name).remove()
+                    self._first_runs.pop(name)[1].remove()
             elif name not in self._first_runs:
-                self._first_runs[name] = layer.register_forward_pre_hook(_FirstRun(self))
+                first_run = _FirstRun(self)
+                self._first_runs[name] = first_run, layer.register_forward_pre_hook(first_run)
 
     def _remember(self, layer: str, output: object, channel_dim: int) -> None:
         self.norms.setdefault(layer, set())
