@@ -1,5 +1,6 @@
 """Fixtures for every test: poisoned memory, seeds, the backends."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,11 @@ import cs_kernels as cs
 
 if EMULATION:
     emulate()
+
+# Threads of several processes that wait for each other's cores take six times as long.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 RUNNABLE = [name for name, reason in cs.available_backends().items() if reason is None]
 # The emulation's orders: one block after the other, and three at once in any order.

@@ -1,0 +1,179 @@
+"""Real networks as trunks, and the update of each by a plain loop in float64.
+
+`python tests/trunks.py` prints the table of docs/trunks.md.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torchvision_operators
+from layers import Kind
+from plain import projected_rows, rows, strength
+from torch import Tensor, nn
+
+import cs_kernels as cs
+from cs_kernels.layout import shared_parameters
+from cs_kernels.watching import LAYERS
+
+TASKS = ["depth", "edges"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, and what is known of it."""
+
+    make: Callable[[], nn.Module]
+    layers: int
+    """Weights of convolutions and linear layers."""
+    prioritized: int
+    """Of these: those whose output goes straight into a batch normalization."""
+    size: int = 64
+    """Of pictures."""
+
+
+def _timm(name: str, **options: object) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        torchvision_operators.define()
+        import timm
+
+        model: nn.Module = timm.create_model(name, **options)
+        return model
+
+    return make
+
+
+def _deeplab() -> nn.Module:
+    torchvision_operators.define()
+    from torchvision.models.segmentation import deeplabv3_resnet50
+
+    model: nn.Module = deeplabv3_resnet50(weights=None, weights_backbone=None, num_classes=21)
+    return model
+
+
+CASES = {
+    "resnet18": Case(_timm("resnet18", num_classes=0), 20, 20),
+    "hrnet_w18": Case(_timm("hrnet_w18", features_only=True), 321, 321),
+    "mobilenetv3_large_100": Case(_timm("mobilenetv3_large_100", num_classes=0), 63, 46),
+    "efficientnet_b0": Case(_timm("efficientnet_b0", num_classes=0), 81, 49),
+    "densenet121": Case(_timm("densenet121", num_classes=0), 120, 59),
+    "resnetv2_50": Case(_timm("resnetv2_50", num_classes=0), 53, 32),
+    "levit_128s": Case(_timm("levit_128s", num_classes=0), 50, 50, size=224),
+    "deeplabv3_resnet50": Case(_deeplab, 61, 60),
+    "convnext_tiny": Case(_timm("convnext_tiny", num_classes=0), 58, 0),
+    "vit_tiny_patch16_224": Case(_timm("vit_tiny_patch16_224", num_classes=0, img_size=64), 49, 0),
+}
+
+
+class Setup:
+    """A trunk in float64, and a loss a task whose gradients are in conflict here and there."""
+
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(0)
+        self.trunk = case.make().double()
+        for module in self.trunk.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        self.converts = case.prioritized > 0
+        if self.converts:
+            cs.nn.convert_task_batchnorm(self.trunk, TASKS)
+            for norm in cs.nn.task_norms(self.trunk):  # Channels that differ between tasks.
+                for child in norm.children():
+                    nn.init.uniform_(child.weight, 0.5, 1.5)
+        self.method = cs.ConnectionStrength() if self.converts else cs.PCGrad()
+        self.x = torch.randn(2, 3, case.size, case.size).double()
+
+    def loss(self, task: str) -> Tensor:
+        """The mean of the outputs, times random numbers that lean against the first task's."""
+        output = self.trunk(self.x)
+        maps = [*output.values()] if isinstance(output, dict) else output
+        total = torch.zeros((), dtype=torch.float64)
+        for n, y in enumerate(maps if isinstance(maps, list | tuple) else [maps]):
+            torch.manual_seed(n)
+            first, second = torch.randn(2, *y.shape).double()
+            total = total + (y * (first if task == TASKS[0] else second - 0.7 * first)).mean()
+        return total
+
+    def optimizer(self) -> cs.MultiTaskOptimizer:
+        sgd = torch.optim.SGD(self.trunk.parameters(), lr=0.0)
+        return cs.MultiTaskOptimizer(self.trunk, sgd, TASKS, self.method)
+
+
+def plain_updates(setup: Setup, prioritized: dict[str, str]) -> dict[str, Tensor]:
+    """By name of the shared parameter; nothing of the package but TaskBatchNorm itself."""
+    shared = shared_parameters(setup.trunk)
+    norms = cs.nn.task_norms(setup.trunk)
+    grads: dict[str, list[Tensor]] = {name: [] for name in shared}
+    for task in TASKS:
+        for norm in norms:
+            norm.active = task
+        found = torch.autograd.grad(setup.loss(task), [*shared.values()], allow_unused=True)
+        for (name, p), grad in zip(shared.items(), found, strict=True):
+            grads[name].append(torch.zeros_like(p) if grad is None else grad)
+    updates = {name: sum(of_tasks[1:], of_tasks[0]) for name, of_tasks in grads.items()}
+    if not setup.converts:
+        one, other = (torch.cat([g[i].flatten() for g in grads.values()]) for i in range(2))
+        dot = (one @ other).clamp(max=0)
+        merged = one + other - dot / (other @ other) * other - dot / (one @ one) * one
+        pieces = merged.split([p.numel() for p in shared.values()])
+        return {n: piece.view_as(shared[n]) for n, piece in zip(grads, pieces, strict=True)}
+    for name, norm_name in prioritized.items():
+        weight = shared[name].detach()
+        kind = Kind(name, tuple(weight.shape))
+        children = [*setup.trunk.get_submodule(norm_name).children()]
+        strengths = strength(
+            weight,
+            torch.stack([child.weight.detach() for child in children]),
+            torch.stack([child.running_var for child in children]),
+            [child.eps for child in children],
+            kind,
+        )
+        priority = (strengths / strengths.sum(1, keepdim=True)).argmax(0)
+        update = projected_rows(torch.stack(grads[name]), priority, kind)
+        updates[name] = update.view(rows(weight, kind).shape).view_as(weight)
+    return updates
+
+
+def layer_weights(trunk: nn.Module) -> list[str]:
+    """The names of all weights of convolutions and linear layers."""
+    return [
+        f"{name}.weight"
+        for name, module in trunk.named_modules()
+        if isinstance(module, LAYERS) and "weight" in module._parameters
+    ]
+
+
+def compare(case: Case) -> tuple[cs.Coverage, float, int]:
+    """The coverage; the largest error, relative to the tensor; the tensors in conflict."""
+    ours, theirs = Setup(case), Setup(case)
+    opt = ours.optimizer()
+    opt.step(ours.loss)
+    coverage = opt.coverage()
+    expected = plain_updates(theirs, coverage.prioritized)
+    error, conflicts = 0.0, 0
+    for name, p in shared_parameters(ours.trunk).items():
+        update = torch.zeros_like(p) if p.grad is None else p.grad
+        scale = expected[name].abs().max().item()
+        error = max(error, (update - expected[name]).abs().max().item() / max(scale, 1e-30))
+    sums = Setup(case)
+    sums.method = cs.Sum()
+    plain = sums.optimizer()
+    plain.step(sums.loss)
+    for name, p in shared_parameters(sums.trunk).items():
+        if p.grad is not None:
+            distance = (p.grad - expected[name]).abs().max()
+            conflicts += bool(distance > 1e-6 * expected[name].abs().max())
+    return coverage, error, conflicts
+
+
+if __name__ == "__main__":
+    print("| network | weights prioritized | of all elements | tensors projected | largest error |")
+    print("| --- | --- | --- | --- | --- |")
+    for label, network in CASES.items():
+        report, worst, projected = compare(network)
+        share = sum(report.numel[n] for n in report.prioritized) / sum(report.numel.values())
+        print(
+            f"| {label} | {len(report.prioritized)} of {network.layers} | {100 * share:.1f} % |"
+            f" {projected} of {len(report.numel)} | {worst:.0e} |",
+            flush=True,
+        )
