@@ -43,6 +43,10 @@ from cs_kernels.step import Step
 from cs_kernels.watching import Watcher
 from cs_kernels.weightings import EqualWeights, Weighting
 
+_GRAPHS_EVERY = 32
+"""Steps between two looks at the graphs of the losses: what `backward` is given comes from modules
+that nobody has seen, so that a parameter which is unfrozen there shows in the graph alone."""
+
 
 def _named_state(part: Method | Weighting) -> dict[str, Any]:
     return {"name": type(part).__name__, "state": part.state_dict()}
@@ -360,7 +364,10 @@ class MultiTaskOptimizer:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the states of the network and of the torch optimizer."""
+        """What a resumed run needs beside the states of the network and of the torch optimizer.
+
+        Gradients that wait for their update (`backward` with `update=False`) are not in it.
+        """
         return {
             "tasks": list(self.tasks),
             "epoch": self._epoch,
@@ -405,6 +412,8 @@ class MultiTaskOptimizer:
         self.method.load_state_dict(state["method"]["state"])
         self.weighting.load_state_dict(state["weighting"]["state"])
         self._epoch, self._steps = None if epoch is None else int(epoch), steps
+        self._open = self._unused = None
+        self._gradients.clear()
 
     def _chosen(self, tasks: Iterable[str] | None) -> tuple[str, ...]:
         if tasks is None:
@@ -420,6 +429,8 @@ class MultiTaskOptimizer:
         if trains != self._trainable:
             self._trainable = trains
             self._passes.forget()
+        elif self._steps % _GRAPHS_EVERY == 0:
+            self._passes.check_graphs()
         scale = None
         if self.scaler is not None and self.scaler.is_enabled():
             scale = self.scaler.scale(torch.ones((), device=self._shared[0].device))
@@ -444,7 +455,7 @@ class MultiTaskOptimizer:
 
     def _combine(self, step: Step) -> None:
         """The update, into `.grad`."""
-        if not self.method.separate_gradients:  # Seen together, so far as not by the graph.
+        if not self.method.separate_gradients:  # They have added up: one task stands for all.
             self._check_reached(step.tasks[0], any(p.grad is not None for p in self._shared))
         with record_function("cs_kernels.surgery"), torch.no_grad():
             self._gradients.release_own()
@@ -531,7 +542,7 @@ class MultiTaskOptimizer:
             self.scaler.update()
 
     def _notice_steps(self) -> None:
-        """Knows of optimizer steps, also of optimizers that write into `.data` behind versions."""
+        """Notes optimizer steps, also of those that write into `.data` and change no version."""
         this = weakref.ref(self)
 
         def used(*_: object) -> None:

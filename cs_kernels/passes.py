@@ -82,8 +82,12 @@ class Passes:
         """Those that have once reached the trunk: what they reach may have been frozen since."""
 
     def forget(self) -> None:
-        """Looks at the next passes of every task again."""
+        """Watches the next passes of every task again, and looks at their graphs."""
         self._watcher.forget_tasks()
+        self.check_graphs()
+
+    def check_graphs(self) -> None:
+        """Looks at the graph of every task's next loss again."""
         self._checked.clear()
 
     def traced(

@@ -222,8 +222,10 @@ class DynamicWeightAverage(Weighting):
             finite = value.isfinite()
             pair = torch.stack([torch.where(finite, value, 0.0), finite.double()])
             before = self._totals.get(task)
-            # A checkpoint may have brought it to another device.
-            self._totals[task] = pair if before is None else before.to(pair.device) + pair
+            if before is not None:
+                # A checkpoint may have brought it to another device.
+                pair += before if before.device == pair.device else before.to(pair.device)
+            self._totals[task] = pair
 
     def state_dict(self) -> dict[str, Any]:
         """The means of past epochs and this one's losses so far."""

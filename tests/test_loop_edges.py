@@ -293,6 +293,24 @@ def test_unheld_parameters_are_seen_by_backward() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+def test_a_parameter_that_is_unfrozen_later_in_backward() -> None:
+    """Nobody has seen the module that it is in: it shows in a later graph."""
+    model, loss, *_ = _problem()
+    head = model.heads["b"].requires_grad_(False)
+    sgd = _sgd(model.trunk, model.heads["a"])
+    opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, cs.PCGrad())
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            opt.backward({task: loss(task) for task in AB})
+            sgd.step()
+
+    steps(1)
+    head.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"optimizer must hold.*'b'"):
+        steps(40)
+
+
 @BOTH
 @METHODS
 def test_a_loss_from_another_copy(method: cs.Method, schedule: cs.Schedule) -> None:
