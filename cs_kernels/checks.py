@@ -25,7 +25,14 @@ def described(value: object) -> str:
     return f"{type(value).__name__} {value!r}" if isinstance(value, str) else type(value).__name__
 
 
-def check_kinds(trunk: object, method: object, schedule: object, weighting: object) -> None:
+def check_kinds(
+    trunk: object,
+    method: object,
+    schedule: object,
+    weighting: object,
+    scaler: object,
+    backward: object,
+) -> None:
     """Objects, not classes, names or options of them."""
     for name, value, kind, example in (
         ("trunk", trunk, nn.Module, "a torch.nn.Module"),
@@ -35,18 +42,23 @@ def check_kinds(trunk: object, method: object, schedule: object, weighting: obje
     ):
         if not isinstance(value, kind):
             raise TypeError(f"{name} must be {example}, got {described(value)}")
+    if scaler is not None and not callable(getattr(scaler, "scale", None)):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r}")
+    if backward is not None and not callable(backward):
+        raise TypeError(f"backward must be a function of a loss, got {backward!r}")
 
 
-def checked_loss(loss: object, task: str) -> Tensor:
-    """What a closure returned, if it is one number with a graph, as a scalar."""
+def checked_loss(loss: object, task: str, source: str = "closure must return") -> Tensor:
+    """A loss, if it is one real number with a graph, as a scalar."""
     if not isinstance(loss, Tensor):
-        raise TypeError(f"closure must return a tensor, got {type(loss).__name__} for {task!r}")
-    if loss.numel() != 1:
+        raise TypeError(f"{source} a tensor, got {type(loss).__name__} for {task!r}")
+    if loss.numel() != 1 or not loss.is_floating_point():
         raise ValueError(
-            f"closure must return a scalar, got a tensor of shape {tuple(loss.shape)} for {task!r}"
+            f"{source} a real scalar, got a {loss.dtype} tensor of shape {tuple(loss.shape)} for"
+            f" {task!r}"
         )
     if not loss.requires_grad:
-        raise ValueError(f"closure must return a loss with a graph, got {loss} for {task!r}")
+        raise ValueError(f"{source} a loss with a graph, got {loss} for {task!r}")
     return loss if loss.dim() == 0 else loss.reshape(())
 
 
@@ -71,7 +83,7 @@ def checked_losses(losses: object) -> dict[str, Tensor]:
     if not isinstance(losses, Mapping):
         hint = ": with a closure, call step(closure)" if callable(losses) else ""
         raise TypeError(f"losses must be a mapping {{task: loss}}, got {described(losses)}{hint}")
-    return {task: checked_loss(loss, task) for task, loss in losses.items()}
+    return {task: checked_loss(loss, task, "losses must hold") for task, loss in losses.items()}
 
 
 def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
@@ -108,6 +120,8 @@ def checked_overrides(
     trunk: nn.Module, layers: Mapping[str, str | None]
 ) -> dict[nn.Parameter, str | None]:
     """By weight of a layer, the normalization with as many channels to take, or None."""
+    if not isinstance(layers, Mapping):
+        raise TypeError(f"layers must be a mapping from layer to normalization, got {layers!r}")
     modules = dict(trunk.named_modules(remove_duplicate=False))
     shared = set(shared_parameters(trunk).values())
     overrides: dict[nn.Parameter, str | None] = {}
@@ -172,6 +186,18 @@ def checked_optimizers(optimizer: object) -> tuple[torch.optim.Optimizer, ...]:
             )
         seen |= held
     return optimizers
+
+
+def check_steps_now(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Inside `accelerator.accumulate`, the optimizer makes no step until the last micro-batch."""
+    for optimizer in optimizers:
+        state = getattr(optimizer, "gradient_state", None)
+        if not getattr(state, "sync_gradients", True):
+            raise RuntimeError(
+                f"optimizer must make a step now, got {type(optimizer).__name__} that waits for"
+                " more micro-batches: use step([closure, ...]) without accelerator.accumulate, or"
+                " backward(losses, update=accelerator.sync_gradients)"
+            )
 
 
 def check_held(

@@ -17,8 +17,8 @@ from cs_kernels.ops.operands import misfits
 class TaskGradients:
     """K rows of gradients, a tensor or None for every shared parameter.
 
-    A parameter that only one task has ever reached is that task's own: it gets that task's
-    gradient as it is, and methods do not see it.
+    A parameter that only one task has ever reached, of several that might have, is that task's own:
+    it gets that task's gradient as it is, and methods do not see it.
 
     Args:
         parameters: The shared parameters, by name.
@@ -33,20 +33,25 @@ class TaskGradients:
         self.rows: list[list[Tensor | None]] = []
         """By task, in their order: a gradient or None for every parameter."""
         self._updates: list[Tensor | None] = [None] * len(self.parameters)
-        self._collected: set[str] = set()
-        """The tasks with a row."""
+        self.collected: set[str] = set()
+        """The tasks whose gradients are in the rows."""
+        self._in_buckets: set[int] = set()
+        """The parameters whose gradients are parts of larger memory."""
+        self._marked: tuple[int, Tensor, int] | None = None
         self._unreached: dict[str, list[int]] = {}
         """By task: the parameters without a gradient in its last pass."""
         self._reached_by = [0] * len(self.parameters)
         """By parameter: the tasks that have ever reached it, a bit each."""
-        self._tasks_seen = 0
+        self._tried_by = [0] * len(self.parameters)
+        """By parameter: the tasks with a pass while it required a gradient, a bit each."""
         self._owners: dict[int, str] | None = {}
         self.clear()
 
     def clear(self) -> None:
         """Forgets the gradients; the buffers of the update stay."""
         self.rows = [[None] * len(self.parameters) for _ in self.tasks]
-        self._collected.clear()
+        self.collected.clear()
+        self._marked = None
 
     def collect(self, task: str) -> bool:
         """Moves every shared `.grad` into a task's row, and adds to what is there.
@@ -59,8 +64,11 @@ class TaskGradients:
 
         """
         row, unreached, strided = self.rows[self.tasks.index(task)], [], torch.strided
-        adds = task in self._collected
-        self._collected.add(task)
+        adds = task in self.collected
+        self.collected.add(task)
+        if task not in self._unreached:
+            self._find_buckets()
+        buckets = self._in_buckets
         for i, parameter in enumerate(self.parameters):
             grad = parameter.grad
             if grad is None:
@@ -70,8 +78,8 @@ class TaskGradients:
                 raise ValueError(
                     f"trunk must have dense gradients, got a {grad.layout} one for {self.names[i]}"
                 )
-            # Somebody's memory, overwritten by the next pass: a bucket of DistributedDataParallel.
-            if grad._base is not None:
+            # The next pass overwrites a bucket, such as DistributedDataParallel's.
+            if grad._base is not None or i in buckets:
                 grad = grad.clone()
             present = row[i] if adds else None
             row[i] = grad if present is None else present.add_(grad)
@@ -79,29 +87,68 @@ class TaskGradients:
         self._note(task, unreached)
         return len(unreached) < len(self.parameters)
 
+    def _find_buckets(self) -> None:
+        """Which gradients are parts of larger memory, be they no views: asked once a task."""
+        for i, parameter in enumerate(self.parameters):
+            grad = parameter.grad
+            if grad is None or grad.layout is not torch.strided:
+                continue
+            if grad.untyped_storage().nbytes() > grad.numel() * grad.element_size():
+                self._in_buckets.add(i)
+
+    def mark(self) -> None:
+        """Puts one gradient back into `.grad`, to see whether it is set to zero meanwhile."""
+        for i, grads in enumerate(zip(*self.rows, strict=True)):
+            for grad in grads:
+                if grad is not None:
+                    self.parameters[i].grad = grad
+                    self._marked = i, grad, grad._version
+                    return
+
+    def is_marked(self) -> bool:
+        """Whether it is still there, as it was."""
+        if self._marked is None:
+            return False
+        i, grad, version = self._marked
+        return self.parameters[i].grad is grad and grad._version == version
+
+    def unmark(self) -> None:
+        """Takes it out again."""
+        if self._marked is not None:
+            self.parameters[self._marked[0]].grad = None
+            self._marked = None
+
     def note_reach(self, task: str) -> bool:
         """As `collect`, but the gradients stay in `.grad`: only which ones there are is noted."""
         unreached = [i for i, p in enumerate(self.parameters) if p.grad is None]
         self._note(task, unreached)
         return len(unreached) < len(self.parameters)
 
-    def note_reached(self, task: str, parameters: Iterable[nn.Parameter]) -> bool:
-        """Notes a task's parameters without a backward pass."""
+    def note_reached(self, task: str, parameters: Iterable[nn.Parameter]) -> None:
+        """Notes the parameters in the graph of a task's loss."""
         reached = {id(parameter) for parameter in parameters}
-        unreached = [i for i, p in enumerate(self.parameters) if id(p) not in reached]
-        self._note(task, unreached)
-        return len(unreached) < len(self.parameters)
+        self._note(task, [i for i, p in enumerate(self.parameters) if id(p) not in reached])
 
     def _note(self, task: str, unreached: list[int]) -> None:
         if self._unreached.get(task) == unreached:
             return
         self._unreached[task] = unreached
         bit, missing = 1 << self.tasks.index(task), set(unreached)
-        self._tasks_seen |= bit
-        for i in range(len(self.parameters)):
+        for i, parameter in enumerate(self.parameters):
             if i not in missing:
                 self._reached_by[i] |= bit
+            if i not in missing or parameter.requires_grad:
+                self._tried_by[i] |= bit
         self._owners = None
+
+    @property
+    def tasks_seen(self) -> bool:
+        """Whether a pass of any task has been noted."""
+        return any(self._tried_by)
+
+    def note_again(self) -> None:
+        """Tells that other parameters require a gradient now."""
+        self._unreached.clear()
 
     def reached_by(self, task: str) -> list[nn.Parameter]:
         """The parameters that a task has ever reached."""
@@ -113,14 +160,16 @@ class TaskGradients:
     def owners(self) -> dict[int, str]:
         """The parameters that only one task has ever reached, and that task.
 
-        As long as one task alone has been seen, there are none: all that it reaches may be shared.
+        A second task must have had a pass while the parameter required a gradient: one task alone
+        says nothing about the others.
         """
         if self._owners is None:
-            several = self._tasks_seen & (self._tasks_seen - 1)
             self._owners = {
-                i: self.tasks[tasks.bit_length() - 1]
-                for i, tasks in enumerate(self._reached_by)
-                if several and tasks and not tasks & (tasks - 1)
+                i: self.tasks[reached.bit_length() - 1]
+                for i, (reached, tried) in enumerate(
+                    zip(self._reached_by, self._tried_by, strict=True)
+                )
+                if reached.bit_count() == 1 < tried.bit_count()
             }
         return self._owners
 
@@ -148,18 +197,18 @@ class TaskGradients:
             rows = [rows[self.tasks.index(task)] for task in tasks]
         return [row[i] for i in parameters for row in rows]
 
-    def layers(self, parameters: Sequence[int]) -> list[int]:
-        """Numbers some parameters by the module that they belong to, from 0."""
+    def layers(self, parameters: Sequence[int]) -> tuple[list[int], tuple[str, ...]]:
+        """Numbers some parameters by the module that they belong to, from 0; and its names."""
         modules = [self.names[i].rpartition(".")[0] for i in parameters]
         numbers = {module: n for n, module in enumerate(dict.fromkeys(modules))}
-        return [numbers[module] for module in modules]
+        return [numbers[module] for module in modules], tuple(numbers)
 
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:
         """Where the updates of some parameters are written."""
         likes = [self.parameters[i] for i in parameters]
         # There are none yet; or a parameter was moved or cast, or the update, which is its `.grad`.
-        for place in misfits([self._updates[i] for i in parameters], likes):
-            self._updates[parameters[place]] = torch.empty_like(likes[place], requires_grad=False)
+        for n in misfits([self._updates[i] for i in parameters], likes):
+            self._updates[parameters[n]] = torch.empty_like(likes[n], requires_grad=False)
         return [cast("Tensor", self._updates[i]) for i in parameters]
 
     def assign(self, parameters: Sequence[int]) -> None:
@@ -168,35 +217,34 @@ class TaskGradients:
             self.parameters[i].grad = self._updates[i]
         self.clear()
 
-    def state_dict(self) -> dict[str, list[str]]:
-        """By task that has been seen: the parameters that it has never reached."""
+    def state_dict(self) -> dict[str, dict[str, list[str]]]:
+        """By parameter that not every task has reached: the tasks that have, or have only tried."""
+        every = (1 << len(self.tasks)) - 1
         return {
-            task: [
-                name
-                for name, tasks in zip(self.names, self._reached_by, strict=True)
-                if not tasks >> i & 1
-            ]
-            for i, task in enumerate(self.tasks)
-            if self._tasks_seen >> i & 1
+            name: {"reached": self._names_of(reached), "tried": self._names_of(tried)}
+            for name, reached, tried in zip(
+                self.names, self._reached_by, self._tried_by, strict=True
+            )
+            if reached != every
         }
 
-    def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
+    def _names_of(self, tasks: int) -> list[str]:
+        return [task for i, task in enumerate(self.tasks) if tasks >> i & 1]
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
         """Goes on from a `state_dict`.
 
         Raises:
             ValueError: It names other tasks or another trunk's parameters.
 
         """
-        known = set(self.names)
-        for task, unreached in state.items():
-            if task not in self.tasks:
-                raise ValueError(f"state must name tasks among {list(self.tasks)}, got {task!r}")
-            for name in unreached:
-                if name not in known:
-                    raise ValueError(f"state must name shared parameters of trunk, got {name!r}")
-        places = {name: i for i, name in enumerate(self.names)}
-        self._unreached, self._tasks_seen = {}, 0
-        self._reached_by = [0] * len(self.names)
-        for task, unreached in state.items():
-            self._note(task, [places[name] for name in unreached])
-        self._owners = None
+        every = (1 << len(self.tasks)) - 1
+        index = {name: i for i, name in enumerate(self.names)}
+        reached, tried = [every] * len(index), [every] * len(index)
+        for name, by in state.items():
+            if name not in index:
+                raise ValueError(f"state must name shared parameters of trunk, got {name!r}")
+            for tasks, key in ((reached, "reached"), (tried, "tried")):
+                tasks[index[name]] = sum(1 << self.tasks.index(task) for task in by[key])
+        self._reached_by, self._tried_by = reached, tried
+        self._unreached, self._owners = {}, None

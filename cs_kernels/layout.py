@@ -198,7 +198,7 @@ def _norm_of(
     """The normalization behind the layers of a weight, or why there is none."""
     if weight in overrides:
         return overrides[weight], "excluded by `layers`"
-    if not any(layer in seen.norms for layer in layers):
+    if not any(layer in seen.norms for layer in layers) and seen.has_norms:
         return None, "the layer has not run"
     norms = {norm for layer in layers for norm in seen.norms.get(layer, ())}
     if len(norms) == 1:

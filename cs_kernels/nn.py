@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator, KeysView, Set
 from typing import Any, ClassVar
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
 
 __all__ = [
     "TaskBatchNorm",
@@ -94,9 +96,15 @@ class TaskBatchNorm(nn.Module):
         """Normalizes with the active task's module.
 
         Raises:
-            RuntimeError: No task is active.
+            RuntimeError: No task is active, or torch.fx or torch.jit traces the network.
 
         """
+        tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        if tracing or (args and isinstance(args[0], torch.fx.Proxy)):
+            raise RuntimeError(
+                "a trace would keep the task that is active now for good: trace the network of one"
+                " task, extract_task(network, task)"
+            )
         if self.active is None:
             raise RuntimeError(
                 "no active task: call the network inside `with active_task(network, task)`"
@@ -112,13 +120,16 @@ class TaskBatchNorm(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # What the network before its conversion has saved is every task's.
+        # A checkpoint of the network before its conversion has one tensor for all tasks.
+        inner = {name for norm in self.children() for name in norm._modules}
         for key in [key for key in state_dict if key.startswith(prefix)]:
-            child, dot, _ = key[len(prefix) :].partition(".")
-            if not dot or child not in self._modules:
+            name = key[len(prefix) :]
+            child, dot, _ = name.partition(".")
+            if not dot or (child in inner and child not in self._modules):
                 value = state_dict.pop(key)
                 for task in self._modules:
-                    state_dict.setdefault(f"{prefix}{task}.{key[len(prefix) :]}", value)
+                    own = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+                    state_dict.setdefault(f"{prefix}{task}.{name}", own)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
@@ -176,8 +187,8 @@ def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module
         The module, changed in place, or its replacement.
 
     Raises:
-        ValueError: `tasks` does not fit, the module has no batch normalization, or it is already
-            converted for other tasks.
+        ValueError: `tasks` does not fit, the module has no batch normalization, one that has not
+            run and is lazy, or it is already converted for other tasks.
         TypeError: `tasks` is not a sequence of names.
 
     """
@@ -205,10 +216,17 @@ def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module
 
 def _check_convertible(module: nn.Module, tasks: tuple[str, ...]) -> None:
     """There is a batch normalization to convert, or it was converted for these tasks before."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {module!r}")
     found = False
     others: Counter[str] = Counter()
     for name, child in module.named_modules():
         found = found or isinstance(child, _BatchNorm)  # Also those inside a TaskBatchNorm.
+        if isinstance(child, LazyModuleMixin) and child.has_uninitialized_params():  # type: ignore[misc]
+            raise ValueError(
+                f"module must have run once before it is converted, got {name or 'module'},"
+                f" a {type(child).__name__} that does not know its size"
+            )
         if isinstance(child, TaskBatchNorm) and child.tasks != tasks:
             raise ValueError(
                 f"tasks must be those of {name or 'module'}, which is already converted,"
@@ -359,6 +377,8 @@ def task_norms(module: nn.Module) -> list[TaskBatchNorm]:
 
 
 def _some_task_norms(module: nn.Module) -> list[TaskBatchNorm]:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {module!r}")
     norms = task_norms(module)
     if not norms:
         raise ValueError(
@@ -369,6 +389,9 @@ def _some_task_norms(module: nn.Module) -> list[TaskBatchNorm]:
 
 def set_task(module: nn.Module, task: str) -> None:
     """Makes a task active in every task-specific normalization of a module.
+
+    For a network that was compiled for more than eight tasks, use `active_task`: it raises
+    torch.compile's limit of recompilations meanwhile.
 
     Raises:
         ValueError: One of them does not know the task; none has been changed.
@@ -389,16 +412,16 @@ def active(norms: Iterable[TaskBatchNorm], task: str) -> Iterator[None]:
         norm.of(task)
     try:
         for norm, _ in before:
-            norm.active = task
+            object.__setattr__(norm, "active", task)  # Past the registry of submodules.
         with _a_graph_a_task(len(before[0][0].tasks) if before else 1):
             yield
     finally:
         for norm, previous in before:
-            norm.active = previous
+            object.__setattr__(norm, "active", previous)
 
 
 def _a_graph_a_task(tasks: int) -> contextlib.AbstractContextManager[Any]:
-    """Room for every task's graphs where torch.compile has room for one task's (8 by default)."""
+    """Raises torch.compile's limit of recompilations (8 by default) to as many for each task."""
     compiles = "torch._dynamo" in sys.modules and not torch.compiler.is_compiling()
     if tasks == 1 or not compiles:
         return contextlib.nullcontext()

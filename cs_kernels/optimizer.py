@@ -18,6 +18,7 @@ from cs_kernels.checks import (
     check_devices,
     check_held,
     check_kinds,
+    check_steps_now,
     check_trunk,
     checked_closures,
     checked_losses,
@@ -36,6 +37,7 @@ from cs_kernels.layout import (
 )
 from cs_kernels.methods import ConnectionStrength, Method
 from cs_kernels.nn import check_tasks, task_norms, uncompiled
+from cs_kernels.options import checked_integer
 from cs_kernels.passes import Backward, Passes, no_shared_parameter
 from cs_kernels.schedules import Joint, Phase, Schedule
 from cs_kernels.statistics import RunningStatistics
@@ -44,8 +46,8 @@ from cs_kernels.watching import Watcher
 from cs_kernels.weightings import EqualWeights, Weighting
 
 _GRAPHS_EVERY = 32
-"""Steps between two looks at the graphs of the losses: what `backward` is given comes from modules
-that nobody has seen, so that a parameter which is unfrozen there shows in the graph alone."""
+"""Steps between two looks at the graphs of the losses. The modules that the losses of `backward`
+come from are unknown: if one is unfrozen, it shows in the graph alone."""
 
 
 def _named_state(part: Method | Weighting) -> dict[str, Any]:
@@ -113,7 +115,7 @@ class MultiTaskOptimizer:
         self.schedule = Joint() if schedule is None else schedule
         self.weighting = EqualWeights() if weighting is None else weighting
         self.scaler = scaler
-        check_kinds(trunk, self.method, self.schedule, self.weighting)
+        check_kinds(trunk, self.method, self.schedule, self.weighting, scaler, backward)
         self.weighting.check(self.tasks)
         self.method.check(self.tasks)
 
@@ -131,8 +133,14 @@ class MultiTaskOptimizer:
         self._shared = self._gradients.parameters
         self._statistics = RunningStatistics(inner)
         self._watcher = Watcher(inner, self._statistics.first_use)
-        self._passes = Passes(inner, self._watcher, self.weighting, scaler, backward)
+        self._passes = Passes(
+            inner, self._watcher, self._gradients, self.weighting, scaler, backward
+        )
+        self._scaled_by = None if backward is not None else scaler
+        """Whose factor is known beforehand; that of `backward` shows in the step."""
         self._layout: tuple[object, Layout] | None = None
+        self._covered = 0
+        """What was known of the trunk when it had a prioritized layer."""
         self._trainable = self._what_trains()
         self._seen = self._watcher.version
         """What was known of the trunk when `_trainable` was."""
@@ -160,21 +168,24 @@ class MultiTaskOptimizer:
 
         Raises:
             RuntimeError: The schedule depends on the epoch and `start_epoch` was not called.
+            ValueError: The schedule gives something else.
 
         """
-        return self.schedule.phase(self._epoch, self._steps)
+        phase = self.schedule.phase(self._epoch, self._steps)
+        if phase not in (1, 2):
+            raise ValueError(f"schedule must give phase 1 or 2, got {phase!r} by {self.schedule!r}")
+        return phase
 
     def start_epoch(self, epoch: int) -> None:
         """Tells the schedule which epoch begins, from 0; starting one again draws the same phase.
 
         Raises:
             ValueError: The epoch is negative.
+            TypeError: It is not an integer.
 
         """
-        if epoch < 0:
-            raise ValueError(f"epoch must be at least 0, got {epoch}")
-        self._epoch = epoch
-        self.weighting.start_epoch(epoch)
+        self._epoch = checked_integer("epoch", epoch, 0)
+        self.weighting.start_epoch(self._epoch)
 
     def step(
         self, closure: Closure | Iterable[Closure], tasks: Iterable[str] | None = None
@@ -201,35 +212,40 @@ class MultiTaskOptimizer:
             RuntimeError: `backward` has left something to be used first.
 
             Whatever is raised, also by the closure: parameters and running statistics are as they
-            were before the step, or in Phase 1 before the update of that task; gradients are None.
+            were before the step, or in Phase 1 before the update of that task, and gradients are
+            None. The statistics are those of the trunk, and of the modules that ran in the first
+            step of each task. What a loss depends on is looked at in that step, whenever something
+            else requires a gradient, and every 32 steps.
 
         """
         closures = checked_closures(closure)
         chosen = self._chosen(tasks)
         phase = self.phase
-        if self._open is not None:
+        if self._is_open():
             raise RuntimeError(
                 "step would forget the gradients of backward(..., update=False): end these with"
-                " backward(...) first"
+                " backward(...), or forget them by optimizer.zero_grad(), first"
             )
         self._check_update_used()
+        check_steps_now(self._optimizers)
         with record_function("cs_kernels.step"):
             step = self._new_step(chosen)
             if phase == 1:
                 for task in chosen:
                     with self._restored_on_error([task]) as held:
                         self._passes.task_pass(task, closures, step, held)
-                        self._check_covered()
+                        if self._watcher.norms_ran:
+                            self._check_covered()
                         self._check_reached(task, self._gradients.note_reach(task))
-                    self._optimizer_step()
+                        self._optimizer_step()
             else:
                 with self._restored_on_error(chosen) as held:
                     for task in chosen:
                         self._passes.task_pass(task, closures, step, held)
-                        self._check_covered()
                         self._collect(task)
+                    self._check_covered()
                     self._combine(step)
-                self._optimizer_step()
+                    self._optimizer_step()
             self._finish(step)
         return {task: step.losses[task] for task in chosen}
 
@@ -249,6 +265,8 @@ class MultiTaskOptimizer:
                 opt.backward(losses_of(batch), update=i + 1 == len(batches))
             optimizer.step()
 
+        `optimizer.zero_grad()` in between forgets what has added up.
+
         Args:
             losses: A scalar with a graph for each task, or for those that this batch has labels
                 for. Over micro-batches they add up: divide by their number for a mean.
@@ -265,7 +283,8 @@ class MultiTaskOptimizer:
             RuntimeError: The schedule is in Phase 1, which takes a forward pass a task; or the
                 update of the call before was neither used by the optimizer nor set to zero.
 
-            Whatever is raised after that: gradients are None, also those of `update=False`.
+            Whatever is raised once backward passes have begun: gradients are None, also those of
+            `update=False`.
 
         """
         losses = checked_losses(losses)
@@ -275,20 +294,21 @@ class MultiTaskOptimizer:
                 "trunk must have no task-specific normalization for backward, which takes one"
                 f" forward pass for all tasks, got {len(self._norms)} of them: use step(closure)"
             )
-        if self.phase == 1:
+        is_open = self._is_open()
+        if not is_open and self.phase == 1:
             raise RuntimeError(
                 f"backward makes joint updates, but {self.schedule!r} is in Phase 1: use step"
             )
-        step = self._open
-        if step is None:
+        if not is_open:
             self._check_update_used()
-            step = self._new_step(chosen)
+            self._open = None
+        step = self._open or self._new_step(chosen)
         collect = self._collect if self.method.separate_gradients else None
-        clear = self._open is None
         with (
             record_function("cs_kernels.backward"),
-            self._restored_on_error(chosen, clear=clear) as held,
+            self._cleared_on_error(first=not is_open) as held,
         ):
+            self._gradients.unmark()
             taking_part = {*step.tasks, *chosen}
             step.tasks = tuple(task for task in self.tasks if task in taking_part)
             self._passes.backward_passes(losses, step, held, collect)
@@ -298,6 +318,8 @@ class MultiTaskOptimizer:
         if update:
             self._finish(step)
             self._unused = next(((p, p._version) for p in self._shared if p.grad is not None), None)
+        elif self.method.separate_gradients:
+            self._gradients.mark()
         return {task: loss.detach() for task, loss in losses.items()}
 
     def trace(self, closure: Closure) -> Coverage:
@@ -316,13 +338,13 @@ class MultiTaskOptimizer:
                 of the trunk.
 
         """
+        (closure,) = checked_closures(closure)
         self._passes.forget()
+        self._gradients.note_again()
         held = self._held()
         with self._statistics.restored_on_error(self.tasks, always=True):
             for task in self.tasks:
-                reached = self._passes.traced(task, closure, held)
-                if reached is not None:
-                    self._gradients.note_reached(task, reached)
+                self._passes.trace(task, closure, held)
         self._seen, self._trainable = self._watcher.version, self._what_trains()
         return self.coverage()
 
@@ -372,7 +394,7 @@ class MultiTaskOptimizer:
             "tasks": list(self.tasks),
             "epoch": self._epoch,
             "steps": self._steps,
-            "unreached": self._gradients.state_dict(),
+            "reach": self._gradients.state_dict(),
             "method": _named_state(self.method),
             "weighting": _named_state(self.weighting),
         }
@@ -392,13 +414,15 @@ class MultiTaskOptimizer:
         except Exception as error:
             self._load(before)
             raise ValueError(f"state must be a whole state_dict, got one with {error!r}") from error
+        self._open = self._unused = None
+        self._gradients.clear()
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         expected = self.state_dict()
         if not isinstance(state, Mapping) or not set(expected) <= set(state):
             found = list(state) if isinstance(state, Mapping) else type(state).__name__
             raise ValueError(f"state must have {list(expected)}, got {found}")
-        if list(state["tasks"]) != list(self.tasks):
+        if list(state["tasks"] or ()) != list(self.tasks):
             raise ValueError(f"state must be of tasks {list(self.tasks)}, got {state['tasks']}")
         for part in ("method", "weighting"):
             given = state[part]
@@ -408,12 +432,10 @@ class MultiTaskOptimizer:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         epoch, steps = state["epoch"], int(state["steps"])
-        self._gradients.load_state_dict(state["unreached"])
+        self._gradients.load_state_dict(state["reach"])
         self.method.load_state_dict(state["method"]["state"])
         self.weighting.load_state_dict(state["weighting"]["state"])
         self._epoch, self._steps = None if epoch is None else int(epoch), steps
-        self._open = self._unused = None
-        self._gradients.clear()
 
     def _chosen(self, tasks: Iterable[str] | None) -> tuple[str, ...]:
         if tasks is None:
@@ -429,11 +451,12 @@ class MultiTaskOptimizer:
         if trains != self._trainable:
             self._trainable = trains
             self._passes.forget()
+            self._gradients.note_again()
         elif self._steps % _GRAPHS_EVERY == 0:
             self._passes.check_graphs()
         scale = None
-        if self.scaler is not None and self.scaler.is_enabled():
-            scale = self.scaler.scale(torch.ones((), device=self._shared[0].device))
+        if self._scaled_by is not None and self._scaled_by.is_enabled():
+            scale = self._scaled_by.scale(torch.ones((), device=self._shared[0].device))
         return Step(
             number=self._steps,
             tasks=tuple(task for task in self.tasks if task in tasks),
@@ -459,7 +482,14 @@ class MultiTaskOptimizer:
             self._check_reached(step.tasks[0], any(p.grad is not None for p in self._shared))
         with record_function("cs_kernels.surgery"), torch.no_grad():
             self._gradients.release_own()
+            reached = self._gradients.reached()
             self.method.combine(self._gradients, self._current_layout(), step)
+            self._gradients.clear()
+            if any(self._shared[i].grad is None for i in reached[:1]):
+                raise RuntimeError(
+                    f"method must assign the updates, got none in .grad by {self.method!r}.combine:"
+                    " call gradients.assign(parameters) in it"
+                )
 
     def _check_reached(self, task: str, reached: bool) -> None:
         """A loss that trains nothing of the trunk is of another network, unless all is frozen."""
@@ -473,7 +503,7 @@ class MultiTaskOptimizer:
             raise no_shared_parameter(task)
 
     def _check_watched(self) -> None:
-        if not self._watcher.tasks:
+        if not self._watcher.tasks and not self._gradients.tasks_seen:
             raise RuntimeError(
                 "which layers are prioritized is seen in a forward pass: call step or trace first"
             )
@@ -489,12 +519,17 @@ class MultiTaskOptimizer:
         return self._layout[1]
 
     def _check_covered(self) -> None:
-        if self.method.prioritizes and not self._current_layout().layers:
+        """There are prioritized layers, be they a task's own."""
+        if not self.method.prioritizes or self._covered == self._watcher.version:
+            return
+        layout = find_layout(self._inner, self.tasks, self._watcher, self._overrides, {})
+        if not layout.layers:
             self._passes.forget()
             raise ValueError(
                 f"trunk must have a layer whose output goes to a task-specific normalization for"
-                f" {self.method!r}; {self._current_layout().coverage}"
+                f" {self.method!r} (`layers` can name one); {layout.coverage}"
             )
+        self._covered = self._watcher.version
 
     def _held(self) -> list[nn.Parameter]:
         """The parameters of the torch optimizer."""
@@ -510,40 +545,70 @@ class MultiTaskOptimizer:
         return flags
 
     @contextlib.contextmanager
-    def _restored_on_error(
-        self, tasks: Sequence[str], clear: bool = True
-    ) -> Iterator[list[nn.Parameter]]:
-        """Begins with every gradient None, and ends so if anything is raised; yields what is held.
+    def _restored_on_error(self, tasks: Sequence[str]) -> Iterator[list[nn.Parameter]]:
+        """As `_cleared_on_error`; running statistics are as they were if anything is raised."""
+        with self._statistics.restored_on_error(tasks), self._cleared_on_error() as held:
+            yield held
 
-        Running statistics are then as they were. The gradients of the step before are not kept for
-        that: they would take the memory of one more.
+    @contextlib.contextmanager
+    def _cleared_on_error(self, first: bool = True) -> Iterator[list[nn.Parameter]]:
+        """Begins with every gradient None, and ends so if anything is raised.
+
+        The gradients of the step before are not kept: they would take the memory of one more.
+
+        Args:
+            first: Whether to begin so.
+
+        Yields:
+            The parameters of the torch optimizer.
+
         """
         held = self._held()
-        with self._statistics.restored_on_error(tasks):
-            try:
-                if clear:
-                    for parameter in held:
-                        parameter.grad = None
-                yield held
-            except BaseException:
-                self._gradients.clear()
-                self._open = None
-                for parameter in held:
-                    parameter.grad = None
-                raise
+        try:
+            if first:
+                self._clear(held)
+            yield held
+        except BaseException:
+            self._clear(held)
+            raise
+
+    def _clear(self, held: Sequence[nn.Parameter]) -> None:
+        self._gradients.clear()
+        self._open = None
+        for parameter in held:
+            parameter.grad = None
+
+    def _is_open(self) -> bool:
+        """Whether gradients wait for their update, and `zero_grad()` has not forgotten them."""
+        if self._open is None:
+            return False
+        if self.method.separate_gradients:
+            return self._gradients.is_marked()
+        return any(p.grad is not None for p in self._shared)
 
     def _optimizer_step(self) -> None:
-        for optimizer in self._optimizers:
-            if self.scaler is None:
+        if self.scaler is None:
+            for optimizer in self._optimizers:
                 optimizer.step()
-            else:
+            return
+        for optimizer in self._optimizers:
+            # The scaler does not step one without any gradient: a head's of another task, say.
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            if any(p.grad is not None for p in parameters):
                 self.scaler.step(optimizer)
-        if self.scaler is not None:
-            self.scaler.update()
+        self.scaler.update()
 
     def _notice_steps(self) -> None:
         """Notes optimizer steps, also of those that write into `.data` and change no version."""
         this = weakref.ref(self)
+
+        def refuse(*_: object) -> None:
+            opt = this()
+            if opt is not None and opt._open is not None:
+                raise RuntimeError(
+                    "the gradients of backward(..., update=False) wait for their update: end these"
+                    " with backward(...) before optimizer.step()"
+                )
 
         def used(*_: object) -> None:
             opt = this()
@@ -551,8 +616,13 @@ class MultiTaskOptimizer:
                 opt._unused = None
 
         for optimizer in self._optimizers:
-            with contextlib.suppress(AttributeError):  # One that only wraps another.
-                optimizer.register_step_post_hook(used)
+            inner = getattr(optimizer, "optimizer", optimizer)  # Of one that wraps another.
+            with contextlib.suppress(AttributeError):
+                for hook in (
+                    inner.register_step_pre_hook(refuse),
+                    inner.register_step_post_hook(used),
+                ):
+                    weakref.finalize(self, hook.remove)
 
     def _check_update_used(self) -> None:
         """Raises if the update of the last `backward` would be lost."""

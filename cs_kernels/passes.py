@@ -5,13 +5,14 @@ backward pass a task (`backward_passes`). They are left in `.grad`.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from cs_kernels.checks import Closure, checked_loss
+from cs_kernels.gradients import TaskGradients
 from cs_kernels.nn import active, task_norms
 from cs_kernels.step import Step
 from cs_kernels.watching import Watcher
@@ -56,6 +57,7 @@ class Passes:
     Args:
         trunk: The shared module.
         watcher: Sees forward passes that have something to show.
+        gradients: Is told which task reaches which parameter.
         weighting: Of the losses.
         scaler: Multiplies losses before their backward passes.
         backward: Called with a loss instead of the loss's own `backward`.
@@ -66,6 +68,7 @@ class Passes:
         self,
         trunk: nn.Module,
         watcher: Watcher,
+        gradients: TaskGradients,
         weighting: Weighting,
         scaler: torch.amp.GradScaler | None,
         backward: Backward | None,
@@ -73,13 +76,14 @@ class Passes:
         self._trunk = set(trunk.parameters())
         self._norms = task_norms(trunk)
         self._watcher = watcher
+        self._gradients = gradients
         self._weighting = weighting
         self._scaler = scaler
         self._backward = backward
         self._checked: set[str] = set()
         """The tasks whose graph was looked at."""
         self._known: set[str] = set()
-        """Those that have once reached the trunk: what they reach may have been frozen since."""
+        """The tasks that have once reached the trunk, which may have been frozen since."""
 
     def forget(self) -> None:
         """Watches the next passes of every task again, and looks at their graphs."""
@@ -90,13 +94,8 @@ class Passes:
         """Looks at the graph of every task's next loss again."""
         self._checked.clear()
 
-    def traced(
-        self, task: str, closure: Closure, held: Sequence[nn.Parameter]
-    ) -> Iterable[nn.Parameter] | None:
+    def trace(self, task: str, closure: Closure, held: Sequence[nn.Parameter]) -> None:
         """A watched forward pass alone.
-
-        Returns:
-            The parameters that the loss depends on, if they are known.
 
         Raises:
             ValueError: As `task_pass`.
@@ -106,11 +105,9 @@ class Passes:
             with self._watcher.passing(task):
                 loss = closure(task)
             self._watcher.learned(task)
-            if not isinstance(loss, Tensor) or not loss.requires_grad:
-                return None
-            reached, hidden = self._check_graph(task, loss, held)
-        self._checked.add(task)
-        return None if hidden else reached
+            if isinstance(loss, Tensor) and loss.requires_grad:
+                self._check_graph(task, loss, held)
+                self._checked.add(task)
 
     def task_pass(
         self,
@@ -132,6 +129,11 @@ class Passes:
             for closure in closures:
                 with self._watcher.passing(task):
                     loss = checked_loss(closure(task), task)
+                if any(norm.active != task for norm in self._norms):
+                    raise ValueError(
+                        f"closure must leave {task!r} active in trunk, got another one: use"
+                        " active_task(trunk, task) instead of set_task in it"
+                    )
                 if task not in self._checked:
                     self._check_graph(task, loss, held)
                 self._run_backward(self._weighted(task, loss, step), step)
@@ -173,6 +175,11 @@ class Passes:
 
     def _weighted(self, task: str, loss: Tensor, step: Step) -> Tensor:
         weighted = self._weighting.weigh(task, loss, step)
+        if not isinstance(weighted, Tensor) or not weighted.requires_grad:
+            raise ValueError(
+                f"weighting must weigh a loss to one with a graph, got {weighted!r} by"
+                f" {self._weighting!r} for {task!r}"
+            )
         first = task not in step.losses
         step.add_loss(task, loss, weighted)
         regularizer = self._weighting.regularizer(task) if first else None
@@ -184,7 +191,7 @@ class Passes:
             loss = weighted if scaler is None else scaler.scale(weighted)
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             return
-        # Whoever runs it may scale the loss: what has a derivative of one tells by how much.
+        # It may multiply the loss, as the scaler does: the derivative of the probe is the factor.
         probe = torch.zeros((), device=weighted.device, requires_grad=True)
         weighted = weighted + probe
         loss = weighted if scaler is None else scaler.scale(weighted)
@@ -192,13 +199,11 @@ class Passes:
         if step.loss_scale is None:
             step.loss_scale = probe.grad
 
-    def _check_graph(
-        self, task: str, loss: Tensor, held: Sequence[nn.Parameter]
-    ) -> tuple[list[nn.Parameter], bool]:
-        """What a loss depends on: parameters that the optimizer holds, some of the trunk."""
-        reached, hidden = reached_parameters(loss)
+    def _check_graph(self, task: str, loss: Tensor, held: Sequence[nn.Parameter]) -> None:
+        """A loss depends on parameters that the optimizer holds, and on some of the trunk."""
         if _sharded(held):  # Others stand in the graph: whole ones, made for the pass.
-            return [], True
+            return
+        reached, hidden = reached_parameters(loss)
         unheld = list(set(reached) - set(held))
         if unheld:
             names = self._watcher.names_of(unheld)
@@ -207,11 +212,13 @@ class Passes:
                 f" depends on {names[0]} and {len(unheld) - 1} others that it does not hold; hand"
                 " them to it (or to a second one), or freeze them"
             )
+        if hidden:
+            return
         trains = any(p.requires_grad for p in self._trunk) and task not in self._known
-        if trains and not hidden and self._trunk.isdisjoint(reached):
+        if trains and self._trunk.isdisjoint(reached):
             raise no_shared_parameter(task)
         self._known.add(task)
-        return reached, hidden
+        self._gradients.note_reached(task, reached)
 
 
 def no_shared_parameter(task: str) -> ValueError:

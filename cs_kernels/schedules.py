@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from random import Random
 from typing import Literal
 
+from cs_kernels.options import checked_integer, checked_seed
+
 Phase = Literal[1, 2]
 
 
@@ -68,9 +70,7 @@ class Switch(Schedule):
     """
 
     def __init__(self, epoch: int) -> None:
-        if epoch < 0:
-            raise ValueError(f"epoch must be at least 0, got {epoch}")
-        self.epoch = epoch
+        self.epoch = checked_integer("epoch", epoch, 0)
 
     def phase(self, epoch: int | None, step: int) -> Phase:
         """1 before the epoch, then 2."""
@@ -92,19 +92,18 @@ class Mixed(Schedule):
         draw: "epoch", one draw an epoch, as in the paper's text; or "step".
 
     Raises:
-        ValueError: `epochs` is not positive, or `draw` is something else.
+        ValueError: `epochs` is not positive, the seed outside [0, 2^63), or `draw` something else.
+        TypeError: `epochs` or the seed is not an integer.
 
     """
 
     def __init__(
         self, epochs: int, seed: int = 0, draw: Literal["epoch", "step"] = "epoch"
     ) -> None:
-        if epochs < 1:
-            raise ValueError(f"epochs must be at least 1, got {epochs}")
         if draw not in ("epoch", "step"):
             raise ValueError(f"draw must be 'epoch' or 'step', got {draw!r}")
-        self.epochs = epochs
-        self.seed = seed
+        self.epochs = checked_integer("epochs", epochs, 1)
+        self.seed = checked_seed(seed)
         self.draw = draw
 
     def phase(self, epoch: int | None, step: int) -> Phase:

@@ -15,7 +15,9 @@ Buffers = dict[str, Tensor | None]
 
 
 def _writable(buffer: Tensor) -> bool:
-    """Whether it can have been written in place: torch refuses that for expanded memory."""
+    """Whether it can have been written in place: not if it is expanded, or sparse."""
+    if buffer.layout is not torch.strided:
+        return False
     return all(
         stride or size == 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
     )

@@ -17,6 +17,8 @@ class Step:
     """The loss of each task, detached, a scalar; micro-batches added up."""
     weighted_losses: dict[str, Tensor] = field(default_factory=dict)
     """The same after weighting: what the gradients are of, but for the loss scale."""
+    layers: tuple[str, ...] = ()
+    """The modules that the Gramians are of, with groups="layer"."""
     loss_scale: Tensor | None = None
     """What the weighted losses were multiplied by before their backward passes, if by anything."""
 

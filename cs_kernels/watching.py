@@ -36,7 +36,7 @@ def eager() -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def _force_eager() -> Iterator[None]:
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-        # Of a module that was compiled by a wrapper, which is no concern of our hook.
+        # A wrapper has compiled the module; the warning does not concern our hook.
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global")
         yield
 
@@ -46,9 +46,12 @@ def _memory(tensor: Tensor) -> Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def _version(tensor: Tensor) -> int:
-    """A number that every change in place increases; views have their base's."""
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: Tensor) -> int | None:
+    """A number that every change in place increases; views have their base's.
+
+    None if changes do not show: in inference mode.
+    """
+    return None if tensor.is_inference() else tensor._version
 
 
 def _channels(tensor: Tensor, dim: int) -> tuple[object, ...]:
@@ -68,15 +71,29 @@ class _Produced:
         self._channels = _channels(output, channel_dim) if output.dim() else ()
 
     def is_unchanged(self, tensor: Tensor) -> bool:
-        return self._memory() is _memory(tensor) and self._version == _version(tensor)
+        same = self._memory() is _memory(tensor) and self._version == _version(tensor)
+        return same and self._version is not None
 
     def has_channels_of(self, tensor: Tensor) -> bool:
         """Dimension 1 of a normalization's input against the layer's output channels."""
         return tensor.dim() > 1 and self._channels == _channels(tensor, 1)
 
 
+class _Pass:
+    """Whether a forward pass of a step is being made, and by which thread."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.thread = 0
+
+
 def _nothing(module: nn.Module, args: Any) -> None:
     """A hook's copy: of a network that was copied or saved whole."""
+
+
+def _remove(hooks: dict[str, tuple["_FirstRun", RemovableHandle]]) -> None:
+    for _, hook in hooks.values():
+        hook.remove()
 
 
 def _no_hook() -> object:
@@ -86,17 +103,20 @@ def _no_hook() -> object:
 class _FirstRun:
     """A hook of a layer that has not run yet."""
 
-    def __init__(self, watcher: "Watcher") -> None:
+    def __init__(self, watcher: "Watcher", current: _Pass) -> None:
         self._watcher = weakref.ref(watcher)
+        self._pass = current
         self.in_a_graph = False
         """Whether the layer has run, compiled: it could not be watched."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        if not self._pass.is_on:  # Of a validation, an average or an export.
+            return
         if torch.compiler.is_compiling():
             self.in_a_graph = True
             return
         watcher = self._watcher()
-        if watcher is not None:
+        if watcher is not None and self._pass.thread == threading.get_ident():
             watcher.watch_from_here()
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
@@ -118,8 +138,10 @@ class Watcher:
         """By name of each layer that ran: the normalizations that took its output."""
         self.other_channels: dict[str, set[str]] = {}
         """The same, of normalizations that took it with other channels than the layer's."""
+        self.norms_ran = False
+        """Whether any task-specific normalization has run."""
         self.tasks: set[str] = set()
-        """Those with a pass that was watched."""
+        """The tasks with a pass that was watched."""
         self.outside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules that ran and are not the trunk's."""
         self.version = 0
@@ -133,8 +155,15 @@ class Watcher:
         self._used: dict[str, weakref.WeakSet[nn.Module]] = {}
         self._hooks: list[RemovableHandle] = []
         self._first_runs: dict[str, tuple[_FirstRun, RemovableHandle]] = {}
+        self._pass = _Pass()
+        weakref.finalize(self, _remove, self._first_runs)
         # By identity, which lasts as long as the memory does.
         self._produced: dict[int, _Produced] = {}
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether there is any task-specific normalization to be seen."""
+        return bool(self._norms)
 
     @contextlib.contextmanager
     def passing(self, task: str) -> Iterator[bool]:
@@ -142,6 +171,7 @@ class Watcher:
         watched = task not in self.tasks or any(
             hook.in_a_graph for hook, _ in self._first_runs.values()
         )
+        self._pass.is_on, self._pass.thread = True, threading.get_ident()
         if not watched:
             try:
                 yield False
@@ -194,6 +224,7 @@ class Watcher:
             )
 
     def _stop(self) -> None:
+        self._pass.is_on = False
         if not self._hooks:
             return
         for hook in self._hooks:
@@ -205,7 +236,7 @@ class Watcher:
                 if name in self._first_runs:
                     self._first_runs.pop(name)[1].remove()
             elif name not in self._first_runs:
-                first_run = _FirstRun(self)
+                first_run = _FirstRun(self, self._pass)
                 self._first_runs[name] = first_run, layer.register_forward_pre_hook(first_run)
 
     def _remember(self, layer: str, output: object, channel_dim: int) -> None:
@@ -215,6 +246,7 @@ class Watcher:
             self._produced[id(_memory(output))] = _Produced(layer, output, channel_dim)
 
     def _connect(self, norm: str, inputs: tuple[object, ...]) -> None:
+        self.norms_ran = True
         if not inputs or not isinstance(inputs[0], Tensor):
             return
         produced = self._produced.get(id(_memory(inputs[0])))

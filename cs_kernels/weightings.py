@@ -2,12 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from math import exp, isfinite
+from math import exp
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from cs_kernels.options import is_finite_number
 from cs_kernels.step import Step
 
 
@@ -55,6 +56,11 @@ class Weighting(ABC):
         del state
 
 
+def _check_mapping(name: str, value: object) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping by task, got {value!r}")
+
+
 class EqualWeights(Weighting):
     """Every loss as it is."""
 
@@ -78,8 +84,9 @@ class FixedWeights(Weighting):
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
+        _check_mapping("weights", weights)
         for task, weight in weights.items():
-            if not isfinite(weight):
+            if not is_finite_number(weight):
                 raise ValueError(f"weights must be finite, got {weight} for {task!r}")
         self.weights = dict(weights)
 
@@ -118,6 +125,7 @@ class UncertaintyWeights(Weighting):
         tasks: Mapping[str, Literal["regression", "classification"]],
         device: torch.device | str | None = None,
     ) -> None:
+        _check_mapping("tasks", tasks)
         for task, kind in tasks.items():
             if kind not in ("regression", "classification"):
                 raise ValueError(
@@ -176,7 +184,7 @@ class DynamicWeightAverage(Weighting):
     """
 
     def __init__(self, temperature: float = 2.0) -> None:
-        if not (isfinite(temperature) and temperature > 0):
+        if not (is_finite_number(temperature) and temperature > 0):
             raise ValueError(f"temperature must be positive and finite, got {temperature}")
         self.temperature = temperature
         self._epoch: int | None = None

@@ -256,9 +256,13 @@ def test_converges(name: str) -> None:
     [
         (lambda s: {}, ValueError, "tasks must"),
         (lambda s: {"flow": s["depth"]}, ValueError, "tasks must be among .*got 'flow'"),
-        (lambda s: {"depth": s["depth"].expand(2)}, ValueError, "must return a scalar"),
-        (lambda s: {"depth": s["depth"].detach()}, ValueError, "a loss with a graph"),
-        (lambda s: {"depth": 1.0}, TypeError, "must return a tensor, got float"),
+        (lambda s: {"depth": s["depth"].expand(2)}, ValueError, "losses must hold a real scalar"),
+        (
+            lambda s: {"depth": s["depth"].detach()},
+            ValueError,
+            "losses must hold a loss with a graph",
+        ),
+        (lambda s: {"depth": 1.0}, TypeError, "losses must hold a tensor, got float"),
     ],
 )
 def test_bad_losses(

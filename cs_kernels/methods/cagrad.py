@@ -1,12 +1,12 @@
 """CAGrad."""
 
-from math import isfinite
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from cs_kernels.methods.gramian import GramianMethod, Groups
+from cs_kernels.options import is_finite_number
 from cs_kernels.step import Step
 
 
@@ -31,7 +31,7 @@ class CAGrad(GramianMethod):
         self, c: float = 0.4, rescale: Literal[0, 1, 2] = 1, groups: Groups = "all"
     ) -> None:
         super().__init__(groups)
-        if not (isfinite(c) and c >= 0):
+        if not (is_finite_number(c) and c >= 0):
             raise ValueError(f"c must be finite and at least 0, got {c}")
         if rescale not in (0, 1, 2):
             raise ValueError(f"rescale must be 0, 1 or 2, got {rescale!r}")

@@ -7,8 +7,9 @@ import torch
 
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import Layout
-from cs_kernels.methods.method import Method, check_seed
+from cs_kernels.methods.method import Method
 from cs_kernels.ops.operands import MOST_TASKS
+from cs_kernels.options import checked_seed
 from cs_kernels.step import Step
 
 
@@ -38,7 +39,7 @@ class GradDrop(Method):
             if not 0 <= value <= 1:
                 raise ValueError(f"leak must lie in [0, 1], got {value}")
         self.leak = leak
-        self.seed = check_seed(seed)
+        self.seed = checked_seed(seed)
 
     def check(self, tasks: Sequence[str]) -> None:
         """As many leaks as tasks."""

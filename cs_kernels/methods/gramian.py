@@ -33,6 +33,7 @@ class GramianMethod(Method):
     """
 
     most_tasks: ClassVar[int | None] = MOST_TASKS
+    groups: Groups = "all"
 
     def __init__(self, groups: Groups = "all") -> None:
         if groups not in ("all", "layer"):
@@ -81,11 +82,15 @@ class GramianMethod(Method):
         tasks = len(step.tasks)
         grads = gradients.of(parameters, step.tasks)
         per_layer = self.groups == "layer"
-        group_of = gradients.layers(parameters) if per_layer else [0] * len(parameters)
+        group_of = [0] * len(parameters)
+        if per_layer:
+            group_of, step.layers = gradients.layers(parameters)
         gramian = torch.ops.cs_kernels.gramian(grads, group_of, max(group_of) + 1, tasks)
         if step.loss_scale is not None:
             gramian = gramian / step.loss_scale.double() ** 2
         weights = self.weights(gramian if per_layer else gramian[0], step)
+        if not isinstance(weights, Tensor):
+            raise TypeError(f"method must give weights as a tensor, got {weights!r} by {self!r}")
         torch.ops.cs_kernels.combine_(
             gradients.updates(parameters),
             grads,

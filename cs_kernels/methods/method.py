@@ -9,18 +9,6 @@ from cs_kernels.layout import Layout
 from cs_kernels.step import Step
 
 
-def check_seed(seed: int) -> int:
-    """The seed, if the operators can take it.
-
-    Raises:
-        ValueError: It is outside [0, 2^63).
-
-    """
-    if not 0 <= seed < 1 << 63:
-        raise ValueError(f"seed must lie in [0, 2^63), got {seed}")
-    return seed
-
-
 class Method(ABC):
     """Turns the gradients of all tasks into one update, in a joint step (Phase 2)."""
 

@@ -1,13 +1,13 @@
 """Nash-MTL."""
 
 from collections.abc import Mapping
-from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cs_kernels.methods.gramian import GramianMethod, Groups
+from cs_kernels.options import checked_integer, is_finite_number
 from cs_kernels.step import Step
 
 
@@ -32,17 +32,15 @@ class NashMTL(GramianMethod):
         self, update_every: int = 1, max_norm: float = 1.0, groups: Groups = "all"
     ) -> None:
         super().__init__(groups)
-        if update_every < 1:
-            raise ValueError(f"update_every must be at least 1, got {update_every}")
-        if not (isfinite(max_norm) and max_norm >= 0):
+        if not (is_finite_number(max_norm) and max_norm >= 0):
             raise ValueError(f"max_norm must be finite and at least 0, got {max_norm}")
-        self.update_every = update_every
+        self.update_every = checked_integer("update_every", update_every, 1)
         self.max_norm = max_norm
-        self._kept: dict[str, Any] = {"number": 0, "tasks": (), "weights": None}
-        """The step in which the weights were found, its tasks, the weights before `max_norm`."""
+        self._kept: dict[str, Any] = {"number": 0, "tasks": (), "layers": (), "weights": None}
+        """The step in which the weights were found, what they are of; before `max_norm`."""
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """Positive; new every `update_every` steps, and whenever other tasks take part."""
+        """Positive; new every `update_every` steps, and for other tasks or layers."""
         weights = self._keep(gramian, step) if step is not None else self._solved(gramian)
         if self.max_norm == 0:
             return weights
@@ -52,9 +50,8 @@ class NashMTL(GramianMethod):
 
     def _keep(self, gramian: Tensor, step: Step) -> Tensor:
         kept: Tensor | None = self._kept["weights"]
-        if kept is not None and (
-            kept.shape != gramian.shape[:-1] or self._kept["tasks"] != step.tasks
-        ):
+        same = (self._kept["tasks"], self._kept["layers"]) == (step.tasks, step.layers)
+        if kept is not None and (not same or kept.shape != gramian.shape[:-1]):
             kept = None
         if kept is not None and 0 <= step.number - self._kept["number"] < self.update_every:
             return kept.to(gramian)
@@ -64,6 +61,7 @@ class NashMTL(GramianMethod):
         self._kept = {
             "number": step.number,
             "tasks": step.tasks,
+            "layers": step.layers,
             "weights": torch.where(weights.isfinite().all(), weights, before),
         }
         return weights
@@ -74,13 +72,13 @@ class NashMTL(GramianMethod):
         return weights
 
     def state_dict(self) -> dict[str, Any]:
-        """The kept weights, and the step and tasks that they are of."""
+        """The kept weights, and the step, tasks and layers that they are of."""
         return dict(self._kept)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with the kept weights."""
-        number, tasks, weights = state["number"], tuple(state["tasks"]), state["weights"]
-        self._kept = {"number": number, "tasks": tasks, "weights": weights}
+        tuples = {key: tuple(state[key]) for key in ("tasks", "layers")}
+        self._kept = {"number": state["number"], **tuples, "weights": state["weights"]}
 
     def __repr__(self) -> str:
         return self._repr(update_every=self.update_every, max_norm=self.max_norm)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.methods.gramian import GramianMethod, Groups
-from cs_kernels.methods.method import check_seed
+from cs_kernels.options import checked_seed
 from cs_kernels.step import Step
 
 
@@ -35,7 +35,7 @@ class PCGrad(GramianMethod):
         if reduction not in ("sum", "mean"):
             raise ValueError(f"reduction must be 'sum' or 'mean', got {reduction!r}")
         self.reduction = reduction
-        self.seed = check_seed(seed)
+        self.seed = checked_seed(seed)
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
         """Those of the sum of the projected gradients; every step draws new orders."""

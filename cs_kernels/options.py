@@ -1,0 +1,38 @@
+"""Checks of the numbers that methods, schedules and weightings are made with."""
+
+from math import isfinite
+from numbers import Real
+from operator import index
+from typing import SupportsIndex
+
+
+def checked_integer(name: str, value: SupportsIndex, least: int, below: int | None = None) -> int:
+    """The value as an int.
+
+    Raises:
+        TypeError: It is not an integer.
+        ValueError: It is less than `least`, or not less than `below`.
+
+    """
+    try:
+        number = index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from error
+    if below is not None and not least <= number < below:
+        raise ValueError(f"{name} must lie in [{least}, {below}), got {number}")
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
+
+
+def checked_seed(seed: SupportsIndex) -> int:
+    """A seed that operators can take: in [0, 2^63)."""
+    try:
+        return checked_integer("seed", seed, 0, 1 << 63)
+    except ValueError as error:
+        raise ValueError(f"seed must lie in [0, 2^63), got {seed}") from error
+
+
+def is_finite_number(value: object) -> bool:
+    """Whether it is a real number, neither infinite nor NaN."""
+    return isinstance(value, Real) and isfinite(value)
