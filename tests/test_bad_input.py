@@ -26,6 +26,11 @@ def _optimizer(setup: Setup, schedule: cs.Schedule | None = None) -> cs.MultiTas
             ValueError,
             r"closure must return a real scalar.*\(3,\).*'depth'",
         ),
+        (
+            lambda loss: loss + 0j,
+            ValueError,
+            r"a real scalar, got a torch.complex128 tensor.*'depth'",
+        ),
         (lambda loss: loss.detach(), ValueError, r"closure must return a loss with a graph"),
         (lambda loss: loss.item(), TypeError, r"closure must return a tensor, got float"),
         (lambda loss: None, TypeError, r"closure must return a tensor, got NoneType"),

@@ -403,3 +403,115 @@ def test_hooks_of_fully_shard_are_seen_through(group: None) -> None:
         x = torch.randn(4, 3, 8, 8)
         coverage = opt.trace(lambda task, t=trunk, x=x: t(x).square().mean())
         assert coverage.prioritized == PRIORITIZED
+
+
+def test_a_layer_that_runs_in_evaluation_only() -> None:
+    """Its first run there neither ends the compiled steps nor enters the report."""
+    torch._dynamo.reset()
+
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+            self.last = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers(x)
+            return x if self.training else self.last(x)
+
+    runs = 0
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*args: Any) -> Any:
+            nonlocal runs
+            runs += 1
+            return graph(*args)
+
+        return run
+
+    trunk = cs.nn.convert_task_batchnorm(Auxiliary(), AB)
+    network = torch.compile(trunk, backend=backend, fullgraph=True)
+    opt = cs.MultiTaskOptimizer(network, torch.optim.SGD(trunk.parameters(), lr=0.1), AB)
+    x = torch.randn(8, 3)
+    for epoch in range(3):
+        runs = 0
+        for _ in range(2):
+            opt.step(lambda task: network(x).square().mean())
+        assert runs == (2 if epoch == 0 else 4)
+        trunk.eval()
+        with torch.no_grad(), cs.nn.active_task(trunk, "a"):
+            network(x)
+        trunk.train()
+    assert set(opt.coverage().prioritized) == {"layers.0.weight"}
+
+
+@pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
+def test_a_scaler_and_an_optimizer_without_gradients(schedule: cs.Schedule) -> None:
+    """An optimizer a head: those of the others have nothing to step."""
+    setup = Setup(dtype=torch.float32)
+    optimizers = [
+        torch.optim.SGD(module.parameters(), lr=0.1)
+        for module in (setup.trunk, *setup.heads.values())
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    opt = cs.MultiTaskOptimizer(setup.trunk, optimizers, TASKS, schedule=schedule, scaler=scaler)
+    other = setup.heads["edges"].weight.detach().clone()
+    opt.step(setup.closure(0), tasks=TASKS[:2])
+    assert torch.equal(other, setup.heads["edges"].weight)
+    opt.step(setup.closure(0))
+    assert not torch.equal(other, setup.heads["edges"].weight)
+
+
+def test_a_backward_that_scales_beside_a_scaler() -> None:
+    """Both factors are found out."""
+    norms = []
+    for factor in (1.0, 1024.0):
+        torch.manual_seed(0)
+        model, x = Dense(), torch.randn(7, 5)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        seen: list[Tensor] = []
+
+        def note(*_: object, model: Dense = model, seen: list[Tensor] = seen) -> None:
+            seen.append(torch.cat([p.grad.flatten() for p in model.trunk.parameters()]).norm())
+
+        def backward(loss: Tensor, factor: float = factor, **options: Any) -> None:
+            (factor * loss).backward(**options)
+
+        sgd.register_step_pre_hook(note)
+        opt = cs.MultiTaskOptimizer(
+            model.trunk, sgd, AB, cs.NashMTL(), scaler=scaler, backward=backward
+        )
+        opt.step(lambda task, model=model, x=x: model.losses(x)[task])
+        norms.append(seen[0] / factor)  # The scaler has divided by its own.
+    torch.testing.assert_close(norms[0], norms[1])
+
+
+def test_accumulation_of_accelerate() -> None:
+    """Inside `accumulate`, the optimizer's steps do nothing until the last micro-batch."""
+    torchvision_operators.define()
+    accelerate = pytest.importorskip("accelerate")
+    x = torch.randn(8, 5)
+    torch.manual_seed(0)
+    plain = Dense()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.05)
+    opt = cs.MultiTaskOptimizer(plain.trunk, sgd, AB, cs.PCGrad())
+    for n, part in enumerate(x.chunk(2)):
+        opt.backward({t: loss / 2 for t, loss in plain.losses(part).items()}, update=n == 1)
+    sgd.step()
+    torch.manual_seed(0)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = Dense()
+    model, sgd = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, cs.PCGrad(), backward=accelerator.backward)
+    try:
+        for n, part in enumerate(x.chunk(2)):
+            with accelerator.accumulate(model):
+                if n == 0:
+                    with pytest.raises(RuntimeError, match="optimizer must make a step now"):
+                        opt.step(lambda task: model.losses(x)[task])
+                opt.backward(model.losses(part), update=accelerator.sync_gradients)
+                sgd.step()
+    finally:
+        accelerate.state.GradientState._reset_state()
+    _assert_alike(model, plain)

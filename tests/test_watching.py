@@ -442,3 +442,105 @@ def test_update_bn() -> None:
         assert trunk[1].of("depth").momentum == 0.1
     with pytest.raises(ValueError, match="task must be one of"):
         cs.nn.update_bn(loader, trunk, "flow")
+
+
+def test_a_first_run_outside_a_step_is_nobodys_concern() -> None:
+    """In a validation, in inference mode too: nothing is learned, no hook is set."""
+    trunk = cs.nn.convert_task_batchnorm(Deep(), AB)
+    opt, x = _optimizer(trunk), torch.randn(16, 4)
+    opt.step(lambda task: _conflict(trunk, x, task))
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        trunk.depth = 3
+        trunk.eval()
+        with mode(), cs.nn.active_task(trunk, "a"):
+            trunk(x)
+        pickle.dumps(trunk)
+        trunk.train()
+        trunk.depth = 1
+        opt.step(lambda task: _conflict(trunk, x, task))
+        assert set(opt.coverage().prioritized) == {"blocks.0.0.weight"}
+
+
+def test_inference_mode_hides_changes_in_place() -> None:
+    trunk = Network("in_place", layer=nn.Linear(3, 4), relu=nn.ReLU(True), norm=nn.BatchNorm1d(4))
+    cs.nn.convert_task_batchnorm(trunk, AB)
+    opt, x = _optimizer(trunk, cs.Sum()), torch.randn(6, 3)
+
+    def loss(task: str) -> Tensor:
+        trunk.eval()
+        with torch.inference_mode():
+            trunk(x)
+        trunk.train()
+        return trunk(x).sum()
+
+    assert opt.trace(loss).prioritized == {}
+
+
+def test_a_lazy_normalization_has_to_run_first() -> None:
+    module = nn.Sequential(nn.Linear(2, 4), nn.LazyBatchNorm1d())
+    with pytest.raises(ValueError, match=r"must have run once.*got 1, a LazyBatchNorm1d"):
+        cs.nn.convert_task_batchnorm(module, AB)
+    module(torch.randn(3, 2))
+    cs.nn.convert_task_batchnorm(module, AB)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traces_of_a_converted_network_are_refused() -> None:
+    """They would keep one task for good; those of one task's network are none's concern."""
+    trunk, x = _trained()
+    cs.nn.convert_task_batchnorm(trunk, AB)
+    cs.nn.set_task(trunk, "a")
+    trunk.eval()
+    with pytest.raises(RuntimeError, match="extract_task"):
+        torch.fx.symbolic_trace(trunk)
+    with pytest.raises(RuntimeError, match="extract_task"):
+        torch.jit.trace(trunk, x)
+    plain = cs.nn.extract_task(trunk, "a")
+    assert torch.equal(torch.fx.symbolic_trace(plain)(x), trunk(x))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_an_unconverted_checkpoint_in_a_bigger_network(assign: bool) -> None:
+    """Every task has memory of its own afterwards."""
+    plain, x = _trained()
+    state = {f"trunk.{name}": tensor for name, tensor in plain.state_dict().items()}
+    network = nn.ModuleDict({"trunk": cs.nn.convert_task_batchnorm(_trained(1)[0], TASKS)})
+    network.load_state_dict(state, assign=assign)
+    network.eval(), plain.eval()
+    norm = network["trunk"][1]
+    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+        places = {getattr(norm.of(task), name).data_ptr() for task in TASKS}
+        assert len(places | {getattr(plain[1], name).data_ptr()}) == len(TASKS) + 1
+    for task in TASKS:
+        assert isinstance(norm.of(task).weight, nn.Parameter)
+        with cs.nn.active_task(network, task):
+            assert torch.equal(network["trunk"](x), plain(x))
+
+
+def test_a_checkpoint_with_one_task_more() -> None:
+    """The message has the keys of the checkpoint."""
+    more = cs.nn.convert_task_batchnorm(_trained()[0], ["a", "b", "c"])
+    trunk = cs.nn.convert_task_batchnorm(_trained(1)[0], AB)
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"1\.c\.weight"') as raised:
+        trunk.load_state_dict(more.state_dict())
+    assert "a.c" not in str(raised.value)
+
+
+class Activated(nn.BatchNorm2d):
+    """With a module inside, as timm has them."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__(features)
+        self.act = nn.PReLU(features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.act(super().forward(x))
+        return result
+
+
+def test_an_unconverted_checkpoint_of_a_nested_normalization() -> None:
+    plain = nn.Sequential(nn.Conv2d(3, 4, 1), Activated(4))
+    nn.init.uniform_(plain[1].act.weight)
+    trunk = cs.nn.convert_task_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 1), Activated(4)), AB)
+    trunk.load_state_dict(plain.state_dict())
+    assert torch.equal(trunk[1].of("b").act.weight, plain[1].act.weight)
