@@ -37,6 +37,8 @@ class TaskGradients:
         """The tasks whose gradients are in the rows."""
         self._in_buckets: set[int] = set()
         """The parameters whose gradients are parts of larger memory."""
+        self._seen_memory: set[str] = set()
+        """The tasks whose gradients were asked for that."""
         self._marked: tuple[int, Tensor, int] | None = None
         self._unreached: dict[str, list[int]] = {}
         """By task: the parameters without a gradient in its last pass."""
@@ -66,8 +68,8 @@ class TaskGradients:
         row, unreached, strided = self.rows[self.tasks.index(task)], [], torch.strided
         adds = task in self.collected
         self.collected.add(task)
-        if task not in self._unreached:
-            self._find_buckets()
+        if task not in self._seen_memory:
+            self._find_buckets(task)
         buckets = self._in_buckets
         for i, parameter in enumerate(self.parameters):
             grad = parameter.grad
@@ -87,8 +89,9 @@ class TaskGradients:
         self._note(task, unreached)
         return len(unreached) < len(self.parameters)
 
-    def _find_buckets(self) -> None:
-        """Which gradients are parts of larger memory, be they no views: asked once a task."""
+    def _find_buckets(self, task: str) -> None:
+        """Finds the gradients in larger memory that are no views: once a task, for its cost."""
+        self._seen_memory.add(task)
         for i, parameter in enumerate(self.parameters):
             grad = parameter.grad
             if grad is None or grad.layout is not torch.strided:
@@ -149,6 +152,7 @@ class TaskGradients:
     def note_again(self) -> None:
         """Tells that other parameters require a gradient now."""
         self._unreached.clear()
+        self._seen_memory.clear()
 
     def reached_by(self, task: str) -> list[nn.Parameter]:
         """The parameters that a task has ever reached."""
