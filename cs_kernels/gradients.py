@@ -65,12 +65,10 @@ class TaskGradients:
             ValueError: A gradient is sparse.
 
         """
-        row, unreached, strided = self.rows[self.tasks.index(task)], [], torch.strided
-        adds = task in self.collected
-        self.collected.add(task)
         if task not in self._seen_memory:
             self._find_buckets(task)
-        buckets = self._in_buckets
+        row: list[Tensor | None] = [None] * len(self.parameters)
+        unreached, strided = [], torch.strided
         for i, parameter in enumerate(self.parameters):
             grad = parameter.grad
             if grad is None:
@@ -81,11 +79,18 @@ class TaskGradients:
                     f"trunk must have dense gradients, got a {grad.layout} one for {self.names[i]}"
                 )
             # The next pass overwrites a bucket, such as DistributedDataParallel's.
-            if grad._base is not None or i in buckets:
-                grad = grad.clone()
-            present = row[i] if adds else None
-            row[i] = grad if present is None else present.add_(grad)
+            row[i] = grad if grad._base is None else grad.clone()
             parameter.grad = None
+        for i in self._in_buckets:
+            grad = row[i]
+            row[i] = None if grad is None else grad.clone()
+        n = self.tasks.index(task)
+        for i, before in enumerate(self.rows[n] if task in self.collected else ()):
+            grad = row[i]
+            if before is not None:
+                row[i] = before if grad is None else before.add_(grad)
+        self.rows[n] = row
+        self.collected.add(task)
         self._note(task, unreached)
         return len(unreached) < len(self.parameters)
 
