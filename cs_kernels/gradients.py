@@ -114,11 +114,23 @@ class TaskGradients:
                     return
 
     def is_marked(self) -> bool:
-        """Whether it is still there, as it was."""
+        """Whether it is still there, as it was; also if there was none to put back.
+
+        Raises:
+            RuntimeError: It was changed, but not set to zero.
+
+        """
         if self._marked is None:
-            return False
+            return True
         i, grad, version = self._marked
-        return self.parameters[i].grad is grad and grad._version == version
+        if self.parameters[i].grad is not grad:
+            return False
+        if grad._version != version and grad.any():
+            raise RuntimeError(
+                "the gradients of backward(..., update=False) must stay as they are until their"
+                f" update, got a changed one for {self.names[i]}: clip or unscale after the update"
+            )
+        return grad._version == version
 
     def unmark(self) -> None:
         """Takes it out again."""

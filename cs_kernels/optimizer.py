@@ -584,7 +584,7 @@ class MultiTaskOptimizer:
             return False
         if self.method.separate_gradients:
             return self._gradients.is_marked()
-        return any(p.grad is not None for p in self._shared)
+        return any(p.grad is not None for p in self._held())
 
     def _optimizer_step(self) -> None:
         if self.scaler is None:

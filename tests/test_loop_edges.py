@@ -218,7 +218,7 @@ def test_a_failed_micro_batch_ends_the_update() -> None:
     opt = cs.MultiTaskOptimizer(model, _sgd(model), AB, cs.PCGrad())
     opt.backward({task: loss(task) for task in AB}, update=False)
     broken = loss("a")
-    broken.backward()  # Frees its graph.
+    torch.autograd.grad(broken, [*model.trunk.parameters()])  # Frees its graph.
     with pytest.raises(RuntimeError, match="second time"):
         opt.backward({"a": broken}, update=False)
     assert all(p.grad is None for p in model.parameters())
@@ -1069,3 +1069,29 @@ def test_messages_name_the_argument(
 ) -> None:
     with pytest.raises(error, match=message):
         call(_problem()[0])
+
+
+@pytest.mark.parametrize("method", [cs.PCGrad(), cs.Sum()], ids=repr)
+def test_heads_accumulate_on_a_frozen_trunk(method: cs.Method) -> None:
+    grads = []
+    for parts in (1, 3):
+        model, loss, *_ = _problem()
+        opt = cs.MultiTaskOptimizer(model.trunk, _sgd(model.trunk, model.heads), AB, method)
+        opt.backward({task: loss(task) for task in AB}, update=False)
+        opt.optimizer.zero_grad()
+        model.trunk.requires_grad_(False)
+        for n in range(parts):
+            opt.backward({task: loss(task) / parts for task in AB}, update=n + 1 == parts)
+        grads.append(torch.cat([p.grad.flatten() for p in model.heads.parameters()]))
+    torch.testing.assert_close(*grads)
+
+
+def test_gradients_that_wait_must_stay_as_they_are() -> None:
+    model, loss, *_ = _problem()
+    opt = cs.MultiTaskOptimizer(model, _sgd(model), AB, cs.PCGrad())
+    opt.backward({task: loss(task) for task in AB}, update=False)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match="clip or unscale after the update"):
+        opt.backward({task: loss(task) for task in AB})
+    opt.optimizer.zero_grad()
+    opt.backward({task: loss(task) for task in AB})
