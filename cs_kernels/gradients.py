@@ -44,6 +44,8 @@ class TaskGradients:
         """By task: the parameters without a gradient in its last pass."""
         self._reached_by = [0] * len(self.parameters)
         """By parameter: the tasks that have ever reached it, a bit each."""
+        self.first_reached = False
+        """Whether a parameter was reached that no task had reached before; reset by who asks."""
         self._tried_by = [0] * len(self.parameters)
         """By parameter: the tasks with a pass while it required a gradient, a bit each."""
         self._owners: dict[int, str] | None = {}
@@ -156,6 +158,7 @@ class TaskGradients:
         bit, missing = 1 << self.tasks.index(task), set(unreached)
         for i, parameter in enumerate(self.parameters):
             if i not in missing:
+                self.first_reached |= not self._reached_by[i]
                 self._reached_by[i] |= bit
             if i not in missing or parameter.requires_grad:
                 self._tried_by[i] |= bit

@@ -233,16 +233,20 @@ class MultiTaskOptimizer:
             if phase == 1:
                 for task in chosen:
                     with self._restored_on_error([task]) as held:
+                        watched = task not in self._watcher.tasks
                         self._passes.task_pass(task, closures, step, held)
                         if self._watcher.norms_ran:
                             self._check_covered()
                         self._check_reached(task, self._gradients.note_reach(task))
+                        self._watch_new_layers(watched)
                         self._optimizer_step()
             else:
                 with self._restored_on_error(chosen) as held:
                     for task in chosen:
+                        watched = task not in self._watcher.tasks
                         self._passes.task_pass(task, closures, step, held)
                         self._collect(task)
+                        self._watch_new_layers(watched)
                     self._check_covered()
                     self._combine(step)
                     self._optimizer_step()
@@ -345,6 +349,7 @@ class MultiTaskOptimizer:
         with self._statistics.restored_on_error(self.tasks, always=True):
             for task in self.tasks:
                 self._passes.trace(task, closure, held)
+        self._gradients.first_reached = False
         self._seen, self._trainable = self._watcher.version, self._what_trains()
         return self.coverage()
 
@@ -400,7 +405,7 @@ class MultiTaskOptimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`.
+        """Goes on from a `state_dict`; gradients that wait for their update are forgotten.
 
         Raises:
             ValueError: It is of other tasks, another trunk, method or weighting, or not whole;
@@ -470,6 +475,15 @@ class MultiTaskOptimizer:
             self._seen = self._watcher.version
             self._trainable = self._what_trains()
 
+    def _watch_new_layers(self, watched: bool) -> None:
+        """Watches the next passes if an unwatched one has run a layer for the first time.
+
+        In a compiled network no hook tells of it, but the layer's weight has a gradient now.
+        """
+        if self._gradients.first_reached and not watched:
+            self._watcher.forget_tasks()
+        self._gradients.first_reached = False
+
     def _collect(self, task: str) -> None:
         """The gradients of one task, out of `.grad`; where they may add up, they stay there."""
         if self.method.separate_gradients:
@@ -496,7 +510,8 @@ class MultiTaskOptimizer:
         if reached:
             return
         before = self._gradients.reached_by(task)
-        own = [p for norm in self._norms for p in norm.of(task).parameters()]
+        held = set(self._held())
+        own = [p for norm in self._norms for p in norm.of(task).parameters() if p in held]
         frozen = bool(before) and not any(p.requires_grad for p in before)
         trains = any(p.requires_grad for p in self._shared)
         if trains and not frozen and all(p.grad is None for p in own):

@@ -91,8 +91,8 @@ def _nothing(module: nn.Module, args: Any) -> None:
     """A hook's copy: of a network that was copied or saved whole."""
 
 
-def _remove(hooks: dict[str, tuple["_FirstRun", RemovableHandle]]) -> None:
-    for _, hook in hooks.values():
+def _remove(hooks: dict[str, RemovableHandle]) -> None:
+    for hook in hooks.values():
         hook.remove()
 
 
@@ -106,14 +106,10 @@ class _FirstRun:
     def __init__(self, watcher: "Watcher", current: _Pass) -> None:
         self._watcher = weakref.ref(watcher)
         self._pass = current
-        self.in_a_graph = False
-        """Whether the layer has run, compiled: it could not be watched."""
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if not self._pass.is_on:  # Of a validation, an average or an export.
-            return
-        if torch.compiler.is_compiling():
-            self.in_a_graph = True
+        # Not in a graph: its weight's first gradient tells of that. Nor in a validation.
+        if torch.compiler.is_compiling() or not self._pass.is_on:
             return
         watcher = self._watcher()
         if watcher is not None and self._pass.thread == threading.get_ident():
@@ -154,7 +150,7 @@ class Watcher:
         self._on_first_use = on_first_use
         self._used: dict[str, weakref.WeakSet[nn.Module]] = {}
         self._hooks: list[RemovableHandle] = []
-        self._first_runs: dict[str, tuple[_FirstRun, RemovableHandle]] = {}
+        self._first_runs: dict[str, RemovableHandle] = {}
         self._pass = _Pass()
         weakref.finalize(self, _remove, self._first_runs)
         # By identity, which lasts as long as the memory does.
@@ -168,9 +164,7 @@ class Watcher:
     @contextlib.contextmanager
     def passing(self, task: str) -> Iterator[bool]:
         """Around a forward pass: watches it if there is something to learn, and says whether."""
-        watched = task not in self.tasks or any(
-            hook.in_a_graph for hook, _ in self._first_runs.values()
-        )
+        watched = task not in self.tasks
         self._pass.is_on, self._pass.thread = True, threading.get_ident()
         if not watched:
             try:
@@ -234,10 +228,10 @@ class Watcher:
         for name, layer in self._layers.items():
             if name in self.norms:
                 if name in self._first_runs:
-                    self._first_runs.pop(name)[1].remove()
+                    self._first_runs.pop(name).remove()
             elif name not in self._first_runs:
                 first_run = _FirstRun(self, self._pass)
-                self._first_runs[name] = first_run, layer.register_forward_pre_hook(first_run)
+                self._first_runs[name] = layer.register_forward_pre_hook(first_run)
 
     def _remember(self, layer: str, output: object, channel_dim: int) -> None:
         self.norms.setdefault(layer, set())

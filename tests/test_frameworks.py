@@ -136,6 +136,14 @@ def test_a_layer_that_first_runs_in_a_graph() -> None:
         trunk.both = both
         opt.step(lambda task: network(x).square().mean())
         assert len(opt.coverage().prioritized) == prioritized
+    # A second network of the class runs the graphs of the first, which have no hook.
+    again = cs.nn.convert_task_batchnorm(Growing(), AB)
+    network = torch.compile(again, backend="eager", fullgraph=True)
+    opt = cs.MultiTaskOptimizer(network, torch.optim.SGD(again.parameters(), lr=0.1), AB)
+    for both, prioritized in ((False, 1), (False, 1), (True, 2), (True, 2)):
+        again.both = both
+        opt.step(lambda task: network(x).square().mean())
+        assert len(opt.coverage().prioritized) == prioritized
 
 
 def test_extract_from_a_compiled_trunk() -> None:

@@ -1095,3 +1095,26 @@ def test_gradients_that_wait_must_stay_as_they_are() -> None:
         opt.backward({task: loss(task) for task in AB})
     opt.optimizer.zero_grad()
     opt.backward({task: loss(task) for task in AB})
+
+
+@BOTH
+@METHODS
+def test_parameters_that_were_replaced(method: cs.Method, schedule: cs.Schedule) -> None:
+    """A checkpoint loaded by `assign`: the optimizer holds those that were there before."""
+    if isinstance(method, cs.Sum) and isinstance(schedule, cs.Joint):
+        return  # As from a copy of the trunk, but of all tasks: below.
+    setup = Setup()
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method, schedule)
+    opt.step(setup.closure(0))
+    setup.trunk.load_state_dict(copy.deepcopy(setup.trunk.state_dict()), assign=True)
+    with pytest.raises(ValueError, match="depends on a parameter of trunk"):
+        opt.step(setup.closure(0))
+
+
+def test_parameters_that_were_replaced_under_the_plain_sum() -> None:
+    setup = Setup()
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, cs.Sum())
+    opt.step(setup.closure(0))
+    setup.trunk.load_state_dict(copy.deepcopy(setup.trunk.state_dict()), assign=True)
+    with pytest.raises(ValueError, match="depends on a parameter of trunk"):
+        opt.step(setup.closure(0))

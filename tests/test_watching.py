@@ -544,3 +544,16 @@ def test_an_unconverted_checkpoint_of_a_nested_normalization() -> None:
     trunk = cs.nn.convert_task_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 1), Activated(4)), AB)
     trunk.load_state_dict(plain.state_dict())
     assert torch.equal(trunk[1].of("b").act.weight, plain[1].act.weight)
+
+
+def test_an_optimizer_is_copied_with_a_layer_that_has_not_run() -> None:
+    trunk = cs.nn.convert_task_batchnorm(Deep(), AB)
+    opt, x = _optimizer(trunk), torch.randn(16, 4)
+    opt.step(lambda task: _conflict(trunk, x, task))
+    other, again = copy.deepcopy((trunk, opt))
+    for depth in (1, 2):
+        trunk.depth = other.depth = depth
+        opt.step(lambda task: _conflict(trunk, x, task))
+        again.step(lambda task: _conflict(other, x, task))
+    for a, b in zip(trunk.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
