@@ -108,12 +108,11 @@ class TaskGradients:
 
     def mark(self) -> None:
         """Puts one gradient back into `.grad`, to see whether it is set to zero meanwhile."""
-        for i, grads in enumerate(zip(*self.rows, strict=True)):
-            for grad in grads:
-                if grad is not None:
-                    self.parameters[i].grad = grad
-                    self._marked = i, grad, grad._version
-                    return
+        first = self.first()
+        if first is not None:
+            i, grad = first
+            self.parameters[i].grad = grad
+            self._marked = i, grad, grad._version
 
     def is_marked(self) -> bool:
         """Whether it is still there, as it was; also if there was none to put back.
@@ -211,6 +210,11 @@ class TaskGradients:
             for i, of_tasks in enumerate(zip(*self.rows, strict=True))
             if of_tasks[0] is not None or any(grad is not None for grad in of_tasks)
         ]
+
+    def first(self) -> tuple[int, Tensor] | None:
+        """The first parameter that a task has a gradient for, and that gradient, if any."""
+        of_parameters = enumerate(zip(*self.rows, strict=True))
+        return next(((i, g) for i, grads in of_parameters for g in grads if g is not None), None)
 
     def of(
         self, parameters: Sequence[int], tasks: Sequence[str] | None = None

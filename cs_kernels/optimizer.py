@@ -140,10 +140,10 @@ class MultiTaskOptimizer:
         """Whose factor is known beforehand; that of `backward` shows in the step."""
         self._layout: tuple[object, Layout] | None = None
         self._covered = 0
-        """What was known of the trunk when it had a prioritized layer."""
+        """The watcher's version at which the trunk had a prioritized layer."""
         self._trainable = self._what_trains()
         self._seen = self._watcher.version
-        """What was known of the trunk when `_trainable` was."""
+        """The watcher's version at which `_trainable` was found."""
         self._epoch: int | None = None
         self._steps = 0
         self._open: Step | None = None
@@ -496,10 +496,10 @@ class MultiTaskOptimizer:
             self._check_reached(step.tasks[0], any(p.grad is not None for p in self._shared))
         with record_function("cs_kernels.surgery"), torch.no_grad():
             self._gradients.release_own()
-            reached = self._gradients.reached()
+            first = self._gradients.first()
             self.method.combine(self._gradients, self._current_layout(), step)
             self._gradients.clear()
-            if any(self._shared[i].grad is None for i in reached[:1]):
+            if first is not None and self._shared[first[0]].grad is None:
                 raise RuntimeError(
                     f"method must assign the updates, got none in .grad by {self.method!r}.combine:"
                     " call gradients.assign(parameters) in it"
@@ -631,7 +631,7 @@ class MultiTaskOptimizer:
                 opt._unused = None
 
         for optimizer in self._optimizers:
-            inner = getattr(optimizer, "optimizer", optimizer)  # Of one that wraps another.
+            inner = getattr(optimizer, "optimizer", optimizer)  # A wrapper has one inside.
             with contextlib.suppress(AttributeError):
                 for hook in (
                     inner.register_step_pre_hook(refuse),

@@ -38,7 +38,7 @@ def reached_parameters(loss: Tensor) -> tuple[list[nn.Parameter], bool]:
         if isinstance(variable, nn.Parameter):
             found.append(variable)
         hidden = hidden or isinstance(node, BackwardCFunction)
-        # Those that were seen are kept, so that they are the same objects when seen again.
+        # `seen` keeps the nodes alive, so that a node is the same object when it is met again.
         new = {following for following, _ in node.next_functions} - seen
         seen |= new
         nodes.extend(new)

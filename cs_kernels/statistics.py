@@ -60,7 +60,7 @@ class _Snapshot:
 class RunningStatistics:
     """The buffers that a task's forward pass may change, and a copy of them.
 
-    Those of the trunk, and of modules outside it that were seen to run for a task (`first_use`).
+    They belong to the trunk, and to modules outside it that have run for a task (`first_use`).
     """
 
     def __init__(self, trunk: nn.Module) -> None:
@@ -76,7 +76,7 @@ class RunningStatistics:
         self._outside: dict[str, list[weakref.ref[nn.Module]]] = {}
         self._snapshots: dict[str | None, _Snapshot] = {}
         self._taken: list[_Snapshot] | None = None
-        """Those of the step that is being made, in their order."""
+        """The snapshots of the step that is being made, in the order in which they were taken."""
 
     def _modules(self, task: str | None) -> list[Buffers]:
         modules = self._of_task.get(task, [])

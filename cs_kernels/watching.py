@@ -166,18 +166,15 @@ class Watcher:
         """Around a forward pass: watches it if there is something to learn, and says whether."""
         watched = task not in self.tasks
         self._pass.is_on, self._pass.thread = True, threading.get_ident()
-        if not watched:
-            try:
-                yield False
-            finally:
-                self._stop()
-            return
-        with eager(), self._modules_outside(task):
-            self.watch_from_here()
-            try:
-                yield True
-            finally:
-                self._stop()
+        try:
+            with contextlib.ExitStack() as whole_pass:
+                if watched:
+                    whole_pass.enter_context(eager())
+                    whole_pass.enter_context(self._modules_outside(task))
+                    self.watch_from_here()
+                yield watched
+        finally:
+            self._stop()
 
     def learned(self, task: str) -> None:
         """Tells that a watched pass of a task was as it should be."""

@@ -228,17 +228,21 @@ class Dense(nn.Module):
         }
 
 
-def _trained_plainly(method: cs.Method, x: Tensor, way: str) -> Dense:
-    torch.manual_seed(0)
-    model = Dense()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, method)
+def _train(opt: cs.MultiTaskOptimizer, model: Any, sgd: Any, x: Tensor, way: str) -> None:
     for _ in range(3):
         if way == "step":
             opt.step(lambda task: model.losses(x)[task])
         else:
             opt.backward(model.losses(x))
             sgd.step()
+
+
+def _trained_plainly(method: cs.Method, x: Tensor, way: str) -> Dense:
+    torch.manual_seed(0)
+    model = Dense()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, method)
+    _train(opt, model, sgd, x, way)
     return model
 
 
@@ -268,12 +272,7 @@ def test_a_backward_that_scales(method: cs.Method, way: str) -> None:
     sgd.register_step_pre_hook(
         lambda *_: [p.grad.div_(1024) for p in model.parameters() if p.grad is not None] and None
     )
-    for _ in range(3):
-        if way == "step":
-            opt.step(lambda task: model.losses(x)[task])
-        else:
-            opt.backward(model.losses(x))
-            sgd.step()
+    _train(opt, model, sgd, x, way)
     _assert_alike(model, expected)
 
 
@@ -290,12 +289,7 @@ def test_accelerate(method: cs.Method, way: str) -> None:
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
     model, sgd = accelerator.prepare(model, sgd)
     opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, method, backward=accelerator.backward)
-    for _ in range(3):
-        if way == "step":
-            opt.step(lambda task: model.losses(x)[task])
-        else:
-            opt.backward(model.losses(x))
-            sgd.step()
+    _train(opt, model, sgd, x, way)
     _assert_alike(model, expected)
 
 
@@ -312,12 +306,7 @@ def test_fabric(method: cs.Method, way: str) -> None:
     model, sgd = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.05))
     model.mark_forward_method("losses")
     opt = cs.MultiTaskOptimizer(plain.trunk, sgd, AB, method, backward=fabric.backward)
-    for _ in range(3):
-        if way == "step":
-            opt.step(lambda task: model.losses(x)[task])
-        else:
-            opt.backward(model.losses(x))
-            sgd.step()
+    _train(opt, model, sgd, x, way)
     _assert_alike(plain, expected)
 
 
