@@ -569,7 +569,7 @@ class MultiTaskOptimizer:
     def _cleared_on_error(self, first: bool = True) -> Iterator[list[nn.Parameter]]:
         """Begins with every gradient None, and ends so if anything is raised.
 
-        The gradients of the step before are not kept: they would take the memory of one more.
+        The gradients of the step before are not kept: they would take the memory of one more row.
 
         Args:
             first: Whether to begin so.
@@ -579,10 +579,14 @@ class MultiTaskOptimizer:
 
         """
         held = self._held()
+        # Those of the normalizations are: a few kilobytes between the blocks that the pass before
+        # has freed, or else glibc gives these back and asks for them again in each pass (5 %).
+        kept = [p.grad for norm in self._norms for p in norm.parameters()]
         try:
             if first:
                 self._clear(held)
             yield held
+            kept.clear()
         except BaseException:
             self._clear(held)
             raise
