@@ -1,10 +1,10 @@
-// cs_kernels._C.cuda: addresses into the structs of launches; a status into an exception. The
-// shapes and types behind them are checked in cs_kernels/ops/gpu.
+// cs_kernels._C.cuda: addresses to the structs of launches, a status to an exception.
+// cs_kernels/ops/gpu checks the shapes and types behind them.
 #include "cuda.h"
 
 #include <pybind11/stl.h>
 
-#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -12,7 +12,9 @@
 #include <string>
 
 #include "arguments.h"
-#include "cs_kernels/cuda.h"
+#include "cs_kernels/cuda/combine.h"
+#include "cs_kernels/cuda/phase2.h"
+#include "cs_kernels/cuda/solvers.h"
 
 namespace py = pybind11;
 
@@ -34,8 +36,8 @@ Numbers numbers(int type, Address address) {
 
 void phase2(int type, std::int32_t tasks, Address items, std::int64_t item_count, Address tensors,
             Address table, Address ticket, Address counters, Address energy, int gamma_type,
-            Address gamma, int variance_type, Address variance, Address epsilon, Address products,
-            Address factors, Address stream) {
+            Address gamma, int variance_type, Address variance, Address epsilon,
+            Address item_products, Address products, Address coefficients, Address stream) {
   const cs_kernels::cuda::Phase2Launch launch{
       data_type(type),
       tasks,
@@ -49,8 +51,9 @@ void phase2(int type, std::int32_t tasks, Address items, std::int64_t item_count
       numbers(gamma_type, gamma),
       numbers(variance_type, variance),
       pointer<const double>(epsilon),
+      pointer<double>(item_products),
       pointer<double>(products),
-      pointer<double>(factors),
+      pointer<double>(coefficients),
   };
   check(cs_kernels::cuda::phase2(launch, pointer<void>(stream)), "Phase 2");
 }
@@ -130,27 +133,74 @@ std::optional<std::string> unavailable() {
          cs_kernels::cuda::status_message(status);
 }
 
-// In the order of cs_kernels::cuda::Method.
-constexpr std::array<const char*, 7> kMethods = {"pcgrad",   "cagrad", "mgda",  "aligned_mtl",
-                                                 "nash_mtl", "imtl_g", "upgrad"};
+void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32_t tasks,
+           Address weights, std::uint64_t option, Address stream) {
+  check(cs_kernels::cuda::solve({static_cast<cs_kernels::Solver>(solver),
+                                 pointer<const double>(gramians), count, tasks,
+                                 pointer<double>(weights), option},
+                                pointer<void>(stream)),
+        "a solver");
+}
 
-void solve(const std::string& method, Address gramians, std::int64_t count, std::int32_t tasks,
-           Address weights, Address argument, std::int32_t scale, Address stream) {
-  std::size_t number = 0;
-  while (number < kMethods.size() && method != kMethods[number])
-    ++number;
-  if (number == kMethods.size())
-    throw std::invalid_argument("method must be one that has a solver, got " + method);
-  const cs_kernels::cuda::SolverLaunch launch{
-      static_cast<cs_kernels::cuda::Method>(number),
-      pointer<const double>(gramians),
-      count,
-      tasks,
-      pointer<double>(weights),
-      pointer<const void>(argument),
-      scale,
-  };
-  check(cs_kernels::cuda::solve(launch, pointer<void>(stream)), "a solver");
+// Fields by name, with their number in a row of 64-bit integers.
+using Fields = std::map<std::string, std::size_t>;
+#define CS_FIELD(Struct, field) {#field, offsetof(Struct, field) / sizeof(std::int64_t)}
+
+Fields tensor_fields() {
+  using Tensor = cs_kernels::cuda::PlannedTensor;
+  const Fields fields{
+      CS_FIELD(Tensor, rows),         CS_FIELD(Tensor, length),       CS_FIELD(Tensor, channels),
+      CS_FIELD(Tensor, inner),        CS_FIELD(Tensor, row_segments), CS_FIELD(Tensor, size),
+      CS_FIELD(Tensor, kernel_size),  CS_FIELD(Tensor, layer),        CS_FIELD(Tensor, first_row),
+      CS_FIELD(Tensor, first_sum),    CS_FIELD(Tensor, sum_items),    CS_FIELD(Tensor, tiles),
+      CS_FIELD(Tensor, energy_items), CS_FIELD(Tensor, energy_rows)};
+  static_assert(sizeof(Tensor) == 14 * sizeof(std::int64_t), "a field is missing here");
+  return fields;
+}
+
+Fields gradient_fields() {
+  using Tensor = cs_kernels::cuda::PlannedGradient;
+  const Fields fields{CS_FIELD(Tensor, size),       CS_FIELD(Tensor, group),
+                      CS_FIELD(Tensor, first_item), CS_FIELD(Tensor, group_items),
+                      CS_FIELD(Tensor, tiles),      CS_FIELD(Tensor, first_index)};
+  static_assert(sizeof(Tensor) == 6 * sizeof(std::int64_t), "a field is missing here");
+  return fields;
+}
+
+// The tables of the plan, by the names that Python has for them.
+std::map<std::string, Fields> tables() {
+  using namespace cs_kernels::cuda;
+  return {{"TensorField", tensor_fields()},
+          {"CallField",
+           {{"update", kUpdate},
+            {"weight", kWeight},
+            {"priority", kPriority},
+            {"aligned", kAligned},
+            {"gradients", kGradients}}},
+          {"Counter",
+           {{"energies_done", kEnergiesDone},
+            {"priority_ready", kPriorityReady},
+            {"sums_done", kSumsDone},
+            {"coefficients_ready", kCoefficientsReady}}},
+          {"ItemKind",
+           {{"energy", static_cast<std::size_t>(ItemKind::kEnergy)},
+            {"sum", static_cast<std::size_t>(ItemKind::kSum)},
+            {"project", static_cast<std::size_t>(ItemKind::kProject)}}},
+          {"GradientField", gradient_fields()},
+          {"GradientCallField",
+           {{"update", kGradientUpdate},
+            {"aligned", kGradientAligned},
+            {"gradients", kGradientGradients}}}};
+}
+
+std::map<std::string, std::int64_t> phase2_tiling(int type, std::int32_t tasks) {
+  const auto tiling = cs_kernels::cuda::phase2_tiling(data_type(type), tasks);
+  return {{"elements", tiling.elements},
+          {"energy_elements", tiling.energy_elements},
+          {"least_energy_rows", tiling.least_energy_rows},
+          {"most_tiles", tiling.most_tiles},
+          {"least_items", tiling.least_items},
+          {"lag", tiling.lag}};
 }
 
 } // namespace
@@ -158,15 +208,15 @@ void solve(const std::string& method, Address gramians, std::int64_t count, std:
 void define_cuda(py::module_ module) {
   module.doc() = "The kernels of cs_kernels on a GPU, on addresses there.";
   module.def("unavailable", &unavailable, "Why the current device cannot run them, if it cannot.");
+  module.def("tables", &tables, "The numbers of the fields of every table, by name.");
+  module.def("phase2_tiling", &phase2_tiling, py::arg("type"), py::arg("tasks"));
   module.def(
-      "phase2_tile",
-      [](int type, std::int32_t tasks) {
-        return cs_kernels::cuda::phase2_tile(data_type(type), tasks);
+      "gradient_tiling",
+      [](int type) {
+        const auto tiling = cs_kernels::cuda::gradient_tiling(data_type(type));
+        return std::make_pair(tiling.elements, tiling.most_tiles);
       },
-      py::arg("type"), py::arg("tasks"));
-  module.def(
-      "gradient_tile", [](int type) { return cs_kernels::cuda::gradient_tile(data_type(type)); },
-      py::arg("type"));
+      py::arg("type"), "Elements of a tile, and tiles of an item of the Gramian.");
   module.def(
       "shared_memory",
       [](std::int32_t tasks) {
@@ -180,8 +230,9 @@ void define_cuda(py::module_ module) {
   module.def("phase2", &phase2, py::arg("type"), py::arg("tasks"), py::arg("items"),
              py::arg("item_count"), py::arg("tensors"), py::arg("table"), py::arg("ticket"),
              py::arg("counters"), py::arg("energy"), py::arg("gamma_type"), py::arg("gamma"),
-             py::arg("variance_type"), py::arg("variance"), py::arg("epsilon"), py::arg("products"),
-             py::arg("factors"), py::arg("stream"));
+             py::arg("variance_type"), py::arg("variance"), py::arg("epsilon"),
+             py::arg("item_products"), py::arg("products"), py::arg("coefficients"),
+             py::arg("stream"));
   module.def("energies", &energies, py::arg("type"), py::arg("tensor"), py::arg("items"),
              py::arg("weight"), py::arg("aligned"), py::arg("energy"), py::arg("stream"));
   module.def("strengths", &strengths, py::arg("energy"), py::arg("gamma_type"), py::arg("gamma"),
@@ -198,7 +249,6 @@ void define_cuda(py::module_ module) {
   module.def("drop_signs", &drop_signs, py::arg("type"), py::arg("tasks"), py::arg("items"),
              py::arg("item_count"), py::arg("tensors"), py::arg("table"), py::arg("leaks"),
              py::arg("keys"), py::arg("stream"));
-  module.def("solve", &solve, py::arg("method"), py::arg("gramians"), py::arg("count"),
-             py::arg("tasks"), py::arg("weights"), py::arg("argument"), py::arg("scale"),
-             py::arg("stream"));
+  module.def("solve", &solve, py::arg("solver"), py::arg("gramians"), py::arg("count"),
+             py::arg("tasks"), py::arg("weights"), py::arg("option"), py::arg("stream"));
 }

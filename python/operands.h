@@ -1,6 +1,34 @@
-// How an operator's tensors lie in memory, asked of all of them in one call.
+// The data types, memory layouts and addresses of an operator's tensors, read in one call.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "arguments.h"
+
+namespace cs_kernels_python {
+
+// Tensors, and the gradients of all tasks for each.
+struct Operands {
+  Operands(const pybind11::list& outputs, const pybind11::list& grads, std::size_t tasks,
+           const std::vector<int>& channel_dims, const std::vector<std::int64_t>& groups);
+
+  std::size_t count() const { return types.size(); }
+
+  std::size_t tasks;
+  std::vector<int> types; // of DataType, or kUnknownType
+  std::vector<cs_kernels::ChannelLayout> layouts;
+  std::vector<std::int64_t> sizes;
+  std::vector<std::int64_t> kernel_sizes;
+  std::vector<void*> outputs;
+  std::vector<const void*> gradients; // [outputs, tasks], null for None
+  std::vector<std::size_t> unfit;     // outputs without an address, a known type or a layout
+  std::vector<std::size_t> misfits;   // gradients that do not have their output's memory layout
+};
+
 void define_operands(pybind11::module_& module);
+
+} // namespace cs_kernels_python

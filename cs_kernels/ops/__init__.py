@@ -4,10 +4,11 @@ Each is computed by the backend in force for the device of its tensors (`backend
 reference defines the results; the others agree with it to rounding. None is differentiable: a
 gradient is what they take, not what they have.
 
-A list over tensors comes with the tasks inside: entry `t * tasks + i` is tensor t of task i. Gamma
-and running variance of several layers are [K, O] of one flattened after those of the other. The
-output channels of a weight are its dimension `out_channel_dim`: 0, or 1 in transposed convolutions,
-whose `groups` lie in blocks of dimension 0.
+In a list of gradients, entry `t * tasks + i` is tensor t's gradient for task i; a missing one
+counts as zero. Gamma and running variance of several layers are [K, O] of one layer after the
+other, flattened. The output channels of a weight are its dimension `out_channel_dim`: 0, or 1 in
+transposed convolutions, whose `groups` are blocks of dimension 0. Updates and gradients do not
+overlap.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from cs_kernels.ops import backends
 from cs_kernels.ops.backends import available_backends, use_backend
+from cs_kernels.ops.solvers import SOLVERS
 
 __all__ = ["available_backends", "out_channels", "use_backend"]
 
@@ -32,6 +34,7 @@ def out_channels(weight: Tensor, out_channel_dim: int, groups: int) -> int:
 def _operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Defines an operator; the decorated function is its fake."""
     name = schema.partition("(")[0]
+    backends.OPERATORS.append(name)
 
     def define(fake: Callable[..., Any]) -> Callable[..., Any]:
         _library.define(schema)
@@ -79,10 +82,7 @@ def _(
     groups: Sequence[int],
     tasks: int,
 ) -> None:
-    """Writes the update of every tensor: the first len(priorities) projected, the others summed.
-
-    A missing gradient counts as zero. The updates share no memory with the gradients.
-    """
+    """Writes the update of every tensor: the first len(priorities) projected, the others summed."""
 
 
 @_operator(
@@ -107,6 +107,70 @@ def _(
     """
     channels = map(out_channels, weights, out_channel_dims, groups)
     return gamma.new_empty((sum(channels),), dtype=torch.int64)
+
+
+# Phase 2 in stages, for weights or gradients that are spread over several devices: energies and
+# products are sums, which can be added up over the devices in between.
+
+
+@_operator("channel_energies(Tensor[] weights, int[] out_channel_dims, int[] groups) -> Tensor")
+def _(weights: Sequence[Tensor], out_channel_dims: Sequence[int], groups: Sequence[int]) -> Tensor:
+    """Float64 [O] of one layer after the other: the sum of squares of a channel's weights.
+
+    It is Eq. (4) without the kernel window, which cancels in Eq. (7).
+    """
+    channels = map(out_channels, weights, out_channel_dims, groups)
+    return weights[0].new_empty((sum(channels),), dtype=torch.float64)
+
+
+@_operator(
+    "energy_priority(Tensor energies, Tensor gamma, Tensor running_var, float[] eps,"
+    " int[] channels) -> Tensor"
+)
+def _(
+    energies: Tensor,
+    gamma: Tensor,
+    running_var: Tensor,
+    eps: Sequence[float],
+    channels: Sequence[int],
+) -> Tensor:
+    """The priorities, int64 [O] of one layer after the other; `channels` has every layer's O."""
+    return energies.new_empty(energies.shape, dtype=torch.int64)
+
+
+@_operator(
+    "phase2_products_(Tensor(a!)[] updates, Tensor?[] grads, Tensor[] priorities,"
+    " int[] out_channel_dims, int[] groups, int tasks) -> Tensor"
+)
+def _(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    priorities: Sequence[Tensor],
+    out_channel_dims: Sequence[int],
+    groups: Sequence[int],
+    tasks: int,
+) -> Tensor:
+    """Writes the plain sums; returns d_ij of the channel groups, float64 [layers, K, K].
+
+    Then `phase2_apply_` with these products gives the update of `project_conflicts_`.
+    """
+    return updates[0].new_empty((len(priorities), tasks, tasks), dtype=torch.float64)
+
+
+@_operator(
+    "phase2_apply_(Tensor(a!)[] updates, Tensor?[] grads, Tensor[] priorities, Tensor products,"
+    " int[] out_channel_dims, int[] groups, int tasks) -> ()"
+)
+def _(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    priorities: Sequence[Tensor],
+    products: Tensor,
+    out_channel_dims: Sequence[int],
+    groups: Sequence[int],
+    tasks: int,
+) -> None:
+    """Adds a_i * G_i to the first len(priorities) updates; the others stay as they are."""
 
 
 @_operator("gramian(Tensor?[] grads, int[] group_of, int groups, int tasks) -> Tensor")
@@ -151,10 +215,6 @@ def _weights(gramian: Tensor, *options: object) -> Tensor:
     return gramian.new_empty(gramian.shape[:-1], dtype=torch.float64)
 
 
-_operator("pcgrad_weights(Tensor gramian, int seed, int step) -> Tensor")(_weights)
-_operator("cagrad_weights(Tensor gramian, float c) -> Tensor")(_weights)
-_operator("mgda_weights(Tensor gramian) -> Tensor")(_weights)
-_operator("aligned_mtl_weights(Tensor gramian, str scale) -> Tensor")(_weights)
-_operator("nash_mtl_weights(Tensor gramian) -> Tensor")(_weights)
-_operator("imtl_g_weights(Tensor gramian) -> Tensor")(_weights)
-_operator("upgrad_weights(Tensor gramian) -> Tensor")(_weights)
+for _name, _options in SOLVERS.items():
+    _arguments = ", ".join(filter(None, ["Tensor gramian", _options]))
+    _operator(f"{_name}_weights({_arguments}) -> Tensor")(_weights)

@@ -1,4 +1,4 @@
-"""Which backend computes an operator: what there is, what can run, and what was asked for."""
+"""Which backend computes an operator: the backends, whether they can run, and the one in force."""
 
 import contextlib
 import importlib.util
@@ -6,17 +6,23 @@ import os
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
+
+from cs_kernels.ops.solvers import SOLVERS
+
+OPERATORS: list[str] = []
+"""The names of all operators; a backend has to have every one."""
 
 
 @dataclass(frozen=True)
 class Backend:
     """One implementation of all operators: functions with the operators' names.
 
-    They are a module's, or the methods of an object of the name `operators` in it.
+    They are a module's, or the methods of an object `operators` in it. A function `solve` stands
+    for the operators of all solvers.
     """
 
     module_name: str
@@ -26,8 +32,8 @@ class Backend:
     """Why it cannot run, if it cannot."""
 
     @property
-    def operators(self) -> Any:
-        """Imported when they are first needed."""
+    def operators(self) -> dict[str, Callable[..., Any]]:
+        """By name; imported when they are first needed."""
         return _operators(self.module_name)
 
     @property
@@ -41,9 +47,23 @@ class Backend:
 
 
 @cache
-def _operators(module_name: str) -> Any:
+def _operators(module_name: str) -> dict[str, Callable[..., Any]]:
+    """Every operator of a backend.
+
+    Raises:
+        NotImplementedError: One is missing.
+
+    """
     module = importlib.import_module(module_name)
-    return getattr(module, "operators", module)
+    source = getattr(module, "operators", module)
+    found: dict[str, Callable[..., Any]] = {
+        f"{name}_weights": partial(source.solve, name) for name in SOLVERS
+    }
+    found |= {name: getattr(source, name) for name in OPERATORS if hasattr(source, name)}
+    missing = [name for name in OPERATORS if name not in found]
+    if missing:
+        raise NotImplementedError(f"{module_name} must have every operator, it lacks {missing}")
+    return found
 
 
 @cache
@@ -51,7 +71,7 @@ def _reason(unavailable: Callable[[], str | None]) -> str | None:
     return unavailable()
 
 
-def _no_native() -> str | None:
+def _no_cpu() -> str | None:
     from cs_kernels.ops import operands
 
     return operands.unavailable
@@ -80,7 +100,7 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # In order of preference.
 _BACKENDS = {
-    "cpu": Backend("cs_kernels.ops.native", ("cpu",), _no_native),
+    "cpu": Backend("cs_kernels.ops.cpu", ("cpu",), _no_cpu),
     "cuda": Backend("cs_kernels.ops.cuda", ("cuda",), _no_cuda),
     "triton": Backend("cs_kernels.ops.triton", ("cpu",) if _INTERPRETED else ("cuda",), _no_triton),
     "reference": Backend("cs_kernels.ops.reference", None, lambda: None),
@@ -123,7 +143,7 @@ def use_backend(name: str) -> Iterator[None]:
         _requested.reset(token)
 
 
-def _select(device: str | None) -> Any:
+def _select(device: str | None) -> Backend:
     requested = _requested.get()
     source = "use_backend"
     if requested is None:
@@ -142,13 +162,13 @@ def _select(device: str | None) -> Any:
             for backend in _BACKENDS.values()
             if backend.computes_on(device) and backend.reason is None
         )
-    return backend.operators
+    return backend
 
 
 def router(operator: str, device: str | None) -> Callable[..., Any]:
     """The function that PyTorch's dispatcher calls for an operator on a type of device."""
 
     def call(*args: Any) -> Any:
-        return getattr(_select(device), operator)(*args)
+        return _select(device).operators[operator](*args)
 
     return call

@@ -1,5 +1,6 @@
-"""The CUDA kernels, through the compiled module `cs_kernels._C`."""
+"""The backend "cuda": the kernels of `csrc/cuda`."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -7,15 +8,33 @@ from torch import Tensor
 
 from cs_kernels.ops import operands
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch
+from cs_kernels.ops.gpu.combine import GradientCallField, GradientField
 from cs_kernels.ops.gpu.device import stream_of
-from cs_kernels.ops.gpu.plan import Phase2Plan, Tiling
-from cs_kernels.ops.operands import ALIGNED_SCALES, DTYPES
+from cs_kernels.ops.gpu.phase2_plan import (
+    CallField,
+    Counter,
+    ItemKind,
+    Phase2Plan,
+    TensorField,
+    Tiling,
+)
+from cs_kernels.ops.operands import TYPES
+from cs_kernels.ops.solvers import SOLVERS, option_word
+
+_SOLVERS = {name: number for number, name in enumerate(SOLVERS)}
 
 _kernels: Any = None
-if operands.unavailable is None:
-    from cs_kernels import _C
 
-    _kernels = getattr(_C, "cuda", None)
+
+def use_kernels(kernels: Any) -> None:
+    """Launches the kernels of a module, whose tables must be those of the plans."""
+    global _kernels
+    tables = (TensorField, CallField, Counter, ItemKind, GradientField, GradientCallField)
+    for table in tables:
+        fields = {field.name.lower(): int(field) for field in table}
+        assert kernels.tables()[table.__name__] == fields, table
+    _kernels = kernels
+    _tiling.cache_clear()
 
 
 def unavailable() -> str | None:
@@ -31,46 +50,35 @@ def unavailable() -> str | None:
     return reason
 
 
-_TYPES = {dtype: code for code, dtype in enumerate(DTYPES)}
+@cache
+def _tiling(tasks: int, dtype: torch.dtype) -> Tiling:
+    return Tiling(segment=1, **_kernels.phase2_tiling(TYPES[dtype], tasks))
 
-THREADS = 128
-"""Of a block. Tiles are those of csrc/cuda; a test compares them."""
 
-_GENERAL_TILE = 32 * 16
+if operands.unavailable is None:
+    from cs_kernels import _C
+
+    if hasattr(_C, "cuda"):
+        use_kernels(_C.cuda)
 
 
 class CudaOperators(GpuOperators):
     """Blocks that draw items; every launch is on the current stream of the tensors' device."""
 
     def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling:
-        """A tile is 16 bytes of each gradient for each thread; it goes on in the next row."""
-        vectors = THREADS * 16 // dtype.itemsize
-        return Tiling(
-            # Other numbers of tasks have the general kernel: 16 tiles, one after another, in shared
-            # memory.
-            elements=vectors if 2 <= tasks <= 8 else _GENERAL_TILE,
-            segment=1,
-            # As long as an item of SUM, for as many loads under way.
-            energy_elements=16 * vectors,
-            least_energy_rows=4,
-            # An item begins with three reads that wait for each other, about two microseconds: as
-            # long as a block takes for some tiles.
-            most_tiles=16,
-            # A block runs about six of them after another: what the last leaves idle is a tenth.
-            least_items=32,
-            # As many blocks as run at once on a multiprocessor.
-            lag=6,
-        )
+        """That of `csrc/cuda/tuning.h`; a tile crosses rows."""
+        return _tiling(tasks, dtype)
 
-    def gradient_tile(self, tasks: int, dtype: torch.dtype, *, drop: bool) -> int:
-        """Four times 16 bytes for each thread."""
-        return 4 * THREADS * 16 // dtype.itemsize
+    def gradient_tiling(self, dtype: torch.dtype, tasks: int) -> tuple[int, int]:
+        """That of `csrc/cuda/tuning.h`."""
+        elements, most_tiles = _kernels.gradient_tiling(TYPES[dtype])
+        return elements, most_tiles
 
     def launch_phase2(self, launch: Phase2Launch) -> None:
         """One launch of as many blocks as run at once."""
         plan = launch.plan
         _kernels.phase2(
-            type=_TYPES[launch.dtype],
+            type=TYPES[launch.dtype],
             tasks=launch.tasks,
             items=plan.items.data_ptr(),
             item_count=len(plan.items),
@@ -79,23 +87,24 @@ class CudaOperators(GpuOperators):
             ticket=launch.ticket.data_ptr(),
             counters=launch.counters.data_ptr(),
             energy=launch.energy.data_ptr(),
-            gamma_type=_TYPES[launch.gamma.dtype],
+            gamma_type=TYPES[launch.gamma.dtype],
             gamma=launch.gamma.data_ptr(),
-            variance_type=_TYPES[launch.variance.dtype],
+            variance_type=TYPES[launch.variance.dtype],
             variance=launch.variance.data_ptr(),
             epsilon=plan.epsilon.data_ptr(),
+            item_products=launch.item_products.data_ptr(),
             products=launch.products.data_ptr(),
-            factors=launch.factors.data_ptr(),
+            coefficients=launch.coefficients.data_ptr(),
             stream=stream_of(launch.table.device),
         )
 
     def launch_energies(
         self, plan: Phase2Plan, weight: Tensor, energy: Tensor, *, vectors: bool
     ) -> None:
-        """The rows of an ENERGY item a block."""
+        """One block for the rows of an ENERGY item."""
         rows = self.tiling(1, weight.dtype).energy_rows(weight.numel() // len(energy))
         _kernels.energies(
-            type=_TYPES[weight.dtype],
+            type=TYPES[weight.dtype],
             tensor=plan.tensors.data_ptr(),
             items=-(-len(energy) // rows),
             weight=weight.data_ptr(),
@@ -114,13 +123,13 @@ class CudaOperators(GpuOperators):
         *,
         normalize: bool,
     ) -> None:
-        """One block a task."""
+        """One block for each task."""
         tasks, channels = strength.shape
         _kernels.strengths(
             energy=energy.data_ptr(),
-            gamma_type=_TYPES[gamma.dtype],
+            gamma_type=TYPES[gamma.dtype],
             gamma=gamma.data_ptr(),
-            variance_type=_TYPES[variance.dtype],
+            variance_type=TYPES[variance.dtype],
             variance=variance.data_ptr(),
             epsilon=epsilon.data_ptr(),
             rows=channels,
@@ -131,10 +140,10 @@ class CudaOperators(GpuOperators):
         )
 
     def launch_priority(self, strength: Tensor, priority: Tensor) -> None:
-        """One thread a channel."""
+        """One thread for each channel."""
         tasks, channels = strength.shape
         _kernels.task_priority(
-            type=_TYPES[strength.dtype],
+            type=TYPES[strength.dtype],
             strength=strength.data_ptr(),
             tasks=tasks,
             rows=channels,
@@ -143,9 +152,9 @@ class CudaOperators(GpuOperators):
         )
 
     def _gradients(self, launch: GradientLaunch) -> dict[str, Any]:
-        """The arguments of every function over gradients."""
+        """The arguments that these launches share."""
         return {
-            "type": _TYPES[launch.dtype],
+            "type": TYPES[launch.dtype],
             "tasks": launch.tasks,
             "items": launch.items.data_ptr(),
             "item_count": len(launch.items),
@@ -166,28 +175,27 @@ class CudaOperators(GpuOperators):
         )
 
     def launch_combine(self, launch: GradientLaunch, weights: Tensor) -> None:
-        """One tile a block."""
+        """One block for each tile."""
         in_double = weights.to(torch.float64)
         _kernels.combine(**self._gradients(launch), weights=in_double.data_ptr())
 
     def launch_drop_signs(self, launch: GradientLaunch, leaks: Tensor, keys: Tensor) -> None:
-        """One tile a block."""
+        """One block for each tile."""
         _kernels.drop_signs(**self._gradients(launch), leaks=leaks.data_ptr(), keys=keys.data_ptr())
 
     def launch_solver(
-        self, name: str, gramian: Tensor, weights: Tensor, *arguments: Tensor, **options: str
+        self, name: str, gramian: Tensor, weights: Tensor, *options: int | float | str
     ) -> None:
-        """One thread a Gramian: as on the CPU, and for few tasks a wait for itself either way."""
-        in_double = gramian.to(torch.float64)
+        """One block for each Gramian."""
+        gramians = gramian.to(torch.float64)
         tasks = gramian.shape[-1]
         _kernels.solve(
-            method=name,
-            gramians=in_double.data_ptr(),
+            solver=_SOLVERS[name],
+            gramians=gramians.data_ptr(),
             count=weights.numel() // tasks,
             tasks=tasks,
             weights=weights.data_ptr(),
-            argument=arguments[0].data_ptr() if arguments else 0,
-            scale=ALIGNED_SCALES.index(options.get("scale", "min")),
+            option=option_word(*options),
             stream=stream_of(gramian.device),
         )
 

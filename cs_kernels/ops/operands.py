@@ -1,7 +1,7 @@
-"""What a kernel is told of an operator's tensors: types, layouts in memory and addresses.
+"""Kernel arguments: dtype, memory layout and address of an operator's tensors.
 
-The kernels read memory as it lies, so a weight, its gradients and its update must have one dense
-layout there. Where a caller's have not, they are copied first.
+A weight, its gradients and its update must have one dense memory layout. Tensors that do not are
+copied first.
 """
 
 import importlib
@@ -10,6 +10,8 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from cs_kernels.ops.solvers import SOLVERS, tolerances
 
 unavailable: str | None = None
 """Why the compiled module cannot be used, if it cannot."""
@@ -22,19 +24,26 @@ else:
     from cs_kernels import _C
 
 MOST_TASKS = 64
-"""What Gramian kernels and solvers take, on every device: `kMaxTasks`."""
+"""Gramian kernels and solvers take at most this many, on every device."""
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""In the order of the kernels' numbers."""
 
-ALIGNED_SCALES = ("min", "median", "rmse")
-"""The common lengths of Aligned-MTL, in the order of the kernels' numbers for them."""
+TYPES = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+if unavailable is None:
+    # The reference does without the module, so these stand on both sides.
+    assert _C.max_tasks == MOST_TASKS
+    assert [f"torch.{name}" for name in _C.data_types] == [str(dtype) for dtype in DTYPES]
+    assert _C.solvers == list(SOLVERS)
+    assert _C.tolerances == tolerances()
 
 ChannelLayout = tuple[int, int, int, int]
 """A tensor's memory as an array [groups, outer, channels, inner]."""
 
 
 def as_channels(weight: Tensor, out_channel_dim: int, groups: int) -> tuple[Tensor, ChannelLayout]:
-    """The tensor or a contiguous copy, and how it lies in memory."""
+    """The tensor or a contiguous copy, and its memory layout."""
     layout = _C.channel_layout(weight.shape, weight.stride(), out_channel_dim, groups)
     if layout is None:
         weight = weight.contiguous()
@@ -44,7 +53,7 @@ def as_channels(weight: Tensor, out_channel_dim: int, groups: int) -> tuple[Tens
 
 
 def check_type(tensor: Tensor, name: str) -> None:
-    """Raises a TypeError for what no kernel reads."""
+    """Raises a TypeError for a dtype that no kernel reads."""
     if tensor.dtype not in DTYPES:
         supported = ", ".join(str(dtype) for dtype in DTYPES)
         raise TypeError(f"{name} must be one of {supported}, got {tensor.dtype}")
@@ -57,13 +66,13 @@ def check_numel(tensor: Tensor, numel: int, name: str) -> None:
 
 
 def check_device(tensor: Tensor, device: torch.device, name: str) -> None:
-    """Raises a ValueError for a tensor elsewhere: a kernel is told its address alone."""
+    """Raises a ValueError for a tensor on another device: a kernel gets only its address."""
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 
 def laid_out(tensor: Tensor, like: Tensor, name: str) -> Tensor:
-    """The tensor itself if it lies in memory as `like` does, else a copy that does."""
+    """The tensor itself if it has the memory layout of `like`, else a copy that has."""
     if tensor.dtype is not like.dtype or tensor.shape != like.shape or tensor.device != like.device:
         raise ValueError(
             f"{name} must be {like.dtype} of shape {tuple(like.shape)} on {like.device},"
@@ -75,12 +84,12 @@ def laid_out(tensor: Tensor, like: Tensor, name: str) -> Tensor:
 
 
 def misfits(tensors: Sequence[Tensor | None], likes: Sequence[Tensor]) -> list[int]:
-    """The places of tensors that are None or lie in memory otherwise than those beside them."""
+    """The indices of tensors that are None or whose memory layout differs from `likes`."""
     if unavailable is None:
         return _C.misfits(list(tensors), list(likes))
     return [
-        place
-        for place, (tensor, like) in enumerate(zip(tensors, likes, strict=True))
+        index
+        for index, (tensor, like) in enumerate(zip(tensors, likes, strict=True))
         if tensor is None
         or (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
         != (like.dtype, like.device, like.shape, like.stride())
@@ -98,37 +107,37 @@ def first_present(grads: Sequence[Tensor | None], tensors: int, tasks: int) -> l
 
 
 def check_group_of(group_of: Sequence[int], groups: int) -> None:
-    """Raises a ValueError for a group that there is not."""
+    """Raises a ValueError for a group outside [0, groups)."""
     if group_of and not 0 <= min(group_of) <= max(group_of) < groups:
         raise ValueError(f"group_of must lie in [0, {groups}), got {list(group_of)}")
 
 
-def check_gramian(gramian: Tensor, most: int) -> None:
-    """Raises a ValueError for what is not [..., K, K]."""
+def check_gramian(gramian: Tensor) -> None:
+    """Raises a ValueError for another shape than [..., K, K]."""
     tasks = gramian.shape[-1]
-    if gramian.ndim < 2 or gramian.shape[-2] != tasks or not 1 <= tasks <= most:
+    if gramian.ndim < 2 or gramian.shape[-2] != tasks or not 1 <= tasks <= MOST_TASKS:
         raise ValueError(
-            f"gramian must have shape [..., K, K] with K in [1, {most}], got {tuple(gramian.shape)}"
+            f"gramian must have shape [..., K, K] with K in [1, {MOST_TASKS}],"
+            f" got {tuple(gramian.shape)}"
         )
 
 
-def check_scale(scale: str) -> str:
-    """Raises a ValueError for a common length that Aligned-MTL has not."""
-    if scale not in ALIGNED_SCALES:
-        raise ValueError(f"scale must be one of {ALIGNED_SCALES}, got {scale!r}")
-    return scale
+def check_tasks(tasks: int) -> None:
+    """Raises a ValueError for more tasks than kernels take."""
+    if not 1 <= tasks <= MOST_TASKS:
+        raise ValueError(f"tasks must be in [1, {MOST_TASKS}], got {tasks}")
 
 
 class Operands:
-    """The gradients of several tensors, and the tensors that they lie in memory like.
+    """The gradients of several tensors for all tasks, and the tensors whose layout they have.
 
     Args:
-        outputs: What is written, or what only says how gradients lie.
-        grads: Those of a tensor's tasks together.
+        outputs: The updates, or tensors that only give the layout of the gradients.
+        grads: Entry `t * tasks + i` is tensor t's gradient for task i.
         tasks: K.
         out_channel_dims: Of the first tensors; 0 for the others.
-        groups: Of the first tensors; 1 for the others.
-        name: Of `outputs`, for errors.
+        groups: Convolution groups of the first tensors; 1 for the others.
+        name: What errors call `outputs`.
 
     """
 
@@ -146,62 +155,55 @@ class Operands:
         self.outputs = list(outputs)
         self._copies: list[tuple[Tensor, Tensor]] = []
         grads, dims, of_groups = list(grads), list(out_channel_dims), list(groups)
-        found = _C.Operands(self.outputs, grads, tasks, dims, of_groups)
-        if found.unfit:
-            for t in found.unfit:
+        self.native = _C.Operands(self.outputs, grads, tasks, dims, of_groups)
+        """The same for the compiled module."""
+        if self.native.unfit:
+            for t in self.native.unfit:
                 self._refit(t, name)
-            found = _C.Operands(self.outputs, grads, tasks, dims, of_groups)
-            if found.unfit:
+            self.native = _C.Operands(self.outputs, grads, tasks, dims, of_groups)
+            if self.native.unfit:
                 device = self.outputs[0].device
                 raise ValueError(f"{name} must have addresses, got tensors on {device}")
-        self.types = found.types
-        """Of the outputs: indices into DTYPES."""
-        self.layouts: list[ChannelLayout] = found.layouts
-        self.sizes = found.sizes
-        """Numbers of elements."""
-        self.kernel_sizes = found.kernel_sizes
-        """Numbers of elements behind the first two dimensions."""
-        self.addresses = found.addresses
-        """Of the outputs."""
-        self.gradients = found.gradient_addresses
-        """Addresses; 0 for a gradient that is missing."""
         self._alive: list[Tensor] = []
-        for place in found.misfits:
-            grad = grads[place]
+        for index in self.native.misfits:
+            grad = grads[index]
             assert grad is not None
-            self._alive.append(laid_out(grad, self.outputs[place // tasks], "grads"))
-            self.gradients[place] = self._alive[-1].data_ptr()
+            self._alive.append(laid_out(grad, self.outputs[index // tasks], "grads"))
+            self.native.set_gradient(index, self._alive[-1].data_ptr())
 
     def _refit(self, t: int, name: str) -> None:
-        """Puts a contiguous tensor in the place of an output that has no layout of its own."""
+        """Replaces an output without a dense layout by a contiguous tensor."""
         given = self.outputs[t]
         check_device(given, self.outputs[0].device, name)
         check_type(given, name)
         self.outputs[t] = torch.empty_like(given, memory_format=torch.contiguous_format)
         self._copies.append((given, self.outputs[t]))
 
-    def channels(self, layer: int) -> int:
-        """The number of output channels."""
-        groups, _, channels, _ = self.layouts[layer]
-        return groups * channels
-
-    def check_here(self, tensor: Tensor, name: str) -> None:
+    def check_device(self, tensor: Tensor, name: str) -> None:
         """Raises a ValueError for a tensor that is not on the device of the outputs."""
         for output in self.outputs[:1]:
             check_device(tensor, output.device, name)
 
-    def check_priorities(self, priorities: Sequence[Tensor]) -> None:
-        """Raises a ValueError for priorities that do not fit the first tensors."""
+    def priority_addresses(self, priorities: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+        """Given priorities of the first tensors, contiguous, and their addresses.
+
+        Raises:
+            ValueError: They do not fit the tensors.
+
+        """
         for layer, priority in enumerate(priorities):
-            self.check_here(priority, "priorities")
-            if priority.dtype is not torch.int64 or priority.shape != (self.channels(layer),):
+            self.check_device(priority, "priorities")
+            channels = self.native.channels(layer)
+            if priority.dtype is not torch.int64 or priority.shape != (channels,):
                 raise ValueError(
-                    f"priorities must be int64 of shape ({self.channels(layer)},),"
+                    f"priorities must be int64 of shape ({channels},),"
                     f" got {priority.dtype} of shape {tuple(priority.shape)}"
                 )
+        kept = [priority.contiguous() for priority in priorities]
+        return kept, [priority.data_ptr() for priority in kept]
 
     def weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """Those of the first tensors, as their updates lie in memory."""
+        """Weights of the first tensors, in the memory layout of their updates."""
         weights = list(weights)
         if len(weights) > len(self.outputs):
             raise ValueError(
@@ -218,27 +220,42 @@ class Operands:
         running_var: Tensor,
         eps: Sequence[float],
     ) -> list[int]:
-        """Raises a ValueError or TypeError for what does not fit the layers; returns channels."""
-        channels = [self.channels(layer) for layer in range(len(weights))]
+        """Raises a ValueError or TypeError if they do not fit the layers; returns the channels."""
+        channels = [self.native.channels(layer) for layer in range(len(weights))]
         for name, tensor in (("gamma", gamma), ("running_var", running_var)):
             check_type(tensor, name)
-            self.check_here(tensor, name)
+            self.check_device(tensor, name)
         check_numel(gamma, self.tasks * sum(channels), "gamma")
         check_numel(running_var, self.tasks * sum(channels), "running_var")
         if len(eps) != self.tasks * len(weights):
             raise ValueError(f"eps must have {self.tasks * len(weights)} entries, got {len(eps)}")
         return channels
 
-    def priorities(self, channels: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Room for the priorities of the first tensors, one after the other; each one's address."""
+    def check_products(self, products: Tensor, layers: int) -> None:
+        """Raises a ValueError for other products than float64 [layers, K, K] on this device."""
+        shape = (layers, self.tasks, self.tasks)
+        self.check_device(products, "products")
+        if products.dtype is not torch.float64 or products.shape != shape:
+            raise ValueError(
+                f"products must be float64 of shape {shape},"
+                f" got {products.dtype} of shape {tuple(products.shape)}"
+            )
+
+    def new_priorities(self, channels: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """An int64 tensor for the priorities of the first tensors, and each one's address."""
         # A layer without elements has no strength and no address: the first task's.
-        make = torch.zeros if 0 in self.sizes[: len(channels)] else torch.empty
+        make = torch.zeros if 0 in self.native.sizes[: len(channels)] else torch.empty
         device = self.outputs[0].device if self.outputs else None
-        room = make(sum(channels), dtype=torch.int64, device=device)
+        priorities = make(sum(channels), dtype=torch.int64, device=device)
         starts = list(accumulate(channels, initial=0))[:-1]
-        return room, [room.data_ptr() + room.itemsize * start for start in starts]
+        return priorities, [priorities.data_ptr() + priorities.itemsize * s for s in starts]
+
+    def read_outputs(self) -> None:
+        """Reads the outputs that have no dense layout of their own, for a kernel that adds."""
+        for given, output in self._copies:
+            output.copy_(given)
 
     def finish(self) -> None:
-        """Writes the outputs whose memory had no layout of its own."""
+        """Writes the outputs that had no dense layout of their own."""
         for given, output in self._copies:
             given.copy_(output)

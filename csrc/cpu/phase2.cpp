@@ -1,3 +1,8 @@
+// Phase 2 on the CPU. The tensors are cut into chunks of rows, which threads claim in order. The
+// rows of a unit (a channel group, or a small layer) are summed, then visited again if they are in
+// conflict.
+#include "cs_kernels/phase2.h"
+
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -8,7 +13,8 @@
 #include <thread>
 #include <vector>
 
-#include "memory.h"
+#include "chunks.h"
+#include "cs_kernels/equations.h"
 #include "parallel.h"
 #include "row_kernels.h"
 #include "strength.h"
@@ -16,24 +22,18 @@
 namespace cs_kernels::cpu {
 namespace {
 
-// A layer above this size is worked through one channel group at a time, so that the second visit
-// to a group in conflict finds it in a cache of some tens of megabytes.
-constexpr std::int64_t kGroupwiseBytes = 8 << 20;
+// Which part of Phase 2 a call does.
+enum class Stages { kAll, kProducts, kApply };
 
-// An update that is written past the caches waits until its group's a_i is known, in a scratch of
-// each thread, as far as that holds it; rows shorter than kStreamRow are more edge than line.
-constexpr std::int64_t kScratchBytes = 4 << 20;
-constexpr std::int64_t kStreamRow = 1024;
-
-// Everything that the step keeps about one tensor beside the tensor itself.
+// The state of one tensor.
 struct Work {
   const Phase2Tensor* tensor = nullptr;
   std::vector<const void*> gradients; // the tasks that have one
-  std::vector<int> reference;         // [tasks]: place in `gradients`, or -1
+  std::vector<int> reference;         // [tasks]: index into `gradients`, or -1
   std::vector<double> energy;         // [rows]
   std::vector<std::int64_t> order;    // [rows]: rows in the order of their visit
-  std::vector<double> dots;           // [rows, gradients], by place in `order`
-  std::vector<double> scale;          // [tasks]: a_i of the closed form
+  std::vector<double> dots;           // [rows, gradients], by index into `order`
+  std::vector<double> coefficient;    // [tasks]: a_i
   std::atomic<std::int64_t> chunks_left{0};
 
   double* row_dots(std::int64_t place) {
@@ -51,7 +51,7 @@ struct Unit {
   Work* work = nullptr;
   RowRange places{}; // into work->order
   std::atomic<std::int64_t> chunks_left{0};
-  std::atomic<bool> scales_known{false};
+  std::atomic<bool> coefficients_known{false};
 };
 
 struct Chunk {
@@ -60,19 +60,8 @@ struct Chunk {
   RowRange range; // rows for energies, elements for a sum alone, else places in the order
 };
 
-void find_priority(Work& work, std::int32_t tasks) {
-  const Phase2Tensor& tensor = *work.tensor;
-  const std::int64_t rows = tensor.layout.rows();
-  std::vector<double> strength(static_cast<std::size_t>(tasks * rows));
-  for (std::int32_t task = 0; task < tasks; ++task)
-    task_strength(work.energy.data(), rows, 1, tensor.gamma + task * rows,
-                  tensor.variance + task * rows, tensor.epsilon[task], true,
-                  &strength[static_cast<std::size_t>(task * rows)]);
-  task_priority(strength.data(), tasks, rows, tensor.priority);
-}
-
-// Room for the sums of a thread's chunks between its two visits. Kept from call to call: fresh
-// pages cost as much as they save.
+// A buffer for the sums of a thread's chunks between its two visits. It is kept from call to call:
+// fresh pages cost as much as they save.
 class Scratch {
 public:
   explicit Scratch(std::int64_t chunk_bytes) {
@@ -86,11 +75,11 @@ public:
   char* take() {
     if (free_.empty())
       return nullptr;
-    char* room = free_.back();
+    char* sums = free_.back();
     free_.pop_back();
-    return room;
+    return sums;
   }
-  void give_back(char* room) { free_.push_back(room); }
+  void give_back(char* sums) { free_.push_back(sums); }
 
 private:
   std::vector<char*> free_; // the warmest last
@@ -101,7 +90,7 @@ struct Summed {
   const Chunk* chunk;
   char* sums;
 
-  // Where the sums of a row's segment are: in `sums` the rows follow each other.
+  // The sums of a row's segment; in `sums`, rows are adjacent.
   char* row(std::int64_t place, std::int64_t offset) const {
     const Phase2Tensor& tensor = *chunk->work->tensor;
     return sums == nullptr
@@ -135,13 +124,13 @@ void sum_rows(const Summed& summed) {
     }
 }
 
-// a_i of the groups of a unit: d_ij over all rows of a group together and in their order. The
-// comparisons let NaN through: a NaN in a_i reaches the update.
-void find_scales(Unit& unit) {
+// a_i of the channel groups of a unit, with d_ij added up in the order of the rows.
+void find_coefficients(Unit& unit) {
   Work& work = *unit.work;
   const std::size_t count = work.gradients.size();
-  std::vector<double> dots(work.scale.size() * count, 0.0);
-  std::vector<bool> present(work.scale.size(), false);
+  const std::size_t tasks = work.coefficient.size();
+  std::vector<double> dots(tasks * count, 0.0);
+  std::vector<bool> present(tasks, false);
   for (std::int64_t place = unit.places.first; place < unit.places.last; ++place) {
     const std::int64_t row = work.order[static_cast<std::size_t>(place)];
     if (work.reference_of_row(row) < 0)
@@ -151,18 +140,18 @@ void find_scales(Unit& unit) {
     for (std::size_t j = 0; j < count; ++j)
       dots[task * count + j] += work.row_dots(place)[j];
   }
-  for (std::size_t task = 0; task < work.scale.size(); ++task) {
+  for (std::size_t task = 0; task < tasks; ++task) {
     if (!present[task])
       continue;
-    const auto reference = static_cast<std::size_t>(work.reference[task]);
     const double* d = &dots[task * count];
-    double scale = 0;
-    for (std::size_t j = 0; j < count; ++j)
-      if (j != reference && d[j] < 0 && d[reference] > 0)
-        scale -= d[j] / d[reference];
-    work.scale[task] = scale;
+    work.coefficient[task] =
+        projection_coefficient(d, static_cast<int>(count), work.reference[task]);
+    if (double* products = work.tensor->products)
+      for (std::size_t j = 0; j < tasks; ++j)
+        if (work.reference[j] >= 0)
+          products[task * tasks + j] = d[work.reference[j]];
   }
-  unit.scales_known.store(true, std::memory_order_release);
+  unit.coefficients_known.store(true, std::memory_order_release);
 }
 
 // The most recently read rows first: those are the ones still in cache.
@@ -176,25 +165,25 @@ void add_references(const Summed& summed) {
     for (std::int64_t place = places.last - 1; place >= places.first; --place) {
       const std::int64_t row = work.order[static_cast<std::size_t>(place)];
       const int reference = work.reference_of_row(row);
-      const double scale =
-          reference < 0 ? 0 : work.scale[static_cast<std::size_t>(tensor.priority[row])];
-      if (scale == 0 && !stream)
+      const double coefficient =
+          reference < 0 ? 0 : work.coefficient[static_cast<std::size_t>(tensor.priority[row])];
+      if (coefficient == 0 && !stream)
         continue;
       const std::int64_t offset = segment_offset(tensor.layout, row, outer);
       kernel(
           summed.row(place, offset),
           at(work.gradients[static_cast<std::size_t>(std::max(reference, 0))], tensor.type, offset),
-          scale, tensor.layout.inner, stream, at(tensor.update, tensor.type, offset));
+          coefficient, tensor.layout.inner, stream, at(tensor.update, tensor.type, offset));
     }
 }
 
-// The second visit to the chunks that one thread has summed, which lie in that core's own caches. A
-// unit's chunks stand together in `summed`, as they were claimed; `last` waits for other threads'.
+// The second visit to the chunks that one thread has summed, which are in that core's own caches. A
+// unit's chunks are adjacent in `summed`, as they were claimed; `last` waits for other threads.
 void visit_again(std::vector<Summed>& summed, Scratch& scratch, bool last) {
   auto done = summed.begin();
   while (done != summed.end()) {
     const Unit* unit = done->chunk->unit;
-    if (!unit->scales_known.load(std::memory_order_acquire)) {
+    if (!unit->coefficients_known.load(std::memory_order_acquire)) {
       if (!last)
         break;
       std::this_thread::yield();
@@ -225,7 +214,7 @@ void sum_elements(const Chunk& chunk, bool stream) {
                chunk.range.last - first, stream, at(tensor.update, tensor.type, first));
 }
 
-// The rows of a layer in the order of their visit, and where that order may be cut into units.
+// The rows of a layer in the order of their visit, and the units that this order is cut into.
 std::vector<RowRange> order_rows(Work& work) {
   const Phase2Tensor& tensor = *work.tensor;
   const std::int64_t rows = tensor.layout.rows();
@@ -253,8 +242,9 @@ std::vector<RowRange> order_rows(Work& work) {
 // One call: its two stages, each a list of chunks that the threads claim in order.
 class Step {
 public:
-  explicit Step(const Phase2Arguments& arguments)
-      : tasks_(arguments.tasks), works_(static_cast<std::size_t>(arguments.count)) {
+  Step(const Phase2Arguments& arguments, Stages stages)
+      : tasks_(arguments.tasks), stages_(stages),
+        works_(static_cast<std::size_t>(arguments.count)) {
     for (std::size_t t = 0; t < works_.size(); ++t) {
       Work& work = works_[t];
       work.tensor = &arguments.tensors[t];
@@ -267,7 +257,8 @@ public:
           work.reference[task] = static_cast<int>(work.gradients.size());
           work.gradients.push_back(gradient);
         }
-      if (work.tensor->priority != nullptr && work.tensor->weight != nullptr)
+      if (stages == Stages::kAll && work.tensor->priority != nullptr &&
+          work.tensor->weight != nullptr)
         plan_energies(work);
     }
     energies_left_ = static_cast<std::int64_t>(energy_chunks_.size());
@@ -283,8 +274,13 @@ public:
       find_energies(energy_chunks_[i]);
     while (!sums_planned_.load(std::memory_order_acquire))
       std::this_thread::yield();
+    if (stages_ == Stages::kApply) {
+      for (std::size_t i = next_chunk_++; i < chunks_.size(); i = next_chunk_++)
+        add_references({&chunks_[i], nullptr});
+      return;
+    }
     const bool stream = bytes_ > kStreamBytes;
-    Scratch scratch(stream ? chunk_bytes_ : 0);
+    Scratch scratch(stream && stages_ == Stages::kAll ? chunk_bytes_ : 0);
     std::vector<Summed> summed;
     for (std::size_t i = next_chunk_++; i < chunks_.size(); i = next_chunk_++) {
       const Chunk& chunk = chunks_[i];
@@ -295,8 +291,11 @@ public:
       summed.push_back({&chunk, fits_scratch(chunk) ? scratch.take() : nullptr});
       sum_rows(summed.back());
       if (chunk.unit->chunks_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
-        find_scales(*chunk.unit);
-      visit_again(summed, scratch, false);
+        find_coefficients(*chunk.unit);
+      if (stages_ == Stages::kAll)
+        visit_again(summed, scratch, false);
+      else
+        summed.clear();
     }
     visit_again(summed, scratch, true);
     std::atomic_thread_fence(std::memory_order_seq_cst); // what was streamed
@@ -317,15 +316,17 @@ private:
     work.energy.resize(static_cast<std::size_t>(work.tensor->layout.rows()));
   }
 
-  // Whoever ends a layer's last chunk derives its priorities; whoever ends the last layer's, the
-  // second stage.
+  // The thread that ends a layer's last chunk derives its priorities; the one that ends the last
+  // layer plans the second stage.
   void find_energies(const Chunk& chunk) {
     Work& work = *chunk.work;
     const auto [first, last] = chunk.range;
     row_energies(work.tensor->type, work.tensor->layout, work.tensor->weight, first, last,
                  &work.energy[static_cast<std::size_t>(first)]);
     if (work.chunks_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
-      find_priority(work, tasks_);
+      energy_priority({work.energy.data(), work.tensor->gamma, work.tensor->variance,
+                       work.tensor->epsilon, work.tensor->layout.rows(), tasks_,
+                       work.tensor->priority});
     if (energies_left_.fetch_sub(1, std::memory_order_acq_rel) == 1)
       plan_sums();
   }
@@ -335,7 +336,10 @@ private:
       const Phase2Tensor& tensor = *work.tensor;
       if (tensor.layout.size() == 0)
         continue;
-      if (work.gradients.empty()) {
+      if (stages_ == Stages::kApply) {
+        if (tensor.priority != nullptr && !work.gradients.empty())
+          plan_units(work);
+      } else if (work.gradients.empty()) {
         std::memset(tensor.update, 0,
                     static_cast<std::size_t>(tensor.layout.size() * item_size(tensor.type)));
       } else if (tensor.priority == nullptr) {
@@ -352,7 +356,11 @@ private:
   void plan_units(Work& work) {
     const auto rows = static_cast<std::size_t>(work.tensor->layout.rows());
     work.dots.assign(rows * work.gradients.size(), 0.0);
-    work.scale.assign(static_cast<std::size_t>(tasks_), 0.0);
+    work.coefficient.assign(static_cast<std::size_t>(tasks_), 0.0);
+    if (stages_ == Stages::kApply)
+      for (std::int32_t task = 0; task < tasks_; ++task)
+        work.coefficient[static_cast<std::size_t>(task)] =
+            projection_coefficient(work.tensor->products + task * tasks_, tasks_, task);
     const std::int64_t step = rows_per_chunk(work.tensor->layout);
     for (const RowRange& places : order_rows(work)) {
       Unit& unit = units_.emplace_back();
@@ -365,6 +373,7 @@ private:
   }
 
   const std::int32_t tasks_;
+  const Stages stages_;
   std::vector<Work> works_;
   std::int64_t elements_ = 0;
   std::int64_t bytes_ = 0;
@@ -382,9 +391,24 @@ private:
 
 } // namespace
 
-void phase2(const Phase2Arguments& arguments, int threads) {
-  Step step(arguments);
+static void run(const Phase2Arguments& arguments, Stages stages, int threads) {
+  Step step(arguments, stages);
   run_parallel(useful_threads(threads, step.elements()), [&step] { step.run(); });
+}
+
+void phase2(const Phase2Arguments& arguments, int threads) {
+  run(arguments, Stages::kAll, threads);
+}
+
+void phase2_products(const Phase2Arguments& arguments, int threads) {
+  for (std::int64_t t = 0; t < arguments.count; ++t)
+    if (double* products = arguments.tensors[t].products)
+      std::fill(products, products + arguments.tasks * arguments.tasks, 0.0);
+  run(arguments, Stages::kProducts, threads);
+}
+
+void phase2_apply(const Phase2Arguments& arguments, int threads) {
+  run(arguments, Stages::kApply, threads);
 }
 
 } // namespace cs_kernels::cpu

@@ -1,8 +1,9 @@
 // Compiled once for each instruction set: CMake sets CS_INSTRUCTION_SET and the machine flags.
 #include "row_kernels.h"
 
-#include "cs_kernels/gradients.h"
+#include "cs_kernels/combine.h"
 #include "cs_kernels/random.h"
+#include "tuning.h"
 #include "vector.h"
 
 #define CS_STRINGIFY(x) #x
@@ -10,11 +11,6 @@
 
 namespace cs_kernels::cpu {
 namespace {
-
-constexpr int kUnrolledTasks = 8;    // above, one task at a time over a panel that stays in L1
-constexpr std::int64_t kPanel = 512; // elements
-constexpr std::int64_t kLine = 64;   // bytes
-constexpr std::int64_t kProductPanel = 128; // elements: 16 KB of doubles at 16 tasks
 
 CS_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 

@@ -1,7 +1,7 @@
 // The loops over one contiguous run of elements, compiled once for each instruction set.
 //
-// Where `stream` is true the output is written past the caches, in whole lines that memory need not
-// give up first; a fence makes it visible to other threads.
+// Where `stream` is true the output is written with streaming stores, in whole lines; a fence makes
+// it visible to other threads.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct RowKernels {
   void (*products)(const void* const* gradients, int count, std::int64_t n, double* products);
 
   // out = the positive or the negative of the gradients added up, as cpu::drop_signs says; the
-  // first element is at `place` among all. Reads count * n, writes n.
+  // first element has the index `place` among all. Reads count * n, writes n.
   void (*drop_signs)(const void* const* gradients, const double* leaks, int count,
                      std::uint64_t key, std::int64_t place, std::int64_t n, bool stream, void* out);
 
@@ -41,7 +41,7 @@ struct RowKernels {
 
 struct InstructionSet {
   const char* name;
-  RowKernels kernels[4]; // by DataType
+  RowKernels kernels[kDataTypes];
 };
 
 // The best one for this processor, or the one that CS_KERNELS_CPU_ISA names if it can run.

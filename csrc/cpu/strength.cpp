@@ -2,20 +2,21 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <numeric>
 #include <vector>
 
-#include "memory.h"
+#include "chunks.h"
+#include "cs_kernels/equations.h"
 #include "parallel.h"
 #include "row_kernels.h"
 
 namespace cs_kernels::cpu {
+
 void row_energies(DataType type, const ChannelLayout& layout, const void* weight,
                   std::int64_t first, std::int64_t last, double* energy) {
   const auto kernel = row_kernels(type).add_energies;
   std::fill(energy, energy + (last - first), 0.0);
-  // The channels of a group lie one after the other.
+  // The channels of a group are adjacent.
   for (std::int64_t outer = 0; outer < layout.outer; ++outer)
     for (std::int64_t row = first; row < last;) {
       const std::int64_t stop = std::min(last, (row / layout.channels + 1) * layout.channels);
@@ -25,30 +26,39 @@ void row_energies(DataType type, const ChannelLayout& layout, const void* weight
     }
 }
 
+namespace {
+
+// strength[row] of one task.
 void task_strength(const double* energy, std::int64_t rows, std::int64_t kernel_size,
                    const double* gamma, const double* variance, double epsilon, bool normalize,
                    double* strength) {
   for (std::int64_t row = 0; row < rows; ++row)
-    strength[row] = gamma[row] * gamma[row] / (variance[row] + epsilon) *
-                    (energy[row] / static_cast<double>(kernel_size));
+    strength[row] = channel_strength(gamma[row], variance[row], epsilon,
+                                     energy[row] / static_cast<double>(kernel_size));
   if (!normalize)
     return;
   const double total = std::accumulate(strength, strength + rows, 0.0);
   for (std::int64_t row = 0; row < rows; ++row)
-    strength[row] = total == 0 ? 0 : strength[row] / total;
+    strength[row] = normalized_strength(strength[row], total);
+}
+
+} // namespace
+
+void channel_energies(DataType type, const ChannelLayout& layout, const void* weight,
+                      double* energy, int threads) {
+  const std::vector<RowRange> chunks = weight_chunks(layout);
+  std::atomic<std::size_t> next{0};
+  run_parallel(useful_threads(threads, layout.size()), [&] {
+    for (std::size_t i = next++; i < chunks.size(); i = next++)
+      row_energies(type, layout, weight, chunks[i].first, chunks[i].last, energy + chunks[i].first);
+  });
 }
 
 void connection_strength(const StrengthArguments& arguments, int threads) {
   const ChannelLayout& layout = arguments.layout;
   const std::int64_t rows = layout.rows();
   std::vector<double> energy(static_cast<std::size_t>(rows));
-  const std::vector<RowRange> chunks = weight_chunks(layout);
-  std::atomic<std::size_t> next{0};
-  run_parallel(useful_threads(threads, layout.size()), [&] {
-    for (std::size_t i = next++; i < chunks.size(); i = next++)
-      row_energies(arguments.type, layout, arguments.weight, chunks[i].first, chunks[i].last,
-                   &energy[static_cast<std::size_t>(chunks[i].first)]);
-  });
+  channel_energies(arguments.type, layout, arguments.weight, energy.data(), threads);
   for (std::int32_t task = 0; task < arguments.tasks; ++task)
     task_strength(energy.data(), rows, arguments.kernel_size, arguments.gamma + task * rows,
                   arguments.variance + task * rows, arguments.epsilon[task], arguments.normalize,
@@ -58,15 +68,21 @@ void connection_strength(const StrengthArguments& arguments, int threads) {
 void task_priority(const double* strength, std::int32_t tasks, std::int64_t rows,
                    std::int64_t* priority) {
   for (std::int64_t row = 0; row < rows; ++row) {
-    std::int32_t top = 0;
-    for (std::int32_t task = 1; task < tasks; ++task) {
-      const double best = strength[top * rows + row];
-      const double candidate = strength[task * rows + row];
-      if (candidate > best || (std::isnan(best) && !std::isnan(candidate)))
-        top = task;
-    }
-    priority[row] = top;
+    TopTask top;
+    for (std::int32_t task = 0; task < tasks; ++task)
+      top.compare(task, strength[task * rows + row]);
+    priority[row] = top.task;
   }
+}
+
+void energy_priority(const PriorityArguments& arguments) {
+  const std::int64_t rows = arguments.rows;
+  std::vector<double> strength(static_cast<std::size_t>(arguments.tasks * rows));
+  for (std::int32_t task = 0; task < arguments.tasks; ++task)
+    task_strength(arguments.energy, rows, 1, arguments.gamma + task * rows,
+                  arguments.variance + task * rows, arguments.epsilon[task], true,
+                  strength.data() + task * rows);
+  task_priority(strength.data(), arguments.tasks, rows, arguments.priority);
 }
 
 } // namespace cs_kernels::cpu

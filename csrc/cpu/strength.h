@@ -1,4 +1,4 @@
-// Connection strength and priority of one layer, from the energies of its rows.
+// The energies of a layer's rows, for connection strength and for Phase 2.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,5 @@ namespace cs_kernels::cpu {
 // elements once.
 void row_energies(DataType type, const ChannelLayout& layout, const void* weight,
                   std::int64_t first, std::int64_t last, double* energy);
-
-// strength[row] of one task; energies of all rows given.
-void task_strength(const double* energy, std::int64_t rows, std::int64_t kernel_size,
-                   const double* gamma, const double* variance, double epsilon, bool normalize,
-                   double* strength);
 
 } // namespace cs_kernels::cpu

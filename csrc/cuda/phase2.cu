@@ -1,8 +1,9 @@
+#include "cs_kernels/cuda/phase2.h"
+
 #include "block.h"
-#include "cs_kernels/cuda.h"
-#include "cs_kernels/gradients.h"
-#include "numbers.h"
+#include "cs_kernels/combine.h"
 #include "strength.h"
+#include "types.h"
 
 namespace cs_kernels::cuda {
 namespace {
@@ -10,13 +11,13 @@ namespace {
 // The first part of a block's shared memory.
 struct alignas(16) Shared {
   double sums[kWarps];
-  double numbers[kMaxTasks]; // strengths' totals, or factors
+  double numbers[kMaxTasks]; // the strengths' sums, or the coefficients a_i
   std::int32_t drawn;
   std::int32_t last;
 };
 
-// The rest of it: products of a thread [K * K, kThreads], or those of the general kernel.
-CS_DEVICE double* products_room() {
+// The rest of it: the products of each thread [K * K, kThreads], or those of the general kernel.
+CS_DEVICE double* shared_products() {
   return reinterpret_cast<double*>(shared_memory() + sizeof(Shared));
 }
 
@@ -28,8 +29,8 @@ constexpr std::size_t shared_bytes(int unrolled, int tasks) {
   return sizeof(Shared) + static_cast<std::size_t>(numbers) * sizeof(double);
 }
 
-// What a block knows of the tensor that it works on. What every 16 bytes need is copied: nothing
-// that is written is known to lie elsewhere than the tables.
+// The tensor that a block works on. Hot fields are copied to registers: the compiler must assume
+// that stores alias the tables.
 template <class T> struct Work {
   const Phase2Launch& launch;
   const PlannedTensor& tensor;
@@ -53,9 +54,9 @@ template <class T> struct Work {
     return pointer<const T>(load(call + kGradients + task));
   }
 
-  // The task whose group the elements of a run belong to, `inner` of which lie together; -1 for
-  // none. Priorities may have been written in the same launch.
-  CS_DEVICE std::int64_t group_of(std::int64_t run) const {
+  // The task whose channel group the elements of a run belong to, or -1; a run is `inner`
+  // contiguous elements. Priorities may have been written in the same launch.
+  CS_DEVICE std::int64_t task_of(std::int64_t run) const {
     if (priority == nullptr)
       return -1;
     std::int64_t row = run;
@@ -70,62 +71,63 @@ template <class T> struct Work {
   CS_DEVICE std::int64_t run_of(std::int64_t element) const {
     return priority == nullptr ? 0 : quotient(element, inner);
   }
-  // Whether the 16 bytes from an element on can be read at once.
+  // Whether one access may read the 16 bytes from an element on.
   CS_DEVICE bool readable(std::int64_t element) const {
     return aligned && element + Vector<T>::kSize <= size;
   }
-  // Whether they are of one row.
+  // Whether they belong to one row.
   CS_DEVICE bool in_run(std::int64_t element, std::int64_t run) const {
     return priority == nullptr || element + Vector<T>::kSize <= (run + 1) * inner;
   }
 };
 
 template <class T, int kTasks> constexpr std::int64_t tile_elements() {
-  return std::int64_t{kTasks > 0 ? kThreads * Vector<T>::kSize : 16 * kGeneralTile};
+  return std::int64_t{kTasks > 0 ? kThreads * Vector<T>::kSize : kGeneralTiles * kGeneralTile};
 }
 
-// A SUM item of up to 8 tasks: the plain sum is written, and products[i, j] = <G_i, G_j> over the
-// group of task i. A thread's products are its own, in shared memory: the group changes from row to
-// row, and registers cannot be chosen by a number.
+// A SUM item of up to 8 tasks: writes the plain sum, and products[i, j] = <G_i, G_j> over channel
+// group i. Each thread has its products in shared memory: the group changes from row to row, and
+// registers cannot be indexed.
 template <class T, int kTasks> struct Sum {
   static constexpr int kVector = Vector<T>::kSize;
 
   const Work<T>& work;
   const T* gradients[kTasks];
-  double* kept; // [K * K, kThreads], from this thread's place on
+  double* kept; // [K * K, kThreads], from this thread's column on
 
-  CS_DEVICE explicit Sum(const Work<T>& of) : work(of), kept(products_room() + thread_index()) {
+  CS_DEVICE explicit Sum(const Work<T>& of) : work(of), kept(shared_products() + thread_index()) {
     CS_UNROLL(kTasks)
     for (int j = 0; j < kTasks; ++j)
       gradients[j] = work.gradient(j);
   }
 
   CS_DEVICE double& kept_at(int slot) {
-    const int place = slot * kThreads;
-    return kept[place];
+    const int offset = slot * kThreads;
+    return kept[offset];
   }
 
-  // 16 bytes of each gradient, under way before it is known whose they are.
+  // One 16-byte load per gradient, issued before the channel group is known.
   struct Read {
     bool whole;
     Words words[kTasks];
   };
 
-  CS_DEVICE Read read(std::int64_t place, std::int64_t end) const {
+  CS_DEVICE Read read(std::int64_t element, std::int64_t end) const {
     Read result;
-    result.whole = place < end && work.readable(place);
+    result.whole = element < end && work.readable(element);
     CS_UNROLL(kTasks)
     for (int j = 0; j < kTasks; ++j)
-      result.words[j] =
-          result.whole && gradients[j] != nullptr ? load(words_at(gradients[j] + place)) : Words{};
+      result.words[j] = result.whole && gradients[j] != nullptr
+                            ? load(words_at(gradients[j] + element))
+                            : Words{};
     return result;
   }
 
-  CS_DEVICE void vector(std::int64_t place, const Words (&words)[kTasks]) {
-    const std::int64_t run = work.run_of(place);
-    if (!work.in_run(place, run))
-      return elements(place, place + kVector);
-    const std::int64_t group = work.group_of(run);
+  CS_DEVICE void vector(std::int64_t element, const Words (&words)[kTasks]) {
+    const std::int64_t run = work.run_of(element);
+    if (!work.in_run(element, run))
+      return elements(element, element + kVector);
+    const std::int64_t group = work.task_of(run);
     Wide<T> total[kVector] = {};
     CS_UNROLL(kTasks)
     for (int j = 0; j < kTasks; ++j) {
@@ -136,48 +138,48 @@ template <class T, int kTasks> struct Sum {
     Vector<T> sum;
     for (int e = 0; e < kVector; ++e)
       sum.x[e] = narrowed<T>(total[e]);
-    store_vector(work.update + place, sum);
+    store_vector(work.update + element, sum);
     if (group < 0)
       return;
-    // By masks: what looks like a choice among an array's elements may be made in memory.
-    Words own_words{};
+    // Masks, as the compiler may index an array of candidates in local memory.
+    Words reference_words{};
     CS_UNROLL(kTasks)
     for (int j = 0; j < kTasks; ++j) {
       const std::uint32_t mask = j == group ? ~0u : 0u;
       for (int word = 0; word < 4; ++word)
-        own_words.x[word] |= words[j].x[word] & mask;
+        reference_words.x[word] |= words[j].x[word] & mask;
     }
-    const auto own = as_vector<T>(own_words);
+    const auto reference = as_vector<T>(reference_words);
     CS_UNROLL(kTasks)
     for (int j = 0; j < kTasks; ++j) {
       const auto g = as_vector<T>(words[j]);
       Wide<T> dot = 0;
       for (int e = 0; e < kVector; ++e)
-        dot += widened(own.x[e]) * widened(g.x[e]);
+        dot += widened(reference.x[e]) * widened(g.x[e]);
       kept_at(static_cast<int>(group) * kTasks + j) += dot;
     }
   }
 
-  // One after the other: at the edges of rows, and where memory is not aligned.
-  CS_DEVICE void elements(std::int64_t place, std::int64_t end) {
+  // One element at a time: at the ends of rows, and where memory is not aligned.
+  CS_DEVICE void elements(std::int64_t element, std::int64_t end) {
     CS_UNROLL(1)
-    for (; place < end; ++place) {
-      const std::int64_t group = work.group_of(work.run_of(place));
+    for (; element < end; ++element) {
+      const std::int64_t group = work.task_of(work.run_of(element));
       Wide<T> g[kTasks];
       Wide<T> total = 0;
-      Wide<T> own = 0;
+      Wide<T> reference = 0;
       CS_UNROLL(kTasks)
       for (int j = 0; j < kTasks; ++j) {
-        g[j] = gradients[j] != nullptr ? widened(load(gradients[j] + place)) : 0;
+        g[j] = gradients[j] != nullptr ? widened(load(gradients[j] + element)) : 0;
         total += g[j];
-        own = j == group ? g[j] : own;
+        reference = j == group ? g[j] : reference;
       }
-      work.update[place] = narrowed<T>(total);
+      work.update[element] = narrowed<T>(total);
       if (group < 0)
         continue;
       CS_UNROLL(kTasks)
       for (int j = 0; j < kTasks; ++j)
-        kept_at(static_cast<int>(group) * kTasks + j) += own * g[j];
+        kept_at(static_cast<int>(group) * kTasks + j) += reference * g[j];
     }
   }
 
@@ -189,27 +191,27 @@ template <class T, int kTasks> struct Sum {
     const auto [begin, end] = item_range(index, tensor.tiles * kTile, tensor.size);
     const int offset = thread_index() * kVector;
     Read next = read(begin + offset, end);
-    for (std::int64_t place = begin + offset; place < end; place += kTile) {
+    for (std::int64_t element = begin + offset; element < end; element += kTile) {
       const Read now = next;
-      if constexpr (reads_ahead(kTasks))
-        next = read(place + kTile, end);
+      if constexpr (prefetches(kTasks))
+        next = read(element + kTile, end);
       if (now.whole)
-        vector(place, now.words);
+        vector(element, now.words);
       else
-        elements(place, place + kVector < end ? place + kVector : end);
-      if constexpr (!reads_ahead(kTasks))
-        next = read(place + kTile, end);
+        elements(element, element + kVector < end ? element + kVector : end);
+      if constexpr (!prefetches(kTasks))
+        next = read(element + kTile, end);
     }
     if (tensor.layer < 0)
       return;
     synchronize_block();
-    double* products = work.launch.products + tensor.first_sum * kTasks * kTasks;
+    double* products = work.launch.item_products + tensor.first_sum * kTasks * kTasks;
     const int lane = thread_index() % kWarp;
     for (int slot = thread_index() / kWarp; slot < kTasks * kTasks; slot += kWarps) {
       const int first = slot * kThreads + lane;
       double sum = 0;
       for (int n = first; n < first + kThreads; n += kWarp)
-        sum += products_room()[n];
+        sum += shared_products()[n];
       sum = warp_sum(sum, kWarp);
       if (lane == 0)
         products[slot * tensor.sum_items + index] = sum;
@@ -217,8 +219,8 @@ template <class T, int kTasks> struct Sum {
   }
 };
 
-// A SUM item of any number of tasks. A tile of all gradients is kept in shared memory; thread j has
-// the products with G_j to itself.
+// A SUM item of any number of tasks. A tile of all gradients is in shared memory; thread j computes
+// all products with G_j.
 template <class T> struct Sum<T, 0> {
   const Work<T>& work;
   const int tasks;
@@ -228,7 +230,7 @@ template <class T> struct Sum<T, 0> {
   double* groups;   // [kGeneralTile], a task or -1
 
   CS_DEVICE explicit Sum(const Work<T>& of)
-      : work(of), tasks(of.launch.tasks), slots(tasks * tasks), products(products_room()),
+      : work(of), tasks(of.launch.tasks), slots(tasks * tasks), products(shared_products()),
         tile(products + slots), groups(column(tasks)) {}
 
   // The elements of a task.
@@ -242,12 +244,12 @@ template <class T> struct Sum<T, 0> {
       const int j = i / kGeneralTile;
       const int e = i % kGeneralTile;
       const T* gradient = work.gradient(j);
-      const bool here = gradient != nullptr && start + e < end;
-      column(j)[e] = here ? widened(load(gradient + start + e)) : 0;
+      const bool inside = gradient != nullptr && start + e < end;
+      column(j)[e] = inside ? widened(load(gradient + start + e)) : 0;
     }
     const int e = thread_index();
     if (e < kGeneralTile)
-      groups[e] = start + e < end ? work.group_of(work.run_of(start + e)) : -1;
+      groups[e] = start + e < end ? work.task_of(work.run_of(start + e)) : -1;
   }
 
   CS_DEVICE void write(std::int64_t start, std::int64_t end) {
@@ -298,20 +300,20 @@ template <class T> struct Sum<T, 0> {
     synchronize_block();
     if (tensor.layer < 0)
       return;
-    double* out = work.launch.products + (tensor.first_sum + index) * slots;
+    double* out = work.launch.item_products + (tensor.first_sum + index) * slots;
     for (int slot = thread_index(); slot < slots; slot += kThreads)
       out[slot] = products[slot];
   }
 };
 
-// a_i = -sum over j != i with d_ij < 0 of d_ij / d_ii, where d_ii > 0; else 0.
+// Adds up d_ij of the layer over its SUM items, in their order, and derives a_i.
 template <int kTasks>
-CS_DEVICE void find_factors(const Phase2Launch& launch, const PlannedTensor& tensor) {
+CS_DEVICE void find_coefficients(const Phase2Launch& launch, const PlannedTensor& tensor) {
   const int tasks = launch.tasks;
   const int slots = tasks * tasks;
-  const double* products = launch.products + tensor.first_sum * slots;
-  double* d = products_room();
-  if constexpr (kTasks > 0) { // [slot, item]: a warp a slot
+  const double* products = launch.item_products + tensor.first_sum * slots;
+  double* d = shared_products();
+  if constexpr (kTasks > 0) { // [slot, item]: a warp for each slot
     const int lane = thread_index() % kWarp;
     for (int slot = thread_index() / kWarp; slot < slots; slot += kWarps) {
       double sum = 0;
@@ -321,7 +323,7 @@ CS_DEVICE void find_factors(const Phase2Launch& launch, const PlannedTensor& ten
       if (lane == 0)
         d[slot] = sum;
     }
-  } else { // [item, slot]: a thread a slot
+  } else { // [item, slot]: a thread for each slot
     for (int slot = thread_index(); slot < slots; slot += kThreads) {
       double sum = 0;
       for (std::int64_t item = 0; item < tensor.sum_items; ++item)
@@ -330,33 +332,27 @@ CS_DEVICE void find_factors(const Phase2Launch& launch, const PlannedTensor& ten
     }
   }
   synchronize_block();
-  for (int i = thread_index(); i < tasks; i += kThreads) {
-    const int first = i * tasks;
-    const double d_ii = d[first + i];
-    double factor = 0;
-    for (int j = 0; j < tasks; ++j) {
-      const double d_ij = d[first + j];
-      if (j != i && d_ij < 0 && d_ii > 0)
-        factor -= d_ij / d_ii;
-    }
-    launch.factors[tensor.layer * tasks + i] = factor;
-  }
+  for (int slot = thread_index(); slot < slots; slot += kThreads)
+    launch.products[tensor.layer * slots + slot] = d[slot];
+  for (int i = thread_index(); i < tasks; i += kThreads)
+    launch.coefficients[tensor.layer * tasks + i] = projection_coefficient(d + i * tasks, tasks, i);
 }
 
-// A FIX item. In float64: a_i may be beyond float32's range where a_i * G_i is not.
+// A PROJECT item: update += a_i * G_i. In float64: a_i may be beyond float32's range where a_i *
+// G_i is not.
 template <class T>
-CS_DEVICE void add_conflicts(const Work<T>& work, std::int32_t index, std::int64_t tile,
-                             double* factors, std::int32_t* any) {
+CS_DEVICE void project(const Work<T>& work, std::int32_t index, std::int64_t tile,
+                       double* coefficients, std::int32_t* any) {
   constexpr int kVector = Vector<T>::kSize;
   const PlannedTensor& tensor = work.tensor;
   const int tasks = work.launch.tasks;
   for (int i = thread_index(); i < tasks; i += kThreads)
-    factors[i] = work.launch.factors[tensor.layer * tasks + i];
+    coefficients[i] = work.launch.coefficients[tensor.layer * tasks + i];
   synchronize_block();
   if (thread_index() == 0) {
     *any = 0;
     for (int i = 0; i < tasks; ++i)
-      *any |= factors[i] != 0;
+      *any |= coefficients[i] != 0;
   }
   synchronize_block();
   if (*any == 0)
@@ -364,30 +360,30 @@ CS_DEVICE void add_conflicts(const Work<T>& work, std::int32_t index, std::int64
   const auto [begin, end] = item_range(index, tensor.tiles * tile, tensor.size);
   constexpr int kStep = kThreads * kVector;
   const int offset = thread_index() * kVector;
-  for (std::int64_t place = begin + offset; place < end; place += kStep) {
-    const std::int64_t run = work.run_of(place);
-    if (work.readable(place) && work.in_run(place, run)) {
-      const std::int64_t group = work.group_of(run);
-      const double factor = group < 0 ? 0 : factors[group];
-      const T* gradient = factor != 0 ? work.gradient(group) : nullptr;
+  for (std::int64_t element = begin + offset; element < end; element += kStep) {
+    const std::int64_t run = work.run_of(element);
+    if (work.readable(element) && work.in_run(element, run)) {
+      const std::int64_t group = work.task_of(run);
+      const double coefficient = group < 0 ? 0 : coefficients[group];
+      const T* gradient = coefficient != 0 ? work.gradient(group) : nullptr;
       if (gradient == nullptr)
         continue;
-      const auto own = as_vector<T>(load(words_at(gradient + place)));
-      auto total = as_vector<T>(*words_at(work.update + place));
+      const auto reference = as_vector<T>(load(words_at(gradient + element)));
+      auto total = as_vector<T>(*words_at(work.update + element));
       for (int e = 0; e < kVector; ++e)
-        total.x[e] = narrowed<T>(widened(total.x[e]) + factor * widened(own.x[e]));
-      store_vector(work.update + place, total);
+        total.x[e] = narrowed<T>(widened(total.x[e]) + coefficient * widened(reference.x[e]));
+      store_vector(work.update + element, total);
       continue;
     }
-    const std::int64_t stop = place + kVector < end ? place + kVector : end;
+    const std::int64_t stop = element + kVector < end ? element + kVector : end;
     CS_UNROLL(1)
-    for (std::int64_t e = place; e < stop; ++e) {
-      const std::int64_t group = work.group_of(work.run_of(e));
-      const double factor = group < 0 ? 0 : factors[group];
-      const T* gradient = factor != 0 ? work.gradient(group) : nullptr;
+    for (std::int64_t e = element; e < stop; ++e) {
+      const std::int64_t group = work.task_of(work.run_of(e));
+      const double coefficient = group < 0 ? 0 : coefficients[group];
+      const T* gradient = coefficient != 0 ? work.gradient(group) : nullptr;
       if (gradient != nullptr)
         work.update[e] =
-            narrowed<T>(widened(work.update[e]) + factor * widened(load(gradient + e)));
+            narrowed<T>(widened(work.update[e]) + coefficient * widened(load(gradient + e)));
     }
   }
 }
@@ -406,9 +402,9 @@ CS_DEVICE void energy_item(const Phase2Launch& launch, const Item& item, Shared&
   if (!arrive(counters + kEnergiesDone, tensor.energy_items, &shared.last))
     return;
   const auto of_layer = [&](const Numbers& numbers) {
-    const std::int64_t place = tensor.first_row * launch.tasks;
+    const std::int64_t first = tensor.first_row * launch.tasks;
     return Numbers{numbers.type,
-                   static_cast<const char*>(numbers.data) + place * item_size(numbers.type)};
+                   static_cast<const char*>(numbers.data) + first * item_size(numbers.type)};
   };
   const StrengthLaunch layer{energy,
                              of_layer(launch.gamma),
@@ -423,7 +419,7 @@ CS_DEVICE void energy_item(const Phase2Launch& launch, const Item& item, Shared&
   publish(counters + kPriorityReady);
 }
 
-// The last SUM item of a layer finds its a_i.
+// The last SUM item of a layer derives its a_i.
 template <class T, int kTasks>
 CS_DEVICE void sum_item(const Phase2Launch& launch, const Item& item, Shared& shared) {
   const PlannedTensor& tensor = launch.tensors[item.tensor];
@@ -433,21 +429,21 @@ CS_DEVICE void sum_item(const Phase2Launch& launch, const Item& item, Shared& sh
   const Work<T> work(launch, item.tensor);
   Sum<T, kTasks>(work).run(item.index);
   if (tensor.layer >= 0 && arrive(counters + kSumsDone, tensor.sum_items, &shared.last)) {
-    find_factors<kTasks>(launch, tensor);
-    publish(counters + kFactorsReady);
+    find_coefficients<kTasks>(launch, tensor);
+    publish(counters + kCoefficientsReady);
   }
 }
 
 template <class T, int kTasks>
-CS_DEVICE void fix_item(const Phase2Launch& launch, const Item& item, Shared& shared) {
+CS_DEVICE void project_item(const Phase2Launch& launch, const Item& item, Shared& shared) {
   const PlannedTensor& tensor = launch.tensors[item.tensor];
-  wait(launch.counters + tensor.layer * kLayerCounters + kFactorsReady);
-  add_conflicts(Work<T>(launch, item.tensor), item.index, tile_elements<T, kTasks>(),
-                shared.numbers, &shared.last);
+  wait(launch.counters + tensor.layer * kLayerCounters + kCoefficientsReady);
+  project(Work<T>(launch, item.tensor), item.index, tile_elements<T, kTasks>(), shared.numbers,
+          &shared.last);
 }
 
-// A block takes items until there are none. Its next one is drawn while it works on this one; what
-// that waits for has been drawn before, by a block that works on it or on something earlier still.
+// A block takes items until there are none. It draws the next ticket while it works on the current
+// item; all that an item waits for has an earlier ticket, so some block is working on it.
 template <class T, int kTasks>
 CS_KERNEL(kThreads, phase2_blocks(kTasks))
 phase2_kernel(Phase2Launch launch) {
@@ -465,7 +461,7 @@ phase2_kernel(Phase2Launch launch) {
     else if (item.kind == ItemKind::kSum)
       sum_item<T, kTasks>(launch, item, shared);
     else
-      fix_item<T, kTasks>(launch, item, shared);
+      project_item<T, kTasks>(launch, item, shared);
     synchronize_block();
     if (thread_index() == 0)
       shared.drawn = next;
@@ -493,10 +489,16 @@ std::size_t phase2_memory(std::int32_t tasks) {
   return shared_bytes(is_unrolled(tasks) ? tasks : 0, tasks);
 }
 
-std::int64_t phase2_tile(DataType type, std::int32_t tasks) {
+Phase2Tiling phase2_tiling(DataType type, std::int32_t tasks) {
   return with_type(type, [&](auto like) {
     using T = decltype(like);
-    return is_unrolled(tasks) ? tile_elements<T, kUnrolledTasks>() : tile_elements<T, 0>();
+    return Phase2Tiling{is_unrolled(tasks) ? tile_elements<T, kUnrolledTasks>()
+                                           : tile_elements<T, 0>(),
+                        kEnergyTiles * kThreads * Vector<T>::kSize,
+                        kLeastEnergyRows,
+                        kMostTiles,
+                        kLeastItems,
+                        kLag};
   });
 }
 

@@ -4,20 +4,21 @@ namespace cs_kernels::cuda {
 namespace {
 
 template <class T> CS_KERNEL(kThreads, kSmallBlocks) energy_kernel(EnergyLaunch launch) {
-  auto* room = reinterpret_cast<double*>(shared_memory());
+  auto* workspace = reinterpret_cast<double*>(shared_memory());
   const PlannedTensor& tensor = *launch.tensor;
   const Range rows = item_range(block_index(), tensor.energy_rows, tensor.rows);
   row_energies(tensor, static_cast<const T*>(launch.weight), launch.aligned, rows, launch.energy,
-               room);
+               workspace);
 }
 
-// A block a task.
+// A block for each task.
 CS_KERNEL(kThreads, kSmallBlocks) strength_kernel(StrengthLaunch launch) {
-  auto* room = reinterpret_cast<double*>(shared_memory());
+  auto* workspace = reinterpret_cast<double*>(shared_memory());
   const int task = static_cast<int>(block_index());
-  const double total = launch.normalize ? strength_total(launch, task, room) : 1;
+  const double total = launch.normalize ? strength_total(launch, task, workspace) : 1;
   for (std::int64_t row = thread_index(); row < launch.rows; row += kThreads)
-    launch.strength[task * launch.rows + row] = normalized(strength_at(launch, task, row), total);
+    launch.strength[task * launch.rows + row] =
+        normalized_strength(strength_at(launch, task, row), total);
 }
 
 struct PriorityLaunch {
@@ -33,23 +34,23 @@ CS_KERNEL(kThreads, kSmallBlocks) priority_kernel(PriorityLaunch launch) {
     return;
   TopTask top;
   for (int task = 0; task < launch.tasks; ++task)
-    top.meet(task, number_at(launch.strength, task * launch.rows + row));
+    top.compare(task, number_at(launch.strength, task * launch.rows + row));
   launch.priority[row] = top.task;
 }
 
-constexpr std::size_t kRoom = kWarps * sizeof(double);
+constexpr std::size_t kWorkspace = kWarps * sizeof(double);
 
 } // namespace
 
 Status energies(const EnergyLaunch& arguments, Stream stream) {
   return with_type(arguments.type, [&](auto like) {
-    return launch(energy_kernel<decltype(like)>, arguments.items, kThreads, kRoom, stream,
+    return launch(energy_kernel<decltype(like)>, arguments.items, kThreads, kWorkspace, stream,
                   arguments);
   });
 }
 
 Status strengths(const StrengthLaunch& arguments, Stream stream) {
-  return launch(strength_kernel, arguments.tasks, kThreads, kRoom, stream, arguments);
+  return launch(strength_kernel, arguments.tasks, kThreads, kWorkspace, stream, arguments);
 }
 
 Status task_priority(Numbers strength, std::int32_t tasks, std::int64_t rows,

@@ -3,50 +3,68 @@
 
 namespace cs_kernels::cuda {
 
-// Of a block. A thread keeps K * K products in shared memory: of 8 tasks, 64 KiB for a block, so
-// that two to three blocks fit where there are 164 to 228 KiB; of 4, 16 KiB.
+// Threads of a block. Each keeps K * K products in shared memory: 64 KiB for a block with 8 tasks,
+// so that two or three blocks fit into 164 to 228 KiB; 16 KiB with 4 tasks.
 constexpr int kThreads = 128;
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 
-// Blocks that run at once on a multiprocessor, of kernels that need few registers.
+// Resident blocks of a multiprocessor, for kernels that need few registers.
 constexpr int kSmallBlocks = 8;
 
-// The same of Phase 2: what its registers allow without spilling; 0 tasks is the general kernel.
+// The same for Phase 2: as many as its registers allow without spills; 0 tasks is the general
+// kernel.
 constexpr int phase2_blocks(int tasks) {
   return tasks == 0 ? 4 : tasks <= 2 ? 6 : tasks <= 6 ? 4 : 3;
 }
 
-// Whether a SUM item reads its next tile before it works on this one. Of few tasks one tile is too
-// little under way (see kEnergyLoads); of many, registers would cost a block.
-constexpr bool reads_ahead(int tasks) { return tasks <= 4; }
+// Whether a SUM item prefetches its next tile. With few tasks, one tile does not cover the memory
+// latency (see kEnergyLoads); with many, prefetching costs occupancy.
+constexpr bool prefetches(int tasks) { return tasks <= 4; }
 
-// And of the Gramian, a thread of which keeps K (K + 1) / 2 sums in registers.
+// The same for the Gramian, whose threads keep K (K + 1) / 2 sums in registers.
 constexpr int gramian_blocks(int tasks) {
   return tasks == 0 ? 4 : tasks <= 2 ? 6 : tasks <= 4 ? 4 : tasks <= 6 ? 3 : 2;
 }
 
-// 16 bytes of a row that a thread reads before it works on the first: bandwidth times latency is
-// about 25 KiB for each multiprocessor of an H100, and 4 blocks have 32 KiB under way.
+// 16-byte loads of a row that a thread has in flight: bandwidth times latency is about 25 KiB for
+// each multiprocessor of an H100, and 4 blocks have 32 KiB in flight.
 constexpr int kEnergyLoads = 4;
 
-// The same of combine and sign dropping, over tasks.
+// The same for combine and sign dropping, over tasks.
 constexpr int kTaskLoads = 4;
-// 16 bytes of each gradient that a thread works on in a tile of these and of the Gramian.
+// 16-byte vectors of each gradient that a thread handles in a tile of these and of the Gramian.
 constexpr int kGradientVectors = 4;
 
-// Elements that the general kernels keep of all tasks in shared memory: of 64 tasks and doubles,
-// 16.5 KiB beside 32 KiB of products.
+// Elements of all tasks that the general kernels keep in shared memory: 16.5 KiB for 64 tasks and
+// doubles, beside 32 KiB of products; and how many of these make one tile.
 constexpr int kGeneralTile = 32;
+constexpr int kGeneralTiles = 16;
 
-// A row of more bytes is worked on by a whole block.
+// A whole block reads a row of more bytes.
 constexpr int kLongRow = 16 << 10;
 
-// Nanoseconds between two looks at a flag: a wait is a few microseconds at most.
+// Nanoseconds between two polls of a flag: a wait takes a few microseconds at most.
 constexpr unsigned kPause = 100;
 
-// The tasks up to which kernels are unrolled.
+// Kernels are unrolled up to this number of tasks.
 constexpr int kUnrolledTasks = 8;
 constexpr bool is_unrolled(int tasks) { return tasks >= 2 && tasks <= kUnrolledTasks; }
+
+// The plan of Phase 2's items.
+// Tiles of a SUM item: an item begins with three dependent reads, about two microseconds, as long
+// as a block takes for some tiles.
+constexpr int kMostTiles = 16;
+// An ENERGY item is as long, for as many loads in flight.
+constexpr int kEnergyTiles = 16;
+constexpr int kLeastEnergyRows = 4;
+// SUM items of a multiprocessor before items grow: a block runs about six of them in turn, so the
+// idle tail is a tenth.
+constexpr int kLeastItems = 32;
+// The resident blocks of a multiprocessor.
+constexpr int kLag = 6;
+
+// Tiles of an item of the Gramian.
+constexpr int kMostGramianTiles = 16;
 
 } // namespace cs_kernels::cuda

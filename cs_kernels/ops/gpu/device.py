@@ -1,5 +1,6 @@
-"""The device: how large it is, and numbers on their way to it without waiting."""
+"""The device: its size, captures of CUDA graphs, and copies to it without host synchronization."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -7,17 +8,21 @@ import torch
 from torch import Tensor
 
 _captured: list[object] = []
-"""What the replays of CUDA graphs read again, for as long as they live."""
+"""Tensors read by captured CUDA graphs; never freed."""
 
 _left_for_captures: list[Tensor] = []
-"""Pinned numbers, in one tensor: a capture can neither allocate some nor copy from other memory."""
+"""Pinned memory, in one tensor: a capture can neither allocate it nor copy from other memory."""
 
 _FOR_CAPTURES = 1 << 17
 """As many at least: a megabyte."""
 
 
-def processors(device: torch.device) -> int:
-    """Multiprocessors; for the interpreter one, so that small trunks take all ways."""
+VECTOR_BYTES = 16
+"""The widest access of a kernel."""
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Their number; 1 for the interpreter, so that small trunks take every path."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -45,7 +50,7 @@ class Tables(Protocol):
 
 
 def keep(tables: Tables, device: torch.device) -> None:
-    """Keeps their memory for a launch that reads it: for good if it is captured in a CUDA graph."""
+    """Keeps their memory until a launch has read it: for good in the capture of a CUDA graph."""
     if _capturing(device):
         _captured.append(tables)
     elif tables.stream != stream_of(device):
@@ -66,11 +71,11 @@ def _pinned(numbers: int) -> Tensor:
     return torch.empty(numbers, dtype=torch.int64, device="cpu", pin_memory=True)
 
 
-def room_here(numbers: int, device: torch.device) -> Tensor:
-    """Int64 numbers on the host, for `send`.
+def host_buffer(numbers: int, device: torch.device) -> Tensor:
+    """An int64 buffer on the host, for `send`.
 
     Raises:
-        RuntimeError: In the capture of a CUDA graph, if no step before it has left room for it.
+        RuntimeError: In the capture of a CUDA graph, if no step before it has pinned enough memory.
 
     """
     if device.type != "cuda":
@@ -82,24 +87,42 @@ def room_here(numbers: int, device: torch.device) -> Tensor:
                 f"a captured step sends {numbers} numbers from pinned memory, got {left} left of"
                 " what was pinned before the capture: make a step before the capture"
             )
-        here, _left_for_captures[0] = _left_for_captures[0].tensor_split([numbers])
-        _captured.append(here)
-        return here
+        buffer, _left_for_captures[0] = _left_for_captures[0].tensor_split([numbers])
+        _captured.append(buffer)
+        return buffer
     if left < 64 * numbers:
         _left_for_captures[:] = [_pinned(max(_FOR_CAPTURES, 64 * numbers))]
     return _pinned(numbers)
 
 
-def send(here: Tensor, device: torch.device) -> Tensor:
-    """The same numbers on the device, without waiting."""
-    return here.to(device, non_blocking=True)
+def send(buffer: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, without host synchronization."""
+    return buffer.to(device, non_blocking=True)
 
 
 def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Int64 numbers on the device."""
-    return send(room_here(len(numbers), device).copy_(on_host(numbers)), device)
+    return send(host_buffer(len(numbers), device).copy_(on_host(numbers)), device)
 
 
 def on_host(numbers: Sequence[int]) -> Tensor:
-    """Int64, whatever the default device."""
+    """An int64 tensor on the CPU, whatever the default device."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def numbered(prefix: Sequence[int], count: int) -> Tensor:
+    """int32 [count, ...]: the prefix and an index from 0 in each row."""
+    rows = torch.empty((count, len(prefix) + 1), dtype=torch.int32, device="cpu")
+    rows[:, :-1] = torch.tensor(prefix, dtype=torch.int32, device="cpu")
+    rows[:, -1] = torch.arange(count, dtype=torch.int32, device="cpu")
+    return rows
+
+
+def aligned(addresses: Tensor) -> Tensor:
+    """Whether all addresses of a row allow 16-byte accesses."""
+    return (addresses % VECTOR_BYTES == 0).all(1)
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Makes it the current device while kernels are launched there."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

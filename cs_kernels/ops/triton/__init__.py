@@ -1,4 +1,4 @@
-"""The kernels in Triton, for a GPU; or for Triton's interpreter, on the CPU."""
+"""The backend "triton": kernels for a GPU, or for Triton's interpreter on the CPU."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,10 +7,12 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cs_kernels.ops.gpu import VECTOR_BYTES, GpuOperators, GradientLaunch, Phase2Launch
-from cs_kernels.ops.gpu.plan import Phase2Plan, Tiling, power_of_two
+from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch
+from cs_kernels.ops.gpu.device import VECTOR_BYTES, upload
+from cs_kernels.ops.gpu.phase2_plan import Phase2Plan, Tiling, power_of_two
 from cs_kernels.ops.operands import ChannelLayout
-from cs_kernels.ops.triton import gradients, phase2, solvers
+from cs_kernels.ops.solvers import SOLVERS, option_word
+from cs_kernels.ops.triton import combine, phase2, solvers
 
 _DTYPES = {
     torch.float32: tl.float32,
@@ -19,22 +21,23 @@ _DTYPES = {
     torch.float16: tl.float16,
 }
 
-# Elements of a tile by itemsize and tasks: as many as a program's registers hold.
+# Elements of a tile by itemsize and tasks: as many as the registers of a program hold.
 _TILE = {
     2: {2: 2048, 4: 1024, 8: 1024, 64: 512},
     4: {2: 2048, 4: 1024, 8: 512, 64: 256},
     8: {2: 1024, 4: 512, 8: 256, 64: 128},
 }
-# Tiles of an item: finding out what to do takes as long as about three of them.
+# Tiles of an item: reading the tables takes as long as about three tiles.
 _MOST_TILES = 8
+_MOST_GRAMIAN_TILES = 16
 _LEAST_ITEMS = 16
-# As many programs as run at once on a multiprocessor.
+# The resident programs of a multiprocessor.
 _LAG = 4
 
 
 @dataclass(frozen=True)
 class Variant:
-    """The compile-time numbers of the kernels."""
+    """The numbers that kernels are compiled for."""
 
     tasks: int
     segments: int
@@ -56,25 +59,25 @@ class Variant:
 
 
 def _options(warps: int, registers: int) -> dict[str, Any]:
-    """Of a launch. A product that is added at once is not rounded: no result is worse for it."""
+    """Options of a launch. FMA contraction is on; it only improves accuracy."""
     options = {"num_warps": warps, "enable_fp_fusion": True}
     # AMD's compiler has no such bound.
     return options if torch.version.hip else {**options, "maxnreg": registers}
 
 
 OPTIONS = _options(4, 168)
-"""Registers for three programs on a multiprocessor."""
+"""Registers for three resident programs."""
 
 
 def phase2_options(tasks: int) -> dict[str, Any]:
-    """Of a Phase 2 launch: more than 4 tasks' products need more registers."""
+    """Options of a Phase 2 launch: the products of more than 4 tasks need more registers."""
     return OPTIONS if tasks <= 4 else _options(4, 255)
 
 
 def solver_options(tasks: int) -> dict[str, Any]:
-    """Of a solver's launch: a thread holds 2 numbers of a matrix [tasks, tasks], 16 if K > 32."""
+    """Options of a solver: a thread holds 2 numbers of a matrix [tasks, tasks], 16 if K > 32."""
     warps = min(8, max(1, tasks * tasks // 64))
-    # As many as there are: by itself the assembler spills some to leave room for other programs.
+    # All registers: by default the assembler spills some to leave registers to other programs.
     return _options(warps, min(255, 65536 // (32 * warps)))
 
 
@@ -102,7 +105,7 @@ DROP_PARTS = 4
 
 
 class TritonOperators(GpuOperators):
-    """One program an item."""
+    """One program for each item."""
 
     def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling:
         """Tiles of whole segments of rows."""
@@ -117,9 +120,13 @@ class TritonOperators(GpuOperators):
             most_segments=2**30,  # counted in 32 bits, also past the end
         )
 
-    def gradient_tile(self, tasks: int, dtype: torch.dtype, *, drop: bool) -> int:
-        """As many as registers hold."""
-        return Variant.of(tasks, dtype).elements // (DROP_PARTS if drop else 1)
+    def gradient_tiling(self, dtype: torch.dtype, tasks: int) -> tuple[int, int]:
+        """As many elements as registers hold."""
+        return Variant.of(tasks, dtype).elements, _MOST_GRAMIAN_TILES
+
+    def drop_tile(self, dtype: torch.dtype, tasks: int) -> int:
+        """Fewer, for five sums."""
+        return Variant.of(tasks, dtype).elements // DROP_PARTS
 
     def whole_vectors(self, layout: ChannelLayout, itemsize: int) -> bool:
         """Where every row can be read 16 bytes at a time."""
@@ -140,8 +147,9 @@ class TritonOperators(GpuOperators):
             launch.gamma,
             launch.variance,
             plan.epsilon,
+            launch.item_products,
             launch.products,
-            launch.factors,
+            launch.coefficients,
             launch.tasks,
             **phase2_constants(variant, launch.dtype),
             **phase2_options(variant.tasks),
@@ -150,7 +158,7 @@ class TritonOperators(GpuOperators):
     def launch_energies(
         self, plan: Phase2Plan, weight: Tensor, energy: Tensor, *, vectors: bool
     ) -> None:
-        """ENERGY_ROWS rows a program."""
+        """One program for ENERGY_ROWS rows."""
         phase2.energy_kernel[(-(-len(energy) // phase2.ENERGY_ROWS.value),)](
             plan.tensors,
             weight,
@@ -185,7 +193,7 @@ class TritonOperators(GpuOperators):
         )
 
     def launch_priority(self, strength: Tensor, priority: Tensor) -> None:
-        """512 numbers a program."""
+        """One program for 512 numbers."""
         tasks, channels = strength.shape
         rounded = Variant.of(tasks, strength.dtype).tasks
         phase2.priority_kernel[(-(-channels * rounded // 512),)](
@@ -210,31 +218,43 @@ class TritonOperators(GpuOperators):
         self, launch: GradientLaunch, counters: Tensor, products: Tensor, out: Tensor
     ) -> None:
         """The last program of a group adds up."""
-        self._launch(gradients.gramian_kernel, launch, counters, products, out)
+        self._launch(combine.gramian_kernel, launch, counters, products, out)
 
     def launch_combine(self, launch: GradientLaunch, weights: Tensor) -> None:
-        """One tile a program."""
-        self._launch(gradients.combine_kernel, launch, weights)
+        """One program for each tile."""
+        self._launch(combine.combine_kernel, launch, weights)
 
     def launch_drop_signs(self, launch: GradientLaunch, leaks: Tensor, keys: Tensor) -> None:
-        """One tile a program."""
-        self._launch(gradients.drop_signs_kernel, launch, leaks, keys, parts=DROP_PARTS)
+        """One program for each tile."""
+        self._launch(combine.drop_signs_kernel, launch, leaks, keys, parts=DROP_PARTS)
 
     def launch_solver(
-        self, name: str, gramian: Tensor, weights: Tensor, *arguments: Tensor, **options: str
+        self, name: str, gramian: Tensor, weights: Tensor, *options: int | float | str
     ) -> None:
-        """One program a Gramian."""
+        """One program for each Gramian."""
         tasks = gramian.shape[-1]
         rounded = max(2, power_of_two(tasks))
-        getattr(solvers, f"{name}_kernel")[(weights.numel() // tasks,)](
+        arguments: list[Tensor] = []
+        constants: dict[str, str] = {}
+        word = option_word(*options)
+        if options and isinstance(options[0], str):
+            constants["SCALE"] = options[0]
+        elif options:  # In memory: a kernel would be compiled anew for some numbers.
+            signed = word - (1 << 64) if word >> 63 else word
+            argument = upload([signed], gramian.device)
+            dtype = torch.float64 if isinstance(options[0], float) else torch.int64
+            arguments.append(argument.view(dtype))
+        _SOLVERS[name][(weights.numel() // tasks,)](
             gramian,
             weights,
             *arguments,
             tasks,
             TASKS=rounded,
             **solver_options(rounded),
-            **{option.upper(): value for option, value in options.items()},
+            **constants,
         )
 
+
+_SOLVERS = {name: getattr(solvers, f"{name}_kernel") for name in SOLVERS}
 
 operators = TritonOperators()

@@ -1,4 +1,4 @@
-"""Phase 2 of a whole trunk in one launch; `ops/gpu/plan.py` says what an item is, and their order.
+"""Phase 2 of a whole trunk in one launch; `ops/gpu/phase2_plan.py` describes the items.
 
 Memory traffic: weights and gradients are read once and the update is written once, (K + 2) N; rows
 in conflict are visited again, two reads and a write, from the L2 cache as far as the layer fits.
@@ -7,7 +7,7 @@ in conflict are visited again, two reads and a write, from the L2 cache as far a
 import triton
 import triton.language as tl
 
-from cs_kernels.ops.gpu.plan import CallField, Counter, ItemKind, TensorField
+from cs_kernels.ops.gpu.phase2_plan import CallField, Counter, ItemKind, TensorField
 from cs_kernels.ops.triton.primitives import (
     added_up,
     arrive,
@@ -20,21 +20,21 @@ from cs_kernels.ops.triton.primitives import (
 )
 
 SEGMENT = tl.constexpr(32)
-"""Elements of a row that are worked on together; a row's last segment may have fewer."""
+"""Elements of a row that are processed together; the last segment of a row may have fewer."""
 
 ENERGY_ROWS = tl.constexpr(4)
 ENERGY_COLUMNS = tl.constexpr(256)
 
 ENERGY = tl.constexpr(ItemKind.ENERGY)
 SUM = tl.constexpr(ItemKind.SUM)
-FIX = tl.constexpr(ItemKind.FIX)
+PROJECT = tl.constexpr(ItemKind.PROJECT)
 
 ROWS = tl.constexpr(TensorField.ROWS)
 LENGTH = tl.constexpr(TensorField.LENGTH)
 CHANNELS = tl.constexpr(TensorField.CHANNELS)
 INNER = tl.constexpr(TensorField.INNER)
 ROW_SEGMENTS = tl.constexpr(TensorField.ROW_SEGMENTS)
-SEGMENTS = tl.constexpr(TensorField.SEGMENTS)
+SIZE = tl.constexpr(TensorField.SIZE)
 KERNEL_SIZE = tl.constexpr(TensorField.KERNEL_SIZE)
 LAYER = tl.constexpr(TensorField.LAYER)
 FIRST_ROW = tl.constexpr(TensorField.FIRST_ROW)
@@ -53,13 +53,13 @@ GRADIENTS = tl.constexpr(CallField.GRADIENTS)
 ENERGIES_DONE = tl.constexpr(Counter.ENERGIES_DONE)
 PRIORITY_READY = tl.constexpr(Counter.PRIORITY_READY)
 SUMS_DONE = tl.constexpr(Counter.SUMS_DONE)
-FACTORS_READY = tl.constexpr(Counter.FACTORS_READY)
+COEFFICIENTS_READY = tl.constexpr(Counter.COEFFICIENTS_READY)
 LAYER_COUNTERS = tl.constexpr(len(Counter))
 
 
 @triton.jit
-def _place(tensor, row, column):
-    """Where elements of a row lie in memory, for a layout [groups, outer, channels, inner]."""
+def _offset(tensor, row, column):
+    """Offsets of the elements of a row, for a layout [groups, outer, channels, inner]."""
     channels = tl.load(tensor + CHANNELS)
     inner = tl.load(tensor + INNER)
     outer = tl.load(tensor + LENGTH) // inner
@@ -69,30 +69,30 @@ def _place(tensor, row, column):
 
 @triton.jit
 def _tile(tensor, first, NUMBER: tl.constexpr, VECTOR: tl.constexpr):
-    """Of NUMBER segments from `first` on: rows [NUMBER], places and mask [NUMBER, SEGMENT].
+    """Rows [NUMBER], offsets and mask [NUMBER, SEGMENT] of the segments from `first` on.
 
-    With VECTOR > 1, rows lie in one piece and their lengths are multiples of it.
+    With VECTOR > 1, rows are contiguous and their lengths are multiples of it.
     """
     segment = first + tl.arange(0, NUMBER)
     row_segments = tl.load(tensor + ROW_SEGMENTS).to(tl.int32)
     length = tl.load(tensor + LENGTH)
     row = segment // row_segments
     column = (segment - row * row_segments).to(tl.int64) * SEGMENT
-    left = tl.where(segment < tl.load(tensor + SEGMENTS), length - column, 0)
+    left = tl.where(segment < tl.load(tensor + SIZE), length - column, 0)
     count = tl.minimum(left, SEGMENT).to(tl.int32)
     lane = tl.arange(0, SEGMENT)[None, :]
     if VECTOR > 1:
         count = tl.multiple_of(count, [VECTOR])
         start = tl.multiple_of(row.to(tl.int64) * length + column, [VECTOR])
-        place = start[:, None] + lane
+        offset = start[:, None] + lane
     else:
-        place = _place(tensor, row.to(tl.int64)[:, None], column[:, None] + lane)
-    return row, place, lane < count[:, None]
+        offset = _offset(tensor, row.to(tl.int64)[:, None], column[:, None] + lane)
+    return row, offset, lane < count[:, None]
 
 
 @triton.jit
 def row_energies(tensor, weight, first, VECTOR: tl.constexpr):
-    """eq:eq1 of ENERGY_ROWS rows from `first` on, and whether there are such rows."""
+    """Eq. (4) of ENERGY_ROWS rows from `first` on, and whether there are such rows."""
     row = first + tl.arange(0, ENERGY_ROWS)
     inside = row < tl.load(tensor + ROWS)
     length = tl.load(tensor + LENGTH)
@@ -106,13 +106,13 @@ def row_energies(tensor, weight, first, VECTOR: tl.constexpr):
             if VECTOR > 1:
                 left = tl.multiple_of(left, VECTOR)
                 begin = tl.multiple_of(row.to(tl.int64) * length + column, [VECTOR])
-                place = begin[:, None] + lane[None, :]
+                offset = begin[:, None] + lane[None, :]
             else:
-                place = _place(
+                offset = _offset(
                     tensor, row.to(tl.int64)[:, None], (column + lane).to(tl.int64)[None, :]
                 )
             mask = inside[:, None] & (lane < left)[None, :]
-            w = tl.load(weight + place, mask, other=0.0, eviction_policy="evict_first")
+            w = tl.load(weight + offset, mask, other=0.0, eviction_policy="evict_first")
             w = widened(w, tl.float64)
             energy += w * w
     return tl.sum(energy, 1) / tl.load(tensor + KERNEL_SIZE).to(tl.float64), row, inside
@@ -122,29 +122,29 @@ def row_energies(tensor, weight, first, VECTOR: tl.constexpr):
 def strengths(
     energy, gamma, variance, epsilon, rows, first, tasks, TASKS: tl.constexpr, NUMBER: tl.constexpr
 ):
-    """eq:eq3, [TASKS, NUMBER] of the rows from `first` on; zero outside."""
+    """Eq. (6), [TASKS, NUMBER] of the rows from `first` on; zero outside."""
     row = first + tl.arange(0, NUMBER)
     task = tl.arange(0, TASKS)
-    here = (row < rows)[None, :] & (task < tasks)[:, None]
-    place = task.to(tl.int64)[:, None] * rows + row[None, :]
-    scale = widened(tl.load(gamma + place, here, other=0.0), tl.float64)
-    offset = tl.load(epsilon + task, task < tasks, other=1.0)
-    spread = widened(tl.load(variance + place, here, other=1.0), tl.float64) + offset[:, None]
+    mask = (row < rows)[None, :] & (task < tasks)[:, None]
+    offset = task.to(tl.int64)[:, None] * rows + row[None, :]
+    scale = widened(tl.load(gamma + offset, mask, other=0.0), tl.float64)
+    eps = tl.load(epsilon + task, task < tasks, other=1.0)
+    spread = widened(tl.load(variance + offset, mask, other=1.0), tl.float64) + eps[:, None]
     # Written by other programs of the same launch.
     e = tl.load(energy + row, row < rows, other=0.0)
-    return tl.where(here, scale * scale / spread * e[None, :], 0.0), row
+    return tl.where(mask, scale * scale / spread * e[None, :], 0.0), row
 
 
 @triton.jit
 def normalized(strength, total):
-    """eq:eq5."""
+    """Eq. (7)."""
     safe = tl.where(total == 0, 1.0, total)
     return tl.where(total[:, None] == 0, 0.0, strength / safe[:, None])
 
 
 @triton.jit
 def top_task(strength, tasks, TASKS: tl.constexpr):
-    """eq:eq6; a NaN never wins, the lowest of equals does."""
+    """Eq. (10); a NaN never wins, the lowest of equals does."""
     lowest = -float("inf")
     task = tl.arange(0, TASKS)[:, None]
     number = tl.where((strength == strength) & (task < tasks), strength, lowest)
@@ -184,8 +184,8 @@ def _find_priorities(
 
 
 @triton.jit
-def _own_gradient(addresses, priority, tasks, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
-    """Pointers to each segment's own gradient [NUMBER, 1], and which ones there are."""
+def _reference_gradient(addresses, priority, tasks, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
+    """Pointers to the reference gradient of each segment [NUMBER, 1], and whether it exists."""
     known = (priority >= 0) & (priority < tasks)
     address = tl.load(addresses + GRADIENTS + priority, known, other=0)
     return pointers(address, DTYPE, VECTOR)[:, None], (address != 0)[:, None]
@@ -205,7 +205,7 @@ def _sum_and_products(
     WIDE: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """A SUM item: writes the plain sum; products[i, j] = <G_i, G_j> over the group of task i."""
+    """A SUM item: writes the plain sum; products[i, j] = <G_i, G_j> over channel group i."""
     BLOCK: tl.constexpr = min(TASKS, 8)
     # A tensor without prioritized channels has no groups.
     groups = tl.where(tl.load(tensor + LAYER) >= 0, tasks, 0)
@@ -216,47 +216,49 @@ def _sum_and_products(
     task = tl.arange(0, BLOCK)
     kept = tl.zeros([BLOCK, BLOCK], tl.float64)
     begin = index * tiles * NUMBER
-    end = tl.minimum(begin + tiles * NUMBER, tl.load(tensor + SEGMENTS).to(tl.int32))
+    end = tl.minimum(begin + tiles * NUMBER, tl.load(tensor + SIZE).to(tl.int32))
     for start in range(begin, end, NUMBER):
-        row, place, mask = _tile(tensor, start, NUMBER, VECTOR)
+        row, offset, mask = _tile(tensor, start, NUMBER, VECTOR)
         inside = row < tl.where(groups > 0, tl.load(tensor + ROWS), 0)
         priority = tl.load(priorities + row, inside, other=-1).to(tl.int32)
         if TASKS <= 8:
             address = tl.load(addresses + GRADIENTS + task, task < tasks, other=0)
             g = tl.load(
-                pointers(address, DTYPE, VECTOR)[:, None, None] + place[None, :, :],
+                pointers(address, DTYPE, VECTOR)[:, None, None] + offset[None, :, :],
                 (address != 0)[:, None, None] & mask[None, :, :],
                 other=0.0,
             )
             g = widened(g, WIDE)
             total = tl.sum(g, 0)
-            own = tl.sum(tl.where(task[:, None, None] == priority[None, :, None], g, 0.0), 0)
-            dots = tl.sum(own[None, :, :] * g, 2).to(tl.float64)
+            reference = tl.sum(tl.where(task[:, None, None] == priority[None, :, None], g, 0.0), 0)
+            dots = tl.sum(reference[None, :, :] * g, 2).to(tl.float64)
             for i in range(TASKS):
                 of_group = tl.sum(tl.where(priority[None, :] == i, dots, 0.0), 1)
                 kept += tl.where(task[:, None] == i, of_group[None, :], 0.0)
         else:
-            own_pointer, exists = _own_gradient(addresses, priority, tasks, DTYPE, VECTOR)
-            own = widened(tl.load(own_pointer + place, exists & mask, other=0.0), WIDE)
+            reference_pointer, exists = _reference_gradient(
+                addresses, priority, tasks, DTYPE, VECTOR
+            )
+            reference = widened(tl.load(reference_pointer + offset, exists & mask, other=0.0), WIDE)
             total = tl.zeros([NUMBER, SEGMENT], WIDE)
             for first in range(0, tasks, BLOCK):
                 j = first + task
                 address = tl.load(addresses + GRADIENTS + j, j < tasks, other=0)
                 g = tl.load(
-                    pointers(address, DTYPE, VECTOR)[:, None, None] + place[None, :, :],
+                    pointers(address, DTYPE, VECTOR)[:, None, None] + offset[None, :, :],
                     (address != 0)[:, None, None] & mask[None, :, :],
                     other=0.0,
                 )
                 g = widened(g, WIDE)
                 total += tl.sum(g, 0)
-                dots = tl.sum(own[None, :, :] * g, 2).to(tl.float64)
+                dots = tl.sum(reference[None, :, :] * g, 2).to(tl.float64)
                 for i in range(tasks):
                     of_group = tl.sum(tl.where(priority[None, :] == i, dots, 0.0), 1)
                     slot = products + i * tasks + j
                     before = tl.load(slot, j < tl.where(start > begin, groups, 0), other=0.0)
                     tl.store(slot, before + of_group, j < groups)
             tl.debug_barrier()
-        tl.store(update + place, narrowed(total, DTYPE), mask)
+        tl.store(update + offset, narrowed(total, DTYPE), mask)
     if TASKS <= 8:
         i = task[:, None]
         j = task[None, :]
@@ -264,53 +266,56 @@ def _sum_and_products(
 
 
 @triton.jit
-def _find_factors(tensor, products, factors, tasks, TASKS: tl.constexpr):
-    """a_i = -sum over j != i with d_ij < 0 of d_ij / d_ii, where d_ii > 0; else 0."""
+def _find_coefficients(tensor, item_products, products, coefficients, tasks, TASKS: tl.constexpr):
+    """Adds up d_ij; a_i = -sum over j != i with d_ij < 0 of d_ij / d_ii, where d_ii > 0; else 0."""
     GROUPS: tl.constexpr = TASKS if TASKS <= 8 else 1
     items = tl.load(tensor + SUM_ITEMS)
     for first_i in range(0, tasks, GROUPS):
-        d_i = added_up(products, items, first_i, tasks, GROUPS, TASKS, False)
+        d_i = added_up(item_products, items, first_i, tasks, GROUPS, TASKS, False)
         group = first_i + tl.arange(0, GROUPS)
-        own = group[:, None] == tl.arange(0, TASKS)[None, :]
-        d_ii = tl.sum(tl.where(own, d_i, 0.0), 1)[:, None]
-        rivals = (~own) & (d_i < 0) & (d_ii > 0)
+        j = tl.arange(0, TASKS)
+        known = (group < tasks)[:, None] & (j < tasks)[None, :]
+        tl.store(products + group[:, None] * tasks + j[None, :], d_i, known)
+        itself = group[:, None] == tl.arange(0, TASKS)[None, :]
+        d_ii = tl.sum(tl.where(itself, d_i, 0.0), 1)[:, None]
+        rivals = (~itself) & (d_i < 0) & (d_ii > 0)
         share = tl.where(rivals, -d_i / tl.where(d_ii > 0, d_ii, 1.0), 0.0)
-        tl.store(factors + group, tl.sum(share, 1), group < tasks)
+        tl.store(coefficients + group, tl.sum(share, 1), group < tasks)
 
 
 @triton.jit
-def _add_conflicts(
+def _project(
     tensor,
     addresses,
     index,
     tiles,
-    factors,
+    coefficients,
     tasks,
     TASKS: tl.constexpr,
     NUMBER: tl.constexpr,
     DTYPE: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """A FIX item. In float64: a_i may be beyond float32's range where a_i * G_i is not."""
+    """A PROJECT item. In float64: a_i may be beyond float32's range where a_i * G_i is not."""
     task = tl.arange(0, TASKS)
-    conflicts = tl.max(tl.load(factors + task, task < tasks, other=0.0), 0) > 0
+    conflicts = tl.max(tl.load(coefficients + task, task < tasks, other=0.0), 0) > 0
     priorities = pointer(tl.load(addresses + PRIORITY), tl.int64)
     update = pointer(tl.load(addresses + UPDATE), DTYPE)
     if VECTOR > 1:
         update = tl.multiple_of(update, 16)
     begin = index * tiles * NUMBER
-    end = tl.minimum(begin + tiles * NUMBER, tl.load(tensor + SEGMENTS).to(tl.int32))
+    end = tl.minimum(begin + tiles * NUMBER, tl.load(tensor + SIZE).to(tl.int32))
     for start in range(begin, tl.where(conflicts, end, begin), NUMBER):
-        row, place, mask = _tile(tensor, start, NUMBER, VECTOR)
+        row, offset, mask = _tile(tensor, start, NUMBER, VECTOR)
         inside = row < tl.load(tensor + ROWS)
         priority = tl.load(priorities + row, inside, other=-1).to(tl.int32)
         known = (priority >= 0) & (priority < tasks)
-        factor = tl.load(factors + priority, known, other=0.0)
-        own_pointer, exists = _own_gradient(addresses, priority, tasks, DTYPE, VECTOR)
-        mask = mask & exists & (factor > 0)[:, None]
-        own = widened(tl.load(own_pointer + place, mask, other=0.0), tl.float64)
-        total = widened(tl.load(update + place, mask, other=0.0), tl.float64)
-        tl.store(update + place, narrowed(total + factor[:, None] * own, DTYPE), mask)
+        coefficient = tl.load(coefficients + priority, known, other=0.0)
+        pointer_i, exists = _reference_gradient(addresses, priority, tasks, DTYPE, VECTOR)
+        mask = mask & exists & (coefficient > 0)[:, None]
+        reference = widened(tl.load(pointer_i + offset, mask, other=0.0), tl.float64)
+        total = widened(tl.load(update + offset, mask, other=0.0), tl.float64)
+        tl.store(update + offset, narrowed(total + coefficient[:, None] * reference, DTYPE), mask)
 
 
 @triton.jit(do_not_specialize=["ticket", "counters", "tasks"])
@@ -324,8 +329,9 @@ def phase2_kernel(
     gamma,
     variance,
     epsilon,
+    item_products,
     products,
-    factors,
+    coefficients,
     tasks,
     TASKS: tl.constexpr,
     NUMBER: tl.constexpr,
@@ -341,12 +347,13 @@ def phase2_kernel(
         table: int64 [tensors, GRADIENTS + tasks], addresses.
         ticket: int32 [1], zero.
         counters: int32 [layers, LAYER_COUNTERS], zeros.
-        energy: float64 [rows of all layers], room.
+        energy: float64 [rows of all layers], workspace.
         gamma: [K, O] of one layer after the other, flattened.
         variance: Likewise.
         epsilon: float64 [layers, tasks].
-        products: float64 [SUM items of all layers, tasks, tasks], room.
-        factors: float64 [layers, tasks], room.
+        item_products: float64 [SUM items of all layers, tasks, tasks], workspace.
+        products: float64 [layers, tasks, tasks], d_ij of the channel groups.
+        coefficients: float64 [layers, tasks], a_i; read where there are PROJECT items alone.
         tasks: K.
         TASKS: A power of two, K or greater; 64 stands for all K > 8.
         NUMBER: Segments of a tile.
@@ -364,8 +371,9 @@ def phase2_kernel(
     layer = tl.load(tensor + LAYER)
     counters += layer * LAYER_COUNTERS
     aligned = tl.load(addresses + ALIGNED) != 0
-    products += (tl.load(tensor + FIRST_SUM) + index) * (tasks * tasks)
-    factors += layer * tasks
+    item_products += (tl.load(tensor + FIRST_SUM) + index) * (tasks * tasks)
+    products += layer * (tasks * tasks)
+    coefficients += layer * tasks
     if kind == ENERGY:
         weight = pointer(tl.load(addresses + WEIGHT), DTYPE)
         first = index * ENERGY_ROWS
@@ -388,7 +396,7 @@ def phase2_kernel(
                 addresses,
                 index,
                 tiles,
-                products,
+                item_products,
                 tasks,
                 TASKS,
                 NUMBER,
@@ -402,7 +410,7 @@ def phase2_kernel(
                 addresses,
                 index,
                 tiles * 4,
-                products,
+                item_products,
                 tasks,
                 TASKS,
                 NUMBER // 4,
@@ -412,24 +420,34 @@ def phase2_kernel(
             )
         if layer >= 0:
             if arrive(counters + SUMS_DONE, tl.load(tensor + SUM_ITEMS)):
-                _find_factors(tensor, products - index * (tasks * tasks), factors, tasks, TASKS)
-                publish(counters + FACTORS_READY)
+                first = item_products - index * (tasks * tasks)
+                _find_coefficients(tensor, first, products, coefficients, tasks, TASKS)
+                publish(counters + COEFFICIENTS_READY)
     else:
         tiles = tl.load(tensor + TILES).to(tl.int32)
-        wait(counters + FACTORS_READY)
+        wait(counters + COEFFICIENTS_READY)
         if aligned:
-            _add_conflicts(
-                tensor, addresses, index, tiles, factors, tasks, TASKS, NUMBER, DTYPE, VECTOR
+            _project(
+                tensor, addresses, index, tiles, coefficients, tasks, TASKS, NUMBER, DTYPE, VECTOR
             )
         else:
-            _add_conflicts(
-                tensor, addresses, index, tiles * 4, factors, tasks, TASKS, NUMBER // 4, DTYPE, 1
+            _project(
+                tensor,
+                addresses,
+                index,
+                tiles * 4,
+                coefficients,
+                tasks,
+                TASKS,
+                NUMBER // 4,
+                DTYPE,
+                1,
             )
 
 
 @triton.jit
 def energy_kernel(tensor, weight, energy, VECTOR: tl.constexpr):
-    """eq:eq1 of one layer, ENERGY_ROWS rows a program. Reads the weight once."""
+    """Eq. (4) of one layer, ENERGY_ROWS rows for each program. Reads the weight once."""
     first = tl.program_id(0) * ENERGY_ROWS
     e, row, inside = row_energies(tensor, weight, first, VECTOR)
     tl.store(energy + row, e, inside)
@@ -447,7 +465,7 @@ def strength_kernel(
     NORMALIZE: tl.constexpr,
     TASKS: tl.constexpr,
 ):
-    """eq:eq3 of one layer, and eq:eq5; one program. Reads and writes O numbers for each task."""
+    """Eq. (6) of one layer, and Eq. (7); one program. Reads and writes O numbers for each task."""
     NUMBER: tl.constexpr = 512 // TASKS
     task = tl.arange(0, TASKS)
     total = tl.zeros([TASKS], tl.float64)
@@ -459,17 +477,17 @@ def strength_kernel(
         )
         if NORMALIZE:
             strength = normalized(strength, total)
-        place = task.to(tl.int64)[:, None] * rows + row[None, :]
-        tl.store(out + place, strength, (task < tasks)[:, None] & (row < rows)[None, :])
+        offset = task.to(tl.int64)[:, None] * rows + row[None, :]
+        tl.store(out + offset, strength, (task < tasks)[:, None] & (row < rows)[None, :])
 
 
 @triton.jit(do_not_specialize=["rows", "tasks"])
 def priority_kernel(strength, out, rows, tasks, TASKS: tl.constexpr):
-    """eq:eq6, 512 / TASKS rows a program. Reads O numbers for each task and writes O."""
+    """Eq. (10), 512 / TASKS rows for each program. Reads O numbers for each task and writes O."""
     NUMBER: tl.constexpr = 512 // TASKS
     row = tl.program_id(0) * NUMBER + tl.arange(0, NUMBER)
     task = tl.arange(0, TASKS)
-    place = task.to(tl.int64)[:, None] * rows + row[None, :]
-    here = (task < tasks)[:, None] & (row < rows)[None, :]
-    number = widened(tl.load(strength + place, here, other=0.0), tl.float64)
+    offset = task.to(tl.int64)[:, None] * rows + row[None, :]
+    mask = (task < tasks)[:, None] & (row < rows)[None, :]
+    number = widened(tl.load(strength + offset, mask, other=0.0), tl.float64)
     tl.store(out + row, top_task(number, tasks, TASKS), row < rows)

@@ -1,7 +1,7 @@
 """From Gramians to weights on the device: one program a Gramian, K x K numbers in registers.
 
-The methods are those of the reference (`ops/solvers.py`), which says where they come from: it sees
-the correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, with a ridge on their diagonal. A Gramian
+The algorithms are described in the reference (`ops/reference/solvers.py`). They use the
+correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, with a ridge on their diagonal. A Gramian
 that is not finite gives weights of NaN.
 
 Memory traffic: K * K numbers are read and K written; the time is that of a chain of small sums.
@@ -10,10 +10,16 @@ Memory traffic: K * K numbers are read and K written; the time is that of a chai
 import triton
 import triton.language as tl
 
+from cs_kernels.ops import solvers as numbers
 from cs_kernels.ops.triton.primitives import widened
 
-_RIDGE = tl.constexpr(1e-12)
-_EPSILON = tl.constexpr(2.220446049250313e-16)
+_RIDGE = tl.constexpr(numbers.RIDGE)
+_NASH_RIDGE = tl.constexpr(numbers.NASH_RIDGE)
+_NASH_STOP = tl.constexpr(numbers.NASH_STOP)
+_SLOPE = tl.constexpr(numbers.SLOPE)
+_STATIONARY = tl.constexpr(numbers.STATIONARY)
+_ZERO_SUM = tl.constexpr(numbers.ZERO_SUM)
+_EPSILON = tl.constexpr(numbers.EPSILON)
 _INFINITY = tl.constexpr(float("inf"))
 
 
@@ -59,21 +65,21 @@ def _at(x, k, TASKS: tl.constexpr):
 
 @triton.jit
 def _lengths(data, tasks, TASKS: tl.constexpr):
-    """The gradients' lengths and their inverses, 1 and 0 for a gradient of zero; which have any."""
+    """Lengths and their inverses, 1 and 0 for a gradient of zero; whether they are nonzero."""
     task = tl.arange(0, TASKS)
     data += tl.program_id(0).to(tl.int64) * tasks * tasks
-    # Read, not taken from the matrix: of a vector that is read, a thread holds one number only.
+    # Loaded again, not taken from the matrix: a thread holds one number of a loaded vector.
     d = widened(tl.load(data + task * (tasks + 1), task < tasks, other=0.0), tl.float64)
-    here = d > 0
-    length = tl.where(here, tl.sqrt(tl.where(here, d, 1.0)), 1.0)
-    return length, tl.where(here, 1 / length, 0.0), here
+    nonzero = d > 0
+    length = tl.where(nonzero, tl.sqrt(tl.where(nonzero, d, 1.0)), 1.0)
+    return length, tl.where(nonzero, 1 / length, 0.0), nonzero
 
 
 @triton.jit
-def _correlations(g, inverse, here, ridge, TASKS: tl.constexpr):
+def _correlations(g, inverse, nonzero, ridge, TASKS: tl.constexpr):
     """C of the tasks that have a gradient, the identity elsewhere."""
     # A number by itself would be one of float32, which has no 1 + 1e-12.
-    diagonal = 1 + here.to(tl.float64) * ridge
+    diagonal = 1 + nonzero.to(tl.float64) * ridge
     c = g * inverse[:, None] * inverse[None, :]
     return tl.where(_identity(TASKS), diagonal[None, :], c)
 
@@ -105,7 +111,7 @@ def _among(c, free, TASKS: tl.constexpr):
 
 
 @triton.jit
-def _non_negative(c, f, here, tasks, TASKS: tl.constexpr):
+def _non_negative(c, f, nonzero, tasks, TASKS: tl.constexpr):
     """Min 1/2 x'Cx - f'x over x >= 0 by the active-set method of Lawson and Hanson.
 
     Every turn of the loop solves once. Returns x and which entries are free (int32).
@@ -122,7 +128,7 @@ def _non_negative(c, f, here, tasks, TASKS: tl.constexpr):
     while searching > 0:
         slope = f - _times(c, x)
         scale = tl.abs(f) + _times(tl.abs(c), tl.abs(x))
-        rises = here & (slope > 1e-14 * scale) & (free == 0) & (tried == 0)
+        rises = nonzero & (slope > _SLOPE * scale) & (free == 0) & (tried == 0)
         candidate = tl.where(rises, slope, -_INFINITY)
         found = (tl.max(candidate, 0) > -_INFINITY) | (blocked > 0)
         searching = tl.where(found & (turn < 16 * TASKS + 64), 1, 0)
@@ -248,13 +254,13 @@ def mgda_kernel(gramian, out, tasks, TASKS: tl.constexpr):
     """MGDA: with x >= 0 the minimizer of 1/2 x'Gx - 1'x, the min-norm point is x / sum x."""
     g, finite = _gramian(gramian, tasks, TASKS)
     task = tl.arange(0, TASKS)
-    length, inverse, here = _lengths(gramian, tasks, TASKS)
-    c = _correlations(g, inverse, here, _RIDGE, TASKS)
-    shortest = tl.min(tl.where(here, length, _INFINITY), 0)
+    length, inverse, nonzero = _lengths(gramian, tasks, TASKS)
+    c = _correlations(g, inverse, nonzero, _RIDGE, TASKS)
+    shortest = tl.min(tl.where(nonzero, length, _INFINITY), 0)
     relative = shortest * inverse
-    x, _ = _non_negative(c, relative, here, tasks, TASKS)
+    x, _ = _non_negative(c, relative, nonzero, tasks, TASKS)
     x *= relative
-    absent = (here == 0) & (task < tasks)
+    absent = (nonzero == 0) & (task < tasks)
     number = tl.sum(tl.where(absent, 1.0, 0.0), 0)
     of_absent = tl.where(absent, 1 / tl.maximum(number, 1.0), 0.0)
     total = tl.sum(x, 0)
@@ -266,14 +272,14 @@ def mgda_kernel(gramian, out, tasks, TASKS: tl.constexpr):
 def upgrad_kernel(gramian, out, tasks, TASKS: tl.constexpr):
     """UPGrad: each gradient projected onto the dual cone of all, then their mean."""
     g, finite = _gramian(gramian, tasks, TASKS)
-    length, inverse, here = _lengths(gramian, tasks, TASKS)
-    c = _correlations(g, inverse, here, _RIDGE, TASKS)
+    length, inverse, nonzero = _lengths(gramian, tasks, TASKS)
+    c = _correlations(g, inverse, nonzero, _RIDGE, TASKS)
     total = tl.zeros([TASKS], tl.float64) + 1
     for i in range(tasks):
-        if _at(tl.where(here, 1, 0), i, TASKS) > 0:
+        if _at(tl.where(nonzero, 1, 0), i, TASKS) > 0:
             row = tl.sum(tl.where(tl.arange(0, TASKS)[:, None] == i, c, 0.0), 0)
-            f = tl.where(here, -row, 0.0)
-            x, _ = _non_negative(c, f, here, tasks, TASKS)
+            f = tl.where(nonzero, -row, 0.0)
+            x, _ = _non_negative(c, f, nonzero, tasks, TASKS)
             total += x * _at(length, i, TASKS) * inverse
     _write(out, total / tasks, finite, tasks, TASKS)
 
@@ -289,24 +295,24 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: tl.constexpr):
     along = tl.sum(g, 0) * share
     square = tl.sum(along, 0) * share
     radius = tl.load(factor) * tl.sqrt(tl.maximum(square, 0.0))
-    length, inverse, here = _lengths(gramian, tasks, TASKS)
-    c = _correlations(g, inverse, here, _RIDGE, TASKS)
-    present = tl.sum(tl.where(here, 1, 0), 0)
+    length, inverse, nonzero = _lengths(gramian, tasks, TASKS)
+    c = _correlations(g, inverse, nonzero, _RIDGE, TASKS)
+    present = tl.sum(tl.where(nonzero, 1, 0), 0)
     correction = tl.zeros([TASKS], tl.float64)
     # What is not finite would never be found.
     if finite & (radius > 0) & (present > 0):
-        ones = tl.where(here, 1.0, 0.0).to(tl.float64)
-        unit, _ = _non_negative(c, ones, here, tasks, TASKS)
-        stationary = (present < tasks) | (tl.sum(unit, 0) > 1e10)
-        low = tl.min(tl.where(here, along, _INFINITY), 0)
-        high = tl.min(tl.where(here, along + radius * length, _INFINITY), 0)
+        ones = tl.where(nonzero, 1.0, 0.0).to(tl.float64)
+        unit, _ = _non_negative(c, ones, nonzero, tasks, TASKS)
+        stationary = (present < tasks) | (tl.sum(unit, 0) > _STATIONARY)
+        low = tl.min(tl.where(nonzero, along, _INFINITY), 0)
+        high = tl.min(tl.where(nonzero, along + radius * length, _INFINITY), 0)
         high = tl.where(stationary, tl.minimum(high, 0.0), high)
         mu = high
         turn = 0
         searching = True
         while searching:
             f = (mu - along) * inverse
-            x, free = _non_negative(c, f, here, tasks, TASKS)
+            x, free = _non_negative(c, f, nonzero, tasks, TASKS)
             correction = x
             size = tl.sqrt(tl.maximum(tl.sum(f * x, 0), 0.0))
             longer = size > radius
@@ -335,21 +341,21 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: tl.constexpr):
 def nash_mtl_kernel(gramian, out, tasks, TASKS: tl.constexpr):
     """NashMTL: G a = 1 / a, the minimum of 1/2 a'Ga - sum log a_i, by a damped Newton method."""
     g, finite = _gramian(gramian, tasks, TASKS)
-    _, inverse, here = _lengths(gramian, tasks, TASKS)
-    c = _correlations(g, inverse, here, 1e-10, TASKS)
+    _, inverse, nonzero = _lengths(gramian, tasks, TASKS)
+    c = _correlations(g, inverse, nonzero, _NASH_RIDGE, TASKS)
     v = tl.zeros([TASKS], tl.float64) + 1
     turn = 0
     searching = finite
     while searching:
         inverse_v = 1 / v
-        slope = tl.where(here, _times(c, v) - inverse_v, 0.0)
-        curvature = tl.where(here, inverse_v * inverse_v, 0.0)
+        slope = tl.where(nonzero, _times(c, v) - inverse_v, 0.0)
+        curvature = tl.where(nonzero, inverse_v * inverse_v, 0.0)
         hessian = c + tl.where(_identity(TASKS), curvature[None, :], 0.0)
         step = _solve(hessian, slope, tasks, TASKS)
         decrement = tl.sqrt(tl.maximum(tl.sum(slope * step, 0), 0.0))
         v -= step * tl.where(decrement < 0.25, 1.0, 1 / (1 + decrement))
         turn += 1
-        searching = (decrement >= 1e-9) & (turn < 100)
+        searching = (decrement >= _NASH_STOP) & (turn < 100)
     _write(out, v * inverse, finite, tasks, TASKS)
 
 
@@ -357,18 +363,18 @@ def nash_mtl_kernel(gramian, out, tasks, TASKS: tl.constexpr):
 def imtl_g_kernel(gramian, out, tasks, TASKS: tl.constexpr):
     """IMTL-G: the update's components along all gradients are equal, the weights sum to one."""
     g, finite = _gramian(gramian, tasks, TASKS)
-    length, inverse, here = _lengths(gramian, tasks, TASKS)
+    length, inverse, nonzero = _lengths(gramian, tasks, TASKS)
     c = tl.where(finite, g, 0.0) * inverse[:, None] * inverse[None, :]
-    c = tl.where(_identity(TASKS), here.to(tl.float64)[None, :], c)
-    present = tl.sum(tl.where(here, 1.0, 0.0), 0)
+    c = tl.where(_identity(TASKS), nonzero.to(tl.float64)[None, :], c)
+    present = tl.sum(tl.where(nonzero, 1.0, 0.0), 0)
     values, vectors = _eigen(c, TASKS)
     kept = values > 8 * tl.max(values, 0) * present * _EPSILON
     y = _components_of_ones(vectors, tl.where(kept, 1 / tl.where(kept, values, 1.0), 0.0))
-    # In units of the first one's length, as a sum of weights has none.
-    first = tl.argmax(tl.where(here, 1, 0), 0)
+    # In units of the first length, as a sum of weights has none.
+    first = tl.argmax(tl.where(nonzero, 1, 0), 0)
     y *= _at(length, first, TASKS) * inverse
     total = tl.sum(y, 0)
-    solvable = tl.abs(total) > 1e-12 * tl.sum(tl.abs(y), 0)
+    solvable = tl.abs(total) > _ZERO_SUM * tl.sum(tl.abs(y), 0)
     weights = tl.where(solvable, y / tl.where(solvable, total, 1.0), 0.0)
     _write(out, weights, finite, tasks, TASKS)
 

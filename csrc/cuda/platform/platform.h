@@ -1,4 +1,4 @@
-// All that the kernels need of CUDA. The emulation of the tests has a file of the same name.
+// Everything that the kernels use of CUDA. The tests' emulation has a file of the same name.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,8 +7,8 @@
 #include <cstring>
 
 #define CS_DEVICE __device__ __forceinline__
-// A kernel of so many threads a block, of which so many run at once on a multiprocessor: registers
-// are shared out accordingly.
+// A kernel with this many threads in a block and resident blocks on a multiprocessor; registers are
+// allotted accordingly.
 #define CS_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define CS_UNROLL(number) _Pragma(CS_STRING(unroll number))
 #define CS_STRING(text) #text
@@ -23,25 +23,25 @@ struct alignas(16) Words {
 CS_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
 CS_DEVICE std::int64_t block_index() { return blockIdx.x; }
 
-// The block's own; what the launch asked for.
+// The block's dynamic shared memory.
 CS_DEVICE unsigned char* shared_memory() {
   extern __shared__ __align__(16) unsigned char memory[];
   return memory;
 }
 
-// Waits for all threads of the block; what they wrote can be read.
+// Waits for all threads of the block; their writes are visible.
 CS_DEVICE void synchronize_block() { __syncthreads(); }
 
-// The value of the thread of this warp whose number differs in the bits of the mask. By all
-// threads.
+// The value of the thread of this warp whose index differs in the bits of the mask. All threads
+// must call it.
 CS_DEVICE double exchanged(double value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 
-// Adds 1 to a counter of all blocks; what it was.
+// Adds 1 to a counter shared by all blocks and returns its old value.
 CS_DEVICE std::int32_t count(std::int32_t* counter) { return atomicAdd(counter, 1); }
-// The same; and what this thread knows to be written can be read by whoever sees the count, as this
-// thread can read what those knew that counted before.
+// The same, with acquire-release ordering: prior writes are visible to later arrivals, and theirs
+// to this thread.
 CS_DEVICE std::int32_t count_in_order(std::int32_t* counter) {
   std::int32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
@@ -50,7 +50,7 @@ CS_DEVICE std::int32_t count_in_order(std::int32_t* counter) {
                : "memory");
   return before;
 }
-// A counter; what those knew that counted in order can be read.
+// Acquire load of a counter: writes made before a matching count_in_order() are visible.
 CS_DEVICE std::int32_t counted(const std::int32_t* counter) {
   std::int32_t value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
@@ -61,7 +61,7 @@ CS_DEVICE std::int32_t counted(const std::int32_t* counter) {
 }
 CS_DEVICE void pause(unsigned nanoseconds) { __nanosleep(nanoseconds); }
 
-// Of memory that nothing writes during the launch.
+// Loads memory that nothing writes during the launch.
 template <class T> CS_DEVICE T load(const T* address) {
   static_assert(sizeof(T) <= 8, "one access");
   if constexpr (sizeof(T) == 2) {
@@ -77,7 +77,7 @@ CS_DEVICE Words load(const Words* address) {
   const uint4 words = __ldg(reinterpret_cast<const uint4*>(address));
   return {{words.x, words.y, words.z, words.w}};
 }
-// Of memory that is not read again: it leaves the cache first.
+// Loads memory that is not read again: it is evicted first.
 CS_DEVICE Words load_once(const Words* address) {
   const uint4 words = __ldcs(reinterpret_cast<const uint4*>(address));
   return {{words.x, words.y, words.z, words.w}};
@@ -109,7 +109,7 @@ template <class Arguments> int loadable(void (*kernel)(Arguments)) {
   return cudaFuncGetAttributes(&attributes, kernel);
 }
 
-// More than 48 KiB are had on request only; by every device anew.
+// More than 48 KiB have to be requested, on every device.
 template <class Arguments>
 cudaError_t allow_shared_memory(void (*kernel)(Arguments), std::size_t bytes) {
   if (bytes <= (48u << 10))
@@ -118,7 +118,7 @@ cudaError_t allow_shared_memory(void (*kernel)(Arguments), std::size_t bytes) {
                               static_cast<int>(bytes));
 }
 
-// How many blocks run at once on the current device.
+// The number of resident blocks on the current device.
 template <class Arguments>
 int resident_blocks(void (*kernel)(Arguments), int threads, std::size_t shared_bytes,
                     std::int64_t* blocks) {

@@ -1,4 +1,4 @@
-// Connection strength and Phase 2: plain pointers and sizes, no framework.
+// Connection strength, priority and Phase 2. Plain pointers and sizes, no framework.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,9 @@
 
 namespace cs_kernels {
 
-// Where the output channels of a dense tensor lie in memory, read as an array of shape
-// [groups, outer, channels, inner]: channel p = group * channels + c owns [group, :, c, :].
-// A convolution is [1, 1, O, fan_in]; a transposed one [groups, I / groups, O / groups, k * k].
+// The memory of a dense tensor as an array [groups, outer, channels, inner], with groups as those
+// of a convolution: channel p = group * channels + c owns [group, :, c, :]. A convolution is [1, 1,
+// O, fan_in]; a transposed one [groups, I / groups, O / groups, k * k].
 struct ChannelLayout {
   std::int64_t groups = 1;
   std::int64_t outer = 1;
@@ -21,12 +21,12 @@ struct ChannelLayout {
   std::int64_t size() const { return rows() * row_size(); }
 };
 
-// Strength (eq:eq3, eq:eq5) of every channel for every task.
+// Strength, Eq. (6) and (7), of every channel for every task.
 struct StrengthArguments {
   DataType type;
   ChannelLayout layout;
   const void* weight;
-  std::int64_t kernel_size; // elements of the kernel window, k^2 in eq:eq1
+  std::int64_t kernel_size; // elements of the kernel window, k^2 in Eq. (4)
   const double* gamma;      // [tasks, rows]
   const double* variance;   // [tasks, rows]
   const double* epsilon;    // [tasks]
@@ -35,9 +35,19 @@ struct StrengthArguments {
   double* strength; // [tasks, rows], written
 };
 
+// Eq. (6), (7) and (10) of one layer from the energies of its channels.
+struct PriorityArguments {
+  const double* energy;   // [rows]: sums of squares; the kernel window cancels in Eq. (7)
+  const double* gamma;    // [tasks, rows]
+  const double* variance; // [tasks, rows]
+  const double* epsilon;  // [tasks]
+  std::int64_t rows;
+  std::int32_t tasks;
+  std::int64_t* priority; // [rows], written
+};
+
 // One shared tensor of the trunk. With `priority` null its update is the plain sum; with `weight`
-// null the priority is read; otherwise the priority is computed first and written (the size of the
-// kernel window cancels in eq:eq5).
+// null the priority is read; otherwise the priority is computed first and written.
 struct Phase2Tensor {
   DataType type;
   ChannelLayout layout;
@@ -48,6 +58,7 @@ struct Phase2Tensor {
   const void* const* gradients; // [tasks]; a null one stands for zeros
   void* update;                 // same type and layout as the gradients; overlaps none of them
   std::int64_t* priority;       // [rows]
+  double* products;             // [tasks, tasks], d_ij of channel group i; null in the fused update
 };
 
 struct Phase2Arguments {
@@ -61,13 +72,26 @@ namespace cpu {
 // Reads the weight once.
 void connection_strength(const StrengthArguments& arguments, int threads);
 
-// nu_p = argmax_i (eq:eq6) of strength [tasks, rows]; ties go to the lowest task, NaN never wins.
+// nu_p = argmax_i, Eq. (10), of strength [tasks, rows]; ties go to the lowest task, NaN never wins.
 void task_priority(const double* strength, std::int32_t tasks, std::int64_t rows,
                    std::int64_t* priority);
 
+// energy [rows]: the sum of squares of every channel's weights. Reads the weight once.
+void channel_energies(DataType type, const ChannelLayout& layout, const void* weight,
+                      double* energy, int threads);
+
+void energy_priority(const PriorityArguments& arguments);
+
 // Phase 2 (Algorithm 1) of all tensors: each weight and gradient is read once and the update
-// written once; only rows of a group in conflict are visited again, while in cache.
+// written once; only rows of a channel group in conflict are visited again, while in cache.
 void phase2(const Phase2Arguments& arguments, int threads);
+
+// The same in two stages, with priorities given; between them, products of gradients that are
+// spread over several devices can be added up. First the plain sum into the update, and the
+// products: reads the gradients once, writes the update once. Then update += a_i * G_i, for the
+// rows of channel groups in conflict: two reads and a write.
+void phase2_products(const Phase2Arguments& arguments, int threads);
+void phase2_apply(const Phase2Arguments& arguments, int threads);
 
 // "avx512", "avx2" or "baseline": the code that runs on this processor.
 const char* instruction_set();

@@ -1,4 +1,4 @@
-// Types of elements, 16 bytes of them, and what they are added up in.
+// Element types, 16-byte vectors of them, and the types that sums are kept in.
 #pragma once
 
 #include <platform.h>
@@ -27,8 +27,8 @@ CS_DEVICE float widened(BFloat16 x) {
 }
 CS_DEVICE float widened(Float16 x) { return float16_to_float(x.bits); }
 
-// float32: squares of gradients beyond 1e19 or below 1e-19 have a place in float64 only, and the
-// sum of K gradients is rounded once. 16 bits: float32 within a thread's 16 bytes.
+// float32: squares of gradients beyond 1e19 or below 1e-19 fit into float64 only, and the sum of K
+// gradients is rounded once. 16-bit types: float32 within the 16 bytes of a thread.
 template <class T> using Wide = decltype(widened(T{}));
 
 template <class T> CS_DEVICE T narrowed(double x) {
@@ -67,8 +67,8 @@ template <class T> CS_DEVICE T* pointer(std::int64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// n / d of numbers that are not negative: the compiler adds less to it, and asks at run time
-// whether 32 bits will do.
+// n / d for numbers that are not negative: unsigned division is shorter, and takes 32 bits where
+// these suffice.
 CS_DEVICE std::int64_t quotient(std::int64_t n, std::int64_t d) {
   return static_cast<std::int64_t>(static_cast<std::uint64_t>(n) / static_cast<std::uint64_t>(d));
 }

@@ -1,4 +1,4 @@
-// Where the rows of a tensor are, and how they are shared out among threads.
+// Offsets of a tensor's rows, and the chunks of rows that threads claim.
 #pragma once
 
 #include <algorithm>
@@ -6,17 +6,9 @@
 #include <vector>
 
 #include "cs_kernels/phase2.h"
+#include "tuning.h"
 
 namespace cs_kernels::cpu {
-
-// About 25 us of work on one core at 4 tasks: long against claiming it, short against a layer.
-constexpr std::int64_t kChunkElements = 16384;
-// A chunk of a layer with `outer` > 1 hops over the other rows: long enough for the prefetcher.
-constexpr std::int64_t kRunElements = 256;
-
-// A step that moves more than this leaves little in cache for whoever reads the update: it is
-// written past the caches, which saves reading its lines first.
-constexpr std::int64_t kStreamBytes = 64 << 20;
 
 inline const char* at(const void* base, DataType type, std::int64_t offset) {
   return static_cast<const char*>(base) + offset * item_size(type);
@@ -44,7 +36,7 @@ inline std::int64_t rows_per_chunk(const ChannelLayout& layout) {
   return std::max<std::int64_t>({1, rows, run});
 }
 
-// Of a weight alone, which is read four rows at a time.
+// The chunks of a weight alone, which is read four rows at a time.
 inline std::vector<RowRange> weight_chunks(const ChannelLayout& layout) {
   const std::int64_t step = 4 * rows_per_chunk(layout);
   std::vector<RowRange> chunks;
@@ -53,7 +45,7 @@ inline std::vector<RowRange> weight_chunks(const ChannelLayout& layout) {
   return chunks;
 }
 
-// Starting a thread costs as long as a chunk or two.
+// Starting a thread takes as long as a chunk or two.
 inline int useful_threads(int threads, std::int64_t elements) {
   return static_cast<int>(
       std::clamp<std::int64_t>(elements / (2 * kChunkElements), 1, std::max(threads, 1)));

@@ -1,4 +1,4 @@
-#include "cs_kernels/gradients.h"
+#include "cs_kernels/combine.h"
 
 #include <algorithm>
 #include <atomic>
@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "memory.h"
+#include "chunks.h"
 #include "parallel.h"
 #include "row_kernels.h"
 
@@ -19,7 +19,7 @@ struct Piece {
   std::vector<std::int32_t>* tasks;
   std::int64_t first;
   std::int64_t size;
-  std::int64_t place; // of the first element, among those of all tensors
+  std::int64_t index; // of the first element, among those of all tensors
 
   std::vector<const void*> gradients() const {
     std::vector<const void*> result;
@@ -89,8 +89,7 @@ void write_updates(const Pieces& pieces, int threads, const Factor& factor, cons
 } // namespace
 
 void gramian(const GradientArguments& arguments, double* gramian, int threads) {
-  // So large that the products of the pieces are few against the gradients.
-  const Pieces pieces(arguments, 4 * kChunkElements);
+  const Pieces pieces(arguments, kGramianElements);
   const std::int64_t width = arguments.tasks;
   const auto pairs = static_cast<std::size_t>(width * (width + 1) / 2);
   std::vector<double> products(pieces.count() * pairs);
@@ -139,7 +138,7 @@ void drop_signs(const GradientArguments& arguments, const double* leaks, std::ui
       [&](const RowKernels& kernels, const std::vector<const void*>& gradients,
           const std::vector<double>& factors, const Piece& piece) {
         kernels.drop_signs(gradients.data(), factors.data(), static_cast<int>(gradients.size()),
-                           key, piece.place, piece.size, pieces.stream(), piece.update());
+                           key, piece.index, piece.size, pieces.stream(), piece.update());
       });
 }
 

@@ -1,5 +1,5 @@
-// What every method but Phase 2 does with K gradients: read them for their Gramian, add them up
-// with weights, or drop signs. Plain pointers and sizes, no framework.
+// Gramian, weighted sum and sign dropping of K gradients, for every method but Phase 2. Plain
+// pointers and sizes, no framework.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace cs_kernels {
 
-constexpr std::int32_t kMaxTasks = 64; // what kernels and solvers have room for
+constexpr std::int32_t kMaxTasks = 64; // of these kernels and of the solvers
 
 // One shared tensor of the trunk, dense, all of its arrays in the same order of elements.
 struct GradientTensor {
@@ -16,7 +16,7 @@ struct GradientTensor {
   std::int64_t size;
   const void* const* gradients; // [tasks]; a null one stands for zeros
   void* update;                 // overlaps none of the gradients; null for a Gramian
-  std::int64_t group;           // whose Gramian it adds to, or whose weights it takes
+  std::int64_t group;           // whose Gramian it adds to, or whose task weights it takes
 };
 
 struct GradientArguments {
@@ -37,7 +37,7 @@ void combine(const GradientArguments& arguments, const double* weights, int thre
 
 // GradDrop: of every element either the positive or the negative gradients are added, the former
 // with the probability that is their share of the sum of absolute values; of task j's, the part
-// leaks[j] is added in any case. The choice is a function of the key and the element's place among
+// leaks[j] is added in any case. The choice is a function of the key and the element's index among
 // all elements. Reads every gradient once, writes the update once.
 void drop_signs(const GradientArguments& arguments, const double* leaks, std::uint64_t key,
                 int threads);

@@ -1,8 +1,8 @@
+#include "cs_kernels/cuda/combine.h"
+
 #include "block.h"
-#include "cs_kernels/cuda.h"
-#include "cs_kernels/gradients.h"
 #include "cs_kernels/random.h"
-#include "numbers.h"
+#include "types.h"
 
 namespace cs_kernels::cuda {
 namespace {
@@ -11,9 +11,9 @@ namespace {
 template <class T> constexpr std::int64_t kStep = std::int64_t{kThreads} * Vector<T>::kSize;
 template <class T> constexpr std::int64_t kTile = kGradientVectors * kStep<T>;
 
-// What a block knows of its item.
+// The item of a block.
 template <class T> struct Piece {
-  const PlannedGradient tensor; // a copy: nothing that is written is known to lie elsewhere
+  const PlannedGradient tensor; // a copy: stores might alias the table
   const std::int64_t* call;     // its row of the table of addresses
   std::int64_t item;
   bool aligned;
@@ -26,9 +26,9 @@ template <class T> struct Piece {
     return pointer<const T>(load(call + kGradientGradients + task));
   }
   CS_DEVICE T* update() const { return pointer<T>(load(call + kGradientUpdate)); }
-  // Whether the 16 bytes from an element on can be read at once.
-  CS_DEVICE bool whole(std::int64_t place) const {
-    return aligned && place + Vector<T>::kSize <= tensor.size;
+  // Whether one access may read the 16 bytes from an element on.
+  CS_DEVICE bool whole(std::int64_t element) const {
+    return aligned && element + Vector<T>::kSize <= tensor.size;
   }
 
 private:
@@ -47,17 +47,17 @@ struct GramianLaunch {
   double* gramian;
 };
 
-// The number of a pair j <= i.
+// The index of a pair j <= i.
 CS_DEVICE constexpr int pair_of(int i, int j) { return i * (i + 1) / 2 + j; }
 
-// Adds up what the blocks of a group left, products [pair, item] or, for many tasks, [item, pair].
+// Adds up the products of a group's items, [pair, item] or, for many tasks, [item, pair].
 template <int kTasks>
 CS_DEVICE void add_up(const GramianLaunch& launch, const PlannedGradient& tensor) {
   const int tasks = launch.gradients.tasks;
   const int pairs = pair_of(tasks, 0);
   const double* products = launch.products + tensor.first_item * pairs;
   double* out = launch.gramian + tensor.group * tasks * tasks;
-  constexpr int kTeam = kTasks > 0 ? kWarp : 1; // threads that add up one pair's
+  constexpr int kTeam = kTasks > 0 ? kWarp : 1; // threads that add up one pair
   const int lane = thread_index() % kTeam;
   int i = 0;
   int first = 0; // pair_of(i, 0)
@@ -78,9 +78,10 @@ CS_DEVICE void add_up(const GramianLaunch& launch, const PlannedGradient& tensor
   }
 }
 
-// The products of an item's gradients, up to 8 of them: in registers, then over the block.
+// The products of an item's gradients, for up to 8 tasks: in registers, then over the block.
 template <class T, int kTasks>
-CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride, double* room) {
+CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride,
+                        double* workspace) {
   constexpr int kVector = Vector<T>::kSize;
   const T* gradients[kTasks];
   CS_UNROLL(kTasks)
@@ -88,19 +89,19 @@ CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride,
     gradients[j] = piece.gradient(j);
   double products[pair_of(kTasks, 0)] = {};
   const int offset = thread_index() * kVector;
-  for (std::int64_t place = piece.range.begin + offset; place < piece.range.end;
-       place += kStep<T>) {
+  for (std::int64_t element = piece.range.begin + offset; element < piece.range.end;
+       element += kStep<T>) {
     Vector<T> g[kTasks];
-    const bool whole = piece.whole(place);
+    const bool whole = piece.whole(element);
     CS_UNROLL(kTasks)
     for (int j = 0; j < kTasks; ++j) {
       if (gradients[j] == nullptr)
         g[j] = {};
       else if (whole)
-        g[j] = as_vector<T>(load(words_at(gradients[j] + place)));
+        g[j] = as_vector<T>(load(words_at(gradients[j] + element)));
       else
         for (int e = 0; e < kVector; ++e)
-          g[j].x[e] = place + e < piece.range.end ? load(gradients[j] + place + e) : T{};
+          g[j].x[e] = element + e < piece.range.end ? load(gradients[j] + element + e) : T{};
     }
     CS_UNROLL(kTasks)
     for (int i = 0; i < kTasks; ++i)
@@ -117,23 +118,23 @@ CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride,
   for (int pair = 0; pair < pair_of(kTasks, 0); ++pair) {
     const double sum = warp_sum(products[pair], kWarp);
     if (thread_index() % kWarp == 0)
-      room[pair * kWarps + thread_index() / kWarp] = sum;
+      workspace[pair * kWarps + thread_index() / kWarp] = sum;
   }
   synchronize_block();
   for (int pair = thread_index(); pair < pair_of(kTasks, 0); pair += kThreads) {
     double sum = 0;
     for (int warp = 0; warp < kWarps; ++warp)
-      sum += room[pair * kWarps + warp];
+      sum += workspace[pair * kWarps + warp];
     out[pair * stride] = sum;
   }
 }
 
-// Of any number of tasks: a tile of all gradients in shared memory, a thread a pair.
+// For any number of tasks: a tile of all gradients in shared memory, a thread for each pair.
 template <class T>
-CS_DEVICE void multiply_many(const Piece<T>& piece, int tasks, double* out, double* room) {
+CS_DEVICE void multiply_many(const Piece<T>& piece, int tasks, double* out, double* workspace) {
   constexpr int kWidth = kGeneralTile + 1; // columns in different banks
   const int pairs = pair_of(tasks, 0);
-  double* products = room;
+  double* products = workspace;
   double* tile = products + pairs;
   for (int pair = thread_index(); pair < pairs; pair += kThreads)
     products[pair] = 0;
@@ -143,8 +144,8 @@ CS_DEVICE void multiply_many(const Piece<T>& piece, int tasks, double* out, doub
       const int j = n / kGeneralTile;
       const int e = n % kGeneralTile;
       const T* gradient = piece.gradient(j);
-      const bool here = gradient != nullptr && start + e < piece.range.end;
-      tile[j * kWidth + e] = here ? widened(load(gradient + start + e)) : 0;
+      const bool inside = gradient != nullptr && start + e < piece.range.end;
+      tile[j * kWidth + e] = inside ? widened(load(gradient + start + e)) : 0;
     }
     synchronize_block();
     int i = 0;
@@ -171,21 +172,21 @@ constexpr std::size_t gramian_bytes(int unrolled, int tasks) {
   return 16 + static_cast<std::size_t>(numbers) * sizeof(double);
 }
 
-// An item; the last one of a group adds up. Reads every gradient once.
+// One item; the last one of a group adds up. Reads every gradient once.
 template <class T, int kTasks>
 CS_KERNEL(kThreads, gramian_blocks(kTasks))
 gramian_kernel(GramianLaunch launch) {
   auto* last = reinterpret_cast<std::int32_t*>(shared_memory());
-  auto* room = reinterpret_cast<double*>(shared_memory() + 16);
+  auto* workspace = reinterpret_cast<double*>(shared_memory() + 16);
   const Piece<T> piece(launch.gradients);
   const PlannedGradient& tensor = piece.tensor;
   const int pairs = pair_of(launch.gradients.tasks, 0);
   double* of_group = launch.products + tensor.first_item * pairs;
   const std::int64_t index = piece.item - tensor.first_item;
   if constexpr (kTasks > 0)
-    multiply<T, kTasks>(piece, of_group + index, tensor.group_items, room);
+    multiply<T, kTasks>(piece, of_group + index, tensor.group_items, workspace);
   else
-    multiply_many(piece, launch.gradients.tasks, of_group + index * pairs, room);
+    multiply_many(piece, launch.gradients.tasks, of_group + index * pairs, workspace);
   if (arrive(launch.counters + tensor.group, tensor.group_items, last))
     add_up<kTasks>(launch, tensor);
 }
@@ -198,26 +199,27 @@ template <class T, int kTasks> Status run_gramian(const GramianLaunch& arguments
                 gramian_bytes(kTasks, arguments.gradients.tasks), stream, arguments);
 }
 
-// write(place, number of elements) for the vectors of an item, then for the elements that are left.
+// write(first element, whether a whole vector) for the vectors of an item and its last elements.
 template <class T, class Write> CS_DEVICE void for_each_vector(const Piece<T>& piece, Write write) {
   constexpr int kVector = Vector<T>::kSize;
   const int offset = thread_index() * kVector;
-  for (std::int64_t place = piece.range.begin + offset; place < piece.range.end;
-       place += kStep<T>) {
-    if (piece.whole(place)) {
-      write(place, std::true_type{});
+  for (std::int64_t element = piece.range.begin + offset; element < piece.range.end;
+       element += kStep<T>) {
+    if (piece.whole(element)) {
+      write(element, std::true_type{});
       continue;
     }
-    const std::int64_t stop = place + kVector < piece.range.end ? place + kVector : piece.range.end;
+    const std::int64_t stop =
+        element + kVector < piece.range.end ? element + kVector : piece.range.end;
     CS_UNROLL(1)
-    for (std::int64_t e = place; e < stop; ++e)
+    for (std::int64_t e = element; e < stop; ++e)
       write(e, std::false_type{});
   }
 }
 
 // add(task, its elements in Wide<T>) for every task that has a gradient.
 template <class T, int kSize, class Add>
-CS_DEVICE void for_each_task(const Piece<T>& piece, int tasks, std::int64_t place, Add add) {
+CS_DEVICE void for_each_task(const Piece<T>& piece, int tasks, std::int64_t element, Add add) {
   CS_UNROLL(kTaskLoads)
   for (int j = 0; j < tasks; ++j) {
     const T* gradient = piece.gradient(j);
@@ -225,22 +227,22 @@ CS_DEVICE void for_each_task(const Piece<T>& piece, int tasks, std::int64_t plac
       continue;
     Vector<T> g;
     if constexpr (kSize > 1)
-      g = as_vector<T>(load(words_at(gradient + place)));
+      g = as_vector<T>(load(words_at(gradient + element)));
     else
-      g.x[0] = load(gradient + place);
+      g.x[0] = load(gradient + element);
     add(j, g);
   }
 }
 
 template <class T, int kSize>
-CS_DEVICE void write_elements(T* update, std::int64_t place, const Wide<T> (&total)[kSize]) {
+CS_DEVICE void write_elements(T* update, std::int64_t element, const Wide<T> (&total)[kSize]) {
   if constexpr (kSize > 1) {
     Vector<T> sum;
     for (int e = 0; e < kSize; ++e)
       sum.x[e] = narrowed<T>(total[e]);
-    store_vector(update + place, sum);
+    store_vector(update + element, sum);
   } else {
-    update[place] = narrowed<T>(total[0]);
+    update[element] = narrowed<T>(total[0]);
   }
 }
 
@@ -255,15 +257,15 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks) combine_kernel(CombineLaunc
   const int tasks = launch.gradients.tasks;
   const double* weights = launch.weights + piece.tensor.group * tasks;
   T* update = piece.update();
-  for_each_vector(piece, [&](std::int64_t place, auto vectors) {
+  for_each_vector(piece, [&](std::int64_t element, auto vectors) {
     constexpr int kSize = vectors ? Vector<T>::kSize : 1;
     Wide<T> total[kSize] = {};
-    for_each_task<T, kSize>(piece, tasks, place, [&](int j, const Vector<T>& g) {
+    for_each_task<T, kSize>(piece, tasks, element, [&](int j, const Vector<T>& g) {
       const auto weight = static_cast<Wide<T>>(load(weights + j));
       for (int e = 0; e < kSize; ++e)
         total[e] += weight * widened(g.x[e]);
     });
-    write_elements(update, place, total);
+    write_elements(update, element, total);
   });
 }
 
@@ -278,7 +280,7 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks / 2) drop_signs_kernel(DropL
   const Piece<T> piece(launch.gradients);
   const int tasks = launch.gradients.tasks;
   T* update = piece.update();
-  for_each_vector(piece, [&](std::int64_t place, auto vectors) {
+  for_each_vector(piece, [&](std::int64_t element, auto vectors) {
     using W = Wide<T>;
     constexpr int kSize = vectors ? Vector<T>::kSize : 1;
     W positive[kSize] = {};
@@ -286,7 +288,7 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks / 2) drop_signs_kernel(DropL
     W kept_positive[kSize] = {};
     W kept_negative[kSize] = {};
     W leaked[kSize] = {};
-    for_each_task<T, kSize>(piece, tasks, place, [&](int j, const Vector<T>& elements) {
+    for_each_task<T, kSize>(piece, tasks, element, [&](int j, const Vector<T>& elements) {
       const auto leak = static_cast<W>(load(launch.leaks + j));
       for (int e = 0; e < kSize; ++e) {
         const W g = widened(elements.x[e]);
@@ -300,7 +302,7 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks / 2) drop_signs_kernel(DropL
       }
     });
     for (int e = 0; e < kSize; ++e) {
-      const auto number = static_cast<std::uint64_t>(piece.tensor.first_place + place + e);
+      const auto number = static_cast<std::uint64_t>(piece.tensor.first_index + element + e);
       const UniformNumbers numbers(launch.keys[number >> 32]);
       const W u = numbers.at(static_cast<std::uint32_t>(number));
       const W chosen =
@@ -308,7 +310,7 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks / 2) drop_signs_kernel(DropL
       // Zero times the sum: infinities and NaN are not dropped.
       leaked[e] += chosen + 0 * (positive[e] + negative[e]);
     }
-    write_elements(update, place, leaked);
+    write_elements(update, element, leaked);
   });
 }
 
@@ -318,8 +320,9 @@ std::size_t gramian_memory(std::int32_t tasks) {
   return gramian_bytes(is_unrolled(tasks) ? tasks : 0, tasks);
 }
 
-std::int64_t gradient_tile(DataType type) {
-  return with_type(type, [](auto like) { return kTile<decltype(like)>; });
+GradientTiling gradient_tiling(DataType type) {
+  return with_type(
+      type, [](auto like) { return GradientTiling{kTile<decltype(like)>, kMostGramianTiles}; });
 }
 
 Status gramian(const GradientLaunch& arguments, std::int32_t* counters, double* products,

@@ -6,7 +6,7 @@ Memory traffic: the gradients are read once, K N, and where there is an update, 
 import triton
 import triton.language as tl
 
-from cs_kernels.ops.gpu.plan import GradientCallField, GradientField
+from cs_kernels.ops.gpu.combine import GradientCallField, GradientField
 from cs_kernels.ops.triton.primitives import added_up, arrive, narrowed, pointer, pointers, widened
 
 SIZE = tl.constexpr(GradientField.SIZE)
@@ -14,7 +14,7 @@ GROUP = tl.constexpr(GradientField.GROUP)
 FIRST_ITEM = tl.constexpr(GradientField.FIRST_ITEM)
 GROUP_ITEMS = tl.constexpr(GradientField.GROUP_ITEMS)
 TILES = tl.constexpr(GradientField.TILES)
-FIRST_PLACE = tl.constexpr(GradientField.FIRST_PLACE)
+FIRST_INDEX = tl.constexpr(GradientField.FIRST_INDEX)
 TENSOR_FIELDS = tl.constexpr(len(GradientField))
 
 UPDATE = tl.constexpr(GradientCallField.UPDATE)
@@ -35,12 +35,12 @@ def _gradients(
     VECTOR: tl.constexpr,
 ):
     """Elements of some tasks' gradients, [tasks, ELEMENTS]; with VECTOR > 1, all are inside."""
-    place = first + tl.arange(0, ELEMENTS)[None, :]
+    offset = first + tl.arange(0, ELEMENTS)[None, :]
     address = tl.load(addresses + GRADIENTS + task, task < tasks, other=0)
     exists = (address != 0)[:, None]
     if VECTOR == 1:
-        exists = exists & (place < size)
-    g = tl.load(pointers(address, DTYPE, VECTOR)[:, None] + place, exists, other=0.0)
+        exists = exists & (offset < size)
+    g = tl.load(pointers(address, DTYPE, VECTOR)[:, None] + offset, exists, other=0.0)
     return widened(g, WIDE)
 
 
@@ -55,11 +55,11 @@ def _write(
     VECTOR: tl.constexpr,
 ):
     update = pointer(tl.load(addresses + UPDATE), DTYPE)
-    place = first + tl.arange(0, ELEMENTS)
+    offset = first + tl.arange(0, ELEMENTS)
     if VECTOR > 1:
-        tl.store(tl.multiple_of(update, 16) + place, narrowed(total, DTYPE))
+        tl.store(tl.multiple_of(update, 16) + offset, narrowed(total, DTYPE))
     else:
-        tl.store(update + place, narrowed(total, DTYPE), place < size)
+        tl.store(update + offset, narrowed(total, DTYPE), offset < size)
 
 
 @triton.jit
@@ -119,11 +119,11 @@ def gramian_kernel(
     """One item; the last one of a group adds them up.
 
     Args:
-        items: int32 [programs, 2]: tensor, index among its items. Those of a group together.
+        items: int32 [programs, 2]: tensor, index among its items. Items of a group are adjacent.
         tensors: int64 [tensors, TENSOR_FIELDS].
         table: int64 [tensors, GRADIENTS + tasks], addresses.
         counters: int32 [groups], zeros.
-        products: float64 [programs, tasks, tasks], room.
+        products: float64 [programs, tasks, tasks], workspace.
         out: float64 [groups, tasks, tasks].
         tasks: K.
         TASKS: A power of two, K or greater; 64 stands for all K > 8.
@@ -167,8 +167,8 @@ def gramian_kernel(
             )
     task = tl.arange(0, BLOCK)
     if TASKS <= 8:
-        here = (task < tasks)[:, None] & (task < tasks)[None, :]
-        tl.store(own + task[:, None] * tasks + task[None, :], kept, here)
+        mask = (task < tasks)[:, None] & (task < tasks)[None, :]
+        tl.store(own + task[:, None] * tasks + task[None, :], kept, mask)
     group = tl.load(tensor + GROUP)
     group_items = tl.load(tensor + GROUP_ITEMS)
     if arrive(counters + group, group_items):
@@ -178,8 +178,8 @@ def gramian_kernel(
         for first_i in range(0, tasks, GROUPS):
             i = (first_i + tl.arange(0, GROUPS))[:, None]
             total = added_up(of_group, group_items, first_i, tasks, GROUPS, TASKS, True)
-            place = (group * tasks + i) * tasks + j
-            tl.store(out + place, total, (i < tasks) & (j < tasks))
+            offset = (group * tasks + i) * tasks + j
+            tl.store(out + offset, total, (i < tasks) & (j < tasks))
 
 
 @triton.jit
@@ -242,10 +242,10 @@ def _mixed32(x):
 
 
 @triton.jit
-def _uniform_numbers(keys, place, WIDE: tl.constexpr):
-    """In [0, 1), multiples of 2^-24, for the places of a tile; keys for each 2^32 places."""
-    key = tl.load(keys + (place >> 32)).to(tl.uint64, bitcast=True)
-    bits = _mixed32(place.to(tl.uint32) ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32)
+def _uniform_numbers(keys, offset, WIDE: tl.constexpr):
+    """In [0, 1), multiples of 2^-24, for the elements of a tile; keys for each 2^32 elements."""
+    key = tl.load(keys + (offset >> 32)).to(tl.uint64, bitcast=True)
+    bits = _mixed32(offset.to(tl.uint32) ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32)
     return (_mixed32(bits) >> 8).to(tl.int32).to(WIDE) * (2.0**-24)
 
 
@@ -253,7 +253,7 @@ def _uniform_numbers(keys, place, WIDE: tl.constexpr):
 def _drop_tile(
     addresses,
     first,
-    first_place,
+    first_index,
     size,
     leaks,
     keys,
@@ -275,15 +275,15 @@ def _drop_tile(
         g = _gradients(addresses, first, j, size, tasks, ELEMENTS, DTYPE, WIDE, VECTOR)
         leak = tl.load(leaks + j, j < tasks, other=0.0).to(WIDE)[:, None]
         above = tl.where(g > 0, g, 0.0)
-        below = tl.where(g > 0, 0.0, g)  # also what is not a number
+        below = tl.where(g > 0, 0.0, g)  # and NaN
         positive += tl.sum(above, 0)
         negative += tl.sum(below, 0)
         kept_positive += tl.sum((1 - leak) * above, 0)
         kept_negative += tl.sum((1 - leak) * below, 0)
         leaked += tl.sum(leak * g, 0)
-    place = first_place + first + tl.arange(0, ELEMENTS)
+    offset = first_index + first + tl.arange(0, ELEMENTS)
     # Beyond the tensor there may be no key.
-    inside = tl.minimum(place, first_place + size - 1)
+    inside = tl.minimum(offset, first_index + size - 1)
     u = _uniform_numbers(keys, inside, WIDE)
     chosen = tl.where(u * (positive - negative) < positive, kept_positive, kept_negative)
     # Zero times the sum: infinities and NaN are not dropped.
@@ -305,19 +305,19 @@ def drop_signs_kernel(
     WIDE: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """One tile; leaks float64 [tasks], keys int64, one for each 2^32 places."""
+    """One tile; leaks float64 [tasks], keys int64, one for each 2^32 elements."""
     item = tl.program_id(0).to(tl.int64)
     number = tl.load(items + item * 2).to(tl.int64)
     first = tl.load(items + item * 2 + 1).to(tl.int64) * ELEMENTS
     tensor = tensors + number * TENSOR_FIELDS
     addresses = table + number * (tasks + GRADIENTS)
     size = tl.load(tensor + SIZE)
-    place = tl.load(tensor + FIRST_PLACE)
+    offset = tl.load(tensor + FIRST_INDEX)
     if (tl.load(addresses + ALIGNED) != 0) & (first + ELEMENTS <= size):
         _drop_tile(
             addresses,
             first,
-            place,
+            offset,
             size,
             leaks,
             keys,
@@ -330,5 +330,5 @@ def drop_signs_kernel(
         )
     else:
         _drop_tile(
-            addresses, first, place, size, leaks, keys, tasks, TASKS, ELEMENTS, DTYPE, WIDE, 1
+            addresses, first, offset, size, leaks, keys, tasks, TASKS, ELEMENTS, DTYPE, WIDE, 1
         )

@@ -1,0 +1,27 @@
+"""From Gramians to task weights, compiled."""
+
+import torch
+from torch import Tensor
+
+from cs_kernels import _C
+from cs_kernels.ops.operands import check_gramian
+from cs_kernels.ops.solvers import SOLVERS, option_word
+
+_NUMBERS = {name: number for number, name in enumerate(SOLVERS)}
+
+
+def solve(name: str, gramian: Tensor, *options: int | float | str) -> Tensor:
+    """Reads K * K numbers and writes K for each Gramian."""
+    check_gramian(gramian)
+    tasks = gramian.shape[-1]
+    gramians = gramian.to(torch.float64).contiguous()
+    weights = torch.empty(gramians.shape[:-1], dtype=torch.float64)
+    _C.solve(
+        solver=_NUMBERS[name],
+        gramians=gramians.data_ptr(),
+        count=weights.numel() // tasks,
+        tasks=tasks,
+        weights=weights.data_ptr(),
+        option=option_word(*options),
+    )
+    return weights

@@ -1,0 +1,291 @@
+"""Gramian, weighted sum and sign dropping on a GPU: plan, address table, launches.
+
+An item is some tiles of one tensor. The items of a group of tensors are adjacent; the block that
+ends the last one adds up their products in the order of the items.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from struct import pack, unpack
+
+import torch
+from torch import Tensor
+
+from cs_kernels.ops.gpu.device import (
+    aligned,
+    host_buffer,
+    keep,
+    multiprocessors,
+    numbered,
+    on_device,
+    on_host,
+    refuse_capture,
+    send,
+    stream_of,
+)
+from cs_kernels.ops.operands import (
+    DTYPES,
+    Operands,
+    check_group_of,
+    check_numel,
+    check_tasks,
+    first_present,
+)
+from cs_kernels.ops.random import mixed, random_key
+
+_LEAST_ITEMS = 16
+"""Items of a multiprocessor before they grow."""
+
+
+class GradientField(IntEnum):
+    """A row of the table of tensors, from their sizes."""
+
+    SIZE = 0
+    GROUP = 1
+    FIRST_ITEM = 2
+    """Of the group."""
+    GROUP_ITEMS = 3
+    TILES = 4
+    """Of an item."""
+    FIRST_INDEX = 5
+    """Its elements, among those of all tensors."""
+
+
+class GradientCallField(IntEnum):
+    """A row of the table of addresses, made in every call."""
+
+    UPDATE = 0
+    ALIGNED = 1
+    GRADIENTS = 2
+
+
+@dataclass(frozen=True)
+class GradientPlan:
+    """The items and tables of a launch over all gradients."""
+
+    items: Tensor
+    """int32 [items, 2]: tensor, index among its items. Items of a group are adjacent."""
+    tensors: Tensor
+    """int64 [tensors, fields]."""
+    empty_groups: tuple[int, ...]
+    """Groups without an item."""
+    stream: int
+    """The stream that it was made on."""
+
+    @property
+    def on_device(self) -> tuple[Tensor, ...]:
+        """The tensors that launches read."""
+        return self.items, self.tensors
+
+
+@lru_cache(maxsize=64)
+def gradient_plan(
+    sizes: tuple[int, ...],
+    group_of: tuple[int, ...],
+    groups: int,
+    chosen: tuple[bool, ...],
+    elements: int,
+    most_tiles: int,
+    device: torch.device,
+) -> GradientPlan:
+    """The plan for tensors of these sizes.
+
+    Args:
+        sizes: In elements.
+        group_of: The group of each tensor.
+        groups: Their number.
+        chosen: Which tensors the launch is for.
+        elements: Of a tile.
+        most_tiles: Of an item.
+        device: Of the tables.
+
+    """
+    refuse_capture(device)
+    tiles = [-(-size // elements) if mine else 0 for size, mine in zip(sizes, chosen, strict=True)]
+    per_item = min(most_tiles, max(1, sum(tiles) // (_LEAST_ITEMS * multiprocessors(device))))
+    number = [-(-n // per_item) for n in tiles]
+    of_group = [0] * groups
+    for t, group in enumerate(group_of):
+        of_group[group] += number[t]
+    first_item = [sum(of_group[:group]) for group in range(groups)]
+    fields, first = [], 0
+    for t, size in enumerate(sizes):
+        group = group_of[t]
+        of_tensor = {
+            GradientField.SIZE: size,
+            GradientField.GROUP: group,
+            GradientField.FIRST_ITEM: first_item[group],
+            GradientField.GROUP_ITEMS: of_group[group],
+            GradientField.TILES: per_item,
+            GradientField.FIRST_INDEX: first,
+        }
+        fields.append([of_tensor[field] for field in GradientField])
+        first += size
+    order = sorted(range(len(sizes)), key=lambda t: group_of[t])
+    return GradientPlan(
+        torch.cat([numbered([t], number[t]) for t in order]).to(device),
+        torch.tensor(fields, dtype=torch.int64, device="cpu").to(device),
+        tuple(group for group, n in enumerate(of_group) if n == 0),
+        stream_of(device),
+    )
+
+
+@dataclass(frozen=True)
+class GradientLaunch:
+    """The arguments of every kernel over all gradients of a dtype."""
+
+    items: Tensor
+    empty_groups: tuple[int, ...]
+    tensors: Tensor
+    table: Tensor
+    """int64 [tensors, GradientCallField.GRADIENTS + tasks], addresses."""
+    extra: Tensor
+    """Numbers that were sent to the device with the table."""
+    tasks: int
+    dtype: torch.dtype
+
+
+class CombineOperators(ABC):
+    """The operators over all gradients."""
+
+    @abstractmethod
+    def gradient_tiling(self, dtype: torch.dtype, tasks: int) -> tuple[int, int]:
+        """Elements of a tile, and tiles of an item of the Gramian at most."""
+
+    def drop_tile(self, dtype: torch.dtype, tasks: int) -> int:
+        """Elements of a tile of sign dropping."""
+        return self.gradient_tiling(dtype, tasks)[0]
+
+    @abstractmethod
+    def launch_gramian(
+        self, launch: GradientLaunch, counters: Tensor, products: Tensor, out: Tensor
+    ) -> None:
+        """Counters int32 [groups], zeros; products float64 [items, tasks, tasks], workspace."""
+
+    @abstractmethod
+    def launch_combine(self, launch: GradientLaunch, weights: Tensor) -> None:
+        """Weights [groups, tasks]."""
+
+    @abstractmethod
+    def launch_drop_signs(self, launch: GradientLaunch, leaks: Tensor, keys: Tensor) -> None:
+        """Leaks float64 [tasks]; keys int64, one for each 2^32 elements."""
+
+    def _gradient_launches(
+        self,
+        operands: Operands,
+        group_of: Sequence[int],
+        groups: int,
+        extra: Sequence[int] = (),
+        *,
+        gramian: bool = False,
+        drop: bool = False,
+    ) -> Iterator[GradientLaunch]:
+        tasks = operands.tasks
+        check_tasks(tasks)
+        if not operands.outputs:
+            return
+        device = operands.outputs[0].device
+        tensors = len(operands.outputs)
+        width = GradientCallField.GRADIENTS + tasks
+        buffer = host_buffer(tensors * width + len(extra), device)
+        table = buffer[: tensors * width].view(tensors, width)
+        table[:, GradientCallField.UPDATE] = on_host(operands.native.addresses)
+        table[:, GradientCallField.GRADIENTS :] = on_host(operands.native.gradients).view(
+            tensors, tasks
+        )
+        table[:, GradientCallField.ALIGNED] = 0
+        table[:, GradientCallField.ALIGNED] = aligned(table)
+        buffer[table.numel() :] = on_host(extra)
+        numbers = send(buffer, device)
+        types = operands.native.types
+        for code in dict.fromkeys(types):
+            dtype = DTYPES[code]
+            elements, most_tiles = self.gradient_tiling(dtype, tasks)
+            plan = gradient_plan(
+                tuple(operands.native.sizes),
+                tuple(group_of),
+                groups,
+                tuple(other == code for other in types),
+                self.drop_tile(dtype, tasks) if drop else elements,
+                most_tiles if gramian else 1,
+                device,
+            )
+            keep(plan, device)
+            with on_device(device):
+                yield GradientLaunch(
+                    plan.items,
+                    plan.empty_groups,
+                    plan.tensors,
+                    numbers,
+                    numbers[table.numel() :],
+                    tasks,
+                    dtype,
+                )
+
+    def gramian(
+        self, grads: Sequence[Tensor | None], group_of: Sequence[int], groups: int, tasks: int
+    ) -> Tensor:
+        """Reads K * N gradients once."""
+        likes = first_present(grads, len(group_of), tasks)
+        operands = Operands(likes, grads, tasks, name="grads")
+        check_group_of(group_of, groups)
+        results: list[Tensor] = []
+        zeros = [0] * -(-groups // 2)
+        for launch in self._gradient_launches(
+            operands, group_of, groups, zeros * len(DTYPES), gramian=True
+        ):
+            result = torch.empty(
+                (groups, tasks, tasks), dtype=torch.float64, device=likes[0].device
+            )
+            for group in launch.empty_groups:
+                result[group] = 0
+            counters = launch.extra[len(results) * len(zeros) :].view(torch.int32)
+            products = result.new_empty((len(launch.items), tasks, tasks))
+            if len(launch.items):
+                self.launch_gramian(launch, counters, products, result)
+            results.append(result)
+        return results[0] if len(results) == 1 else torch.stack(results).sum(0)
+
+    def combine_(
+        self,
+        updates: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        weights: Tensor,
+        group_of: Sequence[int],
+        tasks: int,
+    ) -> None:
+        """Reads K * N gradients once and writes N."""
+        operands = Operands(updates, grads, tasks)
+        groups = len(weights)
+        check_group_of(group_of, groups)
+        check_numel(weights, groups * tasks, "weights")
+        operands.check_device(weights, "weights")
+        weights = weights.contiguous()
+        for launch in self._gradient_launches(operands, group_of, groups):
+            if len(launch.items):
+                self.launch_combine(launch, weights)
+        operands.finish()
+
+    def drop_signs_(
+        self,
+        updates: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        leaks: Sequence[float],
+        seed: int,
+        step: int,
+        tasks: int,
+    ) -> None:
+        """Reads K * N gradients once and writes N."""
+        operands = Operands(updates, grads, tasks)
+        key = random_key(seed, step)
+        ranges = (sum(output.numel() for output in operands.outputs) >> 32) + 1
+        keys = [mixed((key + high) % (1 << 64)) for high in range(ranges)]
+        extra = unpack(f"{tasks + ranges}q", pack(f"{tasks}d{ranges}Q", *leaks, *keys))
+        for launch in self._gradient_launches(operands, [0] * len(updates), 1, extra, drop=True):
+            if len(launch.items):
+                of_tasks = launch.extra[:tasks].view(torch.float64)
+                self.launch_drop_signs(launch, of_tasks, launch.extra[tasks:])
+        operands.finish()

@@ -1,0 +1,280 @@
+"""The plan of Phase 2 on a GPU: its items and tables, made once for a trunk and kept on the device.
+
+Phase 2 is one launch for a whole trunk. The work is cut into items, in an order in which every item
+depends only on earlier ones:
+
+    ENERGY   the energies of some rows (output channels) of a weight. The last item of a layer finds
+             the layer's priorities.
+    SUM      some tiles of a tensor: writes the plain sum of its gradients, and keeps the products
+             of each channel group's reference gradient G_i with all. The last item of a layer adds
+             them up and derives a_i.
+    PROJECT  the same tiles again, where a_i > 0: update += a_i * G_i.
+
+A block draws the next item as a ticket. All that an item waits for has been drawn by a running
+block, so waiting ends however blocks are scheduled. PROJECT items follow their layer's SUM items at
+a distance at which they rarely wait and still find the gradients in the L2 cache.
+
+Sums are in a fixed order, so every run gives the same bits. Counters are integers; no
+floating-point number is added atomically.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from cs_kernels.ops.gpu.device import multiprocessors, numbered, refuse_capture, stream_of
+from cs_kernels.ops.operands import ChannelLayout
+
+MOST_SUM_ITEMS = 256
+"""Of a layer: one block adds up their products while the others work on other layers."""
+
+
+class ItemKind(IntEnum):
+    """The kinds of items."""
+
+    ENERGY = 0
+    SUM = 1
+    PROJECT = 2
+
+
+class TensorField(IntEnum):
+    """A row of the table of tensors, from their layouts."""
+
+    ROWS = 0
+    LENGTH = 1
+    """Of a row, in elements."""
+    CHANNELS = 2
+    """Of a group."""
+    INNER = 3
+    """Elements of a row that lie next to each other."""
+    ROW_SEGMENTS = 4
+    SIZE = 5
+    """In segments."""
+    KERNEL_SIZE = 6
+    LAYER = 7
+    """Its number; -1 for a tensor without prioritized channels."""
+    FIRST_ROW = 8
+    """Of the layer, among those of all layers."""
+    FIRST_SUM = 9
+    """Its SUM items, among those of all layers."""
+    SUM_ITEMS = 10
+    TILES = 11
+    """Of a SUM or PROJECT item."""
+    ENERGY_ITEMS = 12
+    ENERGY_ROWS = 13
+    """Of an ENERGY item."""
+
+
+class CallField(IntEnum):
+    """A row of the table of addresses, made in every call."""
+
+    UPDATE = 0
+    WEIGHT = 1
+    PRIORITY = 2
+    ALIGNED = 3
+    """Whether 16-byte accesses are allowed."""
+    GRADIENTS = 4
+    """The first task's; the others follow."""
+
+
+class Counter(IntEnum):
+    """The counters of a layer; zero before the launch."""
+
+    ENERGIES_DONE = 0
+    PRIORITY_READY = 1
+    SUMS_DONE = 2
+    COEFFICIENTS_READY = 3
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a backend cuts tensors into tiles, and tiles into items."""
+
+    elements: int
+    """Of a tile."""
+    segment: int
+    """Elements of a row that are processed together; 1 where a tile crosses rows."""
+    energy_elements: int
+    """Of an ENERGY item, about."""
+    least_energy_rows: int
+    most_tiles: int
+    """Of a SUM item."""
+    least_items: int
+    """Minimum SUM items per multiprocessor; items grow only beyond it, to keep the tail short."""
+    lag: int
+    """SUM items between the last of a layer and its first PROJECT item, per multiprocessor."""
+    most_segments: int = 1 << 62
+    """Of a tensor."""
+
+    def segments(self, layout: ChannelLayout) -> int:
+        """Of a tensor."""
+        groups, outer, channels, inner = layout
+        return groups * channels * -(-(outer * inner) // self.segment)
+
+    def tiles(self, layout: ChannelLayout) -> int:
+        """Of a tensor."""
+        return -(-self.segments(layout) // (self.elements // self.segment))
+
+    def energy_rows(self, length: int) -> int:
+        """Of an ENERGY item of a layer with rows of this length."""
+        return max(self.least_energy_rows, self.energy_elements // max(1, length))
+
+
+@dataclass(frozen=True)
+class Phase2Plan:
+    """The items and tables of a Phase 2 launch."""
+
+    items: Tensor
+    """int32 [items, 3]: kind, tensor, index among the tensor's items of this kind."""
+    tensors: Tensor
+    """int64 [tensors, fields]."""
+    epsilon: Tensor
+    """float64 [layers, tasks]; empty where priorities are given."""
+    rows: int
+    """Of all layers."""
+    sum_items: int
+    """Of all layers."""
+    stream: int
+    """The stream that it was made on."""
+
+    @property
+    def on_device(self) -> tuple[Tensor, ...]:
+        """The tensors that launches read."""
+        return self.items, self.tensors, self.epsilon
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+@lru_cache(maxsize=64)
+def phase2_plan(
+    layouts: tuple[ChannelLayout, ...],
+    kernel_sizes: tuple[int, ...],
+    eps: tuple[float, ...] | None,
+    chosen: tuple[bool, ...],
+    tiling: Tiling,
+    device: torch.device,
+    kinds: tuple[ItemKind, ...] = tuple(ItemKind),
+) -> Phase2Plan:
+    """The plan of a trunk whose first tensors are layers with prioritized channels.
+
+    Args:
+        layouts: Of all tensors.
+        kernel_sizes: k^2 of the layers.
+        eps: Of each layer and task, or None where the priorities are given.
+        chosen: Which tensors the launch is for.
+        tiling: Of the kernel.
+        device: Of the tables.
+        kinds: Of the items.
+
+    """
+    refuse_capture(device)
+    processors = multiprocessors(device)
+    all_tiles = sum(tiling.tiles(layout) for layout in layouts)
+    most_tiles = min(tiling.most_tiles, max(1, all_tiles // (tiling.least_items * processors)))
+    fields: list[list[int]] = []
+    first_row = first_sum = 0
+    for t, (groups, outer, channels, inner) in enumerate(layouts):
+        layer = t if t < len(kernel_sizes) else -1
+        rows, length = groups * channels, outer * inner
+        segments, tiles = tiling.segments(layouts[t]), tiling.tiles(layouts[t])
+        if segments >= tiling.most_segments:
+            raise ValueError(
+                f"updates must have less than {tiling.most_segments} segments of {tiling.segment}"
+                f" elements, got {segments}"
+            )
+        per_item = max(most_tiles, -(-tiles // MOST_SUM_ITEMS) if layer >= 0 else 1)
+        sum_items = -(-tiles // per_item) if chosen[t] else 0
+        energies = chosen[t] and layer >= 0 and eps is not None and length > 0
+        energy_rows = tiling.energy_rows(length)
+        of_tensor = {
+            TensorField.ROWS: rows,
+            TensorField.LENGTH: length,
+            TensorField.CHANNELS: channels,
+            TensorField.INNER: max(inner, 1),
+            TensorField.ROW_SEGMENTS: max(-(-length // tiling.segment), 1),
+            TensorField.SIZE: segments,
+            TensorField.KERNEL_SIZE: kernel_sizes[t] if layer >= 0 else 1,
+            TensorField.LAYER: layer,
+            TensorField.FIRST_ROW: first_row,
+            TensorField.FIRST_SUM: first_sum,
+            TensorField.SUM_ITEMS: sum_items,
+            TensorField.TILES: per_item,
+            TensorField.ENERGY_ITEMS: -(-rows // energy_rows) if energies else 0,
+            TensorField.ENERGY_ROWS: energy_rows,
+        }
+        fields.append([of_tensor[field] for field in TensorField])
+        if layer >= 0:
+            first_row += rows
+            first_sum += sum_items
+    return Phase2Plan(
+        _items(fields, tiling.lag * processors, kinds).to(device),
+        torch.tensor(fields, dtype=torch.int64, device="cpu").to(device),
+        torch.tensor(eps or [], dtype=torch.float64, device="cpu").to(device),
+        first_row,
+        first_sum,
+        stream_of(device),
+    )
+
+
+@lru_cache(maxsize=1024)
+def layer_plan(
+    layout: ChannelLayout, kernel_size: int, tiling: Tiling, device: torch.device
+) -> Phase2Plan:
+    """The plan of one layer's energies, in a cache of its own: a trunk has many layers."""
+    make = phase2_plan.__wrapped__
+    return make((layout,), (kernel_size,), (), (True,), tiling, device, (ItemKind.ENERGY,))
+
+
+@dataclass(frozen=True)
+class Epsilon:
+    """Float64 [K] on a device."""
+
+    on_device: tuple[Tensor, ...]
+    stream: int
+
+
+@lru_cache(maxsize=1024)
+def layer_epsilon(eps: tuple[float, ...], device: torch.device) -> Epsilon:
+    """The epsilons of one layer, kept on the device."""
+    refuse_capture(device)
+    epsilon = torch.tensor(eps, dtype=torch.float64, device="cpu").to(device)
+    return Epsilon((epsilon,), stream_of(device))
+
+
+def _items(fields: Sequence[Sequence[int]], lag: int, kinds: Sequence[ItemKind]) -> Tensor:
+    """ENERGY items first, then SUM items with PROJECT items behind them.
+
+    Large layers come first, and tensors without PROJECT items last, so that little is left to wait
+    for at the end.
+    """
+    sum_items, energy_items = TensorField.SUM_ITEMS, TensorField.ENERGY_ITEMS
+    order = sorted(
+        range(len(fields)),
+        key=lambda t: (fields[t][TensorField.LAYER] < 0, -fields[t][TensorField.SIZE]),
+    )
+    items = [(ItemKind.ENERGY, t, fields[t][energy_items]) for t in order]
+    waiting: list[tuple[int, int]] = []  # layers, and the number of SUM items up to their end
+    summed = 0
+    for t in order:
+        items.append((ItemKind.SUM, t, fields[t][sum_items]))
+        summed += fields[t][sum_items]
+        if fields[t][TensorField.LAYER] >= 0:
+            waiting.append((t, summed))
+        while waiting and summed - waiting[0][1] >= lag:
+            done, _ = waiting.pop(0)
+            items.append((ItemKind.PROJECT, done, fields[done][sum_items]))
+    items += [(ItemKind.PROJECT, done, fields[done][sum_items]) for done, _ in waiting]
+    rows = [torch.empty((0, 3), dtype=torch.int32, device="cpu")]
+    for kind, t, count in items:
+        if kind in kinds:
+            piece = numbered([kind, t], count)
+            # PROJECT items run backwards: the last tiles read are in the cache.
+            rows.append(piece.flip(0) if kind == ItemKind.PROJECT else piece)
+    return torch.cat(rows)

@@ -1,0 +1,28 @@
+"""From Gramians to task weights on a GPU."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from cs_kernels.ops.gpu.device import on_device
+from cs_kernels.ops.operands import check_gramian
+
+
+class SolverOperators(ABC):
+    """The operators of all solvers."""
+
+    @abstractmethod
+    def launch_solver(
+        self, name: str, gramian: Tensor, weights: Tensor, *options: int | float | str
+    ) -> None:
+        """Gramians [count, K, K] to float64 weights [count, K]."""
+
+    def solve(self, name: str, gramian: Tensor, *options: int | float | str) -> Tensor:
+        """Reads K * K numbers and writes K for each Gramian."""
+        check_gramian(gramian)
+        weights = gramian.new_empty(gramian.shape[:-1], dtype=torch.float64)
+        if weights.numel():
+            with on_device(gramian.device):
+                self.launch_solver(name, gramian.contiguous(), weights, *options)
+        return weights

@@ -1,0 +1,83 @@
+"""Gramian, weighted sum and sign dropping in plain torch."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cs_kernels.ops.random import random_key, uniform_numbers
+
+
+def gramian(
+    grads: Sequence[Tensor | None], group_of: Sequence[int], groups: int, tasks: int
+) -> Tensor:
+    """Products of gradients, in float64, added up over the tensors of a group."""
+    like = next(grad for grad in grads if grad is not None)
+    result = like.new_zeros((groups, tasks, tasks), dtype=torch.float64)
+    for t, group in enumerate(group_of):
+        of_tensor = grads[t * tasks : (t + 1) * tasks]
+        present = [i for i, grad in enumerate(of_tensor) if grad is not None]
+        if present:
+            rows = torch.stack([grad.double().flatten() for grad in of_tensor if grad is not None])
+            tasks_of = torch.tensor(present, device=like.device)
+            result[group, tasks_of.unsqueeze(1), tasks_of] += rows @ rows.T
+    return result
+
+
+def combine_(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    weights: Tensor,
+    group_of: Sequence[int],
+    tasks: int,
+) -> None:
+    """Update = sum_j weights[group, j] * grads[j]."""
+    for t, update in enumerate(updates):
+        total = torch.zeros_like(update, dtype=torch.float64)
+        for j, grad in enumerate(grads[t * tasks : (t + 1) * tasks]):
+            if grad is not None:
+                total += weights[group_of[t], j].double() * grad.double()
+        update.copy_(total)
+
+
+def drop_signs_(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    leaks: Sequence[float],
+    seed: int,
+    step: int,
+    tasks: int,
+) -> None:
+    """GradDrop (Chen et al. 2020) as a choice between two sums.
+
+    Their share of the sum of absolute values is the probability of the positive ones.
+    """
+    key = random_key(seed, step)
+    first = 0
+    for t, update in enumerate(updates):
+        positive = torch.zeros_like(update, dtype=torch.float64)
+        negative, kept_positive, kept_negative, leaked = (
+            torch.zeros_like(positive) for _ in "1234"
+        )
+        for leak, grad in zip(leaks, grads[t * tasks : (t + 1) * tasks], strict=True):
+            if grad is not None:
+                wide = grad.double()
+                above = torch.where(wide > 0, wide, 0.0)
+                below = torch.where(wide > 0, 0.0, wide)  # and NaN
+                positive += above
+                negative += below
+                kept_positive += (1 - leak) * above
+                kept_negative += (1 - leak) * below
+                leaked += leak * wide
+        u = _in_memory_order(uniform_numbers(key, first, update.numel(), update.device), update)
+        chosen = torch.where(u * (positive - negative) < positive, kept_positive, kept_negative)
+        # Zero times the sum: infinities and NaN are not dropped.
+        update.copy_(chosen + leaked + 0 * (positive + negative))
+        first += update.numel()
+
+
+def _in_memory_order(numbers: Tensor, like: Tensor) -> Tensor:
+    """The numbers in the shape of `like`, in the order of its elements in memory."""
+    if torch.empty_like(like).stride() == like.stride():  # dense
+        return numbers.as_strided(like.shape, like.stride())
+    return numbers.view(like.shape)

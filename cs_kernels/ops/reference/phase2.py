@@ -1,0 +1,207 @@
+"""Connection strength, priority and Phase 2 in plain torch.
+
+Names follow the paper: energy is the sum over q of s_pq, Eq. (4), strength S, Eq. (6), normalized
+strength S^, Eq. (7), priority nu, Eq. (10).
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+def channel_rows(tensor: Tensor, out_channel_dim: int, groups: int) -> Tensor:
+    """[O, fan-in]: a row holds the weights that produce one output channel."""
+    if out_channel_dim == 0:
+        return tensor.flatten(1) if tensor.ndim > 1 else tensor.unsqueeze(1)
+    fan_in, channels = tensor.shape[0] // groups, tensor.shape[1]
+    split = tensor.reshape(groups, fan_in, channels, -1).movedim(2, 1)
+    return split.reshape(groups * channels, -1)
+
+
+def _from_channel_rows(rows: Tensor, like: Tensor, out_channel_dim: int, groups: int) -> Tensor:
+    if out_channel_dim == 0:
+        return rows.reshape(like.shape)
+    fan_in, channels = like.shape[0] // groups, like.shape[1]
+    split = rows.reshape(groups, channels, fan_in, *like.shape[2:])
+    return split.movedim(1, 2).reshape(like.shape)
+
+
+def channel_energies(
+    weights: Sequence[Tensor], out_channel_dims: Sequence[int], groups: Sequence[int]
+) -> Tensor:
+    """Sums of squares, which are Eq. (4) times the size of the kernel window."""
+    energies = [
+        channel_rows(weight.double(), dim, of_layer).square().sum(1)
+        for weight, dim, of_layer in zip(weights, out_channel_dims, groups, strict=True)
+    ]
+    return torch.cat(energies)
+
+
+def _strength(
+    energy: Tensor, gamma: Tensor, running_var: Tensor, eps: Sequence[float], normalize: bool
+) -> Tensor:
+    """Eq. (6), and Eq. (7) where `normalize`."""
+    offset = torch.tensor(eps, dtype=torch.float64, device=energy.device).unsqueeze(1)
+    scale = gamma.double().square() / (running_var.double() + offset)
+    strength = scale * energy
+    if not normalize:
+        return strength
+    total = strength.sum(1, keepdim=True)
+    return torch.where(total == 0, 0.0, strength / total)
+
+
+def connection_strength(
+    weight: Tensor,
+    gamma: Tensor,
+    running_var: Tensor,
+    eps: Sequence[float],
+    normalize: bool,
+    out_channel_dim: int,
+    groups: int,
+) -> Tensor:
+    """Eq. (4) and (6), and Eq. (7) where `normalize`."""
+    kernel_size = prod(weight.shape[2:])
+    energy = channel_energies([weight], [out_channel_dim], [groups]) / kernel_size
+    return _strength(energy, gamma, running_var, eps, normalize)
+
+
+def task_priority(strength: Tensor) -> Tensor:
+    """Eq. (10); torch.argmax would let a NaN win, and leaves ties open."""
+    numbers = strength.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    highest = numbers.amax(0, keepdim=True)
+    return (numbers == highest).to(torch.int8).argmax(0)
+
+
+def energy_priority(
+    energies: Tensor, gamma: Tensor, running_var: Tensor, eps: Sequence[float], channels: list[int]
+) -> Tensor:
+    """Eq. (6), (7) and (10) of one layer after the other."""
+    priorities = [energies.new_empty(0, dtype=torch.int64)]
+    tasks = len(eps) // max(len(channels), 1)
+    of_layers = (torch.split(x, [tasks * o for o in channels]) for x in (gamma, running_var))
+    for layer, (energy, *statistics) in enumerate(
+        zip(torch.split(energies, channels), *of_layers, strict=True)
+    ):
+        gamma_of, var_of = (x.view(tasks, channels[layer]) for x in statistics)
+        eps_of = eps[layer * tasks : (layer + 1) * tasks]
+        priorities.append(task_priority(_strength(energy, gamma_of, var_of, eps_of, True)))
+    return torch.cat(priorities)
+
+
+def _present(grads: Sequence[Tensor | None], t: int, tasks: int, like: Tensor) -> Tensor:
+    """Float64 [K, ...] of tensor t; zeros for a missing gradient."""
+    zeros = torch.zeros_like(like, dtype=torch.float64)
+    of_tensor = grads[t * tasks : (t + 1) * tasks]
+    return torch.stack([zeros if grad is None else grad.double() for grad in of_tensor])
+
+
+def _products(grads: Tensor, priority: Tensor) -> Tensor:
+    """d_ij = <G_i, G_j> over channel group i, [K, K], for grads [K, O, fan-in] of one layer."""
+    rows = []
+    for i, g_i in enumerate(grads):
+        group = (priority == i).unsqueeze(1)
+        reference = torch.where(group, g_i, 0.0)
+        rows.append(
+            torch.stack([(reference * torch.where(group, g_j, 0.0)).sum() for g_j in grads])
+        )
+    return torch.stack(rows)
+
+
+def _project(update: Tensor, grads: Tensor, priority: Tensor, products: Tensor) -> Tensor:
+    """Algorithm 1's loop over channel groups: update - sum_j d_ij / d_ii * G_i, in float64."""
+    for i, g_i in enumerate(grads):
+        group = (priority == i).unsqueeze(1)
+        for j in range(len(grads)):
+            if j != i:
+                d_ij, d_ii = products[i, j], products[i, i]
+                conflict = (d_ij < 0) & (d_ii > 0)
+                update = torch.where(group & conflict, update - d_ij / d_ii * g_i, update)
+    return update
+
+
+def project_conflicts_(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    priorities: Sequence[Tensor],
+    out_channel_dims: Sequence[int],
+    groups: Sequence[int],
+    tasks: int,
+) -> None:
+    """Phase 2 of Algorithm 1 with the channel groups given, for each tensor on its own."""
+    for t, update in enumerate(updates):
+        total = _present(grads, t, tasks, update)
+        if t < len(priorities):
+            layout = out_channel_dims[t], groups[t]
+            rows = torch.stack([channel_rows(grad, *layout) for grad in total])
+            products = _products(rows, priorities[t])
+            projected = _project(rows.sum(0), rows, priorities[t], products)
+            update.copy_(_from_channel_rows(projected, update, *layout))
+        else:
+            update.copy_(total.sum(0))
+
+
+def phase2_products_(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    priorities: Sequence[Tensor],
+    out_channel_dims: Sequence[int],
+    groups: Sequence[int],
+    tasks: int,
+) -> Tensor:
+    """The plain sums, rounded, and d_ij of every layer."""
+    like = updates[0] if updates else torch.empty(0)
+    products = like.new_zeros((len(priorities), tasks, tasks), dtype=torch.float64)
+    for t, update in enumerate(updates):
+        total = _present(grads, t, tasks, update)
+        update.copy_(total.sum(0))
+        if t < len(priorities):
+            layout = out_channel_dims[t], groups[t]
+            rows = torch.stack([channel_rows(grad, *layout) for grad in total])
+            products[t] = _products(rows, priorities[t])
+    return products
+
+
+def phase2_apply_(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    priorities: Sequence[Tensor],
+    products: Tensor,
+    out_channel_dims: Sequence[int],
+    groups: Sequence[int],
+    tasks: int,
+) -> None:
+    """Adds a_i * G_i to the rounded sums."""
+    for t, priority in enumerate(priorities):
+        layout = out_channel_dims[t], groups[t]
+        total = _present(grads, t, tasks, updates[t])
+        rows = torch.stack([channel_rows(grad, *layout) for grad in total])
+        update = channel_rows(updates[t].double(), *layout)
+        projected = _project(update, rows, priority, products[t])
+        updates[t].copy_(_from_channel_rows(projected, updates[t], *layout))
+
+
+def phase2_update_(
+    updates: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    weights: Sequence[Tensor],
+    gamma: Tensor,
+    running_var: Tensor,
+    eps: Sequence[float],
+    out_channel_dims: Sequence[int],
+    groups: Sequence[int],
+    tasks: int,
+) -> Tensor:
+    """Priorities from the weights, then Phase 2."""
+    layers = len(weights)
+    dims, of_layers = out_channel_dims[:layers], groups[:layers]
+    channels = [len(channel_rows(*layer)) for layer in zip(weights, dims, of_layers, strict=True)]
+    priorities = gamma.new_empty(0, dtype=torch.int64)
+    if layers:
+        energies = channel_energies(weights, dims, of_layers)
+        priorities = energy_priority(energies, gamma, running_var, eps, channels)
+    project_conflicts_(
+        updates, grads, torch.split(priorities, channels), out_channel_dims, groups, tasks
+    )
+    return priorities

@@ -1,0 +1,238 @@
+"""From Gramians [..., K, K] to task weights [..., K] in plain torch.
+
+The solvers use the correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, and unknowns scaled by d, so
+gradients of very different size are no harder than others. A ridge on C's diagonal makes singular
+Gramians ordinary ones. A Gramian that is not finite gives weights of NaN.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cs_kernels.ops.random import mixed, random_key
+from cs_kernels.ops.solvers import (
+    EPSILON,
+    NASH_RIDGE,
+    NASH_STOP,
+    RIDGE,
+    SLOPE,
+    STATIONARY,
+    ZERO_SUM,
+)
+
+
+def _each(gramian: Tensor, solve: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """solve(gramian, its number) of each, computed on the CPU in float64."""
+    tasks = gramian.shape[-1]
+    if gramian.ndim < 2 or gramian.shape[-2] != tasks or tasks == 0:
+        raise ValueError(f"gramian must have shape [..., K, K], got {tuple(gramian.shape)}")
+    flat = gramian.detach().to("cpu", torch.float64).reshape(-1, tasks, tasks)
+    weights = torch.empty(flat.shape[:-1], dtype=torch.float64)
+    for n, g in enumerate(flat):
+        weights[n] = solve(g, n) if g.isfinite().all() else torch.nan
+    return weights.reshape(gramian.shape[:-1]).to(gramian.device)
+
+
+def _correlations(g: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
+    """C of the tasks that have a gradient, their lengths and which tasks they are."""
+    nonzero = (g.diagonal() > 0).nonzero().flatten()
+    length = g.diagonal()[nonzero].sqrt()
+    c = g[nonzero][:, nonzero] / length.unsqueeze(1) / length
+    c.fill_diagonal_(1 + ridge)
+    return c, length, nonzero
+
+
+def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and vectors; in the order of their size, small rows keep their digits."""
+    order = g.diagonal().argsort()
+    values, vectors = torch.linalg.eigh(g[order][:, order], UPLO="U")
+    return values, vectors[order.argsort()]
+
+
+def _non_negative(c: Tensor, f: Tensor) -> Tensor:
+    """Min 1/2 x'Cx - f'x over x >= 0, by the active-set method of Lawson and Hanson."""
+    x = torch.zeros_like(f)
+    free = torch.zeros_like(f, dtype=torch.bool)
+    tried = torch.zeros_like(free)  # freed, and sent back at once, since x last changed
+    for _ in range(8 * len(f) + 16):
+        slope = f - c @ x
+        rises = slope > SLOPE * (f.abs() + c.abs() @ x)
+        candidates = torch.where(rises & ~free & ~tried, slope, -torch.inf)
+        if len(f) == 0 or candidates.max() == -torch.inf:
+            break
+        entered = int(candidates.argmax())
+        free[entered] = True
+        moved = False
+        for _ in range(len(f) + 1):
+            z = torch.zeros_like(x)
+            z[free] = torch.linalg.solve(c[free][:, free], f[free])
+            reach = torch.where(free & (z <= 0), torch.where(x > 0, x / (x - z), 0.0), torch.inf)
+            fraction, blocking = reach.min(0)
+            moved = moved or bool(fraction > 0)
+            if fraction == torch.inf:
+                x = z
+                break
+            x = x + fraction * (z - x)
+            x[blocking] = 0
+            free[blocking] = False
+        if moved:
+            tried.zero_()
+        else:
+            tried[entered] = True
+    return x
+
+
+def pcgrad_order(key: int, tasks: int, i: int) -> list[int]:
+    """The order in which task i meets the others: a Fisher-Yates shuffle."""
+    others = [j for j in range(tasks) if j != i]
+    order = []
+    while others:
+        k = mixed((key + i * tasks + len(others)) % (1 << 64)) % len(others)
+        order.append(others[k])
+        others[k] = others[-1]
+        others.pop()
+    return order
+
+
+def pcgrad_weights(gramian: Tensor, seed: int, step: int) -> Tensor:
+    """PCGrad: each gradient, in random order, projected against the originals in conflict."""
+    key = random_key(seed, step)
+
+    def solve(g: Tensor, n: int) -> Tensor:
+        of_gramian = mixed((key + n) % (1 << 64))
+        weights = torch.zeros(len(g), dtype=torch.float64)
+        for i in range(len(g)):
+            own = torch.zeros_like(weights)
+            own[i] = 1
+            for j in pcgrad_order(of_gramian, len(g), i):
+                conflict = own @ g[j]
+                if conflict < 0 and g[j, j] > 0:
+                    own[j] -= conflict / g[j, j]
+            weights += own
+        return weights
+
+    return _each(gramian, solve)
+
+
+def mgda_weights(gramian: Tensor) -> Tensor:
+    """MGDA: with x >= 0 the minimizer of 1/2 x'Gx - 1'x, the min-norm point is x / sum x."""
+
+    def solve(g: Tensor, n: int) -> Tensor:
+        c, length, nonzero = _correlations(g, RIDGE)
+        if len(nonzero) < len(g):
+            return (g.diagonal() <= 0) / (len(g) - len(nonzero))
+        relative = length.min() / length
+        x = _non_negative(c, relative) * relative
+        return x / x.sum()
+
+    return _each(gramian, solve)
+
+
+def upgrad_weights(gramian: Tensor) -> Tensor:
+    """UPGrad: each gradient projected onto the dual cone of all, then their mean."""
+
+    def solve(g: Tensor, n: int) -> Tensor:
+        c, length, nonzero = _correlations(g, RIDGE)
+        weights = torch.full((len(g),), 1 / len(g), dtype=torch.float64)
+        for i in range(len(nonzero)):
+            weights[nonzero] += _non_negative(c, -c[i]) * length[i] / length / len(g)
+        return weights
+
+    return _each(gramian, solve)
+
+
+def cagrad_weights(gramian: Tensor, c: float) -> Tensor:
+    """CAGrad: the greatest mu for which a combination no longer than c |g_0| gives all g_i.d >= mu.
+
+    If no direction is good for all tasks, mu is at most zero.
+    """
+
+    def solve(g: Tensor, n: int) -> Tensor:
+        weights = torch.full((len(g),), 1 / len(g), dtype=torch.float64)
+        along = g.mean(1)
+        radius = c * along.mean().clamp(min=0).sqrt()
+        correlations, length, nonzero = _correlations(g, RIDGE)
+        if radius <= 0 or len(nonzero) == 0:
+            return weights
+        inverse = _non_negative(correlations, torch.ones_like(length)).sum()
+        stationary = len(nonzero) < len(g) or inverse > STATIONARY
+        along = along[nonzero]
+        low, high = along.min(), (along + radius * length).min()
+        if stationary:
+            high = high.clamp(max=0)
+
+        def correction(mu: Tensor) -> tuple[Tensor, Tensor]:
+            f = (mu - along) / length
+            x = _non_negative(correlations, f)
+            return x, (f @ x).clamp(min=0).sqrt()
+
+        x, size = correction(high)
+        if size > radius:
+            for _ in range(100):
+                middle = (low + high) / 2
+                x, size = correction(middle)
+                low, high = (low, middle) if size > radius else (middle, high)
+        weights[nonzero] += x / length
+        return weights
+
+    return _each(gramian, solve)
+
+
+def nash_mtl_weights(gramian: Tensor) -> Tensor:
+    """NashMTL: G a = 1 / a, the minimum of 1/2 a'Ga - sum log a_i, by a damped Newton method."""
+
+    def solve(g: Tensor, n: int) -> Tensor:
+        c, length, nonzero = _correlations(g, NASH_RIDGE)
+        v = torch.ones_like(length)
+        for _ in range(100):
+            slope = c @ v - 1 / v
+            step = torch.linalg.solve(c + torch.diag(v**-2), slope)
+            decrement = (slope @ step).clamp(min=0).sqrt()
+            v = v - step * (1 if decrement < 0.25 else 1 / (1 + decrement))
+            if decrement < NASH_STOP:
+                break
+        weights = torch.zeros(len(g), dtype=torch.float64)
+        weights[nonzero] = v / length
+        return weights
+
+    return _each(gramian, solve)
+
+
+def imtl_g_weights(gramian: Tensor) -> Tensor:
+    """IMTL-G: the update's components along all gradients are equal, the weights sum to one."""
+
+    def solve(g: Tensor, n: int) -> Tensor:
+        c, length, nonzero = _correlations(g, 0.0)
+        weights = torch.zeros(len(g), dtype=torch.float64)
+        if len(nonzero) == 0:
+            return weights
+        values, vectors = _eigen(c)
+        kept = values > 8 * values.max() * len(nonzero) * EPSILON
+        y = vectors[:, kept] @ (vectors[:, kept].sum(0) / values[kept]) * length[0] / length
+        if y.sum().abs() > ZERO_SUM * y.abs().sum():
+            weights[nonzero] = y / y.sum()
+        return weights
+
+    return _each(gramian, solve)
+
+
+def aligned_mtl_weights(gramian: Tensor, scale: str) -> Tensor:
+    """Aligned-MTL: the gradients' principal components made equal in length; then the sum."""
+    lengths: dict[str, Callable[[Tensor], Tensor]] = {
+        "min": lambda kept: kept.min(),
+        "median": lambda kept: kept.median(),
+        "rmse": lambda kept: kept.mean(),
+    }
+    length = lengths[scale]
+
+    def solve(g: Tensor, n: int) -> Tensor:
+        values, vectors = _eigen(g)
+        kept = values > values.max() * len(g) * EPSILON
+        if not kept.any():
+            return torch.ones(len(g), dtype=torch.float64)
+        values, vectors = values[kept], vectors[:, kept]
+        weights: Tensor = vectors @ (vectors.sum(0) * (length(values) / values).sqrt())
+        return weights
+
+    return _each(gramian, solve)

@@ -1,0 +1,65 @@
+// Gramian, weighted sum and sign dropping on a GPU: structs of addresses there, a stream, and a
+// status. No framework; the caller provides the workspace. Nothing waits for the device, so every
+// call can be captured in a CUDA graph.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cs_kernels/cuda/launch.h"
+
+namespace cs_kernels::cuda {
+
+// The numbers that the caller's plan is made of.
+struct GradientTiling {
+  std::int64_t elements;   // of a tile
+  std::int64_t most_tiles; // of an item of the Gramian; combine and sign dropping take one
+};
+GradientTiling gradient_tiling(DataType type);
+
+// Bytes of shared memory of a block.
+std::size_t gramian_memory(std::int32_t tasks);
+
+// A row of the table of tensors that the caller makes once for a trunk.
+struct PlannedGradient {
+  std::int64_t size; // in elements
+  std::int64_t group;
+  std::int64_t first_item; // of the group
+  std::int64_t group_items;
+  std::int64_t tiles;       // of an item
+  std::int64_t first_index; // of its elements, among those of all tensors
+};
+
+enum GradientCallField : std::int32_t {
+  kGradientUpdate,
+  kGradientAligned,
+  kGradientGradients,
+};
+
+struct GradientItem {
+  std::int32_t tensor;
+  std::int32_t index;
+};
+
+struct GradientLaunch {
+  DataType type;
+  std::int32_t tasks;
+  const GradientItem* items; // the items of a group are adjacent
+  std::int64_t item_count;
+  const PlannedGradient* tensors;
+  const std::int64_t* table; // [tensors, kGradientGradients + tasks]
+};
+
+// gramian [groups, tasks, tasks]. Reads every gradient once. counters [groups], zeros; products
+// [items, tasks, tasks], workspace.
+Status gramian(const GradientLaunch& launch, std::int32_t* counters, double* products,
+               double* gramian, Stream stream);
+
+// update = sum_j weights[group, j] * gradients[j]. Reads every gradient once, writes the update.
+Status combine(const GradientLaunch& launch, const double* weights, Stream stream);
+
+// GradDrop. Reads every gradient once, writes the update. keys: one for each 2^32 elements.
+Status drop_signs(const GradientLaunch& launch, const double* leaks, const std::uint64_t* keys,
+                  Stream stream);
+
+} // namespace cs_kernels::cuda

@@ -1,0 +1,46 @@
+// The paper's equations, for the CPU and the GPU alike; the numbers are those of the publication.
+#pragma once
+
+#include <cstdint>
+
+#include "cs_kernels/host_device.h"
+
+namespace cs_kernels {
+
+// Eq. (6), from the sum of Eq. (4) over a channel's inputs.
+CS_HOST_DEVICE_INLINE double channel_strength(double gamma, double variance, double epsilon,
+                                              double energy) {
+  return gamma * gamma / (variance + epsilon) * energy;
+}
+
+// Eq. (7); total is the sum of the strengths of the layer's channels.
+CS_HOST_DEVICE_INLINE double normalized_strength(double strength, double total) {
+  return total == 0 ? 0 : strength / total;
+}
+
+// Eq. (10), fed with the tasks in order. The lowest of equals wins, a NaN never does.
+struct TopTask {
+  std::int64_t task = 0;
+  double strength = 0;
+
+  CS_HOST_DEVICE_INLINE void compare(std::int64_t candidate, double of_candidate) {
+    const bool wins =
+        of_candidate > strength || (strength != strength && of_candidate == of_candidate);
+    if (candidate == 0 || wins) {
+      task = candidate;
+      strength = of_candidate;
+    }
+  }
+};
+
+// The projection coefficient a_i = -sum over j != i with d_ij < 0 of d_ij / d_ii where d_ii > 0,
+// else 0, from the products d_ij = <G_i, G_j> of a channel group. The comparisons let NaN through.
+CS_HOST_DEVICE_INLINE double projection_coefficient(const double* d_i, int tasks, int i) {
+  double coefficient = 0;
+  for (int j = 0; j < tasks; ++j)
+    if (j != i && d_i[j] < 0 && d_i[i] > 0)
+      coefficient -= d_i[j] / d_i[i];
+  return coefficient;
+}
+
+} // namespace cs_kernels
