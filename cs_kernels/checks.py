@@ -179,13 +179,19 @@ def checked_optimizers(optimizer: object) -> tuple[torch.optim.Optimizer, ...]:
             raise ValueError(
                 f"optimizer must make a step without a closure, got {type(one).__name__}"
             )
-        held = {p for group in one.param_groups for p in group["params"]}
+        held = set(held_parameters([one]))
         if seen & held:
             raise ValueError(
                 f"optimizer must hold each parameter once, got {len(seen & held)} in several"
             )
         seen |= held
     return optimizers
+
+
+def held_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    """The parameters of torch optimizers."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def check_steps_now(optimizers: Sequence[torch.optim.Optimizer]) -> None:

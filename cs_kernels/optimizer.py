@@ -5,7 +5,6 @@ One step is one straight walk: losses -> gradients of every task -> one operator
 """
 
 import contextlib
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from cs_kernels.accumulation import Accumulation
 from cs_kernels.checks import (
     Closure,
     check_devices,
@@ -24,6 +24,7 @@ from cs_kernels.checks import (
     checked_losses,
     checked_optimizers,
     checked_overrides,
+    held_parameters,
 )
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import (
@@ -125,17 +126,17 @@ class MultiTaskOptimizer:
         check_trunk(inner, self.tasks, self.method)
         check_devices(shared, self.tasks, self.method)
         self._overrides = checked_overrides(inner, layers or {})
-        check_held(inner, shared, set(self._held()), self.weighting)
+        check_held(inner, shared, set(held_parameters(self._optimizers)), self.weighting)
 
         self._inner = inner
         self._norms = task_norms(inner)
         self._gradients = TaskGradients(shared, self.tasks)
         self._shared = self._gradients.parameters
+        self._reach = self._gradients.reach
+        self._accumulation = Accumulation(self._gradients, self._optimizers)
         self._statistics = RunningStatistics(inner)
         self._watcher = Watcher(inner, self._statistics.first_use)
-        self._passes = Passes(
-            inner, self._watcher, self._gradients, self.weighting, scaler, backward
-        )
+        self._passes = Passes(inner, self._watcher, self._reach, self.weighting, scaler, backward)
         self._scaled_by = None if backward is not None else scaler
         """Whose factor is known beforehand; that of `backward` shows in the step."""
         self._layout: tuple[object, Layout] | None = None
@@ -146,11 +147,6 @@ class MultiTaskOptimizer:
         """The watcher's version at which `_trainable` was found."""
         self._epoch: int | None = None
         self._steps = 0
-        self._open: Step | None = None
-        """The step that `backward(update=False)` has begun."""
-        self._unused: tuple[nn.Parameter, int] | None = None
-        """A parameter with an update in `.grad` by `backward`, and its version then."""
-        self._notice_steps()
 
     def __repr__(self) -> str:
         names = " + ".join(type(optimizer).__name__ for optimizer in self._optimizers)
@@ -221,12 +217,12 @@ class MultiTaskOptimizer:
         closures = checked_closures(closure)
         chosen = self._chosen(tasks)
         phase = self.phase
-        if self._is_open():
+        if self._accumulation.is_open(self.method.separate_gradients):
             raise RuntimeError(
                 "step would forget the gradients of backward(..., update=False): end these with"
                 " backward(...), or forget them by optimizer.zero_grad(), first"
             )
-        self._check_update_used()
+        self._accumulation.check_update_used()
         check_steps_now(self._optimizers)
         with record_function("cs_kernels.step"):
             step = self._new_step(chosen)
@@ -237,7 +233,7 @@ class MultiTaskOptimizer:
                         self._passes.task_pass(task, closures, step, held)
                         if self._watcher.norms_ran:
                             self._check_covered()
-                        self._check_reached(task, self._gradients.note_reach(task))
+                        self._check_reached(task, self._reach.note_gradients(task))
                         self._watch_new_layers(watched)
                         self._optimizer_step()
             else:
@@ -298,32 +294,33 @@ class MultiTaskOptimizer:
                 "trunk must have no task-specific normalization for backward, which takes one"
                 f" forward pass for all tasks, got {len(self._norms)} of them: use step(closure)"
             )
-        is_open = self._is_open()
-        if not is_open and self.phase == 1:
-            raise RuntimeError(
-                f"backward makes joint updates, but {self.schedule!r} is in Phase 1: use step"
-            )
+        accumulation = self._accumulation
+        is_open = accumulation.is_open(self.method.separate_gradients)
         if not is_open:
-            self._check_update_used()
-            self._open = None
-        step = self._open or self._new_step(chosen)
+            if self.phase == 1:
+                raise RuntimeError(
+                    f"backward makes joint updates, but {self.schedule!r} is in Phase 1: use step"
+                )
+            accumulation.check_update_used()
+            accumulation.clear()
+        step = accumulation.step or self._new_step(chosen)
         collect = self._collect if self.method.separate_gradients else None
         with (
             record_function("cs_kernels.backward"),
             self._cleared_on_error(first=not is_open) as held,
         ):
-            self._gradients.unmark()
+            accumulation.unmark()
             taking_part = {*step.tasks, *chosen}
             step.tasks = tuple(task for task in self.tasks if task in taking_part)
             self._passes.backward_passes(losses, step, held, collect)
             if update:
                 self._combine(step)
-        self._open = None if update else step
+        accumulation.step = None if update else step
         if update:
             self._finish(step)
-            self._unused = next(((p, p._version) for p in self._shared if p.grad is not None), None)
+            accumulation.note_update()
         elif self.method.separate_gradients:
-            self._gradients.mark()
+            accumulation.mark()
         return {task: loss.detach() for task, loss in losses.items()}
 
     def trace(self, closure: Closure) -> Coverage:
@@ -344,12 +341,12 @@ class MultiTaskOptimizer:
         """
         (closure,) = checked_closures(closure)
         self._passes.forget()
-        self._gradients.note_again()
-        held = self._held()
+        self._gradients.forget_passes()
+        held = held_parameters(self._optimizers)
         with self._statistics.restored_on_error(self.tasks, always=True):
             for task in self.tasks:
                 self._passes.trace(task, closure, held)
-        self._gradients.first_reached = False
+        self._reach.has_new = False
         self._seen, self._trainable = self._watcher.version, self._what_trains()
         return self.coverage()
 
@@ -399,7 +396,7 @@ class MultiTaskOptimizer:
             "tasks": list(self.tasks),
             "epoch": self._epoch,
             "steps": self._steps,
-            "reach": self._gradients.state_dict(),
+            "reach": self._reach.state_dict(),
             "method": _named_state(self.method),
             "weighting": _named_state(self.weighting),
         }
@@ -419,7 +416,8 @@ class MultiTaskOptimizer:
         except Exception as error:
             self._load(before)
             raise ValueError(f"state must be a whole state_dict, got one with {error!r}") from error
-        self._open = self._unused = None
+        self._accumulation.clear()
+        self._accumulation.forget_update()
         self._gradients.clear()
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
@@ -437,7 +435,7 @@ class MultiTaskOptimizer:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         epoch, steps = state["epoch"], int(state["steps"])
-        self._gradients.load_state_dict(state["reach"])
+        self._reach.load_state_dict(state["reach"])
         self.method.load_state_dict(state["method"]["state"])
         self.weighting.load_state_dict(state["weighting"]["state"])
         self._epoch, self._steps = None if epoch is None else int(epoch), steps
@@ -456,7 +454,7 @@ class MultiTaskOptimizer:
         if trains != self._trainable:
             self._trainable = trains
             self._passes.forget()
-            self._gradients.note_again()
+            self._gradients.forget_passes()
         elif self._steps % _GRAPHS_EVERY == 0:
             self._passes.check_graphs()
         scale = None
@@ -480,9 +478,9 @@ class MultiTaskOptimizer:
 
         In a compiled network no hook tells of it, but the layer's weight has a gradient now.
         """
-        if self._gradients.first_reached and not watched:
+        if self._reach.has_new and not watched:
             self._watcher.forget_tasks()
-        self._gradients.first_reached = False
+        self._reach.has_new = False
 
     def _collect(self, task: str) -> None:
         """The gradients of one task, out of `.grad`; where they may add up, they stay there."""
@@ -509,8 +507,8 @@ class MultiTaskOptimizer:
         """A loss that trains nothing of the trunk is of another network, unless all is frozen."""
         if reached:
             return
-        before = self._gradients.reached_by(task)
-        held = set(self._held())
+        before = self._reach.reached_by(task)
+        held = set(held_parameters(self._optimizers))
         own = [p for norm in self._norms for p in norm.of(task).parameters() if p in held]
         frozen = bool(before) and not any(p.requires_grad for p in before)
         trains = any(p.requires_grad for p in self._shared)
@@ -518,13 +516,13 @@ class MultiTaskOptimizer:
             raise no_shared_parameter(task)
 
     def _check_watched(self) -> None:
-        if not self._watcher.tasks and not self._gradients.tasks_seen:
+        if not self._watcher.tasks and not self._reach.tasks_seen:
             raise RuntimeError(
                 "which layers are prioritized is seen in a forward pass: call step or trace first"
             )
 
     def _current_layout(self) -> Layout:
-        owners = self._gradients.owners()
+        owners = self._reach.owners()
         known = (self._watcher.version, owners)
         if self._layout is None or self._layout[0] != known:
             names = self._gradients.names
@@ -546,14 +544,9 @@ class MultiTaskOptimizer:
             )
         self._covered = self._watcher.version
 
-    def _held(self) -> list[nn.Parameter]:
-        """The parameters of the torch optimizer."""
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        return [parameter for group in groups for parameter in group["params"]]
-
     def _what_trains(self) -> list[bool]:
         """Differs from before if other parameters require a gradient, or others are held."""
-        flags = [p.requires_grad for p in self._held()]
+        flags = [p.requires_grad for p in held_parameters(self._optimizers)]
         flags += [p.requires_grad for p in self._shared]
         for module in self._watcher.outside:
             flags += [p.requires_grad for p in module._parameters.values() if p is not None]
@@ -578,7 +571,7 @@ class MultiTaskOptimizer:
             The parameters of the torch optimizer.
 
         """
-        held = self._held()
+        held = held_parameters(self._optimizers)
         # Those of the normalizations are: a few kilobytes between the blocks that the pass before
         # has freed, or else glibc gives these back and asks for them again in each pass (5 %).
         kept = [p.grad for norm in self._norms for p in norm.parameters()]
@@ -593,17 +586,9 @@ class MultiTaskOptimizer:
 
     def _clear(self, held: Sequence[nn.Parameter]) -> None:
         self._gradients.clear()
-        self._open = None
+        self._accumulation.clear()
         for parameter in held:
             parameter.grad = None
-
-    def _is_open(self) -> bool:
-        """Whether gradients wait for their update, and `zero_grad()` has not forgotten them."""
-        if self._open is None:
-            return False
-        if self.method.separate_gradients:
-            return self._gradients.is_marked()
-        return any(p.grad is not None for p in self._held())
 
     def _optimizer_step(self) -> None:
         if self.scaler is None:
@@ -616,44 +601,3 @@ class MultiTaskOptimizer:
             if any(p.grad is not None for p in parameters):
                 self.scaler.step(optimizer)
         self.scaler.update()
-
-    def _notice_steps(self) -> None:
-        """Notes optimizer steps, also of those that write into `.data` and change no version."""
-        this = weakref.ref(self)
-
-        def refuse(*_: object) -> None:
-            opt = this()
-            if opt is not None and opt._open is not None:
-                raise RuntimeError(
-                    "the gradients of backward(..., update=False) wait for their update: end these"
-                    " with backward(...) before optimizer.step()"
-                )
-
-        def used(*_: object) -> None:
-            opt = this()
-            if opt is not None:
-                opt._unused = None
-
-        for optimizer in self._optimizers:
-            inner = getattr(optimizer, "optimizer", optimizer)  # A wrapper has one inside.
-            with contextlib.suppress(AttributeError):
-                for hook in (
-                    inner.register_step_pre_hook(refuse),
-                    inner.register_step_post_hook(used),
-                ):
-                    weakref.finalize(self, hook.remove)
-
-    def _check_update_used(self) -> None:
-        """Raises if the update of the last `backward` would be lost."""
-        unused, self._unused = self._unused, None
-        if unused is None or unused[0]._version != unused[1]:
-            return
-        # This is rare, and may wait for the device: gradients were set to zero, or are not finite
-        # and a scaler has skipped their step.
-        grads = [p.grad for p in self._held() if p.grad is not None]
-        if any(grad.any() for grad in grads) and all(grad.isfinite().all() for grad in grads):
-            self._unused = unused
-            raise RuntimeError(
-                "the update of the last backward(...) is still in .grad: call optimizer.step() or"
-                " zero_grad() first; to add up micro-batches, backward(..., update=False)"
-            )

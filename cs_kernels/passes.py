@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from cs_kernels.checks import Closure, checked_loss
-from cs_kernels.gradients import TaskGradients
 from cs_kernels.nn import active, task_norms
+from cs_kernels.reach import Reach
 from cs_kernels.step import Step
 from cs_kernels.watching import Watcher
 from cs_kernels.weightings import Weighting
@@ -57,7 +57,7 @@ class Passes:
     Args:
         trunk: The shared module.
         watcher: Sees forward passes that have something to show.
-        gradients: Is told which task reaches which parameter.
+        reach: Notes which task reaches which parameter.
         weighting: Of the losses.
         scaler: Multiplies losses before their backward passes.
         backward: Called with a loss instead of the loss's own `backward`.
@@ -68,7 +68,7 @@ class Passes:
         self,
         trunk: nn.Module,
         watcher: Watcher,
-        gradients: TaskGradients,
+        reach: Reach,
         weighting: Weighting,
         scaler: torch.amp.GradScaler | None,
         backward: Backward | None,
@@ -76,7 +76,7 @@ class Passes:
         self._trunk = set(trunk.parameters())
         self._norms = task_norms(trunk)
         self._watcher = watcher
-        self._gradients = gradients
+        self._reach = reach
         self._weighting = weighting
         self._scaler = scaler
         self._backward = backward
@@ -218,7 +218,7 @@ class Passes:
         if trains and self._trunk.isdisjoint(reached):
             raise no_shared_parameter(task)
         self._known.add(task)
-        self._gradients.note_reached(task, reached)
+        self._reach.note_graph(task, reached)
 
 
 def no_shared_parameter(task: str) -> ValueError:
