@@ -1,6 +1,6 @@
 """Gradients of `backward(update=False)` that wait for their update, and updates not yet used.
 
-Neither may get lost unnoticed: by a step of the torch optimizer too early, or by none at all.
+They must not get lost: an optimizer step before the update raises, and so does a missing one after.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from cs_kernels.step import Step
 
 
 class Accumulation:
-    """What `backward` has left for a later call, or for the torch optimizer.
+    """The gradients or the update that `backward` has left for a later call or the optimizer.
 
     Args:
         gradients: The rows in which the gradients add up, unless they add up in `.grad`.
@@ -32,13 +32,13 @@ class Accumulation:
         self._gradients = gradients
         self._optimizers = optimizers
         self._mark: tuple[int, Tensor, int] | None = None
-        """The index of a parameter, its gradient that was put back, and its version then."""
+        """The index of a parameter, its gradient in `.grad`, and the gradient's version."""
         self._unused: tuple[nn.Parameter, int] | None = None
-        """A parameter with an update in `.grad` by `backward`, and its version then."""
+        """A parameter with an update of `backward` in `.grad`, and the parameter's version."""
         self._notice_steps()
 
     def clear(self) -> None:
-        """Forgets the step that was begun."""
+        """Forgets the gradients that wait for their update."""
         self.step = self._mark = None
 
     def forget_update(self) -> None:
@@ -46,7 +46,7 @@ class Accumulation:
         self._unused = None
 
     def mark(self) -> None:
-        """Puts one gradient back into `.grad`, to see whether it is set to zero meanwhile."""
+        """Puts one gradient back into `.grad`: a later `zero_grad()` shows there."""
         first = self._gradients.first()
         if first is not None:
             i, grad = first
@@ -54,13 +54,13 @@ class Accumulation:
             self._mark = i, grad, grad._version
 
     def unmark(self) -> None:
-        """Takes it out again."""
+        """Takes that gradient out again."""
         if self._mark is not None:
             self._gradients.parameters[self._mark[0]].grad = None
             self._mark = None
 
     def is_open(self, separate_gradients: bool) -> bool:
-        """Whether gradients wait for their update, and `zero_grad()` has not forgotten them.
+        """Whether gradients wait for their update, and `zero_grad()` has not dropped them.
 
         Raises:
             RuntimeError: They were changed, but not set to zero.
@@ -93,8 +93,8 @@ class Accumulation:
         unused, self._unused = self._unused, None
         if unused is None or unused[0]._version != unused[1]:
             return
-        # This is rare, and may wait for the device: gradients were set to zero, or are not finite
-        # and a scaler has skipped their step.
+        # These host synchronizations are rare: gradients were set to zero, or a scaler has skipped
+        # the step because they are not finite.
         grads = [p.grad for p in held_parameters(self._optimizers) if p.grad is not None]
         if any(grad.any() for grad in grads) and all(grad.isfinite().all() for grad in grads):
             self._unused = unused
@@ -104,7 +104,7 @@ class Accumulation:
             )
 
     def _notice_steps(self) -> None:
-        """Notes optimizer steps, also of those that write into `.data` and change no version."""
+        """Notes optimizer steps, also those that write into `.data` and change no version."""
         this = weakref.ref(self)
 
         def refuse(*_: object) -> None:

@@ -1,8 +1,8 @@
-"""The gradients of the shared parameters, K x N, and how autograd's results get there.
+"""The gradients of the shared parameters, K x N, collected from `.grad`.
 
-Autograd gives its own buffer away when `.grad` is None, so a task's row is made of the tensors that
-its backward pass left in `.grad`: nothing is copied or added. The update has a buffer of its own,
-kept from step to step, which becomes `.grad`.
+Autograd hands over its own buffer when `.grad` is None, so a task's row holds the tensors that its
+backward pass left in `.grad`: nothing is copied or added. The updates have buffers that are kept
+from step to step and become `.grad`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,8 @@ from cs_kernels.reach import Reach
 class TaskGradients:
     """K rows of gradients, a tensor or None for every shared parameter.
 
-    A parameter that only one task has ever reached, of several that might have, is that task's own:
-    it gets that task's gradient as it is, and methods do not see it.
+    A parameter is one task's own if several tasks might have reached it, but only that one ever
+    has: it gets that task's gradient unchanged, and methods do not see it.
 
     Args:
         parameters: The shared parameters, by name.
@@ -33,32 +33,32 @@ class TaskGradients:
         self.tasks = tuple(tasks)
         self.reach = Reach(parameters, tasks)
         self.rows: list[list[Tensor | None]] = []
-        """By task, in their order: a gradient or None for every parameter."""
+        """For each task, in order: a gradient or None for every parameter."""
         self._updates: list[Tensor | None] = [None] * len(self.parameters)
         self.collected: set[str] = set()
         """The tasks whose gradients are in the rows."""
         self._in_buckets: set[int] = set()
-        """The parameters whose gradients are parts of larger memory."""
-        self._seen_memory: set[str] = set()
-        """The tasks whose gradients were asked for that."""
+        """The parameters whose gradients are parts of a larger allocation."""
+        self._buckets_found: set[str] = set()
+        """The tasks whose gradients were searched for such parts."""
         self.clear()
 
     def clear(self) -> None:
-        """Forgets the gradients; the buffers of the update stay."""
+        """Forgets the gradients; the buffers of the updates stay."""
         self.rows = [[None] * len(self.parameters) for _ in self.tasks]
         self.collected.clear()
 
     def collect(self, task: str) -> bool:
-        """Moves every shared `.grad` into a task's row, and adds to what is there.
+        """Moves every shared `.grad` into a task's row, or adds it to the gradient there.
 
         Returns:
-            Whether there was any.
+            Whether there was any gradient.
 
         Raises:
             ValueError: A gradient is sparse.
 
         """
-        if task not in self._seen_memory:
+        if task not in self._buckets_found:
             self._find_buckets(task)
         row: list[Tensor | None] = [None] * len(self.parameters)
         unreached, strided = [], torch.strided
@@ -88,8 +88,8 @@ class TaskGradients:
         return len(unreached) < len(self.parameters)
 
     def _find_buckets(self, task: str) -> None:
-        """Finds the gradients in larger memory that are no views: once a task, for its cost."""
-        self._seen_memory.add(task)
+        """Finds gradients in larger allocations that are no views; it is slow, so once a task."""
+        self._buckets_found.add(task)
         for i, parameter in enumerate(self.parameters):
             grad = parameter.grad
             if grad is None or grad.layout is not torch.strided:
@@ -100,17 +100,17 @@ class TaskGradients:
     def forget_passes(self) -> None:
         """Looks at the next gradients of every task anew: others may require one now."""
         self.reach.forget_passes()
-        self._seen_memory.clear()
+        self._buckets_found.clear()
 
     def release_own(self) -> None:
-        """Gives every task's own parameters their gradients, and takes these out of the rows."""
+        """Moves the gradients of every task's own parameters from the rows to `.grad`."""
         for i, task in self.reach.owners().items():
             row = self.rows[self.tasks.index(task)]
             if row[i] is not None:
                 self.parameters[i].grad, row[i] = row[i], None
 
     def reached(self) -> list[int]:
-        """The parameters that at least one task has a gradient for."""
+        """The indices of the parameters that at least one task has a gradient for."""
         return [
             i
             for i, of_tasks in enumerate(zip(*self.rows, strict=True))
@@ -125,22 +125,22 @@ class TaskGradients:
     def of(
         self, parameters: Sequence[int], tasks: Sequence[str] | None = None
     ) -> list[Tensor | None]:
-        """The gradients of some parameters, each one's tasks together; all tasks by default."""
+        """The gradients of some parameters: for each of them, those of `tasks`, or of all."""
         rows = self.rows
         if tasks is not None:
             rows = [rows[self.tasks.index(task)] for task in tasks]
         return [row[i] for i in parameters for row in rows]
 
     def layers(self, parameters: Sequence[int]) -> tuple[list[int], tuple[str, ...]]:
-        """Numbers some parameters by the module that they belong to, from 0; and its names."""
+        """The index of each parameter's module among theirs, and the names of these modules."""
         modules = [self.names[i].rpartition(".")[0] for i in parameters]
         numbers = {module: n for n, module in enumerate(dict.fromkeys(modules))}
         return [numbers[module] for module in modules], tuple(numbers)
 
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:
-        """Where the updates of some parameters are written."""
+        """The buffers for the updates of some parameters."""
         likes = [self.parameters[i] for i in parameters]
-        # There are none yet; or a parameter was moved or cast, or the update, which is its `.grad`.
+        # A buffer is missing; or the parameter, or its `.grad`, the last update, was moved or cast.
         for n in misfits([self._updates[i] for i in parameters], likes):
             self._updates[parameters[n]] = torch.empty_like(likes[n], requires_grad=False)
         return [cast("Tensor", self._updates[i]) for i in parameters]

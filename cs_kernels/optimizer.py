@@ -1,7 +1,7 @@
 """MultiTaskOptimizer: the body of a multi-task training loop.
 
-One step is one straight walk: losses -> gradients of every task -> one operator call -> `.grad` ->
-`optimizer.step()`; or, in Phase 1, a plain step a task.
+A joint step: losses -> gradients of every task -> one operator call -> `.grad` ->
+`optimizer.step()`. In Phase 1, every task has a plain optimizer step.
 """
 
 import contextlib
@@ -47,8 +47,8 @@ from cs_kernels.watching import Watcher
 from cs_kernels.weightings import EqualWeights, Weighting
 
 _GRAPHS_EVERY = 32
-"""Steps between two looks at the graphs of the losses. The modules that the losses of `backward`
-come from are unknown: if one is unfrozen, it shows in the graph alone."""
+"""Steps between two checks of the losses' graphs. `backward` does not see the modules behind its
+losses: if one is unfrozen, only the graph shows it."""
 
 
 def _named_state(part: Method | Weighting) -> dict[str, Any]:
@@ -59,23 +59,22 @@ class MultiTaskOptimizer:
     """Steps a torch optimizer with the gradients of several tasks.
 
     Args:
-        trunk: The shared module. Its parameters outside task-specific normalization are the shared
-            ones, but for those that only one task ever reaches (a head, if trunk is the whole
-            network): these get that task's gradient, as does all else that the optimizer holds.
-        optimizer: Any torch optimizer that makes a step without a closure, with the parameters of
-            the trunk and of the heads; or several, with some each (Muon for matrices, AdamW for
-            the rest).
+        trunk: The shared module. Its parameters outside task-specific normalization are shared,
+            except those that only one task ever reaches (a head, if trunk is the whole network):
+            these get that task's gradient, like all other parameters of the optimizer.
+        optimizer: Any torch optimizer whose step needs no closure, with the parameters of the trunk
+            and of the heads; or several that share them (Muon for matrices, AdamW for the rest).
         tasks: The names of the tasks, in the order of Phase 1 and of ties in priority.
-        method: What becomes of the gradients in Phase 2. Default: `ConnectionStrength()`.
+        method: Makes the update from the gradients in Phase 2. Default: `ConnectionStrength()`.
         schedule: When to update tasks in turn and when jointly. Default: `Joint()`.
-        weighting: Of the losses. Default: `EqualWeights()`.
-        layers: Overrides what a watched forward pass tells: by name of a layer in the trunk, the
-            task-specific normalization to take its channels' priority from, or None for the sum.
-        scaler: A `torch.amp.GradScaler`: losses are scaled, and it steps the optimizer and updates.
-        backward: Called with a loss instead of `loss.backward()`, for whoever must run the backward
-            pass: `accelerator.backward`, `fabric.backward`, Lightning's `self.manual_backward`.
-            It must accept `retain_graph=True` if `MultiTaskOptimizer.backward` is used. What it
-            multiplies losses by is found out.
+        weighting: Weighs the losses. Default: `EqualWeights()`.
+        layers: Overrides the result of watched forward passes: by name of a layer in the trunk, the
+            task-specific normalization that gives its channels' priority, or None for the sum.
+        scaler: A `torch.amp.GradScaler`: it scales losses, steps the optimizer and is updated.
+        backward: Called with a loss instead of `loss.backward()`, for frameworks that must run the
+            backward pass: `accelerator.backward`, `fabric.backward`, Lightning's
+            `self.manual_backward`. It must accept `retain_graph=True` if
+            `MultiTaskOptimizer.backward` is used. It may multiply the loss by a factor.
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.
@@ -138,13 +137,13 @@ class MultiTaskOptimizer:
         self._watcher = Watcher(inner, self._statistics.first_use)
         self._passes = Passes(inner, self._watcher, self._reach, self.weighting, scaler, backward)
         self._scaled_by = None if backward is not None else scaler
-        """Whose factor is known beforehand; that of `backward` shows in the step."""
+        """The scaler whose factor is known before a step; that of `backward` shows in the step."""
         self._layout: tuple[object, Layout] | None = None
         self._covered = 0
-        """The watcher's version at which the trunk had a prioritized layer."""
+        """The watcher's version for which a prioritized layer was found."""
         self._trainable = self._what_trains()
         self._seen = self._watcher.version
-        """The watcher's version at which `_trainable` was found."""
+        """The watcher's version for which `_trainable` was found."""
         self._epoch: int | None = None
         self._steps = 0
 
@@ -164,7 +163,7 @@ class MultiTaskOptimizer:
 
         Raises:
             RuntimeError: The schedule depends on the epoch and `start_epoch` was not called.
-            ValueError: The schedule gives something else.
+            ValueError: The schedule gives another value.
 
         """
         phase = self.schedule.phase(self._epoch, self._steps)
@@ -173,7 +172,7 @@ class MultiTaskOptimizer:
         return phase
 
     def start_epoch(self, epoch: int) -> None:
-        """Tells the schedule which epoch begins, from 0; starting one again draws the same phase.
+        """Starts an epoch, counted from 0; starting one again draws the same phase.
 
         Raises:
             ValueError: The epoch is negative.
@@ -188,30 +187,30 @@ class MultiTaskOptimizer:
     ) -> dict[str, Tensor]:
         """One training step: Phase 1, an optimizer step a task; Phase 2, one for all.
 
-        The gradients of all parameters in the optimizer are set to None first, so what belongs to
-        a task that takes no part is not touched, by momentum or weight decay either.
+        The gradients of all parameters in the optimizer are set to None first, so the parameters of
+        tasks that take no part do not change, not even by momentum or weight decay.
 
         Args:
             closure: Called with a task, which is active in the trunk meanwhile; runs the network on
                 a batch and returns the loss, a scalar. Or a sequence of closures, one for each
                 micro-batch: their losses and gradients add up (divide by their number for a mean).
-            tasks: Those that this batch has labels for; all by default. The order of Phase 1.
+            tasks: The tasks that the batch has labels for, in the order of Phase 1; all by default.
 
         Returns:
             The loss of each task, detached and unweighted.
 
         Raises:
             ValueError: `tasks` does not fit, a loss is not a scalar, has no graph, depends on a
-                parameter that the optimizer does not hold or on none of the trunk, or a trunk
-                without a prioritized layer meets a method that needs one.
+                parameter that the optimizer does not hold or on none of the trunk, or the method
+                needs a prioritized layer and the trunk has none.
             TypeError: A closure is not a function, or did not return a tensor.
-            RuntimeError: `backward` has left something to be used first.
+            RuntimeError: `backward` has left gradients or an update to be used first.
 
-            Whatever is raised, also by the closure: parameters and running statistics are as they
-            were before the step, or in Phase 1 before the update of that task, and gradients are
-            None. The statistics are those of the trunk, and of the modules that ran in the first
-            step of each task. What a loss depends on is looked at in that step, whenever something
-            else requires a gradient, and every 32 steps.
+            After any exception, also the closure's, parameters and running statistics are as they
+            were before the step (in Phase 1: before that task's update), and gradients are None.
+            The statistics are those of the trunk, and of the modules that ran in the first step of
+            each task. The parameters that a loss depends on are checked in that step, whenever
+            other parameters require a gradient, and every 32 steps.
 
         """
         closures = checked_closures(closure)
@@ -258,18 +257,18 @@ class MultiTaskOptimizer:
         gradients in the optimizer are set to None first. Beside the graph, memory holds the K
         gradients of the shared parameters and one update.
 
-        Micro-batches: the gradients of every task add up over calls with `update=False` until a
-        call without it, which adds its own and makes the one update of them all:
+        With micro-batches, the gradients of every task add up over calls with `update=False`; a
+        call without it adds its own and makes one update:
 
             for i, batch in enumerate(batches):
                 opt.backward(losses_of(batch), update=i + 1 == len(batches))
             optimizer.step()
 
-        `optimizer.zero_grad()` in between forgets what has added up.
+        `optimizer.zero_grad()` in between drops these gradients.
 
         Args:
-            losses: A scalar with a graph for each task, or for those that this batch has labels
-                for. Over micro-batches they add up: divide by their number for a mean.
+            losses: A scalar with a graph for each task that the batch has labels for. Losses of
+                micro-batches add up: divide by their number for a mean.
             update: Whether to make the update now.
 
         Returns:
@@ -281,10 +280,10 @@ class MultiTaskOptimizer:
                 task-specific normalization.
             TypeError: `losses` is not a mapping, or a loss not a tensor.
             RuntimeError: The schedule is in Phase 1, which takes a forward pass a task; or the
-                update of the call before was neither used by the optimizer nor set to zero.
+                last update was neither used by the optimizer nor set to zero.
 
-            Whatever is raised once backward passes have begun: gradients are None, also those of
-            `update=False`.
+            After an exception in the backward passes or later, all gradients are None, also those
+            of `update=False`.
 
         """
         losses = checked_losses(losses)
@@ -329,7 +328,7 @@ class MultiTaskOptimizer:
         Running statistics are restored; random numbers are consumed as by any forward pass.
 
         Args:
-            closure: As in `step`; only the forward pass counts, and the graph of the loss.
+            closure: As in `step`; there is no backward pass.
 
         Returns:
             `coverage()`.
@@ -361,7 +360,7 @@ class MultiTaskOptimizer:
         return self._current_layout().coverage
 
     def priority(self) -> dict[str, Tensor]:
-        """The top-priority task of every output channel, from the present weights and statistics.
+        """The top-priority task of every output channel, from the current weights and statistics.
 
         Returns:
             By name of the layer, int64 [O]: an index into `tasks`.
@@ -388,9 +387,9 @@ class MultiTaskOptimizer:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the states of the network and of the torch optimizer.
+        """The state that a resumed run needs beside those of the network and the torch optimizer.
 
-        Gradients that wait for their update (`backward` with `update=False`) are not in it.
+        It has no gradients that wait for their update (`backward` with `update=False`).
         """
         return {
             "tasks": list(self.tasks),
@@ -402,11 +401,11 @@ class MultiTaskOptimizer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`; gradients that wait for their update are forgotten.
+        """Goes on from a `state_dict`; gradients that wait for their update are dropped.
 
         Raises:
-            ValueError: It is of other tasks, another trunk, method or weighting, or not whole;
-                nothing has been loaded then.
+            ValueError: It is of other tasks, another trunk, method or weighting, or not whole. The
+                state before is kept.
 
         """
         self._check_state(state)
@@ -474,23 +473,23 @@ class MultiTaskOptimizer:
             self._trainable = self._what_trains()
 
     def _watch_new_layers(self, watched: bool) -> None:
-        """Watches the next passes if an unwatched one has run a layer for the first time.
+        """Watches the next passes if a layer has first run in an unwatched one.
 
-        In a compiled network no hook tells of it, but the layer's weight has a gradient now.
+        In a compiled network no hook shows it, but the first gradient of the layer's weight does.
         """
         if self._reach.has_new and not watched:
             self._watcher.forget_tasks()
         self._reach.has_new = False
 
     def _collect(self, task: str) -> None:
-        """The gradients of one task, out of `.grad`; where they may add up, they stay there."""
+        """Moves the gradients of one task out of `.grad`, unless they may add up there."""
         if self.method.separate_gradients:
             with record_function("cs_kernels.collect"), torch.no_grad():
                 self._check_reached(task, self._gradients.collect(task))
 
     def _combine(self, step: Step) -> None:
-        """The update, into `.grad`."""
-        if not self.method.separate_gradients:  # They have added up: one task stands for all.
+        """Writes the update into `.grad`."""
+        if not self.method.separate_gradients:  # The tasks' gradients have added up.
             self._check_reached(step.tasks[0], any(p.grad is not None for p in self._shared))
         with record_function("cs_kernels.surgery"), torch.no_grad():
             self._gradients.release_own()
@@ -504,7 +503,7 @@ class MultiTaskOptimizer:
                 )
 
     def _check_reached(self, task: str, reached: bool) -> None:
-        """A loss that trains nothing of the trunk is of another network, unless all is frozen."""
+        """Raises for a loss that reaches nothing of the trunk, unless the trunk is frozen."""
         if reached:
             return
         before = self._reach.reached_by(task)
@@ -532,7 +531,7 @@ class MultiTaskOptimizer:
         return self._layout[1]
 
     def _check_covered(self) -> None:
-        """There are prioritized layers, be they a task's own."""
+        """Raises if the method needs prioritized layers and there are none; a task's own count."""
         if not self.method.prioritizes or self._covered == self._watcher.version:
             return
         layout = find_layout(self._inner, self.tasks, self._watcher, self._overrides, {})
@@ -545,7 +544,7 @@ class MultiTaskOptimizer:
         self._covered = self._watcher.version
 
     def _what_trains(self) -> list[bool]:
-        """Differs from before if other parameters require a gradient, or others are held."""
+        """Changes when other parameters require a gradient or the optimizer holds others."""
         flags = [p.requires_grad for p in held_parameters(self._optimizers)]
         flags += [p.requires_grad for p in self._shared]
         for module in self._watcher.outside:
@@ -554,26 +553,26 @@ class MultiTaskOptimizer:
 
     @contextlib.contextmanager
     def _restored_on_error(self, tasks: Sequence[str]) -> Iterator[list[nn.Parameter]]:
-        """As `_cleared_on_error`; running statistics are as they were if anything is raised."""
+        """As `_cleared_on_error`, and an exception restores the running statistics."""
         with self._statistics.restored_on_error(tasks), self._cleared_on_error() as held:
             yield held
 
     @contextlib.contextmanager
     def _cleared_on_error(self, first: bool = True) -> Iterator[list[nn.Parameter]]:
-        """Begins with every gradient None, and ends so if anything is raised.
+        """Sets every gradient to None, first and after an exception.
 
-        The gradients of the step before are not kept: they would take the memory of one more row.
+        The gradients of the last step are not kept: they would take the memory of one more row.
 
         Args:
-            first: Whether to begin so.
+            first: Whether to do so first.
 
         Yields:
             The parameters of the torch optimizer.
 
         """
         held = held_parameters(self._optimizers)
-        # Those of the normalizations are: a few kilobytes between the blocks that the pass before
-        # has freed, or else glibc gives these back and asks for them again in each pass (5 %).
+        # The normalizations' gradients are kept during the passes: without these few kilobytes
+        # between its freed blocks, glibc would trim the heap in each pass (5 % of a step).
         kept = [p.grad for norm in self._norms for p in norm.parameters()]
         try:
             if first:
@@ -596,7 +595,7 @@ class MultiTaskOptimizer:
                 optimizer.step()
             return
         for optimizer in self._optimizers:
-            # The scaler does not step one without any gradient: a head's of another task, say.
+            # The scaler refuses an optimizer without any gradient, such as another task's head's.
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             if any(p.grad is not None for p in parameters):
                 self.scaler.step(optimizer)

@@ -8,7 +8,7 @@ from torch import nn
 class Reach:
     """The tasks that have ever reached each shared parameter.
 
-    A parameter that only one task has ever reached, of several that might have, is that task's own.
+    A parameter is one task's own if several tasks might have reached it, but only that one has.
 
     Args:
         parameters: The shared parameters, by name.
@@ -23,11 +23,11 @@ class Reach:
         self.has_new = False
         """Whether a parameter was reached that no task had reached before; the reader resets it."""
         self._unreached: dict[str, list[int]] = {}
-        """By task: the parameters without a gradient in its last pass."""
+        """For each task: the parameters without a gradient in its last pass."""
         self._reached_by = [0] * len(self._parameters)
-        """By parameter: the tasks that have ever reached it, a bit each."""
+        """For each parameter: the tasks that have ever reached it, a bit each."""
         self._tried_by = [0] * len(self._parameters)
-        """By parameter: the tasks with a pass while it required a gradient, a bit each."""
+        """For each parameter: the tasks with a pass while it required a gradient, a bit each."""
         self._owners: dict[int, str] | None = {}
 
     def note(self, task: str, unreached: list[int]) -> None:
@@ -72,10 +72,9 @@ class Reach:
         ]
 
     def owners(self) -> dict[int, str]:
-        """The parameters that only one task has ever reached, and that task.
+        """The index of each parameter that only one task has ever reached, and that task.
 
-        A second task must have had a pass while the parameter required a gradient: one task alone
-        says nothing about the others.
+        A second task must have had a pass while the parameter required a gradient.
         """
         if self._owners is None:
             self._owners = {
@@ -88,7 +87,7 @@ class Reach:
         return self._owners
 
     def state_dict(self) -> dict[str, dict[str, list[str]]]:
-        """By parameter that not every task has reached: the tasks that have, or have only tried."""
+        """For each parameter that some task has not reached: the tasks that have, or have tried."""
         every = (1 << len(self._tasks)) - 1
         return {
             name: {"reached": self._names_of(reached), "tried": self._names_of(tried)}
