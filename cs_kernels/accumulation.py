@@ -38,12 +38,8 @@ class Accumulation:
         self._notice_steps()
 
     def clear(self) -> None:
-        """Forgets the gradients that wait for their update."""
-        self.step = self._mark = None
-
-    def forget_update(self) -> None:
-        """Lets the next step overwrite the update."""
-        self._unused = None
+        """Forgets gradients that wait for their update, and an update that was not used."""
+        self.step = self._mark = self._unused = None
 
     def mark(self) -> None:
         """Puts one gradient back into `.grad`: a later `zero_grad()` shows there."""
@@ -105,20 +101,17 @@ class Accumulation:
 
     def _notice_steps(self) -> None:
         """Notes optimizer steps, also those that write into `.data` and change no version."""
-        this = weakref.ref(self)
+        this = weakref.proxy(self)  # The optimizer must not keep this alive.
 
         def refuse(*_: object) -> None:
-            accumulation = this()
-            if accumulation is not None and accumulation.step is not None:
+            if this.step is not None:
                 raise RuntimeError(
                     "the gradients of backward(..., update=False) wait for their update: end these"
                     " with backward(...) before optimizer.step()"
                 )
 
         def used(*_: object) -> None:
-            accumulation = this()
-            if accumulation is not None:
-                accumulation.forget_update()
+            this._unused = None
 
         for optimizer in self._optimizers:
             inner = getattr(optimizer, "optimizer", optimizer)  # A wrapper has one inside.

@@ -416,7 +416,6 @@ class MultiTaskOptimizer:
             self._load(before)
             raise ValueError(f"state must be a whole state_dict, got one with {error!r}") from error
         self._accumulation.clear()
-        self._accumulation.forget_update()
         self._gradients.clear()
 
     def _check_state(self, state: Mapping[str, Any]) -> None:

@@ -75,14 +75,6 @@ class _Produced:
         return tensor.dim() > 1 and self._channels == _channels(tensor, 1)
 
 
-class _Pass:
-    """Whether a forward pass of a step is running, and in which thread."""
-
-    def __init__(self) -> None:
-        self.is_on = False
-        self.thread = 0
-
-
 def _nothing(module: nn.Module, args: Any) -> None:
     """The hook in a copied or pickled network."""
 
@@ -99,16 +91,14 @@ def _no_hook() -> object:
 class _FirstRun:
     """A hook of a layer that has not run yet."""
 
-    def __init__(self, watcher: "Watcher", current: _Pass) -> None:
+    def __init__(self, watcher: "Watcher") -> None:
         self._watcher = weakref.ref(watcher)
-        self._pass = current
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        # Not in a compiled graph, where the weight's first gradient shows it, nor in validation.
-        if torch.compiler.is_compiling() or not self._pass.is_on:
+        if torch.compiler.is_compiling():  # The weight's first gradient shows the run.
             return
         watcher = self._watcher()
-        if watcher is not None and self._pass.thread == threading.get_ident():
+        if watcher is not None and watcher.thread == threading.get_ident():
             watcher.watch_rest()
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
@@ -136,6 +126,8 @@ class Watcher:
         """The tasks with a watched pass."""
         self.outside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules outside the trunk that ran."""
+        self.thread: int | None = None
+        """The thread of the forward pass of a step, while one is running."""
         self.version = 0
         """Increases when a pass is watched."""
         self._trunk = trunk
@@ -147,7 +139,6 @@ class Watcher:
         self._used: dict[str, weakref.WeakSet[nn.Module]] = {}
         self._hooks: list[RemovableHandle] = []
         self._first_runs: dict[str, RemovableHandle] = {}
-        self._pass = _Pass()
         weakref.finalize(self, _remove, self._first_runs)
         self._produced: dict[int, _Produced] = {}
         """By `id` of the output's base."""
@@ -161,7 +152,7 @@ class Watcher:
     def passing(self, task: str) -> Iterator[bool]:
         """Around a forward pass: watches it if no pass of the task was; yields whether it does."""
         watched = task not in self.tasks
-        self._pass.is_on, self._pass.thread = True, threading.get_ident()
+        self.thread = threading.get_ident()
         try:
             with contextlib.ExitStack() as whole_pass:
                 if watched:
@@ -211,7 +202,7 @@ class Watcher:
             )
 
     def _stop(self) -> None:
-        self._pass.is_on = False
+        self.thread = None
         if not self._hooks:
             return
         for hook in self._hooks:
@@ -223,8 +214,7 @@ class Watcher:
                 if name in self._first_runs:
                     self._first_runs.pop(name).remove()
             elif name not in self._first_runs:
-                first_run = _FirstRun(self, self._pass)
-                self._first_runs[name] = layer.register_forward_pre_hook(first_run)
+                self._first_runs[name] = layer.register_forward_pre_hook(_FirstRun(self))
 
     def _remember(self, layer: str, output: object, channel_dim: int) -> None:
         self.norms.setdefault(layer, set())
@@ -245,10 +235,9 @@ class Watcher:
     @contextlib.contextmanager
     def _modules_outside(self, task: str) -> Iterator[None]:
         used = self._used.setdefault(task, weakref.WeakSet())
-        thread = threading.get_ident()
 
         def see(module: nn.Module, args: object) -> None:
-            same_thread = thread == threading.get_ident()
+            same_thread = self.thread == threading.get_ident()
             if same_thread and module not in self._inside and module not in used:
                 used.add(module)
                 self.outside.add(module)
