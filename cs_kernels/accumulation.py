@@ -16,13 +16,7 @@ from cs_kernels.step import Step
 
 
 class Accumulation:
-    """The gradients or the update that `backward` has left for a later call or the optimizer.
-
-    Args:
-        gradients: The rows in which the gradients add up, unless they add up in `.grad`.
-        optimizers: The torch optimizers.
-
-    """
+    """The gradients or the update that `backward` has left for a later call or the optimizer."""
 
     def __init__(
         self, gradients: TaskGradients, optimizers: Sequence[torch.optim.Optimizer]
@@ -116,8 +110,5 @@ class Accumulation:
         for optimizer in self._optimizers:
             inner = getattr(optimizer, "optimizer", optimizer)  # A wrapper has one inside.
             with contextlib.suppress(AttributeError):
-                for hook in (
-                    inner.register_step_pre_hook(refuse),
-                    inner.register_step_post_hook(used),
-                ):
-                    weakref.finalize(self, hook.remove)
+                weakref.finalize(self, inner.register_step_pre_hook(refuse).remove)
+                weakref.finalize(self, inner.register_step_post_hook(used).remove)

@@ -156,14 +156,8 @@ def phase2_update(
 ) -> tuple[Tensor, Tensor]:
     """`connection_strength`, `task_priority` and `project_conflicts` of one layer in one call.
 
-    Args:
-        weight: The layer's weight.
-        gamma: [K, O], the scale of each task's normalization.
-        running_var: [K, O], the running variance of each task's normalization.
-        grads: [K, *weight.shape], in the weight's dtype.
-        eps: The normalization's, one number for all tasks or one a task.
-        out_channel_dim: 0 or 1.
-        groups: The groups of a transposed convolution.
+    `grads` is [K, *weight.shape], in the weight's dtype; the other arguments are those of
+    `connection_strength`.
 
     Returns:
         The update in the weight's shape and dtype, and the priority, int64 [O].

@@ -52,17 +52,7 @@ def _sharded(parameters: Sequence[nn.Parameter]) -> bool:
 
 
 class Passes:
-    """Runs the passes of a step.
-
-    Args:
-        trunk: The shared module.
-        watcher: Watches forward passes.
-        reach: Notes which task reaches which parameter.
-        weighting: Weighs the losses.
-        scaler: Multiplies losses before their backward passes.
-        backward: Called with a loss instead of `loss.backward()`.
-
-    """
+    """Runs the passes of a step."""
 
     def __init__(
         self,
@@ -149,11 +139,7 @@ class Passes:
     ) -> None:
         """The backward passes of losses with a common graph; the last one frees it.
 
-        Args:
-            losses: By task.
-            step: The step.
-            held: The parameters of the torch optimizer.
-            collect: Called after the backward pass of each task; None if the gradients may add up.
+        `collect` is called after the backward pass of each task; without it, gradients add up.
 
         Raises:
             ValueError: As `task_pass`.

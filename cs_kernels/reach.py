@@ -9,11 +9,6 @@ class Reach:
     """The tasks that have ever reached each shared parameter.
 
     A parameter is one task's own if several tasks might have reached it, but only that one has.
-
-    Args:
-        parameters: The shared parameters, by name.
-        tasks: The names of all tasks.
-
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], tasks: Sequence[str]) -> None:
@@ -67,9 +62,8 @@ class Reach:
     def reached_by(self, task: str) -> list[nn.Parameter]:
         """The parameters that a task has ever reached."""
         bit = 1 << self._tasks.index(task)
-        return [
-            p for p, tasks in zip(self._parameters, self._reached_by, strict=True) if tasks & bit
-        ]
+        reached_by = zip(self._parameters, self._reached_by, strict=True)
+        return [parameter for parameter, tasks in reached_by if tasks & bit]
 
     def owners(self) -> dict[int, str]:
         """The index of each parameter that only one task has ever reached, and that task.
@@ -77,11 +71,10 @@ class Reach:
         A second task must have had a pass while the parameter required a gradient.
         """
         if self._owners is None:
+            tasks = enumerate(zip(self._reached_by, self._tried_by, strict=True))
             self._owners = {
                 i: self._tasks[reached.bit_length() - 1]
-                for i, (reached, tried) in enumerate(
-                    zip(self._reached_by, self._tried_by, strict=True)
-                )
+                for i, (reached, tried) in tasks
                 if reached.bit_count() == 1 < tried.bit_count()
             }
         return self._owners
@@ -89,11 +82,10 @@ class Reach:
     def state_dict(self) -> dict[str, dict[str, list[str]]]:
         """For each parameter that some task has not reached: the tasks that have, or have tried."""
         every = (1 << len(self._tasks)) - 1
+        parameters = zip(self._names, self._reached_by, self._tried_by, strict=True)
         return {
             name: {"reached": self._names_of(reached), "tried": self._names_of(tried)}
-            for name, reached, tried in zip(
-                self._names, self._reached_by, self._tried_by, strict=True
-            )
+            for name, reached, tried in parameters
             if reached != every
         }
 

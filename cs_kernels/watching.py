@@ -79,11 +79,6 @@ def _nothing(module: nn.Module, args: Any) -> None:
     """The hook in a copied or pickled network."""
 
 
-def _remove(hooks: dict[str, RemovableHandle]) -> None:
-    for hook in hooks.values():
-        hook.remove()
-
-
 def _no_hook() -> object:
     return _nothing
 
@@ -139,7 +134,6 @@ class Watcher:
         self._used: dict[str, weakref.WeakSet[nn.Module]] = {}
         self._hooks: list[RemovableHandle] = []
         self._first_runs: dict[str, RemovableHandle] = {}
-        weakref.finalize(self, _remove, self._first_runs)
         self._produced: dict[int, _Produced] = {}
         """By `id` of the output's base."""
 
@@ -214,7 +208,9 @@ class Watcher:
                 if name in self._first_runs:
                     self._first_runs.pop(name).remove()
             elif name not in self._first_runs:
-                self._first_runs[name] = layer.register_forward_pre_hook(_FirstRun(self))
+                hook = layer.register_forward_pre_hook(_FirstRun(self))
+                self._first_runs[name] = hook
+                weakref.finalize(self, hook.remove)
 
     def _remember(self, layer: str, output: object, channel_dim: int) -> None:
         self.norms.setdefault(layer, set())
