@@ -1,4 +1,4 @@
-"""What a MultiTaskOptimizer asks of its arguments, and of what a closure returns."""
+"""Checks of the arguments of a MultiTaskOptimizer and of the losses that it gets."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from cs_kernels.layout import channels_of, shared_parameters
 from cs_kernels.methods import Method
 from cs_kernels.nn import TaskBatchNorm, task_norms
-from cs_kernels.ops import out_channels
 from cs_kernels.ops.operands import MOST_TASKS
 from cs_kernels.schedules import Schedule
 from cs_kernels.weightings import Weighting
@@ -33,7 +32,7 @@ def check_kinds(
     scaler: object,
     backward: object,
 ) -> None:
-    """Objects, not classes, names or options of them."""
+    """Raises TypeError for classes, names or options in place of objects."""
     for name, value, kind, example in (
         ("trunk", trunk, nn.Module, "a torch.nn.Module"),
         ("method", method, Method, "a method such as cs.PCGrad()"),
@@ -49,7 +48,7 @@ def check_kinds(
 
 
 def checked_loss(loss: object, task: str, source: str = "closure must return") -> Tensor:
-    """A loss, if it is one real number with a graph, as a scalar."""
+    """The loss as a scalar, if it is one real number with a graph."""
     if not isinstance(loss, Tensor):
         raise TypeError(f"{source} a tensor, got {type(loss).__name__} for {task!r}")
     if loss.numel() != 1 or not loss.is_floating_point():
@@ -63,7 +62,7 @@ def checked_loss(loss: object, task: str, source: str = "closure must return") -
 
 
 def checked_closures(closure: object) -> list[Closure]:
-    """One closure a micro-batch."""
+    """The closures as a list: one a micro-batch."""
     many = isinstance(closure, Iterable) and not isinstance(closure, Mapping | Tensor | str)
     closures = list(closure) if isinstance(closure, Iterable) and many else [closure]
     if not closures:
@@ -79,7 +78,7 @@ def checked_closures(closure: object) -> list[Closure]:
 
 
 def checked_losses(losses: object) -> dict[str, Tensor]:
-    """A loss by task."""
+    """The loss of each task."""
     if not isinstance(losses, Mapping):
         hint = ": with a closure, call step(closure)" if callable(losses) else ""
         raise TypeError(f"losses must be a mapping {{task: loss}}, got {described(losses)}{hint}")
@@ -87,7 +86,7 @@ def checked_losses(losses: object) -> dict[str, Tensor]:
 
 
 def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
-    """Its normalizations know the tasks, and there are some where the method needs them."""
+    """The trunk's normalizations know the tasks; there are some if the method needs them."""
     for name, norm in trunk.named_modules():
         if isinstance(norm, TaskBatchNorm):
             for task in tasks:
@@ -104,7 +103,7 @@ def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
 
 
 def check_devices(shared: Mapping[str, nn.Parameter], tasks: Sequence[str], method: Method) -> None:
-    """One device for all gradients of a task, and kernels there for so many tasks."""
+    """All shared parameters are on one device, which has kernels for so many tasks."""
     first: dict[torch.device, str] = {}
     for name, parameter in shared.items():
         first.setdefault(parameter.device, name)
@@ -119,7 +118,7 @@ def check_devices(shared: Mapping[str, nn.Parameter], tasks: Sequence[str], meth
 def checked_overrides(
     trunk: nn.Module, layers: Mapping[str, str | None]
 ) -> dict[nn.Parameter, str | None]:
-    """By weight of a layer, the normalization with as many channels to take, or None."""
+    """By the weight of a layer, the normalization to use, or None for the plain sum."""
     if not isinstance(layers, Mapping):
         raise TypeError(f"layers must be a mapping from layer to normalization, got {layers!r}")
     modules = dict(trunk.named_modules(remove_duplicate=False))
@@ -150,7 +149,7 @@ def checked_overrides(
                 f"layers must map to task-specific normalizations of trunk, got {norm!r}"
                 f" for {layer!r}"
             )
-        channels = out_channels(weight, *channels_of(module))
+        channels, _, _ = channels_of(module, weight)
         for child in follower.children():
             features = getattr(child, "num_features", channels)
             if features != channels:
@@ -162,7 +161,7 @@ def checked_overrides(
 
 
 def checked_optimizers(optimizer: object) -> tuple[torch.optim.Optimizer, ...]:
-    """One or several, that make a step without a closure, and hold each parameter once."""
+    """The optimizers as a tuple: their steps need no closure, and each parameter is in one."""
     several = isinstance(optimizer, Sequence)
     optimizers = tuple(optimizer) if isinstance(optimizer, Sequence) else (optimizer,)
     seen: set[nn.Parameter] = set()
@@ -179,13 +178,19 @@ def checked_optimizers(optimizer: object) -> tuple[torch.optim.Optimizer, ...]:
             raise ValueError(
                 f"optimizer must make a step without a closure, got {type(one).__name__}"
             )
-        held = {p for group in one.param_groups for p in group["params"]}
+        held = set(held_parameters([one]))
         if seen & held:
             raise ValueError(
                 f"optimizer must hold each parameter once, got {len(seen & held)} in several"
             )
         seen |= held
     return optimizers
+
+
+def held_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    """The parameters of torch optimizers."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def check_steps_now(optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -206,7 +211,7 @@ def check_held(
     held: set[nn.Parameter],
     weighting: Weighting,
 ) -> None:
-    """There is something shared to train, and the optimizer holds all that trains."""
+    """A shared parameter requires a gradient, and the optimizer holds all those that do."""
     if not any(p.requires_grad for p in shared.values()):
         raise ValueError(
             f"trunk must have a shared parameter that requires a gradient,"

@@ -1,8 +1,8 @@
 """The paper's equations on plain tensors, through whichever backend is in force.
 
-K is the number of tasks, O the number of output channels. A weight has its output channels in
+K is the number of tasks, O the number of output channels. The output channels of a weight are its
 dimension `out_channel_dim`: 0 for convolutions and linear layers, 1 for transposed convolutions,
-whose `groups` (if any) lie in blocks of dimension 0. Nothing here is differentiable.
+whose `groups` are blocks of dimension 0. No function is differentiable.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops import out_channels
+from cs_kernels.ops.operands import check_device, check_type
 
 __all__ = [
     "combine",
@@ -20,8 +21,6 @@ __all__ = [
     "project_conflicts",
     "task_priority",
 ]
-
-_FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def connection_strength(
@@ -34,20 +33,20 @@ def connection_strength(
     out_channel_dim: int = 0,
     groups: int = 1,
 ) -> Tensor:
-    """How much each output channel of a layer contributes to each task (eq:eq3, eq:eq5).
+    """How much each output channel of a layer contributes to each task, Eq. (6) and (7).
 
     `S_p^i = gamma_{i,p}^2 / (Var_{i,p} + eps_i) * energy_p`, where the energy of a channel is the
-    sum of its squared weights over the size of its kernel window (eq:eq1). Normalized, each task's
-    strengths sum to 1 over the layer, or are all 0.
+    sum of its squared weights divided by the size of the kernel window, Eq. (4). After
+    normalization, each task's strengths sum to 1 over the layer, or are all 0.
 
     Args:
         weight: The layer's weight, of any floating dtype.
         gamma: [K, O], the scale of each task's normalization.
-        running_var: [K, O], its running variance.
-        eps: That of the normalization, one for all tasks or one each.
+        running_var: [K, O], the running variance of each task's normalization.
+        eps: The normalization's, one number for all tasks or one a task.
         normalize: Whether to divide by the sum over the layer.
         out_channel_dim: 0 or 1.
-        groups: Of a transposed convolution.
+        groups: The groups of a transposed convolution.
 
     Returns:
         Float64 [K, O].
@@ -78,10 +77,10 @@ def connection_strength(
 
 
 def task_priority(strength: Tensor) -> Tensor:
-    """The task with the greatest strength at each channel (eq:eq6).
+    """The task with the greatest strength at each channel, Eq. (10).
 
     Args:
-        strength: [K, O], floating; normalized, or tasks of different scale are not comparable.
+        strength: [K, O], floating. Only normalized strengths can be compared between tasks.
 
     Returns:
         int64 [O]. A tie goes to the lowest task; a NaN never beats a number.
@@ -91,7 +90,7 @@ def task_priority(strength: Tensor) -> Tensor:
         TypeError: The dtype does not fit.
 
     """
-    _check_floating("strength", strength)
+    check_type(strength, "strength")
     if strength.ndim != 2 or strength.shape[0] == 0:
         raise ValueError(f"strength must have shape [K, O], got {tuple(strength.shape)}")
     result: Tensor = torch.ops.cs_kernels.task_priority(strength.detach())
@@ -103,22 +102,23 @@ def project_conflicts(
 ) -> Tensor:
     """The joint update of one layer whose channels belong to tasks (Algorithm 1, Phase 2).
 
-    The channels of task i form group i. Within it, the gradient of every task j in conflict with
-    that of task i (negative dot product over the whole group) loses its component along it; then
-    all gradients are added.
+    The channels of task i form the channel group CG_i; task i's gradient there is the reference
+    gradient G_i. Any other task's gradient in conflict with G_i (a negative dot product over the
+    whole channel group) loses its component along G_i. The update is the sum of all gradients.
 
     Args:
         grads: [K, *weight.shape].
         priority: int64 [O], each in [0, K).
-        out_channel_dim: Of the weight, 0 or 1.
-        groups: Of a transposed convolution.
+        out_channel_dim: 0 or 1.
+        groups: The groups of a transposed convolution.
 
     Returns:
         The update, in the weight's shape.
 
     Raises:
-        ValueError: A shape, device or option does not fit. Priorities are checked where that takes
-            no synchronization, on the CPU; elsewhere one outside [0, K) means no projection.
+        ValueError: A shape, device or option does not fit. The values of `priority` are checked on
+            the CPU only; on a GPU, where that would take a host synchronization, a channel with a
+            priority outside [0, K) has no projection.
         TypeError: A dtype does not fit.
 
     """
@@ -130,7 +130,7 @@ def project_conflicts(
         raise TypeError(f"priority must be torch.int64, got {priority.dtype}")
     if priority.shape != (channels,):
         raise ValueError(f"priority must have shape ({channels},), got {tuple(priority.shape)}")
-    _check_device("priority", priority, grads)
+    check_device(priority, grads.device, "priority")
     if priority.device.type == "cpu" and channels > 0:
         low, high = priority.aminmax()
         if low < 0 or high >= len(grads):
@@ -156,14 +156,8 @@ def phase2_update(
 ) -> tuple[Tensor, Tensor]:
     """`connection_strength`, `task_priority` and `project_conflicts` of one layer in one call.
 
-    Args:
-        weight: The layer's weight.
-        gamma: [K, O], the scale of each task's normalization.
-        running_var: [K, O], its running variance.
-        grads: [K, *weight.shape], in the weight's dtype.
-        eps: That of the normalization, one for all tasks or one each.
-        out_channel_dim: 0 or 1.
-        groups: Of a transposed convolution.
+    `grads` is [K, *weight.shape], in the weight's dtype; the other arguments are those of
+    `connection_strength`.
 
     Returns:
         The update in the weight's shape and dtype, and the priority, int64 [O].
@@ -180,7 +174,7 @@ def phase2_update(
         raise ValueError(f"grads must have shape {expected}, got {tuple(grads.shape)}")
     if grads.dtype is not weight.dtype:
         raise TypeError(f"grads must have the weight's dtype {weight.dtype}, got {grads.dtype}")
-    _check_device("grads", grads, weight)
+    check_device(grads, weight.device, "grads")
     update = torch.empty_like(weight)
     priority: Tensor = torch.ops.cs_kernels.phase2_update_(
         [update],
@@ -237,29 +231,18 @@ def combine(grads: Tensor, coefficients: Tensor) -> Tensor:
 
     """
     _check_grads(grads)
-    _check_floating("coefficients", coefficients)
+    check_type(coefficients, "coefficients")
     if coefficients.shape != (len(grads),):
         raise ValueError(
             f"coefficients must have shape ({len(grads)},), got {tuple(coefficients.shape)}"
         )
-    _check_device("coefficients", coefficients, grads)
+    check_device(coefficients, grads.device, "coefficients")
     grads = grads.detach()
     update = torch.empty_like(grads[0])
     torch.ops.cs_kernels.combine_(
         [update], list(grads), coefficients.detach().unsqueeze(0), [0], len(grads)
     )
     return update
-
-
-def _check_floating(name: str, tensor: Tensor) -> None:
-    if tensor.dtype not in _FLOATING:
-        supported = ", ".join(str(dtype) for dtype in _FLOATING)
-        raise TypeError(f"{name} must be one of {supported}, got {tensor.dtype}")
-
-
-def _check_device(name: str, tensor: Tensor, other: Tensor) -> None:
-    if tensor.device != other.device:
-        raise ValueError(f"{name} must be on {other.device}, got {tensor.device}")
 
 
 def _check_layout(weight: Tensor, out_channel_dim: int, groups: int) -> None:
@@ -285,15 +268,15 @@ def _check_layer(
     out_channel_dim: int,
     groups: int,
 ) -> list[float]:
-    """Returns eps as a list, one a task."""
-    _check_floating("weight", weight)
+    """Returns eps as a list, one number a task."""
+    check_type(weight, "weight")
     _check_layout(weight, out_channel_dim, groups)
     channels = out_channels(weight, out_channel_dim, groups)
     for name, tensor in (("gamma", gamma), ("running_var", running_var)):
-        _check_floating(name, tensor)
+        check_type(tensor, name)
         if tensor.ndim != 2 or tensor.shape[0] == 0 or tensor.shape[1] != channels:
             raise ValueError(f"{name} must have shape [K, {channels}], got {tuple(tensor.shape)}")
-        _check_device(name, tensor, weight)
+        check_device(tensor, weight.device, name)
     if running_var.shape != gamma.shape:
         raise ValueError(
             f"running_var must have the shape of gamma, {tuple(gamma.shape)},"
@@ -307,6 +290,6 @@ def _check_layer(
 
 
 def _check_grads(grads: Tensor) -> None:
-    _check_floating("grads", grads)
+    check_type(grads, "grads")
     if grads.ndim < 2 or grads.shape[0] == 0:
         raise ValueError(f"grads must have shape [K, *shape], got {tuple(grads.shape)}")

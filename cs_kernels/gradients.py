@@ -1,24 +1,25 @@
-"""The gradients of the shared parameters, K x N, and how autograd's results get there.
+"""The gradients of the shared parameters, K x N, collected from `.grad`.
 
-Autograd gives its own buffer away when `.grad` is None, so a task's row is made of the tensors that
-its backward pass left in `.grad`: nothing is copied or added. The update has a buffer of its own,
-kept from step to step, which becomes `.grad`.
+Autograd hands over its own buffer when `.grad` is None, so a task's row holds the tensors that its
+backward pass left in `.grad`: nothing is copied or added. The updates have buffers that are kept
+from step to step and become `.grad`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from cs_kernels.ops.operands import misfits
+from cs_kernels.reach import Reach
 
 
 class TaskGradients:
     """K rows of gradients, a tensor or None for every shared parameter.
 
-    A parameter that only one task has ever reached, of several that might have, is that task's own:
-    it gets that task's gradient as it is, and methods do not see it.
+    A parameter is one task's own if several tasks might have reached it, but only that one ever
+    has: it gets that task's gradient unchanged, and methods do not see it.
 
     Args:
         parameters: The shared parameters, by name.
@@ -30,44 +31,34 @@ class TaskGradients:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self.tasks = tuple(tasks)
+        self.reach = Reach(parameters, tasks)
         self.rows: list[list[Tensor | None]] = []
-        """By task, in their order: a gradient or None for every parameter."""
+        """For each task, in order: a gradient or None for every parameter."""
         self._updates: list[Tensor | None] = [None] * len(self.parameters)
         self.collected: set[str] = set()
         """The tasks whose gradients are in the rows."""
         self._in_buckets: set[int] = set()
-        """The parameters whose gradients are parts of larger memory."""
-        self._seen_memory: set[str] = set()
-        """The tasks whose gradients were asked for that."""
-        self._marked: tuple[int, Tensor, int] | None = None
-        self._unreached: dict[str, list[int]] = {}
-        """By task: the parameters without a gradient in its last pass."""
-        self._reached_by = [0] * len(self.parameters)
-        """By parameter: the tasks that have ever reached it, a bit each."""
-        self.first_reached = False
-        """Whether a parameter was reached that no task had reached before; reset by who asks."""
-        self._tried_by = [0] * len(self.parameters)
-        """By parameter: the tasks with a pass while it required a gradient, a bit each."""
-        self._owners: dict[int, str] | None = {}
+        """The parameters whose gradients are parts of a larger allocation."""
+        self._buckets_found: set[str] = set()
+        """The tasks whose gradients were searched for such parts."""
         self.clear()
 
     def clear(self) -> None:
-        """Forgets the gradients; the buffers of the update stay."""
+        """Forgets the gradients; the buffers of the updates stay."""
         self.rows = [[None] * len(self.parameters) for _ in self.tasks]
         self.collected.clear()
-        self._marked = None
 
     def collect(self, task: str) -> bool:
-        """Moves every shared `.grad` into a task's row, and adds to what is there.
+        """Moves every shared `.grad` into a task's row, or adds it to the gradient there.
 
         Returns:
-            Whether there was any.
+            Whether there was any gradient.
 
         Raises:
             ValueError: A gradient is sparse.
 
         """
-        if task not in self._seen_memory:
+        if task not in self._buckets_found:
             self._find_buckets(task)
         row: list[Tensor | None] = [None] * len(self.parameters)
         unreached, strided = [], torch.strided
@@ -93,12 +84,12 @@ class TaskGradients:
                 row[i] = before if grad is None else before.add_(grad)
         self.rows[n] = row
         self.collected.add(task)
-        self._note(task, unreached)
+        self.reach.note(task, unreached)
         return len(unreached) < len(self.parameters)
 
     def _find_buckets(self, task: str) -> None:
-        """Finds the gradients in larger memory that are no views: once a task, for its cost."""
-        self._seen_memory.add(task)
+        """Finds gradients in larger allocations that are no views; it is slow, so once a task."""
+        self._buckets_found.add(task)
         for i, parameter in enumerate(self.parameters):
             grad = parameter.grad
             if grad is None or grad.layout is not torch.strided:
@@ -106,105 +97,20 @@ class TaskGradients:
             if grad.untyped_storage().nbytes() > grad.numel() * grad.element_size():
                 self._in_buckets.add(i)
 
-    def mark(self) -> None:
-        """Puts one gradient back into `.grad`, to see whether it is set to zero meanwhile."""
-        first = self.first()
-        if first is not None:
-            i, grad = first
-            self.parameters[i].grad = grad
-            self._marked = i, grad, grad._version
-
-    def is_marked(self) -> bool:
-        """Whether it is still there, as it was; also if there was none to put back.
-
-        Raises:
-            RuntimeError: It was changed, but not set to zero.
-
-        """
-        if self._marked is None:
-            return True
-        i, grad, version = self._marked
-        if self.parameters[i].grad is not grad:
-            return False
-        if grad._version != version and grad.any():
-            raise RuntimeError(
-                "the gradients of backward(..., update=False) must stay as they are until their"
-                f" update, got a changed one for {self.names[i]}: clip or unscale after the update"
-            )
-        return grad._version == version
-
-    def unmark(self) -> None:
-        """Takes it out again."""
-        if self._marked is not None:
-            self.parameters[self._marked[0]].grad = None
-            self._marked = None
-
-    def note_reach(self, task: str) -> bool:
-        """As `collect`, but the gradients stay in `.grad`: only which ones there are is noted."""
-        unreached = [i for i, p in enumerate(self.parameters) if p.grad is None]
-        self._note(task, unreached)
-        return len(unreached) < len(self.parameters)
-
-    def note_reached(self, task: str, parameters: Iterable[nn.Parameter]) -> None:
-        """Notes the parameters in the graph of a task's loss."""
-        reached = {id(parameter) for parameter in parameters}
-        self._note(task, [i for i, p in enumerate(self.parameters) if id(p) not in reached])
-
-    def _note(self, task: str, unreached: list[int]) -> None:
-        if self._unreached.get(task) == unreached:
-            return
-        self._unreached[task] = unreached
-        bit, missing = 1 << self.tasks.index(task), set(unreached)
-        for i, parameter in enumerate(self.parameters):
-            if i not in missing:
-                self.first_reached |= not self._reached_by[i]
-                self._reached_by[i] |= bit
-            if i not in missing or parameter.requires_grad:
-                self._tried_by[i] |= bit
-        self._owners = None
-
-    @property
-    def tasks_seen(self) -> bool:
-        """Whether a pass of any task has been noted."""
-        return any(self._tried_by)
-
-    def note_again(self) -> None:
-        """Tells that other parameters require a gradient now."""
-        self._unreached.clear()
-        self._seen_memory.clear()
-
-    def reached_by(self, task: str) -> list[nn.Parameter]:
-        """The parameters that a task has ever reached."""
-        bit = 1 << self.tasks.index(task)
-        return [
-            p for p, tasks in zip(self.parameters, self._reached_by, strict=True) if tasks & bit
-        ]
-
-    def owners(self) -> dict[int, str]:
-        """The parameters that only one task has ever reached, and that task.
-
-        A second task must have had a pass while the parameter required a gradient: one task alone
-        says nothing about the others.
-        """
-        if self._owners is None:
-            self._owners = {
-                i: self.tasks[reached.bit_length() - 1]
-                for i, (reached, tried) in enumerate(
-                    zip(self._reached_by, self._tried_by, strict=True)
-                )
-                if reached.bit_count() == 1 < tried.bit_count()
-            }
-        return self._owners
+    def forget_passes(self) -> None:
+        """Looks at the next gradients of every task anew: others may require one now."""
+        self.reach.forget_passes()
+        self._buckets_found.clear()
 
     def release_own(self) -> None:
-        """Gives every task's own parameters their gradients, and takes these out of the rows."""
-        for i, task in self.owners().items():
+        """Moves the gradients of every task's own parameters from the rows to `.grad`."""
+        for i, task in self.reach.owners().items():
             row = self.rows[self.tasks.index(task)]
             if row[i] is not None:
                 self.parameters[i].grad, row[i] = row[i], None
 
     def reached(self) -> list[int]:
-        """The parameters that at least one task has a gradient for."""
+        """The indices of the parameters that at least one task has a gradient for."""
         return [
             i
             for i, of_tasks in enumerate(zip(*self.rows, strict=True))
@@ -219,22 +125,22 @@ class TaskGradients:
     def of(
         self, parameters: Sequence[int], tasks: Sequence[str] | None = None
     ) -> list[Tensor | None]:
-        """The gradients of some parameters, each one's tasks together; all tasks by default."""
+        """The gradients of some parameters: for each of them, those of `tasks`, or of all."""
         rows = self.rows
         if tasks is not None:
             rows = [rows[self.tasks.index(task)] for task in tasks]
         return [row[i] for i in parameters for row in rows]
 
     def layers(self, parameters: Sequence[int]) -> tuple[list[int], tuple[str, ...]]:
-        """Numbers some parameters by the module that they belong to, from 0; and its names."""
+        """The index of each parameter's module among theirs, and the names of these modules."""
         modules = [self.names[i].rpartition(".")[0] for i in parameters]
         numbers = {module: n for n, module in enumerate(dict.fromkeys(modules))}
         return [numbers[module] for module in modules], tuple(numbers)
 
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:
-        """Where the updates of some parameters are written."""
+        """The buffers for the updates of some parameters."""
         likes = [self.parameters[i] for i in parameters]
-        # There are none yet; or a parameter was moved or cast, or the update, which is its `.grad`.
+        # A buffer is missing; or the parameter, or its `.grad`, the last update, was moved or cast.
         for n in misfits([self._updates[i] for i in parameters], likes):
             self._updates[parameters[n]] = torch.empty_like(likes[n], requires_grad=False)
         return [cast("Tensor", self._updates[i]) for i in parameters]
@@ -244,35 +150,3 @@ class TaskGradients:
         for i in parameters:
             self.parameters[i].grad = self._updates[i]
         self.clear()
-
-    def state_dict(self) -> dict[str, dict[str, list[str]]]:
-        """By parameter that not every task has reached: the tasks that have, or have only tried."""
-        every = (1 << len(self.tasks)) - 1
-        return {
-            name: {"reached": self._names_of(reached), "tried": self._names_of(tried)}
-            for name, reached, tried in zip(
-                self.names, self._reached_by, self._tried_by, strict=True
-            )
-            if reached != every
-        }
-
-    def _names_of(self, tasks: int) -> list[str]:
-        return [task for i, task in enumerate(self.tasks) if tasks >> i & 1]
-
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
-        """Goes on from a `state_dict`.
-
-        Raises:
-            ValueError: It names other tasks or another trunk's parameters.
-
-        """
-        every = (1 << len(self.tasks)) - 1
-        index = {name: i for i, name in enumerate(self.names)}
-        reached, tried = [every] * len(index), [every] * len(index)
-        for name, by in state.items():
-            if name not in index:
-                raise ValueError(f"state must name shared parameters of trunk, got {name!r}")
-            for tasks, key in ((reached, "reached"), (tried, "tried")):
-                tasks[index[name]] = sum(1 << self.tasks.index(task) for task in by[key])
-        self._reached_by, self._tried_by = reached, tried
-        self._unreached, self._owners = {}, None

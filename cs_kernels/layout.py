@@ -14,10 +14,9 @@ from cs_kernels.watching import LAYERS, Watcher
 
 
 class Norm(NamedTuple):
-    """Where a normalization keeps its tensors: they may be others in the next step.
+    """A normalization and the dictionaries of its tensors, which may be replaced between steps.
 
-    The dictionaries themselves: a step asks every layer's and task's, and the way to them over
-    modules and their attributes takes longer.
+    A step reads every layer's and task's tensors; access through module attributes is slower.
     """
 
     parameters: dict[str, nn.Parameter | None]
@@ -27,22 +26,22 @@ class Norm(NamedTuple):
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer whose output channels have a priority."""
+    """A layer whose output channels are prioritized."""
 
     name: str
     weight_index: int
-    """Of its weight among the shared parameters."""
+    """The index of its weight among the shared parameters."""
     weight: nn.Parameter
     out_channel_dim: int
     groups: int
-    """Of a transposed convolution; 1 for all others, whose channels lie in dimension 0."""
+    """The groups of a transposed convolution; 1 for other layers, with `out_channel_dim` 0."""
     norm_name: str
     norms: tuple[Norm, ...]
     """The normalization of each task."""
 
 
 def gammas(layers: Sequence[Layer]) -> list[Tensor]:
-    """The scale of every normalization, [O], a layer's tasks together; ones where it has none."""
+    """Gamma of every normalization, [O], layer by layer; ones if it has no scale."""
     return [
         torch.ones_like(cast("Tensor", norm.buffers["running_var"])) if gamma is None else gamma
         for layer in layers
@@ -52,19 +51,20 @@ def gammas(layers: Sequence[Layer]) -> list[Tensor]:
 
 
 def running_vars(layers: Sequence[Layer]) -> list[Tensor]:
-    """The running variance of every normalization, [O], a layer's tasks together."""
+    """The running variance of every normalization, [O], layer by layer."""
     buffers = [norm.buffers["running_var"] for layer in layers for norm in layer.norms]
-    return cast("list[Tensor]", buffers)  # A layer with one that is None has no priority.
+    return cast("list[Tensor]", buffers)  # Prioritized layers have running variances.
 
 
 def epsilons(layers: Sequence[Layer]) -> list[float]:
-    """That of every normalization, a layer's tasks together."""
+    """Epsilon of every normalization, layer by layer."""
     return [cast("float", norm.module.eps) for layer in layers for norm in layer.norms]
 
 
-def channels_of(layer: nn.Module) -> tuple[int, int]:
-    """The dimension of the weight with the output channels, and the groups if that is not 0."""
-    return (1, layer.groups) if isinstance(layer, _ConvTransposeNd) else (0, 1)
+def channels_of(layer: nn.Module, weight: Tensor) -> tuple[int, int, int]:
+    """The number of output channels of a layer, `out_channel_dim` and `groups` of its weight."""
+    dim, groups = (1, layer.groups) if isinstance(layer, _ConvTransposeNd) else (0, 1)
+    return out_channels(weight, dim, groups), dim, groups
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,11 @@ class Coverage:
     """Which shared parameters are prioritized and which get the plain sum, and why."""
 
     prioritized: dict[str, str]
-    """By name of the layer's weight: the normalization that gives its channels a priority."""
+    """By name of the layer's weight: the normalization behind the layer."""
     plain: dict[str, str]
     """By name of the parameter: why it gets the plain sum."""
     own: dict[str, str]
-    """By name of the parameter: the only task that has ever reached it. It gets that task's
-    gradient, and methods do not see it."""
+    """By name of the parameter: the only task that has ever reached it."""
     numel: dict[str, int] = field(repr=False)
 
     def __str__(self) -> str:
@@ -111,7 +110,7 @@ def shared_parameters(trunk: nn.Module) -> dict[str, nn.Parameter]:
 
 @dataclass(frozen=True)
 class Layout:
-    """The shared parameters of a trunk and those of its layers that have a priority."""
+    """The prioritized layers of a trunk, and the coverage of its shared parameters."""
 
     layers: tuple[Layer, ...]
     coverage: Coverage
@@ -120,7 +119,7 @@ class Layout:
 def find_layout(
     trunk: nn.Module,
     tasks: Sequence[str],
-    seen: Watcher,
+    watcher: Watcher,
     overrides: Mapping[nn.Parameter, str | None],
     own: Mapping[str, str],
 ) -> Layout:
@@ -129,36 +128,36 @@ def find_layout(
     Args:
         trunk: The shared module.
         tasks: In the order of the gradients.
-        seen: What forward passes have shown.
-        overrides: By the weight of a layer, the normalization to take; None for the plain sum.
+        watcher: The watcher of the trunk's forward passes.
+        overrides: By the weight of a layer, the normalization to use; None for the plain sum.
         own: By name, the parameters that only one task reaches, and that task.
 
     """
     modules = dict(trunk.named_modules(remove_duplicate=False))
     parameters = shared_parameters(trunk)
     index = {parameter: i for i, parameter in enumerate(parameters.values())}
+    name_of = {parameter: name for name, parameter in parameters.items()}
     reasons = dict.fromkeys(parameters.values(), "not the weight of a convolution or linear layer")
 
     layers_of: dict[nn.Parameter, list[str]] = {}
     for name, module in trunk.named_modules():
         weight = module._parameters.get("weight")
-        if weight in index and (isinstance(module, LAYERS) or weight in overrides):
+        candidate = isinstance(module, LAYERS) or weight in overrides
+        if candidate and weight in index and name_of[weight] not in own:
             layers_of.setdefault(weight, []).append(name)
 
     layers = []
     for weight, names in layers_of.items():
-        norm_name, reason = _norm_of(weight, names, seen, overrides)
-        channels = out_channels(weight, *channels_of(modules[names[0]])) if weight.dim() else 0
-        norms: tuple[nn.Module, ...] = ()
-        if norm_name is not None:
-            norm = modules[norm_name]
-            assert isinstance(norm, TaskBatchNorm)
-            norms = tuple(norm.of(task) for task in tasks)
-            reason = _unfit(norm_name, norms, channels)
-        if reason is not None or norm_name is None:
-            reasons[weight] = reason or ""
+        norm_name, reasons[weight] = _norm_of(weight, names, watcher, overrides)
+        if norm_name is None:
             continue
-        out_channel_dim, groups = channels_of(modules[names[0]])
+        norm = modules[norm_name]
+        assert isinstance(norm, TaskBatchNorm)
+        norms = tuple(norm.of(task) for task in tasks)
+        channels, out_channel_dim, groups = channels_of(modules[names[0]], weight)
+        reasons[weight] = _unfit(norm_name, norms, channels)
+        if reasons[weight]:
+            continue
         layers.append(
             Layer(
                 name=names[0],
@@ -170,8 +169,6 @@ def find_layout(
                 norms=tuple(Norm(n._parameters, n._buffers, n) for n in norms),
             )
         )
-    name_of = {parameter: name for name, parameter in parameters.items()}
-    layers = [layer for layer in layers if name_of[layer.weight] not in own]
     layers.sort(key=lambda layer: layer.weight_index)
     prioritized = {name_of[layer.weight]: layer.norm_name for layer in layers}
     return Layout(
@@ -192,27 +189,27 @@ def find_layout(
 def _norm_of(
     weight: nn.Parameter,
     layers: Sequence[str],
-    seen: Watcher,
+    watcher: Watcher,
     overrides: Mapping[nn.Parameter, str | None],
-) -> tuple[str | None, str | None]:
-    """The normalization behind the layers of a weight, or why there is none."""
+) -> tuple[str | None, str]:
+    """The normalization behind the layers of a weight, and why there is none."""
     if weight in overrides:
         return overrides[weight], "excluded by `layers`"
-    if not any(layer in seen.norms for layer in layers) and seen.has_norms:
+    if not any(layer in watcher.norms for layer in layers) and watcher.has_norms:
         return None, "the layer has not run"
-    norms = {norm for layer in layers for norm in seen.norms.get(layer, ())}
+    norms = {norm for layer in layers for norm in watcher.norms.get(layer, ())}
     if len(norms) == 1:
-        return norms.pop(), None
+        return norms.pop(), ""
     if norms:
         return None, f"several normalizations follow: {', '.join(sorted(norms))}"
-    others = {norm for layer in layers for norm in seen.other_channels.get(layer, ())}
+    others = {norm for layer in layers for norm in watcher.other_channels.get(layer, ())}
     if others:
         return None, f"{', '.join(sorted(others))} normalizes other channels than its outputs"
     return None, "no task-specific normalization takes its output"
 
 
-def _unfit(name: str, norms: Sequence[nn.Module], channels: int) -> str | None:
-    """Why the normalizations of all tasks cannot give a layer's channels a priority."""
+def _unfit(name: str, norms: Sequence[nn.Module], channels: int) -> str:
+    """Why the normalizations of a layer cannot prioritize its output channels, or nothing."""
     variances = [norm._buffers.get("running_var") for norm in norms]
     if any(variance is None for variance in variances):
         return f"{name} keeps no running variance"
@@ -220,4 +217,4 @@ def _unfit(name: str, norms: Sequence[nn.Module], channels: int) -> str | None:
         return f"{name} has a scale that is not a parameter"
     if any(variance is not None and variance.numel() != channels for variance in variances):
         return f"{name} has other channels than its {channels} outputs"
-    return None
+    return ""

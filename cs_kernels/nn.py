@@ -28,7 +28,7 @@ __all__ = [
 
 
 def check_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
-    """The tasks as a tuple: of anything that has an order, such as the keys of a dictionary.
+    """The tasks as a tuple, from any ordered iterable, such as the keys of a dictionary.
 
     Raises:
         TypeError: `tasks` is a string, has no order, or holds something that is not a string.
@@ -53,14 +53,14 @@ def check_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
 class TaskBatchNorm(nn.Module):
     """One normalization a task, in a child module named by the task; only the active one runs.
 
-    The children are ordinary torch modules, each with its own weight, bias and statistics, so the
-    state dict reads `bn1.depth.weight`, and freezing or inspecting one task's is plain torch.
+    The children are ordinary torch modules, each with its own weight, bias and statistics: the
+    state dict has `bn1.depth.weight`, and freezing or inspecting one task's is plain torch.
 
     Args:
         norms: The normalization of each task.
 
     Raises:
-        ValueError: A task's name is that of an attribute of every module.
+        ValueError: A task has the name of a module attribute.
 
     """
 
@@ -120,7 +120,7 @@ class TaskBatchNorm(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # A checkpoint of the network before its conversion has one tensor for all tasks.
+        # A checkpoint from before the conversion has one tensor for all tasks.
         inner = {name for norm in self.children() for name in norm._modules}
         for key in [key for key in state_dict if key.startswith(prefix)]:
             name = key[len(prefix) :]
@@ -175,20 +175,20 @@ def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module
     """Replaces every batch normalization by a copy for each task.
 
     Each copy starts with the weight, bias and statistics of the original (a pretrained one, say),
-    and is of its class, which may be a subclass of torch's. A module used in several places stays
-    one module. Convert before building the optimizer: the copies are new parameters. A checkpoint
-    of the network before its conversion can still be loaded: every task gets what it holds.
+    and has its class, which may be a subclass of torch's. A module used several times stays one
+    module. Convert before building the optimizer: the copies have new parameters. A checkpoint from
+    before the conversion can still be loaded: every task gets its values.
 
     Args:
         module: A network, or a batch normalization itself.
-        tasks: The names of the tasks, in an order.
+        tasks: The names of the tasks, in order.
 
     Returns:
         The module, changed in place, or its replacement.
 
     Raises:
-        ValueError: `tasks` does not fit, the module has no batch normalization, one that has not
-            run and is lazy, or it is already converted for other tasks.
+        ValueError: `tasks` does not fit, the module has no batch normalization or a lazy one that
+            has not run, or it is already converted for other tasks.
         TypeError: `tasks` is not a sequence of names.
 
     """
@@ -215,7 +215,7 @@ def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module
 
 
 def _check_convertible(module: nn.Module, tasks: tuple[str, ...]) -> None:
-    """There is a batch normalization to convert, or it was converted for these tasks before."""
+    """There is a batch normalization to convert, or it is converted for these tasks already."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {module!r}")
     found = False
@@ -245,13 +245,13 @@ def _check_convertible(module: nn.Module, tasks: tuple[str, ...]) -> None:
 def add_task(module: nn.Module, task: str, *, like: str) -> list[nn.Parameter]:
     """Adds a task to every task-specific normalization, as a copy of another task's.
 
-    For a trunk that was trained on some tasks and learns one more. Hand the new parameters to the
-    torch optimizer, and build a `MultiTaskOptimizer` of all tasks.
+    For a trained trunk that learns one more task: hand the new parameters to the torch optimizer,
+    and build a `MultiTaskOptimizer` of all tasks.
 
     Args:
         module: A network with task-specific normalization.
         task: The name of the new task.
-        like: The task to copy: its weights, statistics, and what is frozen.
+        like: The task to copy, with its weights, statistics and frozen parameters.
 
     Returns:
         The new parameters, for `optimizer.add_param_group({"params": ...})`.
@@ -282,10 +282,10 @@ def add_task(module: nn.Module, task: str, *, like: str) -> list[nn.Parameter]:
 
 
 def extract_task(module: nn.Module, task: str) -> nn.Module:
-    """A copy of a network with one task's normalizations in the places that all tasks' have.
+    """A copy of a network for one task, with its normalizations instead of the task-specific ones.
 
-    A plain torch network, as it was before `convert_task_batchnorm`: to predict one task, to save,
-    to export. The module itself stays as it is.
+    The copy is a plain torch network, as before `convert_task_batchnorm`: for predictions of one
+    task, checkpoints and export. The module itself does not change.
 
     Args:
         module: A network with task-specific normalization.
@@ -303,7 +303,7 @@ def extract_task(module: nn.Module, task: str) -> nn.Module:
 
     """
     norms = _some_task_norms(module)
-    # As copies of each TaskBatchNorm: a reference from anywhere in the network is redirected.
+    # The memo stands for copies of each TaskBatchNorm, so every reference to one is replaced.
     memo: dict[int, Any] = {}
     for norm in norms:
         memo[id(norm)] = copy.deepcopy(norm.of(task), memo)
@@ -313,22 +313,22 @@ def extract_task(module: nn.Module, task: str) -> nn.Module:
 
 @torch.no_grad()
 def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
-    """Makes the running statistics of one task those of a data set.
+    """Recomputes the running statistics of one task over a data set.
 
-    As `torch.optim.swa_utils.update_bn`, which resets every task's: for averaged weights, or after
-    training with batches that were too small.
+    Use it for averaged weights, or after training with too small batches. It works as
+    `torch.optim.swa_utils.update_bn`, which resets the statistics of all tasks.
 
     Args:
-        loader: Yields inputs of the trunk, or lists and tuples of which the first is the input, on
-            the trunk's device.
+        loader: Yields inputs of the trunk, or lists and tuples that begin with one, on the trunk's
+            device.
         trunk: A network with task-specific normalization.
-        task: The task, made active meanwhile; the statistics of the others stay.
+        task: The task, which is active meanwhile; the statistics of the others do not change.
 
     Raises:
         ValueError: The trunk has no task-specific normalization, one does not know the task, or the
             loader yields nothing.
 
-            Whatever is raised: the statistics are as they were before.
+            After any exception, the statistics are as they were before.
 
     """
     norms = [
@@ -344,7 +344,7 @@ def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
         trunk.train()
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # A mean over all batches.
+            norm.momentum = None  # The mean over all batches.
         with active_task(trunk, task):
             for batch in loader:
                 trunk(batch[0] if isinstance(batch, list | tuple) else batch)
@@ -390,8 +390,8 @@ def _some_task_norms(module: nn.Module) -> list[TaskBatchNorm]:
 def set_task(module: nn.Module, task: str) -> None:
     """Makes a task active in every task-specific normalization of a module.
 
-    For a network that was compiled for more than eight tasks, use `active_task`: it raises
-    torch.compile's limit of recompilations meanwhile.
+    For a network that is compiled for more than eight tasks, use `active_task`: it raises
+    torch.compile's recompilation limit meanwhile.
 
     Raises:
         ValueError: One of them does not know the task; none has been changed.
@@ -406,13 +406,13 @@ def set_task(module: nn.Module, task: str) -> None:
 
 @contextlib.contextmanager
 def active(norms: Iterable[TaskBatchNorm], task: str) -> Iterator[None]:
-    """`active_task` for normalizations that are already at hand."""
+    """`active_task` for a list of normalizations."""
     before = [(norm, norm.active) for norm in norms]
     for norm, _ in before:
         norm.of(task)
     try:
         for norm, _ in before:
-            object.__setattr__(norm, "active", task)  # Past the registry of submodules.
+            object.__setattr__(norm, "active", task)  # Faster than Module.__setattr__.
         with _a_graph_a_task(len(before[0][0].tasks) if before else 1):
             yield
     finally:
@@ -421,7 +421,7 @@ def active(norms: Iterable[TaskBatchNorm], task: str) -> Iterator[None]:
 
 
 def _a_graph_a_task(tasks: int) -> contextlib.AbstractContextManager[Any]:
-    """Raises torch.compile's limit of recompilations (8 by default) to as many for each task."""
+    """Multiplies torch.compile's recompilation limit (8 by default) by the number of tasks."""
     compiles = "torch._dynamo" in sys.modules and not torch.compiler.is_compiling()
     if tasks == 1 or not compiles:
         return contextlib.nullcontext()
@@ -434,7 +434,7 @@ def _a_graph_a_task(tasks: int) -> contextlib.AbstractContextManager[Any]:
 
 
 def active_task(module: nn.Module, task: str) -> contextlib.AbstractContextManager[None]:
-    """Makes a task active in a module inside the `with`; afterwards it is as it was before.
+    """Makes a task active in a module inside the `with`; afterwards the previous one is.
 
     Raises:
         ValueError: A task-specific normalization in it does not know the task.

@@ -1,11 +1,10 @@
 """MultiTaskOptimizer: the body of a multi-task training loop.
 
-One step is one straight walk: losses -> gradients of every task -> one operator call -> `.grad` ->
-`optimizer.step()`; or, in Phase 1, a plain step a task.
+A joint step: losses -> gradients of every task -> one operator call -> `.grad` ->
+`optimizer.step()`. In Phase 1, every task has a plain optimizer step.
 """
 
 import contextlib
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from cs_kernels.accumulation import Accumulation
 from cs_kernels.checks import (
     Closure,
     check_devices,
@@ -24,6 +24,7 @@ from cs_kernels.checks import (
     checked_losses,
     checked_optimizers,
     checked_overrides,
+    held_parameters,
 )
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import (
@@ -46,8 +47,8 @@ from cs_kernels.watching import Watcher
 from cs_kernels.weightings import EqualWeights, Weighting
 
 _GRAPHS_EVERY = 32
-"""Steps between two looks at the graphs of the losses. The modules that the losses of `backward`
-come from are unknown: if one is unfrozen, it shows in the graph alone."""
+"""Steps between two checks of the losses' graphs. `backward` does not see the modules behind its
+losses: if one is unfrozen, only the graph shows it."""
 
 
 def _named_state(part: Method | Weighting) -> dict[str, Any]:
@@ -58,23 +59,22 @@ class MultiTaskOptimizer:
     """Steps a torch optimizer with the gradients of several tasks.
 
     Args:
-        trunk: The shared module. Its parameters outside task-specific normalization are the shared
-            ones, but for those that only one task ever reaches (a head, if trunk is the whole
-            network): these get that task's gradient, as does all else that the optimizer holds.
-        optimizer: Any torch optimizer that makes a step without a closure, with the parameters of
-            the trunk and of the heads; or several, with some each (Muon for matrices, AdamW for
-            the rest).
+        trunk: The shared module. Its parameters outside task-specific normalization are shared,
+            except those that only one task ever reaches (a head, if trunk is the whole network):
+            these get that task's gradient, like all other parameters of the optimizer.
+        optimizer: Any torch optimizer whose step needs no closure, with the parameters of the trunk
+            and of the heads; or several that share them (Muon for matrices, AdamW for the rest).
         tasks: The names of the tasks, in the order of Phase 1 and of ties in priority.
-        method: What becomes of the gradients in Phase 2. Default: `ConnectionStrength()`.
+        method: Makes the update from the gradients in Phase 2. Default: `ConnectionStrength()`.
         schedule: When to update tasks in turn and when jointly. Default: `Joint()`.
-        weighting: Of the losses. Default: `EqualWeights()`.
-        layers: Overrides what a watched forward pass tells: by name of a layer in the trunk, the
-            task-specific normalization to take its channels' priority from, or None for the sum.
-        scaler: A `torch.amp.GradScaler`: losses are scaled, and it steps the optimizer and updates.
-        backward: Called with a loss instead of `loss.backward()`, for whoever must run the backward
-            pass: `accelerator.backward`, `fabric.backward`, Lightning's `self.manual_backward`.
-            It must accept `retain_graph=True` if `MultiTaskOptimizer.backward` is used. What it
-            multiplies losses by is found out.
+        weighting: Weighs the losses. Default: `EqualWeights()`.
+        layers: Overrides the result of watched forward passes: by name of a layer in the trunk, the
+            task-specific normalization that gives its channels' priority, or None for the sum.
+        scaler: A `torch.amp.GradScaler`: it scales losses, steps the optimizer and is updated.
+        backward: Called with a loss instead of `loss.backward()`, for frameworks that must run the
+            backward pass: `accelerator.backward`, `fabric.backward`, Lightning's
+            `self.manual_backward`. It must accept `retain_graph=True` if
+            `MultiTaskOptimizer.backward` is used. It may multiply the loss by a factor.
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.
@@ -125,32 +125,27 @@ class MultiTaskOptimizer:
         check_trunk(inner, self.tasks, self.method)
         check_devices(shared, self.tasks, self.method)
         self._overrides = checked_overrides(inner, layers or {})
-        check_held(inner, shared, set(self._held()), self.weighting)
+        check_held(inner, shared, set(held_parameters(self._optimizers)), self.weighting)
 
         self._inner = inner
         self._norms = task_norms(inner)
         self._gradients = TaskGradients(shared, self.tasks)
         self._shared = self._gradients.parameters
+        self._reach = self._gradients.reach
+        self._accumulation = Accumulation(self._gradients, self._optimizers)
         self._statistics = RunningStatistics(inner)
         self._watcher = Watcher(inner, self._statistics.first_use)
-        self._passes = Passes(
-            inner, self._watcher, self._gradients, self.weighting, scaler, backward
-        )
+        self._passes = Passes(inner, self._watcher, self._reach, self.weighting, scaler, backward)
         self._scaled_by = None if backward is not None else scaler
-        """Whose factor is known beforehand; that of `backward` shows in the step."""
+        """The scaler whose factor is known before a step; that of `backward` shows in the step."""
         self._layout: tuple[object, Layout] | None = None
         self._covered = 0
-        """The watcher's version at which the trunk had a prioritized layer."""
+        """The watcher's version for which a prioritized layer was found."""
         self._trainable = self._what_trains()
         self._seen = self._watcher.version
-        """The watcher's version at which `_trainable` was found."""
+        """The watcher's version for which `_trainable` was found."""
         self._epoch: int | None = None
         self._steps = 0
-        self._open: Step | None = None
-        """The step that `backward(update=False)` has begun."""
-        self._unused: tuple[nn.Parameter, int] | None = None
-        """A parameter with an update in `.grad` by `backward`, and its version then."""
-        self._notice_steps()
 
     def __repr__(self) -> str:
         names = " + ".join(type(optimizer).__name__ for optimizer in self._optimizers)
@@ -168,7 +163,7 @@ class MultiTaskOptimizer:
 
         Raises:
             RuntimeError: The schedule depends on the epoch and `start_epoch` was not called.
-            ValueError: The schedule gives something else.
+            ValueError: The schedule gives another value.
 
         """
         phase = self.schedule.phase(self._epoch, self._steps)
@@ -177,7 +172,7 @@ class MultiTaskOptimizer:
         return phase
 
     def start_epoch(self, epoch: int) -> None:
-        """Tells the schedule which epoch begins, from 0; starting one again draws the same phase.
+        """Starts an epoch, counted from 0; starting one again draws the same phase.
 
         Raises:
             ValueError: The epoch is negative.
@@ -192,41 +187,41 @@ class MultiTaskOptimizer:
     ) -> dict[str, Tensor]:
         """One training step: Phase 1, an optimizer step a task; Phase 2, one for all.
 
-        The gradients of all parameters in the optimizer are set to None first, so what belongs to
-        a task that takes no part is not touched, by momentum or weight decay either.
+        The gradients of all parameters in the optimizer are set to None first, so the parameters of
+        tasks that take no part do not change, not even by momentum or weight decay.
 
         Args:
             closure: Called with a task, which is active in the trunk meanwhile; runs the network on
                 a batch and returns the loss, a scalar. Or a sequence of closures, one for each
                 micro-batch: their losses and gradients add up (divide by their number for a mean).
-            tasks: Those that this batch has labels for; all by default. The order of Phase 1.
+            tasks: The tasks that the batch has labels for, in the order of Phase 1; all by default.
 
         Returns:
             The loss of each task, detached and unweighted.
 
         Raises:
             ValueError: `tasks` does not fit, a loss is not a scalar, has no graph, depends on a
-                parameter that the optimizer does not hold or on none of the trunk, or a trunk
-                without a prioritized layer meets a method that needs one.
+                parameter that the optimizer does not hold or on none of the trunk, or the method
+                needs a prioritized layer and the trunk has none.
             TypeError: A closure is not a function, or did not return a tensor.
-            RuntimeError: `backward` has left something to be used first.
+            RuntimeError: `backward` has left gradients or an update to be used first.
 
-            Whatever is raised, also by the closure: parameters and running statistics are as they
-            were before the step, or in Phase 1 before the update of that task, and gradients are
-            None. The statistics are those of the trunk, and of the modules that ran in the first
-            step of each task. What a loss depends on is looked at in that step, whenever something
-            else requires a gradient, and every 32 steps.
+            After any exception, also the closure's, parameters and running statistics are as they
+            were before the step (in Phase 1: before that task's update), and gradients are None.
+            The statistics are those of the trunk, and of the modules that ran in the first step of
+            each task. The parameters that a loss depends on are checked in that step, whenever
+            other parameters require a gradient, and every 32 steps.
 
         """
         closures = checked_closures(closure)
         chosen = self._chosen(tasks)
         phase = self.phase
-        if self._is_open():
+        if self._accumulation.is_open(self.method.separate_gradients):
             raise RuntimeError(
                 "step would forget the gradients of backward(..., update=False): end these with"
                 " backward(...), or forget them by optimizer.zero_grad(), first"
             )
-        self._check_update_used()
+        self._accumulation.check_update_used()
         check_steps_now(self._optimizers)
         with record_function("cs_kernels.step"):
             step = self._new_step(chosen)
@@ -237,7 +232,7 @@ class MultiTaskOptimizer:
                         self._passes.task_pass(task, closures, step, held)
                         if self._watcher.norms_ran:
                             self._check_covered()
-                        self._check_reached(task, self._gradients.note_reach(task))
+                        self._check_reached(task, self._reach.note_gradients(task))
                         self._watch_new_layers(watched)
                         self._optimizer_step()
             else:
@@ -262,18 +257,18 @@ class MultiTaskOptimizer:
         gradients in the optimizer are set to None first. Beside the graph, memory holds the K
         gradients of the shared parameters and one update.
 
-        Micro-batches: the gradients of every task add up over calls with `update=False` until a
-        call without it, which adds its own and makes the one update of them all:
+        With micro-batches, the gradients of every task add up over calls with `update=False`; a
+        call without it adds its own and makes one update:
 
             for i, batch in enumerate(batches):
                 opt.backward(losses_of(batch), update=i + 1 == len(batches))
             optimizer.step()
 
-        `optimizer.zero_grad()` in between forgets what has added up.
+        `optimizer.zero_grad()` in between drops these gradients.
 
         Args:
-            losses: A scalar with a graph for each task, or for those that this batch has labels
-                for. Over micro-batches they add up: divide by their number for a mean.
+            losses: A scalar with a graph for each task that the batch has labels for. Losses of
+                micro-batches add up: divide by their number for a mean.
             update: Whether to make the update now.
 
         Returns:
@@ -285,10 +280,10 @@ class MultiTaskOptimizer:
                 task-specific normalization.
             TypeError: `losses` is not a mapping, or a loss not a tensor.
             RuntimeError: The schedule is in Phase 1, which takes a forward pass a task; or the
-                update of the call before was neither used by the optimizer nor set to zero.
+                last update was neither used by the optimizer nor set to zero.
 
-            Whatever is raised once backward passes have begun: gradients are None, also those of
-            `update=False`.
+            After an exception in the backward passes or later, all gradients are None, also those
+            of `update=False`.
 
         """
         losses = checked_losses(losses)
@@ -298,32 +293,33 @@ class MultiTaskOptimizer:
                 "trunk must have no task-specific normalization for backward, which takes one"
                 f" forward pass for all tasks, got {len(self._norms)} of them: use step(closure)"
             )
-        is_open = self._is_open()
-        if not is_open and self.phase == 1:
-            raise RuntimeError(
-                f"backward makes joint updates, but {self.schedule!r} is in Phase 1: use step"
-            )
+        accumulation = self._accumulation
+        is_open = accumulation.is_open(self.method.separate_gradients)
         if not is_open:
-            self._check_update_used()
-            self._open = None
-        step = self._open or self._new_step(chosen)
+            if self.phase == 1:
+                raise RuntimeError(
+                    f"backward makes joint updates, but {self.schedule!r} is in Phase 1: use step"
+                )
+            accumulation.check_update_used()
+            accumulation.clear()
+        step = accumulation.step or self._new_step(chosen)
         collect = self._collect if self.method.separate_gradients else None
         with (
             record_function("cs_kernels.backward"),
             self._cleared_on_error(first=not is_open) as held,
         ):
-            self._gradients.unmark()
+            accumulation.unmark()
             taking_part = {*step.tasks, *chosen}
             step.tasks = tuple(task for task in self.tasks if task in taking_part)
             self._passes.backward_passes(losses, step, held, collect)
             if update:
                 self._combine(step)
-        self._open = None if update else step
+        accumulation.step = None if update else step
         if update:
             self._finish(step)
-            self._unused = next(((p, p._version) for p in self._shared if p.grad is not None), None)
+            accumulation.note_update()
         elif self.method.separate_gradients:
-            self._gradients.mark()
+            accumulation.mark()
         return {task: loss.detach() for task, loss in losses.items()}
 
     def trace(self, closure: Closure) -> Coverage:
@@ -332,7 +328,7 @@ class MultiTaskOptimizer:
         Running statistics are restored; random numbers are consumed as by any forward pass.
 
         Args:
-            closure: As in `step`; only the forward pass counts, and the graph of the loss.
+            closure: As in `step`; there is no backward pass.
 
         Returns:
             `coverage()`.
@@ -344,12 +340,12 @@ class MultiTaskOptimizer:
         """
         (closure,) = checked_closures(closure)
         self._passes.forget()
-        self._gradients.note_again()
-        held = self._held()
+        self._gradients.forget_passes()
+        held = held_parameters(self._optimizers)
         with self._statistics.restored_on_error(self.tasks, always=True):
             for task in self.tasks:
                 self._passes.trace(task, closure, held)
-        self._gradients.first_reached = False
+        self._reach.has_new = False
         self._seen, self._trainable = self._watcher.version, self._what_trains()
         return self.coverage()
 
@@ -364,7 +360,7 @@ class MultiTaskOptimizer:
         return self._current_layout().coverage
 
     def priority(self) -> dict[str, Tensor]:
-        """The top-priority task of every output channel, from the present weights and statistics.
+        """The top-priority task of every output channel, from the current weights and statistics.
 
         Returns:
             By name of the layer, int64 [O]: an index into `tasks`.
@@ -391,25 +387,25 @@ class MultiTaskOptimizer:
             }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs beside the states of the network and of the torch optimizer.
+        """The state that a resumed run needs beside those of the network and the torch optimizer.
 
-        Gradients that wait for their update (`backward` with `update=False`) are not in it.
+        It has no gradients that wait for their update (`backward` with `update=False`).
         """
         return {
             "tasks": list(self.tasks),
             "epoch": self._epoch,
             "steps": self._steps,
-            "reach": self._gradients.state_dict(),
+            "reach": self._reach.state_dict(),
             "method": _named_state(self.method),
             "weighting": _named_state(self.weighting),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`; gradients that wait for their update are forgotten.
+        """Goes on from a `state_dict`; gradients that wait for their update are dropped.
 
         Raises:
-            ValueError: It is of other tasks, another trunk, method or weighting, or not whole;
-                nothing has been loaded then.
+            ValueError: It is of other tasks, another trunk, method or weighting, or not whole. The
+                state before is kept.
 
         """
         self._check_state(state)
@@ -419,7 +415,7 @@ class MultiTaskOptimizer:
         except Exception as error:
             self._load(before)
             raise ValueError(f"state must be a whole state_dict, got one with {error!r}") from error
-        self._open = self._unused = None
+        self._accumulation.clear()
         self._gradients.clear()
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
@@ -437,7 +433,7 @@ class MultiTaskOptimizer:
 
     def _load(self, state: Mapping[str, Any]) -> None:
         epoch, steps = state["epoch"], int(state["steps"])
-        self._gradients.load_state_dict(state["reach"])
+        self._reach.load_state_dict(state["reach"])
         self.method.load_state_dict(state["method"]["state"])
         self.weighting.load_state_dict(state["weighting"]["state"])
         self._epoch, self._steps = None if epoch is None else int(epoch), steps
@@ -456,7 +452,7 @@ class MultiTaskOptimizer:
         if trains != self._trainable:
             self._trainable = trains
             self._passes.forget()
-            self._gradients.note_again()
+            self._gradients.forget_passes()
         elif self._steps % _GRAPHS_EVERY == 0:
             self._passes.check_graphs()
         scale = None
@@ -476,23 +472,23 @@ class MultiTaskOptimizer:
             self._trainable = self._what_trains()
 
     def _watch_new_layers(self, watched: bool) -> None:
-        """Watches the next passes if an unwatched one has run a layer for the first time.
+        """Watches the next passes if a layer has first run in an unwatched one.
 
-        In a compiled network no hook tells of it, but the layer's weight has a gradient now.
+        In a compiled network no hook shows it, but the first gradient of the layer's weight does.
         """
-        if self._gradients.first_reached and not watched:
+        if self._reach.has_new and not watched:
             self._watcher.forget_tasks()
-        self._gradients.first_reached = False
+        self._reach.has_new = False
 
     def _collect(self, task: str) -> None:
-        """The gradients of one task, out of `.grad`; where they may add up, they stay there."""
+        """Moves the gradients of one task out of `.grad`, unless they may add up there."""
         if self.method.separate_gradients:
             with record_function("cs_kernels.collect"), torch.no_grad():
                 self._check_reached(task, self._gradients.collect(task))
 
     def _combine(self, step: Step) -> None:
-        """The update, into `.grad`."""
-        if not self.method.separate_gradients:  # They have added up: one task stands for all.
+        """Writes the update into `.grad`."""
+        if not self.method.separate_gradients:  # The tasks' gradients have added up.
             self._check_reached(step.tasks[0], any(p.grad is not None for p in self._shared))
         with record_function("cs_kernels.surgery"), torch.no_grad():
             self._gradients.release_own()
@@ -506,11 +502,11 @@ class MultiTaskOptimizer:
                 )
 
     def _check_reached(self, task: str, reached: bool) -> None:
-        """A loss that trains nothing of the trunk is of another network, unless all is frozen."""
+        """Raises for a loss that reaches nothing of the trunk, unless the trunk is frozen."""
         if reached:
             return
-        before = self._gradients.reached_by(task)
-        held = set(self._held())
+        before = self._reach.reached_by(task)
+        held = set(held_parameters(self._optimizers))
         own = [p for norm in self._norms for p in norm.of(task).parameters() if p in held]
         frozen = bool(before) and not any(p.requires_grad for p in before)
         trains = any(p.requires_grad for p in self._shared)
@@ -518,13 +514,13 @@ class MultiTaskOptimizer:
             raise no_shared_parameter(task)
 
     def _check_watched(self) -> None:
-        if not self._watcher.tasks and not self._gradients.tasks_seen:
+        if not self._watcher.tasks and not self._reach.tasks_seen:
             raise RuntimeError(
                 "which layers are prioritized is seen in a forward pass: call step or trace first"
             )
 
     def _current_layout(self) -> Layout:
-        owners = self._gradients.owners()
+        owners = self._reach.owners()
         known = (self._watcher.version, owners)
         if self._layout is None or self._layout[0] != known:
             names = self._gradients.names
@@ -534,7 +530,7 @@ class MultiTaskOptimizer:
         return self._layout[1]
 
     def _check_covered(self) -> None:
-        """There are prioritized layers, be they a task's own."""
+        """Raises if the method needs prioritized layers and there are none; a task's own count."""
         if not self.method.prioritizes or self._covered == self._watcher.version:
             return
         layout = find_layout(self._inner, self.tasks, self._watcher, self._overrides, {})
@@ -546,14 +542,9 @@ class MultiTaskOptimizer:
             )
         self._covered = self._watcher.version
 
-    def _held(self) -> list[nn.Parameter]:
-        """The parameters of the torch optimizer."""
-        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
-        return [parameter for group in groups for parameter in group["params"]]
-
     def _what_trains(self) -> list[bool]:
-        """Differs from before if other parameters require a gradient, or others are held."""
-        flags = [p.requires_grad for p in self._held()]
+        """Changes when other parameters require a gradient or the optimizer holds others."""
+        flags = [p.requires_grad for p in held_parameters(self._optimizers)]
         flags += [p.requires_grad for p in self._shared]
         for module in self._watcher.outside:
             flags += [p.requires_grad for p in module._parameters.values() if p is not None]
@@ -561,26 +552,26 @@ class MultiTaskOptimizer:
 
     @contextlib.contextmanager
     def _restored_on_error(self, tasks: Sequence[str]) -> Iterator[list[nn.Parameter]]:
-        """As `_cleared_on_error`; running statistics are as they were if anything is raised."""
+        """As `_cleared_on_error`, and an exception restores the running statistics."""
         with self._statistics.restored_on_error(tasks), self._cleared_on_error() as held:
             yield held
 
     @contextlib.contextmanager
     def _cleared_on_error(self, first: bool = True) -> Iterator[list[nn.Parameter]]:
-        """Begins with every gradient None, and ends so if anything is raised.
+        """Sets every gradient to None, first and after an exception.
 
-        The gradients of the step before are not kept: they would take the memory of one more row.
+        The gradients of the last step are not kept: they would take the memory of one more row.
 
         Args:
-            first: Whether to begin so.
+            first: Whether to do so first.
 
         Yields:
             The parameters of the torch optimizer.
 
         """
-        held = self._held()
-        # Those of the normalizations are: a few kilobytes between the blocks that the pass before
-        # has freed, or else glibc gives these back and asks for them again in each pass (5 %).
+        held = held_parameters(self._optimizers)
+        # The normalizations' gradients are kept during the passes: without these few kilobytes
+        # between its freed blocks, glibc would trim the heap in each pass (5 % of a step).
         kept = [p.grad for norm in self._norms for p in norm.parameters()]
         try:
             if first:
@@ -593,17 +584,9 @@ class MultiTaskOptimizer:
 
     def _clear(self, held: Sequence[nn.Parameter]) -> None:
         self._gradients.clear()
-        self._open = None
+        self._accumulation.clear()
         for parameter in held:
             parameter.grad = None
-
-    def _is_open(self) -> bool:
-        """Whether gradients wait for their update, and `zero_grad()` has not forgotten them."""
-        if self._open is None:
-            return False
-        if self.method.separate_gradients:
-            return self._gradients.is_marked()
-        return any(p.grad is not None for p in self._held())
 
     def _optimizer_step(self) -> None:
         if self.scaler is None:
@@ -611,49 +594,8 @@ class MultiTaskOptimizer:
                 optimizer.step()
             return
         for optimizer in self._optimizers:
-            # The scaler does not step one without any gradient: a head's of another task, say.
+            # The scaler refuses an optimizer without any gradient, such as another task's head's.
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             if any(p.grad is not None for p in parameters):
                 self.scaler.step(optimizer)
         self.scaler.update()
-
-    def _notice_steps(self) -> None:
-        """Notes optimizer steps, also of those that write into `.data` and change no version."""
-        this = weakref.ref(self)
-
-        def refuse(*_: object) -> None:
-            opt = this()
-            if opt is not None and opt._open is not None:
-                raise RuntimeError(
-                    "the gradients of backward(..., update=False) wait for their update: end these"
-                    " with backward(...) before optimizer.step()"
-                )
-
-        def used(*_: object) -> None:
-            opt = this()
-            if opt is not None:
-                opt._unused = None
-
-        for optimizer in self._optimizers:
-            inner = getattr(optimizer, "optimizer", optimizer)  # A wrapper has one inside.
-            with contextlib.suppress(AttributeError):
-                for hook in (
-                    inner.register_step_pre_hook(refuse),
-                    inner.register_step_post_hook(used),
-                ):
-                    weakref.finalize(self, hook.remove)
-
-    def _check_update_used(self) -> None:
-        """Raises if the update of the last `backward` would be lost."""
-        unused, self._unused = self._unused, None
-        if unused is None or unused[0]._version != unused[1]:
-            return
-        # This is rare, and may wait for the device: gradients were set to zero, or are not finite
-        # and a scaler has skipped their step.
-        grads = [p.grad for p in self._held() if p.grad is not None]
-        if any(grad.any() for grad in grads) and all(grad.isfinite().all() for grad in grads):
-            self._unused = unused
-            raise RuntimeError(
-                "the update of the last backward(...) is still in .grad: call optimizer.step() or"
-                " zero_grad() first; to add up micro-batches, backward(..., update=False)"
-            )

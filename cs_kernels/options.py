@@ -1,4 +1,4 @@
-"""Checks of the numbers that methods, schedules and weightings are made with."""
+"""Checks of numeric options of methods, schedules and weightings."""
 
 from math import isfinite
 from numbers import Real
@@ -26,7 +26,7 @@ def checked_integer(name: str, value: SupportsIndex, least: int, below: int | No
 
 
 def checked_seed(seed: SupportsIndex) -> int:
-    """A seed that operators can take: in [0, 2^63)."""
+    """A seed in the operators' range, [0, 2^63)."""
     try:
         return checked_integer("seed", seed, 0, 1 << 63)
     except ValueError as error:
@@ -34,5 +34,5 @@ def checked_seed(seed: SupportsIndex) -> int:
 
 
 def is_finite_number(value: object) -> bool:
-    """Whether it is a real number, neither infinite nor NaN."""
+    """Whether the value is a real number, neither infinite nor NaN."""
     return isinstance(value, Real) and isfinite(value)

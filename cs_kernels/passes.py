@@ -1,7 +1,7 @@
-"""How the gradients of a step's tasks come to be.
+"""The forward and backward passes of a step.
 
-Either a forward and a backward pass a task (`task_pass`), or one forward pass outside and a
-backward pass a task (`backward_passes`). They are left in `.grad`.
+A task has a forward and a backward pass of its own (`task_pass`), or only a backward pass after the
+caller's forward pass for all tasks (`backward_passes`). The gradients are left in `.grad`.
 """
 
 import sys
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from cs_kernels.checks import Closure, checked_loss
-from cs_kernels.gradients import TaskGradients
 from cs_kernels.nn import active, task_norms
+from cs_kernels.reach import Reach
 from cs_kernels.step import Step
 from cs_kernels.watching import Watcher
 from cs_kernels.weightings import Weighting
@@ -22,9 +22,9 @@ Backward = Callable[..., object]
 
 
 def reached_parameters(loss: Tensor) -> tuple[list[nn.Parameter], bool]:
-    """The parameters in the graph of a loss; and whether there may be others.
+    """The parameters in the graph of a loss, and whether there may be others.
 
-    A `torch.autograd.Function` can hide some: reentrant checkpointing does.
+    A `torch.autograd.Function` can hide parameters: reentrant checkpointing does.
     """
     if isinstance(loss, nn.Parameter):
         return [loss], False
@@ -38,7 +38,7 @@ def reached_parameters(loss: Tensor) -> tuple[list[nn.Parameter], bool]:
         if isinstance(variable, nn.Parameter):
             found.append(variable)
         hidden = hidden or isinstance(node, BackwardCFunction)
-        # `seen` keeps the nodes alive, so that a node is the same object when it is met again.
+        # `seen` keeps the nodes alive: each has one Python object, however often it is reached.
         new = {following for following, _ in node.next_functions} - seen
         seen |= new
         nodes.extend(new)
@@ -46,29 +46,19 @@ def reached_parameters(loss: Tensor) -> tuple[list[nn.Parameter], bool]:
 
 
 def _sharded(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether there are parts of parameters, as `fully_shard` leaves them."""
+    """Whether parameters are shards, as after `fully_shard`."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(p, module.DTensor) for p in parameters)
 
 
 class Passes:
-    """Runs the passes of a step.
-
-    Args:
-        trunk: The shared module.
-        watcher: Sees forward passes that have something to show.
-        gradients: Is told which task reaches which parameter.
-        weighting: Of the losses.
-        scaler: Multiplies losses before their backward passes.
-        backward: Called with a loss instead of the loss's own `backward`.
-
-    """
+    """Runs the passes of a step."""
 
     def __init__(
         self,
         trunk: nn.Module,
         watcher: Watcher,
-        gradients: TaskGradients,
+        reach: Reach,
         weighting: Weighting,
         scaler: torch.amp.GradScaler | None,
         backward: Backward | None,
@@ -76,26 +66,26 @@ class Passes:
         self._trunk = set(trunk.parameters())
         self._norms = task_norms(trunk)
         self._watcher = watcher
-        self._gradients = gradients
+        self._reach = reach
         self._weighting = weighting
         self._scaler = scaler
         self._backward = backward
         self._checked: set[str] = set()
-        """The tasks whose graph was looked at."""
+        """The tasks whose graph was checked."""
         self._known: set[str] = set()
         """The tasks that have once reached the trunk, which may have been frozen since."""
 
     def forget(self) -> None:
-        """Watches the next passes of every task again, and looks at their graphs."""
+        """Watches the next pass of every task again, and checks its graph."""
         self._watcher.forget_tasks()
         self.check_graphs()
 
     def check_graphs(self) -> None:
-        """Looks at the graph of every task's next loss again."""
+        """Checks the graph of every task's next loss again."""
         self._checked.clear()
 
     def trace(self, task: str, closure: Closure, held: Sequence[nn.Parameter]) -> None:
-        """A watched forward pass alone.
+        """A watched forward pass without a backward pass.
 
         Raises:
             ValueError: As `task_pass`.
@@ -124,7 +114,7 @@ class Passes:
             TypeError: A loss is not a tensor.
 
         """
-        # Active in the backward pass too: a checkpointed trunk runs again there.
+        # Active in the backward pass too: checkpointing recomputes the trunk there.
         with active(self._norms, task):
             for closure in closures:
                 with self._watcher.passing(task):
@@ -147,13 +137,9 @@ class Passes:
         held: Sequence[nn.Parameter],
         collect: Callable[[str], None] | None,
     ) -> None:
-        """The backward passes of losses from one graph; the last one frees it.
+        """The backward passes of losses with a common graph; the last one frees it.
 
-        Args:
-            losses: By task.
-            step: The step.
-            held: The parameters of the torch optimizer.
-            collect: Called after the backward pass of each task; None if the gradients may add up.
+        `collect` is called after the backward pass of each task; without it, gradients add up.
 
         Raises:
             ValueError: As `task_pass`.
@@ -191,7 +177,7 @@ class Passes:
             loss = weighted if scaler is None else scaler.scale(weighted)
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             return
-        # It may multiply the loss, as the scaler does: the derivative of the probe is the factor.
+        # It may multiply the loss, as the scaler does: the gradient of the probe is the factor.
         probe = torch.zeros((), device=weighted.device, requires_grad=True)
         weighted = weighted + probe
         loss = weighted if scaler is None else scaler.scale(weighted)
@@ -201,7 +187,7 @@ class Passes:
 
     def _check_graph(self, task: str, loss: Tensor, held: Sequence[nn.Parameter]) -> None:
         """A loss depends on parameters that the optimizer holds, and on some of the trunk."""
-        if _sharded(held):  # Others stand in the graph: whole ones, made for the pass.
+        if _sharded(held):  # The graph has the unsharded parameters, made for this pass.
             return
         reached, hidden = reached_parameters(loss)
         unheld = list(set(reached) - set(held))
@@ -218,11 +204,11 @@ class Passes:
         if trains and self._trunk.isdisjoint(reached):
             raise no_shared_parameter(task)
         self._known.add(task)
-        self._gradients.note_reached(task, reached)
+        self._reach.note_graph(task, reached)
 
 
 def no_shared_parameter(task: str) -> ValueError:
-    """The error of a loss from another network than the trunk."""
+    """The error for a loss from another network than the trunk."""
     return ValueError(
         f"closure must return a loss that depends on a parameter of trunk, got one for {task!r}"
         " that depends on none: was it computed with a copy of the trunk, or without gradients?"

@@ -1,7 +1,7 @@
 """When tasks are updated in turn (Phase 1) and when jointly (Phase 2).
 
-A schedule is a pure function of the epoch and the number of steps made: a resumed run, or another
-rank, needs nothing but those two numbers to go on alike.
+A schedule is a pure function of the epoch and the number of steps before: these two numbers are all
+that a resumed run or another rank needs.
 """
 
 from abc import ABC, abstractmethod
@@ -22,7 +22,7 @@ class Schedule(ABC):
 
         Args:
             epoch: From 0; None before the first `start_epoch`.
-            step: The number of steps made before.
+            step: The number of steps before.
 
         Raises:
             RuntimeError: The schedule depends on the epoch and none has begun.
@@ -48,7 +48,7 @@ class Joint(Schedule):
 
 
 class Sequential(Schedule):
-    """Always Phase 1: one update a task, each from the weights that the one before left."""
+    """Always Phase 1: one update a task, each from the parameters after the previous one."""
 
     def phase(self, epoch: int | None, step: int) -> Phase:
         """1."""
@@ -83,12 +83,12 @@ class Switch(Schedule):
 class Mixed(Schedule):
     """Phase 1 with probability 1 - e/E at epoch e of E, else Phase 2 (Algorithm 1).
 
-    The number drawn belongs to (seed, epoch) or (seed, step): starting an epoch twice, as a resumed
-    run does, draws the same.
+    The draw is a function of (seed, epoch) or (seed, step): an epoch that is started twice, as by a
+    resumed run, has the same draw.
 
     Args:
         epochs: E.
-        seed: Of the draws.
+        seed: The seed of the draws.
         draw: "epoch", one draw an epoch, as in the paper's text; or "step".
 
     Raises:

@@ -1,4 +1,4 @@
-"""The running statistics of a network, and how a step that fails leaves them as they were."""
+"""Snapshots of a network's running statistics, restored when a step fails."""
 
 import contextlib
 import weakref
@@ -15,7 +15,7 @@ Buffers = dict[str, Tensor | None]
 
 
 def _writable(buffer: Tensor) -> bool:
-    """Whether it can have been written in place: not if it is expanded, or sparse."""
+    """Whether a buffer can be written in place: it is neither expanded nor sparse."""
     if buffer.layout is not torch.strided:
         return False
     return all(
@@ -27,11 +27,11 @@ class _Snapshot:
     """The buffers of some modules, and copies of them."""
 
     def __init__(self, modules: Sequence[Buffers]) -> None:
-        self._places = [(buffers, name) for buffers in modules for name in buffers]
-        self._values = [buffers[name] for buffers, name in self._places]
+        self._slots = [(buffers, name) for buffers in modules for name in buffers]
+        self._values = [buffers[name] for buffers, name in self._slots]
         self._tensors = [b for b in self._values if b is not None and _writable(b)]
         self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
-        # Lists of one type on one device take few kernels, mixed ones a kernel a tensor.
+        # torch copies a list of one dtype and device in few kernels, a mixed one tensor by tensor.
         alike: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             tensors_alike, copies_alike = alike.setdefault((tensor.dtype, tensor.device), ([], []))
@@ -40,7 +40,7 @@ class _Snapshot:
         self._lists = list(alike.values())
 
     def is_of(self, values: Sequence[Tensor | None]) -> bool:
-        """Whether these are the very tensors, with the memory that they had."""
+        """Whether these are the same tensors, with the memory layout of their copies."""
         same = len(values) == len(self._values) and all(map(is_, values, self._values))
         return same and not misfits(self._tensors, self._copies)
 
@@ -51,7 +51,7 @@ class _Snapshot:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        for (buffers, name), value in zip(self._places, self._values, strict=True):
+        for (buffers, name), value in zip(self._slots, self._values, strict=True):
             buffers[name] = value
         for tensors, copies in self._lists:
             torch._foreach_copy_(tensors, copies)
@@ -60,12 +60,12 @@ class _Snapshot:
 class RunningStatistics:
     """The buffers that a task's forward pass may change, and a copy of them.
 
-    They belong to the trunk, and to modules outside it that have run for a task (`first_use`).
+    They belong to the trunk, and to modules outside it that a task uses (`first_use`).
     """
 
     def __init__(self, trunk: nn.Module) -> None:
         self._of_task: dict[str | None, list[Buffers]] = {}
-        """By task, None for what all tasks may change."""
+        """For each task, the buffers of its normalizations; for None, those of other modules."""
         own: set[nn.Module] = set()
         for norm in task_norms(trunk):
             for task in norm.tasks:
@@ -76,7 +76,7 @@ class RunningStatistics:
         self._outside: dict[str, list[weakref.ref[nn.Module]]] = {}
         self._snapshots: dict[str | None, _Snapshot] = {}
         self._taken: list[_Snapshot] | None = None
-        """The snapshots of the step that is being made, in the order in which they were taken."""
+        """The snapshots of the current step, in order."""
 
     def _modules(self, task: str | None) -> list[Buffers]:
         modules = self._of_task.get(task, [])
@@ -84,7 +84,7 @@ class RunningStatistics:
         return modules + [m._buffers for m in (ref() for ref in outside) if m is not None]
 
     def _take(self, task: str | None) -> _Snapshot:
-        # Kept from step to step, so that a step costs one copy and no allocation.
+        # Reused from step to step: a step costs one copy and no allocation.
         modules = self._modules(task)
         snapshot = self._snapshots.get(task)
         if snapshot is None or not snapshot.is_of([b for m in modules for b in m.values()]):
@@ -93,7 +93,7 @@ class RunningStatistics:
         return snapshot
 
     def first_use(self, module: nn.Module, task: str) -> None:
-        """Tells that a module outside the trunk is about to run for a task for the first time."""
+        """To be called before a module outside the trunk runs for a task for the first time."""
         if module._buffers:
             self._outside.setdefault(task, []).append(weakref.ref(module))
             if self._taken is not None:
@@ -102,7 +102,7 @@ class RunningStatistics:
 
     @contextlib.contextmanager
     def restored_on_error(self, tasks: Sequence[str], always: bool = False) -> Iterator[None]:
-        """Puts them back if anything is raised inside the `with`, or always."""
+        """Restores the buffers if the `with` block raises, or always."""
         self._taken = [self._take(task) for task in (None, *tasks)]
         raised = True
         try:
@@ -110,7 +110,7 @@ class RunningStatistics:
             raised = False
         finally:
             if raised or always:
-                # What ran for several tasks was copied several times, first as it was before.
+                # A module of several tasks has several copies; the first has the values before.
                 for snapshot in reversed(self._taken):
                     snapshot.put_back()
             self._taken = None

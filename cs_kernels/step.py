@@ -1,4 +1,4 @@
-"""The facts of one step, made once in it and handed to methods and weightings."""
+"""The facts of one step, for methods and weightings."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass
 class Step:
-    """What methods and weightings may ask about the step that they take part in."""
+    """One training step, as methods and weightings see it."""
 
     number: int = 0
     """The number of steps made before, in both phases."""
@@ -16,11 +16,11 @@ class Step:
     losses: dict[str, Tensor] = field(default_factory=dict)
     """The loss of each task, detached, a scalar; micro-batches added up."""
     weighted_losses: dict[str, Tensor] = field(default_factory=dict)
-    """The same after weighting: what the gradients are of, but for the loss scale."""
+    """The same after weighting; the gradients are theirs, times the loss scale."""
     layers: tuple[str, ...] = ()
-    """The modules that the Gramians are of, with groups="layer"."""
+    """The modules of the per-layer Gramians, with groups="layer"."""
     loss_scale: Tensor | None = None
-    """What the weighted losses were multiplied by before their backward passes, if by anything."""
+    """The factor of the weighted losses in their backward passes, if there is one."""
 
     def add_loss(self, task: str, loss: Tensor, weighted: Tensor) -> None:
         """Adds the loss of one micro-batch."""

@@ -1,9 +1,8 @@
-"""Watching forward passes: which normalization takes which layer's output, and what else runs.
+"""Watching forward passes: which normalization follows which layer, and which other modules run.
 
-Names say nothing: networks name and nest their layers as they please. A layer's output channels
-are prioritized if a task-specific normalization takes the tensor that the layer returned, unchanged
-and with the same channels, be it through a view. The first pass of every task is watched, and later
-ones from the moment on in which a layer runs that has not run before.
+A layer's output channels are prioritized if a task-specific normalization consumes exactly the
+tensor that the layer returned, or a view of it with the same channels. The first pass of every task
+is watched, and a later one from the first run of a new layer on.
 """
 
 import contextlib
@@ -27,8 +26,8 @@ LAYERS = (_ConvNd, nn.Linear)
 
 
 def eager() -> contextlib.AbstractContextManager[Any]:
-    """Compiled modules run as they are written, so that hooks neither break nor enter graphs."""
-    if "torch._dynamo" not in sys.modules:  # Nothing was compiled; importing it takes a second.
+    """Runs compiled modules eagerly, so that hooks neither break graphs nor enter them."""
+    if "torch._dynamo" not in sys.modules:  # Nothing is compiled; the import takes a second.
         return contextlib.nullcontext()
     return _force_eager()
 
@@ -36,36 +35,33 @@ def eager() -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def _force_eager() -> Iterator[None]:
     with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-        # A wrapper has compiled the module; the warning does not concern our hook.
+        # The warning does not concern our hook.
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global")
         yield
 
 
 def _memory(tensor: Tensor) -> Tensor:
-    """The tensor that a view is of, or itself."""
+    """The base of a view, or the tensor itself."""
     return tensor if tensor._base is None else tensor._base
 
 
 def _version(tensor: Tensor) -> int | None:
-    """A number that every change in place increases; views have their base's.
-
-    None if changes do not show: in inference mode.
-    """
+    """The version counter, which a view shares with its base; None in inference mode."""
     return None if tensor.is_inference() else tensor._version
 
 
 def _channels(tensor: Tensor, dim: int) -> tuple[object, ...]:
-    """Equal for two dense views of one memory if index c of `dim` selects the same elements."""
+    """Equal for two dense views of one tensor if index c of `dim` selects the same elements."""
     size = tensor.shape[dim]
     return tensor.storage_offset(), tensor.numel(), size, tensor.stride(dim) if size > 1 else 1
 
 
 class _Produced:
-    """What a layer returned."""
+    """The output of a layer."""
 
     def __init__(self, layer: str, output: Tensor, channel_dim: int) -> None:
         self.layer = layer
-        # A view may outlive the tensor that it was made from.
+        # The base, since a view of the output may outlive the output.
         self._memory = TensorWeakRef(_memory(output))
         self._version = _version(output)
         self._channels = _channels(output, channel_dim) if output.dim() else ()
@@ -75,25 +71,12 @@ class _Produced:
         return same and self._version is not None
 
     def has_channels_of(self, tensor: Tensor) -> bool:
-        """Dimension 1 of a normalization's input against the layer's output channels."""
+        """Whether dimension 1 of a normalization's input holds the layer's output channels."""
         return tensor.dim() > 1 and self._channels == _channels(tensor, 1)
 
 
-class _Pass:
-    """Whether a forward pass of a step is being made, and by which thread."""
-
-    def __init__(self) -> None:
-        self.is_on = False
-        self.thread = 0
-
-
 def _nothing(module: nn.Module, args: Any) -> None:
-    """A hook's copy: of a network that was copied or saved whole."""
-
-
-def _remove(hooks: dict[str, RemovableHandle]) -> None:
-    for hook in hooks.values():
-        hook.remove()
+    """The hook in a copied or pickled network."""
 
 
 def _no_hook() -> object:
@@ -103,45 +86,45 @@ def _no_hook() -> object:
 class _FirstRun:
     """A hook of a layer that has not run yet."""
 
-    def __init__(self, watcher: "Watcher", current: _Pass) -> None:
+    def __init__(self, watcher: "Watcher") -> None:
         self._watcher = weakref.ref(watcher)
-        self._pass = current
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        # Not in a graph: its weight's first gradient tells of that. Nor in a validation.
-        if torch.compiler.is_compiling() or not self._pass.is_on:
+        if torch.compiler.is_compiling():  # The weight's first gradient shows the run.
             return
         watcher = self._watcher()
-        if watcher is not None and self._pass.thread == threading.get_ident():
-            watcher.watch_from_here()
+        if watcher is not None and watcher.thread == threading.get_ident():
+            watcher.watch_rest()
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
         return _no_hook, ()
 
 
 class Watcher:
-    """What was seen in the forward passes of a trunk.
+    """The layers, normalizations and other modules seen in forward passes of a trunk.
 
     Args:
         trunk: The shared module.
-        on_first_use: Called with a module outside the trunk and a task before the module runs
-            for the task for the first time, as far as passes are watched.
+        on_first_use: Called with a module outside the trunk and a task, before the module runs
+            for the task for the first time in a watched pass.
 
     """
 
     def __init__(self, trunk: nn.Module, on_first_use: Callable[[nn.Module, str], None]) -> None:
         self.norms: dict[str, set[str]] = {}
-        """By name of each layer that ran: the normalizations that took its output."""
+        """By name of each layer that ran: the normalizations of its output."""
         self.other_channels: dict[str, set[str]] = {}
-        """The same, of normalizations that took it with other channels than the layer's."""
+        """The same for normalizations of other channels than the layer's."""
         self.norms_ran = False
         """Whether any task-specific normalization has run."""
         self.tasks: set[str] = set()
-        """The tasks with a pass that was watched."""
+        """The tasks with a watched pass."""
         self.outside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Modules that ran and are not the trunk's."""
+        """Modules outside the trunk that ran."""
+        self.thread: int | None = None
+        """The thread of the forward pass of a step, while one is running."""
         self.version = 0
-        """Increases with what is known."""
+        """Increases when a pass is watched."""
         self._trunk = trunk
         named = list(trunk.named_modules())
         self._layers = {n: m for n, m in named if isinstance(m, LAYERS)}
@@ -151,37 +134,35 @@ class Watcher:
         self._used: dict[str, weakref.WeakSet[nn.Module]] = {}
         self._hooks: list[RemovableHandle] = []
         self._first_runs: dict[str, RemovableHandle] = {}
-        self._pass = _Pass()
-        weakref.finalize(self, _remove, self._first_runs)
-        # By identity, which lasts as long as the memory does.
         self._produced: dict[int, _Produced] = {}
+        """By `id` of the output's base."""
 
     @property
     def has_norms(self) -> bool:
-        """Whether there is any task-specific normalization to be seen."""
+        """Whether the trunk has task-specific normalization."""
         return bool(self._norms)
 
     @contextlib.contextmanager
     def passing(self, task: str) -> Iterator[bool]:
-        """Around a forward pass: watches it if there is something to learn, and says whether."""
+        """Around a forward pass: watches it if no pass of the task was; yields whether it does."""
         watched = task not in self.tasks
-        self._pass.is_on, self._pass.thread = True, threading.get_ident()
+        self.thread = threading.get_ident()
         try:
             with contextlib.ExitStack() as whole_pass:
                 if watched:
                     whole_pass.enter_context(eager())
                     whole_pass.enter_context(self._modules_outside(task))
-                    self.watch_from_here()
+                    self.watch_rest()
                 yield watched
         finally:
             self._stop()
 
     def learned(self, task: str) -> None:
-        """Tells that a watched pass of a task was as it should be."""
+        """To be called after a pass of a task that did not fail."""
         self.tasks.add(task)
 
     def names_of(self, parameters: Iterable[nn.Parameter]) -> list[str]:
-        """Where parameters are found, for errors."""
+        """The names and shapes of parameters, for errors."""
         names = {p: f"trunk.{name}" for name, p in self._trunk.named_parameters()}
         for module in self.outside:
             for name, parameter in module.named_parameters(recurse=False):
@@ -192,7 +173,7 @@ class Watcher:
         """Watches the next pass of each task again."""
         self.tasks.clear()
 
-    def watch_from_here(self) -> None:
+    def watch_rest(self) -> None:
         """Watches the rest of a pass."""
         if self._hooks:
             return
@@ -215,7 +196,7 @@ class Watcher:
             )
 
     def _stop(self) -> None:
-        self._pass.is_on = False
+        self.thread = None
         if not self._hooks:
             return
         for hook in self._hooks:
@@ -227,8 +208,9 @@ class Watcher:
                 if name in self._first_runs:
                     self._first_runs.pop(name).remove()
             elif name not in self._first_runs:
-                first_run = _FirstRun(self, self._pass)
-                self._first_runs[name] = layer.register_forward_pre_hook(first_run)
+                hook = layer.register_forward_pre_hook(_FirstRun(self))
+                self._first_runs[name] = hook
+                weakref.finalize(self, hook.remove)
 
     def _remember(self, layer: str, output: object, channel_dim: int) -> None:
         self.norms.setdefault(layer, set())
@@ -249,11 +231,10 @@ class Watcher:
     @contextlib.contextmanager
     def _modules_outside(self, task: str) -> Iterator[None]:
         used = self._used.setdefault(task, weakref.WeakSet())
-        thread = threading.get_ident()
 
         def see(module: nn.Module, args: object) -> None:
-            here = thread == threading.get_ident()
-            if here and module not in self._inside and module not in used:
+            same_thread = self.thread == threading.get_ident()
+            if same_thread and module not in self._inside and module not in used:
                 used.add(module)
                 self.outside.add(module)
                 self._on_first_use(module, task)

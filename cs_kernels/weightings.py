@@ -1,4 +1,4 @@
-"""What each task's loss is multiplied by before its backward pass."""
+"""Weights of the tasks' losses, applied before their backward passes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class Weighting(ABC):
 
     @abstractmethod
     def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
-        """The loss to take the gradient of: once for each micro-batch.
+        """The weighted loss of a task, for its backward pass; called once a micro-batch.
 
         Args:
             task: The task.
@@ -31,24 +31,24 @@ class Weighting(ABC):
         """
 
     def regularizer(self, task: str) -> Tensor | None:
-        """What is added to a task's weighted loss, once in a step, if anything."""
+        """A term to add to a task's weighted loss, once a step, or None."""
         del task
         return None
 
     def parameters(self) -> list[nn.Parameter]:
-        """What the torch optimizer must hold for the weights to be learned."""
+        """The parameters of learned weights, for the torch optimizer."""
         return []
 
     def start_epoch(self, epoch: int) -> None:
-        """Tells which epoch begins."""
+        """Called when an epoch begins."""
         del epoch
 
     def observe(self, step: Step) -> None:
-        """Tells of a step that was made: `step.losses` are those of its tasks, unweighted."""
+        """Called after a step; `step.losses` are the unweighted losses of its tasks."""
         del step
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """The state that a resumed run needs."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ def _check_mapping(name: str, value: object) -> None:
 
 
 class EqualWeights(Weighting):
-    """Every loss as it is."""
+    """Every loss with weight 1."""
 
     def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
         """The loss itself."""
@@ -108,12 +108,12 @@ class FixedWeights(Weighting):
 class UncertaintyWeights(Weighting):
     """Learns to weigh each loss by the task's homoscedastic uncertainty (Kendall et al., 2018).
 
-    `L / (2 sigma^2) + log sigma` of a regression, `L / sigma^2 + log sigma` of a classification.
-    What is learned is log sigma; give `parameters()` to the torch optimizer.
+    `L / (2 sigma^2) + log sigma` for a regression, `L / sigma^2 + log sigma` for a classification.
+    The learned parameters are log sigma; give `parameters()` to the torch optimizer.
 
     Args:
-        tasks: Of each task, "regression" or "classification".
-        device: Of the parameters.
+        tasks: For each task, "regression" or "classification".
+        device: The device of the parameters.
 
     Raises:
         ValueError: A task is neither.
@@ -142,7 +142,7 @@ class UncertaintyWeights(Weighting):
             )
 
     def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
-        """The loss over 2 sigma^2 or sigma^2, as in the appendix of the paper."""
+        """The loss divided by 2 sigma^2 or sigma^2, as in the paper's appendix."""
         half = 0.5 if self.tasks[task] == "regression" else 1.0
         return half * torch.exp(-2 * self.log_sigma[task]) * loss
 
@@ -159,7 +159,7 @@ class UncertaintyWeights(Weighting):
         return {task: value.detach().clone() for task, value in self.log_sigma.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Into the same parameters."""
+        """Copies the state into the same parameters."""
         with torch.no_grad():
             for task, value in self.log_sigma.items():
                 value.copy_(state[task])
@@ -171,9 +171,9 @@ class UncertaintyWeights(Weighting):
 class DynamicWeightAverage(Weighting):
     """Gives more weight to losses that fall more slowly (Liu et al., 2019).
 
-    With r_i the mean loss of task i in the last epoch over that in the one before, its weight is
-    `K exp(r_i / T) / sum_j exp(r_j / T)`; 1 in the first two epochs. Losses that are not finite do
-    not count.
+    r_i is the mean loss of task i in the last epoch divided by that in the epoch before. Task i has
+    the weight `K exp(r_i / T) / sum_j exp(r_j / T)`, and 1 in the first two epochs. Losses that are
+    not finite do not count.
 
     Args:
         temperature: T.
@@ -189,9 +189,9 @@ class DynamicWeightAverage(Weighting):
         self.temperature = temperature
         self._epoch: int | None = None
         self._totals: dict[str, Tensor] = {}
-        """Sum and number of this epoch's losses, on their device: no synchronization a step."""
+        """Sum and number of this epoch's losses, on their device: no host synchronization."""
         self._means: dict[str, list[float]] = {}
-        """Of the last two epochs in which the task had a loss."""
+        """The mean losses of the last two epochs in which the task had a loss."""
         self._weights: dict[str, float] = {}
 
     def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
@@ -206,7 +206,7 @@ class DynamicWeightAverage(Weighting):
         return loss * self._weights.get(task, 1.0)
 
     def start_epoch(self, epoch: int) -> None:
-        """Takes the means of the epoch that ends; starting the same one again changes nothing."""
+        """Updates the weights from the epoch that ends; starting one again changes nothing."""
         if epoch == self._epoch:
             return
         self._epoch = epoch
@@ -217,26 +217,26 @@ class DynamicWeightAverage(Weighting):
         self._totals = {}
         if self._means and all(len(means) == 2 and means[0] > 0 for means in self._means.values()):
             rates = {task: last / before for task, (before, last) in self._means.items()}
-            # Relative to the greatest: no overflow, the same quotients.
+            # Relative to the greatest, so that no exponential overflows.
             top = max(rates.values())
             shares = {task: exp((rate - top) / self.temperature) for task, rate in rates.items()}
             total_share = sum(shares.values())
             self._weights = {t: len(shares) * share / total_share for t, share in shares.items()}
 
     def observe(self, step: Step) -> None:
-        """Adds to the means of this epoch."""
+        """Adds the losses to the means of this epoch."""
         for task, loss in step.losses.items():
             value = loss.double()
             finite = value.isfinite()
             pair = torch.stack([torch.where(finite, value, 0.0), finite.double()])
             before = self._totals.get(task)
             if before is not None:
-                # A checkpoint may have brought it to another device.
+                # A checkpoint may have been loaded to another device.
                 pair += before if before.device == pair.device else before.to(pair.device)
             self._totals[task] = pair
 
     def state_dict(self) -> dict[str, Any]:
-        """The means of past epochs and this one's losses so far."""
+        """The means of past epochs, and the losses of this one so far."""
         return {
             "epoch": self._epoch,
             "totals": dict(self._totals),
@@ -245,7 +245,7 @@ class DynamicWeightAverage(Weighting):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on in the middle of an epoch."""
+        """Goes on from a `state_dict`, also in the middle of an epoch."""
         self._epoch = state["epoch"]
         self._totals = dict(state["totals"])
         self._means = {task: list(means) for task, means in state["means"].items()}

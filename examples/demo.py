@@ -2,8 +2,8 @@
 
     python examples/demo.py [--quick] [--methods NAME ...|all] [--seeds 0 1 ...] [--out FOLDER]
 
-Every row has the same network, initial weights, crops, number of batches and learning rate. Phase 1
-takes an optimizer step a task where Phase 2 takes one for all, as the paper has it.
+Every row has the same network, initial weights, crops, number of batches and learning rate. As in
+the paper, Phase 1 has an optimizer step a task, and Phase 2 one for all tasks.
 """
 
 import argparse
@@ -33,7 +33,7 @@ import cs_kernels as cs
 
 @dataclass(frozen=True)
 class Settings:
-    """How long and on what to train."""
+    """The length and the input sizes of the training."""
 
     epochs: int = 20
     steps: int = 8
@@ -47,7 +47,7 @@ QUICK = Settings(epochs=6, steps=4, crop=64, batch=4)
 
 @dataclass(frozen=True)
 class Row:
-    """What one row of the table trains with."""
+    """The method, schedule and loss weighting of one row of the table."""
 
     method: Callable[[], cs.Method] = cs.ConnectionStrength
     schedule: Callable[[Settings, int], cs.Schedule] = lambda settings, seed: cs.Joint()
@@ -89,7 +89,7 @@ ROWS = {**ABLATION, **OTHERS}
 
 
 class Run:
-    """One network in training."""
+    """The training of one network."""
 
     def __init__(
         self,
@@ -159,10 +159,10 @@ class Run:
         return result
 
     def time(self, steps: int) -> dict[str, float]:
-        """Milliseconds of a step of the last phase, after training, in its parts.
+        """Milliseconds of a step of the last phase and of its parts, after training.
 
-        The whole is timed by the clock; what surgery (moving the gradients included) and the
-        optimizer take of it is read from a profile of further steps, whose own cost they bear.
+        The step is timed by the clock. The times of surgery (moving the gradients included) and of
+        the optimizer are from a profile of further steps, and include the profiler's own cost.
         """
         schedule = cs.Joint() if self.phases[-1] == 2 else cs.Sequential()
         opt = cs.MultiTaskOptimizer(

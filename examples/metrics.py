@@ -17,7 +17,7 @@ def loss(task: str, output: Tensor, scene: Scene) -> Tensor:
     """L1 for disparity and for unit normals, balanced cross-entropy for edges."""
     target, known = scene.targets[task], scene.known[task]
     if task == "edges":
-        # Each class counts by the share of the other one.
+        # The weight of each class is the share of the other one.
         positive = (target * known).sum() / known.sum()
         balance = torch.where(target > 0, 1 - positive, positive) * known
         return functional.binary_cross_entropy_with_logits(output, target, balance)
@@ -42,7 +42,7 @@ def evaluate(task: str, output: Tensor, scene: Scene) -> dict[str, float]:
             "median": angle.median().item(),
             **{f"<{t:g}": 100 * (angle < t).float().mean().item() for t in (11.25, 22.5, 30)},
         }
-    # Pixel by pixel at a probability of one half.
+    # Per pixel, at a probability of one half.
     found, edge = output[:, 0][known] > 0, target[:, 0][known] > 0
     both = (found & edge).sum().item()
     return {"F": 100 * 2 * both / max(1, found.sum().item() + edge.sum().item())}

@@ -1,4 +1,4 @@
-"""A shared convolutional encoder-decoder with batch normalization throughout, and a head a task."""
+"""A shared convolutional encoder-decoder with batch normalization, and one head a task."""
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ def _normalized(layer: nn.Module, channels: int) -> nn.Sequential:
 
 
 class Residual(nn.Module):
-    """Two 3 x 3 convolutions beside the identity."""
+    """Two 3 x 3 convolutions with a skip connection."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Trunk(nn.Module):
             inputs = width
 
     def forward(self, x: Tensor) -> Tensor:
-        """Encodes, then decodes with the encoder's maps added."""
+        """Encodes, then decodes with skip connections from the encoder."""
         x = self.stem(x)
         skips = []
         for stage in self.encoder:

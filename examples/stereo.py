@@ -2,13 +2,13 @@
 
 scikit-image ships it. The left picture is the input; the targets are
 
-- disparity, in pixels over 32, where the scan has it;
-- surface normals: (-dx, -dy, 1) over its length, from the slopes of the smoothed disparity in
+- disparity, in pixels divided by 32, where the scan has it;
+- surface normals: (-dx, -dy, 1) divided by its length, from the slopes of the smoothed disparity in
   pixels a pixel times 4, where the scan is dense;
 - edges: where disparity jumps by more than 2 pixels within 3 x 3.
 
-Training crops come from the left part of the picture, evaluation uses the right one; the columns
-between them keep the filters of the targets from reaching over.
+Training crops come from the left part of the picture, evaluation uses the right part. The columns
+between them separate the filters of the targets.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class Scene:
     known: dict[str, Tensor]
 
     def crop(self, rows: slice, columns: slice) -> "Scene":
-        """The same of a part."""
+        """A part of the scene."""
         return Scene(
             self.picture[:, rows, columns],
             {task: target[:, rows, columns] for task, target in self.targets.items()},
@@ -57,7 +57,7 @@ def load() -> tuple[Scene, Scene]:
     """The part to train on and the part to evaluate on."""
     left, _, disparity = stereo_motorcycle()
     scanned = np.isfinite(disparity)
-    # The nearest scanned pixel fills a hole, so that filters have something to work on.
+    # The nearest scanned pixel fills a hole: filters need a value everywhere.
     holes, nearest = ndimage.distance_transform_edt(~scanned, return_indices=True)
     filled = disparity[tuple(nearest)]
 
@@ -85,7 +85,7 @@ def load() -> tuple[Scene, Scene]:
         {
             "disparity": maps(scanned),
             "normals": maps(ndimage.binary_erosion(scanned, iterations=2)),
-            # Holes lie along the very jumps: an edge is known up to two pixels into one.
+            # Holes follow the jumps, so an edge counts as known up to two pixels into a hole.
             "edges": maps(holes <= 2),
         },
     )

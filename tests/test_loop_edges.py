@@ -100,7 +100,7 @@ def test_own_parameters_in_the_report_and_in_a_checkpoint() -> None:
     twin = copy.deepcopy(model)
     again = cs.MultiTaskOptimizer(twin, _sgd(twin), AB, cs.NashMTL())
     again.load_state_dict(copy.deepcopy(opt.state_dict()))
-    assert again._gradients.owners() == opt._gradients.owners() != {}
+    assert again._reach.owners() == opt._reach.owners() != {}
 
 
 def test_a_parameter_that_a_second_task_reaches_later_is_shared() -> None:

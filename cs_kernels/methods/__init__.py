@@ -1,4 +1,4 @@
-"""What becomes of K gradients: one file a method."""
+"""Methods, which make one update from K gradients: one file a method."""
 
 from cs_kernels.methods.aligned_mtl import AlignedMTL
 from cs_kernels.methods.cagrad import CAGrad

@@ -12,11 +12,11 @@ from cs_kernels.step import Step
 class AlignedMTL(GramianMethod):
     """Independent component alignment (Senushkin et al., 2023).
 
-    Makes the principal components of the gradients equal in length, which ends conflict and
-    dominance among them; then adds the gradients.
+    Makes the principal components of the gradients equal in length, which removes conflict and
+    dominance, then adds the gradients.
 
     Args:
-        scale: The common length: the "min", "median" or root mean square ("rmse") of theirs.
+        scale: The common length: the "min", "median" or root mean square ("rmse") of the lengths.
         groups: "all" or "layer".
 
     Raises:
@@ -33,7 +33,7 @@ class AlignedMTL(GramianMethod):
         self.scale = scale
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """Those of the sum; divide by K for the mean."""
+        """The task weights of the sum; divide by K for the mean."""
         weights: Tensor = torch.ops.cs_kernels.aligned_mtl_weights(gramian, self.scale)
         return weights
 

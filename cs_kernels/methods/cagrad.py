@@ -13,13 +13,12 @@ from cs_kernels.step import Step
 class CAGrad(GramianMethod):
     """Conflict-averse gradient descent (Liu et al., 2021).
 
-    Of all directions no further than c |g_0| from the mean gradient g_0, the one along which the
-    task that gains least gains most. Where no direction is good for all tasks, it is one that is
-    bad for none.
+    The update maximizes the smallest gain of any task over all directions no further than c |g_0|
+    from the mean gradient g_0. If no direction is good for all tasks, the update is bad for none.
 
     Args:
         c: The radius, relative to |g_0|; below 1 it converges to a minimum of the mean loss.
-        rescale: 0, the direction itself; 1, divided by 1 + c^2, as its authors do; 2, by 1 + c.
+        rescale: 0, the direction itself; 1, divided by 1 + c^2, as the authors do; 2, by 1 + c.
         groups: "all" or "layer".
 
     Raises:
@@ -39,7 +38,7 @@ class CAGrad(GramianMethod):
         self.rescale = rescale
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """1 / K and what lies between the mean and the direction."""
+        """1 / K for the mean gradient, plus the weights of the difference to it."""
         weights: Tensor = torch.ops.cs_kernels.cagrad_weights(gramian, self.c)
         return weights / (1.0, 1 + self.c**2, 1 + self.c)[self.rescale]
 

@@ -9,11 +9,11 @@ from cs_kernels.step import Step
 
 
 class ConnectionStrength(Method):
-    """Keeps what each task has learned to depend on (Algorithm 1, Phase 2).
+    """Conserves the task priority of output channels (Algorithm 1, Phase 2).
 
-    In every layer with a task-specific normalization behind it, output channels are grouped by the
-    task with the greatest normalized connection strength there; within a group, gradients in
-    conflict with that task's are projected. All other shared parameters get the plain sum.
+    In every layer with a task-specific normalization behind it, the channel group CG_i has the
+    output channels with the greatest normalized connection strength for task i; in CG_i, gradients
+    in conflict with task i's are projected. All other shared parameters get the plain sum.
     """
 
     prioritizes = True

@@ -16,16 +16,16 @@ from cs_kernels.step import Step
 class GradDrop(Method):
     """Gradient sign dropout (Chen et al., "Just Pick a Sign", 2020).
 
-    Of each element, either the positive or the negative gradients are added: the positive ones
-    with the probability that is their share of the sum of absolute values. In the mean, the update
-    is the plain sum.
+    For each element, either the positive or the negative gradients are added: the positive ones
+    with a probability equal to their share of the sum of absolute values. The expected update is
+    the plain sum.
 
-    The choice is a function of the seed, the number of the step and the element's place: equal on
+    The choice is a function of the seed, the number of the step and the element's index: equal on
     all ranks and for any number of threads.
 
     Args:
-        leak: The part of each gradient that is added in any case: one number, or one a task.
-        seed: Of the choices.
+        leak: The fraction of each gradient that is always added: one number, or one a task.
+        seed: The seed of the choices.
 
     Raises:
         ValueError: A leak is outside [0, 1], or the seed outside [0, 2^63).
@@ -42,7 +42,7 @@ class GradDrop(Method):
         self.seed = checked_seed(seed)
 
     def check(self, tasks: Sequence[str]) -> None:
-        """As many leaks as tasks."""
+        """There is one leak for all tasks, or one a task."""
         super().check(tasks)
         if isinstance(self.leak, Sequence) and len(self.leak) != len(tasks):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What methods share that look at the gradients through their Gramian alone."""
+"""The base of methods that need only the Gramian of the gradients."""
 
 import inspect
 from abc import abstractmethod
@@ -18,14 +18,14 @@ Groups = Literal["all", "layer"]
 
 
 class GramianMethod(Method):
-    """The update is a weighted sum of the gradients; the weights follow from their K x K products.
+    """The update is a weighted sum of the gradients, with task weights from their K x K products.
 
     The gradients are read once for the Gramian and once for the sum. Tasks that take no part in a
     step have no row in its Gramian.
 
     Args:
-        groups: "all", one Gramian and one set of weights for the whole trunk; or "layer", each for
-            the parameters of every module, as if it were a trunk of its own.
+        groups: "all", one Gramian and one set of task weights for the whole trunk; or "layer", both
+            for the parameters of every module, as if it were a trunk of its own.
 
     Raises:
         ValueError: `groups` is something else.
@@ -41,7 +41,7 @@ class GramianMethod(Method):
         self.groups = groups
 
     def check(self, tasks: Sequence[str]) -> None:
-        """As every method; and `weights` must take a step.
+        """Checks as every method, and that `weights` takes a step.
 
         Raises:
             TypeError: It does not.
@@ -58,14 +58,14 @@ class GramianMethod(Method):
 
     @abstractmethod
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """The weights of the update.
+        """The task weights of the update.
 
         Args:
             gramian: Float64 [K, K], the products of the gradients; with groups="layer"
                 [layers, K, K]. It is not finite where a gradient is not: the weights must then be
                 NaN.
-            step: The tasks of the Gramian's rows, their losses, the number of the step. None
-                outside a training loop: the same Gramian has the same weights then.
+            step: The tasks of the Gramian's rows, their losses, the number of the step; None
+                outside a training loop, where the same Gramian always has the same weights.
 
         Returns:
             [K] or [layers, K].
@@ -82,10 +82,10 @@ class GramianMethod(Method):
         tasks = len(step.tasks)
         grads = gradients.of(parameters, step.tasks)
         per_layer = self.groups == "layer"
-        group_of = [0] * len(parameters)
+        gramian_of = [0] * len(parameters)
         if per_layer:
-            group_of, step.layers = gradients.layers(parameters)
-        gramian = torch.ops.cs_kernels.gramian(grads, group_of, max(group_of) + 1, tasks)
+            gramian_of, step.layers = gradients.layers(parameters)
+        gramian = torch.ops.cs_kernels.gramian(grads, gramian_of, max(gramian_of) + 1, tasks)
         if step.loss_scale is not None:
             gramian = gramian / step.loss_scale.double() ** 2
         weights = self.weights(gramian if per_layer else gramian[0], step)
@@ -95,7 +95,7 @@ class GramianMethod(Method):
             gradients.updates(parameters),
             grads,
             weights if per_layer else weights.unsqueeze(0),
-            group_of,
+            gramian_of,
             tasks,
         )
         gradients.assign(parameters)

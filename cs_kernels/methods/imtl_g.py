@@ -10,11 +10,11 @@ from cs_kernels.step import Step
 class IMTLG(GramianMethod):
     """Impartial multi-task learning by gradients (Liu et al., 2021).
 
-    The update has the same component along every task's gradient, and the weights sum to one. Some
-    may be negative.
+    The update has the same component along every task's gradient. The task weights sum to one, and
+    some may be negative.
     """
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """In closed form; zero where they cannot sum to one."""
+        """In closed form; zero if the weights cannot sum to one."""
         weights: Tensor = torch.ops.cs_kernels.imtl_g_weights(gramian)
         return weights

@@ -1,4 +1,4 @@
-"""What a method is."""
+"""The interface of a method."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ class Method(ABC):
     """Turns the gradients of all tasks into one update, in a joint step (Phase 2)."""
 
     separate_gradients: ClassVar[bool] = True
-    """Whether it looks at the tasks' gradients one by one; a plain sum adds up in `.grad`."""
+    """Whether it needs the tasks' gradients one by one; else they add up in `.grad`."""
 
     prioritizes: ClassVar[bool] = False
     """Whether it needs layers with a task-specific normalization behind them."""
 
     most_tasks: ClassVar[int | None] = None
-    """The number of tasks that it can take, if there is a limit."""
+    """The greatest number of tasks, if there is a limit."""
 
     def check(self, tasks: Sequence[str]) -> None:
         """Raises ValueError if it does not fit the tasks."""
@@ -33,15 +33,15 @@ class Method(ABC):
         """Writes the update of every shared parameter that a task has reached.
 
         Args:
-            gradients: Of `gradients.reached()`, the tasks' gradients by `of`; `updates` has the
-                tensors to write, and `assign` makes them `.grad`.
-            layout: The layers whose output channels have a priority.
+            gradients: For the parameters of `gradients.reached()`, `of` gives the tasks' gradients,
+                `updates` the tensors to write, and `assign` makes these `.grad`.
+            layout: The layers whose output channels are prioritized.
             step: The tasks that take part, their losses, the number of the step.
 
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs."""
+        """The state that a resumed run needs."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

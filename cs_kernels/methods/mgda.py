@@ -14,13 +14,13 @@ Normalization = Literal["l2", "loss", "loss+"]
 class MGDA(GramianMethod):
     """The min-norm point of the gradients' convex hull (Sener and Koltun, 2018), exactly.
 
-    A direction along which every loss falls, or zero where there is none: also where one gradient
-    is zero.
+    Every loss falls along the update, or the update is zero: no such direction exists, or one
+    gradient is zero.
 
     Args:
-        normalize: What the gradients are divided by while the weights are found: None, their norms
-            ("l2"), the absolute values of the weighted losses ("loss") or both ("loss+"). The
-            weights are then those of the gradients as they are.
+        normalize: What divides the gradients in the solver: None, their norms ("l2"), the absolute
+            values of the weighted losses ("loss") or both ("loss+"). The weights that it finds
+            apply to the gradients themselves.
         groups: "all" or "layer".
 
     Raises:
@@ -38,7 +38,7 @@ class MGDA(GramianMethod):
         """Non-negative, with a sum of one.
 
         Raises:
-            ValueError: `normalize` takes losses, and there is no step to have any.
+            ValueError: `normalize` needs losses, and there is no step.
 
         """
         divisor = torch.ones_like(gramian[..., 0])
@@ -48,7 +48,7 @@ class MGDA(GramianMethod):
             if step is None:
                 raise ValueError(f"step must have the losses for normalize={self.normalize!r}")
             losses = torch.stack([step.weighted_losses[task] for task in step.tasks])
-            # A negative divisor would turn a gradient round, and the update with it.
+            # A negative divisor would reverse a gradient, and with it the update.
             divisor = divisor * losses.to(divisor).abs()
         divisor = torch.where(divisor == 0, 1.0, divisor)
         weights: Tensor = torch.ops.cs_kernels.mgda_weights(

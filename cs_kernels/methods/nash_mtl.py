@@ -14,14 +14,14 @@ from cs_kernels.step import Step
 class NashMTL(GramianMethod):
     """Multi-task learning as a bargaining game (Navon et al., 2022), solved to convergence.
 
-    The weights a > 0 with G a = 1 / a: the update's gain along each gradient is in inverse
-    proportion to its weight, whatever the gradients' lengths. Its norm is sqrt(K) before
-    `max_norm`. A task without a gradient has no weight.
+    The task weights a > 0 solve G a = 1 / a: the update's product with each gradient is the inverse
+    of its weight. The update's norm is sqrt(K) before `max_norm`. The weight of a task with a zero
+    gradient is zero.
 
     Args:
-        update_every: The number of steps for which weights are kept.
-        max_norm: A longer update is shortened to this norm; 0 for none.
-        groups: "all" or "layer", where the norm is each layer's own.
+        update_every: The number of steps for which task weights are kept.
+        max_norm: A longer update is scaled to this norm; 0 for no limit.
+        groups: "all" or "layer", with a norm of each layer's own.
 
     Raises:
         ValueError: `update_every` is below 1, or `max_norm` negative or not finite.
@@ -37,10 +37,10 @@ class NashMTL(GramianMethod):
         self.update_every = checked_integer("update_every", update_every, 1)
         self.max_norm = max_norm
         self._kept: dict[str, Any] = {"number": 0, "tasks": (), "layers": (), "weights": None}
-        """The step in which the weights were found, what they are of; before `max_norm`."""
+        """The weights before `max_norm`, with their step, tasks and layers."""
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """Positive; new every `update_every` steps, and for other tasks or layers."""
+        """Positive; solved anew every `update_every` steps, and for other tasks or layers."""
         weights = self._keep(gramian, step) if step is not None else self._solved(gramian)
         if self.max_norm == 0:
             return weights
@@ -56,7 +56,7 @@ class NashMTL(GramianMethod):
         if kept is not None and 0 <= step.number - self._kept["number"] < self.update_every:
             return kept.to(gramian)
         weights = self._solved(gramian)
-        # A step that overflowed is not to spoil those after it.
+        # Weights that are not finite are not kept: the next steps would use them.
         before = torch.ones_like(weights) if kept is None else kept.to(weights)
         self._kept = {
             "number": step.number,
@@ -72,7 +72,7 @@ class NashMTL(GramianMethod):
         return weights
 
     def state_dict(self) -> dict[str, Any]:
-        """The kept weights, and the step, tasks and layers that they are of."""
+        """The kept weights, with their step, tasks and layers."""
         return dict(self._kept)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

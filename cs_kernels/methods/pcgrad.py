@@ -13,14 +13,14 @@ from cs_kernels.step import Step
 class PCGrad(GramianMethod):
     """Projects conflicting gradients (Yu et al., "Gradient Surgery for Multi-Task Learning", 2020).
 
-    Each task's gradient meets the other tasks' original ones in a random order, and where the two
-    are in conflict loses its component along the other; then all are added.
+    Each task's gradient is compared with the original gradients of the other tasks in a random
+    order; it loses its component along each one that it is in conflict with. Then all are added.
 
     The orders are a function of the seed and the number of the step: equal on all ranks.
 
     Args:
         reduction: "sum" of the projected gradients, or their "mean".
-        seed: Of the orders.
+        seed: The seed of the orders.
         groups: "all", or "layer" for projections layer by layer.
 
     Raises:
@@ -38,7 +38,7 @@ class PCGrad(GramianMethod):
         self.seed = checked_seed(seed)
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """Those of the sum of the projected gradients; every step draws new orders."""
+        """The task weights of the projected gradients; every step draws new orders."""
         number = 0 if step is None else step.number
         weights: Tensor = torch.ops.cs_kernels.pcgrad_weights(gramian, self.seed, number)
         return weights / gramian.shape[-1] if self.reduction == "mean" else weights

@@ -9,10 +9,10 @@ from cs_kernels.step import Step
 class Sum(Method):
     """Plain gradient descent on the sum of the losses: the baseline, at its true cost.
 
-    The tasks' gradients add up in `.grad` during the backward passes; there is no K x N.
+    The tasks' gradients add up in `.grad` during the backward passes; no K gradients are kept.
     """
 
     separate_gradients = False
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
-        """Nothing to do: autograd has added."""
+        """Nothing to do: autograd has added the gradients."""

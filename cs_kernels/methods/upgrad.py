@@ -10,8 +10,8 @@ from cs_kernels.step import Step
 class UPGrad(GramianMethod):
     """Unconflicting projection of gradients (Quinton and Rey, "Jacobian Descent", 2024).
 
-    Each gradient is projected onto the dual cone, the vectors in conflict with no gradient; the
-    update is the mean of the projections, itself in conflict with none.
+    Each gradient is projected onto the dual cone: the vectors in conflict with no gradient. The
+    update is the mean of the projections, and lies in the dual cone too.
     """
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:

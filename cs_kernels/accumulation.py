@@ -1,0 +1,114 @@
+"""Gradients of `backward(update=False)` that wait for their update, and updates not yet used.
+
+They must not get lost: an optimizer step before the update raises, and so does a missing one after.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cs_kernels.checks import held_parameters
+from cs_kernels.gradients import TaskGradients
+from cs_kernels.step import Step
+
+
+class Accumulation:
+    """The gradients or the update that `backward` has left for a later call or the optimizer."""
+
+    def __init__(
+        self, gradients: TaskGradients, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self.step: Step | None = None
+        """The step that `backward(update=False)` has begun."""
+        self._gradients = gradients
+        self._optimizers = optimizers
+        self._mark: tuple[int, Tensor, int] | None = None
+        """The index of a parameter, its gradient in `.grad`, and the gradient's version."""
+        self._unused: tuple[nn.Parameter, int] | None = None
+        """A parameter with an update of `backward` in `.grad`, and the parameter's version."""
+        self._notice_steps()
+
+    def clear(self) -> None:
+        """Forgets gradients that wait for their update, and an update that was not used."""
+        self.step = self._mark = self._unused = None
+
+    def mark(self) -> None:
+        """Puts one gradient back into `.grad`: a later `zero_grad()` shows there."""
+        first = self._gradients.first()
+        if first is not None:
+            i, grad = first
+            self._gradients.parameters[i].grad = grad
+            self._mark = i, grad, grad._version
+
+    def unmark(self) -> None:
+        """Takes that gradient out again."""
+        if self._mark is not None:
+            self._gradients.parameters[self._mark[0]].grad = None
+            self._mark = None
+
+    def is_open(self, separate_gradients: bool) -> bool:
+        """Whether gradients wait for their update, and `zero_grad()` has not dropped them.
+
+        Raises:
+            RuntimeError: They were changed, but not set to zero.
+
+        """
+        if self.step is None:
+            return False
+        if not separate_gradients:
+            return any(p.grad is not None for p in held_parameters(self._optimizers))
+        if self._mark is None:
+            return True
+        i, grad, version = self._mark
+        if self._gradients.parameters[i].grad is not grad:
+            return False
+        if grad._version != version and grad.any():
+            raise RuntimeError(
+                "the gradients of backward(..., update=False) must stay as they are until their"
+                f" update, got a changed one for {self._gradients.names[i]}: clip or unscale after"
+                " the update"
+            )
+        return grad._version == version
+
+    def note_update(self) -> None:
+        """Notes that the update is in `.grad`, for the torch optimizer to use."""
+        updated = (p for p in self._gradients.parameters if p.grad is not None)
+        self._unused = next(((p, p._version) for p in updated), None)
+
+    def check_update_used(self) -> None:
+        """Raises if the update of the last `backward` would be lost."""
+        unused, self._unused = self._unused, None
+        if unused is None or unused[0]._version != unused[1]:
+            return
+        # These host synchronizations are rare: gradients were set to zero, or a scaler has skipped
+        # the step because they are not finite.
+        grads = [p.grad for p in held_parameters(self._optimizers) if p.grad is not None]
+        if any(grad.any() for grad in grads) and all(grad.isfinite().all() for grad in grads):
+            self._unused = unused
+            raise RuntimeError(
+                "the update of the last backward(...) is still in .grad: call optimizer.step() or"
+                " zero_grad() first; to add up micro-batches, backward(..., update=False)"
+            )
+
+    def _notice_steps(self) -> None:
+        """Notes optimizer steps, also those that write into `.data` and change no version."""
+        this = weakref.proxy(self)  # The optimizer must not keep this alive.
+
+        def refuse(*_: object) -> None:
+            if this.step is not None:
+                raise RuntimeError(
+                    "the gradients of backward(..., update=False) wait for their update: end these"
+                    " with backward(...) before optimizer.step()"
+                )
+
+        def used(*_: object) -> None:
+            this._unused = None
+
+        for optimizer in self._optimizers:
+            inner = getattr(optimizer, "optimizer", optimizer)  # A wrapper has one inside.
+            with contextlib.suppress(AttributeError):
+                weakref.finalize(self, inner.register_step_pre_hook(refuse).remove)
+                weakref.finalize(self, inner.register_step_post_hook(used).remove)

@@ -1,0 +1,111 @@
+"""Which tasks reach which shared parameters: seen in gradients and in the graphs of losses."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+
+class Reach:
+    """The tasks that have ever reached each shared parameter.
+
+    A parameter is one task's own if several tasks might have reached it, but only that one has.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], tasks: Sequence[str]) -> None:
+        self._names = list(parameters)
+        self._parameters = list(parameters.values())
+        self._tasks = tuple(tasks)
+        self.has_new = False
+        """Whether a parameter was reached that no task had reached before; the reader resets it."""
+        self._unreached: dict[str, list[int]] = {}
+        """For each task: the parameters without a gradient in its last pass."""
+        self._reached_by = [0] * len(self._parameters)
+        """For each parameter: the tasks that have ever reached it, a bit each."""
+        self._tried_by = [0] * len(self._parameters)
+        """For each parameter: the tasks with a pass while it required a gradient, a bit each."""
+        self._owners: dict[int, str] | None = {}
+
+    def note(self, task: str, unreached: list[int]) -> None:
+        """Notes a pass of a task, by the parameters without a gradient."""
+        if self._unreached.get(task) == unreached:
+            return
+        self._unreached[task] = unreached
+        bit, missing = 1 << self._tasks.index(task), set(unreached)
+        for i, parameter in enumerate(self._parameters):
+            if i not in missing:
+                self.has_new |= not self._reached_by[i]
+                self._reached_by[i] |= bit
+            if i not in missing or parameter.requires_grad:
+                self._tried_by[i] |= bit
+        self._owners = None
+
+    def note_gradients(self, task: str) -> bool:
+        """Notes a pass of a task, by `.grad`; returns whether there is any gradient."""
+        unreached = [i for i, p in enumerate(self._parameters) if p.grad is None]
+        self.note(task, unreached)
+        return len(unreached) < len(self._parameters)
+
+    def note_graph(self, task: str, parameters: Iterable[nn.Parameter]) -> None:
+        """Notes the parameters in the graph of a task's loss."""
+        reached = {id(parameter) for parameter in parameters}
+        self.note(task, [i for i, p in enumerate(self._parameters) if id(p) not in reached])
+
+    def forget_passes(self) -> None:
+        """Notes the next pass of every task anew: other parameters may require a gradient now."""
+        self._unreached.clear()
+
+    @property
+    def tasks_seen(self) -> bool:
+        """Whether a pass of any task has been noted."""
+        return any(self._tried_by)
+
+    def reached_by(self, task: str) -> list[nn.Parameter]:
+        """The parameters that a task has ever reached."""
+        bit = 1 << self._tasks.index(task)
+        reached_by = zip(self._parameters, self._reached_by, strict=True)
+        return [parameter for parameter, tasks in reached_by if tasks & bit]
+
+    def owners(self) -> dict[int, str]:
+        """The index of each parameter that only one task has ever reached, and that task.
+
+        A second task must have had a pass while the parameter required a gradient.
+        """
+        if self._owners is None:
+            tasks = enumerate(zip(self._reached_by, self._tried_by, strict=True))
+            self._owners = {
+                i: self._tasks[reached.bit_length() - 1]
+                for i, (reached, tried) in tasks
+                if reached.bit_count() == 1 < tried.bit_count()
+            }
+        return self._owners
+
+    def state_dict(self) -> dict[str, dict[str, list[str]]]:
+        """For each parameter that some task has not reached: the tasks that have, or have tried."""
+        every = (1 << len(self._tasks)) - 1
+        parameters = zip(self._names, self._reached_by, self._tried_by, strict=True)
+        return {
+            name: {"reached": self._names_of(reached), "tried": self._names_of(tried)}
+            for name, reached, tried in parameters
+            if reached != every
+        }
+
+    def _names_of(self, tasks: int) -> list[str]:
+        return [task for i, task in enumerate(self._tasks) if tasks >> i & 1]
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
+        """Goes on from a `state_dict`.
+
+        Raises:
+            ValueError: It names other tasks or another trunk's parameters.
+
+        """
+        every = (1 << len(self._tasks)) - 1
+        index = {name: i for i, name in enumerate(self._names)}
+        reached, tried = [every] * len(index), [every] * len(index)
+        for name, by in state.items():
+            if name not in index:
+                raise ValueError(f"state must name shared parameters of trunk, got {name!r}")
+            for tasks, key in ((reached, "reached"), (tried, "tried")):
+                tasks[index[name]] = sum(1 << self._tasks.index(task) for task in by[key])
+        self._reached_by, self._tried_by = reached, tried
+        self._unreached, self._owners = {}, None
