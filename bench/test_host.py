@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from shapes import NETWORKS
-from timing import seconds
+from harness.shapes import NETWORKS
+from harness.timing import seconds
 from torch import Tensor, nn
 
 import cs_kernels as cs
