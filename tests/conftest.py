@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from layers import EMULATION, INTERPRETED, emulate
+from pairwise import deselect
 from torch import Tensor
 
 import cs_kernels as cs
@@ -86,13 +87,30 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield name
 
 
+@pytest.fixture
+def full(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--full"))
+
+
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace: dict[str, object]) -> None:
     doctest_namespace["torch"] = torch
     doctest_namespace["cs"] = cs
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="every sample, not a part of them")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of what `-k` has chosen."""
+    if not config.getoption("--full"):
+        deselect(config, items)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "pairwise: every pair of its parameters' values, or --full")
     if INTERPRETED:
         # What a GPU computes in silence, numpy warns of: infinity minus infinity.
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
