@@ -80,7 +80,7 @@ test-gpu: install-gpu
 	mkdir -p build && rm -f build/tests.xml
 	$(GPU_PYTEST) --numprocesses $(GPU_PROCESSES) -k "triton or cuda or gpu" \
 		--ignore tests/test_triton_compiles.py --junit-xml build/tests.xml tests; \
-		result=$$?; $(GPU_PYTHON) bench/records.py tests build/tests.xml $$result && exit $$result
+		result=$$?; $(GPU_PYTHON) bench/outcome.py tests build/tests.xml $$result && exit $$result
 
 # Initcheck has to see who writes what our kernels read: torch's kernels too. Torch makes calls that
 # fail, and handles it.
@@ -92,7 +92,7 @@ sanitize-gpu: install-gpu
 			$$(test $$tool = initcheck || echo --kernel-name kns=cs_kernels) \
 			$$(test $$tool = memcheck && echo --report-api-errors no) \
 			$(GPU_PYTEST) -k "sanitized and cuda" --junit-xml build/$$tool.xml tests/test_gpu.py; \
-		result=$$?; $(GPU_PYTHON) bench/records.py $$tool build/$$tool.xml $$result && \
+		result=$$?; $(GPU_PYTHON) bench/outcome.py $$tool build/$$tool.xml $$result && \
 			test $$result = 0 || exit 1; \
 	done
 

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import records
-import tables
 import torch
+from harness import records, tables
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -60,7 +59,7 @@ def pytest_terminal_summary(
         if whole:
             path = records.append(name, {**_report.origin, "cases": cases})
             if name in tables.PLOTTED:
-                import plot
+                from harness import plot
 
                 plot.draw(name, path, path.with_suffix(".png"))
             terminalreporter.line(f"record appended to {path}")

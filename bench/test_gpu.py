@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from device import launches_and_synchronizations, median_milliseconds, milliseconds
-from problems import Problem, check, make
-from shapes import NETWORKS
-from textbook import textbook_pcgrad
+from harness.device import launches_and_synchronizations, median_milliseconds, milliseconds
+from harness.problems import Problem, check, make
+from harness.shapes import NETWORKS
+from harness.textbook import textbook_pcgrad
 from torch import nn
 
 import cs_kernels as cs
@@ -85,7 +85,7 @@ def peer_milliseconds(problem: Problem, rounds: int) -> dict[str, float]:
         times["reference"] = median_milliseconds(problem.step, rounds)
     if find_spec("torchjd") is None:
         return times
-    from peers import TORCHJD, stacked, torchjd_matrix, torchjd_step
+    from harness.peers import TORCHJD, stacked, torchjd_matrix, torchjd_step
 
     pcgrad = TORCHJD["PCGrad"](problem.tasks)
     matrix = torch.stack([torch.cat([g.flatten() for g in of_task]) for of_task in of_tasks])

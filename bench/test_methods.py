@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from peers import TORCHJD, best_options, stacked, torchjd_matrix, torchjd_step
-from shapes import NETWORKS, Shape, first_layers
-from synchronizations import host_synchronizations
-from textbook import TEXTBOOK
-from timing import Copy, median_seconds, seconds
+from harness.peers import TORCHJD, best_options, stacked, torchjd_matrix, torchjd_step
+from harness.shapes import NETWORKS, Shape, first_layers
+from harness.synchronizations import host_synchronizations
+from harness.textbook import TEXTBOOK
+from harness.timing import Copy, median_seconds, seconds
 from torch import Tensor, nn
 
 import cs_kernels as cs

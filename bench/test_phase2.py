@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from peers import TORCHJD, stacked, torchjd_matrix, torchjd_step
-from problems import Problem, check, make
-from textbook import textbook_pcgrad
-from timing import median_seconds, seconds
+from harness.peers import TORCHJD, stacked, torchjd_matrix, torchjd_step
+from harness.problems import Problem, check, make
+from harness.textbook import textbook_pcgrad
+from harness.timing import median_seconds, seconds
 from torch import nn
 
 import cs_kernels as cs

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from device import launches_and_synchronizations
-from settings import DEMO, HRNET18, Setting
-from textbook import textbook_pcgrad
+from harness.device import launches_and_synchronizations
+from harness.settings import DEMO, HRNET18, Setting
+from harness.textbook import textbook_pcgrad
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -45,7 +45,7 @@ class _Peer(cs.Method):
 
 def _torchjd(name: str) -> cs.Method:
     """Its aggregator by `jac_to_grad`, as it comes, after the stack to `.jac` that this takes."""
-    from peers import TORCHJD, stacked, torchjd_step
+    from harness.peers import TORCHJD, stacked, torchjd_step
 
     aggregator = TORCHJD[name](0)  # Not one that asks for the number of tasks.
     return _Peer(lambda parameters, grads: torchjd_step(aggregator, parameters, stacked(grads)))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from layers import EMULATION, INTERPRETED, emulate
+from pairwise import deselect
 from torch import Tensor
 
 import cs_kernels as cs
@@ -37,17 +38,17 @@ def _poisoned_memory() -> Iterator[None]:
 class Elsewhere:
     """A backend that computes on another device than a test's tensors are on.
 
-    Memory is copied whole, so that tensors lie there as they lie here; then back.
+    Storages are copied whole, so that tensors keep their memory layout; then back.
     """
 
-    def __init__(self, module: Any, device: str) -> None:
-        self._module = module
+    def __init__(self, operators: dict[str, Callable[..., Any]], device: str) -> None:
         self._device = device
+        self.operators = {name: self._moved(operator) for name, operator in operators.items()}
 
-    def __getattr__(self, operator: str) -> Callable[..., Any]:
+    def _moved(self, operator: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             memory: dict[int, tuple[Tensor, Tensor]] = {}
-            result = getattr(self._module, operator)(*(self._there(a, memory) for a in args))
+            result = operator(*(self._there(a, memory) for a in args))
             for here, there in memory.values():
                 here.copy_(there)
             return [r.cpu() for r in result] if isinstance(result, list) else self._back(result)
@@ -86,13 +87,30 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         yield name
 
 
+@pytest.fixture
+def full(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--full"))
+
+
 @pytest.fixture(autouse=True)
 def _doctest_names(doctest_namespace: dict[str, object]) -> None:
     doctest_namespace["torch"] = torch
     doctest_namespace["cs"] = cs
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="every sample, not a part of them")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of what `-k` has chosen."""
+    if not config.getoption("--full"):
+        deselect(config, items)
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "pairwise: every pair of its parameters' values, or --full")
     if INTERPRETED:
         # What a GPU computes in silence, numpy warns of: infinity minus infinity.
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")

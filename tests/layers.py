@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ SMALL = INTERPRETED or EMULATION is not None
 def emulate() -> None:
     """Puts the emulation in the place of the CUDA kernels."""
     sys.path.append(os.environ["CS_KERNELS_EMULATION"])
-    cuda._kernels = importlib.import_module("_emulation")
+    cuda.use_kernels(importlib.import_module("_emulation"))
     backends._BACKENDS["cuda"] = backends.Backend("cs_kernels.ops.cuda", ("cpu",), lambda: None)
 
 
@@ -127,3 +128,18 @@ def sample(kind: Kind, tasks: int, dtype: torch.dtype, memory: str = "contiguous
         storage,
         [1e-5 * (i + 1) for i in range(tasks)],
     )
+
+
+def trunk_arguments(layers: list[Sample]) -> dict[str, Any]:
+    """Those of `phase2_update_`, for all layers in one call."""
+    return {
+        "updates": [torch.empty_like(layer.weight) for layer in layers],
+        "grads": [grad for layer in layers for grad in layer.grads],
+        "weights": [layer.weight for layer in layers],
+        "gamma": torch.cat([layer.gamma.flatten() for layer in layers]),
+        "running_var": torch.cat([layer.running_var.flatten() for layer in layers]),
+        "eps": [eps for layer in layers for eps in layer.eps],
+        "out_channel_dims": [layer.kind.out_channel_dim for layer in layers],
+        "groups": [layer.kind.groups for layer in layers],
+        "tasks": len(layers[0].grads),
+    }

@@ -2,12 +2,21 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import cs_kernels as cs
 
 TASKS = ["depth", "normals", "edges"]
+AB = ["a", "b"]
+
+BOTH_PHASES = pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
+EVERY_METHOD = pytest.mark.parametrize(
+    "method", [cs.Sum(), cs.ConnectionStrength(), cs.PCGrad(), cs.GradDrop()], ids=repr
+)
+GRAMIAN_METHODS = [cs.PCGrad(), cs.CAGrad(), cs.MGDA(), cs.AlignedMTL(), cs.NashMTL(), cs.IMTLG()]
+GRAMIAN_METHODS += [cs.UPGrad()]
 
 
 class Block(nn.Module):
@@ -107,3 +116,44 @@ def assert_equal(first: list[Tensor], second: list[Tensor]) -> None:
     assert len(first) == len(second)
     for a, b in zip(first, second, strict=True):
         assert torch.equal(a, b)
+
+
+class Whole(nn.Module):
+    """Trunk and heads in one module: the heads are parameters of "trunk" too."""
+
+    def __init__(self, tasks: list[str] = AB) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 6))
+        self.heads = nn.ModuleDict({task: nn.Linear(6, 1) for task in tasks})
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, task: str) -> Tensor:
+        result: Tensor = self.heads[task](self.trunk(x))
+        return result
+
+
+def problem(
+    seed: int = 0, tasks: list[str] = AB
+) -> tuple[Whole, Callable[[str], Tensor], Tensor, dict[str, Tensor]]:
+    torch.manual_seed(seed)
+    model = Whole(tasks).double()
+    x = torch.randn(7, 5).double()
+    targets = {task: (1 + 3 * n) * torch.randn(7, 1).double() for n, task in enumerate(tasks)}
+    return model, lambda task: (model(x, task) - targets[task]).square().mean(), x, targets
+
+
+def sgd_of(*modules: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=lr)
+
+
+def step_by_hand(
+    method: cs.GramianMethod,
+    shared: list[nn.Parameter],
+    losses: dict[str, Tensor],
+) -> list[Tensor]:
+    """The update of the shared parameters from torch.autograd.grad."""
+    grads = [torch.autograd.grad(loss, shared, retain_graph=True) for loss in losses.values()]
+    rows = torch.stack([torch.cat([g.flatten() for g in of_task]) for of_task in grads])
+    step = cs.Step(0, tuple(losses), *[{t: loss.detach() for t, loss in losses.items()}] * 2)
+    update = method.weights(rows @ rows.T, step) @ rows
+    return list(update.split([p.numel() for p in shared]))

@@ -1,6 +1,7 @@
 """Choosing a backend, and what the compiled one has to survive."""
 
 import importlib
+import json
 import multiprocessing
 import os
 import re
@@ -15,18 +16,20 @@ import torch
 from layers import Kind, sample
 
 import cs_kernels as cs
+from cs_kernels import _C
 from cs_kernels.ops.operands import Operands
 
 _PROGRAM = """
-import torch, cs_kernels as cs
+import json, torch, cs_kernels as cs
 from cs_kernels import _C
 from layers import Kind, sample
-args = sample(Kind("conv", (64, 40, 3, 3)), 4, torch.{dtype})
-torch.manual_seed(0)
-args = sample(Kind("conv", (64, 40, 3, 3)), 4, torch.{dtype})
-update, priority = cs.functional.phase2_update(
-    args.weight, args.gamma, args.running_var, args.grads)
-print(_C.cpu_instruction_set, update.double().flatten()[:2000].tolist())
+results = {}
+for dtype in ("float32", "float64", "bfloat16", "float16"):
+    torch.manual_seed(0)
+    args = sample(Kind("conv", (64, 40, 3, 3)), 4, getattr(torch, dtype))
+    update, _ = cs.functional.phase2_update(args.weight, args.gamma, args.running_var, args.grads)
+    results[dtype] = update.double().flatten()[:2000].tolist()
+print(json.dumps([_C.cpu_instruction_set, results]))
 """
 
 
@@ -101,34 +104,33 @@ def test_a_backend_of_another_device_does_not_fall_back() -> None:
 
 
 def test_the_auto_choice_is_native() -> None:
-    assert cs.ops.backends._select("cpu") is cs.ops.native
-    assert cs.ops.backends._select("mps") is cs.ops.reference
+    assert cs.ops.backends._select("cpu").module_name == "cs_kernels.ops.cpu"
+    assert cs.ops.backends._select("mps").module_name == "cs_kernels.ops.reference"
     with cs.use_backend("reference"):
-        assert cs.ops.backends._select("cpu") is cs.ops.reference
+        assert cs.ops.backends._select("cpu").module_name == "cs_kernels.ops.reference"
 
 
 def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CS_KERNELS_BACKEND", "reference")
-    assert cs.ops.backends._select("cpu") is cs.ops.reference
+    assert cs.ops.backends._select("cpu").module_name == "cs_kernels.ops.reference"
     with cs.use_backend("cpu"):
-        assert cs.ops.backends._select("cpu") is cs.ops.native
+        assert cs.ops.backends._select("cpu").module_name == "cs_kernels.ops.cpu"
     monkeypatch.setenv("CS_KERNELS_BACKEND", "cuda")
     with pytest.raises(RuntimeError, match="CS_KERNELS_BACKEND 'cuda' cannot run here"):
         cs.functional.task_priority(torch.ones(2, 2))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
-def test_every_instruction_set_agrees(dtype: str) -> None:
+def test_every_instruction_set_agrees() -> None:
     results = {}
     for name in ("baseline", "avx2", "avx512"):
-        done = _run(_PROGRAM.format(dtype=dtype), CS_KERNELS_CPU_ISA=name)
+        done = _run(_PROGRAM, CS_KERNELS_CPU_ISA=name)
         assert done.returncode == 0, done.stderr
-        ran, _, numbers = done.stdout.partition(" ")
-        results[ran] = torch.tensor(eval(numbers), dtype=torch.float64)
-    assert "baseline" in results
-    eps = torch.finfo(getattr(torch, dtype)).eps
-    for result in results.values():
-        torch.testing.assert_close(result, results["baseline"], rtol=2 * eps, atol=16 * eps)
+        ran, results[ran] = json.loads(done.stdout)
+    for of_set in results.values():
+        for dtype, numbers in of_set.items():
+            eps = torch.finfo(getattr(torch, dtype)).eps
+            result, baseline = (torch.tensor(n) for n in (numbers, results["baseline"][dtype]))
+            torch.testing.assert_close(result, baseline, rtol=2 * eps, atol=16 * eps)
 
 
 def test_after_fork() -> None:
@@ -234,14 +236,40 @@ def test_tensors_on_different_devices_give_no_address_away() -> None:
     with pytest.raises(ValueError, match="running_var must be on cpu, got meta"):
         operands.check_statistics([torch.ones(4, 3)], torch.ones(8), elsewhere, [0.0, 0.0])
     with pytest.raises(ValueError, match="priorities must be on cpu, got meta"):
-        operands.check_priorities([elsewhere])
+        operands.priority_addresses([elsewhere])
     with pytest.raises(ValueError, match="updates must be on cpu, got meta"):
         Operands([torch.ones(8), elsewhere], [torch.ones(8)] * 2, 1)
-    for name in ("native", "triton", "cuda"):
+    for name in ("cpu", "triton", "cuda"):
         module = importlib.import_module(f"cs_kernels.ops.{name}")
         operators = getattr(module, "operators", module)
         with pytest.raises(ValueError, match="weights must be on cpu, got meta"):
             operators.combine_([torch.ones(8)], [torch.ones(8)] * 8, elsewhere[None], [0], 8)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu", "triton", "cuda"])
+def test_a_backend_has_every_operator(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked when it is first used, not when the one that is missing is called."""
+    backends = cs.ops.backends
+    module = backends._BACKENDS[name].module_name
+    assert set(backends._operators.__wrapped__(module)) == set(backends.OPERATORS)
+    monkeypatch.setattr(backends, "OPERATORS", [*backends.OPERATORS, "fold_"])
+    with pytest.raises(NotImplementedError, match=rf"{module} must have .* lacks \['fold_'\]"):
+        backends._operators.__wrapped__(module)
+
+
+def test_a_module_of_other_sources_is_refused() -> None:
+    """After an update of the package, say, without a build."""
+    program = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("cs_kernels._C", {_C.__file__!r})
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.solvers.reverse()
+sys.modules["cs_kernels._C"] = module
+import cs_kernels
+"""
+    done = _run(program)
+    assert "cs_kernels._C has other solvers than its package: build it again" in done.stderr
 
 
 def test_triton_is_imported_when_it_is_needed() -> None:

@@ -4,20 +4,33 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from networks import TASKS, Setup, Trunk, assert_equal
+from networks import (
+    AB,
+    BOTH_PHASES,
+    EVERY_METHOD,
+    TASKS,
+    Setup,
+    Trunk,
+    assert_equal,
+    problem,
+    sgd_of,
+)
 from torch import Tensor, nn
 
 import cs_kernels as cs
-
-SCHEDULES = [cs.Joint(), cs.Sequential()]
 
 
 def _optimizer(setup: Setup, schedule: cs.Schedule | None = None) -> cs.MultiTaskOptimizer:
     return cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, schedule=schedule)
 
 
+def _with(**options: object) -> cs.MultiTaskOptimizer:
+    model, *_ = problem()
+    return cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.Sum(), **options)
+
+
 @pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+@BOTH_PHASES
 @pytest.mark.parametrize(
     ("result", "error", "message"),
     [
@@ -82,7 +95,7 @@ def test_bad_closure_of_the_last_task_in_a_joint_step(warm: bool) -> None:
         ([], r"tasks must name at least one task"),
     ],
 )
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+@BOTH_PHASES
 def test_bad_tasks_of_a_step(tasks: list[str], message: str, schedule: cs.Schedule) -> None:
     setup = Setup()
     opt = _optimizer(setup, schedule)
@@ -129,7 +142,7 @@ def test_no_task_specific_normalization() -> None:
     cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.Sum())
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
+@BOTH_PHASES
 def test_no_covered_layer(schedule: cs.Schedule) -> None:
     """There are layers and normalizations, but never one right after the other."""
     torch.manual_seed(0)
@@ -222,25 +235,64 @@ def test_epoch_and_report_before_their_time() -> None:
         opt.step([])
 
 
-def test_state_of_other_tasks() -> None:
-    setup = Setup()
-    opt = _optimizer(setup)
-    with pytest.raises(ValueError, match=r"state must be of tasks.*\['a'\]"):
-        opt.load_state_dict({**opt.state_dict(), "tasks": ["a"]})
-
-
 @pytest.mark.parametrize(
-    ("build", "message"),
+    ("make", "message"),
     [
+        (lambda: cs.PCGrad("max"), "reduction must be 'sum' or 'mean', got 'max'"),
+        (lambda: cs.PCGrad(groups="row"), "groups must be 'all' or 'layer', got 'row'"),
+        (lambda: cs.PCGrad(seed=-1), r"seed must lie in \[0, 2\^63\), got -1"),
+        (lambda: cs.CAGrad(-1.0), "c must be finite and at least 0, got -1.0"),
+        (lambda: cs.CAGrad("x"), "c must be finite and at least 0, got x"),
+        (lambda: cs.CAGrad(rescale=3), "rescale must be 0, 1 or 2, got 3"),
+        (lambda: cs.MGDA("l1"), r"normalize must be None, 'l2', 'loss' or 'loss\+', got 'l1'"),
+        (lambda: cs.AlignedMTL("max"), "scale must be 'min', 'median' or 'rmse', got 'max'"),
+        (lambda: cs.NashMTL(0), "update_every must be at least 1, got 0"),
+        (lambda: cs.NashMTL(max_norm=-1), "max_norm must be finite and at least 0, got -1"),
+        (lambda: cs.GradDrop(seed=1 << 63), r"seed must lie in \[0, 2\^63\), got 9223"),
+        (lambda: cs.GradDrop(1.5), r"leak must lie in \[0, 1\], got 1.5"),
+        (lambda: cs.GradDrop([0.5, -0.5]), r"leak must lie in \[0, 1\], got -0.5"),
+        (lambda: cs.UncertaintyWeights({"a": "ranking"}), "tasks must be 'regression' or"),
+        (
+            lambda: cs.UncertaintyWeights({"depth": "regression"}).check(TASKS),
+            "weighting must have a kind for each of",
+        ),
+        (lambda: cs.DynamicWeightAverage(0.0), "temperature must be positive and finite, got 0.0"),
+        (lambda: cs.DynamicWeightAverage("2"), "temperature must be.*got 2"),
+        (lambda: cs.FixedWeights({"a": "x"}), "weights must be finite, got x"),
         (lambda: cs.Mixed(0), "epochs must be at least 1, got 0"),
         (lambda: cs.Mixed(3, draw="batch"), "draw must be 'epoch' or 'step', got 'batch'"),
         (lambda: cs.Switch(-1), "epoch must be at least 0, got -1"),
         (lambda: cs.FixedWeights({"a": float("nan")}), "weights must be finite, got nan for 'a'"),
     ],
 )
-def test_bad_options(build: Callable[[], object], message: str) -> None:
+def test_bad_options(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build()
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: cs.PCGrad(seed=1.5), "seed must be an integer, got 1.5"),
+        (lambda: cs.GradDrop(seed="1"), "seed must be an integer, got '1'"),
+        (lambda: cs.Mixed(3.5), "epochs must be an integer, got 3.5"),
+        (lambda: cs.Mixed(3, seed="x"), "seed must be an integer, got 'x'"),
+        (lambda: cs.Switch(1.5), "epoch must be an integer, got 1.5"),
+        (lambda: cs.FixedWeights([1, 2]), r"weights must be a mapping.*\[1, 2\]"),
+        (lambda: cs.UncertaintyWeights(["a"]), r"tasks must be a mapping.*\['a'\]"),
+        (lambda: cs.nn.convert_task_batchnorm(None, AB), "module must be.*got None"),
+        (lambda: cs.nn.extract_task(None, "a"), "module must be.*got None"),
+        (lambda: _with(scaler=True), "scaler must be.*got True"),
+        (lambda: _with(backward="x"), "backward must be a function.*got 'x'"),
+        (lambda: _with(layers=["trunk.0"]), r"layers must be a mapping.*trunk\.0"),
+        (lambda: _with().start_epoch(1.5), "epoch must be an integer, got 1.5"),
+        (lambda: _with().start_epoch(None), "epoch must be an integer, got None"),
+        (lambda: _with().trace(None), "closure must be a function"),
+    ],
+)
+def test_options_of_a_wrong_type(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()
 
 
 def test_weights_of_other_tasks() -> None:
@@ -319,8 +371,129 @@ F = cs.functional
             ValueError,
             "grads must be on cpu, got meta",
         ),
+        (lambda: F.gramian(torch.ones(3)), ValueError, r"grads must have shape \[K, "),
+        (lambda: F.gramian(G.long()), TypeError, "grads must be one of"),
+        (lambda: F.gramian(torch.ones(65, 3)), ValueError, r"tasks must be in \[1, 64\], got 65"),
+        (
+            lambda: F.combine(G, torch.ones(3)),
+            ValueError,
+            r"coefficients must have shape \(2,\), got \(3,\)",
+        ),
+        (lambda: F.combine(G, torch.ones(2).long()), TypeError, "coefficients must be one of"),
     ],
 )
 def test_functional(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+T65 = [f"t{i}" for i in range(65)]
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda m: (m, sgd_of(m), T65, cs.PCGrad()), ValueError, "at most 64 .*PCGrad.*got 65"),
+        (
+            lambda m: (m, sgd_of(m), T65, cs.GradDrop()),
+            ValueError,
+            "at most 64 .*GradDrop.*got 65",
+        ),
+        (
+            lambda m: (m, torch.optim.LBFGS(m.parameters()), AB, cs.PCGrad()),
+            ValueError,
+            "without a closure, got LBFGS",
+        ),
+        (lambda m: (m, sgd_of(m), AB, cs.PCGrad), TypeError, "method must.*got the class PCGrad"),
+        (lambda m: (m, sgd_of(m), AB, "pcgrad"), TypeError, "method must.*got str 'pcgrad'"),
+        (
+            lambda m: (m, sgd_of(m), AB, cs.Sum(), cs.Joint),
+            TypeError,
+            "schedule.*the class Joint",
+        ),
+        (lambda m: (m, sgd_of(m), AB, cs.Sum(), "joint"), TypeError, "schedule.*str 'joint'"),
+        (
+            lambda m: (m, sgd_of(m), AB, cs.Sum(), cs.Joint(), {"a": 1.0}),
+            TypeError,
+            "weighting must.*got dict",
+        ),
+        (
+            lambda m: (m, sgd_of(m), AB, cs.Sum(), cs.Joint(), cs.EqualWeights),
+            TypeError,
+            "weighting must.*the class EqualWeights",
+        ),
+        (lambda m: ([m], sgd_of(m), AB, cs.Sum()), TypeError, "trunk must be a.*got list"),
+        (lambda m: (m, "adam", AB, cs.Sum()), TypeError, "optimizer must be a torch optimizer"),
+        (lambda m: (m, [], AB, cs.Sum()), ValueError, "optimizer must be.*got none"),
+        (
+            lambda m: (m, [sgd_of(m), sgd_of(m)], AB, cs.Sum()),
+            ValueError,
+            "each parameter once, got",
+        ),
+        (lambda m: (m, sgd_of(m), {"a", "b"}, cs.Sum()), TypeError, "tasks must be a sequence"),
+        (lambda m: (m, sgd_of(m), 3, cs.Sum()), TypeError, "tasks must be a sequence.*got 3"),
+    ],
+)
+def test_bad_arguments(
+    build: Callable[[nn.Module], tuple[object, ...]], error: type[Exception], message: str
+) -> None:
+    model, *_ = problem()
+    with pytest.raises(error, match=message):
+        cs.MultiTaskOptimizer(*build(model))
+
+
+def test_a_trunk_on_two_devices() -> None:
+    model, *_ = problem()
+    model.unused.to("meta")
+    sgd = sgd_of(model)
+    with pytest.raises(ValueError, match=r"on one device.*trunk.0.weight on cpu.*on meta"):
+        cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad())
+    cs.MultiTaskOptimizer(model, sgd, AB, cs.Sum())
+
+
+def test_the_call_that_was_meant() -> None:
+    model, loss, *_ = problem()
+    opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.PCGrad())
+    losses = {task: loss(task) for task in AB}
+    for given in (losses, [*losses.values()], losses["a"]):
+        with pytest.raises(TypeError, match=r"got (dict|Tensor): .*call backward\(\{task: loss"):
+            opt.step(given)
+    with pytest.raises(TypeError, match=r"mapping \{task: loss\}, got list"):
+        opt.backward([*losses.values()])
+    with pytest.raises(TypeError, match=r"got function: with a closure, call step\(closure\)"):
+        opt.backward(loss)
+    with pytest.raises(TypeError, match=r"closure must be a function.*got str 'a'"):
+        opt.step("a")
+
+
+@EVERY_METHOD
+def test_backward_on_a_converted_trunk_names_step(method: cs.Method) -> None:
+    setup = Setup()
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method)
+    with cs.nn.active_task(setup.trunk, "depth"):
+        losses = {task: setup.closure(0)(task) for task in TASKS}
+    before = setup.state()
+    with pytest.raises(ValueError, match=r"use step\(closure\)"):
+        opt.backward(losses)
+    assert_equal(before, setup.state())
+
+
+@EVERY_METHOD
+def test_another_task_may_not_stay_active(method: cs.Method) -> None:
+    setup = Setup()
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method)
+
+    def sets(task: str) -> Tensor:
+        cs.nn.set_task(setup.trunk, "depth")
+        return setup.closure(0)(task)
+
+    before = setup.state()
+    with pytest.raises(ValueError, match=r"closure must leave 'normals' active.*active_task"):
+        opt.step(sets)
+    assert_equal(before, setup.state())
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3), (0, 0)], ids=str)
+def test_gramians_of_wrong_shape(backend: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"gramian must have shape \[\.\.\., K, K\]"):
+        cs.UPGrad().weights(torch.ones(shape))

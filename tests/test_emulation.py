@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-from layers import EMULATION, KINDS, laid_out, sample
+from layers import EMULATION, KINDS, laid_out, sample, trunk_arguments
 from torch import Tensor
 
 import cs_kernels as cs
 from cs_kernels.ops import cuda
-from cs_kernels.ops.operands import DTYPES
 
 pytestmark = pytest.mark.skipif(
     EMULATION is None, reason="only with the CUDA kernels for this processor (CS_KERNELS_EMULATION)"
@@ -19,20 +18,13 @@ _ops = torch.ops.cs_kernels
 def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
     """Everything that the operators of a trunk write; some gradients are missing or misaligned."""
     layers = [sample(kind, tasks, dtype) for kind in KINDS]
-    updates = [torch.empty_like(layer.weight) for layer in layers]
-    grads = [g.contiguous() for layer in layers for g in layer.grads]
+    arguments = trunk_arguments(layers)
+    updates = arguments["updates"]
+    grads = arguments["grads"] = [grad.contiguous() for grad in arguments["grads"]]
     grads[tasks] = None
     grads[2 * tasks] = laid_out(grads[2 * tasks], "misaligned")
-    gamma = torch.cat([layer.gamma.flatten() for layer in layers])
-    variance = torch.cat([layer.running_var.flatten() for layer in layers])
-    eps = [e for layer in layers for e in layer.eps]
-    dims = [layer.kind.out_channel_dim for layer in layers]
-    groups = [layer.kind.groups for layer in layers]
-    weights = [layer.weight for layer in layers]
     with cs.use_backend("cuda"):
-        priorities = _ops.phase2_update_(
-            updates, grads, weights, gamma, variance, eps, dims, groups, tasks
-        )
+        priorities = _ops.phase2_update_(*arguments.values())
         written = [priorities, *(update.clone() for update in updates)]
         group_of = [t % 3 for t in range(len(layers))]
         gramian = _ops.gramian(grads, group_of, 3, tasks)
@@ -40,17 +32,6 @@ def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
         written += [gramian, *(update.clone() for update in updates)]
         _ops.drop_signs_(updates, grads, [0.1] * tasks, 1, 2, tasks)
         return written + updates
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_plan_counts_in_the_kernels_tiles(dtype: torch.dtype) -> None:
-    code = DTYPES.index(dtype)
-    for tasks in range(1, 65):
-        tile = cuda.operators.tiling(tasks, dtype).elements
-        assert tile == cuda._kernels.phase2_tile(code, tasks)
-        for drop in (False, True):
-            tile = cuda.operators.gradient_tile(tasks, dtype, drop=drop)
-            assert tile == cuda._kernels.gradient_tile(code)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -9,12 +9,11 @@ import torch
 import torch._dynamo.testing
 import torch.distributed as dist
 import torchvision_operators
-from networks import TASKS, Setup
+from networks import AB, BOTH_PHASES, TASKS, Setup
 from torch import Tensor, nn
 
 import cs_kernels as cs
 
-AB = ["a", "b"]
 # Of the frameworks' own.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -58,7 +57,7 @@ def _trunk(tasks: list[str] = AB) -> Trunk:
 
 
 @pytest.mark.parametrize("way", ["wrapped trunk", "closure alone", "in place"])
-@pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
+@BOTH_PHASES
 def test_compiled_trunks(way: str, schedule: cs.Schedule) -> None:
     """One graph a task, from the first compiled step on, and none is broken into pieces."""
     torch._dynamo.reset()
@@ -157,7 +156,7 @@ def test_extract_from_a_compiled_trunk() -> None:
 # --- Several optimizers -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
+@BOTH_PHASES
 def test_several_optimizers(schedule: cs.Schedule) -> None:
     """Muon for matrices, AdamW for the rest: as the two stepped by hand."""
     networks = []
@@ -442,7 +441,7 @@ def test_a_layer_that_runs_in_evaluation_only() -> None:
     assert set(opt.coverage().prioritized) == {"layers.0.weight"}
 
 
-@pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
+@BOTH_PHASES
 def test_a_scaler_and_an_optimizer_without_gradients(schedule: cs.Schedule) -> None:
     """An optimizer a head: those of the others have nothing to step."""
     setup = Setup(dtype=torch.float32)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from layers import KINDS, Kind, sample
+from layers import KINDS, Kind, sample, trunk_arguments
 from networks import Setup
 from torch import Tensor
 
@@ -27,22 +27,13 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[str]:
 
 def _calls(tasks: int = 3) -> dict[str, Callable[[], list[Tensor]]]:
     """Every operator of a step on tensors that stay, as a function that returns what it wrote."""
-    layers = [sample(kind, tasks, torch.float32) for kind in KINDS]
-    updates = [torch.empty_like(layer.weight) for layer in layers]
-    grads = [g.contiguous() for layer in layers for g in layer.grads]
-    weights = [layer.weight for layer in layers]
-    gamma = torch.cat([layer.gamma.flatten() for layer in layers])
-    variance = torch.cat([layer.running_var.flatten() for layer in layers])
-    eps = [e for layer in layers for e in layer.eps]
-    dims = [layer.kind.out_channel_dim for layer in layers]
-    groups = [layer.kind.groups for layer in layers]
-    zeros = [0] * len(layers)
+    arguments = trunk_arguments([sample(kind, tasks, torch.float32) for kind in KINDS])
+    updates = arguments["updates"]
+    grads = arguments["grads"] = [grad.contiguous() for grad in arguments["grads"]]
+    zeros = [0] * len(updates)
 
     def phase2() -> list[Tensor]:
-        priorities = _ops.phase2_update_(
-            updates, grads, weights, gamma, variance, eps, dims, groups, tasks
-        )
-        return [*updates, priorities]
+        return [_ops.phase2_update_(*arguments.values()), *updates]
 
     def drop() -> list[Tensor]:
         _ops.drop_signs_(updates, grads, [0.1] * tasks, 1, 2, tasks)
@@ -70,17 +61,8 @@ def _calls(tasks: int = 3) -> dict[str, Callable[[], list[Tensor]]]:
     }
 
 
-STEPS = [
-    "phase2",
-    "drop",
-    "pcgrad",
-    "cagrad",
-    "mgda",
-    "aligned_mtl",
-    "nash_mtl",
-    "imtl_g",
-    "upgrad",
-]
+STEPS = ["phase2", "drop"]
+STEPS += ["pcgrad", "cagrad", "mgda", "aligned_mtl", "nash_mtl", "imtl_g", "upgrad"]
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
@@ -191,23 +173,13 @@ def test_more_than_2_to_the_31_elements(gpu: str) -> None:
 
 def test_a_large_trunk(gpu: str) -> None:
     """Every program waits and overtakes as it likes: still what the reference says."""
-    layers = [Kind("layer", (512, 256, 3, 3)) for _ in range(6)]
-    samples = [sample(kind, 4, torch.float32) for kind in layers]
-    updates = [torch.full_like(s.weight, torch.nan) for s in samples]
-    others = [torch.empty_like(s.weight) for s in samples]
-    arguments = (
-        [g for s in samples for g in s.grads],
-        [s.weight for s in samples],
-        torch.cat([s.gamma.flatten() for s in samples]),
-        torch.cat([s.running_var.flatten() for s in samples]),
-        [e for s in samples for e in s.eps],
-        [0] * 6,
-        [1] * 6,
-        4,
-    )
-    priorities = _ops.phase2_update_(updates, *arguments)
+    kind = Kind("layer", (512, 256, 3, 3))
+    ours = trunk_arguments([sample(kind, 4, torch.float32) for _ in range(6)])
+    updates = [update.fill_(torch.nan) for update in ours["updates"]]
+    others = [torch.empty_like(update) for update in updates]
+    priorities = _ops.phase2_update_(*ours.values())
     with cs.use_backend("reference"):
-        expected = _ops.phase2_update_(others, *arguments)
+        expected = _ops.phase2_update_(*{**ours, "updates": others}.values())
     assert torch.equal(priorities, expected)
     for update, other in zip(updates, others, strict=True):
         torch.testing.assert_close(update, other, rtol=1e-6, atol=1e-6)

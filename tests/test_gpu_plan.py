@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from cs_kernels.ops import cuda, triton
-from cs_kernels.ops.gpu import GpuOperators, device
-from cs_kernels.ops.gpu import plan as plans
-from cs_kernels.ops.gpu.plan import ItemKind, TensorField
+from cs_kernels.ops.gpu import GpuOperators, combine, device, phase2_plan
+from cs_kernels.ops.gpu.phase2_plan import ItemKind, TensorField
 
 LAYOUTS = [(1, 1, 300, 27), (1, 1, 64, 640), (2, 5, 40, 9), (1, 1, 0, 4), (1, 1, 3, 0)] * 3
 PLAIN = [(1, 1, 1, 70_001), (1, 1, 1, 5), (1, 1, 1, 0)]
@@ -24,10 +23,12 @@ def test_items_depend_on_earlier_ones(
     eps: bool,
 ) -> None:
     """Whatever the size of the GPU: else a block could wait for one that never starts."""
-    monkeypatch.setattr(plans, "processors", lambda device: processors)
+    if operators is cuda.operators and cuda._kernels is None:
+        pytest.skip("cs_kernels was built without CUDA kernels")
+    monkeypatch.setattr(phase2_plan, "multiprocessors", lambda device: processors)
     layers = len(LAYOUTS)
     tiling = operators.tiling(tasks, torch.float32)
-    plan = plans.phase2_plan.__wrapped__(
+    plan = phase2_plan.phase2_plan.__wrapped__(
         tuple(LAYOUTS + PLAIN),
         (1,) * layers,
         (1e-5,) * (layers * tasks) if eps else None,
@@ -40,24 +41,24 @@ def test_items_depend_on_earlier_ones(
     place = {tuple(item): n for n, item in enumerate(items)}
     for t, numbers in enumerate(plan.tensors.tolist()):
         fields = dict(zip(TensorField, numbers, strict=True))
-        rows, segments = fields[TensorField.ROWS], fields[TensorField.SEGMENTS]
+        rows, segments = fields[TensorField.ROWS], fields[TensorField.SIZE]
         number = {kind: sum(k == kind and u == t for k, u, _ in items) for kind in ItemKind}
         sums = number[ItemKind.SUM]
         per_item = fields[TensorField.TILES] * tiling.elements // tiling.segment
         assert sums == fields[TensorField.SUM_ITEMS] == -(-segments // per_item)
-        assert number[ItemKind.FIX] == (sums if t < layers else 0)
+        assert number[ItemKind.PROJECT] == (sums if t < layers else 0)
         energies = eps and t < layers and segments > 0
         energy_items = -(-rows // fields[TensorField.ENERGY_ROWS]) if energies else 0
         assert number[ItemKind.ENERGY] == fields[TensorField.ENERGY_ITEMS] == energy_items
-        assert sums <= plans.MOST_SUM_ITEMS or t >= layers
+        assert sums <= phase2_plan.MOST_SUM_ITEMS or t >= layers
         last = {
             kind: max((place[kind, t, n] for n in range(number[kind])), default=-1)
             for kind in (ItemKind.ENERGY, ItemKind.SUM)
         }
         for n in range(sums):
             assert place[ItemKind.SUM, t, n] > last[ItemKind.ENERGY]
-        for n in range(number[ItemKind.FIX]):
-            assert place[ItemKind.FIX, t, n] > last[ItemKind.SUM]
+        for n in range(number[ItemKind.PROJECT]):
+            assert place[ItemKind.PROJECT, t, n] > last[ItemKind.SUM]
 
 
 @pytest.mark.parametrize("most_tiles", [1, 16])
@@ -65,10 +66,10 @@ def test_items_depend_on_earlier_ones(
 def test_groups_have_their_items_together(
     monkeypatch: pytest.MonkeyPatch, processors: int, most_tiles: int
 ) -> None:
-    monkeypatch.setattr(plans, "processors", lambda device: processors)
+    monkeypatch.setattr(combine, "multiprocessors", lambda device: processors)
     sizes, group_of = (5000, 0, 70, 123_456, 1, 999), (1, 0, 2, 1, 2, 1)
     chosen = (True, True, True, True, False, True)
-    plan = plans.gradient_plan.__wrapped__(
+    plan = combine.gradient_plan.__wrapped__(
         sizes, group_of, 4, chosen, 512, most_tiles, torch.device("cpu")
     )
     fields = plan.tensors.tolist()
@@ -86,7 +87,7 @@ def test_groups_have_their_items_together(
 def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what a captured launch reads is kept: its replays come when the plan may be forgotten."""
     gpu = torch.device("cuda")
-    tables = plans.gradient_plan.__wrapped__((3,), (0,), 1, (True,), 512, 1, torch.device("cpu"))
+    tables = combine.gradient_plan.__wrapped__((3,), (0,), 1, (True,), 512, 1, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(device, "_captured", [])
     device.refuse_capture(gpu)
@@ -114,13 +115,13 @@ def test_a_capture_sends_from_memory_that_was_pinned_before_it(
     monkeypatch.setattr(device, "_left_for_captures", [])
     capturing = True
     with pytest.raises(RuntimeError, match="make a step before the capture"):
-        device.room_here(10, gpu)
+        device.host_buffer(10, gpu)
     capturing = False
-    assert device.room_here(10, gpu) is not device.room_here(10, gpu)
+    assert device.host_buffer(10, gpu) is not device.host_buffer(10, gpu)
     memory = pinned[0]
     assert len(pinned) == 3  # A megabyte once, and what each step sends.
     capturing = True
-    rooms = [device.room_here(10 + n, gpu) for n in range(20)]
+    rooms = [device.host_buffer(10 + n, gpu) for n in range(20)]
     assert len(pinned) == 3
     assert all(a is b for a, b in zip(rooms, captured, strict=True))
     for n, room in enumerate(rooms):
@@ -128,8 +129,19 @@ def test_a_capture_sends_from_memory_that_was_pinned_before_it(
     assert [room.tolist() for room in rooms] == [(10 + n) * [n] for n in range(20)]
     assert {room.untyped_storage().data_ptr() for room in rooms} == {memory.data_ptr()}
     with pytest.raises(RuntimeError, match="make a step before the capture"):
-        device.room_here(len(memory), gpu)
+        device.host_buffer(len(memory), gpu)
     capturing = False
-    device.room_here(len(memory), gpu)
+    device.host_buffer(len(memory), gpu)
     capturing = True
-    assert len(device.room_here(len(memory), gpu)) == len(memory)
+    assert len(device.host_buffer(len(memory), gpu)) == len(memory)
+
+
+def test_kernels_with_other_tables_are_refused() -> None:
+    """Else they would read one field for another."""
+
+    class Kernels:
+        def tables(self) -> dict[str, dict[str, int]]:
+            return {"TensorField": {"rows": 1, "length": 0}}
+
+    with pytest.raises(ImportError, match="must have the fields .* in TensorField, got .*build"):
+        cuda.use_kernels(Kernels())

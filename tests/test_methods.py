@@ -1,13 +1,11 @@
 """Every method in the training loop: against its formula on gradients from torch.autograd.grad."""
 
 import copy
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 import torch
-from networks import TASKS, Setup, assert_equal
+from networks import AB, BOTH_PHASES, TASKS, Setup, assert_equal, problem, sgd_of, step_by_hand
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -314,43 +312,146 @@ def test_a_method_of_ones_own(backend: str) -> None:
     assert repr(Shortest()) == "Shortest()"
 
 
-PEAK = """
-import resource, sys, torch
-import cs_kernels as cs
-torch.set_num_threads(2)
-tasks = [str(i) for i in range(4)]
-trunk = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)])
-heads = torch.nn.ModuleDict({t: torch.nn.Linear(1024, 1) for t in tasks})
-sgd = torch.optim.SGD([*trunk.parameters(), *heads.parameters()], lr=1e-9)
-def losses():
-    y = trunk(torch.ones(2, 1024))
-    return {t: heads[t](y).sum() for t in tasks}
-sum(losses().values()).backward()  # whatever torch needs for its first pass
-sgd.zero_grad()
-small = torch.nn.Linear(8, 8)
-warm = cs.MultiTaskOptimizer(small, torch.optim.SGD(small.parameters(), 0.1), tasks, cs.PCGrad())
-warm.backward({t: small(torch.ones(8)).sum() for t in tasks})
-opt = cs.MultiTaskOptimizer(trunk, sgd, tasks, eval("cs." + sys.argv[1])())
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-for _ in range(3):
-    opt.backward(losses())
-    sgd.step()
-after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print((after - before) * 1024 / (16 * 1024 * 1024 * 4))
-"""
+def test_nash_mtl_of_other_tasks_in_the_loop() -> None:
+    """Two tasks each time, not the same two."""
+    tasks = ["a", "b", "c"]
+    model, loss, *_ = problem(tasks=tasks)
+    opt = cs.MultiTaskOptimizer(model, sgd_of(model), tasks, cs.NashMTL(update_every=5))
+    opt.step(loss, tasks=["a", "b"])
+    shared = [*model.trunk.parameters()]
+    expected = step_by_hand(cs.NashMTL(), shared, {task: loss(task) for task in "bc"})
+    opt.step(loss, tasks=["b", "c"])
+    for p, update in zip(shared, expected, strict=True):
+        torch.testing.assert_close(p.grad.flatten(), update, rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize(("method", "copies"), [("PCGrad", 5), ("GradDrop", 5), ("Sum", 1)])
-def test_peak_memory(method: str, copies: int) -> None:
-    """K gradients and one update, of 64 MB each; the plain sum needs the one.
+@pytest.mark.parametrize("normalize", ["loss", "loss+"])
+def test_mgda_with_a_negative_loss(normalize: str) -> None:
+    """Its sign does not turn the gradient round: the weights are those of |loss|."""
+    model, loss, *_ = problem()
 
-    The first pass of the script has left room for one.
-    """
-    result = subprocess.run(
-        [sys.executable, "-c", PEAK, method],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
+    def shifted(task: str) -> Tensor:
+        return loss(task) - (50.0 if task == "b" else 0.0)
+
+    assert shifted("b") < 0 < shifted("a")
+    shared = [*model.trunk.parameters()]
+    losses = {task: shifted(task) for task in AB}
+    rows = torch.stack(
+        [
+            torch.cat([g.flatten() for g in torch.autograd.grad(v, shared, retain_graph=True)])
+            for v in losses.values()
+        ]
     )
-    assert float(result.stdout) < copies + 0.4
+    scaled = rows / torch.stack([v.detach().abs() for v in losses.values()]).unsqueeze(1)
+    if normalize == "loss+":
+        scaled = scaled / rows.norm(dim=1, keepdim=True)
+    weights = cs.MGDA().weights(scaled @ scaled.T)
+    assert weights.min() > 0
+    opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.MGDA(normalize))
+    opt.step(shifted)
+    update = torch.cat([p.grad.flatten() for p in shared])
+    torch.testing.assert_close(update, weights @ rows, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", [cs.MGDA("loss"), cs.Sum(), cs.PCGrad()], ids=repr)
+def test_losses_of_one_element_are_scalars(method: cs.Method) -> None:
+    for way in ("step", "backward"):
+        model, loss, *_ = problem()
+        opt = cs.MultiTaskOptimizer(
+            model, sgd_of(model), AB, method, weighting=cs.DynamicWeightAverage()
+        )
+        opt.start_epoch(0)
+
+        def shaped(task: str, loss: Callable[[str], Tensor] = loss) -> Tensor:
+            return loss(task).reshape((1,) if task == "a" else ())
+
+        losses = (
+            opt.step([shaped, shaped])
+            if way == "step"
+            else opt.backward({task: shaped(task) for task in AB})
+        )
+        assert all(value.shape == () for value in losses.values())
+
+
+@BOTH_PHASES
+def test_one_object_for_a_step(schedule: cs.Schedule) -> None:
+    """Weightings and methods get the same one; its facts are those of the step."""
+    seen: dict[str, list[cs.Step]] = {"weigh": [], "weights": [], "observe": []}
+
+    class Watching(cs.Weighting):
+        def weigh(self, task: str, loss: Tensor, step: cs.Step) -> Tensor:
+            seen["weigh"].append(step)
+            return 2 * loss
+
+        def observe(self, step: cs.Step) -> None:
+            seen["observe"].append(step)
+
+    class Mean(cs.GramianMethod):
+        def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
+            assert step is not None
+            seen["weights"].append(step)
+            return torch.full_like(gramian[..., 0], 1 / gramian.shape[-1])
+
+    model, loss, *_ = problem()
+    opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, Mean(), schedule, Watching())
+    for number in range(2):
+        for steps in seen.values():
+            steps.clear()
+        losses = opt.step(loss, tasks=["b", "a"])
+        steps = {id(step) for steps in seen.values() for step in steps}
+        assert len(steps) == 1
+        (step,) = seen["observe"]
+        assert (step.number, step.tasks) == (number, ("a", "b"))
+        assert step.losses == losses
+        assert step.weighted_losses == {task: 2 * value for task, value in losses.items()}
+        assert len(seen["weights"]) == (0 if isinstance(schedule, cs.Sequential) else 1)
+        assert list(losses) == ["b", "a"]
+
+
+def test_a_method_without_a_step_is_refused() -> None:
+    class Old(cs.GramianMethod):
+        def weights(self, gramian: Tensor) -> Tensor:  # type: ignore[override]
+            return gramian[0]
+
+    model, *_ = problem()
+    with pytest.raises(TypeError, match=r"weights\(gramian, step\), got Old\.weights"):
+        cs.MultiTaskOptimizer(model, sgd_of(model), AB, Old())
+
+
+def test_methods_that_break_their_word() -> None:
+    class Nothing(cs.Method):
+        def combine(self, gradients: cs.TaskGradients, layout: cs.Layout, step: cs.Step) -> None:
+            pass
+
+    class Writes(cs.Method):
+        def combine(self, gradients: cs.TaskGradients, layout: cs.Layout, step: cs.Step) -> None:
+            for i in gradients.reached():
+                gradients.parameters[i].grad = sum(g for g in gradients.of([i]) if g is not None)
+
+    class Listed(cs.GramianMethod):
+        def __init__(self) -> None:  # Without super().__init__().
+            pass
+
+        def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
+            return [1.0, 1.0]  # type: ignore[return-value]
+
+    class Detached(cs.Weighting):
+        def weigh(self, task: str, loss: Tensor, step: cs.Step) -> Tensor:
+            return loss.detach()
+
+    model, loss, *_ = problem()
+    for method, weighting, error, message in (
+        (Nothing(), None, RuntimeError, r"method must assign the updates.*Nothing\(\)"),
+        (Listed(), None, TypeError, r"weights as a tensor, got \[1.0, 1.0\] by Listed"),
+        (cs.PCGrad(), Detached(), ValueError, "weighting must weigh a loss to one with a graph"),
+    ):
+        opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, method, weighting=weighting)
+        with pytest.raises(error, match=message):
+            opt.step(loss)
+    # Without `assign` the rows are not left for the next step.
+    opt = cs.MultiTaskOptimizer(model, sgd_of(model, lr=0.0), AB, Writes())
+    updates = []
+    for _ in range(2):
+        opt.step(loss)
+        updates.append(torch.cat([p.grad.flatten() for p in model.trunk.parameters()]))
+    assert torch.equal(*updates)

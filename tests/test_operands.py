@@ -97,11 +97,11 @@ def test_addresses_types_and_sizes(dtype: torch.dtype) -> None:
     grads: list[Tensor | None] = [torch.zeros_like(output) for output in outputs for _ in range(2)]
     grads[1] = None
     read = Operands(outputs, grads, 2)
-    assert [DTYPES[code] for code in read.types] == [output.dtype for output in outputs]
-    assert read.sizes == [48, 0, 1]
-    assert read.kernel_sizes == [4, 1, 1]
-    assert read.addresses == [output.data_ptr() for output in outputs]
-    assert read.gradients == [0 if g is None else g.data_ptr() for g in grads]
+    assert [DTYPES[code] for code in read.native.types] == [output.dtype for output in outputs]
+    assert read.native.sizes == [48, 0, 1]
+    assert read.native.kernel_sizes == [4, 1, 1]
+    assert read.native.addresses == [output.data_ptr() for output in outputs]
+    assert read.native.gradients == [0 if g is None else g.data_ptr() for g in grads]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_addresses_types_and_sizes(dtype: torch.dtype) -> None:
 def test_a_gradient_that_lies_otherwise_is_copied(grad: Tensor) -> None:
     output = torch.zeros(4, 3, 2, 2)
     read = Operands([output], [grad, torch.zeros_like(output)], 2)
-    copied, kept = read.gradients
+    copied, kept = read.native.gradients
     assert copied not in (0, grad.data_ptr())
     assert [copy.data_ptr() for copy in read._alive] == [copied]
     assert kept != copied
@@ -126,7 +126,7 @@ def test_an_output_that_is_not_dense_is_written_through_a_copy() -> None:
     output = torch.zeros(4, 6)[:, ::2]
     read = Operands([output], [torch.ones(4, 3)], 1)
     read.outputs[0].fill_(7)
-    assert read.addresses == [read.outputs[0].data_ptr()]
+    assert read.native.addresses == [read.outputs[0].data_ptr()]
     assert output.eq(0).all()
     read.finish()
     assert output.eq(7).all()

@@ -1,12 +1,11 @@
 """The training loop: each phase against an independent step, and what a week of training needs."""
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 from layers import Kind
-from networks import PRIORITIZED, TASKS, Setup, assert_equal
+from networks import AB, BOTH_PHASES, PRIORITIZED, TASKS, Setup, assert_equal, problem, sgd_of
 from plain import projected_rows, rows, strength
 from torch import Tensor, nn
 
@@ -154,7 +153,7 @@ def test_sum_is_the_gradient_of_the_sum() -> None:
         torch.testing.assert_close(grads[n], p.grad)
 
 
-@pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
+@BOTH_PHASES
 @pytest.mark.parametrize("method", METHODS)
 def test_a_subset_leaves_other_tasks_alone(method: type[cs.Method], schedule: cs.Schedule) -> None:
     """Not by momentum or weight decay either, nor their statistics."""
@@ -178,91 +177,6 @@ def test_phase1_order_is_that_of_the_call() -> None:
         opt.step(setup.closure(0), tasks=order)
         states.append(setup.trunk.stem.weight.detach().clone())
     assert not torch.equal(states[0], states[1])
-
-
-@pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
-@pytest.mark.parametrize("method", METHODS)
-def test_micro_batches_add_up(method: type[cs.Method], schedule: cs.Schedule) -> None:
-    """In evaluation mode, where samples do not interact, two halves equal the whole."""
-    whole, halves = Setup(), Setup()
-    for setup, micro in ((whole, 1), (halves, 2)):
-        setup.trunk.eval()
-        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method(), schedule)
-        x, targets = setup.batches[0]
-        closures = []
-        for part in range(micro):
-            rows_ = slice(part * 4 // micro, (part + 1) * 4 // micro)
-
-            def loss(task: str, setup: Setup = setup, rows_: slice = rows_) -> Tensor:
-                y = setup.heads[task](setup.trunk(x[rows_]))
-                target = targets[TASKS.index(task)][rows_]
-                return (y - target).square().mean() / micro
-
-            closures.append(loss)
-        losses = opt.step(closures if micro > 1 else closures[0])
-        setup.losses = losses
-    for task in TASKS:
-        torch.testing.assert_close(whole.losses[task], halves.losses[task])
-    for a, b in zip(whole.parameters(), halves.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}),
-        (torch.optim.AdamW, {"lr": 1e-2}),
-        (torch.optim.RMSprop, {"lr": 1e-3}),
-        (torch.optim.Adagrad, {"lr": 1e-2}),
-    ],
-)
-def test_resumed_run_is_bit_equal(
-    optimizer: Callable[..., torch.optim.Optimizer], options: dict[str, float]
-) -> None:
-    """Interrupted in the middle of an epoch, with a learning-rate schedule on the optimizer."""
-
-    def build() -> tuple[Setup, cs.MultiTaskOptimizer, torch.optim.lr_scheduler.LRScheduler]:
-        setup = Setup(optimizer=optimizer, **options)
-        schedule = cs.Mixed(epochs=4, seed=1, draw="step")
-        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, schedule=schedule)
-        return setup, opt, torch.optim.lr_scheduler.StepLR(setup.optimizer, 1, 0.5)
-
-    def train(parts: tuple, start: int, stop: int) -> list[int]:
-        setup, opt, rate = parts
-        phases = []
-        for step in range(start, stop):
-            opt.start_epoch(step // 2)
-            phases.append(opt.phase)
-            opt.step(setup.closure(step))
-            if step % 2:
-                rate.step()
-        return phases
-
-    straight = build()
-    phases = train(straight, 0, 8)
-    assert set(phases) == {1, 2}
-    interrupted = build()
-    train(interrupted, 0, 5)
-    saved = copy.deepcopy(
-        [
-            part.state_dict()
-            for part in (
-                interrupted[0].trunk,
-                interrupted[0].heads,
-                interrupted[0].optimizer,
-                interrupted[1],
-                interrupted[2],
-            )
-        ]
-    )
-    resumed = build()
-    parts = (resumed[0].trunk, resumed[0].heads, resumed[0].optimizer, resumed[1], resumed[2])
-    for part, state in zip(parts, saved, strict=True):
-        part.load_state_dict(state)
-    train(resumed, 5, 8)
-    assert_equal(straight[0].state(), resumed[0].state())
-    assert straight[1].state_dict() == resumed[1].state_dict()
-    assert straight[0].optimizer.param_groups[0]["lr"] == options["lr"] * 0.5**4
 
 
 def test_reference_and_cpu_train_alike() -> None:
@@ -329,34 +243,7 @@ def test_every_prioritized_layer_is_frozen_later(backend: str, kept: list[str]) 
     assert torch.equal(parameters["bare.weight"], before) == (not kept)
 
 
-def test_a_parameter_that_one_task_never_uses(backend: str) -> None:
-    """Its gradient counts as zero for that task; one that nobody uses keeps None."""
-
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.common = nn.Linear(3, 4)
-            self.norm = nn.BatchNorm1d(4)
-            self.some = nn.Linear(4, 4)
-            self.some_norm = nn.BatchNorm1d(4)
-            self.unused = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor, deep: bool) -> Tensor:
-            x = self.norm(self.common(x))
-            return self.some_norm(self.some(x)) if deep else x
-
-    trunk = cs.nn.convert_task_batchnorm(Branches(), ["a", "b"])
-    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-    opt = cs.MultiTaskOptimizer(trunk, sgd, ["a", "b"])
-    x = torch.randn(16, 3)
-    opt.step(lambda task: trunk(x, deep=task == "b").square().mean() + 0 * x.sum())
-    assert trunk.unused.weight.grad is None
-    assert trunk.some.weight.grad is not None
-    assert set(opt.coverage().prioritized) == {"common.weight"}
-    assert opt.coverage().own == {"some.weight": "b", "some.bias": "b"}
-
-
-@pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
+@BOTH_PHASES
 def test_nan_loss_reaches_grad(backend: str, schedule: cs.Schedule) -> None:
     setup = Setup(optimizer=torch.optim.SGD)
     opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, schedule=schedule)
@@ -364,59 +251,6 @@ def test_nan_loss_reaches_grad(backend: str, schedule: cs.Schedule) -> None:
     for name, p in setup.trunk.named_parameters():
         if not any(f".{task}." in name for task in TASKS):
             assert p.grad.isnan().all(), name
-
-
-def test_moved_to_another_dtype_between_steps(backend: str) -> None:
-    setup = Setup(dtype=torch.float64, optimizer=torch.optim.SGD)
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
-    opt.step(setup.closure(0))
-    for dtype in (torch.float32, torch.bfloat16):
-        setup.trunk.to(dtype)
-        setup.heads.to(dtype)
-        setup.batches = [(x.to(dtype), y.to(dtype)) for x, y in setup.batches]
-        before = setup.trunk.stem.weight.detach().clone()
-        opt.step(setup.closure(1))
-        assert setup.trunk.stem.weight.grad.dtype is dtype
-        assert not torch.equal(setup.trunk.stem.weight, before)
-
-
-@pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.PCGrad(), cs.GradDrop()], ids=repr)
-def test_the_update_is_cast_as_grad_between_steps(backend: str, method: cs.Method) -> None:
-    """Casting a module casts `.grad` in place, which is the buffer of the next update."""
-    setup = Setup(dtype=torch.float32, optimizer=torch.optim.SGD)
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method)
-    opt.step(setup.closure(0))
-    setup.trunk.double()
-    setup.optimizer.zero_grad()
-    setup.trunk.float()
-    weight = setup.trunk.stem.weight
-    for memory in (torch.channels_last, torch.contiguous_format):
-        opt.step(setup.closure(1))
-        assert weight.grad.dtype is torch.float32
-        assert weight.grad.stride() == weight.stride()
-        setup.trunk.to(memory_format=memory)
-
-
-def test_statistics_of_another_size_or_type_between_steps() -> None:
-    """A step that fails leaves them as they are then, not as they once were."""
-    setup = Setup(optimizer=torch.optim.SGD)
-    setup.trunk.register_buffer("seen", torch.zeros(2))
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
-    opt.step(setup.closure(0))
-    setup.trunk.seen.resize_(4).fill_(1)
-    mean = setup.trunk.stem_norm.depth.running_mean
-    mean.data = mean.data.double() + 1e-9
-    before = mean.clone()
-
-    def fails(task: str) -> Tensor:
-        setup.trunk.seen.zero_()
-        mean.zero_()
-        raise KeyError(task)
-
-    with pytest.raises(KeyError):
-        opt.step(fails)
-    assert setup.trunk.seen.eq(1).all()
-    assert torch.equal(mean, before)
 
 
 def test_channels_last_network(backend: str) -> None:
@@ -432,7 +266,7 @@ def test_channels_last_network(backend: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
+@BOTH_PHASES
 def test_grad_scaler_skips_an_overflow(schedule: cs.Schedule) -> None:
     setup = Setup(dtype=torch.float32, optimizer=torch.optim.SGD)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -460,38 +294,6 @@ def test_clipping_before_the_step() -> None:
     clipped = torch.cat([p.grad.flatten() for p in setup.parameters()]).norm()
     assert norms[0] > 1e-3
     torch.testing.assert_close(clipped, torch.tensor(1e-3, dtype=torch.float64), rtol=1e-2, atol=0)
-
-
-def test_checkpointed_trunk() -> None:
-    """The trunk runs again in the backward pass, with the task still active."""
-    states = []
-    for checkpointed in (False, True):
-        setup = Setup()
-        setup.trunk.eval()  # Running twice would move the statistics twice.
-        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
-        x, targets = setup.batches[0]
-
-        def loss(task: str, setup: Setup = setup, checkpointed: bool = checkpointed) -> Tensor:
-            if checkpointed:
-                y = torch.utils.checkpoint.checkpoint(setup.trunk, x, use_reentrant=False)
-            else:
-                y = setup.trunk(x)
-            return (setup.heads[task](y) - targets[TASKS.index(task)]).square().mean()
-
-        opt.step(loss)
-        states.append(setup.state())
-    assert_equal(*states)
-
-
-def test_memory_beside_the_gradients_is_one_update() -> None:
-    """The buffers of the update are those of the step before."""
-    setup = Setup()
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
-    opt.step(setup.closure(0))
-    shared = [p for n, p in setup.trunk.named_parameters() if "norm" not in n and ".1." not in n]
-    before = [p.grad.data_ptr() for p in shared]
-    opt.step(setup.closure(1))
-    assert before == [p.grad.data_ptr() for p in shared]
 
 
 def test_epsilon_is_that_of_the_step() -> None:
@@ -533,3 +335,11 @@ def test_priority_is_that_of_the_step() -> None:
     assert torch.equal(priority["stem"], expected)
     assert priority["up"].shape == (6,)
     assert rows(setup.trunk.up.weight, Kind("up", (8, 6, 2, 2), 1)).shape == (6, 32)
+
+
+def test_tasks_of_anything_that_has_an_order() -> None:
+    model, loss, *_ = problem()
+    for tasks in (dict.fromkeys(AB), dict.fromkeys(AB).keys(), iter(AB), tuple(AB)):
+        opt = cs.MultiTaskOptimizer(model, sgd_of(model), tasks, cs.PCGrad())
+        assert opt.tasks == ("a", "b")
+        opt.step(loss, tasks=dict.fromkeys(["b"]).keys())

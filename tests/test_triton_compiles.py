@@ -5,7 +5,7 @@ No GPU takes part: Triton brings the assembler, and its disassembler says what a
 
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia import compiler as nvidia
 from triton.compiler import ASTSource
 
-from cs_kernels.ops.operands import ALIGNED_SCALES
+from cs_kernels.ops import solvers as solver_table
 from cs_kernels.ops.triton import (
     DROP_PARTS,
     OPTIONS,
     Variant,
+    combine,
     gradient_constants,
-    gradients,
     phase2,
     phase2_constants,
     phase2_options,
@@ -30,7 +30,6 @@ from cs_kernels.ops.triton import (
     solvers,
 )
 
-ARCHITECTURES = [80, 90, 100]
 TYPES = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
@@ -38,6 +37,8 @@ TYPES = {
     torch.float16: "*fp16",
 }
 TASKS = [2, 4, 8, 64]
+SOLVERS = [(name,) for name in solver_table.SOLVERS if name != "aligned_mtl"]
+SOLVERS += [("aligned_mtl", scale) for scale in solver_table.ALIGNED_SCALES]
 
 # What pointers point to, where the argument's name alone does not say: the weight, gamma, ...
 _POINTERS = {
@@ -51,8 +52,9 @@ _POINTERS = {
     "gamma": "*fp32",
     "variance": "*fp32",
     "epsilon": "*fp64",
+    "item_products": "*fp64",
     "products": "*fp64",
-    "factors": "*fp64",
+    "coefficients": "*fp64",
     "factor": "*fp64",
     "leaks": "*fp64",
     "keys": "*i64",
@@ -62,50 +64,6 @@ _POINTERS = {
     "strength": "*fp64",
 }
 _NUMBERS = {"tasks": "i32", "rows": "i32"}
-
-Case = tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]
-"""Name, kernel, types of further arguments, compile-time arguments, options."""
-
-
-def _cases() -> Iterator[Case]:
-    for dtype, pointer in TYPES.items():
-        name = str(dtype).removeprefix("torch.")
-        for tasks in TASKS:
-            variant = Variant.of(tasks, dtype)
-            case = f"{name}-K{tasks}"
-            constants = phase2_constants(variant, dtype)
-            options = phase2_options(variant.tasks)
-            yield f"phase2-{case}", phase2.phase2_kernel, {}, constants, options
-            constants = gradient_constants(variant, dtype)
-            result = {"out": "*fp64"}
-            yield f"gramian-{case}", gradients.gramian_kernel, result, constants, OPTIONS
-            yield f"combine-{case}", gradients.combine_kernel, {}, constants, OPTIONS
-            constants = gradient_constants(variant, dtype, DROP_PARTS)
-            yield f"drop-{case}", gradients.drop_signs_kernel, {}, constants, OPTIONS
-        for vector in (1, 16 // dtype.itemsize):
-            of_weight = {"weight": pointer}
-            constants = {"VECTOR": vector}
-            yield f"energy-{name}-{vector}", phase2.energy_kernel, of_weight, constants, OPTIONS
-    for tasks in TASKS:
-        for normalize in (False, True):
-            constants = {"NORMALIZE": normalize, "TASKS": tasks}
-            case = f"strength-K{tasks}-{normalize}"
-            yield case, phase2.strength_kernel, {"out": "*fp64"}, constants, OPTIONS
-        constants = {"TASKS": tasks}
-        yield f"priority-K{tasks}", phase2.priority_kernel, {"out": "*i64"}, constants, OPTIONS
-    for tasks in (2, 4, 8, 16, 32, 64):
-        for solver in ("pcgrad", "cagrad", "mgda", "nash_mtl", "imtl_g", "upgrad"):
-            kernel = getattr(solvers, f"{solver}_kernel")
-            constants, options = {"TASKS": tasks}, solver_options(tasks)
-            yield f"{solver}-K{tasks}", kernel, {"out": "*fp64"}, constants, options
-        for scale in ALIGNED_SCALES:
-            constants = {"TASKS": tasks, "SCALE": scale}
-            case = f"aligned_mtl-K{tasks}-{scale}"
-            kernel = solvers.aligned_mtl_kernel
-            yield case, kernel, {"out": "*fp64"}, constants, solver_options(tasks)
-
-
-CASES = list(_cases())
 
 
 def _source(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> ASTSource:
@@ -119,28 +77,86 @@ def _source(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> AS
     return ASTSource(kernel, signature, constants, aligned)
 
 
-def resources(case: Case, architecture: int, folder: Path) -> dict[str, int]:
-    """Registers, stack and shared memory of a kernel, in bytes where they are memory."""
-    _, kernel, types, constants, options = case
-    source = _source(kernel, types, constants)
-    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    binary = folder / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
-    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    report = subprocess.run(
-        [tool, "-res-usage", binary], capture_output=True, text=True, check=True
-    ).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", report)
-    assert found, report
-    names = ("registers", "stack", "shared", "local")
-    return dict(zip(names, map(int, found.groups()), strict=True))
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("case", CASES, ids=[case[0] for case in CASES])
-def test_no_register_spills(
-    case: Case, architecture: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(params=[80, 90, 100])
+def check(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., None]:
+    """A function that compiles a kernel for one architecture; it must keep nothing on a stack."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    used = resources(case, architecture, tmp_path)
-    assert used["stack"] == used["local"] == 0, used
+    target = GPUTarget("cuda", request.param, 32)
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+
+    def run(
+        kernel: Any, types: dict[str, str], constants: dict[str, Any], options: Any = OPTIONS
+    ) -> None:
+        source = _source(kernel, types, constants)
+        binary = tmp_path / "kernel.cubin"
+        binary.write_bytes(triton.compile(source, target, options).asm["cubin"])
+        done = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True)
+        used = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", done.stdout))
+        assert used["STACK"] == used["LOCAL"] == "0", used
+
+    return run
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("tasks", TASKS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_phase2(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> None:
+    variant = Variant.of(tasks, dtype)
+    options = phase2_options(variant.tasks)
+    check(phase2.phase2_kernel, {}, phase2_constants(variant, dtype), options)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("tasks", TASKS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_gramian(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> None:
+    constants = gradient_constants(Variant.of(tasks, dtype), dtype)
+    check(combine.gramian_kernel, {"out": "*fp64"}, constants)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("tasks", TASKS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_combine(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> None:
+    check(combine.combine_kernel, {}, gradient_constants(Variant.of(tasks, dtype), dtype))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("tasks", TASKS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_drop_signs(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> None:
+    constants = gradient_constants(Variant.of(tasks, dtype), dtype, DROP_PARTS)
+    check(combine.drop_signs_kernel, {}, constants)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("vectorized", [False, True])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_energy(check: Callable[..., None], dtype: torch.dtype, vectorized: bool) -> None:
+    vector = 16 // dtype.itemsize if vectorized else 1
+    check(phase2.energy_kernel, {"weight": TYPES[dtype]}, {"VECTOR": vector})
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("tasks", TASKS)
+def test_strength(check: Callable[..., None], tasks: int, normalize: bool) -> None:
+    constants = {"NORMALIZE": normalize, "TASKS": tasks}
+    check(phase2.strength_kernel, {"out": "*fp64"}, constants)
+
+
+@pytest.mark.parametrize("tasks", TASKS)
+def test_priority(check: Callable[..., None], tasks: int) -> None:
+    check(phase2.priority_kernel, {"out": "*i64"}, {"TASKS": tasks})
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("tasks", [2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize("solver", SOLVERS, ids="-".join)
+def test_solvers(check: Callable[..., None], solver: tuple[str, ...], tasks: int) -> None:
+    name, *scale = solver
+    constants: dict[str, Any] = {"TASKS": tasks, **dict(zip(("SCALE",), scale, strict=False))}
+    kernel = getattr(solvers, f"{name}_kernel")
+    check(kernel, {"out": "*fp64"}, constants, solver_options(tasks))

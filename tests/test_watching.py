@@ -1,17 +1,16 @@
 """Which normalization is behind which layer: also through views, hooks and late first runs."""
 
 import copy
+import gc
 import io
 import pickle
 
 import pytest
 import torch
-from networks import TASKS
+from networks import AB, BOTH_PHASES, problem, sgd_of
 from torch import Tensor, nn
 
 import cs_kernels as cs
-
-AB = ["a", "b"]
 
 
 class Network(nn.Module):
@@ -156,7 +155,7 @@ def _conflict(trunk: nn.Module, x: Tensor, task: str) -> Tensor:
     return (1 if task == "a" else -2) * trunk(x).sum() + trunk(x).square().mean()
 
 
-@pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
+@BOTH_PHASES
 def test_a_layer_that_first_runs_later(schedule: cs.Schedule) -> None:
     """It is prioritized in that very step, as in a run that was told beforehand."""
     networks = []
@@ -284,166 +283,6 @@ def test_a_whole_network_of_tasks() -> None:
 # --- Conversion and a task's life ---------------------------------------------------------------
 
 
-def test_nothing_to_convert() -> None:
-    module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.LayerNorm(4))
-    with pytest.raises(ValueError, match=r"batch normalization.*2 LayerNorm, 1 GroupNorm"):
-        cs.nn.convert_task_batchnorm(module, AB)
-    with pytest.raises(ValueError, match=r"got Linear with these normalizations: none"):
-        cs.nn.convert_task_batchnorm(nn.Linear(3, 4), AB)
-
-
-def test_modules_that_refer_to_each_other() -> None:
-    parent = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    parent[0].add_module("parent", parent)
-    cs.nn.convert_task_batchnorm(parent, AB)
-    assert isinstance(parent[1], cs.nn.TaskBatchNorm)
-
-
-def _trained(seed: int = 0) -> tuple[nn.Sequential, Tensor]:
-    torch.manual_seed(seed)
-    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(0))
-    x = torch.randn(2, 3, 6, 6)
-    for _ in range(2):
-        network(x)
-    nn.init.uniform_(network[1].weight)
-    return network, x
-
-
-def test_a_checkpoint_of_the_unconverted_network() -> None:
-    plain, x = _trained()
-    state = copy.deepcopy(plain.state_dict())
-    for strict in (True, False):
-        trunk = cs.nn.convert_task_batchnorm(_trained(1)[0], TASKS)
-        assert not any(trunk.load_state_dict(state, strict=strict))
-        trunk.eval(), plain.eval()
-        for task in TASKS:
-            with cs.nn.active_task(trunk, task):
-                assert torch.equal(trunk(x), plain(x))
-        assert state.keys() == plain.state_dict().keys()
-    # What it does not have is still missed, and what nobody knows is still unexpected.
-    del state["1.bias"]
-    with pytest.raises(RuntimeError, match=r'Missing key.*"1\.depth\.bias"'):
-        trunk.load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*nobody"):
-        trunk.load_state_dict({**plain.state_dict(), "1.nobody": torch.ones(1)})
-
-
-def test_a_task_named_as_a_weight() -> None:
-    """`norm.weight.weight` is the converted one's, `norm.weight` the unconverted one's."""
-    plain, x = _trained()
-    trunk = cs.nn.convert_task_batchnorm(_trained(1)[0], ["weight", "bias"])
-    trunk.load_state_dict(plain.state_dict())
-    again = cs.nn.convert_task_batchnorm(_trained(2)[0], ["weight", "bias"])
-    again.load_state_dict(trunk.state_dict())
-    with cs.nn.active_task(again.eval(), "bias"):
-        assert torch.equal(again(x), plain.eval()(x))
-
-
-def test_extract_task() -> None:
-    plain, x = _trained()
-    trunk = cs.nn.convert_task_batchnorm(copy.deepcopy(plain), TASKS)
-    opt = cs.MultiTaskOptimizer(trunk, torch.optim.SGD(trunk.parameters(), lr=0.1), TASKS)
-    for _ in range(2):
-        opt.step(lambda task: (1 + TASKS.index(task)) * trunk(x).square().mean())
-    before = copy.deepcopy(trunk.state_dict())
-    for task in TASKS:
-        network = cs.nn.extract_task(trunk, task)
-        assert not cs.nn.task_norms(network)
-        assert type(network[1]) is nn.BatchNorm2d
-        state = network.state_dict()
-        assert state.keys() == plain.state_dict().keys()
-        fresh = copy.deepcopy(plain)
-        fresh.load_state_dict(state)
-        trunk.eval(), network.eval(), fresh.eval()
-        with cs.nn.active_task(trunk, task):
-            assert torch.equal(network(x), trunk(x))
-            assert torch.equal(fresh(x), trunk(x))
-        exported = torch.export.export(network, (x,))
-        torch.testing.assert_close(exported.module()(x), network(x))
-        with torch.no_grad():
-            network[0].weight.zero_()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trunk.state_dict().items())
-    alone = cs.nn.extract_task(cs.nn.TaskBatchNorm1d(3, TASKS), "edges")
-    assert type(alone) is nn.BatchNorm1d
-    with pytest.raises(ValueError, match=r"task must be one of.*'flow'"):
-        cs.nn.extract_task(trunk, "flow")
-    with pytest.raises(ValueError, match=r"task-specific normalization, got Conv2d with none"):
-        cs.nn.extract_task(nn.Conv2d(1, 1, 1), "depth")
-
-
-def test_extract_a_module_that_is_used_twice() -> None:
-    norm = nn.BatchNorm1d(3)
-    trunk = nn.ModuleDict({"one": norm, "inner": nn.Sequential(nn.Linear(3, 3), norm)})
-    network = cs.nn.extract_task(cs.nn.convert_task_batchnorm(trunk, AB), "a")
-    assert network["one"] is network["inner"][1]
-
-
-def test_add_task() -> None:
-    trunk, x = _trained()
-    cs.nn.convert_task_batchnorm(trunk, AB)
-    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-    cs.MultiTaskOptimizer(trunk, sgd, AB).step(
-        lambda task: (1 if task == "a" else 3) * trunk(x).square().mean()
-    )
-    trunk[1].of("a").weight.requires_grad_(False)
-    for task, like, message in (
-        ("a", "b", "task must be a new one, got 'a'"),
-        ("c", "d", "task must be one of"),
-        ("x.y", "a", "without a dot"),
-        ("forward", "a", "named as an attribute"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            cs.nn.add_task(trunk, task, like=like)
-        assert trunk[1].tasks == ("a", "b")
-    with pytest.raises(ValueError, match="task-specific normalization, got Linear"):
-        cs.nn.add_task(nn.Linear(3, 3), "c", like="a")
-    new = cs.nn.add_task(trunk, "c", like="a")
-    assert [p.requires_grad for p in new] == [False, True]
-    trunk.eval()
-    with cs.nn.active_task(trunk, "a"):
-        expected = trunk(x)
-    with cs.nn.active_task(trunk, "c"):
-        assert torch.equal(trunk(x), expected)
-    trunk.train()
-    with pytest.raises(ValueError, match=r"optimizer must hold.*1\.c\.bias"):
-        cs.MultiTaskOptimizer(trunk, sgd, [*AB, "c"])
-    sgd.add_param_group({"params": new})
-    opt = cs.MultiTaskOptimizer(trunk, sgd, [*AB, "c"])
-    opt.step(lambda task: trunk(x).square().mean() * (2 if task == "c" else 1))
-    assert not torch.equal(trunk[1].of("a").bias, trunk[1].of("c").bias)
-
-
-def test_update_bn() -> None:
-    """One task's statistics are torch's own of that task's network; the others' stay."""
-    trunk, _ = _trained()
-    cs.nn.convert_task_batchnorm(trunk, TASKS)
-    trunk[2].eval()
-    loader = [[torch.randn(4, 3, 6, 6), torch.zeros(4)] for _ in range(3)]
-    plain = cs.nn.extract_task(trunk, "depth")
-    torch.optim.swa_utils.update_bn(loader, plain)
-    before = copy.deepcopy(trunk.state_dict())
-    modes = [module.training for module in trunk.modules()]
-    cs.nn.update_bn(loader, trunk, "depth")
-    assert modes == [module.training for module in trunk.modules()]
-    assert trunk[1].of("depth").momentum == 0.1
-    assert trunk[1].active is None
-    for name, tensor in trunk.state_dict().items():
-        expected = before[name]
-        if "1.depth." in name:
-            expected = plain.state_dict()[name.replace("depth.", "")]
-            assert torch.equal(tensor, expected)
-            assert "running" not in name or not torch.equal(tensor, before[name])
-        assert torch.equal(tensor, expected), name
-    after = copy.deepcopy(trunk.state_dict())
-    for bad, error in (([], ValueError), ([torch.randn(4, 3, 6, 6), "no tensor"], TypeError)):
-        with pytest.raises(error):
-            cs.nn.update_bn(bad, trunk, "depth")
-        assert all(torch.equal(tensor, after[n]) for n, tensor in trunk.state_dict().items())
-        assert trunk[1].of("depth").momentum == 0.1
-    with pytest.raises(ValueError, match="task must be one of"):
-        cs.nn.update_bn(loader, trunk, "flow")
-
-
 def test_a_first_run_outside_a_step_is_nobodys_concern() -> None:
     """In a validation, in inference mode too: nothing is learned, no hook is set."""
     trunk = cs.nn.convert_task_batchnorm(Deep(), AB)
@@ -476,76 +315,6 @@ def test_inference_mode_hides_changes_in_place() -> None:
     assert opt.trace(loss).prioritized == {}
 
 
-def test_a_lazy_normalization_has_to_run_first() -> None:
-    module = nn.Sequential(nn.Linear(2, 4), nn.LazyBatchNorm1d())
-    with pytest.raises(ValueError, match=r"must have run once.*got 1, a LazyBatchNorm1d"):
-        cs.nn.convert_task_batchnorm(module, AB)
-    module(torch.randn(3, 2))
-    cs.nn.convert_task_batchnorm(module, AB)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_traces_of_a_converted_network_are_refused() -> None:
-    """They would keep one task for good; those of one task's network are none's concern."""
-    trunk, x = _trained()
-    cs.nn.convert_task_batchnorm(trunk, AB)
-    cs.nn.set_task(trunk, "a")
-    trunk.eval()
-    with pytest.raises(RuntimeError, match="extract_task"):
-        torch.fx.symbolic_trace(trunk)
-    with pytest.raises(RuntimeError, match="extract_task"):
-        torch.jit.trace(trunk, x)
-    plain = cs.nn.extract_task(trunk, "a")
-    assert torch.equal(torch.fx.symbolic_trace(plain)(x), trunk(x))
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_an_unconverted_checkpoint_in_a_bigger_network(assign: bool) -> None:
-    """Every task has memory of its own afterwards."""
-    plain, x = _trained()
-    state = {f"trunk.{name}": tensor for name, tensor in plain.state_dict().items()}
-    network = nn.ModuleDict({"trunk": cs.nn.convert_task_batchnorm(_trained(1)[0], TASKS)})
-    network.load_state_dict(state, assign=assign)
-    network.eval(), plain.eval()
-    norm = network["trunk"][1]
-    for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
-        places = {getattr(norm.of(task), name).data_ptr() for task in TASKS}
-        assert len(places | {getattr(plain[1], name).data_ptr()}) == len(TASKS) + 1
-    for task in TASKS:
-        assert isinstance(norm.of(task).weight, nn.Parameter)
-        with cs.nn.active_task(network, task):
-            assert torch.equal(network["trunk"](x), plain(x))
-
-
-def test_a_checkpoint_with_one_task_more() -> None:
-    """The message has the keys of the checkpoint."""
-    more = cs.nn.convert_task_batchnorm(_trained()[0], ["a", "b", "c"])
-    trunk = cs.nn.convert_task_batchnorm(_trained(1)[0], AB)
-    with pytest.raises(RuntimeError, match=r'Unexpected key.*"1\.c\.weight"') as raised:
-        trunk.load_state_dict(more.state_dict())
-    assert "a.c" not in str(raised.value)
-
-
-class Activated(nn.BatchNorm2d):
-    """With a module inside, as timm has them."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__(features)
-        self.act = nn.PReLU(features)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.act(super().forward(x))
-        return result
-
-
-def test_an_unconverted_checkpoint_of_a_nested_normalization() -> None:
-    plain = nn.Sequential(nn.Conv2d(3, 4, 1), Activated(4))
-    nn.init.uniform_(plain[1].act.weight)
-    trunk = cs.nn.convert_task_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 1), Activated(4)), AB)
-    trunk.load_state_dict(plain.state_dict())
-    assert torch.equal(trunk[1].of("b").act.weight, plain[1].act.weight)
-
-
 def test_an_optimizer_is_copied_with_a_layer_that_has_not_run() -> None:
     trunk = cs.nn.convert_task_batchnorm(Deep(), AB)
     opt, x = _optimizer(trunk), torch.randn(16, 4)
@@ -557,3 +326,40 @@ def test_an_optimizer_is_copied_with_a_layer_that_has_not_run() -> None:
         again.step(lambda task: _conflict(other, x, task))
     for a, b in zip(trunk.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(3, 4)
+        self.normed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x: Tensor, task: str) -> Tensor:
+        x = self.stem(x)
+        return x if task == "a" else self.normed(x)
+
+
+@BOTH_PHASES
+def test_a_first_task_without_a_prioritized_layer(schedule: cs.Schedule) -> None:
+    """The others have one."""
+    tasks = ["a", "b", "c"]
+    trunk = cs.nn.convert_task_batchnorm(Branches(), tasks)
+    x = torch.randn(8, 3)
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), tasks, schedule=schedule)
+    opt.step(lambda task: trunk(x, task).square().mean())
+    assert opt.coverage().prioritized == {"normed.0.weight": "normed.1"}
+
+
+def test_nothing_is_left_of_an_optimizer_that_is_gone() -> None:
+    """No hook, neither in the torch optimizer nor in layers that have not run."""
+    model, loss, *_ = problem()
+    sgd = sgd_of(model)
+    hooks = len(sgd._optimizer_step_post_hooks), len(sgd._optimizer_step_pre_hooks)
+    for _ in range(3):
+        opt = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad())
+        opt.step(loss)
+        assert model.unused._forward_pre_hooks
+        del opt
+        gc.collect()
+        assert not model.unused._forward_pre_hooks
+    assert hooks == (len(sgd._optimizer_step_post_hooks), len(sgd._optimizer_step_pre_hooks))

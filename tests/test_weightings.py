@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from networks import TASKS, Setup
+from networks import AB, BOTH_PHASES, TASKS, Setup, problem
 from torch import nn
 
 import cs_kernels as cs
@@ -100,22 +100,6 @@ def test_dynamic_weight_average_depends_on_the_epoch() -> None:
         opt.step(setup.closure(0))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: cs.UncertaintyWeights({"a": "ranking"}), "tasks must be 'regression' or"),
-        (lambda: cs.DynamicWeightAverage(0.0), "temperature must be positive and finite, got 0.0"),
-        (
-            lambda: cs.UncertaintyWeights({"depth": "regression"}).check(TASKS),
-            "weighting must have a kind for each of",
-        ),
-    ],
-)
-def test_options_are_checked(make: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_a_network_in_bfloat16() -> None:
     """The learned weights stay in float32; the loss goes its own way."""
     weighting = cs.UncertaintyWeights({"a": "regression"})
@@ -123,3 +107,34 @@ def test_a_network_in_bfloat16() -> None:
     (weighting.weigh("a", x * 2, STEP) + weighting.regularizer("a")).backward()
     assert x.grad.dtype is torch.bfloat16
     assert weighting.log_sigma["a"].grad.item() == -1.0
+
+
+@BOTH_PHASES
+def test_log_sigma_is_added_once(schedule: cs.Schedule) -> None:
+    """However many micro-batches a step has."""
+    sigmas = []
+    for parts in (1, 4):
+        setup = Setup()
+        setup.trunk.eval()
+        weighting = cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression"))
+        sgd = torch.optim.SGD([*setup.parameters(), *weighting.parameters()], lr=0.1)
+        opt = cs.MultiTaskOptimizer(
+            setup.trunk, sgd, TASKS, cs.Sum(), schedule=schedule, weighting=weighting
+        )
+        opt.step([lambda t, s=setup, n=parts: s.closure(0)(t) / n] * parts)
+        grads = [s.grad for s in weighting.parameters() if s.grad is not None]
+        sigmas.append(torch.stack(grads))
+    torch.testing.assert_close(*sigmas)
+
+
+def test_log_sigma_is_added_once_in_backward() -> None:
+    grads = []
+    for parts in (1, 3):
+        model, loss, *_ = problem()
+        weighting = cs.UncertaintyWeights(dict.fromkeys(AB, "regression"))
+        sgd = torch.optim.SGD([*model.parameters(), *weighting.parameters()], lr=0.1)
+        opt = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad(), weighting=weighting)
+        for n in range(parts):
+            opt.backward({t: loss(t) / parts for t in AB}, update=n + 1 == parts)
+        grads.append(torch.stack([s.grad for s in weighting.parameters()]))
+    torch.testing.assert_close(*grads)

@@ -27,12 +27,21 @@ _kernels: Any = None
 
 
 def use_kernels(kernels: Any) -> None:
-    """Launches the kernels of a module, whose tables must be those of the plans."""
+    """Launches the kernels of a module.
+
+    Raises:
+        ImportError: Its tables are not those of the plans.
+
+    """
     global _kernels
-    tables = (TensorField, CallField, Counter, ItemKind, GradientField, GradientCallField)
-    for table in tables:
+    for table in (TensorField, CallField, Counter, ItemKind, GradientField, GradientCallField):
         fields = {field.name.lower(): int(field) for field in table}
-        assert kernels.tables()[table.__name__] == fields, table
+        found = kernels.tables()[table.__name__]
+        if found != fields:
+            raise ImportError(
+                f"the CUDA kernels must have the fields {fields} in {table.__name__}, got {found}:"
+                " build them again"
+            )
     _kernels = kernels
     _tiling.cache_clear()
 

@@ -32,11 +32,15 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 TYPES = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 if unavailable is None:
-    # The reference does without the module, so these stand on both sides.
-    assert _C.max_tasks == MOST_TASKS
-    assert [f"torch.{name}" for name in _C.data_types] == [str(dtype) for dtype in DTYPES]
-    assert _C.solvers == list(SOLVERS)
-    assert _C.tolerances == tolerances()
+    # The reference runs without the module, so these stand on both sides.
+    for _name, _value in {
+        "max_tasks": MOST_TASKS,
+        "data_types": [str(dtype).removeprefix("torch.") for dtype in DTYPES],
+        "solvers": list(SOLVERS),
+        "tolerances": tolerances(),
+    }.items():
+        if getattr(_C, _name, None) != _value:
+            raise ImportError(f"cs_kernels._C has other {_name} than its package: build it again")
 
 ChannelLayout = tuple[int, int, int, int]
 """A tensor's memory as an array [groups, outer, channels, inner]."""

@@ -1,20 +1,14 @@
-"""Records of what was run: lines of JSON under `results/`, or where CS_KERNELS_RESULTS says.
-
-`python bench/records.py NAME REPORT STATUS` records how a run of tests ended: from an XML report of
-pytest and its exit status.
-"""
+"""Records of runs: lines of JSON under `bench/results/`, or where CS_KERNELS_RESULTS says."""
 
 import contextlib
 import json
 import os
 import platform
 import subprocess
-import sys
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import torch
 
@@ -23,7 +17,7 @@ from cs_kernels import _C
 
 def append(name: str, record: dict[str, Any]) -> Path:
     """Adds a line to a table's records; returns where they are."""
-    folder = Path(os.environ.get("CS_KERNELS_RESULTS") or Path(__file__).parent / "results")
+    folder = Path(os.environ.get("CS_KERNELS_RESULTS") or Path(__file__).parents[1] / "results")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.jsonl"
     with path.open("a") as file:
@@ -72,19 +66,3 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-
-
-def outcome(report: Path) -> dict[str, Any]:
-    """Counts and seconds of a run of pytest."""
-    suites = ElementTree.parse(report).getroot().findall("testsuite")
-    counts = {
-        key: sum(int(suite.get(key, 0)) for suite in suites)
-        for key in ("tests", "failures", "errors", "skipped")
-    }
-    return {**counts, "seconds": sum(float(suite.get("time", 0)) for suite in suites)}
-
-
-if __name__ == "__main__":
-    name, report, status = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-    record = {**origin(), "run": name, "status": status, **outcome(report)}
-    print(append("gpu_tests", record), record)

@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import torch
 import torchjd.autojac
-from textbook import Gradients
 from torch import Tensor, nn
 from torchjd import aggregation
+
+from harness.textbook import Gradients
 
 TORCHJD: dict[str, Callable[[int], aggregation.Aggregator]] = {
     "PCGrad": lambda tasks: aggregation.PCGrad(),

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 
 import torch
-from shapes import NETWORKS, first_layers
 from torch import Tensor
 
 import cs_kernels as cs
+from harness.shapes import NETWORKS, first_layers
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Networks, peers, timers, tables and records that the benchmarks share."""

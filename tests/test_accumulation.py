@@ -1,0 +1,240 @@
+"""Micro-batches: gradients that add up, and what would lose them."""
+
+import pytest
+import torch
+from networks import AB, BOTH_PHASES, GRAMIAN_METHODS, TASKS, Setup, assert_equal, problem, sgd_of
+from torch import Tensor, nn
+
+import cs_kernels as cs
+
+
+@BOTH_PHASES
+@pytest.mark.parametrize("method", [cs.Sum(), cs.ConnectionStrength()], ids=repr)
+def test_micro_batches_add_up(method: cs.Method, schedule: cs.Schedule) -> None:
+    """In evaluation mode, where samples do not interact, two halves equal the whole."""
+    whole, halves = Setup(), Setup()
+    for setup, micro in ((whole, 1), (halves, 2)):
+        setup.trunk.eval()
+        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method, schedule)
+        x, targets = setup.batches[0]
+        closures = []
+        for part in range(micro):
+            rows_ = slice(part * 4 // micro, (part + 1) * 4 // micro)
+
+            def loss(task: str, setup: Setup = setup, rows_: slice = rows_) -> Tensor:
+                y = setup.heads[task](setup.trunk(x[rows_]))
+                target = targets[TASKS.index(task)][rows_]
+                return (y - target).square().mean() / micro
+
+            closures.append(loss)
+        losses = opt.step(closures if micro > 1 else closures[0])
+        setup.losses = losses
+    for task in TASKS:
+        torch.testing.assert_close(whole.losses[task], halves.losses[task])
+    for a, b in zip(whole.parameters(), halves.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("method", [*GRAMIAN_METHODS, cs.GradDrop(0.1), cs.Sum()], ids=repr)
+def test_micro_batches_of_backward_add_up(backend: str, method: cs.Method) -> None:
+    """Samples do not interact here, so three thirds equal the whole; surgery happens once."""
+    whole, thirds = problem(), problem()
+    for (model, _, x, targets), parts in ((whole, 1), (thirds, 3)):
+        opt = cs.MultiTaskOptimizer(
+            model, sgd_of(model.trunk, model.heads, model.unused), AB, method
+        )
+        x, targets = x[:6], {task: target[:6] for task, target in targets.items()}
+        for n, rows in enumerate(torch.arange(6).chunk(parts)):
+            features = model.trunk(x[rows])
+            losses = {
+                task: (model.heads[task](features) - targets[task][rows]).square().mean() / parts
+                for task in AB
+            }
+            opt.backward(losses, update=n + 1 == parts)
+            if n + 1 < parts:
+                waiting = sum(p.grad is not None for p in model.trunk.parameters())
+                assert waiting == (4 if isinstance(method, cs.Sum) else 1)  # A mark.
+        assert opt.state_dict()["steps"] == 1
+    for a, b in zip(whole[0].parameters(), thirds[0].parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_micro_batches_of_different_tasks() -> None:
+    model, loss, *_ = problem()
+    twin, other, *_ = problem()
+    opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.PCGrad())
+    opt.backward({"b": loss("b")}, update=False)
+    opt.backward({"a": loss("a")})
+    cs.MultiTaskOptimizer(twin, sgd_of(twin), AB, cs.PCGrad()).backward({t: other(t) for t in AB})
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("method", [cs.PCGrad(), cs.Sum()], ids=repr)
+def test_heads_accumulate_on_a_frozen_trunk(method: cs.Method) -> None:
+    grads = []
+    for parts in (1, 3):
+        model, loss, *_ = problem()
+        opt = cs.MultiTaskOptimizer(model.trunk, sgd_of(model.trunk, model.heads), AB, method)
+        opt.backward({task: loss(task) for task in AB}, update=False)
+        opt.optimizer.zero_grad()
+        model.trunk.requires_grad_(False)
+        for n in range(parts):
+            opt.backward({task: loss(task) / parts for task in AB}, update=n + 1 == parts)
+        grads.append(torch.cat([p.grad.flatten() for p in model.heads.parameters()]))
+    torch.testing.assert_close(*grads)
+
+
+def test_an_update_that_would_be_lost_is_refused() -> None:
+    """A loop that takes a second backward for accumulation."""
+    model, loss, *_ = problem()
+    sgd = sgd_of(model)
+    opt = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad())
+
+    def losses() -> dict[str, Tensor]:
+        return {task: loss(task) for task in AB}
+
+    opt.backward(losses())
+    kept = [p.grad.clone() for p in model.trunk.parameters()]
+    for call in (lambda: opt.backward(losses()), lambda: opt.step(loss)):
+        with pytest.raises(RuntimeError, match=r"still in \.grad.*update=False"):
+            call()
+        assert_equal(kept, [p.grad for p in model.trunk.parameters()])
+    sgd.step()
+    opt.backward(losses())
+    sgd.zero_grad(set_to_none=False)
+    opt.backward(losses())
+    sgd.zero_grad()
+    opt.backward({task: value * torch.inf for task, value in losses().items()})
+    opt.backward(losses())  # A scaler skips the step of an overflow.
+    sgd.step()
+    opt.backward(losses(), update=False)
+    with pytest.raises(RuntimeError, match=r"step would forget.*update=False"):
+        opt.step(loss)
+    opt.backward(losses())
+
+
+def test_an_optimizer_that_writes_behind_versions() -> None:
+    """Old ones update `.data`."""
+
+    class Old(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.data.add_(p.grad, alpha=-0.1)
+
+    model, loss, *_ = problem()
+    old = Old(model.parameters(), lr=0.1)
+    opt = cs.MultiTaskOptimizer(model, old, AB, cs.PCGrad())
+    for _ in range(2):
+        opt.backward({task: loss(task) for task in AB})
+        old.step()
+
+
+def test_an_optimizer_step_before_the_update_is_refused() -> None:
+    model, loss, *_ = problem()
+    sgd = sgd_of(model)
+    opt = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad())
+    opt.backward({task: loss(task) for task in AB}, update=False)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(RuntimeError, match=r"update=False\) wait for their update"):
+        sgd.step()
+    assert_equal(before, [p.detach() for p in model.parameters()])
+    opt.backward({task: loss(task) for task in AB})
+    sgd.step()
+
+
+class Changing(cs.Schedule):
+    now = 2
+
+    def phase(self, epoch: int | None, step: int) -> int:
+        return self.now
+
+
+def test_an_update_that_phase_1_interrupts() -> None:
+    """The phase is that in which it began; an unfinished one can be forgotten."""
+    model, loss, *_ = problem()
+    sgd, schedule = sgd_of(model), Changing()
+    opt = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad(), schedule)
+    for finish in (True, False):
+        schedule.now = 2
+        opt.backward({task: loss(task) for task in AB}, update=False)
+        schedule.now = 1
+        with pytest.raises(RuntimeError, match="step would forget"):
+            opt.step(loss)
+        if finish:
+            opt.backward({task: loss(task) for task in AB})
+            sgd.step()
+        else:
+            sgd.zero_grad()
+        opt.step(loss)
+    schedule.now = 3
+    with pytest.raises(ValueError, match="schedule must give phase 1 or 2, got 3"):
+        opt.step(loss)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("method", [cs.PCGrad(), cs.GradDrop(), cs.Sum()], ids=repr)
+def test_zero_grad_forgets_what_has_added_up(method: cs.Method, set_to_none: bool) -> None:
+    """The trunk's gradients too, which wait outside `.grad`."""
+    model, loss, *_ = problem()
+    twin, other, *_ = problem()
+    sgd = [sgd_of(model.trunk, model.unused), sgd_of(model.heads)]
+    opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, method)
+    opt.backward({task: loss(task) for task in AB}, update=False)
+    for one in sgd:
+        one.zero_grad(set_to_none=set_to_none)
+    opt.backward({task: loss(task) for task in AB})
+    straight = cs.MultiTaskOptimizer(twin.trunk, sgd_of(twin), AB, method)
+    straight.backward({task: other(task) for task in AB})
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if a.grad is not None:
+            assert torch.equal(a.grad, b.grad)
+
+
+def test_gradients_that_wait_must_stay_as_they_are() -> None:
+    model, loss, *_ = problem()
+    opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.PCGrad())
+    opt.backward({task: loss(task) for task in AB}, update=False)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match="clip or unscale after the update"):
+        opt.backward({task: loss(task) for task in AB})
+    opt.optimizer.zero_grad()
+    opt.backward({task: loss(task) for task in AB})
+
+
+def test_a_failed_micro_batch_ends_the_update() -> None:
+    model, loss, *_ = problem()
+    opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.PCGrad())
+    opt.backward({task: loss(task) for task in AB}, update=False)
+    broken = loss("a")
+    torch.autograd.grad(broken, [*model.trunk.parameters()])  # Frees its graph.
+    with pytest.raises(RuntimeError, match="second time"):
+        opt.backward({"a": broken}, update=False)
+    assert all(p.grad is None for p in model.parameters())
+    # Nothing of it is left.
+    twin, other, *_ = problem()
+    opt.backward({task: loss(task) for task in AB})
+    cs.MultiTaskOptimizer(twin, sgd_of(twin), AB, cs.PCGrad()).backward({t: other(t) for t in AB})
+    for a, b in zip(model.trunk.parameters(), twin.trunk.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_a_refused_checkpoint_leaves_micro_batches_alone() -> None:
+    updates = []
+    for interrupted in (False, True):
+        model, loss, *_ = problem()
+        opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.PCGrad())
+        opt.backward({task: loss(task) for task in AB}, update=False)
+        if interrupted:
+            with pytest.raises(ValueError, match="whole state_dict"):
+                opt.load_state_dict({**opt.state_dict(), "steps": None})
+        opt.backward({task: loss(task) for task in AB})
+        updates.append(torch.cat([p.grad.flatten() for p in model.trunk.parameters()]))
+    assert torch.equal(*updates)

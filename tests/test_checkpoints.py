@@ -1,0 +1,122 @@
+"""State dictionaries: a resumed run goes on bit by bit, and one that does not fit is refused."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from networks import AB, TASKS, Setup, assert_equal, problem, sgd_of
+
+import cs_kernels as cs
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-3}),
+        (torch.optim.AdamW, {"lr": 1e-2}),
+        (torch.optim.RMSprop, {"lr": 1e-3}),
+        (torch.optim.Adagrad, {"lr": 1e-2}),
+    ],
+)
+def test_resumed_run_is_bit_equal(
+    optimizer: Callable[..., torch.optim.Optimizer], options: dict[str, float]
+) -> None:
+    """Interrupted in the middle of an epoch, with a learning-rate schedule on the optimizer."""
+
+    def build() -> tuple[Setup, cs.MultiTaskOptimizer, torch.optim.lr_scheduler.LRScheduler]:
+        setup = Setup(optimizer=optimizer, **options)
+        schedule = cs.Mixed(epochs=4, seed=1, draw="step")
+        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, schedule=schedule)
+        return setup, opt, torch.optim.lr_scheduler.StepLR(setup.optimizer, 1, 0.5)
+
+    def train(parts: tuple, start: int, stop: int) -> list[int]:
+        setup, opt, rate = parts
+        phases = []
+        for step in range(start, stop):
+            opt.start_epoch(step // 2)
+            phases.append(opt.phase)
+            opt.step(setup.closure(step))
+            if step % 2:
+                rate.step()
+        return phases
+
+    straight = build()
+    phases = train(straight, 0, 8)
+    assert set(phases) == {1, 2}
+    interrupted = build()
+    train(interrupted, 0, 5)
+    saved = copy.deepcopy(
+        [
+            part.state_dict()
+            for part in (
+                interrupted[0].trunk,
+                interrupted[0].heads,
+                interrupted[0].optimizer,
+                interrupted[1],
+                interrupted[2],
+            )
+        ]
+    )
+    resumed = build()
+    parts = (resumed[0].trunk, resumed[0].heads, resumed[0].optimizer, resumed[1], resumed[2])
+    for part, state in zip(parts, saved, strict=True):
+        part.load_state_dict(state)
+    train(resumed, 5, 8)
+    assert_equal(straight[0].state(), resumed[0].state())
+    assert straight[1].state_dict() == resumed[1].state_dict()
+    assert straight[0].optimizer.param_groups[0]["lr"] == options["lr"] * 0.5**4
+
+
+def test_checkpoints_that_do_not_fit_are_refused_whole() -> None:
+    model, loss, *_ = problem()
+
+    def optimizer(method: cs.Method, weighting: cs.Weighting) -> cs.MultiTaskOptimizer:
+        return cs.MultiTaskOptimizer(model, sgd_of(model), AB, method, weighting=weighting)
+
+    opt = optimizer(cs.NashMTL(3), cs.DynamicWeightAverage())
+    opt.start_epoch(2)
+    opt.step(loss)
+    good = copy.deepcopy(opt.state_dict())
+    fresh = optimizer(cs.NashMTL(3), cs.DynamicWeightAverage())
+    untouched = copy.deepcopy(fresh.state_dict())
+    half = {**good, "method": {"name": "NashMTL", "state": {"number": 4}}}
+    half_weighting = copy.deepcopy(good)
+    del half_weighting["weighting"]["state"]["means"]
+    other_trunk = {**good, "reach": {"nowhere.weight": {"reached": [], "tried": []}}}
+    for bad, message in (
+        ({k: v for k, v in good.items() if k != "method"}, r"state must have.*'method'"),
+        ({**good, "method": {"name": "PCGrad", "state": {}}}, r"of method NashMTL, got PCGrad"),
+        (
+            {**good, "weighting": {"name": "EqualWeights", "state": {}}},
+            r"of weighting DynamicWeightAverage, got EqualWeights",
+        ),
+        ({**good, "tasks": ["a"]}, r"of tasks \['a', 'b'\], got \['a'\]"),
+        ({**good, "tasks": ["b", "a"]}, r"of tasks \['a', 'b'\], got \['b', 'a'\]"),
+        (half, r"a whole state_dict, got one with KeyError\('tasks'\)"),
+        (half_weighting, r"a whole state_dict, got one with KeyError\('means'\)"),
+        ({**good, "steps": None}, "a whole state_dict"),
+        (other_trunk, "shared parameters of trunk, got 'nowhere.weight'"),
+        ([], "state must have"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fresh.load_state_dict(bad)
+        assert fresh.state_dict() == untouched
+    fresh.load_state_dict(good)
+    assert fresh.state_dict()["steps"] == 1
+    for method in (cs.GradDrop(), cs.PCGrad()):
+        other = cs.PCGrad() if isinstance(method, cs.GradDrop) else cs.GradDrop()
+        state = optimizer(method, cs.EqualWeights()).state_dict()
+        with pytest.raises(ValueError, match="state must be of method"):
+            optimizer(other, cs.EqualWeights()).load_state_dict(state)
+
+
+def test_tensors_of_a_checkpoint_move_to_where_they_are_needed() -> None:
+    """A stand-in for a checkpoint that was mapped to another device than training is on."""
+    weighting = cs.DynamicWeightAverage()
+    weighting.start_epoch(0)
+    weighting.observe(cs.Step(losses={"a": torch.tensor(1.0)}))
+    resumed = cs.DynamicWeightAverage()
+    resumed.load_state_dict(weighting.state_dict())
+    resumed.observe(cs.Step(losses={"a": torch.tensor(2.0, device="meta")}))
+    assert resumed.state_dict()["totals"]["a"].device.type == "meta"

@@ -1,0 +1,250 @@
+"""Gramian, weighted sum and sign dropping against the float64 oracle."""
+
+import pytest
+import torch
+import torchjd.aggregation
+from layers import FORMATS, SMALL, laid_out
+from torch import Tensor
+
+import cs_kernels as cs
+from cs_kernels.ops import reference
+from cs_kernels.ops.random import random_key, uniform_numbers
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+SHAPES = [(7, 1), (12, 5, 3), (9, 14, 2, 2), (3, 700)]
+
+_ops = torch.ops.cs_kernels
+
+
+def _trunk(
+    tasks: int, dtype: torch.dtype, memory: str = "contiguous", missing: bool = False
+) -> list[Tensor | None]:
+    """Gradients of a tensor of each shape; every third one missing on request."""
+    grads: list[Tensor | None] = [
+        laid_out(torch.randn(shape).to(dtype), memory) for shape in SHAPES for _ in range(tasks)
+    ]
+    if missing:
+        grads[1::3] = [None] * len(grads[1::3])
+        grads[-tasks:] = [None] * tasks
+    return grads
+
+
+def _rows(grads: list[Tensor | None], tasks: int, dtype: torch.dtype) -> Tensor:
+    """[K, N], zeros for what is missing."""
+    return torch.stack(
+        [
+            torch.cat(
+                [
+                    torch.zeros(shape).flatten().to(dtype)
+                    if (grad := grads[t * tasks + i]) is None
+                    else grad.to(dtype).flatten()
+                    for t, shape in enumerate(SHAPES)
+                ]
+            )
+            for i in range(tasks)
+        ]
+    )
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("memory", FORMATS)
+@pytest.mark.parametrize("tasks", [3, 8, 9] if SMALL else [1, 2, 3, 4, 5, 8, 9, 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gramian(backend: str, dtype: torch.dtype, tasks: int, memory: str, missing: bool) -> None:
+    """At most twice the error of a matrix product in the gradients' dtype."""
+    grads = _trunk(tasks, dtype, memory, missing)
+    result = _ops.gramian(grads, [0] * len(SHAPES), 1, tasks)[0]
+    rows = _rows(grads, tasks, dtype)
+    exact = rows.double() @ rows.double().T
+    plain = (rows @ rows.T).double()
+    # Where the plain product happens to be exact: what its sums may round.
+    rounding = 8 * torch.finfo(torch.float64).eps * exact.abs().max()
+    assert (result - exact).abs().max() <= max(2 * (plain - exact).abs().max(), rounding)
+    assert torch.equal(result, result.T)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("missing", [False, True])
+@pytest.mark.parametrize("memory", FORMATS)
+@pytest.mark.parametrize("tasks", [3, 8, 9] if SMALL else [1, 2, 3, 4, 5, 8, 9, 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_combine(backend: str, dtype: torch.dtype, tasks: int, memory: str, missing: bool) -> None:
+    """At most twice the error of the same sum in the gradients' dtype, or a rounding."""
+    grads = _trunk(tasks, dtype, memory, missing)
+    updates = [laid_out(torch.empty(shape).to(dtype), memory) for shape in SHAPES]
+    weights = torch.randn(1, tasks, dtype=torch.float64)
+    _ops.combine_(updates, grads, weights, [0] * len(SHAPES), tasks)
+    rows = _rows(grads, tasks, dtype)
+    exact = weights[0] @ rows.double()
+    plain = torch.zeros_like(rows[0])
+    for w, row in zip(weights[0].to(dtype), rows, strict=True):
+        plain += w * row
+    result = torch.cat([update.flatten() for update in updates]).double()
+    # Each addition of float64 rounds; the others are added in more than their own precision.
+    roundings = tasks if dtype is torch.float64 else 1
+    rounding = roundings * torch.finfo(dtype).eps * exact.abs().max()
+    assert (result - exact).abs().max() <= max(2 * (plain.double() - exact).abs().max(), rounding)
+
+
+def test_groups(backend: str) -> None:
+    """Tensors of a group add up to one Gramian, and take its weights."""
+    grads = _trunk(3, torch.float64)
+    group_of = [1, 0, 2, 1]
+    together = _ops.gramian(grads, group_of, 3, 3)
+    weights = torch.randn(3, 3, dtype=torch.float64)
+    updates = [torch.empty(shape, dtype=torch.float64) for shape in SHAPES]
+    _ops.combine_(updates, grads, weights, group_of, 3)
+    for group in range(3):
+        rows = [
+            torch.stack([g.flatten() for g in grads[3 * t : 3 * t + 3] if g is not None])
+            for t in range(4)
+            if group_of[t] == group
+        ]
+        torch.testing.assert_close(together[group], sum(r @ r.T for r in rows))
+    for t, group in enumerate(group_of):
+        expected = sum(weights[group, i] * grads[3 * t + i] for i in range(3))
+        torch.testing.assert_close(updates[t], expected)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("leak", [0.0, 0.25])
+@pytest.mark.parametrize("memory", FORMATS)
+@pytest.mark.parametrize("tasks", [4, 9] if SMALL else [1, 2, 4, 9])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_drop_signs(backend: str, dtype: torch.dtype, tasks: int, memory: str, leak: float) -> None:
+    """The same choices as the reference, element by element, in every memory layout."""
+    grads = _trunk(tasks, dtype, memory, missing=tasks > 2)
+    results = []
+    for run in (reference.drop_signs_, _ops.drop_signs_):
+        updates = [laid_out(torch.empty(shape).to(dtype), memory) for shape in SHAPES]
+        run(updates, grads, [leak * i for i in range(tasks)], 3, 11, tasks)
+        results.append(torch.cat([update.flatten() for update in updates]).double())
+    rows = _rows(grads, tasks, dtype).double().abs().sum(0)
+    error = (results[0] - results[1]).abs()
+    # One element in 2^24 may be chosen otherwise, where the share is within rounding of the draw.
+    assert (error <= 2 * torch.finfo(dtype).eps * rows).all()
+
+
+def test_drop_signs_by_hand(backend: str) -> None:
+    """One sign is never dropped; of two, one is dropped whole."""
+    grads = torch.tensor([[1.0, -1.0, 3.0, 0.0], [2.0, -2.0, -1.0, 0.0], [4.0, -4.0, -2.0, 0.0]])
+    seen = set()
+    for step in range(40):
+        update = torch.empty(4)
+        _ops.drop_signs_([update], list(grads), [0.0] * 3, 0, step, 3)
+        assert update[:2].tolist() == [7.0, -7.0]
+        assert update[3] == 0
+        seen.add(update[2].item())
+    assert seen == {3.0, -3.0}
+
+
+def test_drop_signs_is_the_sum_in_the_mean(backend: str) -> None:
+    """P S+ - (1 - P) S- = S+ - S-, with P = S+ / (S+ + S-)."""
+    count = 20_000 if SMALL else 200_000
+    column = torch.tensor([3.0, -1.0, -0.5])
+    grads = [column[i].expand(count).contiguous() for i in range(3)]
+    update = torch.empty(count)
+    _ops.drop_signs_([update], grads, [0.0] * 3, 1, 0, 3)
+    share = (update == 3).double().mean()
+    assert abs(share - 3 / 4.5) < 4 * (2 / 9 / count) ** 0.5
+    # Neighbours and steps are drawn independently.
+    chosen = (update == 3).double() - share
+    assert abs((chosen[1:] * chosen[:-1]).mean()) < 4 * 2 / 9 / count**0.5
+    _ops.drop_signs_([update], grads, [0.0] * 3, 1, 1, 3)
+    assert abs((chosen * ((update == 3).double() - share)).mean()) < 4 * 2 / 9 / count**0.5
+
+
+def test_leaks(backend: str) -> None:
+    """All of a gradient that leaks whole; the part of one that leaks in part."""
+    grads = [torch.randn(1000, dtype=torch.float64) for _ in range(3)]
+    update = torch.empty(1000, dtype=torch.float64)
+    _ops.drop_signs_([update], grads, [1.0] * 3, 0, 0, 3)
+    torch.testing.assert_close(update, sum(grads))
+    dropped = torch.empty(1000, dtype=torch.float64)
+    _ops.drop_signs_([dropped], grads, [0.0] * 3, 0, 0, 3)
+    _ops.drop_signs_([update], grads, [0.3] * 3, 0, 0, 3)
+    torch.testing.assert_close(update, 0.3 * sum(grads) + 0.7 * dropped)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_not_finite_is_not_dropped(backend: str, dtype: torch.dtype, wrong: float) -> None:
+    grads = [torch.randn(100).to(dtype) for _ in range(3)]
+    grads[1][17] = wrong
+    update = torch.empty(100, dtype=dtype)
+    for step in range(10):
+        _ops.drop_signs_([update], grads, [0.0] * 3, 0, step, 3)
+        assert (~update.isfinite()).nonzero().tolist() == [[17]]
+
+
+@pytest.mark.parametrize(("dtype", "tasks"), [(torch.float32, 4), (torch.bfloat16, 9)], ids=str)
+def test_a_trunk_larger_than_the_caches(dtype: torch.dtype, tasks: int) -> None:
+    """The same bits for any number of threads, in one tensor or in several, streamed or not."""
+    sizes = [2_500_001, 1_500_000, 999]
+    flat = [torch.randn(sum(sizes)).to(dtype) for _ in range(tasks)]
+    pieces = [g.split(sizes) for g in flat]
+    grads = [of_task[t] for t in range(3) for of_task in pieces]
+    weights = torch.randn(1, tasks, dtype=torch.float64)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            update, dropped = (torch.empty_like(flat[0]) for _ in range(2))
+            _ops.combine_([update], flat, weights, [0], tasks)
+            _ops.drop_signs_([dropped], flat, [0.1] * tasks, 0, 0, tasks)
+            results.append([update, dropped, _ops.gramian(flat, [0], 1, tasks)])
+    finally:
+        torch.set_num_threads(before)
+    for one, two in zip(*results, strict=True):
+        assert torch.equal(one, two)
+    update, dropped = (torch.empty_like(flat[0]) for _ in range(2))
+    _ops.combine_(update.split(sizes), grads, weights, [0] * 3, tasks)
+    _ops.drop_signs_(dropped.split(sizes), grads, [0.1] * tasks, 0, 0, tasks)
+    assert torch.equal(update, results[0][0])
+    assert torch.equal(dropped, results[0][1])
+    small = torch.empty(999, dtype=dtype)  # not streamed
+    _ops.combine_([small], [g[-999:] for g in flat], weights, [0], tasks)
+    assert torch.equal(small, update[-999:])
+
+
+def test_products_of_very_different_size(backend: str) -> None:
+    """1e-18 and 1e18 in float32: nothing overflows or vanishes."""
+    rows = torch.tensor([[1e-18, 1e-18], [1e18, -1e18], [1e18, 1e18]])
+    gramian = cs.functional.gramian(rows)
+    expected = torch.tensor([[2e-36, 0, 2], [0, 2e36, 0], [2, 0, 2e36]], dtype=torch.float64)
+    torch.testing.assert_close(gramian, expected, rtol=1e-6, atol=0)
+
+
+def test_functional(backend: str) -> None:
+    grads = torch.randn(4, 5, 3)
+    gramian = cs.functional.gramian(grads)
+    torch.testing.assert_close(gramian, grads.flatten(1).double() @ grads.flatten(1).double().T)
+    weights = torch.randn(4)
+    combined = cs.functional.combine(grads, weights)
+    torch.testing.assert_close(combined, torch.einsum("k,kab->ab", weights, grads))
+    assert combined.dtype is grads.dtype
+
+
+def test_drop_signs_equals_torchjd(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same uniform numbers, leaks included."""
+    rows = torch.randn(4, 1000, dtype=torch.float64)
+    leaks = [0.0, 0.1, 0.5, 1.0]
+    update = torch.empty(1000, dtype=torch.float64)
+    _ops.drop_signs_([update], list(rows), leaks, 3, 5, 4)
+    numbers = uniform_numbers(random_key(3, 5), 0, 1000, rows.device)
+    monkeypatch.setattr(torch, "rand", lambda *size, **options: numbers)
+    theirs = torchjd.aggregation.GradDrop(leak=torch.tensor(leaks, dtype=torch.float64))
+    torch.testing.assert_close(update, theirs(rows))
+
+
+def test_scalar_parameters(backend: str) -> None:
+    """A tensor without dimensions, as a learned temperature is."""
+    grads = [torch.tensor(2.0), torch.tensor(-3.0)]
+    assert _ops.gramian(grads, [0], 1, 2).tolist() == [[[4.0, -6.0], [-6.0, 9.0]]]
+    update = torch.empty(())
+    _ops.combine_([update], grads, torch.tensor([[1.0, 0.5]]), [0], 2)
+    assert update.item() == 0.5
+    _ops.drop_signs_([update], grads, [0.0, 0.0], 0, 0, 2)
+    assert update.item() in (2.0, -3.0)

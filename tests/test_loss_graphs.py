@@ -1,0 +1,210 @@
+"""What a loss depends on: parameters that the optimizer holds, and those of this very trunk."""
+
+import copy
+
+import pytest
+import torch
+from networks import AB, BOTH_PHASES, EVERY_METHOD, TASKS, Setup, assert_equal, problem, sgd_of
+from torch import Tensor, nn
+
+import cs_kernels as cs
+
+
+@BOTH_PHASES
+@EVERY_METHOD
+def test_a_forgotten_head(method: cs.Method, schedule: cs.Schedule) -> None:
+    setup = Setup()
+    del setup.optimizer.param_groups[0]["params"][-2:]  # The last head's.
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method, schedule)
+    before = setup.state()
+    with pytest.raises(ValueError, match=r"optimizer must hold.*'edges'.*Conv2d\.(weight|bias)"):
+        opt.step(setup.closure(0))
+    if not isinstance(schedule, cs.Sequential):
+        assert_equal(before, setup.state())
+    with pytest.raises(ValueError, match=r"optimizer must hold"):
+        opt.trace(setup.closure(0))
+
+
+@EVERY_METHOD
+def test_a_parameter_that_is_unfrozen_later(method: cs.Method) -> None:
+    """Of the trunk or of a head; held from then on, it trains."""
+    for find in (
+        lambda setup: setup.trunk.bare.weight,
+        lambda setup: setup.heads["normals"].weight,
+    ):
+        setup = Setup()
+        late = find(setup)
+        late.requires_grad_(False)
+        params = setup.optimizer.param_groups[0]["params"]
+        params[:] = [p for p in params if p is not late]
+        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method)
+        for batch in range(2):
+            opt.step(setup.closure(batch))
+        late.requires_grad_(True)
+        before = setup.state(grads=False)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"optimizer must hold.*'(depth|normals)'"):
+                opt.step(setup.closure(2))
+            assert_equal(before, setup.state(grads=False))
+        setup.optimizer.add_param_group({"params": [late]})
+        value = late.detach().clone()
+        opt.step(setup.closure(2))
+        assert not torch.equal(value, late)
+
+
+def test_unheld_parameters_are_seen_by_backward() -> None:
+    model, loss, *_ = problem()
+    opt = cs.MultiTaskOptimizer(model.trunk, sgd_of(model.trunk), AB, cs.PCGrad())
+    with pytest.raises(ValueError, match=r"optimizer must hold.*'a' depends on.*(\(1, 6\)|\(1,\))"):
+        opt.backward({task: loss(task) for task in AB})
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_parameter_that_is_unfrozen_later_in_backward() -> None:
+    """Nobody has seen the module that it is in: it shows in a later graph."""
+    model, loss, *_ = problem()
+    head = model.heads["b"].requires_grad_(False)
+    sgd = sgd_of(model.trunk, model.heads["a"])
+    opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, cs.PCGrad())
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            opt.backward({task: loss(task) for task in AB})
+            sgd.step()
+
+    steps(1)
+    head.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"optimizer must hold.*'b'"):
+        steps(40)
+
+
+@BOTH_PHASES
+@EVERY_METHOD
+def test_a_loss_from_another_copy(method: cs.Method, schedule: cs.Schedule) -> None:
+    """Of one task or of all; in the first step or later."""
+    for warm in (False, True):
+        setup, other = Setup(), Setup()
+        params = setup.optimizer.param_groups[0]["params"]
+        params += [*other.trunk.parameters(), *other.heads.parameters()]
+        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method, schedule)
+        if warm and isinstance(method, cs.Sum):
+            continue  # It cannot tell tasks apart then.
+        if warm:
+            opt.step(setup.closure(0))
+
+        def loss(task: str, setup: Setup = setup, other: Setup = other) -> Tensor:
+            if task != "edges":
+                return setup.closure(1)(task)
+            with cs.nn.active_task(other.trunk, task):
+                return other.closure(1)(task)
+
+        with pytest.raises(ValueError, match=r"depends on a parameter of trunk.*'edges'"):
+            opt.step(loss)
+
+
+def test_a_loss_from_another_copy_in_backward() -> None:
+    model, loss, *_ = problem()
+    twin, other, *_ = problem()
+    opt = cs.MultiTaskOptimizer(model, sgd_of(model, twin), AB, cs.PCGrad())
+    with pytest.raises(ValueError, match=r"depends on a parameter of trunk.*'b'"):
+        opt.backward({"a": loss("a"), "b": other("b")})
+
+
+@BOTH_PHASES
+@EVERY_METHOD
+def test_parameters_that_were_replaced(method: cs.Method, schedule: cs.Schedule) -> None:
+    """A checkpoint loaded by `assign`: the optimizer holds those that were there before."""
+    if isinstance(method, cs.Sum) and isinstance(schedule, cs.Joint):
+        return  # As from a copy of the trunk, but of all tasks: below.
+    setup = Setup()
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method, schedule)
+    opt.step(setup.closure(0))
+    setup.trunk.load_state_dict(copy.deepcopy(setup.trunk.state_dict()), assign=True)
+    with pytest.raises(ValueError, match="depends on a parameter of trunk"):
+        opt.step(setup.closure(0))
+
+
+def test_parameters_that_were_replaced_under_the_plain_sum() -> None:
+    setup = Setup()
+    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, cs.Sum())
+    opt.step(setup.closure(0))
+    setup.trunk.load_state_dict(copy.deepcopy(setup.trunk.state_dict()), assign=True)
+    with pytest.raises(ValueError, match="depends on a parameter of trunk"):
+        opt.step(setup.closure(0))
+
+
+def test_a_task_whose_part_is_frozen_later() -> None:
+    """It reaches nothing then, and that is as it should be."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(3, 4), nn.Linear(3, 4)
+
+        def forward(self, x: Tensor, task: str) -> Tensor:
+            result: Tensor = (self.left if task == "a" else self.right)(x)
+            return result
+
+    trunk, x = Branches(), torch.randn(5, 3)
+    heads = nn.ModuleDict({task: nn.Linear(4, 1) for task in AB})
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk, heads), AB, cs.PCGrad())
+
+    def loss(task: str) -> Tensor:
+        return heads[task](trunk(x, task)).square().mean()
+
+    opt.step(loss)
+    trunk.left.requires_grad_(False)
+    before = trunk.left.weight.clone()
+    opt.step(loss)
+    assert torch.equal(before, trunk.left.weight)
+    assert heads["a"].weight.grad is not None
+
+
+def test_checkpointed_trunk() -> None:
+    """The trunk runs again in the backward pass, with the task still active."""
+    states = []
+    for checkpointed in (False, True):
+        setup = Setup()
+        setup.trunk.eval()  # Running twice would move the statistics twice.
+        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+        x, targets = setup.batches[0]
+
+        def loss(task: str, setup: Setup = setup, checkpointed: bool = checkpointed) -> Tensor:
+            if checkpointed:
+                y = torch.utils.checkpoint.checkpoint(setup.trunk, x, use_reentrant=False)
+            else:
+                y = setup.trunk(x)
+            return (setup.heads[task](y) - targets[TASKS.index(task)]).square().mean()
+
+        opt.step(loss)
+        states.append(setup.state())
+    assert_equal(*states)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@EVERY_METHOD
+def test_checkpointed_trunks_are_not_refused(method: cs.Method, reentrant: bool) -> None:
+    """Reentrant checkpointing hides the parameters from the graph of the loss."""
+    states = []
+    for checkpointed in (False, True):
+        setup = Setup()
+        setup.trunk.eval()
+        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method)
+        x = setup.batches[0][0].requires_grad_()
+
+        def loss(
+            task: str, setup: Setup = setup, x: Tensor = x, checkpointed: bool = checkpointed
+        ) -> Tensor:
+            y = (
+                torch.utils.checkpoint.checkpoint(setup.trunk, x, use_reentrant=reentrant)
+                if checkpointed
+                else setup.trunk(x)
+            )
+            return setup.heads[task](y).square().mean()
+
+        opt.trace(loss)
+        for _ in range(2):
+            opt.step(loss)
+        states.append(setup.state())
+    for a, b in zip(*states, strict=True):
+        torch.testing.assert_close(a, b)
