@@ -143,5 +143,5 @@ def test_kernels_with_other_tables_are_refused() -> None:
         def tables(self) -> dict[str, dict[str, int]]:
             return {"TensorField": {"rows": 1, "length": 0}}
 
-    with pytest.raises(ImportError, match="must have the fields .* in TensorField, got .*build"):
+    with pytest.raises(ImportError, match=r"must have the fields .* in TensorField, got .*build"):
         cuda.use_kernels(Kernels())

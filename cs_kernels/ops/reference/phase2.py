@@ -80,7 +80,9 @@ def energy_priority(
     """Eq. (6), (7) and (10) of one layer after the other."""
     priorities = [energies.new_empty(0, dtype=torch.int64)]
     tasks = len(eps) // max(len(channels), 1)
-    of_layers = (torch.split(x, [tasks * o for o in channels]) for x in (gamma, running_var))
+    of_layers = (
+        torch.split(x.flatten(), [tasks * o for o in channels]) for x in (gamma, running_var)
+    )
     for layer, (energy, *statistics) in enumerate(
         zip(torch.split(energies, channels), *of_layers, strict=True)
     ):
