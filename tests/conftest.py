@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
-from layers import EMULATION, INTERPRETED, emulate
+from layers import EMULATION, INTERPRETED, SMALL, emulate
 from pairwise import deselect
 from torch import Tensor
 
@@ -111,6 +112,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "pairwise: every pair of its parameters' values, or --full")
+    examples = 100 if config.getoption("--full") else 20 if SMALL else 60
+    hypothesis.settings.register_profile("examples", deadline=None, max_examples=examples)
+    hypothesis.settings.load_profile("examples")
     if INTERPRETED:
         # What a GPU computes in silence, numpy warns of: infinity minus infinity.
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
