@@ -29,7 +29,7 @@ ORDERS = {"cuda": (0, 1), "cuda-shuffled": (1, 3)} if EMULATION else {}
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """Deterministic mode fills every new tensor with NaN, so what a kernel leaves out shows."""
+    """Deterministic mode fills new tensors with NaN, so an element that no kernel writes shows."""
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
     yield
@@ -39,7 +39,7 @@ def _poisoned_memory() -> Iterator[None]:
 class Elsewhere:
     """A backend that computes on another device than a test's tensors are on.
 
-    Memory is copied whole, so that tensors lie there as they lie here; then back.
+    Storages are copied whole, so that the copies have the same memory layout, and copied back.
     """
 
     def __init__(self, module: Any, device: str) -> None:
@@ -105,7 +105,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of what `-k` has chosen."""
+    """The pairs are taken of the tests that `-k` has chosen."""
     if not config.getoption("--full"):
         deselect(config, items)
 
@@ -116,7 +116,7 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("examples", deadline=None, max_examples=examples)
     hypothesis.settings.load_profile("examples")
     if INTERPRETED:
-        # What a GPU computes in silence, numpy warns of: infinity minus infinity.
+        # Numpy warns of operations that a GPU computes in silence, as infinity minus infinity.
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
 
 

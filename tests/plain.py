@@ -24,7 +24,7 @@ def rows(tensor: Tensor, kind: Kind) -> Tensor:
 
 
 def strength(weight: Tensor, gamma: Tensor, var: Tensor, eps: list[float], kind: Kind) -> Tensor:
-    """eq:eq3 with eq:eq1."""
+    """The paper's connection strength, before it is normalized."""
     window = 1
     for size in kind.shape[2:]:
         window *= size

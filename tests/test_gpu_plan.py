@@ -1,4 +1,4 @@
-"""Which block does what on a GPU: an order in which waiting ends, every element once."""
+"""The plan of a GPU's blocks: no order of waiting deadlocks, every element is visited once."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_items_depend_on_earlier_ones(
     processors: int,
     eps: bool,
 ) -> None:
-    """Whatever the size of the GPU: else a block could wait for one that never starts."""
+    """On a GPU of any size; otherwise a block could wait for one that never starts."""
     monkeypatch.setattr(plans, "processors", lambda device: processors)
     layers = len(LAYOUTS)
     tiling = operators.tiling(tasks, torch.float32)
@@ -84,7 +84,7 @@ def test_groups_have_their_items_together(
 
 
 def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what a captured launch reads is kept: its replays come when the plan may be forgotten."""
+    """Tensors that a captured launch reads are kept: replays may outlive the cached plan."""
     gpu = torch.device("cuda")
     tables = plans.gradient_plan.__wrapped__((3,), (0,), 1, (True,), 512, 1, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -100,7 +100,7 @@ def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_capture_sends_from_memory_that_was_pinned_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each its own: replays send the numbers again."""
+    """Each capture has its own memory, since replays send the values again."""
     gpu, pinned = torch.device("cuda"), []
 
     def pin(numbers: int) -> torch.Tensor:
@@ -118,7 +118,7 @@ def test_a_capture_sends_from_memory_that_was_pinned_before_it(
     capturing = False
     assert device.room_here(10, gpu) is not device.room_here(10, gpu)
     memory = pinned[0]
-    assert len(pinned) == 3  # A megabyte once, and what each step sends.
+    assert len(pinned) == 3  # A megabyte once, and a buffer for each step.
     capturing = True
     rooms = [device.room_here(10 + n, gpu) for n in range(20)]
     assert len(pinned) == 3

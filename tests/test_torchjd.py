@@ -1,6 +1,6 @@
 """Task weights against TorchJD's on every backend: equal, or better.
 
-"Better" is by the method's own definition: of a weight vector, `error` says how far it is from it.
+"Better" is by the method's own definition: `error` measures how far weights are from it.
 """
 
 import math
@@ -143,7 +143,7 @@ class _OurOrders:
         return torch.tensor(order)
 
 
-# Of each method: ours, TorchJD's as weights in our convention, how far weights are from it.
+# Our method, TorchJD's with a factor to our convention, and the error by the definition.
 CASES = {
     "PCGrad": (cs.PCGrad(seed=5), lambda k: torchjd.aggregation.PCGrad(), 1, pcgrad_error),
     "CAGrad": (
