@@ -1,7 +1,4 @@
-"""From Gramians to weights: every backend against definitions, hand values, and TorchJD's solvers.
-
-"Better" is by the method's own definition: of a weight vector, `error` says how far it is from it.
-"""
+"""Task weights from Gramians on every backend: hand values, laws, and what some methods keep."""
 
 import math
 
