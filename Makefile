@@ -1,7 +1,8 @@
-# Every target sets up .venv by itself. `make test`, `make lint`, `make bench`, `make demo [QUICK=1]
-# [METHODS="NAME ..."]`. On a machine with a GPU, `make test-gpu`, `make sanitize-gpu` and
-# `make bench-gpu` build for it and run with the Python that has torch with CUDA: GPU_PYTHON, python3
-# by default. They download nothing.
+# Every target sets up .venv by itself. `make test`, `make test-all` (every sample, and on every backend
+# that runs without a GPU), `make lint`, `make bench`, `make demo [QUICK=1] [METHODS="NAME ..."]`, and
+# `make wheel` for all GPUs, or for those of CUDAARCHS. On a machine with a GPU, `make test-gpu`,
+# `make sanitize-gpu` and `make bench-gpu` build for it and run with the Python that has torch with
+# CUDA: GPU_PYTHON, python3 by default. They download nothing.
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 CPP := $(shell find csrc python -name '*.cpp' -o -name '*.cu' -o -name '*.h')
@@ -10,31 +11,43 @@ NATIVE := CMakeLists.txt setup.py $(CPP)
 UNROLLED := csrc/cpu/row_kernels.cpp $(filter %.cu,$(CPP))
 EMULATION := $(wildcard tests/emulation/*)
 
-# Of the editable install: CUDA kernels, if there is a compiler for them, take half a minute for each.
-export CUDAARCHS ?= 90
-
 GPU_PYTHON ?= python3
 
-.PHONY: test test-interpreter test-emulation lint format bench demo test-gpu sanitize-gpu bench-gpu \
-	install-gpu clean
+PYTEST := $(PYTHON) -m pytest --numprocesses 2
 
-$(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE)
-	test -x $(PYTHON) || python3 -m venv $(VENV)
-	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[dev,demo,bench]'
+.PHONY: test test-all test-interpreter test-emulation lint format bench demo wheel test-gpu \
+	sanitize-gpu bench-gpu install-gpu clean
+
+$(PYTHON):
+	python3 -m venv $(VENV)
+
+# CUDA kernels, if there is a compiler for them, take half a minute for each architecture.
+$(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
+	CUDAARCHS="$${CUDAARCHS-90}" $(PYTHON) -m pip install --quiet --constraint constraints.txt \
+		--editable '.[dev,demo,bench]'
 	touch $@
 
+# The compilers' output is long, and goes to build/wheel.log for bench/registers.py.
+wheel: | $(PYTHON)
+	rm -rf dist && mkdir -p build
+	CS_KERNELS_CUDA=1 CS_KERNELS_REPORT=1 $(PYTHON) -m pip wheel --verbose --no-deps --wheel-dir dist . \
+		> build/wheel.log 2>&1 || { tail -100 build/wheel.log; exit 1; }
+
 test: $(VENV)/.ready
-	$(PYTHON) -m pytest --numprocesses 2
+	$(PYTEST) $(SAMPLES)
+
+test-all: SAMPLES := --full
+test-all: test test-interpreter test-emulation
 
 # Triton's kernels on the CPU.
 test-interpreter: $(VENV)/.ready
-	TRITON_INTERPRET=1 $(PYTHON) -m pytest --numprocesses 2 -k "triton or laws" tests
+	TRITON_INTERPRET=1 $(PYTEST) $(SAMPLES) -k "triton or laws" tests
 
 # The CUDA kernels on the CPU, under the address sanitizer, which has to be loaded first.
 test-emulation: $(VENV)/.ready build/emulation/.ready
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 CS_KERNELS_EMULATION=$(CURDIR)/build/emulation \
-		$(PYTHON) -m pytest --numprocesses 2 -k "cuda or laws or emulation" tests
+		$(PYTEST) $(SAMPLES) -k "cuda or laws or emulation" tests
 
 build/emulation/.ready: build/tidy/compile_commands.json $(NATIVE) $(EMULATION)
 	$(VENV)/bin/cmake --build build/tidy --target _emulation

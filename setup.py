@@ -1,6 +1,7 @@
 """Drives CMake; what to compile and how is in CMakeLists.txt."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ class CMakeBuild(build_ext):
     def build_extension(self, ext: Extension) -> None:
         """Configures and builds one extension."""
         output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
-        build = Path(self.build_temp).resolve()
+        # Given, it outlives this build: another one with the same options compiles nothing again.
+        build = Path(os.environ.get("CS_KERNELS_BUILD") or self.build_temp).resolve()
         source = Path(__file__).resolve().parent
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
         configure = [
@@ -24,6 +26,7 @@ class CMakeBuild(build_ext):
             f"-S{source}",
             f"-B{build}",
             "-GNinja",
+            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={output}",

@@ -1,4 +1,4 @@
-"""What ptxas says of the CUDA kernels in a build's log: registers, threads' own memory, spills.
+"""Registers, stacks and spills of the CUDA kernels, as ptxas reports them in a build's log.
 
     CS_KERNELS_REPORT=1 pip install -v . 2>&1 | tee build.log; python bench/registers.py build.log
 
@@ -21,7 +21,7 @@ _KERNEL = re.compile(
 
 
 def _readable(names: list[str]) -> list[str]:
-    """What the compiler's names stand for, without namespaces and arguments."""
+    """Demangled names without namespaces and arguments."""
     result = subprocess.run(
         ["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True
     ).stdout.splitlines()

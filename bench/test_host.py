@@ -1,4 +1,4 @@
-"""What the host does in a step's surgery on a GPU: all but the kernels.
+"""The host's part of a step's surgery on a GPU: all but the kernels.
 
 The CUDA backend's front end runs on tensors of the CPU, and its launches do nothing; neither is
 memory pinned or anything sent. What torch copies on the way is in, where a GPU would have kernels:
@@ -99,7 +99,7 @@ def test_host(report: Any, quick: bool, no_kernels: None) -> None:
         method = make()
         times: dict[str, list[float]] = {"keep": [], "collect": [], "combine": []}
         for _ in range(5 if quick else 50):
-            # Not filled: on a GPU, numbers do not go through the host's caches.
+            # Not filled: a GPU's gradients do not go through the host's caches.
             rows = [[torch.empty_like(p) for p in parameters.values()] for _ in TASKS]
             times["keep"].append(seconds(keep))
             with cs.use_backend("cuda"):

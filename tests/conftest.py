@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
-from layers import EMULATION, INTERPRETED, emulate
+from layers import EMULATION, INTERPRETED, SMALL, emulate
 from pairwise import deselect
 from torch import Tensor
 
@@ -28,7 +29,7 @@ ORDERS = {"cuda": (0, 1), "cuda-shuffled": (1, 3)} if EMULATION else {}
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """Deterministic mode fills every new tensor with NaN, so what a kernel leaves out shows."""
+    """Deterministic mode fills new tensors with NaN, so an element that no kernel writes shows."""
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
     yield
@@ -104,15 +105,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of what `-k` has chosen."""
+    """The pairs are taken of the tests that `-k` has chosen."""
     if not config.getoption("--full"):
         deselect(config, items)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "pairwise: every pair of its parameters' values, or --full")
+    examples = 100 if config.getoption("--full") else 20 if SMALL else 60
+    hypothesis.settings.register_profile("examples", deadline=None, max_examples=examples)
+    hypothesis.settings.load_profile("examples")
     if INTERPRETED:
-        # What a GPU computes in silence, numpy warns of: infinity minus infinity.
+        # Numpy warns of operations that a GPU computes in silence, as infinity minus infinity.
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
 
 

@@ -65,7 +65,7 @@ FORMATS = ["contiguous", "channels_last", "misaligned", "strided"]
 
 
 def laid_out(tensor: Tensor, memory: str) -> Tensor:
-    """The same numbers, lying in memory in another way."""
+    """The same values in another memory layout."""
     if memory == "channels_last":
         if tensor.ndim == 4:
             return tensor.contiguous(memory_format=torch.channels_last)
@@ -94,7 +94,7 @@ class Sample:
     eps: list[float]
 
     def float64(self) -> "Sample":
-        """The same numbers in float64, contiguous."""
+        """The same values in float64, contiguous."""
         return Sample(
             self.kind,
             self.weight.double().contiguous(),
@@ -113,7 +113,7 @@ def sample(kind: Kind, tasks: int, dtype: torch.dtype, memory: str = "contiguous
     if memory == "contiguous":
         storage = grads
     else:
-        # A stack whose rows lie as the weight does.
+        # A stack whose rows have the weight's memory layout.
         strides = laid_out(weight, memory).stride()
         span = sum((n - 1) * s for n, s in zip(kind.shape, strides, strict=True)) + 2
         flat = torch.zeros(tasks * span + 1, dtype=dtype)
@@ -131,7 +131,7 @@ def sample(kind: Kind, tasks: int, dtype: torch.dtype, memory: str = "contiguous
 
 
 def trunk_arguments(layers: list[Sample]) -> dict[str, Any]:
-    """Those of `phase2_update_`, for all layers in one call."""
+    """The arguments of `phase2_update_` for all layers in one call."""
     return {
         "updates": [torch.empty_like(layer.weight) for layer in layers],
         "grads": [grad for layer in layers for grad in layer.grads],

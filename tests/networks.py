@@ -157,3 +157,10 @@ def step_by_hand(
     step = cs.Step(0, tuple(losses), *[{t: loss.detach() for t, loss in losses.items()}] * 2)
     update = method.weights(rows @ rows.T, step) @ rows
     return list(update.split([p.numel() for p in shared]))
+
+
+def assert_same_gradients(first: nn.Module, second: nn.Module, rtol: float = 0) -> None:
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=rtol, atol=1e-3 * rtol)

@@ -1,4 +1,4 @@
-"""Which cases of a product of parameters run by default."""
+"""Selects the cases of a product of parameters that run by default."""
 
 from collections import defaultdict
 from collections.abc import Sequence

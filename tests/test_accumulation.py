@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from networks import AB, BOTH_PHASES, GRAMIAN_METHODS, TASKS, Setup, assert_equal, problem, sgd_of
+from networks import (
+    AB,
+    BOTH_PHASES,
+    GRAMIAN_METHODS,
+    TASKS,
+    Setup,
+    assert_equal,
+    assert_same_gradients,
+    problem,
+    sgd_of,
+)
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -55,10 +65,7 @@ def test_micro_batches_of_backward_add_up(backend: str, method: cs.Method) -> No
                 waiting = sum(p.grad is not None for p in model.trunk.parameters())
                 assert waiting == (4 if isinstance(method, cs.Sum) else 1)  # A mark.
         assert opt.state_dict()["steps"] == 1
-    for a, b in zip(whole[0].parameters(), thirds[0].parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        if a.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+    assert_same_gradients(whole[0], thirds[0], rtol=1e-9)
 
 
 def test_micro_batches_of_different_tasks() -> None:
@@ -68,10 +75,7 @@ def test_micro_batches_of_different_tasks() -> None:
     opt.backward({"b": loss("b")}, update=False)
     opt.backward({"a": loss("a")})
     cs.MultiTaskOptimizer(twin, sgd_of(twin), AB, cs.PCGrad()).backward({t: other(t) for t in AB})
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        if a.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad)
+    assert_same_gradients(model, twin, rtol=1e-9)
 
 
 @pytest.mark.parametrize("method", [cs.PCGrad(), cs.Sum()], ids=repr)
@@ -192,10 +196,7 @@ def test_zero_grad_forgets_what_has_added_up(method: cs.Method, set_to_none: boo
     opt.backward({task: loss(task) for task in AB})
     straight = cs.MultiTaskOptimizer(twin.trunk, sgd_of(twin), AB, method)
     straight.backward({task: other(task) for task in AB})
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        if a.grad is not None:
-            assert torch.equal(a.grad, b.grad)
+    assert_same_gradients(model, twin)
 
 
 def test_gradients_that_wait_must_stay_as_they_are() -> None:
@@ -222,8 +223,7 @@ def test_a_failed_micro_batch_ends_the_update() -> None:
     twin, other, *_ = problem()
     opt.backward({task: loss(task) for task in AB})
     cs.MultiTaskOptimizer(twin, sgd_of(twin), AB, cs.PCGrad()).backward({t: other(t) for t in AB})
-    for a, b in zip(model.trunk.parameters(), twin.trunk.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
+    assert_same_gradients(model.trunk, twin.trunk)
 
 
 def test_a_refused_checkpoint_leaves_micro_batches_alone() -> None:

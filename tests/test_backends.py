@@ -56,7 +56,7 @@ def test_names_and_reasons() -> None:
 
 
 def test_a_module_that_was_not_built_is_reported_as_such(tmp_path: Path) -> None:
-    """Not as a circular import."""
+    """The reason is not a circular import."""
     package = Path(cs.__file__).parent
     shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.so"))
     program = f"""
@@ -173,7 +173,7 @@ def test_callers_on_several_threads() -> None:
 
 
 def test_flush_to_zero_is_the_callers() -> None:
-    """Subnormal numbers count or not on every thread alike."""
+    """Every thread flushes subnormal numbers, or none does."""
     grads = torch.full((1, 512, 512), 1e-40)
     priority = torch.zeros(512, dtype=torch.int64)
     assert cs.functional.project_conflicts(grads, priority).eq(grads[0]).all()
@@ -187,7 +187,7 @@ def test_flush_to_zero_is_the_callers() -> None:
 
 
 def test_memory_is_poisoned() -> None:
-    """What the other tests rely on: a result that a kernel does not write is NaN."""
+    """The other tests rely on it: a result that a kernel does not write is NaN."""
     assert torch.empty(1000).isnan().all()
 
 
@@ -206,7 +206,7 @@ def test_the_operator_reads_no_wrong_memory(
     backend: str, change: dict[str, object], message: str
 ) -> None:
     if backend == "reference":
-        return  # it gives no addresses away
+        return  # It uses no addresses.
     arguments: dict[str, object] = {
         "updates": [torch.zeros(4, 3)],
         "grads": [torch.ones(4, 3), torch.ones(4, 3)],

@@ -1,4 +1,4 @@
-"""What does not fit raises before anything is changed, and the message names and quotes it."""
+"""Bad input raises before anything is changed; the message names the argument and quotes it."""
 
 from collections.abc import Callable
 
@@ -81,7 +81,7 @@ def test_bad_closure_of_the_last_task_in_a_joint_step(warm: bool) -> None:
         opt.step(lambda t: setup.closure(1)(t).expand(2 if t == TASKS[-1] else 1))
     assert_equal(before, setup.state(grads=False))
     assert all(p.grad is None for p in setup.parameters())
-    # Nothing of the failed step is left inside either.
+    # The failed step leaves nothing inside either.
     opt.step(setup.closure(1))
     other.step(straight.closure(1))
     assert_equal(setup.state(), straight.state())

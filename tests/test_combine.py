@@ -58,7 +58,7 @@ def test_gramian(backend: str, dtype: torch.dtype, tasks: int, memory: str, miss
     rows = _rows(grads, tasks, dtype)
     exact = rows.double() @ rows.double().T
     plain = (rows @ rows.T).double()
-    # Where the plain product happens to be exact: what its sums may round.
+    # The plain product may happen to be exact; then the roundings of its sums are allowed.
     rounding = 8 * torch.finfo(torch.float64).eps * exact.abs().max()
     assert (result - exact).abs().max() <= max(2 * (plain - exact).abs().max(), rounding)
     assert torch.equal(result, result.T)
@@ -122,7 +122,7 @@ def test_drop_signs(backend: str, dtype: torch.dtype, tasks: int, memory: str, l
         results.append(torch.cat([update.flatten() for update in updates]).double())
     rows = _rows(grads, tasks, dtype).double().abs().sum(0)
     error = (results[0] - results[1]).abs()
-    # One element in 2^24 may be chosen otherwise, where the share is within rounding of the draw.
+    # Where the share is within rounding of the draw, the choice may differ: one element in 2^24.
     assert (error <= 2 * torch.finfo(dtype).eps * rows).all()
 
 
@@ -156,7 +156,7 @@ def test_drop_signs_is_the_sum_in_the_mean(backend: str) -> None:
 
 
 def test_leaks(backend: str) -> None:
-    """All of a gradient that leaks whole; the part of one that leaks in part."""
+    """A leak of 1 keeps the whole gradient, a smaller one that part of it."""
     grads = [torch.randn(1000, dtype=torch.float64) for _ in range(3)]
     update = torch.empty(1000, dtype=torch.float64)
     _ops.drop_signs_([update], grads, [1.0] * 3, 0, 0, 3)

@@ -1,4 +1,4 @@
-"""The CUDA kernels on this processor: what the order of blocks and threads must not change."""
+"""The CUDA kernels on this processor: the order of blocks and threads changes no bit."""
 
 import pytest
 import torch

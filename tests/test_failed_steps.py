@@ -72,7 +72,7 @@ def test_a_sparse_buffer() -> None:
 
 
 def test_statistics_of_another_size_or_type_between_steps() -> None:
-    """A step that fails leaves them as they are then, not as they once were."""
+    """A failing step restores their current size and type, not earlier ones."""
     setup = Setup(optimizer=torch.optim.SGD)
     setup.trunk.register_buffer("seen", torch.zeros(2))
     opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
@@ -103,7 +103,7 @@ def test_snapshots_do_not_pile_up() -> None:
 
 @BOTH_PHASES
 def test_an_optimizer_step_that_fails(schedule: cs.Schedule) -> None:
-    """Out of memory for its first state, say."""
+    """For example, it runs out of memory for its first state."""
     setup = Setup()
 
     def fails(*_: object) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import cs_kernels as cs
 
-# Of the frameworks' own.
+# The frameworks themselves cause these warnings.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
@@ -257,7 +257,7 @@ WAYS = pytest.mark.parametrize("way", ["step", "backward"])
 @WAYS
 @METHODS
 def test_a_backward_that_scales(method: cs.Method, way: str) -> None:
-    """By how much is found out: Nash-MTL's update has a norm that does not depend on it."""
+    """The factor is measured: Nash-MTL's update has a norm that does not depend on it."""
     x = torch.randn(7, 5)
     expected = _trained_plainly(copy.deepcopy(method), x, way)
     torch.manual_seed(0)
@@ -459,7 +459,7 @@ def test_a_scaler_and_an_optimizer_without_gradients(schedule: cs.Schedule) -> N
 
 
 def test_a_backward_that_scales_beside_a_scaler() -> None:
-    """Both factors are found out."""
+    """Both factors are measured."""
     norms = []
     for factor in (1.0, 1024.0):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What only a GPU can show; the operators' own tests run there through the `backend` fixture."""
+"""Tests that need a GPU; the operators' own run there through the `backend` fixture."""
 
 from collections.abc import Callable, Iterator
 
@@ -19,7 +19,7 @@ _ops = torch.ops.cs_kernels
 
 @pytest.fixture(params=BACKENDS)
 def gpu(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each backend of a GPU, in force; not deterministic mode, whose fills hide what is missing."""
+    """Each backend of a GPU, without deterministic mode, whose fills hide missing writes."""
     torch.use_deterministic_algorithms(False)
     with cs.use_backend(request.param), torch.device("cuda"):
         yield request.param
@@ -83,7 +83,7 @@ def test_sanitized_steps(gpu: str, tasks: int) -> None:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_never_waits(gpu: str, name: str) -> None:
-    """From the gradients to the update, the host is not held up."""
+    """There is no host synchronization from the gradients to the update."""
     run = _calls()[name]
     run()
     torch.cuda.set_sync_debug_mode("error")
@@ -117,7 +117,7 @@ def test_capture_and_replay(gpu: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", STEPS)
 def test_on_another_stream(gpu: str, name: str) -> None:
-    """What is written there is ordered after what came before on that stream."""
+    """Writes are ordered after the earlier work on that stream."""
     run = _calls()[name]
     expected = _copies(run())
     torch.cuda.synchronize()
@@ -172,7 +172,7 @@ def test_more_than_2_to_the_31_elements(gpu: str) -> None:
 
 
 def test_a_large_trunk(gpu: str) -> None:
-    """Every program waits and overtakes as it likes: still what the reference says."""
+    """Programs wait and overtake each other; the result is still that of the reference."""
     kind = Kind("layer", (512, 256, 3, 3))
     ours = trunk_arguments([sample(kind, 4, torch.float32) for _ in range(6)])
     updates = [update.fill_(torch.nan) for update in ours["updates"]]

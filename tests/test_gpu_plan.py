@@ -1,4 +1,4 @@
-"""Which block does what on a GPU: an order in which waiting ends, every element once."""
+"""The plan of a GPU's blocks: no order of waiting deadlocks, every element is visited once."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_items_depend_on_earlier_ones(
     processors: int,
     eps: bool,
 ) -> None:
-    """Whatever the size of the GPU: else a block could wait for one that never starts."""
+    """On a GPU of any size; otherwise a block could wait for one that never starts."""
     if operators is cuda.operators and cuda._kernels is None:
         pytest.skip("cs_kernels was built without CUDA kernels")
     monkeypatch.setattr(phase2_plan, "multiprocessors", lambda device: processors)
@@ -85,7 +85,7 @@ def test_groups_have_their_items_together(
 
 
 def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what a captured launch reads is kept: its replays come when the plan may be forgotten."""
+    """Tensors that a captured launch reads are kept: replays may outlive the cached plan."""
     gpu = torch.device("cuda")
     tables = combine.gradient_plan.__wrapped__((3,), (0,), 1, (True,), 512, 1, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -101,7 +101,7 @@ def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_capture_sends_from_memory_that_was_pinned_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each its own: replays send the numbers again."""
+    """Each capture has its own memory, since replays send the values again."""
     gpu, pinned = torch.device("cuda"), []
 
     def pin(numbers: int) -> torch.Tensor:
@@ -119,15 +119,15 @@ def test_a_capture_sends_from_memory_that_was_pinned_before_it(
     capturing = False
     assert device.host_buffer(10, gpu) is not device.host_buffer(10, gpu)
     memory = pinned[0]
-    assert len(pinned) == 3  # A megabyte once, and what each step sends.
+    assert len(pinned) == 3  # A megabyte once, and a buffer for each step.
     capturing = True
-    rooms = [device.host_buffer(10 + n, gpu) for n in range(20)]
+    buffers = [device.host_buffer(10 + n, gpu) for n in range(20)]
     assert len(pinned) == 3
-    assert all(a is b for a, b in zip(rooms, captured, strict=True))
-    for n, room in enumerate(rooms):
-        room.fill_(n)
-    assert [room.tolist() for room in rooms] == [(10 + n) * [n] for n in range(20)]
-    assert {room.untyped_storage().data_ptr() for room in rooms} == {memory.data_ptr()}
+    assert all(a is b for a, b in zip(buffers, captured, strict=True))
+    for n, buffer in enumerate(buffers):
+        buffer.fill_(n)
+    assert [buffer.tolist() for buffer in buffers] == [(10 + n) * [n] for n in range(20)]
+    assert {buffer.untyped_storage().data_ptr() for buffer in buffers} == {memory.data_ptr()}
     with pytest.raises(RuntimeError, match="make a step before the capture"):
         device.host_buffer(len(memory), gpu)
     capturing = False

@@ -8,7 +8,17 @@ import weakref
 
 import pytest
 import torch
-from networks import AB, BOTH_PHASES, GRAMIAN_METHODS, TASKS, Setup, problem, sgd_of, step_by_hand
+from networks import (
+    AB,
+    BOTH_PHASES,
+    GRAMIAN_METHODS,
+    TASKS,
+    Setup,
+    assert_same_gradients,
+    problem,
+    sgd_of,
+    step_by_hand,
+)
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -19,7 +29,7 @@ import cs_kernels as cs
 def test_a_head_in_the_trunk_gets_its_own_gradient(
     backend: str, method: cs.GramianMethod, way: str
 ) -> None:
-    """As it is, without a weight; and the trunk's Gramian is that of the trunk alone."""
+    """It gets no weight, and the Gramian is that of the trunk alone."""
     model, loss, *_ = problem()
     losses = {task: loss(task) for task in AB}
     expected = step_by_hand(copy.deepcopy(method), [*model.trunk.parameters()], losses)
@@ -60,7 +70,7 @@ def test_own_parameters_in_the_report_and_in_a_checkpoint() -> None:
     assert "heads.a.weight" in str(opt.coverage())
     assert "the gradient of 'a': no other task reaches it" in str(opt.coverage())
     opt.step(loss)
-    # A resumed run knows before its first pass, also if that is of one task.
+    # A resumed run knows it before its first pass, even one of a single task.
     twin = copy.deepcopy(model)
     again = cs.MultiTaskOptimizer(twin, sgd_of(twin), AB, cs.NashMTL())
     again.load_state_dict(copy.deepcopy(opt.state_dict()))
@@ -198,8 +208,7 @@ def test_a_gradient_in_somebodys_bucket_is_copied(detached: bool) -> None:
         p.register_post_accumulate_grad_hook(into_bucket)
     cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.PCGrad()).step(loss)
     cs.MultiTaskOptimizer(twin, sgd_of(twin), AB, cs.PCGrad()).step(other)
-    for a, b in zip(model.trunk.parameters(), twin.trunk.parameters(), strict=True):
-        assert torch.equal(a.grad, b.grad)
+    assert_same_gradients(model.trunk, twin.trunk)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +217,7 @@ def test_a_gradient_in_somebodys_bucket_is_copied(detached: bool) -> None:
 def test_no_gradient_is_held_during_a_forward_pass(
     method: cs.Method, schedule: cs.Schedule
 ) -> None:
-    """Neither the last task's of Phase 1 nor the last step's of the plain sum."""
+    """Phase 1 frees the last task's gradients, the plain sum those of the last step."""
     setup = Setup()
     weight = setup.trunk.stem.weight
     opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method, schedule)

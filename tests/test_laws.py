@@ -1,7 +1,7 @@
 """Properties that follow from the definition, for shapes and numbers that hypothesis chooses."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import cs_kernels as cs
@@ -29,7 +29,6 @@ def _dots(grads: torch.Tensor, group: torch.Tensor, i: int) -> torch.Tensor:
     return (grads[:, group] * grads[i, group]).sum((1, 2))
 
 
-@settings(deadline=None, max_examples=60)
 @given(_problems(), _backends)
 def test_backends_agree(problem: tuple[torch.Tensor, torch.Tensor], backend: str) -> None:
     with cs.use_backend("reference"):
@@ -38,7 +37,6 @@ def test_backends_agree(problem: tuple[torch.Tensor, torch.Tensor], backend: str
         torch.testing.assert_close(_project(*problem), expected, rtol=1e-9, atol=1e-9)
 
 
-@settings(deadline=None, max_examples=60)
 @given(_problems(), _backends)
 def test_no_conflict_is_left_with_the_reference(
     problem: tuple[torch.Tensor, torch.Tensor], backend: str
@@ -56,7 +54,6 @@ def test_no_conflict_is_left_with_the_reference(
         assert progress >= own[i] - 1e-9 * (1 + own[i])
 
 
-@settings(deadline=None, max_examples=40)
 @given(_problems(), _backends, st.integers(-40, 40))
 def test_scale_equivariant(
     problem: tuple[torch.Tensor, torch.Tensor], backend: str, exponent: int
@@ -67,7 +64,6 @@ def test_scale_equivariant(
         assert torch.equal(_project(grads * 2.0**exponent, priority), update * 2.0**exponent)
 
 
-@settings(deadline=None, max_examples=40)
 @given(_problems(), _backends, st.randoms())
 def test_permuting_tasks_permutes(
     problem: tuple[torch.Tensor, torch.Tensor], backend: str, random: st.DataObject
@@ -82,7 +78,6 @@ def test_permuting_tasks_permutes(
     torch.testing.assert_close(permuted, update, rtol=1e-9, atol=1e-9)
 
 
-@settings(deadline=None, max_examples=40)
 @given(_problems(), _backends)
 def test_inputs_are_not_changed(problem: tuple[torch.Tensor, torch.Tensor], backend: str) -> None:
     """The reference gradient, and every other one."""
@@ -94,7 +89,6 @@ def test_inputs_are_not_changed(problem: tuple[torch.Tensor, torch.Tensor], back
     assert torch.equal(priority, before[1])
 
 
-@settings(deadline=None, max_examples=40)
 @given(_problems(), _backends)
 def test_one_task_is_plain_descent(
     problem: tuple[torch.Tensor, torch.Tensor], backend: str
@@ -105,7 +99,6 @@ def test_one_task_is_plain_descent(
     assert torch.equal(update, grads[0])
 
 
-@settings(deadline=None, max_examples=40)
 @given(_problems(), _backends)
 def test_idempotent(problem: tuple[torch.Tensor, torch.Tensor], backend: str) -> None:
     """Projecting the projected gradients again changes nothing."""

@@ -313,7 +313,7 @@ def test_a_method_of_ones_own(backend: str) -> None:
 
 
 def test_nash_mtl_of_other_tasks_in_the_loop() -> None:
-    """Two tasks each time, not the same two."""
+    """The steps have two tasks each, not the same two."""
     tasks = ["a", "b", "c"]
     model, loss, *_ = problem(tasks=tasks)
     opt = cs.MultiTaskOptimizer(model, sgd_of(model), tasks, cs.NashMTL(update_every=5))
@@ -327,7 +327,7 @@ def test_nash_mtl_of_other_tasks_in_the_loop() -> None:
 
 @pytest.mark.parametrize("normalize", ["loss", "loss+"])
 def test_mgda_with_a_negative_loss(normalize: str) -> None:
-    """Its sign does not turn the gradient round: the weights are those of |loss|."""
+    """Its sign does not flip the gradient: the weights are those of |loss|."""
     model, loss, *_ = problem()
 
     def shifted(task: str) -> Tensor:
@@ -448,7 +448,7 @@ def test_methods_that_break_their_word() -> None:
         opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, method, weighting=weighting)
         with pytest.raises(error, match=message):
             opt.step(loss)
-    # Without `assign` the rows are not left for the next step.
+    # Without `assign`, no row stays for the next step.
     opt = cs.MultiTaskOptimizer(model, sgd_of(model, lr=0.0), AB, Writes())
     updates = []
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Task-specific normalization, conversion, and which layer is seen in front of it."""
+"""Task-specific normalization: layers in front of it, conversion, checkpoints, a task's life."""
 
 import copy
 
@@ -258,7 +258,7 @@ def test_a_checkpoint_of_the_unconverted_network() -> None:
             with cs.nn.active_task(trunk, task):
                 assert torch.equal(trunk(x), plain(x))
         assert state.keys() == plain.state_dict().keys()
-    # What it does not have is still missed, and what nobody knows is still unexpected.
+    # Missing and unexpected keys are still reported.
     del state["1.bias"]
     with pytest.raises(RuntimeError, match=r'Missing key.*"1\.depth\.bias"'):
         trunk.load_state_dict(state)
@@ -392,7 +392,7 @@ def test_a_lazy_normalization_has_to_run_first() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_traces_of_a_converted_network_are_refused() -> None:
-    """They would keep one task for good; those of one task's network are none's concern."""
+    """They would keep one task for good; traces of one task's network are allowed."""
     trunk, x = _trained()
     cs.nn.convert_task_batchnorm(trunk, AB)
     cs.nn.set_task(trunk, "a")

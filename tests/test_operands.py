@@ -1,4 +1,4 @@
-"""What kernels are told of tensors, against torch's own view of their memory."""
+"""Kernel arguments, against torch's own view of the tensors' memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The training loop: each phase against an independent step, and what a week of training needs."""
+"""The training loop: each phase against an independent step, and the events of a long run."""
 
 import copy
 

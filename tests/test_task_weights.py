@@ -1,7 +1,4 @@
-"""From Gramians to weights: every backend against definitions, hand values, and TorchJD's solvers.
-
-"Better" is by the method's own definition: of a weight vector, `error` says how far it is from it.
-"""
+"""Task weights from Gramians on every backend: hand values, laws, and what some methods keep."""
 
 import math
 
@@ -100,7 +97,7 @@ def test_scaling_all_gradients(backend: str, method: cs.GramianMethod, scale: fl
     "method", [cs.UPGrad(), cs.MGDA(), cs.MGDA("l2"), cs.NashMTL(), cs.CAGrad(1.0)], ids=repr
 )
 def test_update_in_conflict_with_no_task(backend: str, method: cs.GramianMethod, seed: int) -> None:
-    """What these methods promise; MGDA with normalized gradients promises it to those."""
+    """These methods promise it; MGDA with normalized gradients, for the normalized ones."""
     rows = _random_rows(2 + seed % 6, seed)
     if method.weights(rows @ rows.T).isnan().any():
         pytest.fail("not finite")
@@ -186,7 +183,7 @@ def test_several_gramians_at_once(backend: str, method: cs.GramianMethod) -> Non
 
 
 def test_pcgrad_orders(backend: str) -> None:
-    """New ones every step, other ones for another seed; those of a step are always the same."""
+    """They change with the step and the seed; a step always has the same ones."""
     rows = _random_rows(8, 3) - 0.5
     gramian = rows @ rows.T
     method = cs.PCGrad(seed=1)
@@ -213,7 +210,7 @@ def test_pcgrad_orders_are_uniform() -> None:
 
 
 def test_nash_keeps_weights() -> None:
-    """For `update_every` steps; an overflow in between does not stay."""
+    """Weights are kept for `update_every` steps; those of an overflow are not."""
     method = cs.NashMTL(update_every=2, max_norm=0)
     steps = [cs.Step(number, ("a", "b")) for number in range(8)]
     first = method.weights(CONFLICT, steps[0])
@@ -232,7 +229,7 @@ def test_nash_keeps_weights() -> None:
 
 
 def test_nash_keeps_no_weights_of_other_tasks() -> None:
-    """As many, but others: they have weights of their own."""
+    """Other tasks get weights of their own, even if their number is the same."""
     method = cs.NashMTL(update_every=4, max_norm=0)
     gramians = torch.diag_embed(torch.tensor([[1.0, 4.0], [9.0, 25.0]]).double())
     method.weights(gramians[0], cs.Step(0, ("a", "b")))
@@ -241,7 +238,7 @@ def test_nash_keeps_no_weights_of_other_tasks() -> None:
 
 
 def test_nash_mtl_of_other_layers() -> None:
-    """As many, but others: they have weights of their own."""
+    """Other layers get weights of their own, even if their number is the same."""
     method = cs.NashMTL(update_every=4, max_norm=0, groups="layer")
     gramians = torch.diag_embed(torch.tensor([[[1.0, 4.0]], [[9.0, 25.0]]]).double())
     method.weights(gramians[0], cs.Step(0, ("a", "b"), layers=("first",)))

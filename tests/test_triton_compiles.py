@@ -40,7 +40,7 @@ TASKS = [2, 4, 8, 64]
 SOLVERS = [(name,) for name in solver_table.SOLVERS if name != "aligned_mtl"]
 SOLVERS += [("aligned_mtl", scale) for scale in solver_table.ALIGNED_SCALES]
 
-# What pointers point to, where the argument's name alone does not say: the weight, gamma, ...
+# The types of pointers, by the name of the argument.
 _POINTERS = {
     "items": "*i32",
     "tensors": "*i64",
@@ -81,7 +81,7 @@ def _source(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> AS
 def check(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., None]:
-    """A function that compiles a kernel for one architecture; it must keep nothing on a stack."""
+    """Compiles a kernel for one architecture, and asserts that it spills no register."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     target = GPUTarget("cuda", request.param, 32)
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"

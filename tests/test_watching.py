@@ -1,4 +1,4 @@
-"""Which normalization is behind which layer: also through views, hooks and late first runs."""
+"""Pairs of a layer and its normalization, also through views, hooks and late first runs."""
 
 import copy
 import gc
@@ -135,7 +135,7 @@ def test_after_trace_a_step_without_a_prioritized_layer_raises() -> None:
 
 
 class Deep(nn.Module):
-    """As many blocks run as are asked for."""
+    """A number of blocks that run is an argument."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def _conflict(trunk: nn.Module, x: Tensor, task: str) -> Tensor:
 
 @BOTH_PHASES
 def test_a_layer_that_first_runs_later(schedule: cs.Schedule) -> None:
-    """It is prioritized in that very step, as in a run that was told beforehand."""
+    """It is prioritized in that very step, as in a run that has traced it before."""
     networks = []
     for told in (False, True):
         torch.manual_seed(0)
@@ -194,7 +194,7 @@ def test_a_layer_that_first_runs_in_the_second_task() -> None:
 
 
 def test_a_network_with_a_layer_that_has_not_run_is_copied_and_saved() -> None:
-    """Whoever waits for its first run does not travel along."""
+    """The hooks that wait for its first run are not copied."""
     trunk = cs.nn.convert_task_batchnorm(Deep(), AB)
     opt, x = _optimizer(trunk), torch.randn(16, 4)
     opt.step(lambda task: _conflict(trunk, x, task))
@@ -284,7 +284,7 @@ def test_a_whole_network_of_tasks() -> None:
 
 
 def test_a_first_run_outside_a_step_is_nobodys_concern() -> None:
-    """In a validation, in inference mode too: nothing is learned, no hook is set."""
+    """Validation, also in inference mode, neither adds pairs nor sets hooks."""
     trunk = cs.nn.convert_task_batchnorm(Deep(), AB)
     opt, x = _optimizer(trunk), torch.randn(16, 4)
     opt.step(lambda task: _conflict(trunk, x, task))
@@ -351,7 +351,7 @@ def test_a_first_task_without_a_prioritized_layer(schedule: cs.Schedule) -> None
 
 
 def test_nothing_is_left_of_an_optimizer_that_is_gone() -> None:
-    """No hook, neither in the torch optimizer nor in layers that have not run."""
+    """No hook stays, neither in the torch optimizer nor in layers that have not run."""
     model, loss, *_ = problem()
     sgd = sgd_of(model)
     hooks = len(sgd._optimizer_step_post_hooks), len(sgd._optimizer_step_pre_hooks)

@@ -34,7 +34,7 @@ def test_uncertainty_weights_by_hand() -> None:
 
 
 def test_uncertainty_weights_are_learned() -> None:
-    """Those of a task follow its own loss, in both phases."""
+    """Each task's weight follows its own loss, in both phases."""
     for schedule in (cs.Joint(), cs.Sequential()):
         setup = Setup()
         weighting = cs.UncertaintyWeights(KINDS)
@@ -111,7 +111,7 @@ def test_a_network_in_bfloat16() -> None:
 
 @BOTH_PHASES
 def test_log_sigma_is_added_once(schedule: cs.Schedule) -> None:
-    """However many micro-batches a step has."""
+    """The number of micro-batches in a step does not matter."""
     sigmas = []
     for parts in (1, 4):
         setup = Setup()

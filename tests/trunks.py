@@ -27,9 +27,9 @@ class Case:
     layers: int
     """Weights of convolutions and linear layers."""
     prioritized: int
-    """Of these: those whose output goes straight into a batch normalization."""
+    """The weights whose layer's output goes straight into a batch normalization."""
     size: int = 64
-    """Of pictures."""
+    """Height and width of the pictures."""
 
 
 def _timm(name: str, **options: object) -> Callable[[], nn.Module]:

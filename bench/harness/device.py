@@ -1,4 +1,4 @@
-"""Times by events of a GPU, and what a run makes it and the host do."""
+"""Times by events of a GPU, launches and host synchronizations."""
 
 import statistics
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def milliseconds(run: Callable[[], object], before: Callable[[], object]) -> float:
-    """Of one run; `before` it, something else, which is not timed."""
+    """The time of one run; `before` runs first and is not timed."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     before()
     start.record()
@@ -19,7 +19,7 @@ def milliseconds(run: Callable[[], object], before: Callable[[], object]) -> flo
 
 
 def median_milliseconds(run: Callable[[], object], rounds: int) -> float:
-    """Of a run, after one that is not timed."""
+    """The median time of a run, after one that is not timed."""
     run()
     return statistics.median(milliseconds(run, lambda: None) for _ in range(rounds))
 

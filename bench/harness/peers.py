@@ -47,7 +47,7 @@ def torchjd_step(
     jacobians: list[Tensor],
     **options: bool,
 ) -> None:
-    """What its users call: from the `.jac` of all parameters to their `.grad`."""
+    """TorchJD as its users call it: from the `.jac` of all parameters to their `.grad`."""
     for parameter, jacobian in zip(parameters, jacobians, strict=True):
         parameter.jac = jacobian  # type: ignore[attr-defined]
         parameter.grad = None

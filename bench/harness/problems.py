@@ -11,7 +11,7 @@ from harness.shapes import NETWORKS, first_layers
 
 @dataclass
 class Problem:
-    """One trunk's weights, normalizations and gradients, and room for the update."""
+    """One trunk's weights, normalizations and gradients, and buffers for the update."""
 
     tasks: int
     weights: list[Tensor]

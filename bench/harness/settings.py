@@ -1,4 +1,4 @@
-"""What whole training steps are timed in: a trunk, a head a task, and the size of a batch."""
+"""Settings of whole training steps: a trunk, a head a task, and the size of a batch."""
 
 import sys
 from collections.abc import Callable
@@ -21,10 +21,10 @@ class Setting:
     name: str
     device: str
     channels: dict[str, int]
-    """Of each task's output."""
+    """The channels of each task's output."""
     batch: int
     size: int
-    """Of the pictures: height and width."""
+    """Height and width of the pictures."""
     trunk: Callable[[], nn.Module]
     head: Callable[[int], nn.Module]
 

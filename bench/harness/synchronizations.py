@@ -1,4 +1,4 @@
-"""How often code would make the host wait for a GPU, counted while it runs on the CPU."""
+"""Host synchronizations that code would make on a GPU, counted while it runs on the CPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# A number or a shape that only the device knows; decompositions and inverses check for success.
+# Each needs a number or a shape from the device; decompositions and inverses check for success.
 _OPERATORS = {
     "aten::_local_scalar_dense",
     "aten::equal",
@@ -52,7 +52,7 @@ class _Functions(TorchFunctionMode):
 
 
 def host_synchronizations(run: Callable[[], object]) -> int:
-    """Of one call, if its tensors were on a GPU."""
+    """The host synchronizations of one call, if its tensors were on a GPU."""
     with _Operators() as operators, _Functions() as functions:
         run()
     return operators.count + functions.count

@@ -1,4 +1,4 @@
-"""What people use instead, written as the methods go from repository to repository.
+"""Common implementations, as the methods are copied from repository to repository.
 
 Flattened gradients, plain torch, the small problem on the host.
 """
@@ -17,7 +17,7 @@ Gradients = list[list[Tensor]]
 
 
 def textbook_pcgrad(grads: Gradients) -> list[Tensor]:
-    """PCGrad as it goes from repository to repository.
+    """PCGrad as it is copied from repository to repository.
 
     Gradients and masks of the parameters that have one are flattened; every task's is projected
     against the others' in random order, pair by pair; shared and unshared elements are merged
