@@ -25,53 +25,59 @@ class Accumulation:
         """The step that `backward(update=False)` has begun."""
         self._gradients = gradients
         self._optimizers = optimizers
-        self._mark: tuple[int, Tensor, int] | None = None
-        """The index of a parameter, its gradient in `.grad`, and the gradient's version."""
+        self._mark: tuple[nn.Parameter, Tensor, int] | None = None
+        """A parameter, its gradient in `.grad`, and the gradient's version."""
+        self._lent: str | None = None
+        """The name of that parameter, if its gradient is in the rows too."""
         self._unused: tuple[nn.Parameter, int] | None = None
         """A parameter with an update of `backward` in `.grad`, and the parameter's version."""
         self._notice_steps()
 
     def clear(self) -> None:
         """Forgets gradients that wait for their update, and an update that was not used."""
-        self.step = self._mark = self._unused = None
+        self.step = self._mark = self._lent = self._unused = None
 
     def mark(self) -> None:
-        """Puts one gradient back into `.grad`: a later `zero_grad()` shows there."""
+        """Remembers one gradient in `.grad`, if need be out of the rows, to notice `zero_grad()`."""
         first = self._gradients.first()
         if first is not None:
-            i, grad = first
-            self._gradients.parameters[i].grad = grad
-            self._mark = i, grad, grad._version
+            parameter, grad = self._gradients.parameters[first[0]], first[1]
+            self._lent = self._gradients.names[first[0]]
+            parameter.grad = grad
+            self._mark = parameter, grad, grad._version
+            return
+        for parameter in held_parameters(self._optimizers):
+            held = parameter.grad
+            if held is not None and held.layout is torch.strided:
+                self._mark = parameter, held, held._version
+                return
 
     def unmark(self) -> None:
-        """Takes that gradient out again."""
-        if self._mark is not None:
-            self._gradients.parameters[self._mark[0]].grad = None
-            self._mark = None
+        """Takes a gradient of the rows out of `.grad` again."""
+        if self._mark is not None and self._lent is not None:
+            self._mark[0].grad = None
+        self._mark = self._lent = None
 
-    def is_open(self, separate_gradients: bool) -> bool:
+    def is_open(self) -> bool:
         """Whether gradients wait for their update, and `zero_grad()` has not dropped them.
 
         Raises:
             RuntimeError: They were changed, but not set to zero.
 
         """
-        if self.step is None:
+        if self.step is None or self._mark is None:
+            return self.step is not None
+        parameter, grad, version = self._mark
+        if parameter.grad is not grad:
             return False
-        if not separate_gradients:
-            return any(p.grad is not None for p in held_parameters(self._optimizers))
-        if self._mark is None:
+        if grad._version == version:
             return True
-        i, grad, version = self._mark
-        if self._gradients.parameters[i].grad is not grad:
-            return False
-        if grad._version != version and grad.any():
+        if self._lent is not None and grad.any():
             raise RuntimeError(
                 "the gradients of backward(..., update=False) must stay as they are until their"
-                f" update, got a changed one for {self._gradients.names[i]}: clip or unscale after"
-                " the update"
+                f" update, got a changed one for {self._lent}: clip or unscale after the update"
             )
-        return grad._version == version
+        return bool(grad.any())
 
     def note_update(self) -> None:
         """Notes that the update is in `.grad`, for the torch optimizer to use."""
@@ -85,7 +91,11 @@ class Accumulation:
             return
         # These host synchronizations are rare: gradients were set to zero, or a scaler has skipped
         # the step because they are not finite.
-        grads = [p.grad for p in held_parameters(self._optimizers) if p.grad is not None]
+        grads = [
+            p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+            for p in held_parameters(self._optimizers)
+            if p.grad is not None
+        ]
         if any(grad.any() for grad in grads) and all(grad.isfinite().all() for grad in grads):
             self._unused = unused
             raise RuntimeError(
@@ -98,11 +108,14 @@ class Accumulation:
         this = weakref.proxy(self)  # The optimizer must not keep this alive.
 
         def refuse(*_: object) -> None:
-            if this.step is not None:
+            if this.is_open():
                 raise RuntimeError(
                     "the gradients of backward(..., update=False) wait for their update: end these"
                     " with backward(...) before optimizer.step()"
                 )
+            if this.step is not None:  # `zero_grad()` has dropped them.
+                this.clear()
+                this._gradients.clear()
 
         def used(*_: object) -> None:
             this._unused = None

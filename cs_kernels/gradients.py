@@ -92,7 +92,7 @@ class TaskGradients:
         self._buckets_found.add(task)
         for i, parameter in enumerate(self.parameters):
             grad = parameter.grad
-            if grad is None or grad.layout is not torch.strided:
+            if grad is None or grad.layout is not torch.strided or grad._base is not None:
                 continue
             if grad.untyped_storage().nbytes() > grad.numel() * grad.element_size():
                 self._in_buckets.add(i)

@@ -154,8 +154,11 @@ def find_layout(
         norm = modules[norm_name]
         assert isinstance(norm, TaskBatchNorm)
         norms = tuple(norm.of(task) for task in tasks)
-        channels, out_channel_dim, groups = channels_of(modules[names[0]], weight)
+        kinds = {channels_of(modules[name], weight) for name in names}
+        channels, out_channel_dim, groups = min(kinds)
         reasons[weight] = _unfit(norm_name, norms, channels)
+        if len(kinds) > 1:
+            reasons[weight] = f"{', '.join(names)} have other dimensions for their outputs"
         if reasons[weight]:
             continue
         layers.append(

@@ -216,7 +216,7 @@ class MultiTaskOptimizer:
         closures = checked_closures(closure)
         chosen = self._chosen(tasks)
         phase = self.phase
-        if self._accumulation.is_open(self.method.separate_gradients):
+        if self._accumulation.is_open():
             raise RuntimeError(
                 "step would forget the gradients of backward(..., update=False): end these with"
                 " backward(...), or forget them by optimizer.zero_grad(), first"
@@ -294,7 +294,7 @@ class MultiTaskOptimizer:
                 f" forward pass for all tasks, got {len(self._norms)} of them: use step(closure)"
             )
         accumulation = self._accumulation
-        is_open = accumulation.is_open(self.method.separate_gradients)
+        is_open = accumulation.is_open()
         if not is_open:
             if self.phase == 1:
                 raise RuntimeError(
@@ -318,7 +318,7 @@ class MultiTaskOptimizer:
         if update:
             self._finish(step)
             accumulation.note_update()
-        elif self.method.separate_gradients:
+        else:
             accumulation.mark()
         return {task: loss.detach() for task, loss in losses.items()}
 
@@ -357,6 +357,7 @@ class MultiTaskOptimizer:
 
         """
         self._check_watched()
+        self._layout = None  # Parameters may have been frozen since the last step.
         return self._current_layout().coverage
 
     def priority(self) -> dict[str, Tensor]:
@@ -415,8 +416,9 @@ class MultiTaskOptimizer:
         except Exception as error:
             self._load(before)
             raise ValueError(f"state must be a whole state_dict, got one with {error!r}") from error
+        if self._accumulation.step is not None:
+            self._clear(held_parameters(self._optimizers))
         self._accumulation.clear()
-        self._gradients.clear()
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         expected = self.state_dict()
@@ -542,9 +544,10 @@ class MultiTaskOptimizer:
             )
         self._covered = self._watcher.version
 
-    def _what_trains(self) -> list[bool]:
+    def _what_trains(self) -> list[int]:
         """Changes when other parameters require a gradient or the optimizer holds others."""
-        flags = [p.requires_grad for p in held_parameters(self._optimizers)]
+        held = held_parameters(self._optimizers)
+        flags = [*map(id, held), *(p.requires_grad for p in held)]
         flags += [p.requires_grad for p in self._shared]
         for module in self._watcher.outside:
             flags += [p.requires_grad for p in module._parameters.values() if p is not None]

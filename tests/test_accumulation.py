@@ -238,3 +238,65 @@ def test_a_refused_checkpoint_leaves_micro_batches_alone() -> None:
         opt.backward({task: loss(task) for task in AB})
         updates.append(torch.cat([p.grad.flatten() for p in model.trunk.parameters()]))
     assert torch.equal(*updates)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("method", [cs.UPGrad(), cs.Sum()], ids=repr)
+def test_zero_grad_frees_the_optimizer(method: cs.Method, set_to_none: bool, frozen: bool) -> None:
+    """The next optimizer step and the next step of our own begin anew, with their own losses."""
+    model, loss, *_ = problem()
+    if frozen:
+        model.trunk.requires_grad_(False)
+    sgd = sgd_of(model)
+    weighting = Recorded()
+    opt = cs.MultiTaskOptimizer(model, sgd, AB, method, weighting=weighting)
+    opt.backward({task: loss(task) for task in AB}, update=False)
+    with pytest.raises(RuntimeError, match="wait for their update"):
+        sgd.step()
+    sgd.zero_grad(set_to_none=set_to_none)
+    sgd.step()
+    opt.backward({task: loss(task) for task in AB}, update=False)
+    sgd.zero_grad(set_to_none=set_to_none)
+    before = {task: loss(task).detach() for task in AB}
+    opt.step(loss)
+    assert weighting.seen == [before]
+
+
+class Recorded(cs.EqualWeights):
+    """Keeps the losses of every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[dict[str, Tensor]] = []
+
+    def observe(self, step: cs.Step) -> None:
+        self.seen.append(dict(step.losses))
+
+
+def test_a_checkpoint_drops_gradients_that_wait() -> None:
+    """Else the next optimizer step would use them, silently."""
+    model, loss, *_ = problem()
+    sgd = sgd_of(model)
+    opt = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad())
+    opt.backward({task: loss(task) for task in AB}, update=False)
+    opt.load_state_dict(opt.state_dict())
+    assert all(p.grad is None for p in model.parameters())
+    before = [p.clone() for p in model.parameters()]
+    sgd.step()
+    assert_equal(before, list(model.parameters()))
+
+
+def test_an_update_with_sparse_gradients_that_was_not_used() -> None:
+    embedding = nn.Embedding(5, 3, sparse=True)
+    trunk = nn.Linear(3, 4)
+    sgd = sgd_of(trunk, embedding)
+    opt = cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad())
+
+    def losses() -> dict[str, Tensor]:
+        y = trunk(embedding(torch.arange(2)))
+        return {"a": y.square().mean(), "b": y.mean()}
+
+    opt.backward(losses())
+    with pytest.raises(RuntimeError, match="the last backward"):
+        opt.backward(losses())

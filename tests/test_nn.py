@@ -450,3 +450,33 @@ def test_an_unconverted_checkpoint_of_a_nested_normalization() -> None:
     trunk = cs.nn.convert_task_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 1), Activated(4)), AB)
     trunk.load_state_dict(plain.state_dict())
     assert torch.equal(trunk[1].of("b").act.weight, plain[1].act.weight)
+
+
+def test_a_weight_of_two_kinds_of_layers() -> None:
+    """Its output channels are dimension 1 of one of them and dimension 0 of the other."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.ConvTranspose2d(6, 6, 3, padding=1, bias=False)
+            self.down = nn.Conv2d(6, 6, 3, padding=1, bias=False)
+            self.down.weight = self.up.weight
+            self.norm = nn.BatchNorm2d(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.up(self.norm(self.down(x)))
+            return result
+
+    trunk = cs.nn.convert_task_batchnorm(Tied(), TASKS)
+    coverage = _layout(trunk, torch.randn(2, 6, 4, 4)).coverage
+    assert coverage.plain["up.weight"] == "up, down have other dimensions for their outputs"
+
+
+def test_coverage_shows_what_is_frozen_now() -> None:
+    trunk = cs.nn.convert_task_batchnorm(
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)), TASKS
+    )
+    opt = cs.MultiTaskOptimizer(trunk, torch.optim.SGD(trunk.parameters(), 0.1), TASKS)
+    opt.step(lambda task: trunk(torch.randn(8, 3)).square().mean())
+    trunk[2].requires_grad_(False)
+    assert opt.coverage().plain["2.weight"].startswith("frozen; ")
