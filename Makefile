@@ -91,7 +91,7 @@ GPU_PROCESSES ?= 8
 
 test-gpu: install-gpu
 	mkdir -p build && rm -f build/tests.xml
-	$(GPU_PYTEST) --numprocesses $(GPU_PROCESSES) -k "triton or cuda or gpu" \
+	$(GPU_PYTEST) --full --numprocesses $(GPU_PROCESSES) -k "triton or cuda or gpu" \
 		--ignore tests/test_triton_compiles.py --junit-xml build/tests.xml tests; \
 		result=$$?; $(GPU_PYTHON) bench/outcome.py tests build/tests.xml $$result && exit $$result
 
