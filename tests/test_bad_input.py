@@ -18,6 +18,8 @@ from networks import (
 from torch import Tensor, nn
 
 import cs_kernels as cs
+from cs_kernels.ops import operands
+from cs_kernels.ops.gpu import GpuOperators
 
 
 def _optimizer(setup: Setup, schedule: cs.Schedule | None = None) -> cs.MultiTaskOptimizer:
@@ -497,3 +499,56 @@ def test_another_task_may_not_stay_active(method: cs.Method) -> None:
 def test_gramians_of_wrong_shape(backend: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"gramian must have shape \[\.\.\., K, K\]"):
         cs.UPGrad().weights(torch.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("energies", "eps", "channels", "message"),
+    [
+        ((2, 4), 2, [8], r"energies must have shape \(8,\), got \(2, 4\)"),
+        ((9,), 2, [8], r"energies must have shape \(8,\), got \(9,\)"),
+        ((8,), 5, [4, 4], "eps must have K entries for each of 2 layers, got 5"),
+        ((8,), 0, [8], "eps must have K entries for each of 1 layers, got 0"),
+        ((8,), 4, [-1, 9], r"channels must not be negative, got \[-1, 9\]"),
+    ],
+)
+def test_energies_that_do_not_fit(
+    backend: str, energies: tuple[int, ...], eps: int, channels: list[int], message: str
+) -> None:
+    """Kernels would read or write past the end."""
+    if backend == "reference":
+        pytest.skip("its errors are torch's")
+    statistics = torch.ones(2, 8)
+    with pytest.raises(ValueError, match=message):
+        torch.ops.cs_kernels.energy_priority(
+            torch.ones(energies), statistics, statistics, [1e-5] * eps, channels
+        )
+
+
+_ONES = torch.ones(4, 3)
+
+
+@pytest.mark.skipif(operands.unavailable is not None, reason="without the compiled module")
+@pytest.mark.parametrize(
+    ("operator", "arguments", "message"),
+    [
+        (
+            "connection_strength",
+            (_ONES, torch.ones(2, 4, device="meta"), torch.ones(2, 4), [1.0] * 2, True, 0, 1),
+            "gamma must be on cpu, got meta",
+        ),
+        (
+            "channel_energies",
+            ([_ONES, _ONES.to("meta")], [0, 0], [1, 1]),
+            "weights must be on cpu, got meta",
+        ),
+    ],
+)
+def test_no_kernel_gets_an_address_of_another_device(
+    operator: str, arguments: tuple[object, ...], message: str
+) -> None:
+    def launch(*_: object, **__: object) -> None:
+        raise AssertionError("launched")
+
+    stub = type("Stub", (GpuOperators,), dict.fromkeys(GpuOperators.__abstractmethods__, launch))
+    with pytest.raises(ValueError, match=message):
+        getattr(stub(), operator)(*arguments)

@@ -116,6 +116,29 @@ def check_group_of(group_of: Sequence[int], groups: int) -> None:
         raise ValueError(f"group_of must lie in [0, {groups}), got {list(group_of)}")
 
 
+def check_energies(
+    energies: Tensor,
+    gamma: Tensor,
+    running_var: Tensor,
+    eps: Sequence[float],
+    channels: Sequence[int],
+) -> int:
+    """Raises a ValueError or TypeError for arguments that do not fit the layers; returns K."""
+    layers, rows = len(channels), sum(channels)
+    tasks = len(eps) // max(layers, 1)
+    if min(channels, default=0) < 0:
+        raise ValueError(f"channels must not be negative, got {list(channels)}")
+    if len(eps) != tasks * layers or (layers and not tasks):
+        raise ValueError(f"eps must have K entries for each of {layers} layers, got {len(eps)}")
+    if energies.shape != (rows,):
+        raise ValueError(f"energies must have shape ({rows},), got {tuple(energies.shape)}")
+    for name, tensor in (("gamma", gamma), ("running_var", running_var)):
+        check_type(tensor, name)
+        check_device(tensor, energies.device, name)
+        check_numel(tensor, tasks * rows, name)
+    return tasks
+
+
 def check_gramian(gramian: Tensor) -> None:
     """Raises a ValueError for another shape than [..., K, K]."""
     tasks = gramian.shape[-1]

@@ -13,6 +13,7 @@ from cs_kernels.ops.operands import (
     Operands,
     as_channels,
     check_device,
+    check_energies,
     check_numel,
     check_type,
 )
@@ -97,12 +98,8 @@ def energy_priority(
     channels: Sequence[int],
 ) -> Tensor:
     """Reads (2 K + 1) O numbers and writes O."""
-    tasks = len(eps) // max(len(channels), 1)
-    for name, tensor in (("gamma", gamma), ("running_var", running_var)):
-        check_device(tensor, energies.device, name)
-        check_numel(tensor, tasks * sum(channels), name)
-    check_numel(energies, sum(channels), "energies")
-    energies, gamma, variance = map(_in_double, (energies, gamma, running_var))
+    tasks = check_energies(energies, gamma, running_var, eps, channels)
+    energies, gamma, variance = map(_in_double, (energies, gamma.flatten(), running_var.flatten()))
     priority = torch.empty(len(energies), dtype=torch.int64)
     first = 0
     for layer, rows in enumerate(channels):

@@ -33,6 +33,7 @@ from cs_kernels.ops.operands import (
     Operands,
     as_channels,
     check_device,
+    check_energies,
     check_numel,
     check_tasks,
     check_type,
@@ -271,9 +272,8 @@ class Phase2Operators(ABC):
         )
         return priorities
 
-    def _energy(self, given: Tensor, out_channel_dim: int, groups: int, window: int) -> Tensor:
+    def _energy(self, weight: Tensor, layout: ChannelLayout, window: int) -> Tensor:
         """Float64 [O] of one layer: sums of squares, divided by `window`."""
-        weight, layout = as_channels(given, out_channel_dim, groups)
         energy = weight.new_zeros(layout[0] * layout[2], dtype=torch.float64)
         if weight.numel():
             plan = layer_plan(layout, window, self.tiling(1, weight.dtype), weight.device)
@@ -322,11 +322,12 @@ class Phase2Operators(ABC):
         """Reads the weight once."""
         check_type(weight, "weight")
         check_tasks(len(eps))
-        energy = self._energy(weight, out_channel_dim, groups, prod(weight.shape[2:]))
+        weight, layout = as_channels(weight, out_channel_dim, groups)
         for name, tensor in (("gamma", gamma), ("running_var", running_var)):
             check_type(tensor, name)
             check_device(tensor, weight.device, name)
-            check_numel(tensor, len(eps) * len(energy), name)
+            check_numel(tensor, len(eps) * layout[0] * layout[2], name)
+        energy = self._energy(weight, layout, prod(weight.shape[2:]))
         return self._strength(energy, gamma, running_var, eps, normalize=normalize)
 
     def channel_energies(
@@ -335,8 +336,9 @@ class Phase2Operators(ABC):
         """Reads the weights once; one launch a layer."""
         for weight in weights:
             check_type(weight, "weights")
+            check_device(weight, weights[0].device, "weights")
         layers = zip(weights, out_channel_dims, groups, strict=True)
-        return torch.cat([self._energy(weight, dim, group, 1) for weight, dim, group in layers])
+        return torch.cat([self._energy(*as_channels(*layer), 1) for layer in layers])
 
     def energy_priority(
         self,
@@ -347,19 +349,16 @@ class Phase2Operators(ABC):
         channels: Sequence[int],
     ) -> Tensor:
         """Reads (2 K + 1) O numbers, writes O; two launches a layer."""
-        tasks = len(eps) // max(len(channels), 1)
-        for name, tensor in (("gamma", gamma), ("running_var", running_var)):
-            check_type(tensor, name)
-            check_device(tensor, energies.device, name)
-            check_numel(tensor, tasks * sum(channels), name)
+        tasks = check_energies(energies, gamma, running_var, eps, channels)
+        gamma, running_var = gamma.flatten(), running_var.flatten()
         priorities = [energies.new_empty(0, dtype=torch.int64)]
         first = 0
         for layer, rows in enumerate(channels):
             of_layer = slice(tasks * first, tasks * (first + rows))
             strength = self._strength(
                 energies[first : first + rows].double(),
-                gamma.flatten()[of_layer],
-                running_var.flatten()[of_layer],
+                gamma[of_layer],
+                running_var[of_layer],
                 eps[layer * tasks : (layer + 1) * tasks],
                 normalize=True,
             )
