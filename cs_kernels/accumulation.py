@@ -38,7 +38,7 @@ class Accumulation:
         self.step = self._mark = self._lent = self._unused = None
 
     def mark(self) -> None:
-        """Remembers one gradient in `.grad`, where `zero_grad()` shows; if need be from the rows."""
+        """Remembers one gradient in `.grad`, where `zero_grad()` shows."""
         first = self._gradients.first()
         if first is not None:
             parameter, grad = self._gradients.parameters[first[0]], first[1]

@@ -7,8 +7,8 @@ from layers import FORMATS, SMALL, laid_out
 from torch import Tensor
 
 import cs_kernels as cs
-from cs_kernels.ops import reference
 from cs_kernels.ops.random import random_key, uniform_numbers
+from cs_kernels.ops.reference import combine as reference
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES = [(7, 1), (12, 5, 3), (9, 14, 2, 2), (3, 700)]

@@ -21,8 +21,8 @@ OPERATORS: list[str] = []
 class Backend:
     """One implementation of all operators: functions with the operators' names.
 
-    They are a module's, or the methods of an object `operators` in it. A function `solve` stands
-    for the operators of all solvers.
+    They are those of a package's modules `phase2`, `combine` and `solvers`, or the methods of an
+    object `operators`. A function `solve` stands for the operators of all solvers.
     """
 
     module_name: str
@@ -55,11 +55,17 @@ def _operators(module_name: str) -> dict[str, Callable[..., Any]]:
 
     """
     module = importlib.import_module(module_name)
-    source = getattr(module, "operators", module)
-    found: dict[str, Callable[..., Any]] = {
-        f"{name}_weights": partial(source.solve, name) for name in SOLVERS
-    }
-    found |= {name: getattr(source, name) for name in OPERATORS if hasattr(source, name)}
+    families = ("phase2", "combine", "solvers")
+    sources = (
+        [module.operators]
+        if hasattr(module, "operators")
+        else [importlib.import_module(f"{module_name}.{family}") for family in families]
+    )
+    found: dict[str, Callable[..., Any]] = {}
+    for source in sources:
+        found |= {name: getattr(source, name) for name in OPERATORS if hasattr(source, name)}
+    solve = sources[-1].solve
+    found |= {f"{name}_weights": partial(solve, name) for name in SOLVERS}
     missing = [name for name in OPERATORS if name not in found]
     if missing:
         raise NotImplementedError(f"{module_name} must have every operator, it lacks {missing}")

@@ -236,3 +236,9 @@ def aligned_mtl_weights(gramian: Tensor, scale: str) -> Tensor:
         return weights
 
     return _each(gramian, solve)
+
+
+def solve(name: str, gramian: Tensor, *options: object) -> Tensor:
+    """The operator `<name>_weights`."""
+    weights: Tensor = globals()[f"{name}_weights"](gramian, *options)
+    return weights
