@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import cs_kernels as cs
 from cs_kernels.ops import operands
 from cs_kernels.ops.gpu import GpuOperators
+from cs_kernels.ops.solvers import option_word
 
 
 def _optimizer(setup: Setup, schedule: cs.Schedule | None = None) -> cs.MultiTaskOptimizer:
@@ -552,3 +553,10 @@ def test_no_kernel_gets_an_address_of_another_device(
     stub = type("Stub", (GpuOperators,), dict.fromkeys(GpuOperators.__abstractmethods__, launch))
     with pytest.raises(ValueError, match=message):
         getattr(stub(), operator)(*arguments)
+
+
+@pytest.mark.parametrize("options", [(1.0, 2.0), (5,), (None,)])
+def test_options_that_no_solver_has(options: tuple[Any, ...]) -> None:
+    """A new solver's, say: they must not be taken for none."""
+    with pytest.raises(TypeError, match="options must be none, a scale, a number or a seed"):
+        option_word(*options)

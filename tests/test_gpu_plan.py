@@ -14,7 +14,7 @@ PLAIN = [(1, 1, 1, 70_001), (1, 1, 1, 5), (1, 1, 1, 0)]
 @pytest.mark.parametrize("eps", [True, False])
 @pytest.mark.parametrize("processors", [1, 3, 132, 1000])
 @pytest.mark.parametrize("tasks", [2, 9])
-@pytest.mark.parametrize("operators", [triton.operators, cuda.operators])
+@pytest.mark.parametrize("operators", [triton.operators, cuda.operators], ids=["triton", "cuda"])
 def test_items_depend_on_earlier_ones(
     monkeypatch: pytest.MonkeyPatch,
     operators: GpuOperators,

@@ -1,6 +1,7 @@
 """The examples of the documents run as they stand."""
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,19 @@ def test_readme(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1 of 2 shared parameters are prioritized" in capsys.readouterr().out
     for names in (one, other):
         assert all(p.grad is not None for p in names["trunk"][0].parameters())
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "bench/NOTES.md"])
+def test_named_files_exist(document: str) -> None:
+    """By their whole path, or by the end of it."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    if not files:
+        pytest.skip("not a git checkout")
+    text = (ROOT / document).read_text()
+    named = re.findall(r"`([\w/.-]+\.(?:py|pyi|cpp|cu|h|md|txt))`", text)
+    missing = [name for name in named if not re.search(rf"(^|/){re.escape(name)}$", files, re.M)]
+    assert named
+    assert missing == []
 
 
 def test_the_method_of_contributing() -> None:

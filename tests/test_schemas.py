@@ -3,6 +3,8 @@
 import torch
 from layers import KINDS, sample, trunk_arguments
 
+import cs_kernels as cs
+
 
 def test_schemas_and_fakes() -> None:
     """Mutation as declared, fakes alike, usable under compilation."""
@@ -76,5 +78,6 @@ def test_schemas_and_fakes() -> None:
         operators.imtl_g_weights: (torch.eye(3),),
         operators.upgrad_weights: (torch.eye(3),),
     }
+    assert {operator.__name__ for operator in calls} == set(cs.ops.backends.OPERATORS)
     for operator, call in calls.items():
         torch.library.opcheck(operator.default, call, test_utils=tests)

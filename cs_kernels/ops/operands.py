@@ -40,7 +40,10 @@ if unavailable is None:
         "tolerances": tolerances(),
     }.items():
         if getattr(_C, _name, None) != _value:
-            raise ImportError(f"cs_kernels._C has other {_name} than its package: build it again")
+            raise ImportError(
+                f"cs_kernels._C must have {_name} {_value}, got {getattr(_C, _name, None)}: was it"
+                " built from other sources?"
+            )
 
 ChannelLayout = tuple[int, int, int, int]
 """A tensor's memory as an array [groups, outer, channels, inner]."""

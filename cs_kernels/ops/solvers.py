@@ -48,6 +48,7 @@ def option_word(*options: int | float | str) -> int:
 
     Raises:
         ValueError: The scale is not one of `ALIGNED_SCALES`.
+        TypeError: They are of another kind.
 
     """
     match options:
@@ -60,4 +61,6 @@ def option_word(*options: int | float | str) -> int:
             return word
         case (int() as seed, int() as step):
             return random_key(seed, step)
-    return 0
+        case ():
+            return 0
+    raise TypeError(f"options must be none, a scale, a number or a seed and a step, got {options}")

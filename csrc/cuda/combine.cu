@@ -132,17 +132,17 @@ CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride,
 // For any number of tasks: a tile of all gradients in shared memory, a thread for each pair.
 template <class T>
 CS_DEVICE void multiply_many(const Piece<T>& piece, int tasks, double* out, double* workspace) {
-  constexpr int kWidth = kGeneralTile + 1; // columns in different banks
+  constexpr int kWidth = kGeneralColumns + 1; // columns in different banks
   const int pairs = pair_of(tasks, 0);
   double* products = workspace;
   double* tile = products + pairs;
   for (int pair = thread_index(); pair < pairs; pair += kThreads)
     products[pair] = 0;
-  for (std::int64_t start = piece.range.begin; start < piece.range.end; start += kGeneralTile) {
+  for (std::int64_t start = piece.range.begin; start < piece.range.end; start += kGeneralColumns) {
     synchronize_block();
-    for (int n = thread_index(); n < tasks * kGeneralTile; n += kThreads) {
-      const int j = n / kGeneralTile;
-      const int e = n % kGeneralTile;
+    for (int n = thread_index(); n < tasks * kGeneralColumns; n += kThreads) {
+      const int j = n / kGeneralColumns;
+      const int e = n % kGeneralColumns;
       const T* gradient = piece.gradient(j);
       const bool inside = gradient != nullptr && start + e < piece.range.end;
       tile[j * kWidth + e] = inside ? widened(load(gradient + start + e)) : 0;
@@ -156,7 +156,7 @@ CS_DEVICE void multiply_many(const Piece<T>& piece, int tasks, double* out, doub
       const int row_i = i * kWidth;
       const int row_j = (pair - first) * kWidth;
       double sum = 0;
-      for (int e = 0; e < kGeneralTile; ++e)
+      for (int e = 0; e < kGeneralColumns; ++e)
         sum += tile[row_i + e] * tile[row_j + e];
       products[pair] += sum;
     }
@@ -168,7 +168,7 @@ CS_DEVICE void multiply_many(const Piece<T>& piece, int tasks, double* out, doub
 // kTasks is 0 for the general kernel.
 constexpr std::size_t gramian_bytes(int unrolled, int tasks) {
   const int pairs = tasks * (tasks + 1) / 2;
-  const int numbers = unrolled > 0 ? pairs * kWarps : pairs + tasks * (kGeneralTile + 1);
+  const int numbers = unrolled > 0 ? pairs * kWarps : pairs + tasks * (kGeneralColumns + 1);
   return 16 + static_cast<std::size_t>(numbers) * sizeof(double);
 }
 

@@ -25,7 +25,7 @@ CS_DEVICE double* shared_products() {
 constexpr std::size_t shared_bytes(int unrolled, int tasks) {
   const int squared = tasks * tasks;
   const int numbers =
-      unrolled > 0 ? squared * kThreads : squared + tasks * (kGeneralTile + 1) + kGeneralTile;
+      unrolled > 0 ? squared * kThreads : squared + tasks * (kGeneralColumns + 1) + kGeneralColumns;
   return sizeof(Shared) + static_cast<std::size_t>(numbers) * sizeof(double);
 }
 
@@ -82,7 +82,8 @@ template <class T> struct Work {
 };
 
 template <class T, int kTasks> constexpr std::int64_t tile_elements() {
-  return std::int64_t{kTasks > 0 ? kThreads * Vector<T>::kSize : kGeneralTiles * kGeneralTile};
+  return std::int64_t{kTasks > 0 ? kTileVectors * kThreads * Vector<T>::kSize
+                                 : kGeneralRounds * kGeneralColumns};
 }
 
 // A SUM item of up to 8 tasks: writes the plain sum, and products[i, j] = <G_i, G_j> over channel
@@ -185,22 +186,23 @@ template <class T, int kTasks> struct Sum {
 
   CS_DEVICE void run(std::int32_t index) {
     constexpr auto kTile = tile_elements<T, kTasks>();
+    constexpr int kStep = kThreads * kVector;
     const PlannedTensor& tensor = work.tensor;
     for (int slot = 0; slot < kTasks * kTasks; ++slot)
       kept_at(slot) = 0;
     const auto [begin, end] = item_range(index, tensor.tiles * kTile, tensor.size);
     const int offset = thread_index() * kVector;
     Read next = read(begin + offset, end);
-    for (std::int64_t element = begin + offset; element < end; element += kTile) {
+    for (std::int64_t element = begin + offset; element < end; element += kStep) {
       const Read now = next;
       if constexpr (prefetches(kTasks))
-        next = read(element + kTile, end);
+        next = read(element + kStep, end);
       if (now.whole)
         vector(element, now.words);
       else
         elements(element, element + kVector < end ? element + kVector : end);
       if constexpr (!prefetches(kTasks))
-        next = read(element + kTile, end);
+        next = read(element + kStep, end);
     }
     if (tensor.layer < 0)
       return;
@@ -226,8 +228,8 @@ template <class T> struct Sum<T, 0> {
   const int tasks;
   const int slots;  // K * K
   double* products; // [K, K]
-  double* tile;     // [K, kGeneralTile + 1]: columns in different banks
-  double* groups;   // [kGeneralTile], a task or -1
+  double* tile;     // [K, kGeneralColumns + 1]: columns in different banks
+  double* groups;   // [kGeneralColumns], a task or -1
 
   CS_DEVICE explicit Sum(const Work<T>& of)
       : work(of), tasks(of.launch.tasks), slots(tasks * tasks), products(shared_products()),
@@ -235,25 +237,25 @@ template <class T> struct Sum<T, 0> {
 
   // The elements of a task.
   CS_DEVICE double* column(int task) const {
-    const int first = task * (kGeneralTile + 1);
+    const int first = task * (kGeneralColumns + 1);
     return tile + first;
   }
 
   CS_DEVICE void read(std::int64_t start, std::int64_t end) {
-    for (int i = thread_index(); i < tasks * kGeneralTile; i += kThreads) {
-      const int j = i / kGeneralTile;
-      const int e = i % kGeneralTile;
+    for (int i = thread_index(); i < tasks * kGeneralColumns; i += kThreads) {
+      const int j = i / kGeneralColumns;
+      const int e = i % kGeneralColumns;
       const T* gradient = work.gradient(j);
       const bool inside = gradient != nullptr && start + e < end;
       column(j)[e] = inside ? widened(load(gradient + start + e)) : 0;
     }
     const int e = thread_index();
-    if (e < kGeneralTile)
+    if (e < kGeneralColumns)
       groups[e] = start + e < end ? work.task_of(work.run_of(start + e)) : -1;
   }
 
   CS_DEVICE void write(std::int64_t start, std::int64_t end) {
-    const int e = thread_index() - (kThreads - kGeneralTile);
+    const int e = thread_index() - (kThreads - kGeneralColumns);
     if (e < 0 || start + e >= end)
       return;
     Wide<T> total = 0;
@@ -267,7 +269,7 @@ template <class T> struct Sum<T, 0> {
       const double* g = column(j);
       int group = -1;
       double sum = 0;
-      for (int e = 0; e < kGeneralTile; ++e) {
+      for (int e = 0; e < kGeneralColumns; ++e) {
         const int next = static_cast<int>(groups[e]);
         if (next != group) {
           if (group >= 0)
@@ -289,7 +291,7 @@ template <class T> struct Sum<T, 0> {
     for (int slot = thread_index(); slot < slots; slot += kThreads)
       products[slot] = 0;
     const auto [begin, end] = item_range(index, tensor.tiles * kTile, tensor.size);
-    for (std::int64_t start = begin; start < end; start += kGeneralTile) {
+    for (std::int64_t start = begin; start < end; start += kGeneralColumns) {
       synchronize_block();
       read(start, end);
       synchronize_block();

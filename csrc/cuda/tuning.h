@@ -37,9 +37,8 @@ constexpr int kTaskLoads = 4;
 constexpr int kGradientVectors = 4;
 
 // Elements of all tasks that the general kernels keep in shared memory: 16.5 KiB for 64 tasks and
-// doubles, beside 32 KiB of products; and how many of these make one tile.
-constexpr int kGeneralTile = 32;
-constexpr int kGeneralTiles = 16;
+// doubles, beside 32 KiB of products.
+constexpr int kGeneralColumns = 32;
 
 // A whole block reads a row of more bytes.
 constexpr int kLongRow = 16 << 10;
@@ -50,6 +49,10 @@ constexpr unsigned kPause = 100;
 // Kernels are unrolled up to this number of tasks.
 constexpr int kUnrolledTasks = 8;
 constexpr bool is_unrolled(int tasks) { return tasks >= 2 && tasks <= kUnrolledTasks; }
+
+// A tile of Phase 2: vectors of each thread, and the rounds of the general kernel.
+constexpr int kTileVectors = 1;
+constexpr int kGeneralRounds = 16;
 
 // The plan of Phase 2's items.
 // Tiles of a SUM item: an item begins with three dependent reads, about two microseconds, as long

@@ -17,6 +17,7 @@ from cs_kernels.ops.solvers import (
     NASH_STOP,
     RIDGE,
     SLOPE,
+    SOLVERS,
     STATIONARY,
     ZERO_SUM,
 )
@@ -238,7 +239,11 @@ def aligned_mtl_weights(gramian: Tensor, scale: str) -> Tensor:
     return _each(gramian, solve)
 
 
+_WEIGHTS: dict[str, Callable[..., Tensor]] = {
+    name: globals()[f"{name}_weights"] for name in SOLVERS
+}
+
+
 def solve(name: str, gramian: Tensor, *options: object) -> Tensor:
     """The operator `<name>_weights`."""
-    weights: Tensor = globals()[f"{name}_weights"](gramian, *options)
-    return weights
+    return _WEIGHTS[name](gramian, *options)
