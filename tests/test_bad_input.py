@@ -556,7 +556,7 @@ def test_no_kernel_gets_an_address_of_another_device(
 
 
 @pytest.mark.parametrize("options", [(1.0, 2.0), (5,), (None,)])
-def test_options_that_no_solver_has(options: tuple[Any, ...]) -> None:
+def test_options_that_no_solver_has(options: tuple[object, ...]) -> None:
     """A new solver's, say: they must not be taken for none."""
     with pytest.raises(TypeError, match="options must be none, a scale, a number or a seed"):
         option_word(*options)
