@@ -27,7 +27,7 @@ def test_readme(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(p.grad is not None for p in names["trunk"][0].parameters())
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "bench/NOTES.md"])
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "bench/NOTES.md"])
 def test_named_files_exist(document: str) -> None:
     """By their whole path, or by the end of it."""
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
