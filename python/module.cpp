@@ -1,5 +1,5 @@
-// cs_kernels._C. Python passes addresses and sizes; cs_kernels/ops checks the shapes, types and
-// devices behind them.
+// cs_kernels._C. Python passes addresses and sizes; cs_kernels/ops checks shapes, types and
+// devices.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
