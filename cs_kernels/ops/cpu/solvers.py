@@ -1,4 +1,4 @@
-"""From Gramians to task weights, compiled."""
+"""Task weights from Gramians, compiled."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from cs_kernels import _C
 from cs_kernels.ops.operands import check_gramian
 from cs_kernels.ops.solvers import SOLVERS, option_word
 
-_NUMBERS = {name: number for number, name in enumerate(SOLVERS)}
+_SOLVERS = {name: number for number, name in enumerate(SOLVERS)}
 
 
 def solve(name: str, gramian: Tensor, *options: int | float | str) -> Tensor:
@@ -17,7 +17,7 @@ def solve(name: str, gramian: Tensor, *options: int | float | str) -> Tensor:
     gramians = gramian.to(torch.float64).contiguous()
     weights = torch.empty(gramians.shape[:-1], dtype=torch.float64)
     _C.solve(
-        solver=_NUMBERS[name],
+        solver=_SOLVERS[name],
         gramians=gramians.data_ptr(),
         count=weights.numel() // tasks,
         tasks=tasks,
