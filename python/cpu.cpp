@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -159,7 +160,10 @@ void drop_signs(const Operands& operands, const std::vector<double>& leaks, std:
 
 void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32_t tasks,
            Address weights, std::uint64_t option) {
-  const py::gil_scoped_release release;
+  // Few small problems take less time than another thread would get.
+  std::optional<py::gil_scoped_release> release;
+  if (count * tasks > 64)
+    release.emplace();
   cs_kernels::cpu::solve({static_cast<cs_kernels::Solver>(solver), pointer<const double>(gramians),
                           count, tasks, pointer<double>(weights), option});
 }

@@ -1,5 +1,5 @@
-// cs_kernels._C.cuda: addresses to the structs of launches, a status to an exception.
-// cs_kernels/ops/gpu checks the shapes and types behind them.
+// cs_kernels._C.cuda: builds the structs of launches and turns a status into an exception.
+// cs_kernels/ops/gpu checks shapes and types.
 #include "cuda.h"
 
 #include <pybind11/stl.h>
@@ -142,7 +142,7 @@ void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32
         "a solver");
 }
 
-// Fields by name, with their number in a row of 64-bit integers.
+// Offsets of fields in a row of 64-bit integers, by name.
 using Fields = std::map<std::string, std::size_t>;
 #define CS_FIELD(Struct, field) {#field, offsetof(Struct, field) / sizeof(std::int64_t)}
 
@@ -154,7 +154,7 @@ Fields tensor_fields() {
       CS_FIELD(Tensor, kernel_size),  CS_FIELD(Tensor, layer),        CS_FIELD(Tensor, first_row),
       CS_FIELD(Tensor, first_sum),    CS_FIELD(Tensor, sum_items),    CS_FIELD(Tensor, tiles),
       CS_FIELD(Tensor, energy_items), CS_FIELD(Tensor, energy_rows)};
-  static_assert(sizeof(Tensor) == 14 * sizeof(std::int64_t), "a field is missing here");
+  static_assert(sizeof(Tensor) == 14 * sizeof(std::int64_t), "a field is missing above");
   return fields;
 }
 
@@ -163,11 +163,11 @@ Fields gradient_fields() {
   const Fields fields{CS_FIELD(Tensor, size),       CS_FIELD(Tensor, group),
                       CS_FIELD(Tensor, first_item), CS_FIELD(Tensor, group_items),
                       CS_FIELD(Tensor, tiles),      CS_FIELD(Tensor, first_index)};
-  static_assert(sizeof(Tensor) == 6 * sizeof(std::int64_t), "a field is missing here");
+  static_assert(sizeof(Tensor) == 6 * sizeof(std::int64_t), "a field is missing above");
   return fields;
 }
 
-// The tables of the plan, by the names that Python has for them.
+// The tables of the plan, by their names in Python.
 std::map<std::string, Fields> tables() {
   using namespace cs_kernels::cuda;
   return {{"TensorField", tensor_fields()},
@@ -206,9 +206,9 @@ std::map<std::string, std::int64_t> phase2_tiling(int type, std::int32_t tasks) 
 } // namespace
 
 void define_cuda(py::module_ module) {
-  module.doc() = "The kernels of cs_kernels on a GPU, on addresses there.";
+  module.doc() = "GPU kernels of cs_kernels, on device addresses.";
   module.def("unavailable", &unavailable, "Why the current device cannot run them, if it cannot.");
-  module.def("tables", &tables, "The numbers of the fields of every table, by name.");
+  module.def("tables", &tables, "Offsets of the fields of every table, by name.");
   module.def("phase2_tiling", &phase2_tiling, py::arg("type"), py::arg("tasks"));
   module.def(
       "gradient_tiling",

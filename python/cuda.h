@@ -2,5 +2,5 @@
 
 #include <pybind11/pybind11.h>
 
-// Adds the kernels on a GPU to a module: functions on addresses there, with a stream.
+// The kernels of csrc/cuda, on device addresses and a stream.
 void define_cuda(pybind11::module_ module);

@@ -1,5 +1,5 @@
-// The part of DLPack's exchange API that shows a tensor where it is: the structures of version 1,
-// https://dmlc.github.io/dlpack/latest/c_api.html. So tensors are read without torch's headers.
+// The part of DLPack's exchange API (version 1) that reads a tensor in place, without torch's
+// headers: https://dmlc.github.io/dlpack/latest/c_api.html
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ constexpr std::uint32_t kMajorVersion = 1;
 constexpr const char* kTypeAttribute = "__dlpack_c_exchange_api__";
 constexpr const char* kCapsuleName = "dlpack_exchange_api";
 
-// Codes of types.
+// Type codes.
 constexpr std::uint8_t kFloat = 2;
 constexpr std::uint8_t kBfloat = 4;
 

@@ -1,5 +1,5 @@
-// cs_kernels._C. Python passes addresses and sizes; cs_kernels/ops checks the shapes, types and
-// devices behind them.
+// cs_kernels._C. Python passes addresses and sizes; cs_kernels/ops checks shapes, types and
+// devices.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -29,6 +29,7 @@ PYBIND11_MODULE(_C, module) {
       {"nash_stop", solvers::kNashStop},    {"slope", solvers::kSlope},
       {"stationary", solvers::kStationary}, {"zero_sum", solvers::kZeroSum},
       {"epsilon", solvers::kEpsilon}};
+  module.def("random_key", &cs_kernels::random_key, pybind11::arg("seed"), pybind11::arg("step"));
   cs_kernels_python::define_operands(module);
   define_cpu(module);
 #ifdef CS_KERNELS_CUDA

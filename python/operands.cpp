@@ -1,5 +1,5 @@
-// A step has thousands of gradients: reading their layouts one by one from Python would take longer
-// than the kernels.
+// A step has thousands of gradients: reading their layouts in Python would take longer than the
+// kernels.
 #include "operands.h"
 
 #include <pybind11/stl.h>
@@ -43,7 +43,7 @@ const dlpack::ExchangeApi& torch_exchange() {
   return *api;
 }
 
-// Empty for a tensor without an address: sparse, or on a device without addresses.
+// nullopt for a tensor without an address: sparse, or on a device without memory.
 std::optional<dlpack::Tensor> as_dlpack(py::handle object) {
   dlpack::Tensor tensor{};
   if (torch_exchange().tensor_from_object(object.ptr(), &tensor) == 0)
@@ -56,7 +56,7 @@ void* address_of(const dlpack::Tensor& tensor) {
   return static_cast<char*>(tensor.data) + tensor.byte_offset;
 }
 
-// kUnknownType if the kernels do not read it.
+// kUnknownType for a type without kernels.
 int type_of(const dlpack::Tensor& tensor) {
   const dlpack::DataType type = tensor.type;
   const auto is = [&](int code, int bits) {
@@ -89,8 +89,8 @@ std::int64_t elements(const dlpack::Tensor& tensor, int first_dimension) {
   return count;
 }
 
-// The memory as an array [groups, outer, channels, inner]; empty if it is not one. Groups are those
-// of a transposed convolution, whose output channels are dimension 1.
+// The memory as an array [groups, outer, channels, inner], or nullopt. Only a transposed
+// convolution, with output channels in dimension 1, has groups.
 std::optional<ChannelLayout> find_channel_layout(const std::int64_t* shape,
                                                  const std::int64_t* strides, int dimensions,
                                                  int channel_dim, std::int64_t groups) {
@@ -134,8 +134,7 @@ Layout as_tuple(const ChannelLayout& layout) {
   return {layout.groups, layout.outer, layout.channels, layout.inner};
 }
 
-// The indices of tensors that are None or do not have the memory layout of the same entry of
-// `likes`.
+// The indices of tensors that are None or differ from the same entry of `likes` in memory layout.
 std::vector<std::size_t> find_misfits(const py::list& tensors, const py::list& likes) {
   if (tensors.size() != likes.size())
     throw std::invalid_argument("tensors must be as many as likes, " +
@@ -151,7 +150,6 @@ std::vector<std::size_t> find_misfits(const py::list& tensors, const py::list& l
   return found;
 }
 
-// The addresses behind pointers.
 template <class T> std::vector<Address> addresses(const std::vector<T*>& pointers) {
   std::vector<Address> result;
   result.reserve(pointers.size());

@@ -26,7 +26,7 @@ struct Operands {
   std::vector<void*> outputs;
   std::vector<const void*> gradients; // [outputs, tasks], null for None
   std::vector<std::size_t> unfit;     // outputs without an address, a known type or a layout
-  std::vector<std::size_t> misfits;   // gradients that do not have their output's memory layout
+  std::vector<std::size_t> misfits;   // gradients without their output's memory layout
 };
 
 void define_operands(pybind11::module_& module);

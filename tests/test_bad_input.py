@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import cs_kernels as cs
 from cs_kernels.ops import operands
 from cs_kernels.ops.gpu import GpuOperators
-from cs_kernels.ops.solvers import option_word
+from cs_kernels.ops.operands import option_word
 
 
 def _optimizer(setup: Setup, schedule: cs.Schedule | None = None) -> cs.MultiTaskOptimizer:

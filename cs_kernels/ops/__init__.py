@@ -1,14 +1,12 @@
-"""The operators `torch.ops.cs_kernels.*`: every schema next to its fake, and who computes it.
+"""The operators `torch.ops.cs_kernels.*`: every schema next to its fake.
 
-Each is computed by the backend in force for the device of its tensors (`backends.py`). The
-reference defines the results; the others agree with it to rounding. None is differentiable: a
-gradient is what they take, not what they have.
+The backend in force for the device of the tensors computes an operator (`backends.py`). The
+reference defines the results; the others agree with it to rounding. No operator is differentiable.
 
 In a list of gradients, entry `t * tasks + i` is tensor t's gradient for task i; a missing one
 counts as zero. Gamma and running variance of several layers are [K, O] of one layer after the
 other, flattened. The output channels of a weight are its dimension `out_channel_dim`: 0, or 1 in
-transposed convolutions, whose `groups` are blocks of dimension 0. Updates and gradients do not
-overlap.
+transposed convolutions, whose `groups` are blocks of dimension 0. Updates must not alias gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -109,15 +107,15 @@ def _(
     return gamma.new_empty((sum(channels),), dtype=torch.int64)
 
 
-# Phase 2 in stages, for weights or gradients that are spread over several devices: energies and
-# products are sums, which can be added up over the devices in between.
+# Phase 2 in stages, for weights or gradients that are sharded over devices: energies and products
+# are sums, so they can be added up over the shards in between.
 
 
 @_operator("channel_energies(Tensor[] weights, int[] out_channel_dims, int[] groups) -> Tensor")
 def _(weights: Sequence[Tensor], out_channel_dims: Sequence[int], groups: Sequence[int]) -> Tensor:
-    """Float64 [O] of one layer after the other: the sum of squares of a channel's weights.
+    """Float64 [O] of one layer after the other: sums of squares of a channel's weights.
 
-    It is Eq. (4) without the kernel window, which cancels in Eq. (7).
+    They are Eq. (4) times the kernel window, which cancels in Eq. (7).
     """
     channels = map(out_channels, weights, out_channel_dims, groups)
     return weights[0].new_empty((sum(channels),), dtype=torch.float64)
@@ -175,7 +173,7 @@ def _(
 
 @_operator("gramian(Tensor?[] grads, int[] group_of, int groups, int tasks) -> Tensor")
 def _(grads: Sequence[Tensor | None], group_of: Sequence[int], groups: int, tasks: int) -> Tensor:
-    """Float64 [groups, K, K]: the products of the tasks' gradients, of each group of tensors."""
+    """Float64 [groups, K, K]: products of the tasks' gradients over each group of tensors."""
     like = next(grad for grad in grads if grad is not None)
     return like.new_empty((groups, tasks, tasks), dtype=torch.float64)
 
@@ -206,7 +204,7 @@ def _(
     step: int,
     tasks: int,
 ) -> None:
-    """Writes of each element the positive or the negative gradients' sum, drawn by their shares."""
+    """Writes each element's sum of positive or of negative gradients, drawn by their shares."""
 
 
 def _weights(gramian: Tensor, *options: object) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which backend computes an operator: the backends, whether they can run, and the one in force."""
+"""The backends of the operators: whether they can run, and the one in force."""
 
 import contextlib
 import importlib.util
@@ -19,10 +19,10 @@ OPERATORS: list[str] = []
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of all operators: functions with the operators' names.
+    """A package with a function for every operator in `phase2`, `combine` and `solvers`.
 
-    They are those of a package's modules `phase2`, `combine` and `solvers`, or the methods of an
-    object `operators`. A function `solve` stands for the operators of all solvers.
+    Or a module with an object `operators` that has them as methods.
+
     """
 
     module_name: str
@@ -33,12 +33,12 @@ class Backend:
 
     @property
     def operators(self) -> dict[str, Callable[..., Any]]:
-        """By name; imported when they are first needed."""
+        """By name; imported at the first use."""
         return _operators(self.module_name)
 
     @property
     def reason(self) -> str | None:
-        """Why it cannot run, if it cannot; looked up once."""
+        """Why it cannot run, if it cannot; evaluated once."""
         return _reason(self.unavailable)
 
     def computes_on(self, device: str | None) -> bool:
@@ -101,7 +101,7 @@ def _no_triton() -> str | None:
     return None
 
 
-# Triton reads it when kernels are defined.
+# Triton reads the variable when kernels are defined.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # In order of preference.

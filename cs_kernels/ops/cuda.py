@@ -18,8 +18,8 @@ from cs_kernels.ops.gpu.phase2_plan import (
     TensorField,
     Tiling,
 )
-from cs_kernels.ops.operands import TYPES
-from cs_kernels.ops.solvers import SOLVERS, option_word
+from cs_kernels.ops.operands import TYPES, option_word
+from cs_kernels.ops.solvers import SOLVERS
 
 _SOLVERS = {name: number for number, name in enumerate(SOLVERS)}
 
@@ -54,7 +54,7 @@ def unavailable() -> str | None:
         return "cs_kernels was built without CUDA kernels (CS_KERNELS_CUDA=1 asks for them)"
     if not torch.cuda.is_available() or torch.version.hip:
         return "there is no NVIDIA GPU"
-    # Not every GPU has code in this build, nor has every driver what its runtime needs.
+    # The build may lack code for this GPU, and the driver may be too old for its runtime.
     reason: str | None = _kernels.unavailable()
     return reason
 
@@ -72,19 +72,19 @@ if operands.unavailable is None:
 
 
 class CudaOperators(GpuOperators):
-    """Blocks that draw items; every launch is on the current stream of the tensors' device."""
+    """Every launch is on the current stream of the tensors' device."""
 
     def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling:
-        """That of `csrc/cuda/tuning.h`; a tile crosses rows."""
+        """The tiling of `csrc/cuda/tuning.h`; a tile crosses rows."""
         return _tiling(tasks, dtype)
 
     def gradient_tiling(self, dtype: torch.dtype, tasks: int) -> tuple[int, int]:
-        """That of `csrc/cuda/tuning.h`."""
+        """The tiling of `csrc/cuda/tuning.h`."""
         elements, most_tiles = _kernels.gradient_tiling(TYPES[dtype])
         return elements, most_tiles
 
     def launch_phase2(self, launch: Phase2Launch) -> None:
-        """One launch of as many blocks as run at once."""
+        """A persistent kernel: as many blocks as are resident."""
         plan = launch.plan
         _kernels.phase2(
             type=TYPES[launch.dtype],
@@ -161,7 +161,6 @@ class CudaOperators(GpuOperators):
         )
 
     def _gradients(self, launch: GradientLaunch) -> dict[str, Any]:
-        """The arguments that these launches share."""
         return {
             "type": TYPES[launch.dtype],
             "tasks": launch.tasks,
@@ -175,7 +174,7 @@ class CudaOperators(GpuOperators):
     def launch_gramian(
         self, launch: GradientLaunch, counters: Tensor, products: Tensor, out: Tensor
     ) -> None:
-        """The last block of a group adds up."""
+        """The last block of a group adds up its products."""
         _kernels.gramian(
             **self._gradients(launch),
             counters=counters.data_ptr(),

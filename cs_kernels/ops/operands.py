@@ -1,22 +1,22 @@
 """Kernel arguments: dtype, memory layout and address of an operator's tensors.
 
-A weight, its gradients and its update must have one dense memory layout. Tensors that do not are
-copied first.
+A weight, its gradients and its update must have one dense memory layout; other tensors are copied.
 """
 
 import importlib
 from collections.abc import Sequence
 from itertools import accumulate
+from struct import pack, unpack
 
 import torch
 from torch import Tensor
 
-from cs_kernels.ops.solvers import SOLVERS, tolerances
+from cs_kernels.ops.solvers import ALIGNED_SCALES, SOLVERS, tolerances
 
 unavailable: str | None = None
 """Why the compiled module cannot be used, if it cannot."""
 try:
-    # By its name: a failed `from` import would be reported as a circular one.
+    # By name: a failed `from` import would be reported as a circular import.
     importlib.import_module("cs_kernels._C")
 except ImportError as error:
     unavailable = f"cs_kernels._C does not import: {error}"
@@ -24,7 +24,7 @@ else:
     from cs_kernels import _C
 
 MOST_TASKS = 64
-"""Gramian kernels and solvers take at most this many, on every device."""
+"""The limit of Gramian kernels and solvers, on every device."""
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """In the order of the kernels' numbers."""
@@ -32,7 +32,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 TYPES = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 if unavailable is None:
-    # The reference runs without the module, so these stand on both sides.
+    # Python has these too, as the reference runs without the module.
     for _name, _value in {
         "max_tasks": MOST_TASKS,
         "data_types": [str(dtype).removeprefix("torch.") for dtype in DTYPES],
@@ -44,6 +44,8 @@ if unavailable is None:
                 f"cs_kernels._C must have {_name} {_value}, got {getattr(_C, _name, None)}: was it"
                 " built from other sources?"
             )
+
+_MASK = (1 << 64) - 1
 
 ChannelLayout = tuple[int, int, int, int]
 """A tensor's memory as an array [groups, outer, channels, inner]."""
@@ -73,13 +75,13 @@ def check_numel(tensor: Tensor, numel: int, name: str) -> None:
 
 
 def check_device(tensor: Tensor, device: torch.device, name: str) -> None:
-    """Raises a ValueError for a tensor on another device: a kernel gets only its address."""
+    """Raises a ValueError for a tensor on another device: kernels only get addresses."""
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 
 def laid_out(tensor: Tensor, like: Tensor, name: str) -> Tensor:
-    """The tensor itself if it has the memory layout of `like`, else a copy that has."""
+    """The tensor, or a copy in the memory layout of `like`."""
     if tensor.dtype is not like.dtype or tensor.shape != like.shape or tensor.device != like.device:
         raise ValueError(
             f"{name} must be {like.dtype} of shape {tuple(like.shape)} on {like.device},"
@@ -104,7 +106,7 @@ def misfits(tensors: Sequence[Tensor | None], likes: Sequence[Tensor]) -> list[i
 
 
 def first_present(grads: Sequence[Tensor | None], tensors: int, tasks: int) -> list[Tensor]:
-    """A gradient of each tensor; an empty one where no task has any."""
+    """One gradient for each tensor; an empty tensor where no task has one."""
     like = next(grad for grad in grads if grad is not None)
     present = []
     for t in range(tensors):
@@ -158,16 +160,39 @@ def check_tasks(tasks: int) -> None:
         raise ValueError(f"tasks must be in [1, {MOST_TASKS}], got {tasks}")
 
 
+def option_word(*options: int | float | str) -> int:
+    """The options of a solver in the 64 bits that kernels take: a key, a number or a scale.
+
+    Raises:
+        ValueError: The scale is not one of `ALIGNED_SCALES`.
+        TypeError: They are of another kind.
+
+    """
+    match options:
+        case ():
+            return 0
+        case (int() as seed, int() as step):
+            return _C.random_key(seed & _MASK, step & _MASK)
+        case (float() as number,):
+            word: int = unpack("Q", pack("d", number))[0]
+            return word
+        case (str() as scale,):
+            if scale not in ALIGNED_SCALES:
+                raise ValueError(f"scale must be one of {ALIGNED_SCALES}, got {scale!r}")
+            return ALIGNED_SCALES.index(scale)
+    raise TypeError(f"options must be none, a scale, a number or a seed and a step, got {options}")
+
+
 class Operands:
-    """The gradients of several tensors for all tasks, and the tensors whose layout they have.
+    """Tensors, and the gradients of all tasks for each, in the same memory layout.
 
     Args:
-        outputs: The updates, or tensors that only give the layout of the gradients.
+        outputs: The updates, or tensors that only define the layout of the gradients.
         grads: Entry `t * tasks + i` is tensor t's gradient for task i.
         tasks: K.
-        out_channel_dims: Of the first tensors; 0 for the others.
+        out_channel_dims: One for each of the first tensors; 0 for the others.
         groups: Convolution groups of the first tensors; 1 for the others.
-        name: What errors call `outputs`.
+        name: The name of `outputs` in errors.
 
     """
 
@@ -186,7 +211,6 @@ class Operands:
         self._copies: list[tuple[Tensor, Tensor]] = []
         grads, dims, of_groups = list(grads), list(out_channel_dims), list(groups)
         self.native = _C.Operands(self.outputs, grads, tasks, dims, of_groups)
-        """The same for the compiled module."""
         if self.native.unfit:
             for t in self.native.unfit:
                 self._refit(t, name)
@@ -202,7 +226,6 @@ class Operands:
             self.native.set_gradient(index, self._alive[-1].data_ptr())
 
     def _refit(self, t: int, name: str) -> None:
-        """Replaces an output without a dense layout by a contiguous tensor."""
         given = self.outputs[t]
         check_device(given, self.outputs[0].device, name)
         check_type(given, name)
@@ -273,7 +296,7 @@ class Operands:
 
     def new_priorities(self, channels: Sequence[int]) -> tuple[Tensor, list[int]]:
         """An int64 tensor for the priorities of the first tensors, and each one's address."""
-        # A layer without elements has no strength and no address: the first task's.
+        # Kernels skip a layer without elements; its priorities are task 0.
         make = torch.zeros if 0 in self.native.sizes[: len(channels)] else torch.empty
         device = self.outputs[0].device if self.outputs else None
         priorities = make(sum(channels), dtype=torch.int64, device=device)
@@ -281,11 +304,11 @@ class Operands:
         return priorities, [priorities.data_ptr() + priorities.itemsize * s for s in starts]
 
     def read_outputs(self) -> None:
-        """Reads the outputs that have no dense layout of their own, for a kernel that adds."""
+        """Copies outputs that are not dense into their buffers, for a kernel that adds."""
         for given, output in self._copies:
             output.copy_(given)
 
     def finish(self) -> None:
-        """Writes the outputs that had no dense layout of their own."""
+        """Copies the buffers of outputs that are not dense back."""
         for given, output in self._copies:
             given.copy_(output)

@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of a key and a place, bit for bit those of the kernels."""
+"""Random numbers as pure functions of a key and an index, with the bits of the kernels."""
 
 import torch
 from torch import Tensor
@@ -15,27 +15,27 @@ def mixed(x: int) -> int:
 
 
 def random_key(seed: int, step: int) -> int:
-    """Of a method that was seeded, in one of its steps."""
+    """The key of one step of a seeded method."""
     return mixed((mixed(seed) + step) & _MASK)
 
 
 def _mixed32(x: Tensor) -> Tensor:
-    """A 32-bit mixer with little bias, "lowbias32" (Wellons 2018), of int64 in [0, 2^32)."""
+    """The mixer "lowbias32" (Wellons 2018), of int64 in [0, 2^32)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
     return x ^ (x >> 16)
 
 
-def uniform_numbers(key: int, place: int, count: int, device: torch.device) -> Tensor:
-    """Float64 [count] in [0, 1), multiples of 2^-24, for the places from `place` on."""
+def uniform_numbers(key: int, index: int, count: int, device: torch.device) -> Tensor:
+    """Float64 [count] in [0, 1), multiples of 2^-24, for the indices from `index` on."""
     numbers = torch.empty(count, dtype=torch.float64, device=device)
-    first = place
-    while first < place + count:  # once, but for each 2^32 places
+    first = index
+    while first < index + count:  # once for every 2^32 indices
         high = first >> 32
-        last = min(place + count, (high + 1) << 32)
+        last = min(index + count, (high + 1) << 32)
         of_range = mixed((key + high) & _MASK)
         low = torch.arange(first, last, device=device) & 0xFFFFFFFF
         bits = (_mixed32(low ^ (of_range & 0xFFFFFFFF)) + (of_range >> 32)) & 0xFFFFFFFF
-        numbers[first - place : last - place] = (_mixed32(bits) >> 8) * 2.0**-24
+        numbers[first - index : last - index] = (_mixed32(bits) >> 8) * 2.0**-24
         first = last
     return numbers

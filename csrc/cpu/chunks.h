@@ -36,7 +36,7 @@ inline std::int64_t rows_per_chunk(const ChannelLayout& layout) {
   return std::max<std::int64_t>({1, rows, run});
 }
 
-// The chunks of a weight alone, which is read four rows at a time.
+// Chunks for the energies, whose kernel reads four rows at a time.
 inline std::vector<RowRange> weight_chunks(const ChannelLayout& layout) {
   const std::int64_t step = 4 * rows_per_chunk(layout);
   std::vector<RowRange> chunks;
@@ -45,7 +45,7 @@ inline std::vector<RowRange> weight_chunks(const ChannelLayout& layout) {
   return chunks;
 }
 
-// Starting a thread takes as long as a chunk or two.
+// Starting a thread takes the time of a chunk or two.
 inline int useful_threads(int threads, std::int64_t elements) {
   return static_cast<int>(
       std::clamp<std::int64_t>(elements / (2 * kChunkElements), 1, std::max(threads, 1)));

@@ -51,13 +51,13 @@ public:
   const Piece& operator[](std::size_t i) const { return pieces_[i]; }
   bool stream() const { return bytes_ > kStreamBytes; }
 
-  // work(piece, its number) for each, on several threads.
+  // Calls work(piece, its index) for each piece, on several threads.
   template <class Work> void for_each(int threads, const Work& work) const {
     std::atomic<std::size_t> next{0};
     run_parallel(useful_threads(threads, elements_), [&] {
       for (std::size_t i = next++; i < pieces_.size(); i = next++)
         work(pieces_[i], i);
-      std::atomic_thread_fence(std::memory_order_seq_cst); // what was streamed
+      std::atomic_thread_fence(std::memory_order_seq_cst); // completes streaming stores
     });
   }
 
@@ -68,8 +68,8 @@ private:
   std::int64_t bytes_ = 0;
 };
 
-// write(kernels, gradients, the factors of their tasks, piece) for each; zeros where no task has a
-// gradient.
+// Calls write(kernels, gradients, the factors of their tasks, piece) for each piece; writes zeros
+// where no task has a gradient.
 template <class Factor, class Write>
 void write_updates(const Pieces& pieces, int threads, const Factor& factor, const Write& write) {
   pieces.for_each(threads, [&](const Piece& piece, std::size_t) {
@@ -100,7 +100,7 @@ void gramian(const GradientArguments& arguments, double* gramian, int threads) {
           .products(gradients.data(), static_cast<int>(gradients.size()), piece.size,
                     &products[i * pairs]);
   });
-  // In the order of the pieces, whoever computed them.
+  // In the order of the pieces, for the same bits with any number of threads.
   std::fill(gramian, gramian + arguments.groups * width * width, 0.0);
   for (std::size_t i = 0; i < pieces.count(); ++i) {
     const Piece& piece = pieces[i];

@@ -4,11 +4,10 @@
 
 namespace cs_kernels::cpu {
 
-// Runs `work` once on each of `threads` threads, which share the pieces out among themselves by an
-// atomic counter. OpenMP's, because in a process with PyTorch they are PyTorch's own: already awake
-// after its last operator, where threads of another pool would compete with them for the cores.
-//
-// Rounding and flush-to-zero are the caller's on every thread, so that the bits are.
+// Runs `work` once on each of `threads` threads; `work` claims pieces by an atomic counter. The
+// threads are OpenMP's, which PyTorch uses too: they are awake after its last operator, and a
+// second pool would compete with them for the cores. Every thread takes the caller's rounding and
+// flush-to-zero modes, so that results do not depend on the number of threads.
 template <class Work> void run_parallel(int threads, const Work& work) {
   if (threads <= 1) {
     work();

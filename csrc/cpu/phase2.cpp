@@ -36,8 +36,8 @@ struct Work {
   std::vector<double> coefficient;    // [tasks]: a_i
   std::atomic<std::int64_t> chunks_left{0};
 
-  double* row_dots(std::int64_t place) {
-    return dots.data() + place * static_cast<std::int64_t>(gradients.size());
+  double* row_dots(std::int64_t index) {
+    return dots.data() + index * static_cast<std::int64_t>(gradients.size());
   }
   int reference_of_row(std::int64_t row) const {
     const std::int64_t task = tensor->priority[row];
@@ -49,7 +49,7 @@ struct Work {
 // Rows that share their second visit: a channel group, or all rows of a small layer.
 struct Unit {
   Work* work = nullptr;
-  RowRange places{}; // into work->order
+  RowRange range{}; // into work->order
   std::atomic<std::int64_t> chunks_left{0};
   std::atomic<bool> coefficients_known{false};
 };
@@ -57,11 +57,11 @@ struct Unit {
 struct Chunk {
   Work* work;
   Unit* unit;     // null: energies, or the sum alone
-  RowRange range; // rows for energies, elements for a sum alone, else places in the order
+  RowRange range; // of rows for energies, of elements for a sum alone, else of `order`
 };
 
-// A buffer for the sums of a thread's chunks between its two visits. It is kept from call to call:
-// fresh pages cost as much as they save.
+// A buffer for the sums of a thread's chunks between its two visits; it outlives the call, as fresh
+// pages cost as much as the buffer saves.
 class Scratch {
 public:
   explicit Scratch(std::int64_t chunk_bytes) {
@@ -85,23 +85,23 @@ private:
   std::vector<char*> free_; // the warmest last
 };
 
-// A chunk whose rows are summed, into `sums` if that is not null, else into the update.
+// A chunk whose rows are summed into `sums`, or into the update if `sums` is null.
 struct Summed {
   const Chunk* chunk;
   char* sums;
 
   // The sums of a row's segment; in `sums`, rows are adjacent.
-  char* row(std::int64_t place, std::int64_t offset) const {
+  char* row(std::int64_t index, std::int64_t offset) const {
     const Phase2Tensor& tensor = *chunk->work->tensor;
     return sums == nullptr
                ? at(tensor.update, tensor.type, offset)
-               : at(sums, tensor.type, (place - chunk->range.first) * tensor.layout.inner);
+               : at(sums, tensor.type, (index - chunk->range.first) * tensor.layout.inner);
   }
 };
 
 void sum_rows(const Summed& summed) {
   Work& work = *summed.chunk->work;
-  const RowRange& places = summed.chunk->range;
+  const RowRange& range = summed.chunk->range;
   const Phase2Tensor& tensor = *work.tensor;
   const ChannelLayout& layout = tensor.layout;
   const RowKernels& kernels = row_kernels(tensor.type);
@@ -109,16 +109,16 @@ void sum_rows(const Summed& summed) {
   const std::vector<double> ones(work.gradients.size(), 1.0);
   std::vector<const void*> segment(work.gradients.size());
   for (std::int64_t outer = 0; outer < layout.outer; ++outer)
-    for (std::int64_t place = places.first; place < places.last; ++place) {
-      const std::int64_t row = work.order[static_cast<std::size_t>(place)];
+    for (std::int64_t index = range.first; index < range.last; ++index) {
+      const std::int64_t row = work.order[static_cast<std::size_t>(index)];
       const std::int64_t offset = segment_offset(layout, row, outer);
       for (std::size_t j = 0; j < segment.size(); ++j)
         segment[j] = at(work.gradients[j], tensor.type, offset);
-      char* sums = summed.row(place, offset);
+      char* sums = summed.row(index, offset);
       const int reference = work.reference_of_row(row);
       if (reference >= 0)
         kernels.sum_and_dots(segment.data(), count, reference, layout.inner, sums,
-                             work.row_dots(place));
+                             work.row_dots(index));
       else
         kernels.combine(segment.data(), ones.data(), count, layout.inner, false, sums);
     }
@@ -131,14 +131,14 @@ void find_coefficients(Unit& unit) {
   const std::size_t tasks = work.coefficient.size();
   std::vector<double> dots(tasks * count, 0.0);
   std::vector<bool> present(tasks, false);
-  for (std::int64_t place = unit.places.first; place < unit.places.last; ++place) {
-    const std::int64_t row = work.order[static_cast<std::size_t>(place)];
+  for (std::int64_t index = unit.range.first; index < unit.range.last; ++index) {
+    const std::int64_t row = work.order[static_cast<std::size_t>(index)];
     if (work.reference_of_row(row) < 0)
       continue;
     const auto task = static_cast<std::size_t>(work.tensor->priority[row]);
     present[task] = true;
     for (std::size_t j = 0; j < count; ++j)
-      dots[task * count + j] += work.row_dots(place)[j];
+      dots[task * count + j] += work.row_dots(index)[j];
   }
   for (std::size_t task = 0; task < tasks; ++task) {
     if (!present[task])
@@ -154,16 +154,16 @@ void find_coefficients(Unit& unit) {
   unit.coefficients_known.store(true, std::memory_order_release);
 }
 
-// The most recently read rows first: those are the ones still in cache.
+// In reverse: the rows that were read last are still in cache.
 void add_references(const Summed& summed) {
   const Work& work = *summed.chunk->work;
-  const RowRange& places = summed.chunk->range;
+  const RowRange& range = summed.chunk->range;
   const Phase2Tensor& tensor = *work.tensor;
   const auto kernel = row_kernels(tensor.type).add_scaled;
   const bool stream = summed.sums != nullptr;
   for (std::int64_t outer = tensor.layout.outer - 1; outer >= 0; --outer)
-    for (std::int64_t place = places.last - 1; place >= places.first; --place) {
-      const std::int64_t row = work.order[static_cast<std::size_t>(place)];
+    for (std::int64_t index = range.last - 1; index >= range.first; --index) {
+      const std::int64_t row = work.order[static_cast<std::size_t>(index)];
       const int reference = work.reference_of_row(row);
       const double coefficient =
           reference < 0 ? 0 : work.coefficient[static_cast<std::size_t>(tensor.priority[row])];
@@ -171,7 +171,7 @@ void add_references(const Summed& summed) {
         continue;
       const std::int64_t offset = segment_offset(tensor.layout, row, outer);
       kernel(
-          summed.row(place, offset),
+          summed.row(index, offset),
           at(work.gradients[static_cast<std::size_t>(std::max(reference, 0))], tensor.type, offset),
           coefficient, tensor.layout.inner, stream, at(tensor.update, tensor.type, offset));
     }
@@ -268,7 +268,7 @@ public:
 
   std::int64_t elements() const { return elements_; }
 
-  // What each thread does.
+  // The work of one thread.
   void run() {
     for (std::size_t i = next_energy_++; i < energy_chunks_.size(); i = next_energy_++)
       find_energies(energy_chunks_[i]);
@@ -298,7 +298,7 @@ public:
         summed.clear();
     }
     visit_again(summed, scratch, true);
-    std::atomic_thread_fence(std::memory_order_seq_cst); // what was streamed
+    std::atomic_thread_fence(std::memory_order_seq_cst); // completes streaming stores
   }
 
 private:
@@ -355,20 +355,21 @@ private:
 
   void plan_units(Work& work) {
     const auto rows = static_cast<std::size_t>(work.tensor->layout.rows());
-    work.dots.assign(rows * work.gradients.size(), 0.0);
     work.coefficient.assign(static_cast<std::size_t>(tasks_), 0.0);
-    if (stages_ == Stages::kApply)
+    if (stages_ != Stages::kApply)
+      work.dots.assign(rows * work.gradients.size(), 0.0);
+    else
       for (std::int32_t task = 0; task < tasks_; ++task)
         work.coefficient[static_cast<std::size_t>(task)] =
             projection_coefficient(work.tensor->products + task * tasks_, tasks_, task);
     const std::int64_t step = rows_per_chunk(work.tensor->layout);
-    for (const RowRange& places : order_rows(work)) {
+    for (const RowRange& range : order_rows(work)) {
       Unit& unit = units_.emplace_back();
       unit.work = &work;
-      unit.places = places;
-      unit.chunks_left = (places.last - places.first + step - 1) / step;
-      for (std::int64_t i = places.first; i < places.last; i += step)
-        chunks_.push_back({&work, &unit, {i, std::min(places.last, i + step)}});
+      unit.range = range;
+      unit.chunks_left = (range.last - range.first + step - 1) / step;
+      for (std::int64_t i = range.first; i < range.last; i += step)
+        chunks_.push_back({&work, &unit, {i, std::min(range.last, i + step)}});
     }
   }
 

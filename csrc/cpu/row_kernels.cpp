@@ -14,7 +14,7 @@ namespace {
 
 CS_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
-// Where a panel is read and then worked on, memory would rest meanwhile. Any address will do.
+// Keeps memory busy while a panel in cache is computed on. Any address is valid.
 CS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 template <class Type, int kRows>
@@ -44,8 +44,8 @@ void add_energies_of(const typename Type::Element* x, std::int64_t n, std::int64
     energies[row * apart] += totals[row].sum();
 }
 
-// Four rows at a time, a quarter of all apart: as many long streams from memory, and as many
-// additions that need not wait for one another.
+// Four rows at a time, a quarter of all rows apart: four streams from memory and four independent
+// chains of additions.
 template <class Type>
 void add_energies(const void* data, std::int64_t n, std::int64_t rows, double* energies) {
   const auto* x = static_cast<const typename Type::Element*>(data);
@@ -98,7 +98,7 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
     dots[j] += totals[j].sum();
 }
 
-// Any number of tasks: the reference and the sum stay in L1 while the tasks pass by.
+// Any number of tasks: the reference and the sum stay in L1 over all tasks.
 template <class Type>
 void sum_and_dots_panels(const void* const* gradients, int count, int reference, std::int64_t n,
                          void* out, double* dots) {
@@ -152,14 +152,14 @@ void sum_and_dots(const void* const* gradients, int count, int reference, std::i
     unrolled_for[count - 1](gradients, reference, n, out, dots);
 }
 
-// The elements before the first line of memory: all n, if the elements fit into no line.
+// The number of elements before the first whole cache line; n if elements are not aligned to lines.
 template <class Element> CS_INLINE std::int64_t before_line(const Element* out, std::int64_t n) {
   const std::int64_t bytes = -reinterpret_cast<std::intptr_t>(out) & (kLine - 1);
   constexpr auto kSize = static_cast<std::int64_t>(sizeof(Element));
   return bytes % kSize == 0 ? smaller(n, bytes / kSize) : n;
 }
 
-// Writes value(i, left) to out[i], a vector at a time, or its `left` first lanes.
+// Writes value(i, left) from out[i] on: a whole vector, or its first `left` lanes.
 template <class Type, class Value>
 CS_INLINE void write(typename Type::Element* out, std::int64_t n, bool stream, const Value& value) {
   constexpr std::int64_t kLanes = Type::Accumulator::kLanes;
@@ -196,7 +196,7 @@ void combine_unrolled(const void* const* gradients, const double* weights, std::
               });
 }
 
-// Any number of tasks: the sum stays in L1 while the tasks pass by.
+// Any number of tasks: the sum stays in L1 over all tasks.
 template <class Type>
 void combine_panels(const void* const* gradients, const double* weights, int count, std::int64_t n,
                     bool stream, void* out) {
@@ -239,8 +239,7 @@ void combine(const void* const* gradients, const double* weights, int count, std
     unrolled_for[count - 1](gradients, weights, n, stream, out);
 }
 
-// Products of the rows of a panel are summed tile by tile of rows, with as many sums as fit into
-// the registers.
+// Rows in a tile of products: as many sums as fit into the registers.
 constexpr int kTile = kRegisterBytes == 64 ? 4 : 2;
 
 // totals[i][j] += <a_i, b_j>, with kDiagonal for j <= i only.
@@ -263,8 +262,8 @@ CS_INLINE void products_of_tiles(const V* a, const V* b, std::int64_t stride, st
   each_pair([&](int i, int j) CS_LAMBDA_INLINE { add_widened(totals[i][j], sums[i][j]); });
 }
 
-// A panel of all gradients is widened into L1 once, then multiplied tile by tile; rows of zeros
-// fill the last tile.
+// A panel of all gradients is widened into L1 once, then multiplied tile by tile; the last tile is
+// padded with rows of zeros.
 template <class Type>
 void products(const void* const* gradients, int count, std::int64_t n, double* out) {
   using Accumulator = typename Type::Accumulator;
@@ -302,12 +301,12 @@ void products(const void* const* gradients, int count, std::int64_t n, double* o
     }
 }
 
-// Uniform numbers for n places; n is small against 2^32.
-CS_INLINE void fill_uniform(std::uint64_t key, std::int64_t place, std::int64_t n, float* out) {
-  const auto first = static_cast<std::uint64_t>(place);
+// Uniform numbers for n elements, n < 2^32.
+CS_INLINE void fill_uniform(std::uint64_t key, std::int64_t index, std::int64_t n, float* out) {
+  const auto first = static_cast<std::uint64_t>(index);
   const std::uint64_t to_next = (std::uint64_t{1} << 32) - (first & 0xffffffffu);
   const std::int64_t same =
-      smaller(n, static_cast<std::int64_t>(to_next)); // high half of the place
+      smaller(n, static_cast<std::int64_t>(to_next)); // high half of the index
   const UniformNumbers numbers(key, first);
   for (std::int64_t i = 0; i < same; ++i)
     out[i] = numbers.at(static_cast<std::uint32_t>(first + static_cast<std::uint64_t>(i)));
@@ -316,11 +315,11 @@ CS_INLINE void fill_uniform(std::uint64_t key, std::int64_t place, std::int64_t 
     out[i] = next.at(static_cast<std::uint32_t>(first + static_cast<std::uint64_t>(i)));
 }
 
-// The sums of one sign of each element, and the choice between them, in a panel that stays in L1.
-// Adding zero times the whole sum lets NaN and infinity through.
+// The sums of each sign and the choice between them, in a panel that stays in L1. Adding zero times
+// the whole sum propagates NaN and infinity.
 template <class Type, bool kLeaky>
 void drop_signs_of(const void* const* gradients, const double* leaks, int count, std::uint64_t key,
-                   std::int64_t place, std::int64_t n, bool stream, void* out) {
+                   std::int64_t index, std::int64_t n, bool stream, void* out) {
   using Accumulator = typename Type::Accumulator;
   using Element = typename Type::Element;
   using Lane = typename Accumulator::Lane;
@@ -355,7 +354,7 @@ void drop_signs_of(const void* const* gradients, const double* leaks, int count,
       }
     }
     float uniform[kPanel] = {};
-    fill_uniform(key, place + start, size, uniform);
+    fill_uniform(key, index + start, size, uniform);
     for (std::int64_t k = 0; k < vectors; ++k) {
       const Accumulator u = Accumulator::widened(uniform + k * kLanes);
       Accumulator chosen = kLeaky ? Accumulator::share_exceeds(u, positive[k], negative[k],
@@ -376,12 +375,12 @@ void drop_signs_of(const void* const* gradients, const double* leaks, int count,
 
 template <class Type>
 void drop_signs(const void* const* gradients, const double* leaks, int count, std::uint64_t key,
-                std::int64_t place, std::int64_t n, bool stream, void* out) {
+                std::int64_t index, std::int64_t n, bool stream, void* out) {
   bool leaky = false;
   for (int j = 0; j < count; ++j)
     leaky = leaky || leaks[j] != 0;
   (leaky ? drop_signs_of<Type, true> : drop_signs_of<Type, false>)(gradients, leaks, count, key,
-                                                                   place, n, stream, out);
+                                                                   index, n, stream, out);
 }
 
 template <class Type>
@@ -405,8 +404,7 @@ void add_scaled(const void* sum, const void* x, double scale, std::int64_t n, bo
     });
 }
 
-// A scale that float cannot hold belongs to a reference many orders away from its rivals: the
-// product is representable, and is formed in double.
+// a_i * G_i may be in float's range where a_i is not: it is then computed in double.
 void add_scaled_float32(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
                         void* out) {
   const double size = scale < 0 ? -scale : scale;

@@ -1,7 +1,6 @@
-// The loops over one contiguous run of elements, compiled once for each instruction set.
-//
-// Where `stream` is true the output is written with streaming stores, in whole lines; a fence makes
-// it visible to other threads.
+// Loops over one contiguous run of elements, compiled once for each instruction set. With `stream`,
+// whole lines of the output are written by streaming stores; a fence makes them visible to other
+// threads.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +10,12 @@
 namespace cs_kernels::cpu {
 
 struct RowKernels {
-  // energies[row] += the sum of squares of a row of n elements; the rows lie one after the other.
+  // energies[row] += the sum of squares of a row of n elements; the rows are adjacent.
   // Reads rows * n.
   void (*add_energies)(const void* x, std::int64_t n, std::int64_t rows, double* energies);
 
   // out = sum_j gradients[j]; dots[j] += <gradients[reference], gradients[j]>, for count gradients.
-  // Reads count * n, writes n. Of 16-bit types, squares may be up to 1e37.
+  // Reads count * n, writes n. Squares of 16-bit types may be up to 1e37.
   void (*sum_and_dots)(const void* const* gradients, int count, int reference, std::int64_t n,
                        void* out, double* dots);
 
@@ -28,12 +27,12 @@ struct RowKernels {
   // kMaxTasks. Reads count * n.
   void (*products)(const void* const* gradients, int count, std::int64_t n, double* products);
 
-  // out = the positive or the negative of the gradients added up, as cpu::drop_signs says; the
-  // first element has the index `place` among all. Reads count * n, writes n.
+  // out = the sum of the positive or of the negative gradients, as in cpu::drop_signs; `index` is
+  // the first element's among those of all tensors. Reads count * n, writes n.
   void (*drop_signs)(const void* const* gradients, const double* leaks, int count,
-                     std::uint64_t key, std::int64_t place, std::int64_t n, bool stream, void* out);
+                     std::uint64_t key, std::int64_t index, std::int64_t n, bool stream, void* out);
 
-  // out = sum + scale * x, the sum alone where scale is zero; `out` may be `sum`. Reads 2 n,
+  // out = sum + scale * x, or the sum alone if scale is zero; `out` may alias `sum`. Reads 2 n,
   // writes n.
   void (*add_scaled)(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
                      void* out);
@@ -44,7 +43,7 @@ struct InstructionSet {
   RowKernels kernels[kDataTypes];
 };
 
-// The best one for this processor, or the one that CS_KERNELS_CPU_ISA names if it can run.
+// The best one for this CPU, or the one that CS_KERNELS_CPU_ISA names if this CPU has it.
 const InstructionSet& selected_instruction_set();
 
 inline const RowKernels& row_kernels(DataType type) {

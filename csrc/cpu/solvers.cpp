@@ -8,8 +8,10 @@ namespace cs_kernels::cpu {
 
 void solve(const SolverArguments& arguments) {
   std::vector<double> workspace(static_cast<std::size_t>(solvers::workspace_size(arguments.tasks)));
-  for (std::int64_t n = 0; n < arguments.count; ++n)
-    solvers::solve(arguments, n, workspace.data());
+  solvers::with_solver(arguments.solver, [&](const auto& function) {
+    for (std::int64_t n = 0; n < arguments.count; ++n)
+      solvers::solve_one(arguments, n, workspace.data(), function);
+  });
 }
 
 } // namespace cs_kernels::cpu

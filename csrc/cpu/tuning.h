@@ -1,28 +1,28 @@
-// Every number of the CPU kernels that only speed depends on.
+// Every constant of the CPU kernels that only speed depends on.
 #pragma once
 
 #include <cstdint>
 
 namespace cs_kernels::cpu {
 
-// Elements of a chunk: about 25 us of work on one core at 4 tasks, long against claiming it, short
-// against a layer.
+// Elements of a chunk: about 25 us of one core at 4 tasks, much longer than claiming it and much
+// shorter than a layer.
 constexpr std::int64_t kChunkElements = 16384;
-// A chunk of a layer with `outer` > 1 skips the other rows: long enough for the prefetcher.
+// Contiguous elements of a chunk of a layer with `outer` > 1: enough for the hardware prefetcher.
 constexpr std::int64_t kRunElements = 256;
-// Elements of a piece for the Gramian: its products are few against the gradients.
+// Elements of a piece for the Gramian, whose products are then small against the gradients.
 constexpr std::int64_t kGramianElements = 4 * kChunkElements;
 
-// A step that moves more than this leaves little in cache for whoever reads the update: it is
-// written with streaming stores, which saves reading its lines first.
+// Above this traffic, little of the update stays in cache: it is written with streaming stores,
+// which do not read its lines first.
 constexpr std::int64_t kStreamBytes = 64 << 20;
 
-// A layer above this size is processed one channel group at a time, so that the second visit to a
-// group in conflict finds it in a cache of some tens of megabytes.
+// A layer above this size is processed one channel group at a time, so that a group in conflict is
+// still in a cache of some tens of megabytes at its second visit.
 constexpr std::int64_t kGroupwiseBytes = 8 << 20;
 
-// A streamed update waits for its group's a_i in a scratch buffer of each thread, as far as that
-// holds it; rows shorter than kStreamRow would leave many partial lines.
+// A thread's scratch buffer for updates that are streamed once their a_i are known; rows shorter
+// than kStreamRow would leave many partial lines.
 constexpr std::int64_t kScratchBytes = 4 << 20;
 constexpr std::int64_t kStreamRow = 1024;
 

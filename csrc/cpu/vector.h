@@ -1,9 +1,8 @@
-// Vectors of a fixed number of lanes, made of as many registers as that takes: every instruction
-// set adds in the same order.
+// Vectors of a fixed number of lanes, in as many registers as needed, so that every instruction set
+// adds in the same order.
 //
-// Everything here has internal linkage: this header is compiled with different instruction sets
-// into one module, and a function shared between them could be the one that this processor cannot
-// run.
+// Everything has internal linkage: the header is compiled for several instruction sets into one
+// module, where the linker could merge functions into a copy that this CPU cannot run.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +17,8 @@ namespace {
 
 #define CS_INLINE inline __attribute__((always_inline))
 
-// f(0), ..., f(n - 1), unrolled while the compiler can still keep arrays in registers: its own
-// unrolling of loops comes after that.
+// f(0), ..., f(n - 1), unrolled before the compiler decides which arrays it keeps in registers; its
+// own loop unrolling comes later.
 template <int n, class F> CS_INLINE void unrolled(const F& f) {
   if constexpr (n > 0) {
     unrolled<n - 1>(f);
@@ -49,8 +48,8 @@ template <class V> CS_INLINE V load_raw(const void* p) {
   return v;
 }
 
-// With kStream, past the caches, so that a line written whole is not read first; `p` is then
-// aligned to the size of `v`.
+// kStream: a streaming store, which does not read the line first; `p` must be aligned to the size
+// of `v`.
 template <bool kStream, class V> CS_INLINE void store_raw(void* p, const V& v) {
 #ifdef __SSE2__
   if constexpr (kStream && sizeof v == 8) {
@@ -76,8 +75,8 @@ template <bool kStream, class V> CS_INLINE void store_raw(void* p, const V& v) {
   std::memcpy(p, &v, sizeof v);
 }
 
-// Conversions of one register. Where the compiler's own conversion of a generic vector is good,
-// it is used; it splits the wider ones into halves.
+// Conversions of one register, by intrinsics where the compiler would split a wide generic vector
+// into halves.
 CS_INLINE DoublePart load_widened(const float* p) {
 #if defined(__AVX512F__)
   return _mm512_cvtps_pd(load_raw<__m256>(p));
@@ -109,7 +108,7 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
     unrolled<kParts>([&](int i) CS_LAMBDA_INLINE { part[i] += a * b.part[i]; });
   }
 
-  // The lanes above zero, the others zero; and the other way round, where NaN goes.
+  // Lanes above zero, the others zeroed; then the complement, which has the NaN.
   CS_INLINE Vector positive() const {
     Vector v;
     unrolled<kParts>([&](int i) CS_LAMBDA_INLINE { v.part[i] = part[i] > 0 ? part[i] : Part{}; });
@@ -143,7 +142,7 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
     return v;
   }
 
-  // A register at a time: copied as a whole, the array would live in memory.
+  // A register at a time: copied as a whole, the array would be kept in memory.
   static CS_INLINE Vector load(const Scalar* p) {
     Vector v;
     unrolled<kParts>([&](int i)
@@ -221,8 +220,8 @@ CS_INLINE auto to_bfloat16(FloatPart v) {
   return narrowed(blend((w & 0x7fffffffu) > 0x7f800000u, (w >> 16) | 0x40u, rounded));
 }
 
-// float16 has 5 exponent bits with bias 15: shifted into a float's fields, its value is 2^-112 of
-// the right one, subnormals included; infinities and NaN need the float's own exponent.
+// float16 has 5 exponent bits with bias 15: shifted into a float's fields, the value is 2^-112
+// times the correct one, subnormals included; infinities and NaN need the float's own exponent.
 CS_INLINE FloatPart load_float16(const std::uint16_t* p) {
 #if defined(__AVX512F__)
   return _mm512_cvtph_ps(load_raw<__m256i>(p));
@@ -255,7 +254,7 @@ CS_INLINE auto to_float16(FloatPart v) {
 #endif
 }
 
-// Added to doubles, lanes i and i + 8 together.
+// Adds to doubles, lanes i and i + 8 together.
 CS_INLINE void add_widened(Doubles& total, const Floats& v) {
   float lanes[Floats::kLanes];
   v.store(lanes);
@@ -267,8 +266,8 @@ CS_INLINE void add_widened(Doubles& total, const Floats& v) {
 
 CS_INLINE void add_widened(Doubles& total, const Doubles& v) { total += v; }
 
-// How an element type is loaded, computed with and stored. Products are added in the accumulator's
-// own precision for kBlock elements, then in double.
+// Loads, stores and the accumulator of an element type. Products are added in the accumulator's
+// precision for kBlock elements, then in double.
 struct Float32 {
   using Element = float;
   using Accumulator = Doubles; // holds every product of two floats exactly
@@ -286,7 +285,7 @@ struct Float32 {
   }
 };
 
-// Twice the lanes, where rounded products will do.
+// Twice the lanes, for products that may be rounded.
 struct Float32InFloat {
   using Element = float;
   using Accumulator = Floats;
@@ -306,7 +305,8 @@ struct Float64 {
   }
 };
 
-// A product of two 16-bit numbers is exact in float; a lane adds 16 of them before the double.
+// A product of two 16-bit numbers is exact in float; a lane adds 16 of them before the sum in
+// double.
 template <FloatPart (*kLoad)(const std::uint16_t*), auto kBits> struct Float16Bits {
   using Element = std::uint16_t;
   using Accumulator = Floats;
@@ -327,7 +327,7 @@ template <FloatPart (*kLoad)(const std::uint16_t*), auto kBits> struct Float16Bi
 using BFloat16 = Float16Bits<load_bfloat16, to_bfloat16>;
 using Float16 = Float16Bits<load_float16, to_float16>;
 
-// The last elements of a run: a whole vector whose missing lanes are zero.
+// The last elements of a run, in a vector padded with zeros.
 template <class Type>
 CS_INLINE typename Type::Accumulator load_tail(const typename Type::Element* p, std::int64_t n) {
   typename Type::Element lanes[Type::Accumulator::kLanes] = {};

@@ -32,7 +32,7 @@ CS_DEVICE double warp_sum(double value, int lanes) {
 // The sum over the block; every thread gets it. workspace: [kWarps], shared.
 CS_DEVICE double block_sum(double value, double* workspace) {
   value = warp_sum(value, kWarp);
-  synchronize_block(); // the workspace is free
+  synchronize_block(); // earlier readers of the workspace are done
   if (thread_index() % kWarp == 0)
     workspace[thread_index() / kWarp] = value;
   synchronize_block();

@@ -7,7 +7,7 @@
 namespace cs_kernels::cuda {
 namespace {
 
-// Elements that the block works on at once, and those of a tile.
+// Elements of a block's pass, and of a tile.
 template <class T> constexpr std::int64_t kStep = std::int64_t{kThreads} * Vector<T>::kSize;
 template <class T> constexpr std::int64_t kTile = kGradientVectors * kStep<T>;
 
@@ -26,7 +26,7 @@ template <class T> struct Piece {
     return pointer<const T>(load(call + kGradientGradients + task));
   }
   CS_DEVICE T* update() const { return pointer<T>(load(call + kGradientUpdate)); }
-  // Whether one access may read the 16 bytes from an element on.
+  // Whether the 16 bytes from an element on can be read by one access.
   CS_DEVICE bool whole(std::int64_t element) const {
     return aligned && element + Vector<T>::kSize <= tensor.size;
   }
@@ -199,7 +199,7 @@ template <class T, int kTasks> Status run_gramian(const GramianLaunch& arguments
                 gramian_bytes(kTasks, arguments.gradients.tasks), stream, arguments);
 }
 
-// write(first element, whether a whole vector) for the vectors of an item and its last elements.
+// Calls write(first element, whether a whole vector) for the vectors and last elements of an item.
 template <class T, class Write> CS_DEVICE void for_each_vector(const Piece<T>& piece, Write write) {
   constexpr int kVector = Vector<T>::kSize;
   const int offset = thread_index() * kVector;
@@ -217,7 +217,7 @@ template <class T, class Write> CS_DEVICE void for_each_vector(const Piece<T>& p
   }
 }
 
-// add(task, its elements in Wide<T>) for every task that has a gradient.
+// Calls add(task, its elements) for every task with a gradient.
 template <class T, int kSize, class Add>
 CS_DEVICE void for_each_task(const Piece<T>& piece, int tasks, std::int64_t element, Add add) {
   CS_UNROLL(kTaskLoads)
@@ -293,7 +293,7 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks / 2) drop_signs_kernel(DropL
       for (int e = 0; e < kSize; ++e) {
         const W g = widened(elements.x[e]);
         const W above = g > 0 ? g : 0;
-        const W below = g > 0 ? 0 : g; // also what is not a number
+        const W below = g > 0 ? 0 : g; // and NaN
         positive[e] += above;
         negative[e] += below;
         kept_positive[e] += (1 - leak) * above;

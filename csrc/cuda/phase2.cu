@@ -11,12 +11,12 @@ namespace {
 // The first part of a block's shared memory.
 struct alignas(16) Shared {
   double sums[kWarps];
-  double numbers[kMaxTasks]; // the strengths' sums, or the coefficients a_i
+  double numbers[kMaxTasks]; // sums of strengths, or the coefficients a_i
   std::int32_t drawn;
   std::int32_t last;
 };
 
-// The rest of it: the products of each thread [K * K, kThreads], or those of the general kernel.
+// The rest: the products of each thread [K * K, kThreads], or those of the general kernel.
 CS_DEVICE double* shared_products() {
   return reinterpret_cast<double*>(shared_memory() + sizeof(Shared));
 }
@@ -40,7 +40,7 @@ template <class T> struct Work {
   std::int64_t size;
   std::int64_t inner;
   bool aligned;
-  bool rows_lie_together;
+  bool contiguous_rows;
 
   CS_DEVICE Work(const Phase2Launch& arguments, std::int32_t number)
       : launch(arguments), tensor(arguments.tensors[number]),
@@ -48,7 +48,7 @@ template <class T> struct Work {
         update(pointer<T>(load(call + kUpdate))),
         priority(tensor.layer >= 0 ? pointer<const std::int64_t>(load(call + kPriority)) : nullptr),
         size(tensor.size), inner(tensor.inner), aligned(load(call + kAligned) != 0),
-        rows_lie_together(tensor.length == tensor.inner) {}
+        contiguous_rows(tensor.length == tensor.inner) {}
 
   CS_DEVICE const T* gradient(std::int64_t task) const {
     return pointer<const T>(load(call + kGradients + task));
@@ -60,7 +60,7 @@ template <class T> struct Work {
     if (priority == nullptr)
       return -1;
     std::int64_t row = run;
-    if (!rows_lie_together) {
+    if (!contiguous_rows) {
       const std::int64_t channels = tensor.channels;
       const std::int64_t group = quotient(run, channels * quotient(tensor.length, inner));
       row = group * channels + run - quotient(run, channels) * channels;
@@ -71,7 +71,7 @@ template <class T> struct Work {
   CS_DEVICE std::int64_t run_of(std::int64_t element) const {
     return priority == nullptr ? 0 : quotient(element, inner);
   }
-  // Whether one access may read the 16 bytes from an element on.
+  // Whether the 16 bytes from an element on can be read by one access.
   CS_DEVICE bool readable(std::int64_t element) const {
     return aligned && element + Vector<T>::kSize <= size;
   }
@@ -390,7 +390,7 @@ CS_DEVICE void project(const Work<T>& work, std::int32_t index, std::int64_t til
   }
 }
 
-// The last ENERGY item of a layer finds its priorities.
+// The last ENERGY item of a layer derives its priorities.
 template <class T>
 CS_DEVICE void energy_item(const Phase2Launch& launch, const Item& item, Shared& shared) {
   const PlannedTensor& tensor = launch.tensors[item.tensor];
@@ -444,8 +444,8 @@ CS_DEVICE void project_item(const Phase2Launch& launch, const Item& item, Shared
           &shared.last);
 }
 
-// A block takes items until there are none. It draws the next ticket while it works on the current
-// item; all that an item waits for has an earlier ticket, so some block is working on it.
+// A block takes items until none is left. It draws the next ticket during the current item; an item
+// waits for earlier tickets only, which running blocks hold.
 template <class T, int kTasks>
 CS_KERNEL(kThreads, phase2_blocks(kTasks))
 phase2_kernel(Phase2Launch launch) {

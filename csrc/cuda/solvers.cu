@@ -8,12 +8,15 @@
 namespace cs_kernels::cuda {
 namespace {
 
-// One block for each Gramian, of which one thread works: a chain of short dependent sums takes the
-// time. The algorithms are those of the CPU, with their matrices in shared memory. Reads K * K
-// numbers, writes K.
+// One block for each Gramian, with one active thread, as the sums are short and depend on each
+// other. Matrices are in shared memory. Reads K * K numbers, writes K.
 CS_KERNEL(kWarp, 1) solver_kernel(SolverArguments arguments) {
-  if (thread_index() == 0)
-    solvers::solve(arguments, block_index(), reinterpret_cast<double*>(shared_memory()));
+  if (thread_index() != 0)
+    return;
+  auto* workspace = reinterpret_cast<double*>(shared_memory());
+  solvers::with_solver(arguments.solver, [&](const auto& function) {
+    solvers::solve_one(arguments, block_index(), workspace, function);
+  });
 }
 
 } // namespace

@@ -1,4 +1,4 @@
-// Energies, strengths and priorities of one layer, Eq. (4) to (10), by one block.
+// Energies, strengths and priorities of one layer, Eq. (4) to (10), computed by one block.
 #pragma once
 
 #include <cmath>
@@ -24,7 +24,7 @@ CS_DEVICE double number_at(const Numbers& numbers, std::int64_t offset) {
   }
 }
 
-// energy[row] of some rows. A row has as many threads as it has work for.
+// energy[row] of some rows. The number of threads of a row grows with its length.
 template <class T>
 CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool aligned, Range rows,
                             double* energy, double* workspace) {
@@ -76,7 +76,7 @@ CS_DEVICE double strength_at(const StrengthLaunch& layer, int task, std::int64_t
                           load(layer.epsilon + task), layer.energy[row]);
 }
 
-// The sum over the rows. By all threads of the block; each has it.
+// The sum over the rows. All threads of the block must call it; each gets it.
 CS_DEVICE double strength_total(const StrengthLaunch& layer, int task, double* workspace) {
   double sum = 0;
   for (std::int64_t row = thread_index(); row < layer.rows; row += kThreads)

@@ -1,10 +1,10 @@
-// Every number that only speed depends on, with its reason.
+// Every constant that only speed depends on, with its reason.
 #pragma once
 
 namespace cs_kernels::cuda {
 
-// Threads of a block. Each keeps K * K products in shared memory: 64 KiB for a block with 8 tasks,
-// so that two or three blocks fit into 164 to 228 KiB; 16 KiB with 4 tasks.
+// Threads of a block. Each has K * K products in shared memory: with 8 tasks 64 KiB a block, so
+// that two or three blocks fit into 164 to 228 KiB; with 4 tasks 16 KiB.
 constexpr int kThreads = 128;
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
@@ -12,8 +12,7 @@ constexpr int kWarps = kThreads / kWarp;
 // Resident blocks of a multiprocessor, for kernels that need few registers.
 constexpr int kSmallBlocks = 8;
 
-// The same for Phase 2: as many as its registers allow without spills; 0 tasks is the general
-// kernel.
+// The same for Phase 2: as many as registers allow without spills; 0 is the general kernel.
 constexpr int phase2_blocks(int tasks) {
   return tasks == 0 ? 4 : tasks <= 2 ? 6 : tasks <= 6 ? 4 : 3;
 }
@@ -33,17 +32,17 @@ constexpr int kEnergyLoads = 4;
 
 // The same for combine and sign dropping, over tasks.
 constexpr int kTaskLoads = 4;
-// 16-byte vectors of each gradient that a thread handles in a tile of these and of the Gramian.
+// 16-byte vectors of a gradient per thread in a tile of these and of the Gramian.
 constexpr int kGradientVectors = 4;
 
-// Elements of all tasks that the general kernels keep in shared memory: 16.5 KiB for 64 tasks and
-// doubles, beside 32 KiB of products.
+// Elements of each task in the general kernels' shared memory: 16.5 KiB for 64 tasks in double,
+// beside 32 KiB of products.
 constexpr int kGeneralColumns = 32;
 
 // A whole block reads a row of more bytes.
 constexpr int kLongRow = 16 << 10;
 
-// Nanoseconds between two polls of a flag: a wait takes a few microseconds at most.
+// Nanoseconds between polls of a flag: a wait takes a few microseconds at most.
 constexpr unsigned kPause = 100;
 
 // Kernels are unrolled up to this number of tasks.
@@ -55,14 +54,14 @@ constexpr int kTileVectors = 1;
 constexpr int kGeneralRounds = 16;
 
 // The plan of Phase 2's items.
-// Tiles of a SUM item: an item begins with three dependent reads, about two microseconds, as long
-// as a block takes for some tiles.
+// Tiles of a SUM item: it begins with three dependent reads, about two microseconds, the time of
+// some tiles.
 constexpr int kMostTiles = 16;
-// An ENERGY item is as long, for as many loads in flight.
+// Likewise for an ENERGY item.
 constexpr int kEnergyTiles = 16;
 constexpr int kLeastEnergyRows = 4;
-// SUM items of a multiprocessor before items grow: a block runs about six of them in turn, so the
-// idle tail is a tenth.
+// SUM items per multiprocessor before items grow: a block runs about six of them in turn, so a
+// tenth of the time is idle tail.
 constexpr int kLeastItems = 32;
 // The resident blocks of a multiprocessor.
 constexpr int kLag = 6;

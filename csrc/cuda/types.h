@@ -1,4 +1,4 @@
-// Element types, 16-byte vectors of them, and the types that sums are kept in.
+// Element types, their 16-byte vectors, and the types of sums.
 #pragma once
 
 #include <platform.h>
@@ -27,8 +27,8 @@ CS_DEVICE float widened(BFloat16 x) {
 }
 CS_DEVICE float widened(Float16 x) { return float16_to_float(x.bits); }
 
-// float32: squares of gradients beyond 1e19 or below 1e-19 fit into float64 only, and the sum of K
-// gradients is rounded once. 16-bit types: float32 within the 16 bytes of a thread.
+// float64 for float32: it holds squares of gradients beyond 1e19 or below 1e-19, and the sum of K
+// gradients is rounded once. float32 for 16-bit types, within the 16 bytes of a thread.
 template <class T> using Wide = decltype(widened(T{}));
 
 template <class T> CS_DEVICE T narrowed(double x) {
@@ -67,13 +67,12 @@ template <class T> CS_DEVICE T* pointer(std::int64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// n / d for numbers that are not negative: unsigned division is shorter, and takes 32 bits where
-// these suffice.
+// n / d for n, d >= 0: unsigned division is shorter, and has a path for 32 bits.
 CS_DEVICE std::int64_t quotient(std::int64_t n, std::int64_t d) {
   return static_cast<std::int64_t>(static_cast<std::uint64_t>(n) / static_cast<std::uint64_t>(d));
 }
 
-// run(T{}) for the type of these elements.
+// Calls run(T{}) for an element type.
 template <class Run> auto with_type(DataType type, const Run& run) {
   switch (type) {
   case DataType::kFloat32:

@@ -12,8 +12,8 @@ from cs_kernels.ops.operands import (
     check_numel,
     check_tasks,
     first_present,
+    option_word,
 )
-from cs_kernels.ops.random import random_key
 
 
 def gramian(
@@ -73,7 +73,7 @@ def drop_signs_(
     _C.drop_signs(
         operands.native,
         leaks=list(leaks),
-        key=random_key(seed, step),
+        key=option_word(seed, step),
         threads=torch.get_num_threads(),
     )
     operands.finish()

@@ -1,13 +1,13 @@
-"""From Gramians to task weights, compiled."""
+"""Task weights from Gramians, compiled."""
 
 import torch
 from torch import Tensor
 
 from cs_kernels import _C
-from cs_kernels.ops.operands import check_gramian
-from cs_kernels.ops.solvers import SOLVERS, option_word
+from cs_kernels.ops.operands import check_gramian, option_word
+from cs_kernels.ops.solvers import SOLVERS
 
-_NUMBERS = {name: number for number, name in enumerate(SOLVERS)}
+_SOLVERS = {name: number for number, name in enumerate(SOLVERS)}
 
 
 def solve(name: str, gramian: Tensor, *options: int | float | str) -> Tensor:
@@ -17,11 +17,11 @@ def solve(name: str, gramian: Tensor, *options: int | float | str) -> Tensor:
     gramians = gramian.to(torch.float64).contiguous()
     weights = torch.empty(gramians.shape[:-1], dtype=torch.float64)
     _C.solve(
-        solver=_NUMBERS[name],
-        gramians=gramians.data_ptr(),
-        count=weights.numel() // tasks,
-        tasks=tasks,
-        weights=weights.data_ptr(),
-        option=option_word(*options),
+        _SOLVERS[name],
+        gramians.data_ptr(),
+        weights.numel() // tasks,
+        tasks,
+        weights.data_ptr(),
+        option_word(*options),
     )
     return weights

@@ -1,7 +1,7 @@
-"""The operators on a GPU, for kernels in CUDA and in Triton alike.
+"""The operators on a GPU, for kernels in CUDA and in Triton.
 
-There is no host synchronization between the gradients and the update, and a step can be captured in
-a CUDA graph after one that was not.
+There is no host synchronization between the gradients and the update. A step can be captured in a
+CUDA graph after an eager one.
 """
 
 from cs_kernels.ops.gpu.combine import CombineOperators, GradientLaunch
@@ -12,4 +12,4 @@ __all__ = ["GpuOperators", "GradientLaunch", "Phase2Launch"]
 
 
 class GpuOperators(Phase2Operators, CombineOperators, SolverOperators):
-    """All operators; a subclass has the tilings and the launches of its kernels."""
+    """All operators; a subclass defines tilings and launches."""

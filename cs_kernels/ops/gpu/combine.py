@@ -37,21 +37,21 @@ from cs_kernels.ops.operands import (
 from cs_kernels.ops.random import mixed, random_key
 
 _LEAST_ITEMS = 16
-"""Items of a multiprocessor before they grow."""
+"""Items per multiprocessor before they grow."""
 
 
 class GradientField(IntEnum):
-    """A row of the table of tensors, from their sizes."""
+    """A row of the table of tensors, made from their sizes."""
 
     SIZE = 0
     GROUP = 1
     FIRST_ITEM = 2
-    """Of the group."""
+    """The group's first item."""
     GROUP_ITEMS = 3
     TILES = 4
-    """Of an item."""
+    """Tiles of an item."""
     FIRST_INDEX = 5
-    """Its elements, among those of all tensors."""
+    """The index of the first element among those of all tensors."""
 
 
 class GradientCallField(IntEnum):
@@ -73,7 +73,7 @@ class GradientPlan:
     empty_groups: tuple[int, ...]
     """Groups without an item."""
     stream: int
-    """The stream that it was made on."""
+    """The stream on which the tables were made."""
 
     @property
     def on_device(self) -> tuple[Tensor, ...]:
@@ -96,20 +96,20 @@ def gradient_plan(
     Args:
         sizes: In elements.
         group_of: The group of each tensor.
-        groups: Their number.
-        chosen: Which tensors the launch is for.
-        elements: Of a tile.
-        most_tiles: Of an item.
-        device: Of the tables.
+        groups: The number of groups.
+        chosen: A mask of the tensors that have items.
+        elements: The size of a tile.
+        most_tiles: The limit of tiles in an item.
+        device: The device of the tables.
 
     """
     refuse_capture(device)
     tiles = [-(-size // elements) if mine else 0 for size, mine in zip(sizes, chosen, strict=True)]
     per_item = min(most_tiles, max(1, sum(tiles) // (_LEAST_ITEMS * multiprocessors(device))))
-    number = [-(-n // per_item) for n in tiles]
+    items = [-(-n // per_item) for n in tiles]
     of_group = [0] * groups
     for t, group in enumerate(group_of):
-        of_group[group] += number[t]
+        of_group[group] += items[t]
     first_item = [sum(of_group[:group]) for group in range(groups)]
     fields, first = [], 0
     for t, size in enumerate(sizes):
@@ -126,7 +126,7 @@ def gradient_plan(
         first += size
     order = sorted(range(len(sizes)), key=lambda t: group_of[t])
     return GradientPlan(
-        torch.cat([numbered([t], number[t]) for t in order]).to(device),
+        torch.cat([numbered([t], items[t]) for t in order]).to(device),
         torch.tensor(fields, dtype=torch.int64, device="cpu").to(device),
         tuple(group for group, n in enumerate(of_group) if n == 0),
         stream_of(device),
@@ -143,7 +143,7 @@ class GradientLaunch:
     table: Tensor
     """int64 [tensors, GradientCallField.GRADIENTS + tasks], addresses."""
     extra: Tensor
-    """Numbers that were sent to the device with the table."""
+    """Operands that were sent with the table."""
     tasks: int
     dtype: torch.dtype
 
@@ -153,7 +153,7 @@ class CombineOperators(ABC):
 
     @abstractmethod
     def gradient_tiling(self, dtype: torch.dtype, tasks: int) -> tuple[int, int]:
-        """Elements of a tile, and tiles of an item of the Gramian at most."""
+        """Elements of a tile, and the most tiles of an item of the Gramian."""
 
     def drop_tile(self, dtype: torch.dtype, tasks: int) -> int:
         """Elements of a tile of sign dropping."""

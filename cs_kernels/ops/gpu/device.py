@@ -14,15 +14,14 @@ _left_for_captures: list[Tensor] = []
 """Pinned memory, in one tensor: a capture can neither allocate it nor copy from other memory."""
 
 _FOR_CAPTURES = 1 << 17
-"""As many at least: a megabyte."""
-
+"""Numbers that are pinned at least: a megabyte."""
 
 VECTOR_BYTES = 16
 """The widest access of a kernel."""
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Their number; 1 for the interpreter, so that small trunks take every path."""
+    """The number of SMs; 1 for the interpreter, so that small trunks take every path."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -38,7 +37,7 @@ def stream_of(device: torch.device) -> int:
 
 
 class Tables(Protocol):
-    """Tensors that were made once, on some stream."""
+    """Tensors that were made on a stream and are kept."""
 
     @property
     def stream(self) -> int:
@@ -50,7 +49,7 @@ class Tables(Protocol):
 
 
 def keep(tables: Tables, device: torch.device) -> None:
-    """Keeps their memory until a launch has read it: for good in the capture of a CUDA graph."""
+    """Retains tables until a launch has read them; for good while a CUDA graph is captured."""
     if _capturing(device):
         _captured.append(tables)
     elif tables.stream != stream_of(device):

@@ -54,14 +54,14 @@ class Phase2Launch:
     energy: Tensor
     """float64 [rows of all layers], workspace."""
     gamma: Tensor
-    """[K, O] of one layer after the other, flattened; anything where priorities are given."""
+    """[K, O] of one layer after the other, flattened; unused if priorities are given."""
     variance: Tensor
     item_products: Tensor
     """float64 [SUM items of all layers, tasks, tasks], workspace."""
     products: Tensor
     """float64 [layers, tasks, tasks]: d_ij of the channel groups; written."""
     coefficients: Tensor
-    """float64 [layers, tasks]: a_i; read where there are PROJECT items alone, else written."""
+    """float64 [layers, tasks]: a_i; input of a launch of PROJECT items alone, else written."""
     tasks: int
     dtype: torch.dtype
 
@@ -71,7 +71,7 @@ class Phase2Operators(ABC):
 
     @abstractmethod
     def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling:
-        """Of Phase 2."""
+        """The tiling of Phase 2."""
 
     def whole_vectors(self, layout: ChannelLayout, itemsize: int) -> bool:
         """Whether Phase 2 may read a tensor 16 bytes at a time, if its addresses allow."""
@@ -80,7 +80,7 @@ class Phase2Operators(ABC):
 
     @abstractmethod
     def launch_phase2(self, launch: Phase2Launch) -> None:
-        """Writes updates and, with gamma, priorities."""
+        """Writes the updates and, in ENERGY items, the priorities."""
 
     @abstractmethod
     def launch_energies(
@@ -122,13 +122,13 @@ class Phase2Operators(ABC):
         Args:
             operands: Updates and gradients.
             priorities: Addresses, for the first tensors.
-            weights: Their weights, if the priorities are to be found.
+            weights: Weights of the first tensors, if priorities are computed.
             gamma: [K, O] of one layer after the other, flattened.
             variance: Likewise.
             eps: [layers, K].
-            kinds: Of items.
-            products: Where to write d_ij, [layers, K, K].
-            coefficients: a_i, [layers, K], for PROJECT items alone.
+            kinds: The kinds of items to launch.
+            products: d_ij [layers, K, K], written.
+            coefficients: a_i [layers, K], for PROJECT items alone.
 
         """
         tasks, native = operands.tasks, operands.native
@@ -153,7 +153,7 @@ class Phase2Operators(ABC):
         ]
         table[:, CallField.ALIGNED] = aligned(table) & on_host(vectors)
         table[:layers, CallField.PRIORITY] = on_host(priorities)
-        if coefficients is not None:  # They are known: nothing to wait for.
+        if coefficients is not None:  # PROJECT items do not wait.
             flags = buffer[table.numel() :].view(torch.int32)[len(types) : counters]
             flags.view(layers, len(Counter))[:, Counter.COEFFICIENTS_READY] = 1
         numbers = send(buffer, device)

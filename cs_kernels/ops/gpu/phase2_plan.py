@@ -3,19 +3,18 @@
 Phase 2 is one launch for a whole trunk. The work is cut into items, in an order in which every item
 depends only on earlier ones:
 
-    ENERGY   the energies of some rows (output channels) of a weight. The last item of a layer finds
-             the layer's priorities.
-    SUM      some tiles of a tensor: writes the plain sum of its gradients, and keeps the products
-             of each channel group's reference gradient G_i with all. The last item of a layer adds
-             them up and derives a_i.
+    ENERGY   the energies of some rows (output channels) of a weight. The last item of a layer
+             derives the layer's priorities.
+    SUM      some tiles of a tensor: writes the plain sum of its gradients, and the products of each
+             channel group's reference gradient G_i with all. The last item of a layer adds them up
+             and derives a_i.
     PROJECT  the same tiles again, where a_i > 0: update += a_i * G_i.
 
-A block draws the next item as a ticket. All that an item waits for has been drawn by a running
-block, so waiting ends however blocks are scheduled. PROJECT items follow their layer's SUM items at
+A block draws the next item as a ticket. An item waits only for items that running blocks hold, so
+waiting ends in any schedule of blocks. PROJECT items follow their layer's SUM items at
 a distance at which they rarely wait and still find the gradients in the L2 cache.
 
-Sums are in a fixed order, so every run gives the same bits. Counters are integers; no
-floating-point number is added atomically.
+Sums have a fixed order, so every run gives the same bits; only integers are added atomically.
 """
 
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from cs_kernels.ops.gpu.device import multiprocessors, numbered, refuse_capture,
 from cs_kernels.ops.operands import ChannelLayout
 
 MOST_SUM_ITEMS = 256
-"""Of a layer: one block adds up their products while the others work on other layers."""
+"""Per layer: one block adds up their products while the others work on other layers."""
 
 
 class ItemKind(IntEnum):
@@ -42,31 +41,31 @@ class ItemKind(IntEnum):
 
 
 class TensorField(IntEnum):
-    """A row of the table of tensors, from their layouts."""
+    """A row of the table of tensors, made from their layouts."""
 
     ROWS = 0
     LENGTH = 1
-    """Of a row, in elements."""
+    """Elements of a row."""
     CHANNELS = 2
-    """Of a group."""
+    """Rows of a group."""
     INNER = 3
-    """Elements of a row that lie next to each other."""
+    """Contiguous elements of a row."""
     ROW_SEGMENTS = 4
     SIZE = 5
     """In segments."""
     KERNEL_SIZE = 6
     LAYER = 7
-    """Its number; -1 for a tensor without prioritized channels."""
+    """-1 for a tensor without prioritized channels."""
     FIRST_ROW = 8
-    """Of the layer, among those of all layers."""
+    """The layer's, among the rows of all layers."""
     FIRST_SUM = 9
-    """Its SUM items, among those of all layers."""
+    """The layer's, among the SUM items of all layers."""
     SUM_ITEMS = 10
     TILES = 11
-    """Of a SUM or PROJECT item."""
+    """Tiles of a SUM or PROJECT item."""
     ENERGY_ITEMS = 12
     ENERGY_ROWS = 13
-    """Of an ENERGY item."""
+    """Rows of an ENERGY item."""
 
 
 class CallField(IntEnum):
@@ -95,32 +94,32 @@ class Tiling:
     """How a backend cuts tensors into tiles, and tiles into items."""
 
     elements: int
-    """Of a tile."""
+    """Elements of a tile."""
     segment: int
     """Elements of a row that are processed together; 1 where a tile crosses rows."""
     energy_elements: int
-    """Of an ENERGY item, about."""
+    """Elements of an ENERGY item, about."""
     least_energy_rows: int
     most_tiles: int
-    """Of a SUM item."""
+    """Tiles of a SUM item, at most."""
     least_items: int
     """Minimum SUM items per multiprocessor; items grow only beyond it, to keep the tail short."""
     lag: int
     """SUM items between the last of a layer and its first PROJECT item, per multiprocessor."""
     most_segments: int = 1 << 62
-    """Of a tensor."""
+    """Segments of a tensor, at most."""
 
     def segments(self, layout: ChannelLayout) -> int:
-        """Of a tensor."""
+        """Segments of a tensor."""
         groups, outer, channels, inner = layout
         return groups * channels * -(-(outer * inner) // self.segment)
 
     def tiles(self, layout: ChannelLayout) -> int:
-        """Of a tensor."""
+        """Tiles of a tensor."""
         return -(-self.segments(layout) // (self.elements // self.segment))
 
     def energy_rows(self, length: int) -> int:
-        """Of an ENERGY item of a layer with rows of this length."""
+        """Rows of an ENERGY item, for rows of this length."""
         return max(self.least_energy_rows, self.energy_elements // max(1, length))
 
 
@@ -135,11 +134,11 @@ class Phase2Plan:
     epsilon: Tensor
     """float64 [layers, tasks]; empty where priorities are given."""
     rows: int
-    """Of all layers."""
+    """Rows of all layers."""
     sum_items: int
-    """Of all layers."""
+    """SUM items of all layers."""
     stream: int
-    """The stream that it was made on."""
+    """The stream on which the tables were made."""
 
     @property
     def on_device(self) -> tuple[Tensor, ...]:
@@ -165,19 +164,19 @@ def phase2_plan(
     """The plan of a trunk whose first tensors are layers with prioritized channels.
 
     Args:
-        layouts: Of all tensors.
-        kernel_sizes: k^2 of the layers.
-        eps: Of each layer and task, or None where the priorities are given.
-        chosen: Which tensors the launch is for.
-        tiling: Of the kernel.
-        device: Of the tables.
-        kinds: Of the items.
+        layouts: One for each tensor.
+        kernel_sizes: k^2 of each layer.
+        eps: One for each layer and task, or None if priorities are given.
+        chosen: A mask of the tensors that have items.
+        tiling: The tiling of the kernel.
+        device: The device of the tables.
+        kinds: The kinds of items.
 
     """
     refuse_capture(device)
-    processors = multiprocessors(device)
+    sms = multiprocessors(device)
     all_tiles = sum(tiling.tiles(layout) for layout in layouts)
-    most_tiles = min(tiling.most_tiles, max(1, all_tiles // (tiling.least_items * processors)))
+    most_tiles = min(tiling.most_tiles, max(1, all_tiles // (tiling.least_items * sms)))
     fields: list[list[int]] = []
     first_row = first_sum = 0
     for t, (groups, outer, channels, inner) in enumerate(layouts):
@@ -214,7 +213,7 @@ def phase2_plan(
             first_row += rows
             first_sum += sum_items
     return Phase2Plan(
-        _items(fields, tiling.lag * processors, kinds).to(device),
+        _items(fields, tiling.lag * sms, kinds).to(device),
         torch.tensor(fields, dtype=torch.int64, device="cpu").to(device),
         torch.tensor(eps or [], dtype=torch.float64, device="cpu").to(device),
         first_row,
@@ -227,7 +226,7 @@ def phase2_plan(
 def layer_plan(
     layout: ChannelLayout, kernel_size: int, tiling: Tiling, device: torch.device
 ) -> Phase2Plan:
-    """The plan of one layer's energies, in a cache of its own: a trunk has many layers."""
+    """The plan of one layer's energies; its own cache, as a trunk has many layers."""
     make = phase2_plan.__wrapped__
     return make((layout,), (kernel_size,), (), (True,), tiling, device, (ItemKind.ENERGY,))
 
@@ -249,10 +248,10 @@ def layer_epsilon(eps: tuple[float, ...], device: torch.device) -> Epsilon:
 
 
 def _items(fields: Sequence[Sequence[int]], lag: int, kinds: Sequence[ItemKind]) -> Tensor:
-    """ENERGY items first, then SUM items with PROJECT items behind them.
+    """ENERGY items first, then SUM items, with PROJECT items a lag behind.
 
-    Large layers come first, and tensors without PROJECT items last, so that little is left to wait
-    for at the end.
+    Large layers come first and tensors without PROJECT items last, which shortens the wait at the
+    end.
     """
     sum_items, energy_items = TensorField.SUM_ITEMS, TensorField.ENERGY_ITEMS
     order = sorted(
@@ -260,7 +259,7 @@ def _items(fields: Sequence[Sequence[int]], lag: int, kinds: Sequence[ItemKind])
         key=lambda t: (fields[t][TensorField.LAYER] < 0, -fields[t][TensorField.SIZE]),
     )
     items = [(ItemKind.ENERGY, t, fields[t][energy_items]) for t in order]
-    waiting: list[tuple[int, int]] = []  # layers, and the number of SUM items up to their end
+    waiting: list[tuple[int, int]] = []  # a layer, and the SUM items up to its end
     summed = 0
     for t in order:
         items.append((ItemKind.SUM, t, fields[t][sum_items]))

@@ -1,4 +1,4 @@
-"""From Gramians to task weights on a GPU."""
+"""Task weights from Gramians on a GPU."""
 
 from abc import ABC, abstractmethod
 

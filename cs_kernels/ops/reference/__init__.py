@@ -1,4 +1,4 @@
-"""The operators in plain torch, on any device: the definition that the other backends are held to.
+"""The operators in plain torch, on any device: the definition for the other backends.
 
 Everything is computed in float64 and rounded once.
 """

@@ -50,7 +50,7 @@ def drop_signs_(
 ) -> None:
     """GradDrop (Chen et al. 2020) as a choice between two sums.
 
-    Their share of the sum of absolute values is the probability of the positive ones.
+    The positive ones' share of the sum of absolute values is their probability.
     """
     key = random_key(seed, step)
     first = 0

@@ -24,7 +24,7 @@ from cs_kernels.ops.solvers import (
 
 
 def _each(gramian: Tensor, solve: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """solve(gramian, its number) of each, computed on the CPU in float64."""
+    """solve(gramian, its index) for each, on the CPU in float64."""
     tasks = gramian.shape[-1]
     if gramian.ndim < 2 or gramian.shape[-2] != tasks or tasks == 0:
         raise ValueError(f"gramian must have shape [..., K, K], got {tuple(gramian.shape)}")
@@ -36,7 +36,7 @@ def _each(gramian: Tensor, solve: Callable[[Tensor, int], Tensor]) -> Tensor:
 
 
 def _correlations(g: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
-    """C of the tasks that have a gradient, their lengths and which tasks they are."""
+    """C of the tasks with a nonzero gradient, the lengths and the tasks."""
     nonzero = (g.diagonal() > 0).nonzero().flatten()
     length = g.diagonal()[nonzero].sqrt()
     c = g[nonzero][:, nonzero] / length.unsqueeze(1) / length
@@ -45,7 +45,7 @@ def _correlations(g: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and vectors; in the order of their size, small rows keep their digits."""
+    """Eigenvalues and vectors; sorted by size, as small rows then keep their digits."""
     order = g.diagonal().argsort()
     values, vectors = torch.linalg.eigh(g[order][:, order], UPLO="U")
     return values, vectors[order.argsort()]

@@ -10,8 +10,8 @@ from torch import Tensor
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch
 from cs_kernels.ops.gpu.device import VECTOR_BYTES, upload
 from cs_kernels.ops.gpu.phase2_plan import Phase2Plan, Tiling, power_of_two
-from cs_kernels.ops.operands import ChannelLayout
-from cs_kernels.ops.solvers import SOLVERS, option_word
+from cs_kernels.ops.operands import ChannelLayout, option_word
+from cs_kernels.ops.solvers import SOLVERS
 from cs_kernels.ops.triton import combine, phase2, solvers
 
 _DTYPES = {
@@ -37,22 +37,22 @@ _LAG = 4
 
 @dataclass(frozen=True)
 class Variant:
-    """The numbers that kernels are compiled for."""
+    """The constants that kernels are compiled for."""
 
     tasks: int
     segments: int
-    """Of a tile."""
+    """Segments of a tile."""
     vector: int
     """Elements in 16 bytes."""
 
     @property
     def elements(self) -> int:
-        """Of a tile."""
+        """Elements of a tile."""
         return self.segments * int(phase2.SEGMENT.value)
 
     @staticmethod
     def of(tasks: int, dtype: torch.dtype) -> "Variant":
-        """Few of them: the number of tasks is rounded up to 2, 4, 8 or 64."""
+        """The number of tasks is rounded up to 2, 4, 8 or 64, for few compilations."""
         rounded = 64 if tasks > 8 else max(2, power_of_two(tasks))
         segments = _TILE[dtype.itemsize][rounded] // phase2.SEGMENT.value
         return Variant(rounded, segments, 16 // dtype.itemsize)
@@ -77,7 +77,7 @@ def phase2_options(tasks: int) -> dict[str, Any]:
 def solver_options(tasks: int) -> dict[str, Any]:
     """Options of a solver: a thread holds 2 numbers of a matrix [tasks, tasks], 16 if K > 32."""
     warps = min(8, max(1, tasks * tasks // 64))
-    # All registers: by default the assembler spills some to leave registers to other programs.
+    # All registers: by default the assembler spills for higher occupancy.
     return _options(warps, min(255, 65536 // (32 * warps)))
 
 
@@ -239,7 +239,7 @@ class TritonOperators(GpuOperators):
         word = option_word(*options)
         if options and isinstance(options[0], str):
             constants["SCALE"] = options[0]
-        elif options:  # In memory: a kernel would be compiled anew for some numbers.
+        elif options:  # In memory: Triton specializes kernels on some scalar values.
             signed = word - (1 << 64) if word >> 63 else word
             argument = upload([signed], gramian.device)
             dtype = torch.float64 if isinstance(options[0], float) else torch.int64

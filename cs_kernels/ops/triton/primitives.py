@@ -1,15 +1,15 @@
-"""What kernels are made of: conversions, addresses, order among programs, sums in a fixed order."""
+"""Parts of kernels: conversions, addresses, synchronization of programs, sums in a fixed order."""
 
 import triton
 import triton.language as tl
 
-# The interpreter has no bfloat16 of its own: it cuts bits off instead of rounding.
+# The interpreter truncates to bfloat16 instead of rounding.
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
 def widened(x, WIDE: tl.constexpr):
-    """A number of any type in float32 or float64; exact."""
+    """Conversion of any type to float32 or float64; exact."""
     if _INTERPRETED and x.dtype == tl.bfloat16:
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif x.dtype == tl.bfloat16:
@@ -19,7 +19,7 @@ def widened(x, WIDE: tl.constexpr):
 
 @triton.jit
 def narrowed(x, DTYPE: tl.constexpr):
-    """The nearest number of a type, of two the even one."""
+    """Conversion to a type: round to nearest, ties to even."""
     if DTYPE == tl.bfloat16:
         x = x.to(tl.float32)
         if _INTERPRETED:
@@ -47,7 +47,7 @@ def pointers(address, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
 
 @triton.jit
 def arrive(counter, expected):
-    """Whether this program is the last of those that arrive; it sees what the others wrote."""
+    """Whether this program is the last to arrive; the others' writes are visible to it."""
     tl.debug_barrier()
     before = tl.atomic_add(counter, 1, sem="acq_rel")
     tl.debug_barrier()
@@ -56,14 +56,14 @@ def arrive(counter, expected):
 
 @triton.jit
 def publish(flag):
-    """Lets the programs go on that wait for what this one wrote."""
+    """Sets a flag; this program's writes are visible to programs that have waited for it."""
     tl.debug_barrier()
     tl.atomic_add(flag, 1, sem="release")
 
 
 @triton.jit
 def wait(flag):
-    """Until it is published."""
+    """Waits until a flag is published."""
     while tl.atomic_add(flag, 0, sem="acquire") == 0:
         pass
     tl.debug_barrier()
@@ -79,21 +79,21 @@ def added_up(
     TASKS: tl.constexpr,
     SYMMETRIC: tl.constexpr,
 ):
-    """Rows first_i .. first_i + GROUPS of the sum of float64 [items, tasks, tasks].
+    """Rows [first_i, first_i + GROUPS) of the sum of float64 [items, tasks, tasks] over items.
 
-    Where it is symmetric, only entries with i <= j are read. Always in the same order.
+    The order is fixed. If SYMMETRIC, only entries with i <= j are read.
     """
     NUMBER: tl.constexpr = 1024 // (GROUPS * TASKS)
     pair = tl.arange(0, GROUPS * TASKS)
     i = first_i + pair // TASKS
     j = pair % TASKS
-    here = (i < tasks) & (j < tasks)
+    mask = (i < tasks) & (j < tasks)
     slot = i * tasks + j
     if SYMMETRIC:
         slot = tl.minimum(i, j) * tasks + tl.maximum(i, j)
     total = tl.zeros([NUMBER, GROUPS * TASKS], tl.float64)
     for first in range(0, items, NUMBER):
         n = (first + tl.arange(0, NUMBER)).to(tl.int64)[:, None]
-        place = n * (tasks * tasks) + slot[None, :]
-        total += tl.load(products + place, (n < items) & here[None, :], other=0.0)
+        offset = n * (tasks * tasks) + slot[None, :]
+        total += tl.load(products + offset, (n < items) & mask[None, :], other=0.0)
     return tl.reshape(tl.sum(total, 0), [GROUPS, TASKS])

@@ -1,10 +1,10 @@
-"""From Gramians to weights on the device: one program a Gramian, K x K numbers in registers.
+"""Task weights from Gramians: one program for each, with K x K numbers in registers.
 
 The algorithms are described in the reference (`ops/reference/solvers.py`). They use the
 correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, with a ridge on their diagonal. A Gramian
 that is not finite gives weights of NaN.
 
-Memory traffic: K * K numbers are read and K written; the time is that of a chain of small sums.
+Memory traffic: K * K numbers are read and K written; the latency of dependent sums dominates.
 """
 
 import triton
@@ -37,8 +37,8 @@ def _gramian(data, tasks, TASKS: tl.constexpr):
 @triton.jit
 def _write(out, weights, finite, tasks, TASKS: tl.constexpr):
     task = tl.arange(0, TASKS)
-    place = tl.program_id(0).to(tl.int64) * tasks + task
-    tl.store(out + place, tl.where(finite, weights, float("nan")), task < tasks)
+    index = tl.program_id(0).to(tl.int64) * tasks + task
+    tl.store(out + index, tl.where(finite, weights, float("nan")), task < tasks)
 
 
 @triton.jit
@@ -53,7 +53,7 @@ def _diagonal(m, TASKS: tl.constexpr):
 
 @triton.jit
 def _times(m, x):
-    """For a symmetric m. A sum down the columns leaves a thread with fewer numbers of a vector."""
+    """The product m x for a symmetric m: sums over columns leave fewer numbers in a thread."""
     return tl.sum(m * x[:, None], 0)
 
 
@@ -68,7 +68,7 @@ def _lengths(data, tasks, TASKS: tl.constexpr):
     """Lengths and their inverses, 1 and 0 for a gradient of zero; whether they are nonzero."""
     task = tl.arange(0, TASKS)
     data += tl.program_id(0).to(tl.int64) * tasks * tasks
-    # Loaded again, not taken from the matrix: a thread holds one number of a loaded vector.
+    # Loaded again: a thread holds one number of a loaded vector, but many of a matrix's diagonal.
     d = widened(tl.load(data + task * (tasks + 1), task < tasks, other=0.0), tl.float64)
     nonzero = d > 0
     length = tl.where(nonzero, tl.sqrt(tl.where(nonzero, d, 1.0)), 1.0)
@@ -78,7 +78,7 @@ def _lengths(data, tasks, TASKS: tl.constexpr):
 @triton.jit
 def _correlations(g, inverse, nonzero, ridge, TASKS: tl.constexpr):
     """C of the tasks that have a gradient, the identity elsewhere."""
-    # A number by itself would be one of float32, which has no 1 + 1e-12.
+    # A literal would be float32, which rounds 1 + 1e-12 to 1.
     diagonal = 1 + nonzero.to(tl.float64) * ridge
     c = g * inverse[:, None] * inverse[None, :]
     return tl.where(_identity(TASKS), diagonal[None, :], c)
@@ -132,13 +132,13 @@ def _non_negative(c, f, nonzero, tasks, TASKS: tl.constexpr):
         candidate = tl.where(rises, slope, -_INFINITY)
         found = (tl.max(candidate, 0) > -_INFINITY) | (blocked > 0)
         searching = tl.where(found & (turn < 16 * TASKS + 64), 1, 0)
-        # A new entry, unless the last one's way was blocked.
+        # A new entry, unless the last step was blocked.
         begins = tl.where(blocked > 0, 0, searching)
         entered = tl.where(begins > 0, tl.argmax(candidate, 0), entered)
         free = tl.where(task == entered, tl.maximum(free, begins), free)
         moved = tl.where(begins > 0, 0, moved)
         z = _solve(_among(c, free, TASKS), tl.where(free > 0, f, 0.0), tasks, TASKS)
-        # As far toward z as no entry becomes negative.
+        # The longest step toward z that leaves no entry negative.
         back = tl.where(x - z > 0, x - z, 1.0)
         reach = tl.where((free > 0) & (z <= 0), tl.where(x > 0, x / back, 0.0), _INFINITY)
         fraction = tl.min(reach, 0)
@@ -158,7 +158,7 @@ def _non_negative(c, f, nonzero, tasks, TASKS: tl.constexpr):
 
 @triton.jit
 def _rotated(m, partner, cosine, sine, ROWS: tl.constexpr, TASKS: tl.constexpr):
-    """Columns (or rows) of m and their partners turned in their planes."""
+    """Rotates columns (or rows) of m with their partners."""
     if ROWS:
         index = tl.broadcast_to(partner[:, None], [TASKS, TASKS])
         return cosine[:, None] * m + sine[:, None] * tl.gather(m, index, 0)
@@ -177,7 +177,7 @@ def _eigen(m, TASKS: tl.constexpr):
     while turning:
         largest = 0.0
         for s in range(TASKS - 1):
-            # Everybody plays everybody: the last sits, the others go round.
+            # A round-robin tournament: the last index is fixed, the others rotate.
             partner = (2 * s - task + 2 * (TASKS - 1)) % (TASKS - 1)
             partner = tl.where(task == s, TASKS - 1, partner)
             partner = tl.where(task == TASKS - 1, s, partner)
@@ -188,7 +188,7 @@ def _eigen(m, TASKS: tl.constexpr):
             turns = tl.abs(off) > 1e-18 * trace
             difference = tl.where(task < partner, d_partner - d, d - d_partner)
             theta = difference / tl.where(turns, 2 * off, 1.0)
-            # Beyond, theta^2 would overflow where the tangent is 1 / (2 theta) anyway.
+            # theta^2 would overflow beyond, where the tangent is 1 / (2 theta).
             bounded = tl.minimum(tl.abs(theta), 1e150)
             tangent = 1 / (bounded + tl.sqrt(bounded * bounded + 1))
             tangent = tl.where(turns, tl.where(theta < 0, -tangent, tangent), 0.0)
@@ -221,22 +221,22 @@ def _mixed(x):
 
 @triton.jit(do_not_specialize=["tasks"])
 def pcgrad_kernel(gramian, out, key, tasks, TASKS: tl.constexpr):
-    """PCGrad. Row i is task i, which meets the others in the order of a shuffle; key int64 [1]."""
+    """PCGrad. Row i is task i, which meets the others in random order; key int64 [1]."""
     g, finite = _gramian(gramian, tasks, TASKS)
     number = tl.program_id(0).to(tl.uint64)
     of_gramian = _mixed(tl.load(key).to(tl.uint64, bitcast=True) + number)
     i = tl.arange(0, TASKS)
-    place = tl.arange(0, TASKS)[None, :]
+    position = tl.arange(0, TASKS)[None, :]
     own = tl.where(_identity(TASKS), 1.0, 0.0).to(tl.float64)
-    others = place + tl.where(place >= i[:, None], 1, 0)
+    others = position + tl.where(position >= i[:, None], 1, 0)
     for done in range(tasks - 1):
         left = tasks - 1 - done
         drawn = _mixed(of_gramian + (i * tasks + left).to(tl.uint64)) % left.to(tl.uint64)
-        at_drawn = place == drawn.to(tl.int32)[:, None]
+        at_drawn = position == drawn.to(tl.int32)[:, None]
         j = tl.sum(tl.where(at_drawn, others, 0), 1)
-        last = tl.sum(tl.where(place == left - 1, others, 0), 1)
+        last = tl.sum(tl.where(position == left - 1, others, 0), 1)
         others = tl.where(at_drawn, last[:, None], others)
-        met = place == j[:, None]
+        met = position == j[:, None]
         # Row j of the Gramian, for every i; it is symmetric.
         index = tl.broadcast_to(tl.minimum(j, TASKS - 1)[:, None], [TASKS, TASKS])
         g_j = tl.gather(g, index, 0)
@@ -299,7 +299,7 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: tl.constexpr):
     c = _correlations(g, inverse, nonzero, _RIDGE, TASKS)
     present = tl.sum(tl.where(nonzero, 1, 0), 0)
     correction = tl.zeros([TASKS], tl.float64)
-    # What is not finite would never be found.
+    # The search would not end for numbers that are not finite.
     if finite & (radius > 0) & (present > 0):
         ones = tl.where(nonzero, 1.0, 0.0).to(tl.float64)
         unit, _ = _non_negative(c, ones, nonzero, tasks, TASKS)
@@ -389,12 +389,12 @@ def aligned_mtl_kernel(gramian, out, tasks, SCALE: tl.constexpr, TASKS: tl.const
     if SCALE == "min":
         length = tl.min(tl.where(kept, values, _INFINITY), 0)
     elif SCALE == "median":
-        # The lower one: half of the others come before it.
+        # The lower median.
         task = tl.arange(0, TASKS)
         equal_before = (values[None, :] == values[:, None]) & (task[None, :] < task[:, None])
         before = kept[None, :] & ((values[None, :] < values[:, None]) | equal_before)
-        place = tl.sum(tl.where(before, 1, 0), 1)
-        length = tl.sum(tl.where(kept & (place == (rank - 1) // 2), values, 0.0), 0)
+        position = tl.sum(tl.where(before, 1, 0), 1)
+        length = tl.sum(tl.where(kept & (position == (rank - 1) // 2), values, 0.0), 0)
     else:
         length = tl.sum(tl.where(kept, values, 0.0), 0) / tl.maximum(rank, 1)
     relative = tl.where(kept, length, 0.0) / tl.where(kept, values, 1.0)

@@ -7,8 +7,7 @@
 #include <cstring>
 
 #define CS_DEVICE __device__ __forceinline__
-// A kernel with this many threads in a block and resident blocks on a multiprocessor; registers are
-// allotted accordingly.
+// Registers are allotted for this number of threads per block and resident blocks per SM.
 #define CS_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define CS_UNROLL(number) _Pragma(CS_STRING(unroll number))
 #define CS_STRING(text) #text
@@ -32,8 +31,8 @@ CS_DEVICE unsigned char* shared_memory() {
 // Waits for all threads of the block; their writes are visible.
 CS_DEVICE void synchronize_block() { __syncthreads(); }
 
-// The value of the thread of this warp whose index differs in the bits of the mask. All threads
-// must call it.
+// The value of the thread whose index in the warp differs in the bits of the mask. All threads must
+// call it.
 CS_DEVICE double exchanged(double value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
@@ -61,7 +60,7 @@ CS_DEVICE std::int32_t counted(const std::int32_t* counter) {
 }
 CS_DEVICE void pause(unsigned nanoseconds) { __nanosleep(nanoseconds); }
 
-// Loads memory that nothing writes during the launch.
+// Loads memory that is constant during the launch.
 template <class T> CS_DEVICE T load(const T* address) {
   static_assert(sizeof(T) <= 8, "one access");
   if constexpr (sizeof(T) == 2) {
@@ -77,7 +76,7 @@ CS_DEVICE Words load(const Words* address) {
   const uint4 words = __ldg(reinterpret_cast<const uint4*>(address));
   return {{words.x, words.y, words.z, words.w}};
 }
-// Loads memory that is not read again: it is evicted first.
+// Loads memory that is not read again: evict-first.
 CS_DEVICE Words load_once(const Words* address) {
   const uint4 words = __ldcs(reinterpret_cast<const uint4*>(address));
   return {{words.x, words.y, words.z, words.w}};
@@ -103,13 +102,13 @@ inline const char* error_text(int status) {
   return cudaGetErrorString(static_cast<cudaError_t>(status));
 }
 
-// Whether there is code of a kernel for the current device, and a driver that can load it.
+// Whether the build has code of a kernel for the current device that the driver can load.
 template <class Arguments> int loadable(void (*kernel)(Arguments)) {
   cudaFuncAttributes attributes;
   return cudaFuncGetAttributes(&attributes, kernel);
 }
 
-// More than 48 KiB have to be requested, on every device.
+// More than 48 KiB must be requested, for each device.
 template <class Arguments>
 cudaError_t allow_shared_memory(void (*kernel)(Arguments), std::size_t bytes) {
   if (bytes <= (48u << 10))
@@ -123,17 +122,17 @@ template <class Arguments>
 int resident_blocks(void (*kernel)(Arguments), int threads, std::size_t shared_bytes,
                     std::int64_t* blocks) {
   int device = 0;
-  int processors = 0;
-  int of_processor = 0;
+  int multiprocessors = 0;
+  int per_multiprocessor = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess)
-    status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
   if (status == cudaSuccess)
     status = allow_shared_memory(kernel, shared_bytes);
   if (status == cudaSuccess)
-    status =
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_processor, kernel, threads, shared_bytes);
-  *blocks = static_cast<std::int64_t>(processors) * of_processor;
+    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, threads,
+                                                           shared_bytes);
+  *blocks = static_cast<std::int64_t>(multiprocessors) * per_multiprocessor;
   if (status == cudaSuccess && *blocks == 0)
     status = cudaErrorLaunchOutOfResources;
   return status;

@@ -8,15 +8,15 @@
 
 namespace cs_kernels {
 
-constexpr std::int32_t kMaxTasks = 64; // of these kernels and of the solvers
+constexpr std::int32_t kMaxTasks = 64; // also of the solvers
 
-// One shared tensor of the trunk, dense, all of its arrays in the same order of elements.
+// One shared tensor of the trunk: dense, its arrays have one order of elements.
 struct GradientTensor {
   DataType type;
   std::int64_t size;
-  const void* const* gradients; // [tasks]; a null one stands for zeros
-  void* update;                 // overlaps none of the gradients; null for a Gramian
-  std::int64_t group;           // whose Gramian it adds to, or whose task weights it takes
+  const void* const* gradients; // [tasks]; null: zeros
+  void* update;                 // aliases no gradient; null for a Gramian
+  std::int64_t group;           // index of its Gramian or of its task weights
 };
 
 struct GradientArguments {
@@ -35,10 +35,10 @@ void gramian(const GradientArguments& arguments, double* gramian, int threads);
 // once, writes the update once.
 void combine(const GradientArguments& arguments, const double* weights, int threads);
 
-// GradDrop: of every element either the positive or the negative gradients are added, the former
-// with the probability that is their share of the sum of absolute values; of task j's, the part
-// leaks[j] is added in any case. The choice is a function of the key and the element's index among
-// all elements. Reads every gradient once, writes the update once.
+// GradDrop: adds either the positive or the negative gradients of an element, with the positive
+// ones' share of the sum of absolute values as their probability. The part leaks[j] of task j's is
+// always added. The choice is a function of the key and the element's index among those of all
+// tensors. Reads every gradient once, writes the update once.
 void drop_signs(const GradientArguments& arguments, const double* leaks, std::uint64_t key,
                 int threads);
 

@@ -6,7 +6,7 @@ namespace cs_kernels {
 
 enum class DataType : std::int32_t { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3 };
 
-// In the order of their numbers; as torch calls them.
+// torch's names, by DataType.
 constexpr const char* kDataTypeNames[] = {"float32", "float64", "bfloat16", "float16"};
 constexpr int kDataTypes = sizeof(kDataTypeNames) / sizeof(kDataTypeNames[0]);
 

@@ -1,4 +1,4 @@
-// The paper's equations, for the CPU and the GPU alike; the numbers are those of the publication.
+// The paper's equations on the CPU and the GPU, with the published numbers.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ CS_HOST_DEVICE_INLINE double normalized_strength(double strength, double total) 
   return total == 0 ? 0 : strength / total;
 }
 
-// Eq. (10), fed with the tasks in order. The lowest of equals wins, a NaN never does.
+// Eq. (10), for tasks in ascending order. Ties go to the lowest task; NaN never wins.
 struct TopTask {
   std::int64_t task = 0;
   double strength = 0;
@@ -33,8 +33,8 @@ struct TopTask {
   }
 };
 
-// The projection coefficient a_i = -sum over j != i with d_ij < 0 of d_ij / d_ii where d_ii > 0,
-// else 0, from the products d_ij = <G_i, G_j> of a channel group. The comparisons let NaN through.
+// The projection coefficient a_i = -sum_j d_ij / d_ii over j != i with d_ij < 0, if d_ii > 0, else
+// 0; d_ij = <G_i, G_j> over channel group i. NaN in d_ij / d_ii propagates.
 CS_HOST_DEVICE_INLINE double projection_coefficient(const double* d_i, int tasks, int i) {
   double coefficient = 0;
   for (int j = 0; j < tasks; ++j)

@@ -1,4 +1,4 @@
-// Functions for the host and for a GPU thread alike.
+// Functions that run on the host and on a GPU.
 #pragma once
 
 #ifdef __CUDACC__
@@ -6,7 +6,7 @@
 #define CS_HOST_DEVICE_INLINE __host__ __device__ __forceinline__
 #else
 #define CS_HOST_DEVICE
-// Always: a function shared between files for different instruction sets could be the one that this
-// processor cannot run.
+// Always inline: the linker could merge copies for several instruction sets into one that this CPU
+// cannot run.
 #define CS_HOST_DEVICE_INLINE inline __attribute__((always_inline))
 #endif

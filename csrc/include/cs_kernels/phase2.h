@@ -7,9 +7,9 @@
 
 namespace cs_kernels {
 
-// The memory of a dense tensor as an array [groups, outer, channels, inner], with groups as those
-// of a convolution: channel p = group * channels + c owns [group, :, c, :]. A convolution is [1, 1,
-// O, fan_in]; a transposed one [groups, I / groups, O / groups, k * k].
+// The memory of a dense tensor as an array [groups, outer, channels, inner], with the groups of a
+// convolution: channel p = group * channels + c owns [group, :, c, :]. A convolution is [1, 1, O,
+// fan_in]; a transposed one [groups, I / groups, O / groups, k * k].
 struct ChannelLayout {
   std::int64_t groups = 1;
   std::int64_t outer = 1;
@@ -46,8 +46,8 @@ struct PriorityArguments {
   std::int64_t* priority; // [rows], written
 };
 
-// One shared tensor of the trunk. With `priority` null its update is the plain sum; with `weight`
-// null the priority is read; otherwise the priority is computed first and written.
+// One shared tensor of the trunk. Without `priority`, its update is the plain sum; with `weight`,
+// the priority is computed first and written; else it is read.
 struct Phase2Tensor {
   DataType type;
   ChannelLayout layout;
@@ -55,8 +55,8 @@ struct Phase2Tensor {
   const double* gamma;
   const double* variance;
   const double* epsilon;
-  const void* const* gradients; // [tasks]; a null one stands for zeros
-  void* update;                 // same type and layout as the gradients; overlaps none of them
+  const void* const* gradients; // [tasks]; null: zeros
+  void* update;                 // type and layout of the gradients; aliases none
   std::int64_t* priority;       // [rows]
   double* products;             // [tasks, tasks], d_ij of channel group i; null in the fused update
 };
@@ -82,18 +82,18 @@ void channel_energies(DataType type, const ChannelLayout& layout, const void* we
 
 void energy_priority(const PriorityArguments& arguments);
 
-// Phase 2 (Algorithm 1) of all tensors: each weight and gradient is read once and the update
-// written once; only rows of a channel group in conflict are visited again, while in cache.
+// Phase 2 (Algorithm 1) of all tensors. Reads each weight and gradient once and writes the update
+// once; rows of channel groups in conflict are visited again, while in cache.
 void phase2(const Phase2Arguments& arguments, int threads);
 
-// The same in two stages, with priorities given; between them, products of gradients that are
-// spread over several devices can be added up. First the plain sum into the update, and the
-// products: reads the gradients once, writes the update once. Then update += a_i * G_i, for the
-// rows of channel groups in conflict: two reads and a write.
+// The same in two stages, with priorities given. Between them, the products can be added up over
+// devices that share the gradients. phase2_products writes the plain sum and the products; it reads
+// the gradients once. phase2_apply adds a_i * G_i to the rows of channel groups in conflict: two
+// reads and a write.
 void phase2_products(const Phase2Arguments& arguments, int threads);
 void phase2_apply(const Phase2Arguments& arguments, int threads);
 
-// "avx512", "avx2" or "baseline": the code that runs on this processor.
+// "avx512", "avx2" or "baseline".
 const char* instruction_set();
 
 } // namespace cpu

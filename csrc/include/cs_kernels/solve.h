@@ -1,10 +1,9 @@
-// From the Gramian of K gradients to their K task weights: one function for each solver, for the
-// host and for a GPU thread alike. K is small, the caller provides the workspace, there are no
-// exceptions, and iterations are bounded.
+// K task weights from the Gramian of K gradients: one function for each solver, on the host or in a
+// GPU thread. K is small, the caller provides the workspace, and iterations are bounded.
 //
-// The solvers see the correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, and unknowns scaled by d:
-// gradients of very different size are no harder than others. A ridge on C's diagonal makes
-// singular Gramians ordinary ones. A Gramian that is not finite gives weights of NaN.
+// The solvers take the correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, and unknowns scaled by d,
+// so that gradients of very different lengths are no harder than others. A ridge on C's diagonal
+// makes singular Gramians regular. A Gramian that is not finite gives weights of NaN.
 #pragma once
 
 #include <cmath>
@@ -19,7 +18,7 @@ namespace cs_kernels::solvers {
 
 #define CS_INLINE_SOLVER CS_HOST_DEVICE inline
 
-// The numbers that every backend's solvers share.
+// Shared by the solvers of all backends.
 constexpr double kRidge = 1e-12;     // on the diagonal of the correlations
 constexpr double kNashRidge = 1e-10; // Nash-MTL's: keeps the weights of opposed gradients finite
 constexpr double kNashStop = 1e-9;   // its last Newton decrement
@@ -29,8 +28,8 @@ constexpr double kStationary =
 constexpr double kZeroSum = 1e-12; // of the sum of absolute weights: they cannot sum to one
 constexpr double kEpsilon = 2.220446049250313e-16;
 
-// Memory for a solver's arrays: a GPU thread has little of its own. It is passed by value, so its
-// arrays are free again when the function returns.
+// Memory for a solver's arrays: a GPU thread has few registers. It is passed by value, so that a
+// function's arrays are released when it returns.
 class Workspace {
 public:
   CS_HOST_DEVICE explicit Workspace(double* memory) : next_(memory) {}
@@ -48,11 +47,10 @@ private:
 // Doubles in the workspace of a solver: two matrices and some vectors.
 CS_INLINE_SOLVER constexpr int workspace_size(int tasks) { return 2 * tasks * tasks + 16 * tasks; }
 
-// Read as G(i, j).
 struct Gramian {
   const double* data;
   int tasks;
-  std::int64_t index; // among those of a call
+  std::int64_t index; // in a call
 
   CS_HOST_DEVICE double operator()(int i, int j) const { return data[i * tasks + j]; }
 
@@ -102,10 +100,10 @@ CS_INLINE_SOLVER void cholesky_solve(const double* factor, int n, double* x) {
   }
 }
 
-// The tasks with a gradient, and how those gradients lie to each other.
+// The tasks with a nonzero gradient, and the correlations of these gradients.
 struct Correlations {
   int size = 0;
-  int* task;      // which task each of them is
+  int* task;      // [size]
   double* length; // |g|
   double* matrix; // [size, size]
 
@@ -125,28 +123,27 @@ struct Correlations {
   CS_HOST_DEVICE double operator()(int i, int j) const { return matrix[i * size + j]; }
 };
 
-// min 1/2 x'Cx - f'x over x >= 0, by the active-set method of Lawson and Hanson. It starts at
-// zero.
+// min 1/2 x'Cx - f'x over x >= 0, by the active-set method of Lawson and Hanson from zero.
 struct NonNegative {
   int* free_;
   int* tried; // freed, and sent back at once, since x last changed
-  int* place;
+  int* indices;
   double* factor;
   double* z;
 
   CS_HOST_DEVICE NonNegative(int size, Workspace& workspace)
       : free_(workspace.integers(size)), tried(workspace.integers(size)),
-        place(workspace.integers(size)), factor(workspace.numbers(size * size)),
+        indices(workspace.integers(size)), factor(workspace.numbers(size * size)),
         z(workspace.numbers(size)) {}
 
   CS_HOST_DEVICE int factorize(const Correlations& c) {
     int n = 0;
     for (int i = 0; i < c.size; ++i)
       if (free_[i] != 0)
-        place[n++] = i;
+        indices[n++] = i;
     for (int i = 0; i < n; ++i)
       for (int j = 0; j <= i; ++j)
-        factor[i * n + j] = c(place[i], place[j]);
+        factor[i * n + j] = c(indices[i], indices[j]);
     cholesky(factor, n);
     return n;
   }
@@ -181,22 +178,22 @@ struct NonNegative {
       for (int step = 0; step <= size; ++step) {
         const int n = factorize(c);
         for (int i = 0; i < n; ++i)
-          z[i] = f[place[i]];
+          z[i] = f[indices[i]];
         cholesky_solve(factor, n, z);
-        // As far toward z as no entry becomes negative.
+        // The longest step toward z that leaves no entry negative.
         double fraction = 1;
         int blocking = -1;
         for (int i = 0; i < n; ++i)
           if (z[i] <= 0) {
-            const double at = x[place[i]];
+            const double at = x[indices[i]];
             const double reach = at > 0 ? at / (at - z[i]) : 0;
             if (blocking < 0 || reach < fraction) {
               fraction = reach;
-              blocking = place[i];
+              blocking = indices[i];
             }
           }
         for (int i = 0; i < n; ++i)
-          x[place[i]] = blocking < 0 ? z[i] : x[place[i]] + fraction * (z[i] - x[place[i]]);
+          x[indices[i]] = blocking < 0 ? z[i] : x[indices[i]] + fraction * (z[i] - x[indices[i]]);
         moved = moved || fraction > 0;
         if (blocking < 0)
           break;
@@ -209,8 +206,8 @@ struct NonNegative {
   }
 };
 
-// PCGrad (Yu et al. 2020): each gradient, in a random order of the others, loses its component
-// along every original one that it is in conflict with. The weights of the sum of the results.
+// PCGrad (Yu et al. 2020): in a random order of the others, each gradient loses its component along
+// every original one that it conflicts with; then the sum.
 CS_INLINE_SOLVER void pcgrad(const Gramian& g, std::uint64_t call_key, double* weights,
                              Workspace workspace) {
   const std::uint64_t key = mixed(call_key + static_cast<std::uint64_t>(g.index));
@@ -224,7 +221,7 @@ CS_INLINE_SOLVER void pcgrad(const Gramian& g, std::uint64_t call_key, double* w
     for (int j = 0; j < g.tasks; ++j)
       if (j != i)
         order[others++] = j;
-    for (int n = others; n > 0; --n) { // Fisher-Yates, as it is needed
+    for (int n = others; n > 0; --n) { // Fisher-Yates, one step at a time
       const std::uint64_t drawn = mixed(key + static_cast<std::uint64_t>(i * g.tasks + n));
       const int k = static_cast<int>(drawn % static_cast<std::uint64_t>(n));
       const int j = order[k];
@@ -265,8 +262,8 @@ CS_INLINE_SOLVER void mgda(const Gramian& g, std::uint64_t, double* weights, Wor
     weights[i] = x[i] / total;
 }
 
-// UPGrad (Quinton and Rey 2024): each gradient projected onto the dual cone of all, the vectors in
-// conflict with none; then their mean.
+// UPGrad (Quinton and Rey 2024): each gradient is projected onto the dual cone of all, the vectors
+// that conflict with none; then the mean.
 CS_INLINE_SOLVER void upgrad(const Gramian& g, std::uint64_t, double* weights,
                              Workspace workspace) {
   const Correlations c(g, kRidge, workspace);
@@ -283,10 +280,10 @@ CS_INLINE_SOLVER void upgrad(const Gramian& g, std::uint64_t, double* weights,
   }
 }
 
-// CAGrad (Liu et al. 2021): d = g_0 + (a combination of the gradients no longer than r = c |g_0|)
-// with the greatest min_i g_i.d; g_0 is the mean. The shortest such combination for which that
-// minimum is at least mu is a projection onto a polyhedron, whose length is convex in mu: mu is
-// found where it is r. If no direction is good for all tasks, mu is at most zero.
+// CAGrad (Liu et al. 2021): the d = g_0 + w with the greatest min_i g_i.d, for combinations w of
+// the gradients with |w| <= r = c |g_0|; g_0 is the mean. The shortest w for which that minimum is
+// at least mu is a projection onto a polyhedron. Its length is convex in mu, which is found where
+// the length is r. If no direction is good for all tasks, mu is at most zero.
 CS_INLINE_SOLVER void cagrad(const Gramian& g, std::uint64_t bits_of_c, double* weights,
                              Workspace workspace) {
   double c;
@@ -350,8 +347,8 @@ CS_INLINE_SOLVER void cagrad(const Gramian& g, std::uint64_t bits_of_c, double* 
     // With the same entries free, length^2 = pp mu^2 - 2 pq mu + qq.
     const int n = problem.factorize(correlations);
     for (int i = 0; i < n; ++i) {
-      free_p[i] = p[problem.place[i]];
-      free_q[i] = q[problem.place[i]];
+      free_p[i] = p[problem.indices[i]];
+      free_q[i] = q[problem.indices[i]];
       solved[i] = free_p[i];
     }
     cholesky_solve(problem.factor, n, solved);
@@ -369,8 +366,8 @@ CS_INLINE_SOLVER void cagrad(const Gramian& g, std::uint64_t bits_of_c, double* 
     weights[correlations.task[i]] += x[i] / correlations.length[i];
 }
 
-// NashMTL (Navon et al. 2022): G a = 1 / a, a > 0, where 1/2 a'Ga - sum log a_i is least. That
-// function is self-concordant: the damped Newton method converges from anywhere. A task without a
+// NashMTL (Navon et al. 2022): G a = 1 / a, a > 0, the minimum of 1/2 a'Ga - sum log a_i. The
+// function is self-concordant: the damped Newton method converges from any start. A task without a
 // gradient gets no weight.
 CS_INLINE_SOLVER void nash_mtl(const Gramian& g, std::uint64_t, double* weights,
                                Workspace workspace) {
@@ -448,7 +445,7 @@ CS_INLINE_SOLVER void eigen(double* a, int n, double* values, double* vectors) {
     values[i] = a[i * n + i];
 }
 
-// out += factor v (v'1) of eigenvector number k.
+// out += factor v (v'1) for eigenvector k.
 CS_INLINE_SOLVER void add_component_of_ones(const double* vectors, int n, int k, double factor,
                                             double* out) {
   double part = 0;
@@ -458,7 +455,7 @@ CS_INLINE_SOLVER void add_component_of_ones(const double* vectors, int n, int k,
     out[i] += vectors[i * n + k] * part * factor;
 }
 
-// Eigenvalues up to this part of the greatest are taken for zero.
+// Eigenvalues up to this one count as zero.
 CS_INLINE_SOLVER double rank_tolerance(const double* values, int n) {
   double greatest = 0;
   for (int i = 0; i < n; ++i)
@@ -467,8 +464,8 @@ CS_INLINE_SOLVER double rank_tolerance(const double* values, int n) {
 }
 
 // IMTL-G (Liu et al. 2021): the update has the same component along every gradient, and the weights
-// sum to one; of several such weights those of least norm, each times its gradient's length. Zero
-// where they cannot sum to one.
+// sum to one. If several weights do, those of least norm, each times its gradient's length; if they
+// cannot sum to one, zeros.
 CS_INLINE_SOLVER void imtl_g(const Gramian& g, std::uint64_t, double* weights,
                              Workspace workspace) {
   const Correlations c(g, 0, workspace);
@@ -499,8 +496,8 @@ CS_INLINE_SOLVER void imtl_g(const Gramian& g, std::uint64_t, double* weights,
 
 enum class AlignedScale : std::uint64_t { kMin = 0, kMedian = 1, kRmse = 2 };
 
-// Aligned-MTL (Senushkin et al. 2023): the gradients' principal components made equal in length, to
-// the least, the (lower) median or the root mean square of their lengths; then the sum. Without any
+// Aligned-MTL (Senushkin et al. 2023): the gradients' principal components are scaled to one length
+// (the least, the lower median or the root mean square of their lengths); then the sum. Without any
 // gradient, ones.
 CS_INLINE_SOLVER void aligned_mtl(const Gramian& g, std::uint64_t scale_number, double* weights,
                                   Workspace workspace) {
@@ -520,10 +517,10 @@ CS_INLINE_SOLVER void aligned_mtl(const Gramian& g, std::uint64_t scale_number, 
     if (!(values[k] > tolerance))
       continue;
     mean += values[k];
-    int place = rank++;
-    for (; place > 0 && kept[place - 1] > values[k]; --place)
-      kept[place] = kept[place - 1];
-    kept[place] = values[k];
+    int index = rank++;
+    for (; index > 0 && kept[index - 1] > values[k]; --index)
+      kept[index] = kept[index - 1];
+    kept[index] = values[k];
   }
   if (rank == 0) {
     fill(weights, n, 1);
@@ -540,17 +537,27 @@ CS_INLINE_SOLVER void aligned_mtl(const Gramian& g, std::uint64_t scale_number, 
   }
 }
 
-// Gramian number n; NaN for one that is not finite.
-CS_INLINE_SOLVER void solve(const SolverArguments& arguments, std::int64_t n, double* memory) {
+// Solves Gramian number n with a function from above; NaN if the Gramian is not finite.
+template <class Function>
+CS_INLINE_SOLVER void solve_one(const SolverArguments& arguments, std::int64_t n, double* memory,
+                                const Function& function) {
   const std::int64_t tasks = arguments.tasks;
   const Gramian gramian{arguments.gramians + n * tasks * tasks, arguments.tasks, n};
   double* weights = arguments.weights + n * tasks;
-  if (!gramian.finite())
-    return fill(weights, arguments.tasks, NAN);
-  switch (arguments.solver) {
+  if (gramian.finite())
+    function(gramian, arguments.option, weights, Workspace(memory));
+  else
+    fill(weights, arguments.tasks, NAN);
+}
+
+// run(function) with the function of a solver.
+template <class Run> CS_INLINE_SOLVER void with_solver(Solver solver, const Run& run) {
+  switch (solver) {
 #define CS_SOLVER(name)                                                                            \
   case Solver::name:                                                                               \
-    return name(gramian, arguments.option, weights, Workspace(memory));
+    return run([](const Gramian& g, std::uint64_t option, double* weights, Workspace workspace) {  \
+      name(g, option, weights, workspace);                                                         \
+    });
     CS_SOLVERS(CS_SOLVER)
 #undef CS_SOLVER
   }

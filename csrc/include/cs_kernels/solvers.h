@@ -1,12 +1,11 @@
-// From Gramians to task weights, [count, tasks, tasks] to [count, tasks]: the methods that have a
-// compiled solver. At most kMaxTasks tasks.
+// Task weights [count, tasks] from Gramians [count, tasks, tasks], for at most kMaxTasks tasks.
 #pragma once
 
 #include <cstdint>
 
 namespace cs_kernels {
 
-// Every solver by its name: that of its function in solve.h, and of its operator.
+// Every solver by the name of its function in solve.h and of its operator.
 #define CS_SOLVERS(solver)                                                                         \
   solver(pcgrad) solver(cagrad) solver(mgda) solver(aligned_mtl) solver(nash_mtl) solver(imtl_g)   \
       solver(upgrad)

@@ -1,6 +1,4 @@
-// Gramian, weighted sum and sign dropping on a GPU: structs of addresses there, a stream, and a
-// status. No framework; the caller provides the workspace. Nothing waits for the device, so every
-// call can be captured in a CUDA graph.
+// Gramian, weighted sum and sign dropping on a GPU; phase2.h describes the interface.
 #pragma once
 
 #include <cstddef>
@@ -10,10 +8,10 @@
 
 namespace cs_kernels::cuda {
 
-// The numbers that the caller's plan is made of.
+// The constants of the caller's plan.
 struct GradientTiling {
   std::int64_t elements;   // of a tile
-  std::int64_t most_tiles; // of an item of the Gramian; combine and sign dropping take one
+  std::int64_t most_tiles; // of an item of the Gramian; other items are one tile
 };
 GradientTiling gradient_tiling(DataType type);
 

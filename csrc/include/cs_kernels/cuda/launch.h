@@ -1,4 +1,4 @@
-// A GPU launch: its status, its stream, and numbers of any type.
+// Status, stream and operands of a GPU launch.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
-// Phase 2, connection strength and priority on a GPU: structs of addresses there, a stream, and a
-// status. No framework; the caller provides the workspace. Nothing waits for the device, so every
-// call can be captured in a CUDA graph.
+// Phase 2, connection strength and priority on a GPU: structs of device addresses, a stream and a
+// status. The caller provides the workspace. No call synchronizes the host, so all can be captured
+// in a CUDA graph.
 #pragma once
 
 #include <cstddef>
@@ -10,23 +10,22 @@
 
 namespace cs_kernels::cuda {
 
-// The numbers that the caller's plan of items is made of.
+// The constants of the caller's plan.
 struct Phase2Tiling {
   std::int64_t elements;          // of a tile
   std::int64_t energy_elements;   // of an ENERGY item, about
   std::int64_t least_energy_rows; // of an ENERGY item
   std::int64_t most_tiles;        // of a SUM item
-  std::int64_t least_items;       // SUM items of a multiprocessor, before they grow
-  std::int64_t
-      lag; // SUM items between a layer's last and its first PROJECT item, by multiprocessor
+  std::int64_t least_items;       // SUM items per multiprocessor before items grow
+  std::int64_t lag; // SUM items per multiprocessor between a layer's last and its PROJECT items
 };
 Phase2Tiling phase2_tiling(DataType type, std::int32_t tasks);
 
 // Bytes of shared memory of a block.
 std::size_t phase2_memory(std::int32_t tasks);
 
-// A row of the table of tensors that the caller makes once for a trunk. Elements are counted along
-// memory, which is an array [groups, outer, channels, inner] as in ChannelLayout.
+// A row of the table of tensors, which the caller makes once for a trunk. Elements are in memory
+// order; dimensions are those of ChannelLayout.
 struct PlannedTensor {
   std::int64_t rows;
   std::int64_t length;   // of a row
@@ -44,7 +43,7 @@ struct PlannedTensor {
   std::int64_t energy_rows; // of an ENERGY item
 };
 
-// The row of a call's table of addresses: these, then the gradients of all tasks (0: zeros).
+// A row of a call's table of addresses; the gradients of all tasks are last (0: zeros).
 enum CallField : std::int32_t { kUpdate, kWeight, kPriority, kAligned, kGradients };
 
 enum class ItemKind : std::int32_t { kEnergy = 0, kSum = 1, kProject = 2 };
@@ -65,7 +64,7 @@ enum Counter : std::int32_t {
 };
 
 // Phase 2 (Algorithm 1) of all tensors of one type. An item waits for earlier items only. A launch
-// may have ENERGY and SUM items alone, or PROJECT items alone, with kCoefficientsReady set.
+// may have SUM items alone, or PROJECT items alone with kCoefficientsReady set.
 struct Phase2Launch {
   DataType type;
   std::int32_t tasks;
@@ -81,11 +80,11 @@ struct Phase2Launch {
   const double* epsilon; // [layers, tasks]
   double* item_products; // [SUM items of all layers, tasks, tasks], workspace
   double* products;      // [layers, tasks, tasks]: d_ij of the channel groups, written
-  double* coefficients;  // [layers, tasks]: a_i; read where there are PROJECT items alone
+  double* coefficients;  // [layers, tasks]: a_i; input of a launch of PROJECT items alone
 };
 
 // Reads every weight and gradient once and writes the update once; rows in conflict are visited
-// again while they are in the L2 cache.
+// again in the L2 cache.
 Status phase2(const Phase2Launch& launch, Stream stream);
 
 // Eq. (4) of every row of one layer. Reads the weight once.

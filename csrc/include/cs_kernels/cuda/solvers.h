@@ -1,4 +1,4 @@
-// The solvers on a GPU: gramians and weights lie there.
+// The solvers on a GPU; gramians and weights are device addresses.
 #pragma once
 
 #include <cstddef>
