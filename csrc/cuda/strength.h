@@ -1,7 +1,6 @@
 // Energies, strengths and priorities of one layer, Eq. (4) to (10), computed by one block.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #include "block.h"

@@ -139,7 +139,8 @@ class Phase2Operators(ABC):
         layers, tensors = len(priorities), len(operands.outputs)
         layouts = native.layouts[:layers]
         layouts += [(1, 1, 1, size) for size in native.sizes[layers:]]
-        types = list(dict.fromkeys(native.types))
+        codes = native.types
+        types = list(dict.fromkeys(codes))
         counters = len(types) + len(Counter) * layers
         width = CallField.GRADIENTS + tasks
         buffer = host_buffer(tensors * width - (-counters // 2), device).zero_()
@@ -149,7 +150,7 @@ class Phase2Operators(ABC):
         table[: len(weights), CallField.WEIGHT] = on_host([w.data_ptr() for w in weights])
         vectors = [
             self.whole_vectors(layout, DTYPES[code].itemsize)
-            for layout, code in zip(layouts, native.types, strict=True)
+            for layout, code in zip(layouts, codes, strict=True)
         ]
         table[:, CallField.ALIGNED] = aligned(table) & on_host(vectors)
         table[:layers, CallField.PRIORITY] = on_host(priorities)
@@ -164,7 +165,7 @@ class Phase2Operators(ABC):
                 tuple(layouts),
                 tuple(native.kernel_sizes[:layers]),
                 None if eps is None else tuple(eps),
-                tuple(other == code for other in native.types),
+                tuple(other == code for other in codes),
                 self.tiling(tasks, dtype),
                 device,
                 kinds,
