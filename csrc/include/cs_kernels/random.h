@@ -16,6 +16,11 @@ CS_HOST_DEVICE_INLINE std::uint64_t mixed(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
+// The key of one step of a seeded method.
+inline std::uint64_t random_key(std::uint64_t seed, std::uint64_t step) {
+  return mixed(mixed(seed) + step);
+}
+
 // "lowbias32" (Wellons 2018).
 CS_HOST_DEVICE_INLINE std::uint32_t mixed32(std::uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
