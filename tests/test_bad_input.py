@@ -1,6 +1,7 @@
 """Bad input raises before anything is changed; the message names the argument and quotes it."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -560,3 +561,16 @@ def test_options_that_no_solver_has(options: tuple[object, ...]) -> None:
     """A new solver's, say: they must not be taken for none."""
     with pytest.raises(TypeError, match="options must be none, a scale, a number or a seed"):
         option_word(*options)
+
+
+def test_more_priorities_than_updates() -> None:
+    arguments: tuple[Any, ...] = ([torch.zeros(4, 3)], [torch.ones(4, 3)] * 2)
+    priorities = [torch.zeros(4).long()] * 2
+    for operator in ("project_conflicts_", "phase2_products_"):
+        with pytest.raises(ValueError, match="priorities must be at most 1, one an update, got 2"):
+            getattr(torch.ops.cs_kernels, operator)(*arguments, priorities, [0, 0], [1, 1], 2)
+
+
+def test_no_weights_have_no_energies() -> None:
+    with pytest.raises(ValueError, match="weights must be one at least"):
+        torch.ops.cs_kernels.channel_energies([], [], [])

@@ -16,7 +16,7 @@ from layers import SMALL
 from torch import Tensor
 
 import cs_kernels as cs
-from cs_kernels.ops.random import mixed, random_key
+from cs_kernels.ops.random import random_key, splitmix64
 from cs_kernels.ops.reference.solvers import pcgrad_order
 
 CAGRAD = 0.4
@@ -118,7 +118,7 @@ def imtl_g_error(rows: Tensor, weights: Tensor) -> float:
 
 def pcgrad_error(rows: Tensor, weights: Tensor) -> float:
     """The distance from Algorithm 1 of its paper on the vectors themselves, in the same orders."""
-    key = mixed(random_key(5, 0))
+    key = splitmix64(random_key(5, 0))
     total = torch.zeros_like(rows[0])
     for i, g in enumerate(rows):
         own = g.clone()
@@ -134,7 +134,7 @@ class _OurOrders:
 
     def __init__(self, tasks: int) -> None:
         self.tasks = tasks
-        self.key = mixed(random_key(5, 0))
+        self.key = splitmix64(random_key(5, 0))
         self.next = 0
 
     def __call__(self, n: int) -> Tensor:

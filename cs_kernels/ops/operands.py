@@ -244,6 +244,11 @@ class Operands:
             ValueError: They do not fit the tensors.
 
         """
+        if len(priorities) > len(self.outputs):
+            raise ValueError(
+                f"priorities must be at most {len(self.outputs)}, one an update,"
+                f" got {len(priorities)}"
+            )
         for layer, priority in enumerate(priorities):
             self.check_device(priority, "priorities")
             channels = self.native.channels(layer)

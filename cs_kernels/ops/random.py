@@ -6,7 +6,7 @@ from torch import Tensor
 _MASK = (1 << 64) - 1
 
 
-def mixed(x: int) -> int:
+def splitmix64(x: int) -> int:
     """The finalizer of SplitMix64 (Steele, Lea, Flood 2014), of the state after one increment."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -16,10 +16,10 @@ def mixed(x: int) -> int:
 
 def random_key(seed: int, step: int) -> int:
     """The key of one step of a seeded method."""
-    return mixed((mixed(seed) + step) & _MASK)
+    return splitmix64((splitmix64(seed) + step) & _MASK)
 
 
-def _mixed32(x: Tensor) -> Tensor:
+def _lowbias32(x: Tensor) -> Tensor:
     """The mixer "lowbias32" (Wellons 2018), of int64 in [0, 2^32)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
@@ -33,9 +33,9 @@ def uniform_numbers(key: int, index: int, count: int, device: torch.device) -> T
     while first < index + count:  # once for every 2^32 indices
         high = first >> 32
         last = min(index + count, (high + 1) << 32)
-        of_range = mixed((key + high) & _MASK)
+        of_range = splitmix64((key + high) & _MASK)
         low = torch.arange(first, last, device=device) & 0xFFFFFFFF
-        bits = (_mixed32(low ^ (of_range & 0xFFFFFFFF)) + (of_range >> 32)) & 0xFFFFFFFF
-        numbers[first - index : last - index] = (_mixed32(bits) >> 8) * 2.0**-24
+        bits = (_lowbias32(low ^ (of_range & 0xFFFFFFFF)) + (of_range >> 32)) & 0xFFFFFFFF
+        numbers[first - index : last - index] = (_lowbias32(bits) >> 8) * 2.0**-24
         first = last
     return numbers

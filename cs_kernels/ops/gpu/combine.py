@@ -34,7 +34,7 @@ from cs_kernels.ops.operands import (
     check_tasks,
     first_present,
 )
-from cs_kernels.ops.random import mixed, random_key
+from cs_kernels.ops.random import random_key, splitmix64
 
 _LEAST_ITEMS = 16
 """Items per multiprocessor before they grow."""
@@ -282,7 +282,7 @@ class CombineOperators(ABC):
         operands = Operands(updates, grads, tasks)
         key = random_key(seed, step)
         ranges = (sum(output.numel() for output in operands.outputs) >> 32) + 1
-        keys = [mixed((key + high) % (1 << 64)) for high in range(ranges)]
+        keys = [splitmix64((key + high) % (1 << 64)) for high in range(ranges)]
         extra = unpack(f"{tasks + ranges}q", pack(f"{tasks}d{ranges}Q", *leaks, *keys))
         for launch in self._gradient_launches(operands, [0] * len(updates), 1, extra, drop=True):
             if len(launch.items):

@@ -32,6 +32,8 @@ def channel_energies(
     weights: Sequence[Tensor], out_channel_dims: Sequence[int], groups: Sequence[int]
 ) -> Tensor:
     """Sums of squares, which are Eq. (4) times the size of the kernel window."""
+    if not weights:
+        raise ValueError("weights must be one at least, got []")
     energies = [
         channel_rows(weight.double(), dim, of_layer).square().sum(1)
         for weight, dim, of_layer in zip(weights, out_channel_dims, groups, strict=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cs_kernels.ops.random import mixed, random_key
+from cs_kernels.ops.random import random_key, splitmix64
 from cs_kernels.ops.solvers import (
     EPSILON,
     NASH_RIDGE,
@@ -89,7 +89,7 @@ def pcgrad_order(key: int, tasks: int, i: int) -> list[int]:
     others = [j for j in range(tasks) if j != i]
     order = []
     while others:
-        k = mixed((key + i * tasks + len(others)) % (1 << 64)) % len(others)
+        k = splitmix64((key + i * tasks + len(others)) % (1 << 64)) % len(others)
         order.append(others[k])
         others[k] = others[-1]
         others.pop()
@@ -101,7 +101,7 @@ def pcgrad_weights(gramian: Tensor, seed: int, step: int) -> Tensor:
     key = random_key(seed, step)
 
     def solve(g: Tensor, n: int) -> Tensor:
-        of_gramian = mixed((key + n) % (1 << 64))
+        of_gramian = splitmix64((key + n) % (1 << 64))
         weights = torch.zeros(len(g), dtype=torch.float64)
         for i in range(len(g)):
             own = torch.zeros_like(weights)

@@ -235,7 +235,7 @@ def combine_kernel(
 
 
 @triton.jit
-def _mixed32(x):
+def _lowbias32(x):
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -245,8 +245,8 @@ def _mixed32(x):
 def _uniform_numbers(keys, offset, WIDE: tl.constexpr):
     """In [0, 1), multiples of 2^-24, for the elements of a tile; keys for each 2^32 elements."""
     key = tl.load(keys + (offset >> 32)).to(tl.uint64, bitcast=True)
-    bits = _mixed32(offset.to(tl.uint32) ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32)
-    return (_mixed32(bits) >> 8).to(tl.int32).to(WIDE) * (2.0**-24)
+    bits = _lowbias32(offset.to(tl.uint32) ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32)
+    return (_lowbias32(bits) >> 8).to(tl.int32).to(WIDE) * (2.0**-24)
 
 
 @triton.jit

@@ -9,7 +9,7 @@
 namespace cs_kernels {
 
 // The finalizer of SplitMix64 (Steele, Lea, Flood 2014), of the state after one increment.
-CS_HOST_DEVICE_INLINE std::uint64_t mixed(std::uint64_t x) {
+CS_HOST_DEVICE_INLINE std::uint64_t splitmix64(std::uint64_t x) {
   x += 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
@@ -18,11 +18,11 @@ CS_HOST_DEVICE_INLINE std::uint64_t mixed(std::uint64_t x) {
 
 // The key of one step of a seeded method.
 inline std::uint64_t random_key(std::uint64_t seed, std::uint64_t step) {
-  return mixed(mixed(seed) + step);
+  return splitmix64(splitmix64(seed) + step);
 }
 
 // "lowbias32" (Wellons 2018).
-CS_HOST_DEVICE_INLINE std::uint32_t mixed32(std::uint32_t x) {
+CS_HOST_DEVICE_INLINE std::uint32_t lowbias32(std::uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   return x ^ (x >> 16);
@@ -35,14 +35,14 @@ struct UniformNumbers {
   std::uint32_t high;
 
   CS_HOST_DEVICE_INLINE UniformNumbers(std::uint64_t key, std::uint64_t index)
-      : UniformNumbers(mixed(key + (index >> 32))) {}
+      : UniformNumbers(splitmix64(key + (index >> 32))) {}
   // The key of a range of 2^32 indices.
   CS_HOST_DEVICE_INLINE explicit UniformNumbers(std::uint64_t of_range)
       : low(static_cast<std::uint32_t>(of_range)),
         high(static_cast<std::uint32_t>(of_range >> 32)) {}
   // In [0, 1), a multiple of 2^-24.
   CS_HOST_DEVICE_INLINE float at(std::uint32_t low_index) const {
-    const std::uint32_t bits = mixed32(mixed32(low_index ^ low) + high);
+    const std::uint32_t bits = lowbias32(lowbias32(low_index ^ low) + high);
     return static_cast<float>(static_cast<std::int32_t>(bits >> 8)) * 0x1p-24f;
   }
 };

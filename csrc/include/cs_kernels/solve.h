@@ -210,7 +210,7 @@ struct NonNegative {
 // every original one that it conflicts with; then the sum.
 CS_INLINE_SOLVER void pcgrad(const Gramian& g, std::uint64_t call_key, double* weights,
                              Workspace workspace) {
-  const std::uint64_t key = mixed(call_key + static_cast<std::uint64_t>(g.index));
+  const std::uint64_t key = splitmix64(call_key + static_cast<std::uint64_t>(g.index));
   fill(weights, g.tasks, 0);
   double* own = workspace.numbers(g.tasks);
   int* order = workspace.integers(g.tasks);
@@ -222,7 +222,7 @@ CS_INLINE_SOLVER void pcgrad(const Gramian& g, std::uint64_t call_key, double* w
       if (j != i)
         order[others++] = j;
     for (int n = others; n > 0; --n) { // Fisher-Yates, one step at a time
-      const std::uint64_t drawn = mixed(key + static_cast<std::uint64_t>(i * g.tasks + n));
+      const std::uint64_t drawn = splitmix64(key + static_cast<std::uint64_t>(i * g.tasks + n));
       const int k = static_cast<int>(drawn % static_cast<std::uint64_t>(n));
       const int j = order[k];
       order[k] = order[n - 1];
