@@ -314,6 +314,7 @@ CS_DEVICE void find_coefficients(const Phase2Launch& launch, const PlannedTensor
   const int tasks = launch.tasks;
   const int slots = tasks * tasks;
   const double* products = launch.item_products + tensor.first_sum * slots;
+  double* out = launch.products + tensor.layer * slots;
   double* d = shared_products();
   if constexpr (kTasks > 0) { // [slot, item]: a warp for each slot
     const int lane = thread_index() % kWarp;
@@ -323,19 +324,17 @@ CS_DEVICE void find_coefficients(const Phase2Launch& launch, const PlannedTensor
         sum += products[slot * tensor.sum_items + item];
       sum = warp_sum(sum, kWarp);
       if (lane == 0)
-        d[slot] = sum;
+        d[slot] = out[slot] = sum;
     }
   } else { // [item, slot]: a thread for each slot
     for (int slot = thread_index(); slot < slots; slot += kThreads) {
       double sum = 0;
       for (std::int64_t item = 0; item < tensor.sum_items; ++item)
         sum += products[item * slots + slot];
-      d[slot] = sum;
+      d[slot] = out[slot] = sum;
     }
   }
   synchronize_block();
-  for (int slot = thread_index(); slot < slots; slot += kThreads)
-    launch.products[tensor.layer * slots + slot] = d[slot];
   for (int i = thread_index(); i < tasks; i += kThreads)
     launch.coefficients[tensor.layer * tasks + i] = projection_coefficient(d + i * tasks, tasks, i);
 }
