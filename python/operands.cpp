@@ -225,6 +225,7 @@ void define_operands(py::module_& module) {
       .def_property_readonly("layouts",
                              [](const Operands& operands) {
                                std::vector<Layout> layouts;
+                               layouts.reserve(operands.count());
                                for (const ChannelLayout& layout : operands.layouts)
                                  layouts.push_back(as_tuple(layout));
                                return layouts;

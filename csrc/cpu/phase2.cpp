@@ -360,8 +360,8 @@ private:
       work.dots.assign(rows * work.gradients.size(), 0.0);
     else
       for (std::int32_t task = 0; task < tasks_; ++task)
-        work.coefficient[static_cast<std::size_t>(task)] =
-            projection_coefficient(work.tensor->products + task * tasks_, tasks_, task);
+        work.coefficient[static_cast<std::size_t>(task)] = projection_coefficient(
+            work.tensor->products + std::ptrdiff_t{task} * tasks_, tasks_, task);
     const std::int64_t step = rows_per_chunk(work.tensor->layout);
     for (const RowRange& range : order_rows(work)) {
       Unit& unit = units_.emplace_back();
@@ -390,12 +390,12 @@ private:
   std::atomic<std::size_t> next_chunk_{0};
 };
 
-} // namespace
-
-static void run(const Phase2Arguments& arguments, Stages stages, int threads) {
+void run(const Phase2Arguments& arguments, Stages stages, int threads) {
   Step step(arguments, stages);
   run_parallel(useful_threads(threads, step.elements()), [&step] { step.run(); });
 }
+
+} // namespace
 
 void phase2(const Phase2Arguments& arguments, int threads) {
   run(arguments, Stages::kAll, threads);
@@ -404,7 +404,7 @@ void phase2(const Phase2Arguments& arguments, int threads) {
 void phase2_products(const Phase2Arguments& arguments, int threads) {
   for (std::int64_t t = 0; t < arguments.count; ++t)
     if (double* products = arguments.tensors[t].products)
-      std::fill(products, products + arguments.tasks * arguments.tasks, 0.0);
+      std::fill(products, products + std::ptrdiff_t{arguments.tasks} * arguments.tasks, 0.0);
   run(arguments, Stages::kProducts, threads);
 }
 

@@ -335,8 +335,10 @@ CS_DEVICE void find_coefficients(const Phase2Launch& launch, const PlannedTensor
     }
   }
   synchronize_block();
-  for (int i = thread_index(); i < tasks; i += kThreads)
-    launch.coefficients[tensor.layer * tasks + i] = projection_coefficient(d + i * tasks, tasks, i);
+  for (int i = thread_index(); i < tasks; i += kThreads) {
+    const int first = i * tasks;
+    launch.coefficients[tensor.layer * tasks + i] = projection_coefficient(d + first, tasks, i);
+  }
 }
 
 // A PROJECT item: update += a_i * G_i. In float64: a_i may be beyond float32's range where a_i *
