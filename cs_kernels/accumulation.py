@@ -72,12 +72,14 @@ class Accumulation:
             return False
         if grad._version == version:
             return True
-        if self._lent is not None and grad.any():
+        if not grad.any():
+            return False
+        if self._lent is not None:
             raise RuntimeError(
                 "the gradients of backward(..., update=False) must stay as they are until their"
                 f" update, got a changed one for {self._lent}: clip or unscale after the update"
             )
-        return bool(grad.any())
+        return True
 
     def note_update(self) -> None:
         """Notes that the update is in `.grad`, for the torch optimizer to use."""

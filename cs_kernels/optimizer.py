@@ -598,7 +598,6 @@ class MultiTaskOptimizer:
             return
         for optimizer in self._optimizers:
             # The scaler refuses an optimizer without any gradient, such as another task's head's.
-            parameters = (p for group in optimizer.param_groups for p in group["params"])
-            if any(p.grad is not None for p in parameters):
+            if any(p.grad is not None for p in held_parameters([optimizer])):
                 self.scaler.step(optimizer)
         self.scaler.update()

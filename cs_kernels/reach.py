@@ -1,4 +1,4 @@
-"""Which tasks reach which shared parameters: seen in gradients and in the graphs of losses."""
+"""The tasks that reach each shared parameter, from gradients and the graphs of losses."""
 
 from collections.abc import Iterable, Mapping, Sequence
 

@@ -21,8 +21,8 @@ OPERATORS: list[str] = []
 class Backend:
     """A package with a function for every operator in `phase2`, `combine` and `solvers`.
 
-    Or a module with an object `operators` that has them as methods.
-
+    Or a module with an object `operators` that has them as methods. `solve` computes the operators
+    of all solvers.
     """
 
     module_name: str

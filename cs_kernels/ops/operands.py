@@ -121,6 +121,14 @@ def check_group_of(group_of: Sequence[int], groups: int) -> None:
         raise ValueError(f"group_of must lie in [0, {groups}), got {list(group_of)}")
 
 
+def check_factors(gamma: Tensor, running_var: Tensor, numel: int, device: torch.device) -> None:
+    """Raises a ValueError or TypeError for gamma or variance of another dtype, device or size."""
+    for name, tensor in (("gamma", gamma), ("running_var", running_var)):
+        check_type(tensor, name)
+        check_device(tensor, device, name)
+        check_numel(tensor, numel, name)
+
+
 def check_energies(
     energies: Tensor,
     gamma: Tensor,
@@ -137,10 +145,7 @@ def check_energies(
         raise ValueError(f"eps must have K entries for each of {layers} layers, got {len(eps)}")
     if energies.shape != (rows,):
         raise ValueError(f"energies must have shape ({rows},), got {tuple(energies.shape)}")
-    for name, tensor in (("gamma", gamma), ("running_var", running_var)):
-        check_type(tensor, name)
-        check_device(tensor, energies.device, name)
-        check_numel(tensor, tasks * rows, name)
+    check_factors(gamma, running_var, tasks * rows, energies.device)
     return tasks
 
 
@@ -237,6 +242,12 @@ class Operands:
         for output in self.outputs[:1]:
             check_device(tensor, output.device, name)
 
+    def _check_count(self, tensors: Sequence[Tensor], name: str) -> None:
+        if len(tensors) > len(self.outputs):
+            raise ValueError(
+                f"{name} must be at most {len(self.outputs)}, one an update, got {len(tensors)}"
+            )
+
     def priority_addresses(self, priorities: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
         """Given priorities of the first tensors, contiguous, and their addresses.
 
@@ -244,11 +255,7 @@ class Operands:
             ValueError: They do not fit the tensors.
 
         """
-        if len(priorities) > len(self.outputs):
-            raise ValueError(
-                f"priorities must be at most {len(self.outputs)}, one an update,"
-                f" got {len(priorities)}"
-            )
+        self._check_count(priorities, "priorities")
         for layer, priority in enumerate(priorities):
             self.check_device(priority, "priorities")
             channels = self.native.channels(layer)
@@ -263,10 +270,7 @@ class Operands:
     def weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
         """Weights of the first tensors, in the memory layout of their updates."""
         weights = list(weights)
-        if len(weights) > len(self.outputs):
-            raise ValueError(
-                f"weights must be at most {len(self.outputs)}, one an update, got {len(weights)}"
-            )
+        self._check_count(weights, "weights")
         for layer in _C.misfits(weights, self.outputs[: len(weights)]):
             weights[layer] = laid_out(weights[layer], self.outputs[layer], "weights")
         return weights

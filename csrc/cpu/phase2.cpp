@@ -22,7 +22,7 @@
 namespace cs_kernels::cpu {
 namespace {
 
-// Which part of Phase 2 a call does.
+// The part of Phase 2 that a call runs.
 enum class Stages { kAll, kProducts, kApply };
 
 // The state of one tensor.

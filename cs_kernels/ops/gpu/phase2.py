@@ -34,7 +34,7 @@ from cs_kernels.ops.operands import (
     as_channels,
     check_device,
     check_energies,
-    check_numel,
+    check_factors,
     check_tasks,
     check_type,
 )
@@ -324,10 +324,7 @@ class Phase2Operators(ABC):
         check_type(weight, "weight")
         check_tasks(len(eps))
         weight, layout = as_channels(weight, out_channel_dim, groups)
-        for name, tensor in (("gamma", gamma), ("running_var", running_var)):
-            check_type(tensor, name)
-            check_device(tensor, weight.device, name)
-            check_numel(tensor, len(eps) * layout[0] * layout[2], name)
+        check_factors(gamma, running_var, len(eps) * layout[0] * layout[2], weight.device)
         energy = self._energy(weight, layout, prod(weight.shape[2:]))
         return self._strength(energy, gamma, running_var, eps, normalize=normalize)
 
