@@ -27,21 +27,12 @@ void check_length(const char* name, std::size_t length, std::size_t expected) {
                                 " entries, got " + std::to_string(length));
 }
 
-void connection_strength(int type, const Layout& layout, Address weight, std::int64_t kernel_size,
-                         Address gamma, Address variance, const std::vector<double>& epsilon,
-                         bool normalize, Address strength, int threads) {
-  const cs_kernels::StrengthArguments arguments{data_type(type),
-                                                channel_layout(layout),
-                                                pointer<const void>(weight),
-                                                kernel_size,
-                                                pointer<const double>(gamma),
-                                                pointer<const double>(variance),
-                                                epsilon.data(),
-                                                static_cast<std::int32_t>(epsilon.size()),
-                                                normalize,
-                                                pointer<double>(strength)};
-  const py::gil_scoped_release release;
-  cs_kernels::cpu::connection_strength(arguments, threads);
+void strengths(Address energy, Address gamma, Address variance, const std::vector<double>& epsilon,
+               std::int64_t rows, bool normalize, Address strength) {
+  cs_kernels::cpu::strengths({pointer<const double>(energy), pointer<const double>(gamma),
+                              pointer<const double>(variance), epsilon.data(), rows,
+                              static_cast<std::int32_t>(epsilon.size()), normalize,
+                              pointer<double>(strength)});
 }
 
 void task_priority(Address strength, std::int32_t tasks, std::int64_t rows, Address priority) {
@@ -52,14 +43,6 @@ void task_priority(Address strength, std::int32_t tasks, std::int64_t rows, Addr
 void channel_energies(int type, const Layout& layout, Address weight, Address energy, int threads) {
   cs_kernels::cpu::channel_energies(data_type(type), channel_layout(layout),
                                     pointer<const void>(weight), pointer<double>(energy), threads);
-}
-
-void energy_priority(Address energy, Address gamma, Address variance,
-                     const std::vector<double>& epsilon, std::int64_t rows, Address priority) {
-  cs_kernels::cpu::energy_priority({pointer<const double>(energy), pointer<const double>(gamma),
-                                    pointer<const double>(variance), epsilon.data(), rows,
-                                    static_cast<std::int32_t>(epsilon.size()),
-                                    pointer<std::int64_t>(priority)});
 }
 
 // The tensors of Phase 2; the first ones have a priority.
@@ -172,15 +155,12 @@ void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32
 
 void define_cpu(py::module_& module) {
   module.attr("cpu_instruction_set") = cs_kernels::cpu::instruction_set();
-  module.def("connection_strength", &connection_strength, py::arg("type"), py::arg("layout"),
-             py::arg("weight"), py::arg("kernel_size"), py::arg("gamma"), py::arg("variance"),
-             py::arg("epsilon"), py::arg("normalize"), py::arg("strength"), py::arg("threads"));
+  module.def("strengths", &strengths, py::arg("energy"), py::arg("gamma"), py::arg("variance"),
+             py::arg("epsilon"), py::arg("rows"), py::arg("normalize"), py::arg("strength"));
   module.def("task_priority", &task_priority, py::arg("strength"), py::arg("tasks"),
              py::arg("rows"), py::arg("priority"));
   module.def("channel_energies", &channel_energies, py::arg("type"), py::arg("layout"),
              py::arg("weight"), py::arg("energy"), py::arg("threads"));
-  module.def("energy_priority", &energy_priority, py::arg("energy"), py::arg("gamma"),
-             py::arg("variance"), py::arg("epsilon"), py::arg("rows"), py::arg("priority"));
   module.def("phase2", &phase2, py::arg("operands"), py::arg("priorities"), py::arg("weights"),
              py::arg("gamma"), py::arg("variance"), py::arg("epsilon"), py::arg("threads"));
   module.def("phase2_products", &phase2_stage<cs_kernels::cpu::phase2_products>,

@@ -9,13 +9,14 @@ other, flattened. The output channels of a weight are its dimension `out_channel
 transposed convolutions, whose `groups` are blocks of dimension 0. Updates must not alias gradients.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cs_kernels.ops import backends
+from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 from cs_kernels.ops.backends import available_backends, use_backend
 from cs_kernels.ops.solvers import SOLVERS
 
@@ -29,35 +30,29 @@ def out_channels(weight: Tensor, out_channel_dim: int, groups: int) -> int:
     return weight.shape[out_channel_dim] * (groups if out_channel_dim == 1 else 1)
 
 
-def _operator(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _operator(schema: str) -> Callable[[Callable[..., Any]], None]:
     """Defines an operator; the decorated function is its fake."""
     name = schema.partition("(")[0]
     backends.OPERATORS.append(name)
 
-    def define(fake: Callable[..., Any]) -> Callable[..., Any]:
+    def define(fake: Callable[..., Any]) -> None:
         _library.define(schema)
         torch.library.register_fake(f"cs_kernels::{name}", fake, lib=_library)
         for key in ("CPU", "CUDA"):
             _library.impl(name, backends.router(name, key.lower()), key)
         _library.impl(name, backends.router(name, None), "CompositeExplicitAutograd")
-        return fake
 
     return define
+
+
+# A fake names the arguments that it uses.
 
 
 @_operator(
     "connection_strength(Tensor weight, Tensor gamma, Tensor running_var, float[] eps,"
     " bool normalize, int out_channel_dim, int groups) -> Tensor"
 )
-def _(
-    weight: Tensor,
-    gamma: Tensor,
-    running_var: Tensor,
-    eps: Sequence[float],
-    normalize: bool,
-    out_channel_dim: int,
-    groups: int,
-) -> Tensor:
+def _(weight: Tensor, gamma: Tensor, *_: object) -> Tensor:
     """Float64 [K, O] of one layer."""
     return weight.new_empty(gamma.shape, dtype=torch.float64)
 
@@ -72,14 +67,7 @@ def _(strength: Tensor) -> Tensor:
     "project_conflicts_(Tensor(a!)[] updates, Tensor?[] grads, Tensor[] priorities,"
     " int[] out_channel_dims, int[] groups, int tasks) -> ()"
 )
-def _(
-    updates: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    priorities: Sequence[Tensor],
-    out_channel_dims: Sequence[int],
-    groups: Sequence[int],
-    tasks: int,
-) -> None:
+def _(*_: object) -> None:
     """Writes the update of every tensor: the first len(priorities) projected, the others summed."""
 
 
@@ -89,22 +77,21 @@ def _(
     " -> Tensor"
 )
 def _(
-    updates: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    weights: Sequence[Tensor],
+    updates: Tensors,
+    grads: Grads,
+    weights: Tensors,
     gamma: Tensor,
     running_var: Tensor,
-    eps: Sequence[float],
-    out_channel_dims: Sequence[int],
-    groups: Sequence[int],
+    eps: Floats,
+    dims: Ints,
+    groups: Ints,
     tasks: int,
 ) -> Tensor:
     """`connection_strength`, `task_priority` and `project_conflicts_` of a whole trunk in one call.
 
     Returns the priorities, int64 [O] of one layer after the other.
     """
-    channels = map(out_channels, weights, out_channel_dims, groups)
-    return gamma.new_empty((sum(channels),), dtype=torch.int64)
+    return gamma.new_empty((sum(map(out_channels, weights, dims, groups)),), dtype=torch.int64)
 
 
 # Phase 2 in stages, for weights or gradients that are sharded over devices: energies and products
@@ -112,26 +99,20 @@ def _(
 
 
 @_operator("channel_energies(Tensor[] weights, int[] out_channel_dims, int[] groups) -> Tensor")
-def _(weights: Sequence[Tensor], out_channel_dims: Sequence[int], groups: Sequence[int]) -> Tensor:
+def _(weights: Tensors, dims: Ints, groups: Ints) -> Tensor:
     """Float64 [O] of one layer after the other: sums of squares of a channel's weights.
 
     They are Eq. (4) times the kernel window, which cancels in Eq. (7).
     """
-    channels = map(out_channels, weights, out_channel_dims, groups)
-    return weights[0].new_empty((sum(channels),), dtype=torch.float64)
+    channels = sum(map(out_channels, weights, dims, groups))
+    return weights[0].new_empty((channels,), dtype=torch.float64)
 
 
 @_operator(
     "energy_priority(Tensor energies, Tensor gamma, Tensor running_var, float[] eps,"
     " int[] channels) -> Tensor"
 )
-def _(
-    energies: Tensor,
-    gamma: Tensor,
-    running_var: Tensor,
-    eps: Sequence[float],
-    channels: Sequence[int],
-) -> Tensor:
+def _(energies: Tensor, *_: object) -> Tensor:
     """The priorities, int64 [O] of one layer after the other; `channels` has every layer's O."""
     return energies.new_empty(energies.shape, dtype=torch.int64)
 
@@ -140,18 +121,12 @@ def _(
     "phase2_products_(Tensor(a!)[] updates, Tensor?[] grads, Tensor[] priorities,"
     " int[] out_channel_dims, int[] groups, int tasks) -> Tensor"
 )
-def _(
-    updates: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    priorities: Sequence[Tensor],
-    out_channel_dims: Sequence[int],
-    groups: Sequence[int],
-    tasks: int,
-) -> Tensor:
+def _(updates: Tensors, grads: Grads, priorities: Tensors, *layers_and_tasks: Any) -> Tensor:
     """Writes the plain sums; returns d_ij of the channel groups, float64 [layers, K, K].
 
     Then `phase2_apply_` with these products gives the update of `project_conflicts_`.
     """
+    tasks = layers_and_tasks[-1]
     return updates[0].new_empty((len(priorities), tasks, tasks), dtype=torch.float64)
 
 
@@ -159,20 +134,12 @@ def _(
     "phase2_apply_(Tensor(a!)[] updates, Tensor?[] grads, Tensor[] priorities, Tensor products,"
     " int[] out_channel_dims, int[] groups, int tasks) -> ()"
 )
-def _(
-    updates: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    priorities: Sequence[Tensor],
-    products: Tensor,
-    out_channel_dims: Sequence[int],
-    groups: Sequence[int],
-    tasks: int,
-) -> None:
+def _(*_: object) -> None:
     """Adds a_i * G_i to the first len(priorities) updates; the others stay as they are."""
 
 
 @_operator("gramian(Tensor?[] grads, int[] group_of, int groups, int tasks) -> Tensor")
-def _(grads: Sequence[Tensor | None], group_of: Sequence[int], groups: int, tasks: int) -> Tensor:
+def _(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
     """Float64 [groups, K, K]: products of the tasks' gradients over each group of tensors."""
     like = next(grad for grad in grads if grad is not None)
     return like.new_empty((groups, tasks, tasks), dtype=torch.float64)
@@ -182,13 +149,7 @@ def _(grads: Sequence[Tensor | None], group_of: Sequence[int], groups: int, task
     "combine_(Tensor(a!)[] updates, Tensor?[] grads, Tensor weights, int[] group_of, int tasks)"
     " -> ()"
 )
-def _(
-    updates: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    weights: Tensor,
-    group_of: Sequence[int],
-    tasks: int,
-) -> None:
+def _(*_: object) -> None:
     """Writes the weighted sum of every tensor's gradients; weights [groups, K]."""
 
 
@@ -196,20 +157,12 @@ def _(
     "drop_signs_(Tensor(a!)[] updates, Tensor?[] grads, float[] leaks, int seed, int step,"
     " int tasks) -> ()"
 )
-def _(
-    updates: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    leaks: Sequence[float],
-    seed: int,
-    step: int,
-    tasks: int,
-) -> None:
+def _(*_: object) -> None:
     """Writes each element's sum of positive or of negative gradients, drawn by their shares."""
 
 
-def _weights(gramian: Tensor, *options: object) -> Tensor:
+def _weights(gramian: Tensor, *_: object) -> Tensor:
     """Float64 [..., K] from Gramians [..., K, K]."""
-    del options
     return gramian.new_empty(gramian.shape[:-1], dtype=torch.float64)
 
 

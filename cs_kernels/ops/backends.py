@@ -19,10 +19,9 @@ OPERATORS: list[str] = []
 
 @dataclass(frozen=True)
 class Backend:
-    """A package with a function for every operator in `phase2`, `combine` and `solvers`.
+    """A module with an object `operators`, which has every operator.
 
-    Or a module with an object `operators` that has them as methods. `solve` computes the operators
-    of all solvers.
+    Its `solve` computes the operators of all solvers.
     """
 
     module_name: str
@@ -54,18 +53,9 @@ def _operators(module_name: str) -> dict[str, Callable[..., Any]]:
         NotImplementedError: One is missing.
 
     """
-    module = importlib.import_module(module_name)
-    families = ("phase2", "combine", "solvers")
-    sources = (
-        [module.operators]
-        if hasattr(module, "operators")
-        else [importlib.import_module(f"{module_name}.{family}") for family in families]
-    )
-    found: dict[str, Callable[..., Any]] = {}
-    for source in sources:
-        found |= {name: getattr(source, name) for name in OPERATORS if hasattr(source, name)}
-    solve = sources[-1].solve
-    found |= {f"{name}_weights": partial(solve, name) for name in SOLVERS}
+    source = importlib.import_module(module_name).operators
+    found = {name: getattr(source, name) for name in OPERATORS if hasattr(source, name)}
+    found |= {f"{name}_weights": partial(source.solve, name) for name in SOLVERS}
     missing = [name for name in OPERATORS if name not in found]
     if missing:
         raise NotImplementedError(f"{module_name} must have every operator, it lacks {missing}")

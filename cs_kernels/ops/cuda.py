@@ -1,5 +1,6 @@
 """The backend "cuda": the kernels of `csrc/cuda`."""
 
+from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops import operands
-from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch
+from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.combine import GradientCallField, GradientField
 from cs_kernels.ops.gpu.device import stream_of
 from cs_kernels.ops.gpu.phase2_plan import (
@@ -18,10 +19,7 @@ from cs_kernels.ops.gpu.phase2_plan import (
     TensorField,
     Tiling,
 )
-from cs_kernels.ops.operands import TYPES, option_word
-from cs_kernels.ops.solvers import SOLVERS
-
-_SOLVERS = {name: number for number, name in enumerate(SOLVERS)}
+from cs_kernels.ops.operands import SOLVER_NUMBERS, TYPES, option_word
 
 _kernels: Any = None
 
@@ -71,6 +69,12 @@ if operands.unavailable is None:
         use_kernels(_C.cuda)
 
 
+def _addresses(*launches: Any) -> dict[str, int]:
+    """The addresses of the tensors of some dataclasses, by name."""
+    values = ((f.name, getattr(launch, f.name)) for launch in launches for f in fields(launch))
+    return {name: value.data_ptr() for name, value in values if isinstance(value, Tensor)}
+
+
 class CudaOperators(GpuOperators):
     """Every launch is on the current stream of the tensors' device."""
 
@@ -85,26 +89,14 @@ class CudaOperators(GpuOperators):
 
     def launch_phase2(self, launch: Phase2Launch) -> None:
         """A persistent kernel: as many blocks as are resident."""
-        plan = launch.plan
         _kernels.phase2(
             type=TYPES[launch.dtype],
             tasks=launch.tasks,
-            items=plan.items.data_ptr(),
-            item_count=len(plan.items),
-            tensors=plan.tensors.data_ptr(),
-            table=launch.table.data_ptr(),
-            ticket=launch.ticket.data_ptr(),
-            counters=launch.counters.data_ptr(),
-            energy=launch.energy.data_ptr(),
+            item_count=len(launch.plan.items),
             gamma_type=TYPES[launch.gamma.dtype],
-            gamma=launch.gamma.data_ptr(),
             variance_type=TYPES[launch.variance.dtype],
-            variance=launch.variance.data_ptr(),
-            epsilon=plan.epsilon.data_ptr(),
-            item_products=launch.item_products.data_ptr(),
-            products=launch.products.data_ptr(),
-            coefficients=launch.coefficients.data_ptr(),
             stream=stream_of(launch.table.device),
+            **_addresses(launch.plan, launch),
         )
 
     def launch_energies(
@@ -122,30 +114,17 @@ class CudaOperators(GpuOperators):
             stream=stream_of(weight.device),
         )
 
-    def launch_strengths(
-        self,
-        energy: Tensor,
-        gamma: Tensor,
-        variance: Tensor,
-        epsilon: Tensor,
-        strength: Tensor,
-        *,
-        normalize: bool,
-    ) -> None:
+    def launch_strengths(self, launch: StrengthLaunch) -> None:
         """One block for each task."""
-        tasks, channels = strength.shape
+        tasks, rows = launch.strength.shape
         _kernels.strengths(
-            energy=energy.data_ptr(),
-            gamma_type=TYPES[gamma.dtype],
-            gamma=gamma.data_ptr(),
-            variance_type=TYPES[variance.dtype],
-            variance=variance.data_ptr(),
-            epsilon=epsilon.data_ptr(),
-            rows=channels,
+            gamma_type=TYPES[launch.gamma.dtype],
+            variance_type=TYPES[launch.variance.dtype],
+            rows=rows,
             tasks=tasks,
-            normalize=normalize,
-            strength=strength.data_ptr(),
-            stream=stream_of(energy.device),
+            normalize=launch.normalize,
+            stream=stream_of(launch.energy.device),
+            **_addresses(launch),
         )
 
     def launch_priority(self, strength: Tensor, priority: Tensor) -> None:
@@ -198,7 +177,7 @@ class CudaOperators(GpuOperators):
         gramians = gramian.to(torch.float64)
         tasks = gramian.shape[-1]
         _kernels.solve(
-            solver=_SOLVERS[name],
+            solver=SOLVER_NUMBERS[name],
             gramians=gramians.data_ptr(),
             count=weights.numel() // tasks,
             tasks=tasks,

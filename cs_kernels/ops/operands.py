@@ -4,13 +4,13 @@ A weight, its gradients and its update must have one dense memory layout; other 
 """
 
 import importlib
-from collections.abc import Sequence
 from itertools import accumulate
 from struct import pack, unpack
 
 import torch
 from torch import Tensor
 
+from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 from cs_kernels.ops.solvers import ALIGNED_SCALES, SOLVERS, tolerances
 
 unavailable: str | None = None
@@ -30,6 +30,8 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """In the order of the kernels' numbers."""
 
 TYPES = {dtype: number for number, dtype in enumerate(DTYPES)}
+
+SOLVER_NUMBERS = {name: number for number, name in enumerate(SOLVERS)}
 
 if unavailable is None:
     # Python has these too, as the reference runs without the module.
@@ -92,7 +94,7 @@ def laid_out(tensor: Tensor, like: Tensor, name: str) -> Tensor:
     return torch.empty_like(like).copy_(tensor)
 
 
-def misfits(tensors: Sequence[Tensor | None], likes: Sequence[Tensor]) -> list[int]:
+def misfits(tensors: Grads, likes: Tensors) -> list[int]:
     """The indices of tensors that are None or whose memory layout differs from `likes`."""
     if unavailable is None:
         return _C.misfits(list(tensors), list(likes))
@@ -105,7 +107,7 @@ def misfits(tensors: Sequence[Tensor | None], likes: Sequence[Tensor]) -> list[i
     ]
 
 
-def first_present(grads: Sequence[Tensor | None], tensors: int, tasks: int) -> list[Tensor]:
+def first_present(grads: Grads, tensors: int, tasks: int) -> list[Tensor]:
     """One gradient for each tensor; an empty tensor where no task has one."""
     like = next(grad for grad in grads if grad is not None)
     present = []
@@ -115,7 +117,7 @@ def first_present(grads: Sequence[Tensor | None], tensors: int, tasks: int) -> l
     return present
 
 
-def check_group_of(group_of: Sequence[int], groups: int) -> None:
+def check_group_of(group_of: Ints, groups: int) -> None:
     """Raises a ValueError for a group outside [0, groups)."""
     if group_of and not 0 <= min(group_of) <= max(group_of) < groups:
         raise ValueError(f"group_of must lie in [0, {groups}), got {list(group_of)}")
@@ -130,11 +132,7 @@ def check_factors(gamma: Tensor, running_var: Tensor, numel: int, device: torch.
 
 
 def check_energies(
-    energies: Tensor,
-    gamma: Tensor,
-    running_var: Tensor,
-    eps: Sequence[float],
-    channels: Sequence[int],
+    energies: Tensor, gamma: Tensor, running_var: Tensor, eps: Floats, channels: Ints
 ) -> int:
     """Raises a ValueError or TypeError for arguments that do not fit the layers; returns K."""
     layers, rows = len(channels), sum(channels)
@@ -203,23 +201,23 @@ class Operands:
 
     def __init__(
         self,
-        outputs: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
+        outputs: Tensors,
+        grads: Grads,
         tasks: int,
+        out_channel_dims: Ints = (),
+        groups: Ints = (),
         *,
-        out_channel_dims: Sequence[int] = (),
-        groups: Sequence[int] = (),
         name: str = "updates",
     ) -> None:
         self.tasks = tasks
         self.outputs = list(outputs)
         self._copies: list[tuple[Tensor, Tensor]] = []
-        grads, dims, of_groups = list(grads), list(out_channel_dims), list(groups)
-        self.native = _C.Operands(self.outputs, grads, tasks, dims, of_groups)
+        arguments = (self.outputs, list(grads), tasks, out_channel_dims, groups)
+        self.native = _C.Operands(*arguments)
         if self.native.unfit:
             for t in self.native.unfit:
                 self._refit(t, name)
-            self.native = _C.Operands(self.outputs, grads, tasks, dims, of_groups)
+            self.native = _C.Operands(*arguments)
             if self.native.unfit:
                 device = self.outputs[0].device
                 raise ValueError(f"{name} must have addresses, got tensors on {device}")
@@ -242,13 +240,13 @@ class Operands:
         for output in self.outputs[:1]:
             check_device(tensor, output.device, name)
 
-    def _check_count(self, tensors: Sequence[Tensor], name: str) -> None:
+    def _check_count(self, tensors: Tensors, name: str) -> None:
         if len(tensors) > len(self.outputs):
             raise ValueError(
                 f"{name} must be at most {len(self.outputs)}, one an update, got {len(tensors)}"
             )
 
-    def priority_addresses(self, priorities: Sequence[Tensor]) -> tuple[list[Tensor], list[int]]:
+    def priority_addresses(self, priorities: Tensors) -> tuple[list[Tensor], list[int]]:
         """Given priorities of the first tensors, contiguous, and their addresses.
 
         Raises:
@@ -267,7 +265,7 @@ class Operands:
         kept = [priority.contiguous() for priority in priorities]
         return kept, [priority.data_ptr() for priority in kept]
 
-    def weights(self, weights: Sequence[Tensor]) -> list[Tensor]:
+    def weights(self, weights: Tensors) -> list[Tensor]:
         """Weights of the first tensors, in the memory layout of their updates."""
         weights = list(weights)
         self._check_count(weights, "weights")
@@ -276,19 +274,12 @@ class Operands:
         return weights
 
     def check_statistics(
-        self,
-        weights: Sequence[Tensor],
-        gamma: Tensor,
-        running_var: Tensor,
-        eps: Sequence[float],
+        self, weights: Tensors, gamma: Tensor, running_var: Tensor, eps: Floats
     ) -> list[int]:
         """Raises a ValueError or TypeError if they do not fit the layers; returns the channels."""
         channels = [self.native.channels(layer) for layer in range(len(weights))]
-        for name, tensor in (("gamma", gamma), ("running_var", running_var)):
-            check_type(tensor, name)
-            self.check_device(tensor, name)
-        check_numel(gamma, self.tasks * sum(channels), "gamma")
-        check_numel(running_var, self.tasks * sum(channels), "running_var")
+        device = self.outputs[0].device if self.outputs else gamma.device
+        check_factors(gamma, running_var, self.tasks * sum(channels), device)
         if len(eps) != self.tasks * len(weights):
             raise ValueError(f"eps must have {self.tasks * len(weights)} entries, got {len(eps)}")
         return channels
@@ -303,7 +294,7 @@ class Operands:
                 f" got {products.dtype} of shape {tuple(products.shape)}"
             )
 
-    def new_priorities(self, channels: Sequence[int]) -> tuple[Tensor, list[int]]:
+    def new_priorities(self, channels: Ints) -> tuple[Tensor, list[int]]:
         """An int64 tensor for the priorities of the first tensors, and each one's address."""
         # Kernels skip a layer without elements; its priorities are task 0.
         make = torch.zeros if 0 in self.native.sizes[: len(channels)] else torch.empty

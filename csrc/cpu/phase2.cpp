@@ -324,11 +324,18 @@ private:
     row_energies(work.tensor->type, work.tensor->layout, work.tensor->weight, first, last,
                  &work.energy[static_cast<std::size_t>(first)]);
     if (work.chunks_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
-      energy_priority({work.energy.data(), work.tensor->gamma, work.tensor->variance,
-                       work.tensor->epsilon, work.tensor->layout.rows(), tasks_,
-                       work.tensor->priority});
+      find_priorities(work);
     if (energies_left_.fetch_sub(1, std::memory_order_acq_rel) == 1)
       plan_sums();
+  }
+
+  void find_priorities(const Work& work) const {
+    const Phase2Tensor& tensor = *work.tensor;
+    const std::int64_t rows = tensor.layout.rows();
+    std::vector<double> strength(static_cast<std::size_t>(tasks_ * rows));
+    strengths({work.energy.data(), tensor.gamma, tensor.variance, tensor.epsilon, rows, tasks_,
+               true, strength.data()});
+    task_priority(strength.data(), tasks_, rows, tensor.priority);
   }
 
   void plan_sums() {

@@ -26,24 +26,6 @@ void row_energies(DataType type, const ChannelLayout& layout, const void* weight
     }
 }
 
-namespace {
-
-// strength[row] of one task.
-void task_strength(const double* energy, std::int64_t rows, std::int64_t kernel_size,
-                   const double* gamma, const double* variance, double epsilon, bool normalize,
-                   double* strength) {
-  for (std::int64_t row = 0; row < rows; ++row)
-    strength[row] = channel_strength(gamma[row], variance[row], epsilon,
-                                     energy[row] / static_cast<double>(kernel_size));
-  if (!normalize)
-    return;
-  const double total = std::accumulate(strength, strength + rows, 0.0);
-  for (std::int64_t row = 0; row < rows; ++row)
-    strength[row] = normalized_strength(strength[row], total);
-}
-
-} // namespace
-
 void channel_energies(DataType type, const ChannelLayout& layout, const void* weight,
                       double* energy, int threads) {
   const std::vector<RowRange> chunks = weight_chunks(layout);
@@ -54,15 +36,20 @@ void channel_energies(DataType type, const ChannelLayout& layout, const void* we
   });
 }
 
-void connection_strength(const StrengthArguments& arguments, int threads) {
-  const ChannelLayout& layout = arguments.layout;
-  const std::int64_t rows = layout.rows();
-  std::vector<double> energy(static_cast<std::size_t>(rows));
-  channel_energies(arguments.type, layout, arguments.weight, energy.data(), threads);
-  for (std::int32_t task = 0; task < arguments.tasks; ++task)
-    task_strength(energy.data(), rows, arguments.kernel_size, arguments.gamma + task * rows,
-                  arguments.variance + task * rows, arguments.epsilon[task], arguments.normalize,
-                  arguments.strength + task * rows);
+void strengths(const StrengthArguments& arguments) {
+  const std::int64_t rows = arguments.rows;
+  for (std::int32_t task = 0; task < arguments.tasks; ++task) {
+    double* const strength = arguments.strength + task * rows;
+    for (std::int64_t row = 0; row < rows; ++row)
+      strength[row] = channel_strength(arguments.gamma[task * rows + row],
+                                       arguments.variance[task * rows + row],
+                                       arguments.epsilon[task], arguments.energy[row]);
+    if (!arguments.normalize)
+      continue;
+    const double total = std::accumulate(strength, strength + rows, 0.0);
+    for (std::int64_t row = 0; row < rows; ++row)
+      strength[row] = normalized_strength(strength[row], total);
+  }
 }
 
 void task_priority(const double* strength, std::int32_t tasks, std::int64_t rows,
@@ -73,16 +60,6 @@ void task_priority(const double* strength, std::int32_t tasks, std::int64_t rows
       top.compare(task, strength[task * rows + row]);
     priority[row] = top.task;
   }
-}
-
-void energy_priority(const PriorityArguments& arguments) {
-  const std::int64_t rows = arguments.rows;
-  std::vector<double> strength(static_cast<std::size_t>(arguments.tasks * rows));
-  for (std::int32_t task = 0; task < arguments.tasks; ++task)
-    task_strength(arguments.energy, rows, 1, arguments.gamma + task * rows,
-                  arguments.variance + task * rows, arguments.epsilon[task], true,
-                  strength.data() + task * rows);
-  task_priority(strength.data(), arguments.tasks, rows, arguments.priority);
 }
 
 } // namespace cs_kernels::cpu

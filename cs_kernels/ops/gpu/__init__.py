@@ -4,12 +4,12 @@ There is no host synchronization between the gradients and the update. A step ca
 CUDA graph after an eager one.
 """
 
-from cs_kernels.ops.gpu.combine import CombineOperators, GradientLaunch
-from cs_kernels.ops.gpu.phase2 import Phase2Launch, Phase2Operators
+from cs_kernels.ops.gpu.combine import GpuCombine, GradientLaunch
+from cs_kernels.ops.gpu.phase2 import GpuPhase2, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.solvers import SolverOperators
 
-__all__ = ["GpuOperators", "GradientLaunch", "Phase2Launch"]
+__all__ = ["GpuOperators", "GradientLaunch", "Phase2Launch", "StrengthLaunch"]
 
 
-class GpuOperators(Phase2Operators, CombineOperators, SolverOperators):
+class GpuOperators(GpuPhase2, GpuCombine, SolverOperators):
     """All operators; a subclass defines tilings and launches."""

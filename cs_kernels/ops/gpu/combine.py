@@ -4,8 +4,8 @@ An item is some tiles of one tensor. The items of a group of tensors are adjacen
 ends the last one adds up their products in the order of the items.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -14,6 +14,8 @@ from struct import pack, unpack
 import torch
 from torch import Tensor
 
+from cs_kernels.ops.aliases import Floats, Ints
+from cs_kernels.ops.compiled.combine import CombineOperators
 from cs_kernels.ops.gpu.device import (
     aligned,
     host_buffer,
@@ -26,14 +28,7 @@ from cs_kernels.ops.gpu.device import (
     send,
     stream_of,
 )
-from cs_kernels.ops.operands import (
-    DTYPES,
-    Operands,
-    check_group_of,
-    check_numel,
-    check_tasks,
-    first_present,
-)
+from cs_kernels.ops.operands import DTYPES, Operands
 from cs_kernels.ops.random import random_key, splitmix64
 
 _LEAST_ITEMS = 16
@@ -148,8 +143,8 @@ class GradientLaunch:
     dtype: torch.dtype
 
 
-class CombineOperators(ABC):
-    """The operators over all gradients."""
+class GpuCombine(CombineOperators):
+    """A subclass defines the tiling and the launches."""
 
     @abstractmethod
     def gradient_tiling(self, dtype: torch.dtype, tasks: int) -> tuple[int, int]:
@@ -176,15 +171,14 @@ class CombineOperators(ABC):
     def _gradient_launches(
         self,
         operands: Operands,
-        group_of: Sequence[int],
+        group_of: Ints,
         groups: int,
-        extra: Sequence[int] = (),
+        extra: Ints = (),
         *,
         gramian: bool = False,
         drop: bool = False,
     ) -> Iterator[GradientLaunch]:
         tasks = operands.tasks
-        check_tasks(tasks)
         if not operands.outputs:
             return
         device = operands.outputs[0].device
@@ -225,67 +219,37 @@ class CombineOperators(ABC):
                     dtype,
                 )
 
-    def gramian(
-        self, grads: Sequence[Tensor | None], group_of: Sequence[int], groups: int, tasks: int
-    ) -> Tensor:
-        """Reads K * N gradients once."""
-        likes = first_present(grads, len(group_of), tasks)
-        operands = Operands(likes, grads, tasks, name="grads")
-        check_group_of(group_of, groups)
+    def run_gramian(self, operands: Operands, group_of: Ints, groups: int) -> Tensor:
+        """One launch for each dtype."""
+        shape = (groups, operands.tasks, operands.tasks)
         results: list[Tensor] = []
         zeros = [0] * -(-groups // 2)
         for launch in self._gradient_launches(
             operands, group_of, groups, zeros * len(DTYPES), gramian=True
         ):
-            result = torch.empty(
-                (groups, tasks, tasks), dtype=torch.float64, device=likes[0].device
-            )
+            result = torch.empty(shape, dtype=torch.float64, device=operands.outputs[0].device)
             for group in launch.empty_groups:
                 result[group] = 0
             counters = launch.extra[len(results) * len(zeros) :].view(torch.int32)
-            products = result.new_empty((len(launch.items), tasks, tasks))
+            products = result.new_empty((len(launch.items), *shape[1:]))
             if len(launch.items):
                 self.launch_gramian(launch, counters, products, result)
             results.append(result)
         return results[0] if len(results) == 1 else torch.stack(results).sum(0)
 
-    def combine_(
-        self,
-        updates: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        weights: Tensor,
-        group_of: Sequence[int],
-        tasks: int,
-    ) -> None:
-        """Reads K * N gradients once and writes N."""
-        operands = Operands(updates, grads, tasks)
-        groups = len(weights)
-        check_group_of(group_of, groups)
-        check_numel(weights, groups * tasks, "weights")
-        operands.check_device(weights, "weights")
-        weights = weights.contiguous()
-        for launch in self._gradient_launches(operands, group_of, groups):
+    def run_combine(self, operands: Operands, weights: Tensor, group_of: Ints) -> None:
+        """One launch for each dtype."""
+        for launch in self._gradient_launches(operands, group_of, len(weights)):
             if len(launch.items):
                 self.launch_combine(launch, weights)
-        operands.finish()
 
-    def drop_signs_(
-        self,
-        updates: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        leaks: Sequence[float],
-        seed: int,
-        step: int,
-        tasks: int,
-    ) -> None:
-        """Reads K * N gradients once and writes N."""
-        operands = Operands(updates, grads, tasks)
-        key = random_key(seed, step)
+    def run_drop_signs(self, operands: Operands, leaks: Floats, seed: int, step: int) -> None:
+        """One launch for each dtype."""
+        key, tasks, group_of = random_key(seed, step), operands.tasks, [0] * len(operands.outputs)
         ranges = (sum(output.numel() for output in operands.outputs) >> 32) + 1
         keys = [splitmix64((key + high) % (1 << 64)) for high in range(ranges)]
         extra = unpack(f"{tasks + ranges}q", pack(f"{tasks}d{ranges}Q", *leaks, *keys))
-        for launch in self._gradient_launches(operands, [0] * len(updates), 1, extra, drop=True):
+        for launch in self._gradient_launches(operands, group_of, 1, extra, drop=True):
             if len(launch.items):
                 of_tasks = launch.extra[:tasks].view(torch.float64)
                 self.launch_drop_signs(launch, of_tasks, launch.extra[tasks:])
-        operands.finish()

@@ -1,13 +1,13 @@
-"""Phase 2, connection strength and priority on a GPU: argument checks, address tables, launches."""
+"""Phase 2, connection strength and priority on a GPU: address tables and launches."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from abc import abstractmethod
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from torch import Tensor
 
+from cs_kernels.ops.aliases import Floats, Ints
+from cs_kernels.ops.compiled.phase2 import Factors, Phase2Operators
 from cs_kernels.ops.gpu.device import (
     VECTOR_BYTES,
     aligned,
@@ -27,17 +27,7 @@ from cs_kernels.ops.gpu.phase2_plan import (
     layer_plan,
     phase2_plan,
 )
-from cs_kernels.ops.operands import (
-    DTYPES,
-    ChannelLayout,
-    Operands,
-    as_channels,
-    check_device,
-    check_energies,
-    check_factors,
-    check_tasks,
-    check_type,
-)
+from cs_kernels.ops.operands import DTYPES, ChannelLayout, Operands, check_tasks, check_type
 
 
 @dataclass(frozen=True)
@@ -66,8 +56,21 @@ class Phase2Launch:
     dtype: torch.dtype
 
 
-class Phase2Operators(ABC):
-    """Phase 2, connection strength and priority."""
+@dataclass(frozen=True)
+class StrengthLaunch:
+    """The arguments of a kernel for the strengths of one layer."""
+
+    energy: Tensor
+    gamma: Tensor
+    variance: Tensor
+    epsilon: Tensor
+    strength: Tensor
+    """float64 [tasks, rows], written."""
+    normalize: bool
+
+
+class GpuPhase2(Phase2Operators):
+    """A subclass defines the tiling and the launches."""
 
     @abstractmethod
     def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling:
@@ -89,30 +92,18 @@ class Phase2Operators(ABC):
         """Eq. (4) of every channel of one layer."""
 
     @abstractmethod
-    def launch_strengths(
-        self,
-        energy: Tensor,
-        gamma: Tensor,
-        variance: Tensor,
-        epsilon: Tensor,
-        strength: Tensor,
-        *,
-        normalize: bool,
-    ) -> None:
+    def launch_strengths(self, launch: StrengthLaunch) -> None:
         """Eq. (6), and Eq. (7) where `normalize`, of one layer."""
 
     @abstractmethod
     def launch_priority(self, strength: Tensor, priority: Tensor) -> None:
         """Eq. (10) of one layer."""
 
-    def _phase2(
+    def _run(
         self,
         operands: Operands,
-        priorities: Sequence[int],
-        weights: Sequence[Tensor] = (),
-        gamma: Tensor | None = None,
-        variance: Tensor | None = None,
-        eps: Sequence[float] | None = None,
+        priorities: Ints,
+        factors: Factors | None = None,
         kinds: tuple[ItemKind, ...] = tuple(ItemKind),
         products: Tensor | None = None,
         coefficients: Tensor | None = None,
@@ -122,10 +113,7 @@ class Phase2Operators(ABC):
         Args:
             operands: Updates and gradients.
             priorities: Addresses, for the first tensors.
-            weights: Weights of the first tensors, if priorities are computed.
-            gamma: [K, O] of one layer after the other, flattened.
-            variance: Likewise.
-            eps: [layers, K].
+            factors: What the priorities are computed from, if they are.
             kinds: The kinds of items to launch.
             products: d_ij [layers, K, K], written.
             coefficients: a_i [layers, K], for PROJECT items alone.
@@ -135,6 +123,7 @@ class Phase2Operators(ABC):
         check_tasks(tasks)
         if not operands.outputs:
             return
+        weights, gamma, variance, eps = factors or ((), None, None, None)
         device = operands.outputs[0].device
         layers, tensors = len(priorities), len(operands.outputs)
         layouts = native.layouts[:layers]
@@ -196,85 +185,26 @@ class Phase2Operators(ABC):
                         dtype,
                     )
                 )
-        operands.finish()
 
-    def project_conflicts_(
-        self,
-        updates: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        priorities: Sequence[Tensor],
-        out_channel_dims: Sequence[int],
-        groups: Sequence[int],
-        tasks: int,
-    ) -> None:
-        """Reads K * N gradients once and writes N; rows in conflict are visited again in cache."""
-        operands = Operands(updates, grads, tasks, out_channel_dims=out_channel_dims, groups=groups)
-        _kept, addresses = operands.priority_addresses(priorities)
-        self._phase2(operands, addresses)
+    def run_phase2(self, operands: Operands, priorities: Ints, factors: Factors | None) -> None:
+        """One launch for each dtype."""
+        self._run(operands, priorities, factors)
 
-    def phase2_products_(
-        self,
-        updates: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        priorities: Sequence[Tensor],
-        out_channel_dims: Sequence[int],
-        groups: Sequence[int],
-        tasks: int,
-    ) -> Tensor:
-        """Reads K * N gradients once and writes N: the SUM items alone."""
-        operands = Operands(updates, grads, tasks, out_channel_dims=out_channel_dims, groups=groups)
-        _kept, addresses = operands.priority_addresses(priorities)
-        device = updates[0].device if updates else None
-        products = torch.zeros((len(priorities), tasks, tasks), dtype=torch.float64, device=device)
-        self._phase2(operands, addresses, kinds=(ItemKind.SUM,), products=products)
-        return products
+    def run_products(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
+        """The SUM items alone."""
+        self._run(operands, priorities, kinds=(ItemKind.SUM,), products=products)
 
-    def phase2_apply_(
-        self,
-        updates: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        priorities: Sequence[Tensor],
-        products: Tensor,
-        out_channel_dims: Sequence[int],
-        groups: Sequence[int],
-        tasks: int,
-    ) -> None:
-        """Rows of channel groups in conflict: two reads and a write. The PROJECT items alone."""
-        operands = Operands(updates, grads, tasks, out_channel_dims=out_channel_dims, groups=groups)
-        operands.read_outputs()
-        _kept, addresses = operands.priority_addresses(priorities)
-        operands.check_products(products, len(priorities))
+    def run_apply(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
+        """The PROJECT items alone."""
         own = products.diagonal(dim1=1, dim2=2)
         coefficients = products.new_zeros(own.shape)
-        for j in range(tasks):
+        for j in range(operands.tasks):
             d_j = products[:, :, j]
             coefficients -= torch.where((d_j < 0) & (own > 0), d_j / own, 0.0)
-        self._phase2(operands, addresses, kinds=(ItemKind.PROJECT,), coefficients=coefficients)
+        self._run(operands, priorities, kinds=(ItemKind.PROJECT,), coefficients=coefficients)
 
-    def phase2_update_(
-        self,
-        updates: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        weights: Sequence[Tensor],
-        gamma: Tensor,
-        running_var: Tensor,
-        eps: Sequence[float],
-        out_channel_dims: Sequence[int],
-        groups: Sequence[int],
-        tasks: int,
-    ) -> Tensor:
-        """Reads N weights and K * N gradients once and writes N; conflicts again in cache."""
-        operands = Operands(updates, grads, tasks, out_channel_dims=out_channel_dims, groups=groups)
-        weights = operands.weights(weights)
-        channels = operands.check_statistics(weights, gamma, running_var, eps)
-        priorities, addresses = operands.new_priorities(channels)
-        self._phase2(
-            operands, addresses, weights, gamma.contiguous(), running_var.contiguous(), eps
-        )
-        return priorities
-
-    def _energy(self, weight: Tensor, layout: ChannelLayout, window: int) -> Tensor:
-        """Float64 [O] of one layer: sums of squares, divided by `window`."""
+    def energies(self, weight: Tensor, layout: ChannelLayout, window: int) -> Tensor:
+        """One launch."""
         energy = weight.new_zeros(layout[0] * layout[2], dtype=torch.float64)
         if weight.numel():
             plan = layer_plan(layout, window, self.tiling(1, weight.dtype), weight.device)
@@ -285,84 +215,23 @@ class Phase2Operators(ABC):
                 self.launch_energies(plan, weight, energy, vectors=vectors)
         return energy
 
-    def _strength(
-        self,
-        energy: Tensor,
-        gamma: Tensor,
-        running_var: Tensor,
-        eps: Sequence[float],
-        *,
-        normalize: bool,
+    def strengths(
+        self, energy: Tensor, gamma: Tensor, variance: Tensor, eps: Floats, *, normalize: bool
     ) -> Tensor:
-        """Float64 [K, O] of one layer."""
+        """One launch."""
+        check_tasks(len(eps))
         strength = energy.new_empty((len(eps), len(energy)), dtype=torch.float64)
         if len(energy):
             epsilon = layer_epsilon(tuple(eps), energy.device)
             keep(epsilon, energy.device)
+            gamma, variance = gamma.contiguous(), variance.contiguous()
             with on_device(energy.device):
                 self.launch_strengths(
-                    energy,
-                    gamma.contiguous(),
-                    running_var.contiguous(),
-                    epsilon.on_device[0],
-                    strength,
-                    normalize=normalize,
+                    StrengthLaunch(
+                        energy, gamma, variance, epsilon.on_device[0], strength, normalize
+                    )
                 )
         return strength
-
-    def connection_strength(
-        self,
-        weight: Tensor,
-        gamma: Tensor,
-        running_var: Tensor,
-        eps: Sequence[float],
-        normalize: bool,
-        out_channel_dim: int,
-        groups: int,
-    ) -> Tensor:
-        """Reads the weight once."""
-        check_type(weight, "weight")
-        check_tasks(len(eps))
-        weight, layout = as_channels(weight, out_channel_dim, groups)
-        check_factors(gamma, running_var, len(eps) * layout[0] * layout[2], weight.device)
-        energy = self._energy(weight, layout, prod(weight.shape[2:]))
-        return self._strength(energy, gamma, running_var, eps, normalize=normalize)
-
-    def channel_energies(
-        self, weights: Sequence[Tensor], out_channel_dims: Sequence[int], groups: Sequence[int]
-    ) -> Tensor:
-        """Reads the weights once; one launch a layer."""
-        for weight in weights:
-            check_type(weight, "weights")
-            check_device(weight, weights[0].device, "weights")
-        layers = zip(weights, out_channel_dims, groups, strict=True)
-        return torch.cat([self._energy(*as_channels(*layer), 1) for layer in layers])
-
-    def energy_priority(
-        self,
-        energies: Tensor,
-        gamma: Tensor,
-        running_var: Tensor,
-        eps: Sequence[float],
-        channels: Sequence[int],
-    ) -> Tensor:
-        """Reads (2 K + 1) O numbers, writes O; two launches a layer."""
-        tasks = check_energies(energies, gamma, running_var, eps, channels)
-        gamma, running_var = gamma.flatten(), running_var.flatten()
-        priorities = [energies.new_empty(0, dtype=torch.int64)]
-        first = 0
-        for layer, rows in enumerate(channels):
-            of_layer = slice(tasks * first, tasks * (first + rows))
-            strength = self._strength(
-                energies[first : first + rows].double(),
-                gamma[of_layer],
-                running_var[of_layer],
-                eps[layer * tasks : (layer + 1) * tasks],
-                normalize=True,
-            )
-            priorities.append(self.task_priority(strength))
-            first += rows
-        return torch.cat(priorities)
 
     def task_priority(self, strength: Tensor) -> Tensor:
         """Reads K * O numbers, writes O."""

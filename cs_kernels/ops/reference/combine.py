@@ -1,16 +1,13 @@
 """Gramian, weighted sum and sign dropping in plain torch."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
+from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 from cs_kernels.ops.random import random_key, uniform_numbers
 
 
-def gramian(
-    grads: Sequence[Tensor | None], group_of: Sequence[int], groups: int, tasks: int
-) -> Tensor:
+def gramian(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
     """Products of gradients, in float64, added up over the tensors of a group."""
     like = next(grad for grad in grads if grad is not None)
     result = like.new_zeros((groups, tasks, tasks), dtype=torch.float64)
@@ -24,13 +21,7 @@ def gramian(
     return result
 
 
-def combine_(
-    updates: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    weights: Tensor,
-    group_of: Sequence[int],
-    tasks: int,
-) -> None:
+def combine_(updates: Tensors, grads: Grads, weights: Tensor, group_of: Ints, tasks: int) -> None:
     """Update = sum_j weights[group, j] * grads[j]."""
     for t, update in enumerate(updates):
         total = torch.zeros_like(update, dtype=torch.float64)
@@ -41,12 +32,7 @@ def combine_(
 
 
 def drop_signs_(
-    updates: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    leaks: Sequence[float],
-    seed: int,
-    step: int,
-    tasks: int,
+    updates: Tensors, grads: Grads, leaks: Floats, seed: int, step: int, tasks: int
 ) -> None:
     """GradDrop (Chen et al. 2020) as a choice between two sums.
 

@@ -4,11 +4,12 @@ Names follow the paper: energy is the sum over q of s_pq, Eq. (4), strength S, E
 strength S^, Eq. (7), priority nu, Eq. (10).
 """
 
-from collections.abc import Sequence
 from math import prod
 
 import torch
 from torch import Tensor
+
+from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 
 
 def channel_rows(tensor: Tensor, out_channel_dim: int, groups: int) -> Tensor:
@@ -28,9 +29,7 @@ def _from_channel_rows(rows: Tensor, like: Tensor, out_channel_dim: int, groups:
     return split.movedim(1, 2).reshape(like.shape)
 
 
-def channel_energies(
-    weights: Sequence[Tensor], out_channel_dims: Sequence[int], groups: Sequence[int]
-) -> Tensor:
+def channel_energies(weights: Tensors, out_channel_dims: Ints, groups: Ints) -> Tensor:
     """Sums of squares, which are Eq. (4) times the size of the kernel window."""
     if not weights:
         raise ValueError("weights must be one at least, got []")
@@ -42,7 +41,7 @@ def channel_energies(
 
 
 def _strength(
-    energy: Tensor, gamma: Tensor, running_var: Tensor, eps: Sequence[float], normalize: bool
+    energy: Tensor, gamma: Tensor, running_var: Tensor, eps: Floats, normalize: bool
 ) -> Tensor:
     """Eq. (6), and Eq. (7) where `normalize`."""
     offset = torch.tensor(eps, dtype=torch.float64, device=energy.device).unsqueeze(1)
@@ -58,7 +57,7 @@ def connection_strength(
     weight: Tensor,
     gamma: Tensor,
     running_var: Tensor,
-    eps: Sequence[float],
+    eps: Floats,
     normalize: bool,
     out_channel_dim: int,
     groups: int,
@@ -77,7 +76,7 @@ def task_priority(strength: Tensor) -> Tensor:
 
 
 def energy_priority(
-    energies: Tensor, gamma: Tensor, running_var: Tensor, eps: Sequence[float], channels: list[int]
+    energies: Tensor, gamma: Tensor, running_var: Tensor, eps: Floats, channels: Ints
 ) -> Tensor:
     """Eq. (6), (7) and (10) of one layer after the other."""
     priorities = [energies.new_empty(0, dtype=torch.int64)]
@@ -86,7 +85,7 @@ def energy_priority(
         torch.split(x.flatten(), [tasks * o for o in channels]) for x in (gamma, running_var)
     )
     for layer, (energy, *statistics) in enumerate(
-        zip(torch.split(energies, channels), *of_layers, strict=True)
+        zip(torch.split(energies, list(channels)), *of_layers, strict=True)
     ):
         gamma_of, var_of = (x.view(tasks, channels[layer]) for x in statistics)
         eps_of = eps[layer * tasks : (layer + 1) * tasks]
@@ -94,7 +93,7 @@ def energy_priority(
     return torch.cat(priorities)
 
 
-def _present(grads: Sequence[Tensor | None], t: int, tasks: int, like: Tensor) -> Tensor:
+def _present(grads: Grads, t: int, tasks: int, like: Tensor) -> Tensor:
     """Float64 [K, ...] of tensor t; zeros for a missing gradient."""
     zeros = torch.zeros_like(like, dtype=torch.float64)
     of_tensor = grads[t * tasks : (t + 1) * tasks]
@@ -126,11 +125,11 @@ def _project(update: Tensor, grads: Tensor, priority: Tensor, products: Tensor) 
 
 
 def project_conflicts_(
-    updates: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    priorities: Sequence[Tensor],
-    out_channel_dims: Sequence[int],
-    groups: Sequence[int],
+    updates: Tensors,
+    grads: Grads,
+    priorities: Tensors,
+    out_channel_dims: Ints,
+    groups: Ints,
     tasks: int,
 ) -> None:
     """Phase 2 of Algorithm 1 with the channel groups given, for each tensor on its own."""
@@ -147,11 +146,11 @@ def project_conflicts_(
 
 
 def phase2_products_(
-    updates: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    priorities: Sequence[Tensor],
-    out_channel_dims: Sequence[int],
-    groups: Sequence[int],
+    updates: Tensors,
+    grads: Grads,
+    priorities: Tensors,
+    out_channel_dims: Ints,
+    groups: Ints,
     tasks: int,
 ) -> Tensor:
     """The plain sums, rounded, and d_ij of every layer."""
@@ -168,12 +167,12 @@ def phase2_products_(
 
 
 def phase2_apply_(
-    updates: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    priorities: Sequence[Tensor],
+    updates: Tensors,
+    grads: Grads,
+    priorities: Tensors,
     products: Tensor,
-    out_channel_dims: Sequence[int],
-    groups: Sequence[int],
+    out_channel_dims: Ints,
+    groups: Ints,
     tasks: int,
 ) -> None:
     """Adds a_i * G_i to the rounded sums."""
@@ -187,14 +186,14 @@ def phase2_apply_(
 
 
 def phase2_update_(
-    updates: Sequence[Tensor],
-    grads: Sequence[Tensor | None],
-    weights: Sequence[Tensor],
+    updates: Tensors,
+    grads: Grads,
+    weights: Tensors,
     gamma: Tensor,
     running_var: Tensor,
-    eps: Sequence[float],
-    out_channel_dims: Sequence[int],
-    groups: Sequence[int],
+    eps: Floats,
+    out_channel_dims: Ints,
+    groups: Ints,
     tasks: int,
 ) -> Tensor:
     """Priorities from the weights, then Phase 2."""

@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch
+from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.device import VECTOR_BYTES, upload
 from cs_kernels.ops.gpu.phase2_plan import Phase2Plan, Tiling, power_of_two
 from cs_kernels.ops.operands import ChannelLayout, option_word
@@ -167,28 +167,19 @@ class TritonOperators(GpuOperators):
             **OPTIONS,
         )
 
-    def launch_strengths(
-        self,
-        energy: Tensor,
-        gamma: Tensor,
-        variance: Tensor,
-        epsilon: Tensor,
-        strength: Tensor,
-        *,
-        normalize: bool,
-    ) -> None:
+    def launch_strengths(self, launch: StrengthLaunch) -> None:
         """One program."""
-        tasks, channels = strength.shape
+        tasks, channels = launch.strength.shape
         phase2.strength_kernel[(1,)](
-            energy,
-            gamma,
-            variance,
-            epsilon,
-            strength,
+            launch.energy,
+            launch.gamma,
+            launch.variance,
+            launch.epsilon,
+            launch.strength,
             channels,
             tasks,
-            NORMALIZE=normalize,
-            TASKS=Variant.of(tasks, strength.dtype).tasks,
+            NORMALIZE=launch.normalize,
+            TASKS=Variant.of(tasks, torch.float64).tasks,
             **OPTIONS,
         )
 

@@ -21,29 +21,16 @@ struct ChannelLayout {
   std::int64_t size() const { return rows() * row_size(); }
 };
 
-// Strength, Eq. (6) and (7), of every channel for every task.
+// Strength, Eq. (6), of every channel for every task; Eq. (7) where `normalize`.
 struct StrengthArguments {
-  DataType type;
-  ChannelLayout layout;
-  const void* weight;
-  std::int64_t kernel_size; // elements of the kernel window, k^2 in Eq. (4)
-  const double* gamma;      // [tasks, rows]
-  const double* variance;   // [tasks, rows]
-  const double* epsilon;    // [tasks]
-  std::int32_t tasks;
-  bool normalize;
-  double* strength; // [tasks, rows], written
-};
-
-// Eq. (6), (7) and (10) of one layer from the energies of its channels.
-struct PriorityArguments {
-  const double* energy;   // [rows]: sums of squares; the kernel window cancels in Eq. (7)
+  const double* energy;   // [rows]
   const double* gamma;    // [tasks, rows]
   const double* variance; // [tasks, rows]
   const double* epsilon;  // [tasks]
   std::int64_t rows;
   std::int32_t tasks;
-  std::int64_t* priority; // [rows], written
+  bool normalize;
+  double* strength; // [tasks, rows], written
 };
 
 // One shared tensor of the trunk. Without `priority`, its update is the plain sum; with `weight`,
@@ -69,18 +56,15 @@ struct Phase2Arguments {
 
 namespace cpu {
 
-// Reads the weight once.
-void connection_strength(const StrengthArguments& arguments, int threads);
-
-// nu_p = argmax_i, Eq. (10), of strength [tasks, rows]; ties go to the lowest task, NaN never wins.
-void task_priority(const double* strength, std::int32_t tasks, std::int64_t rows,
-                   std::int64_t* priority);
-
 // energy [rows]: the sum of squares of every channel's weights. Reads the weight once.
 void channel_energies(DataType type, const ChannelLayout& layout, const void* weight,
                       double* energy, int threads);
 
-void energy_priority(const PriorityArguments& arguments);
+void strengths(const StrengthArguments& arguments);
+
+// nu_p = argmax_i, Eq. (10), of strength [tasks, rows]; ties go to the lowest task, NaN never wins.
+void task_priority(const double* strength, std::int32_t tasks, std::int64_t rows,
+                   std::int64_t* priority);
 
 // Phase 2 (Algorithm 1) of all tensors. Reads each weight and gradient once and writes the update
 // once; rows of channel groups in conflict are visited again, while in cache.

@@ -1,0 +1,10 @@
+"""The types of the operators' lists."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+Tensors = Sequence[Tensor]
+Grads = Sequence[Tensor | None]
+Ints = Sequence[int]
+Floats = Sequence[float]

@@ -1,0 +1,1 @@
+"""The operators of every backend whose kernels take addresses: checks first, then its launches."""

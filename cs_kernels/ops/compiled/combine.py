@@ -1,0 +1,58 @@
+"""Gramian, weighted sum and sign dropping: arguments are checked and made into operands."""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
+from cs_kernels.ops.operands import (
+    Operands,
+    check_group_of,
+    check_numel,
+    check_tasks,
+    first_present,
+)
+
+
+class CombineOperators(ABC):
+    """The operators over all gradients. A launch reads them once."""
+
+    @abstractmethod
+    def run_gramian(self, operands: Operands, group_of: Ints, groups: int) -> Tensor:
+        """Float64 [groups, K, K]."""
+
+    @abstractmethod
+    def run_combine(self, operands: Operands, weights: Tensor, group_of: Ints) -> None:
+        """Writes the outputs; weights [groups, K]."""
+
+    @abstractmethod
+    def run_drop_signs(self, operands: Operands, leaks: Floats, seed: int, step: int) -> None:
+        """Writes the outputs."""
+
+    def gramian(self, grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
+        """Reads K * N gradients once."""
+        check_tasks(tasks)
+        operands = Operands(first_present(grads, len(group_of), tasks), grads, tasks, name="grads")
+        check_group_of(group_of, groups)
+        return self.run_gramian(operands, group_of, groups)
+
+    def combine_(
+        self, updates: Tensors, grads: Grads, weights: Tensor, group_of: Ints, tasks: int
+    ) -> None:
+        """Reads K * N gradients once and writes N."""
+        check_tasks(tasks)
+        operands = Operands(updates, grads, tasks)
+        check_group_of(group_of, len(weights))
+        check_numel(weights, len(weights) * tasks, "weights")
+        operands.check_device(weights, "weights")
+        self.run_combine(operands, weights.contiguous(), group_of)
+        operands.finish()
+
+    def drop_signs_(
+        self, updates: Tensors, grads: Grads, leaks: Floats, seed: int, step: int, tasks: int
+    ) -> None:
+        """Reads K * N gradients once and writes N."""
+        check_tasks(tasks)
+        operands = Operands(updates, grads, tasks)
+        self.run_drop_signs(operands, leaks, seed, step)
+        operands.finish()

@@ -1,0 +1,174 @@
+"""Connection strength, priority and Phase 2: arguments are checked and made into operands."""
+
+from abc import ABC, abstractmethod
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
+from cs_kernels.ops.operands import (
+    ChannelLayout,
+    Operands,
+    as_channels,
+    check_device,
+    check_energies,
+    check_factors,
+    check_type,
+)
+
+
+class Factors(NamedTuple):
+    """What the priorities of the first tensors are computed from."""
+
+    weights: Tensors
+    gamma: Tensor
+    """[K, O] of one layer after the other, flattened, as the variance."""
+    variance: Tensor
+    eps: Floats
+
+
+class Phase2Operators(ABC):
+    """Phase 2, connection strength and priority."""
+
+    @abstractmethod
+    def run_phase2(self, operands: Operands, priorities: Ints, factors: Factors | None) -> None:
+        """Writes the outputs; with factors, the priorities at these addresses first."""
+
+    @abstractmethod
+    def run_products(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
+        """Writes the plain sums, and float64 [layers, K, K]."""
+
+    @abstractmethod
+    def run_apply(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
+        """Adds a_i * G_i to the outputs."""
+
+    @abstractmethod
+    def energies(self, weight: Tensor, layout: ChannelLayout, window: int) -> Tensor:
+        """Float64 [O] of one layer: sums of squares, divided by `window`."""
+
+    @abstractmethod
+    def strengths(
+        self, energy: Tensor, gamma: Tensor, variance: Tensor, eps: Floats, *, normalize: bool
+    ) -> Tensor:
+        """Float64 [K, O] of one layer."""
+
+    @abstractmethod
+    def task_priority(self, strength: Tensor) -> Tensor:
+        """Reads K * O numbers, writes O."""
+
+    def project_conflicts_(
+        self,
+        updates: Tensors,
+        grads: Grads,
+        priorities: Tensors,
+        dims: Ints,
+        groups: Ints,
+        tasks: int,
+    ) -> None:
+        """Reads K * N gradients once and writes N; rows in conflict are visited again in cache."""
+        operands = Operands(updates, grads, tasks, dims, groups)
+        _kept, addresses = operands.priority_addresses(priorities)
+        self.run_phase2(operands, addresses, None)
+        operands.finish()
+
+    def phase2_update_(
+        self,
+        updates: Tensors,
+        grads: Grads,
+        weights: Tensors,
+        gamma: Tensor,
+        running_var: Tensor,
+        eps: Floats,
+        dims: Ints,
+        groups: Ints,
+        tasks: int,
+    ) -> Tensor:
+        """Reads N weights and K * N gradients once and writes N; conflicts again in cache."""
+        operands = Operands(updates, grads, tasks, dims, groups)
+        weights = operands.weights(weights)
+        channels = operands.check_statistics(weights, gamma, running_var, eps)
+        priorities, addresses = operands.new_priorities(channels)
+        factors = Factors(weights, gamma.contiguous(), running_var.contiguous(), eps)
+        self.run_phase2(operands, addresses, factors)
+        operands.finish()
+        return priorities
+
+    def phase2_products_(
+        self,
+        updates: Tensors,
+        grads: Grads,
+        priorities: Tensors,
+        dims: Ints,
+        groups: Ints,
+        tasks: int,
+    ) -> Tensor:
+        """Reads K * N gradients once and writes N."""
+        operands = Operands(updates, grads, tasks, dims, groups)
+        _kept, addresses = operands.priority_addresses(priorities)
+        device = updates[0].device if updates else None
+        products = torch.zeros((len(priorities), tasks, tasks), dtype=torch.float64, device=device)
+        self.run_products(operands, addresses, products)
+        operands.finish()
+        return products
+
+    def phase2_apply_(
+        self,
+        updates: Tensors,
+        grads: Grads,
+        priorities: Tensors,
+        products: Tensor,
+        dims: Ints,
+        groups: Ints,
+        tasks: int,
+    ) -> None:
+        """Rows of channel groups in conflict: two reads and a write."""
+        operands = Operands(updates, grads, tasks, dims, groups)
+        operands.read_outputs()
+        _kept, addresses = operands.priority_addresses(priorities)
+        operands.check_products(products, len(priorities))
+        self.run_apply(operands, addresses, products.contiguous())
+        operands.finish()
+
+    def connection_strength(
+        self,
+        weight: Tensor,
+        gamma: Tensor,
+        running_var: Tensor,
+        eps: Floats,
+        normalize: bool,
+        dim: int,
+        groups: int,
+    ) -> Tensor:
+        """Reads the weight once."""
+        check_type(weight, "weight")
+        weight, layout = as_channels(weight, dim, groups)
+        check_factors(gamma, running_var, len(eps) * layout[0] * layout[2], weight.device)
+        energy = self.energies(weight, layout, prod(weight.shape[2:]))
+        return self.strengths(energy, gamma, running_var, eps, normalize=normalize)
+
+    def channel_energies(self, weights: Tensors, dims: Ints, groups: Ints) -> Tensor:
+        """Reads the weights once."""
+        for weight in weights:
+            check_type(weight, "weights")
+            check_device(weight, weights[0].device, "weights")
+        layers = zip(weights, dims, groups, strict=True)
+        return torch.cat([self.energies(*as_channels(*layer), 1) for layer in layers])
+
+    def energy_priority(
+        self, energies: Tensor, gamma: Tensor, running_var: Tensor, eps: Floats, channels: Ints
+    ) -> Tensor:
+        """Reads (2 K + 1) O numbers, writes O."""
+        tasks = check_energies(energies, gamma, running_var, eps, channels)
+        of_tasks = [tasks * rows for rows in channels]
+        layers = zip(
+            torch.split(energies.double(), list(channels)),
+            torch.split(gamma.flatten().double(), of_tasks),
+            torch.split(running_var.flatten().double(), of_tasks),
+            [eps[i : i + tasks] for i in range(0, len(eps), max(tasks, 1))],
+            strict=True,
+        )
+        strengths = [self.strengths(*layer, normalize=True) for layer in layers]
+        empty = energies.new_empty(0, dtype=torch.int64)
+        return torch.cat([empty, *map(self.task_priority, strengths)])

@@ -1,0 +1,143 @@
+"""The backend "cpu": the compiled kernels of `csrc/cpu`."""
+
+import torch
+from torch import Tensor
+
+from cs_kernels import _C
+from cs_kernels.ops.aliases import Floats, Ints
+from cs_kernels.ops.compiled.combine import CombineOperators
+from cs_kernels.ops.compiled.phase2 import Factors, Phase2Operators
+from cs_kernels.ops.operands import (
+    SOLVER_NUMBERS,
+    TYPES,
+    ChannelLayout,
+    Operands,
+    check_gramian,
+    option_word,
+)
+
+
+def _in_double(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float64).contiguous()
+
+
+class CpuOperators(Phase2Operators, CombineOperators):
+    """Every kernel runs on as many threads as torch does."""
+
+    def run_phase2(self, operands: Operands, priorities: Ints, factors: Factors | None) -> None:
+        """One call for all tensors."""
+        weights, gamma, variance, eps = factors or Factors([], torch.empty(0), torch.empty(0), [])
+        gamma, variance = _in_double(gamma), _in_double(variance)
+        _C.phase2(
+            operands.native,
+            priorities=priorities,
+            weights=[weight.data_ptr() for weight in weights],
+            gamma=gamma.data_ptr(),
+            variance=variance.data_ptr(),
+            epsilon=list(eps),
+            threads=torch.get_num_threads(),
+        )
+
+    def run_products(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
+        """One call for all tensors."""
+        _C.phase2_products(
+            operands.native,
+            priorities=priorities,
+            products=products.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+
+    def run_apply(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
+        """One call for all tensors."""
+        _C.phase2_apply(
+            operands.native,
+            priorities=priorities,
+            products=products.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+
+    def energies(self, weight: Tensor, layout: ChannelLayout, window: int) -> Tensor:
+        """Reads the weight once."""
+        energy = torch.empty(layout[0] * layout[2], dtype=torch.float64)
+        _C.channel_energies(
+            type=TYPES[weight.dtype],
+            layout=layout,
+            weight=weight.data_ptr(),
+            energy=energy.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+        return energy if window == 1 else energy / window
+
+    def strengths(
+        self, energy: Tensor, gamma: Tensor, variance: Tensor, eps: Floats, *, normalize: bool
+    ) -> Tensor:
+        """Reads (2 K + 1) O numbers and writes K * O."""
+        gamma, variance = _in_double(gamma), _in_double(variance)
+        strength = torch.empty((len(eps), len(energy)), dtype=torch.float64)
+        _C.strengths(
+            energy=energy.data_ptr(),
+            gamma=gamma.data_ptr(),
+            variance=variance.data_ptr(),
+            epsilon=list(eps),
+            rows=len(energy),
+            normalize=normalize,
+            strength=strength.data_ptr(),
+        )
+        return strength
+
+    def task_priority(self, strength: Tensor) -> Tensor:
+        """Reads K * O numbers, writes O."""
+        numbers = _in_double(strength)
+        tasks, rows = numbers.shape
+        priority = torch.empty(rows, dtype=torch.int64)
+        _C.task_priority(
+            strength=numbers.data_ptr(), tasks=tasks, rows=rows, priority=priority.data_ptr()
+        )
+        return priority
+
+    def run_gramian(self, operands: Operands, group_of: Ints, groups: int) -> Tensor:
+        """One call for all tensors."""
+        result = torch.empty((groups, operands.tasks, operands.tasks), dtype=torch.float64)
+        _C.gramian(
+            operands.native,
+            group_of=group_of,
+            groups=groups,
+            out=result.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+        return result
+
+    def run_combine(self, operands: Operands, weights: Tensor, group_of: Ints) -> None:
+        """One call for all tensors."""
+        in_double = weights.to(torch.float64)
+        _C.combine(
+            operands.native,
+            group_of=group_of,
+            groups=len(weights),
+            weights=in_double.data_ptr(),
+            threads=torch.get_num_threads(),
+        )
+
+    def run_drop_signs(self, operands: Operands, leaks: Floats, seed: int, step: int) -> None:
+        """One call for all tensors."""
+        key = option_word(seed, step)
+        _C.drop_signs(operands.native, leaks=leaks, key=key, threads=torch.get_num_threads())
+
+    def solve(self, name: str, gramian: Tensor, *options: int | float | str) -> Tensor:
+        """Reads K * K numbers and writes K for each Gramian."""
+        check_gramian(gramian)
+        tasks = gramian.shape[-1]
+        gramians = _in_double(gramian)
+        weights = torch.empty(gramians.shape[:-1], dtype=torch.float64)
+        _C.solve(
+            SOLVER_NUMBERS[name],
+            gramians.data_ptr(),
+            weights.numel() // tasks,
+            tasks,
+            weights.data_ptr(),
+            option_word(*options),
+        )
+        return weights
+
+
+operators = CpuOperators()

@@ -1,1 +1,0 @@
-"""The backend "cpu": the compiled kernels of `csrc/cpu`."""
