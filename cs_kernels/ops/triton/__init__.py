@@ -37,25 +37,17 @@ _LAG = 4
 
 @dataclass(frozen=True)
 class Variant:
-    """The constants that kernels are compiled for."""
+    """The sizes that kernels are compiled for."""
 
     tasks: int
-    segments: int
-    """Segments of a tile."""
-    vector: int
-    """Elements in 16 bytes."""
-
-    @property
-    def elements(self) -> int:
-        """Elements of a tile."""
-        return self.segments * int(phase2.SEGMENT.value)
+    elements: int
+    """Elements of a tile."""
 
     @staticmethod
     def of(tasks: int, dtype: torch.dtype) -> "Variant":
         """The number of tasks is rounded up to 2, 4, 8 or 64, for few compilations."""
         rounded = 64 if tasks > 8 else max(2, power_of_two(tasks))
-        segments = _TILE[dtype.itemsize][rounded] // phase2.SEGMENT.value
-        return Variant(rounded, segments, 16 // dtype.itemsize)
+        return Variant(rounded, _TILE[dtype.itemsize][rounded])
 
 
 def _options(warps: int, registers: int) -> dict[str, Any]:
@@ -81,24 +73,13 @@ def solver_options(tasks: int) -> dict[str, Any]:
     return _options(warps, min(255, 65536 // (32 * warps)))
 
 
-def _constants(variant: Variant, dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "TASKS": variant.tasks,
-        "DTYPE": _DTYPES[dtype],
-        "WIDE": tl.float64 if dtype.itemsize > 2 else tl.float32,
-        "VECTOR": variant.vector,
-    }
-
-
-def phase2_constants(variant: Variant, dtype: torch.dtype) -> dict[str, Any]:
-    """The compile-time arguments of Phase 2."""
-    return {"NUMBER": variant.segments, **_constants(variant, dtype)}
-
-
 def gradient_constants(variant: Variant, dtype: torch.dtype, parts: int = 1) -> dict[str, Any]:
-    """The compile-time arguments of Gramian and weighted sum, on a part of the elements."""
-    return {"ELEMENTS": variant.elements // parts, **_constants(variant, dtype)}
+    """The compile-time arguments of a kernel that reads gradients, on a part of the elements."""
+    elements = variant.elements // parts
+    return {"TASKS": variant.tasks, "ELEMENTS": elements, "DTYPE": _DTYPES[dtype]}
 
+
+phase2_constants = gradient_constants
 
 DROP_PARTS = 4
 """Sign dropping holds five sums, so its tiles are smaller."""
@@ -135,37 +116,22 @@ class TritonOperators(GpuOperators):
 
     def launch_phase2(self, launch: Phase2Launch) -> None:
         """One launch."""
-        variant = Variant.of(launch.tasks, launch.dtype)
-        plan = launch.plan
+        variant, plan = Variant.of(launch.tasks, launch.dtype), launch.plan
+        tables = plan.items, plan.tensors, launch.table, launch.ticket, launch.counters
+        strength = launch.energy, launch.gamma, launch.variance, plan.epsilon
+        results = launch.item_products, launch.products, launch.coefficients
+        constants = phase2_constants(variant, launch.dtype) | phase2_options(variant.tasks)
         phase2.phase2_kernel[(len(plan.items),)](
-            plan.items,
-            plan.tensors,
-            launch.table,
-            launch.ticket,
-            launch.counters,
-            launch.energy,
-            launch.gamma,
-            launch.variance,
-            plan.epsilon,
-            launch.item_products,
-            launch.products,
-            launch.coefficients,
-            launch.tasks,
-            **phase2_constants(variant, launch.dtype),
-            **phase2_options(variant.tasks),
+            *tables, *strength, *results, launch.tasks, **constants
         )
 
     def launch_energies(
         self, plan: Phase2Plan, weight: Tensor, energy: Tensor, *, vectors: bool
     ) -> None:
         """One program for ENERGY_ROWS rows."""
-        phase2.energy_kernel[(-(-len(energy) // phase2.ENERGY_ROWS.value),)](
-            plan.tensors,
-            weight,
-            energy,
-            VECTOR=16 // weight.element_size() if vectors else 1,
-            **OPTIONS,
-        )
+        programs = -(-len(energy) // phase2.ENERGY_ROWS.value)
+        vector = VECTOR_BYTES // weight.element_size() if vectors else 1
+        phase2.energy_kernel[(programs,)](plan.tensors, weight, energy, VECTOR=vector, **OPTIONS)
 
     def launch_strengths(self, launch: StrengthLaunch) -> None:
         """One program."""
@@ -192,18 +158,12 @@ class TritonOperators(GpuOperators):
         )
 
     def _launch(
-        self, kernel: Any, launch: GradientLaunch, *arguments: Tensor, parts: int = 1
+        self, kernel: Any, launch: GradientLaunch, *tensors: Tensor, parts: int = 1
     ) -> None:
+        tables = launch.items, launch.tensors, launch.table
         variant = Variant.of(launch.tasks, launch.dtype)
-        kernel[(len(launch.items),)](
-            launch.items,
-            launch.tensors,
-            launch.table,
-            *arguments,
-            launch.tasks,
-            **gradient_constants(variant, launch.dtype, parts),
-            **OPTIONS,
-        )
+        constants = gradient_constants(variant, launch.dtype, parts) | OPTIONS
+        kernel[(len(launch.items),)](*tables, *tensors, launch.tasks, **constants)
 
     def launch_gramian(
         self, launch: GradientLaunch, counters: Tensor, products: Tensor, out: Tensor
@@ -225,25 +185,15 @@ class TritonOperators(GpuOperators):
         """One program for each Gramian."""
         tasks = gramian.shape[-1]
         rounded = max(2, power_of_two(tasks))
-        arguments: list[Tensor] = []
-        constants: dict[str, str] = {}
+        tensors, constants = [gramian, weights], solver_options(rounded)
         word = option_word(*options)
         if options and isinstance(options[0], str):
             constants["SCALE"] = options[0]
         elif options:  # In memory: Triton specializes kernels on some scalar values.
             signed = word - (1 << 64) if word >> 63 else word
-            argument = upload([signed], gramian.device)
             dtype = torch.float64 if isinstance(options[0], float) else torch.int64
-            arguments.append(argument.view(dtype))
-        _SOLVERS[name][(weights.numel() // tasks,)](
-            gramian,
-            weights,
-            *arguments,
-            tasks,
-            TASKS=rounded,
-            **solver_options(rounded),
-            **constants,
-        )
+            tensors.append(upload([signed], gramian.device).view(dtype))
+        _SOLVERS[name][(weights.numel() // tasks,)](*tensors, tasks, TASKS=rounded, **constants)
 
 
 _SOLVERS = {name: getattr(solvers, f"{name}_kernel") for name in SOLVERS}

@@ -5,94 +5,73 @@ Memory traffic: the gradients are read once, K N, and where there is an update, 
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from cs_kernels.ops.gpu.combine import GradientCallField, GradientField
-from cs_kernels.ops.triton.primitives import added_up, arrive, narrowed, pointer, pointers, widened
+from cs_kernels.ops.triton.primitives import (
+    added_up,
+    arrive,
+    narrowed,
+    pointers,
+    traits,
+    unaligned,
+    widened,
+)
 
-SIZE = tl.constexpr(GradientField.SIZE)
-GROUP = tl.constexpr(GradientField.GROUP)
-FIRST_ITEM = tl.constexpr(GradientField.FIRST_ITEM)
-GROUP_ITEMS = tl.constexpr(GradientField.GROUP_ITEMS)
-TILES = tl.constexpr(GradientField.TILES)
-FIRST_INDEX = tl.constexpr(GradientField.FIRST_INDEX)
-TENSOR_FIELDS = tl.constexpr(len(GradientField))
+SIZE, GROUP, FIRST_ITEM, GROUP_ITEMS, TILES, FIRST_INDEX = map(constexpr, GradientField)
+TENSOR_FIELDS = constexpr(len(GradientField))
 
-UPDATE = tl.constexpr(GradientCallField.UPDATE)
-ALIGNED = tl.constexpr(GradientCallField.ALIGNED)
-GRADIENTS = tl.constexpr(GradientCallField.GRADIENTS)
+UPDATE, ALIGNED, GRADIENTS = map(constexpr, GradientCallField)
 
 
 @triton.jit
-def _gradients(
-    addresses,
-    first,
-    task,
-    size,
-    tasks,
-    ELEMENTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    """Elements of some tasks' gradients, [tasks, ELEMENTS]; with VECTOR > 1, all are inside."""
-    offset = first + tl.arange(0, ELEMENTS)[None, :]
+def _item(items, tensors, table, tasks, STEP: constexpr):
+    """A program's tensor, its addresses and size, and STEP times the item's index."""
+    item = items + tl.program_id(0).to(tl.int64) * 2
+    number = tl.load(item).to(tl.int64)
+    first = tl.load(item + 1).to(tl.int64) * STEP
+    tensor = tensors + number * TENSOR_FIELDS
+    return tensor, table + number * (tasks + GRADIENTS), tl.load(tensor + SIZE), first
+
+
+@triton.jit
+def _gradients(addresses, first, task, size, tasks, T: constexpr):
+    """Elements of some tasks' gradients, [tasks, T.elements]; with T.vector > 1, all are inside."""
+    offset = first + tl.arange(0, T.elements)[None, :]
     address = tl.load(addresses + GRADIENTS + task, task < tasks, other=0)
     exists = (address != 0)[:, None]
-    if VECTOR == 1:
+    if T.vector == 1:
         exists = exists & (offset < size)
-    g = tl.load(pointers(address, DTYPE, VECTOR)[:, None] + offset, exists, other=0.0)
-    return widened(g, WIDE)
+    g = tl.load(pointers(address, T)[:, None] + offset, exists, other=0.0)
+    return widened(g, T.wide)
 
 
 @triton.jit
-def _write(
-    addresses,
-    first,
-    size,
-    total,
-    ELEMENTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    update = pointer(tl.load(addresses + UPDATE), DTYPE)
-    offset = first + tl.arange(0, ELEMENTS)
-    if VECTOR > 1:
-        tl.store(tl.multiple_of(update, 16) + offset, narrowed(total, DTYPE))
+def _write(addresses, first, size, total, T: constexpr):
+    update = pointers(tl.load(addresses + UPDATE), T)
+    offset = first + tl.arange(0, T.elements)
+    if T.vector > 1:
+        tl.store(update + offset, narrowed(total, T.dtype))
     else:
-        tl.store(update + offset, narrowed(total, DTYPE), offset < size)
+        tl.store(update + offset, narrowed(total, T.dtype), offset < size)
 
 
 @triton.jit
-def _add_products(
-    addresses,
-    first,
-    size,
-    products,
-    kept,
-    before,
-    tasks,
-    TASKS: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+def _add_products(addresses, first, size, products, kept, before, tasks, T: constexpr):
     """One tile's products: for K <= 8 returned, else added to `products` where i <= j."""
-    BLOCK: tl.constexpr = min(TASKS, 8)
-    task = tl.arange(0, BLOCK)
-    if TASKS <= 8:
-        g = _gradients(addresses, first, task, size, tasks, ELEMENTS, DTYPE, WIDE, VECTOR)
-        for i in range(TASKS):
+    task = tl.arange(0, T.block)
+    if T.tasks <= 8:
+        g = _gradients(addresses, first, task, size, tasks, T)
+        for i in range(T.tasks):
             g_i = tl.sum(tl.where(task[:, None] == i, g, 0.0), 0)
             dots = tl.sum(g_i[None, :] * g, 1).to(tl.float64)
             kept += tl.where(task[:, None] == i, dots[None, :], 0.0)
     else:
-        for first_j in range(0, tasks, BLOCK):
+        for first_j in range(0, tasks, T.block):
             j = first_j + task
-            g = _gradients(addresses, first, j, size, tasks, ELEMENTS, DTYPE, WIDE, VECTOR)
-            for i in range(tl.minimum(first_j + BLOCK, tasks)):
-                only = i + tl.arange(0, 1)
-                g_i = _gradients(addresses, first, only, size, tasks, ELEMENTS, DTYPE, WIDE, VECTOR)
+            g = _gradients(addresses, first, j, size, tasks, T)
+            for i in range(tl.minimum(first_j + T.block, tasks)):
+                g_i = _gradients(addresses, first, i + tl.arange(0, 1), size, tasks, T)
                 dots = tl.sum(g_i * g, 1).to(tl.float64)
                 slot = products + i * tasks + j
                 earlier = tl.load(slot, j < tl.where(before, tasks, 0), other=0.0)
@@ -110,11 +89,9 @@ def gramian_kernel(
     products,
     out,
     tasks,
-    TASKS: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    VECTOR: tl.constexpr,
+    TASKS: constexpr,
+    ELEMENTS: constexpr,
+    DTYPE: constexpr,
 ):
     """One item; the last one of a group adds them up.
 
@@ -126,112 +103,64 @@ def gramian_kernel(
         products: float64 [programs, tasks, tasks], workspace.
         out: float64 [groups, tasks, tasks].
         tasks: K.
-        TASKS: A power of two, K or greater; 64 stands for all K > 8.
-        ELEMENTS: Of a tile.
-        DTYPE: Of the gradients.
-        WIDE: What a tile's products are added up in.
-        VECTOR: Elements in 16 bytes.
+        TASKS: As in `Traits`.
+        ELEMENTS: Likewise.
+        DTYPE: Likewise.
 
     """
-    item = tl.program_id(0).to(tl.int64)
-    number = tl.load(items + item * 2).to(tl.int64)
-    index = tl.load(items + item * 2 + 1).to(tl.int64)
-    tensor = tensors + number * TENSOR_FIELDS
-    addresses = table + number * (tasks + GRADIENTS)
-    size = tl.load(tensor + SIZE)
+    T: constexpr = traits(TASKS, ELEMENTS, DTYPE)
+    tensor, addresses, size, index = _item(items, tensors, table, tasks, 1)
     tiles = tl.load(tensor + TILES)
     aligned = tl.load(addresses + ALIGNED) != 0
-    BLOCK: tl.constexpr = min(TASKS, 8)
-    own = products + item * (tasks * tasks)
-    kept = tl.zeros([BLOCK, BLOCK], tl.float64)
+    own = products + tl.program_id(0).to(tl.int64) * (tasks * tasks)
+    kept = tl.zeros([T.block, T.block], tl.float64)
     for t in range(tiles):
         first = (index * tiles + t) * ELEMENTS
         if aligned & (first + ELEMENTS <= size):
-            kept = _add_products(
-                addresses,
-                first,
-                size,
-                own,
-                kept,
-                t > 0,
-                tasks,
-                TASKS,
-                ELEMENTS,
-                DTYPE,
-                WIDE,
-                VECTOR,
-            )
+            kept = _add_products(addresses, first, size, own, kept, t > 0, tasks, T)
         else:
-            kept = _add_products(
-                addresses, first, size, own, kept, t > 0, tasks, TASKS, ELEMENTS, DTYPE, WIDE, 1
-            )
-    task = tl.arange(0, BLOCK)
+            kept = _add_products(addresses, first, size, own, kept, t > 0, tasks, unaligned(T))
+    task = tl.arange(0, T.block)
     if TASKS <= 8:
         mask = (task < tasks)[:, None] & (task < tasks)[None, :]
         tl.store(own + task[:, None] * tasks + task[None, :], kept, mask)
     group = tl.load(tensor + GROUP)
     group_items = tl.load(tensor + GROUP_ITEMS)
     if arrive(counters + group, group_items):
-        GROUPS: tl.constexpr = TASKS if TASKS <= 8 else 1
         of_group = products + tl.load(tensor + FIRST_ITEM) * (tasks * tasks)
         j = tl.arange(0, TASKS)[None, :]
-        for first_i in range(0, tasks, GROUPS):
-            i = (first_i + tl.arange(0, GROUPS))[:, None]
-            total = added_up(of_group, group_items, first_i, tasks, GROUPS, TASKS, True)
+        for first_i in range(0, tasks, T.rows):
+            i = (first_i + tl.arange(0, T.rows))[:, None]
+            total = added_up(of_group, group_items, first_i, tasks, T, True)
             offset = (group * tasks + i) * tasks + j
             tl.store(out + offset, total, (i < tasks) & (j < tasks))
 
 
 @triton.jit
-def _combine_tile(
-    addresses,
-    first,
-    size,
-    weights,
-    tasks,
-    TASKS: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    BLOCK: tl.constexpr = min(TASKS, 8)
-    total = tl.zeros([ELEMENTS], WIDE)
-    for first_j in range(0, tasks, BLOCK):
-        j = first_j + tl.arange(0, BLOCK)
-        g = _gradients(addresses, first, j, size, tasks, ELEMENTS, DTYPE, WIDE, VECTOR)
-        weight = widened(tl.load(weights + j, j < tasks, other=0.0), WIDE)
+def _combine_tile(addresses, first, size, weights, tasks, T: constexpr):
+    total = tl.zeros([T.elements], T.wide)
+    for first_j in range(0, tasks, T.block):
+        j = first_j + tl.arange(0, T.block)
+        g = _gradients(addresses, first, j, size, tasks, T)
+        weight = widened(tl.load(weights + j, j < tasks, other=0.0), T.wide)
         # A missing gradient counts as zero, whatever its weight.
         exists = tl.load(addresses + GRADIENTS + j, j < tasks, other=0) != 0
         total += tl.sum(tl.where(exists, weight, 0.0)[:, None] * g, 0)
-    _write(addresses, first, size, total, ELEMENTS, DTYPE, VECTOR)
+    _write(addresses, first, size, total, T)
 
 
 @triton.jit(do_not_specialize=["tasks"])
 def combine_kernel(
-    items,
-    tensors,
-    table,
-    weights,
-    tasks,
-    TASKS: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    VECTOR: tl.constexpr,
+    items, tensors, table, weights, tasks, TASKS: constexpr, ELEMENTS: constexpr, DTYPE: constexpr
 ):
     """One tile of the weighted sum; weights [groups, tasks], the rest as in `gramian_kernel`."""
-    item = tl.program_id(0).to(tl.int64)
-    number = tl.load(items + item * 2).to(tl.int64)
-    first = tl.load(items + item * 2 + 1).to(tl.int64) * ELEMENTS
-    tensor = tensors + number * TENSOR_FIELDS
-    addresses = table + number * (tasks + GRADIENTS)
-    size = tl.load(tensor + SIZE)
+    tensor, addresses, size, first = _item(items, tensors, table, tasks, ELEMENTS)
     weights += tl.load(tensor + GROUP) * tasks
+    T: constexpr = traits(TASKS, ELEMENTS, DTYPE)
     if (tl.load(addresses + ALIGNED) != 0) & (first + ELEMENTS <= size):
-        _combine_tile(addresses, first, size, weights, tasks, TASKS, ELEMENTS, DTYPE, WIDE, VECTOR)
+        _combine_tile(addresses, first, size, weights, tasks, T)
     else:
-        _combine_tile(addresses, first, size, weights, tasks, TASKS, ELEMENTS, DTYPE, WIDE, 1)
+        _combine_tile(addresses, first, size, weights, tasks, unaligned(T))
 
 
 @triton.jit
@@ -242,7 +171,7 @@ def _lowbias32(x):
 
 
 @triton.jit
-def _uniform_numbers(keys, offset, WIDE: tl.constexpr):
+def _uniform_numbers(keys, offset, WIDE: constexpr):
     """In [0, 1), multiples of 2^-24, for the elements of a tile; keys for each 2^32 elements."""
     key = tl.load(keys + (offset >> 32)).to(tl.uint64, bitcast=True)
     bits = _lowbias32(offset.to(tl.uint32) ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32)
@@ -250,30 +179,13 @@ def _uniform_numbers(keys, offset, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _drop_tile(
-    addresses,
-    first,
-    first_index,
-    size,
-    leaks,
-    keys,
-    tasks,
-    TASKS: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
-    BLOCK: tl.constexpr = min(TASKS, 8)
-    positive = tl.zeros([ELEMENTS], WIDE)
-    negative = tl.zeros([ELEMENTS], WIDE)
-    kept_positive = tl.zeros([ELEMENTS], WIDE)
-    kept_negative = tl.zeros([ELEMENTS], WIDE)
-    leaked = tl.zeros([ELEMENTS], WIDE)
-    for first_j in range(0, tasks, BLOCK):
-        j = first_j + tl.arange(0, BLOCK)
-        g = _gradients(addresses, first, j, size, tasks, ELEMENTS, DTYPE, WIDE, VECTOR)
-        leak = tl.load(leaks + j, j < tasks, other=0.0).to(WIDE)[:, None]
+def _drop_tile(addresses, first, first_index, size, leaks, keys, tasks, T: constexpr):
+    zeros = tl.zeros([T.elements], T.wide)
+    positive, negative, kept_positive, kept_negative, leaked = zeros, zeros, zeros, zeros, zeros
+    for first_j in range(0, tasks, T.block):
+        j = first_j + tl.arange(0, T.block)
+        g = _gradients(addresses, first, j, size, tasks, T)
+        leak = tl.load(leaks + j, j < tasks, other=0.0).to(T.wide)[:, None]
         above = tl.where(g > 0, g, 0.0)
         below = tl.where(g > 0, 0.0, g)  # and NaN
         positive += tl.sum(above, 0)
@@ -281,14 +193,14 @@ def _drop_tile(
         kept_positive += tl.sum((1 - leak) * above, 0)
         kept_negative += tl.sum((1 - leak) * below, 0)
         leaked += tl.sum(leak * g, 0)
-    offset = first_index + first + tl.arange(0, ELEMENTS)
+    offset = first_index + first + tl.arange(0, T.elements)
     # Beyond the tensor there may be no key.
     inside = tl.minimum(offset, first_index + size - 1)
-    u = _uniform_numbers(keys, inside, WIDE)
+    u = _uniform_numbers(keys, inside, T.wide)
     chosen = tl.where(u * (positive - negative) < positive, kept_positive, kept_negative)
     # Zero times the sum: infinities and NaN are not dropped.
     total = chosen + leaked + 0 * (positive + negative)
-    _write(addresses, first, size, total, ELEMENTS, DTYPE, VECTOR)
+    _write(addresses, first, size, total, T)
 
 
 @triton.jit(do_not_specialize=["leaks", "keys", "tasks"])
@@ -299,36 +211,15 @@ def drop_signs_kernel(
     leaks,
     keys,
     tasks,
-    TASKS: tl.constexpr,
-    ELEMENTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    VECTOR: tl.constexpr,
+    TASKS: constexpr,
+    ELEMENTS: constexpr,
+    DTYPE: constexpr,
 ):
     """One tile; leaks float64 [tasks], keys int64, one for each 2^32 elements."""
-    item = tl.program_id(0).to(tl.int64)
-    number = tl.load(items + item * 2).to(tl.int64)
-    first = tl.load(items + item * 2 + 1).to(tl.int64) * ELEMENTS
-    tensor = tensors + number * TENSOR_FIELDS
-    addresses = table + number * (tasks + GRADIENTS)
-    size = tl.load(tensor + SIZE)
+    tensor, addresses, size, first = _item(items, tensors, table, tasks, ELEMENTS)
     offset = tl.load(tensor + FIRST_INDEX)
+    T: constexpr = traits(TASKS, ELEMENTS, DTYPE)
     if (tl.load(addresses + ALIGNED) != 0) & (first + ELEMENTS <= size):
-        _drop_tile(
-            addresses,
-            first,
-            offset,
-            size,
-            leaks,
-            keys,
-            tasks,
-            TASKS,
-            ELEMENTS,
-            DTYPE,
-            WIDE,
-            VECTOR,
-        )
+        _drop_tile(addresses, first, offset, size, leaks, keys, tasks, T)
     else:
-        _drop_tile(
-            addresses, first, offset, size, leaks, keys, tasks, TASKS, ELEMENTS, DTYPE, WIDE, 1
-        )
+        _drop_tile(addresses, first, offset, size, leaks, keys, tasks, unaligned(T))

@@ -6,55 +6,48 @@ in conflict are visited again, two reads and a write, from the L2 cache as far a
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from cs_kernels.ops.gpu.phase2_plan import CallField, Counter, ItemKind, TensorField
 from cs_kernels.ops.triton.primitives import (
     added_up,
     arrive,
     narrowed,
-    pointer,
     pointers,
     publish,
+    traits,
+    unaligned,
     wait,
     widened,
 )
 
-SEGMENT = tl.constexpr(32)
+SEGMENT = constexpr(32)
 """Elements of a row that are processed together; the last segment of a row may have fewer."""
 
-ENERGY_ROWS = tl.constexpr(4)
-ENERGY_COLUMNS = tl.constexpr(256)
+ENERGY_ROWS = constexpr(4)
+ENERGY_COLUMNS = constexpr(256)
 
-ENERGY = tl.constexpr(ItemKind.ENERGY)
-SUM = tl.constexpr(ItemKind.SUM)
-PROJECT = tl.constexpr(ItemKind.PROJECT)
+ENERGY, SUM, PROJECT = map(constexpr, ItemKind)
 
-ROWS = tl.constexpr(TensorField.ROWS)
-LENGTH = tl.constexpr(TensorField.LENGTH)
-CHANNELS = tl.constexpr(TensorField.CHANNELS)
-INNER = tl.constexpr(TensorField.INNER)
-ROW_SEGMENTS = tl.constexpr(TensorField.ROW_SEGMENTS)
-SIZE = tl.constexpr(TensorField.SIZE)
-KERNEL_SIZE = tl.constexpr(TensorField.KERNEL_SIZE)
-LAYER = tl.constexpr(TensorField.LAYER)
-FIRST_ROW = tl.constexpr(TensorField.FIRST_ROW)
-FIRST_SUM = tl.constexpr(TensorField.FIRST_SUM)
-SUM_ITEMS = tl.constexpr(TensorField.SUM_ITEMS)
-TILES = tl.constexpr(TensorField.TILES)
-ENERGY_ITEMS = tl.constexpr(TensorField.ENERGY_ITEMS)
-TENSOR_FIELDS = tl.constexpr(len(TensorField))
+ROWS = constexpr(TensorField.ROWS)
+LENGTH = constexpr(TensorField.LENGTH)
+CHANNELS = constexpr(TensorField.CHANNELS)
+INNER = constexpr(TensorField.INNER)
+ROW_SEGMENTS = constexpr(TensorField.ROW_SEGMENTS)
+SIZE = constexpr(TensorField.SIZE)
+KERNEL_SIZE = constexpr(TensorField.KERNEL_SIZE)
+LAYER = constexpr(TensorField.LAYER)
+FIRST_ROW = constexpr(TensorField.FIRST_ROW)
+FIRST_SUM = constexpr(TensorField.FIRST_SUM)
+SUM_ITEMS = constexpr(TensorField.SUM_ITEMS)
+TILES = constexpr(TensorField.TILES)
+ENERGY_ITEMS = constexpr(TensorField.ENERGY_ITEMS)
+TENSOR_FIELDS = constexpr(len(TensorField))
 
-UPDATE = tl.constexpr(CallField.UPDATE)
-WEIGHT = tl.constexpr(CallField.WEIGHT)
-PRIORITY = tl.constexpr(CallField.PRIORITY)
-ALIGNED = tl.constexpr(CallField.ALIGNED)
-GRADIENTS = tl.constexpr(CallField.GRADIENTS)
+UPDATE, WEIGHT, PRIORITY, ALIGNED, GRADIENTS = map(constexpr, CallField)
 
-ENERGIES_DONE = tl.constexpr(Counter.ENERGIES_DONE)
-PRIORITY_READY = tl.constexpr(Counter.PRIORITY_READY)
-SUMS_DONE = tl.constexpr(Counter.SUMS_DONE)
-COEFFICIENTS_READY = tl.constexpr(Counter.COEFFICIENTS_READY)
-LAYER_COUNTERS = tl.constexpr(len(Counter))
+ENERGIES_DONE, PRIORITY_READY, SUMS_DONE, COEFFICIENTS_READY = map(constexpr, Counter)
+LAYER_COUNTERS = constexpr(len(Counter))
 
 
 @triton.jit
@@ -68,12 +61,12 @@ def _offset(tensor, row, column):
 
 
 @triton.jit
-def _tile(tensor, first, NUMBER: tl.constexpr, VECTOR: tl.constexpr):
-    """Rows [NUMBER], offsets and mask [NUMBER, SEGMENT] of the segments from `first` on.
+def _tile(tensor, first, T: constexpr):
+    """Rows [segments], offsets and mask [segments, SEGMENT] of the segments from `first` on.
 
-    With VECTOR > 1, rows are contiguous and their lengths are multiples of it.
+    With T.vector > 1, rows are contiguous and their lengths are multiples of it.
     """
-    segment = first + tl.arange(0, NUMBER)
+    segment = first + tl.arange(0, T.elements // SEGMENT)
     row_segments = tl.load(tensor + ROW_SEGMENTS).to(tl.int32)
     length = tl.load(tensor + LENGTH)
     row = segment // row_segments
@@ -81,9 +74,9 @@ def _tile(tensor, first, NUMBER: tl.constexpr, VECTOR: tl.constexpr):
     left = tl.where(segment < tl.load(tensor + SIZE), length - column, 0)
     count = tl.minimum(left, SEGMENT).to(tl.int32)
     lane = tl.arange(0, SEGMENT)[None, :]
-    if VECTOR > 1:
-        count = tl.multiple_of(count, [VECTOR])
-        start = tl.multiple_of(row.to(tl.int64) * length + column, [VECTOR])
+    if T.vector > 1:
+        count = tl.multiple_of(count, [T.vector])
+        start = tl.multiple_of(row.to(tl.int64) * length + column, [T.vector])
         offset = start[:, None] + lane
     else:
         offset = _offset(tensor, row.to(tl.int64)[:, None], column[:, None] + lane)
@@ -91,13 +84,13 @@ def _tile(tensor, first, NUMBER: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def row_energies(tensor, weight, first, VECTOR: tl.constexpr):
+def row_energies(tensor, weight, first, VECTOR: constexpr):
     """Eq. (4) of ENERGY_ROWS rows from `first` on, and whether there are such rows."""
     row = first + tl.arange(0, ENERGY_ROWS)
     inside = row < tl.load(tensor + ROWS)
     length = tl.load(tensor + LENGTH)
     energy = tl.zeros([ENERGY_ROWS, ENERGY_COLUMNS], tl.float64)
-    UNROLL: tl.constexpr = 4 if VECTOR > 1 else 1  # loads in flight
+    UNROLL: constexpr = 4 if VECTOR > 1 else 1  # loads in flight
     for start in range(0, length, UNROLL * ENERGY_COLUMNS):
         for n in tl.static_range(UNROLL):
             column = start + n * ENERGY_COLUMNS
@@ -108,22 +101,22 @@ def row_energies(tensor, weight, first, VECTOR: tl.constexpr):
                 begin = tl.multiple_of(row.to(tl.int64) * length + column, [VECTOR])
                 offset = begin[:, None] + lane[None, :]
             else:
-                offset = _offset(
-                    tensor, row.to(tl.int64)[:, None], (column + lane).to(tl.int64)[None, :]
-                )
+                wide = (column + lane).to(tl.int64)
+                offset = _offset(tensor, row.to(tl.int64)[:, None], wide[None, :])
             mask = inside[:, None] & (lane < left)[None, :]
-            w = tl.load(weight + offset, mask, other=0.0, eviction_policy="evict_first")
+            pointer = weight + offset
+            if VECTOR > 1:
+                pointer = tl.multiple_of(pointer, [1, 16])
+            w = tl.load(pointer, mask, other=0.0, eviction_policy="evict_first")
             w = widened(w, tl.float64)
             energy += w * w
     return tl.sum(energy, 1) / tl.load(tensor + KERNEL_SIZE).to(tl.float64), row, inside
 
 
 @triton.jit
-def strengths(
-    energy, gamma, variance, epsilon, rows, first, tasks, TASKS: tl.constexpr, NUMBER: tl.constexpr
-):
-    """Eq. (6), [TASKS, NUMBER] of the rows from `first` on; zero outside."""
-    row = first + tl.arange(0, NUMBER)
+def strengths(energy, gamma, variance, epsilon, rows, first, tasks, TASKS: constexpr):
+    """Eq. (6), [TASKS, 512 / TASKS] of the rows from `first` on; zero outside."""
+    row = first + tl.arange(0, 512 // TASKS)
     task = tl.arange(0, TASKS)
     mask = (row < rows)[None, :] & (task < tasks)[:, None]
     offset = task.to(tl.int64)[:, None] * rows + row[None, :]
@@ -143,7 +136,7 @@ def normalized(strength, total):
 
 
 @triton.jit
-def top_task(strength, tasks, TASKS: tl.constexpr):
+def top_task(strength, tasks, TASKS: constexpr):
     """Eq. (10); a NaN never wins, the lowest of equals does."""
     lowest = -float("inf")
     task = tl.arange(0, TASKS)[:, None]
@@ -152,104 +145,84 @@ def top_task(strength, tasks, TASKS: tl.constexpr):
 
 
 @triton.jit
-def strength_totals(
-    energy, gamma, variance, epsilon, rows, tasks, TASKS: tl.constexpr, NUMBER: tl.constexpr
-):
+def strength_totals(energy, gamma, variance, epsilon, rows, tasks, TASKS: constexpr):
     """The sums over the rows, [TASKS]."""
+    NUMBER: constexpr = 512 // TASKS
     total = tl.zeros([TASKS, NUMBER], tl.float64)
     for first in range(0, rows, NUMBER):
-        strength, _ = strengths(energy, gamma, variance, epsilon, rows, first, tasks, TASKS, NUMBER)
+        strength, _ = strengths(energy, gamma, variance, epsilon, rows, first, tasks, TASKS)
         total += strength
     return tl.sum(total, 1)
 
 
 @triton.jit
-def _find_priorities(
-    tensor, addresses, energy, gamma, variance, epsilon, tasks, TASKS: tl.constexpr
-):
-    NUMBER: tl.constexpr = 512 // TASKS
+def _priorities(addresses):
+    return tl.load(addresses + PRIORITY).to(tl.pointer_type(tl.int64))
+
+
+@triton.jit
+def _find_priorities(tensor, addresses, energy, gamma, variance, epsilon, tasks, TASKS: constexpr):
     rows = tl.load(tensor + ROWS)
     first_row = tl.load(tensor + FIRST_ROW)
     energy += first_row
     gamma += first_row * tasks
     variance += first_row * tasks
     epsilon += tl.load(tensor + LAYER) * tasks
-    priority = pointer(tl.load(addresses + PRIORITY), tl.int64)
-    total = strength_totals(energy, gamma, variance, epsilon, rows, tasks, TASKS, NUMBER)
-    for first in range(0, rows, NUMBER):
-        strength, row = strengths(
-            energy, gamma, variance, epsilon, rows, first, tasks, TASKS, NUMBER
-        )
+    priority = _priorities(addresses)
+    total = strength_totals(energy, gamma, variance, epsilon, rows, tasks, TASKS)
+    for first in range(0, rows, 512 // TASKS):
+        strength, row = strengths(energy, gamma, variance, epsilon, rows, first, tasks, TASKS)
         tl.store(priority + row, top_task(normalized(strength, total), tasks, TASKS), row < rows)
 
 
 @triton.jit
-def _reference_gradient(addresses, priority, tasks, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
-    """Pointers to the reference gradient of each segment [NUMBER, 1], and whether it exists."""
+def _reference_gradient(addresses, priority, tasks, T: constexpr):
+    """Pointers to the reference gradient of each segment [segments, 1], and whether it exists."""
     known = (priority >= 0) & (priority < tasks)
     address = tl.load(addresses + GRADIENTS + priority, known, other=0)
-    return pointers(address, DTYPE, VECTOR)[:, None], (address != 0)[:, None]
+    return pointers(address, T)[:, None], (address != 0)[:, None]
 
 
 @triton.jit
-def _sum_and_products(
-    tensor,
-    addresses,
-    index,
-    tiles,
-    products,
-    tasks,
-    TASKS: tl.constexpr,
-    NUMBER: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+def _gradients(addresses, task, offset, mask, tasks, T: constexpr):
+    """Elements of some tasks' gradients, [tasks, segments, SEGMENT]."""
+    address = tl.load(addresses + GRADIENTS + task, task < tasks, other=0)
+    pointer = pointers(address, T)[:, None, None] + offset[None, :, :]
+    g = tl.load(pointer, (address != 0)[:, None, None] & mask[None, :, :], other=0.0)
+    return widened(g, T.wide)
+
+
+@triton.jit
+def _sum_and_products(tensor, addresses, index, tiles, products, tasks, T: constexpr):
     """A SUM item: writes the plain sum; products[i, j] = <G_i, G_j> over channel group i."""
-    BLOCK: tl.constexpr = min(TASKS, 8)
+    NUMBER: constexpr = T.elements // SEGMENT
     # A tensor without prioritized channels has no groups.
     groups = tl.where(tl.load(tensor + LAYER) >= 0, tasks, 0)
-    priorities = pointer(tl.load(addresses + PRIORITY), tl.int64)
-    update = pointer(tl.load(addresses + UPDATE), DTYPE)
-    if VECTOR > 1:
-        update = tl.multiple_of(update, 16)
-    task = tl.arange(0, BLOCK)
-    kept = tl.zeros([BLOCK, BLOCK], tl.float64)
+    priorities = _priorities(addresses)
+    update = pointers(tl.load(addresses + UPDATE), T)
+    task = tl.arange(0, T.block)
+    kept = tl.zeros([T.block, T.block], tl.float64)
     begin = index * tiles * NUMBER
     end = tl.minimum(begin + tiles * NUMBER, tl.load(tensor + SIZE).to(tl.int32))
     for start in range(begin, end, NUMBER):
-        row, offset, mask = _tile(tensor, start, NUMBER, VECTOR)
+        row, offset, mask = _tile(tensor, start, T)
         inside = row < tl.where(groups > 0, tl.load(tensor + ROWS), 0)
         priority = tl.load(priorities + row, inside, other=-1).to(tl.int32)
-        if TASKS <= 8:
-            address = tl.load(addresses + GRADIENTS + task, task < tasks, other=0)
-            g = tl.load(
-                pointers(address, DTYPE, VECTOR)[:, None, None] + offset[None, :, :],
-                (address != 0)[:, None, None] & mask[None, :, :],
-                other=0.0,
-            )
-            g = widened(g, WIDE)
+        if T.tasks <= 8:
+            g = _gradients(addresses, task, offset, mask, tasks, T)
             total = tl.sum(g, 0)
             reference = tl.sum(tl.where(task[:, None, None] == priority[None, :, None], g, 0.0), 0)
             dots = tl.sum(reference[None, :, :] * g, 2).to(tl.float64)
-            for i in range(TASKS):
+            for i in range(T.tasks):
                 of_group = tl.sum(tl.where(priority[None, :] == i, dots, 0.0), 1)
                 kept += tl.where(task[:, None] == i, of_group[None, :], 0.0)
         else:
-            reference_pointer, exists = _reference_gradient(
-                addresses, priority, tasks, DTYPE, VECTOR
-            )
-            reference = widened(tl.load(reference_pointer + offset, exists & mask, other=0.0), WIDE)
-            total = tl.zeros([NUMBER, SEGMENT], WIDE)
-            for first in range(0, tasks, BLOCK):
+            pointer_i, exists = _reference_gradient(addresses, priority, tasks, T)
+            reference = widened(tl.load(pointer_i + offset, exists & mask, other=0.0), T.wide)
+            total = tl.zeros([NUMBER, SEGMENT], T.wide)
+            for first in range(0, tasks, T.block):
                 j = first + task
-                address = tl.load(addresses + GRADIENTS + j, j < tasks, other=0)
-                g = tl.load(
-                    pointers(address, DTYPE, VECTOR)[:, None, None] + offset[None, :, :],
-                    (address != 0)[:, None, None] & mask[None, :, :],
-                    other=0.0,
-                )
-                g = widened(g, WIDE)
+                g = _gradients(addresses, j, offset, mask, tasks, T)
                 total += tl.sum(g, 0)
                 dots = tl.sum(reference[None, :, :] * g, 2).to(tl.float64)
                 for i in range(tasks):
@@ -258,25 +231,24 @@ def _sum_and_products(
                     before = tl.load(slot, j < tl.where(start > begin, groups, 0), other=0.0)
                     tl.store(slot, before + of_group, j < groups)
             tl.debug_barrier()
-        tl.store(update + offset, narrowed(total, DTYPE), mask)
-    if TASKS <= 8:
+        tl.store(update + offset, narrowed(total, T.dtype), mask)
+    if T.tasks <= 8:
         i = task[:, None]
         j = task[None, :]
         tl.store(products + i * tasks + j, kept, (i < groups) & (j < groups))
 
 
 @triton.jit
-def _find_coefficients(tensor, item_products, products, coefficients, tasks, TASKS: tl.constexpr):
+def _find_coefficients(tensor, item_products, products, coefficients, tasks, T: constexpr):
     """Adds up d_ij; a_i = -sum over j != i with d_ij < 0 of d_ij / d_ii, where d_ii > 0; else 0."""
-    GROUPS: tl.constexpr = TASKS if TASKS <= 8 else 1
     items = tl.load(tensor + SUM_ITEMS)
-    for first_i in range(0, tasks, GROUPS):
-        d_i = added_up(item_products, items, first_i, tasks, GROUPS, TASKS, False)
-        group = first_i + tl.arange(0, GROUPS)
-        j = tl.arange(0, TASKS)
+    for first_i in range(0, tasks, T.rows):
+        d_i = added_up(item_products, items, first_i, tasks, T, False)
+        group = first_i + tl.arange(0, T.rows)
+        j = tl.arange(0, T.tasks)
         known = (group < tasks)[:, None] & (j < tasks)[None, :]
         tl.store(products + group[:, None] * tasks + j[None, :], d_i, known)
-        itself = group[:, None] == tl.arange(0, TASKS)[None, :]
+        itself = group[:, None] == j[None, :]
         d_ii = tl.sum(tl.where(itself, d_i, 0.0), 1)[:, None]
         rivals = (~itself) & (d_i < 0) & (d_ii > 0)
         share = tl.where(rivals, -d_i / tl.where(d_ii > 0, d_ii, 1.0), 0.0)
@@ -284,38 +256,26 @@ def _find_coefficients(tensor, item_products, products, coefficients, tasks, TAS
 
 
 @triton.jit
-def _project(
-    tensor,
-    addresses,
-    index,
-    tiles,
-    coefficients,
-    tasks,
-    TASKS: tl.constexpr,
-    NUMBER: tl.constexpr,
-    DTYPE: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+def _project(tensor, addresses, index, tiles, coefficients, tasks, T: constexpr):
     """A PROJECT item. In float64: a_i may be beyond float32's range where a_i * G_i is not."""
-    task = tl.arange(0, TASKS)
+    NUMBER: constexpr = T.elements // SEGMENT
+    task = tl.arange(0, T.tasks)
     conflicts = tl.max(tl.load(coefficients + task, task < tasks, other=0.0), 0) > 0
-    priorities = pointer(tl.load(addresses + PRIORITY), tl.int64)
-    update = pointer(tl.load(addresses + UPDATE), DTYPE)
-    if VECTOR > 1:
-        update = tl.multiple_of(update, 16)
+    priorities = _priorities(addresses)
+    update = pointers(tl.load(addresses + UPDATE), T)
     begin = index * tiles * NUMBER
     end = tl.minimum(begin + tiles * NUMBER, tl.load(tensor + SIZE).to(tl.int32))
     for start in range(begin, tl.where(conflicts, end, begin), NUMBER):
-        row, offset, mask = _tile(tensor, start, NUMBER, VECTOR)
+        row, offset, mask = _tile(tensor, start, T)
         inside = row < tl.load(tensor + ROWS)
         priority = tl.load(priorities + row, inside, other=-1).to(tl.int32)
         known = (priority >= 0) & (priority < tasks)
         coefficient = tl.load(coefficients + priority, known, other=0.0)
-        pointer_i, exists = _reference_gradient(addresses, priority, tasks, DTYPE, VECTOR)
+        pointer_i, exists = _reference_gradient(addresses, priority, tasks, T)
         mask = mask & exists & (coefficient > 0)[:, None]
         reference = widened(tl.load(pointer_i + offset, mask, other=0.0), tl.float64)
         total = widened(tl.load(update + offset, mask, other=0.0), tl.float64)
-        tl.store(update + offset, narrowed(total + coefficient[:, None] * reference, DTYPE), mask)
+        tl.store(update + offset, narrowed(total + coefficient[:, None] * reference, T.dtype), mask)
 
 
 @triton.jit(do_not_specialize=["ticket", "counters", "tasks"])
@@ -333,11 +293,9 @@ def phase2_kernel(
     products,
     coefficients,
     tasks,
-    TASKS: tl.constexpr,
-    NUMBER: tl.constexpr,
-    DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    VECTOR: tl.constexpr,
+    TASKS: constexpr,
+    ELEMENTS: constexpr,
+    DTYPE: constexpr,
 ):
     """One item.
 
@@ -355,13 +313,13 @@ def phase2_kernel(
         products: float64 [layers, tasks, tasks], d_ij of the channel groups.
         coefficients: float64 [layers, tasks], a_i; read where there are PROJECT items alone.
         tasks: K.
-        TASKS: A power of two, K or greater; 64 stands for all K > 8.
-        NUMBER: Segments of a tile.
-        DTYPE: Of weights, gradients and updates.
-        WIDE: What a segment's products are added up in.
-        VECTOR: Elements in 16 bytes.
+        TASKS: As in `Traits`.
+        ELEMENTS: Likewise.
+        DTYPE: Likewise.
 
     """
+    T: constexpr = traits(TASKS, ELEMENTS, DTYPE)
+    ANY: constexpr = unaligned(T, 4)
     item = items + tl.atomic_add(ticket, 1, sem="relaxed").to(tl.int64) * 3
     kind = tl.load(item)
     number = tl.load(item + 1).to(tl.int64)
@@ -375,11 +333,10 @@ def phase2_kernel(
     products += layer * (tasks * tasks)
     coefficients += layer * tasks
     if kind == ENERGY:
-        weight = pointer(tl.load(addresses + WEIGHT), DTYPE)
+        weight = pointers(tl.load(addresses + WEIGHT), ANY)
         first = index * ENERGY_ROWS
         if aligned:
-            weight = tl.multiple_of(weight, 16)
-            e, row, inside = row_energies(tensor, weight, first, VECTOR)
+            e, row, inside = row_energies(tensor, weight, first, T.vector)
         else:
             e, row, inside = row_energies(tensor, weight, first, 1)
         tl.store(energy + tl.load(tensor + FIRST_ROW) + row, e, inside)
@@ -391,62 +348,25 @@ def phase2_kernel(
         if (layer >= 0) & (tl.load(tensor + ENERGY_ITEMS) > 0):
             wait(counters + PRIORITY_READY)
         if aligned:
-            _sum_and_products(
-                tensor,
-                addresses,
-                index,
-                tiles,
-                item_products,
-                tasks,
-                TASKS,
-                NUMBER,
-                DTYPE,
-                WIDE,
-                VECTOR,
-            )
+            _sum_and_products(tensor, addresses, index, tiles, item_products, tasks, T)
         else:
-            _sum_and_products(
-                tensor,
-                addresses,
-                index,
-                tiles * 4,
-                item_products,
-                tasks,
-                TASKS,
-                NUMBER // 4,
-                DTYPE,
-                WIDE,
-                1,
-            )
+            _sum_and_products(tensor, addresses, index, tiles * 4, item_products, tasks, ANY)
         if layer >= 0:
             if arrive(counters + SUMS_DONE, tl.load(tensor + SUM_ITEMS)):
                 first = item_products - index * (tasks * tasks)
-                _find_coefficients(tensor, first, products, coefficients, tasks, TASKS)
+                _find_coefficients(tensor, first, products, coefficients, tasks, T)
                 publish(counters + COEFFICIENTS_READY)
     else:
         tiles = tl.load(tensor + TILES).to(tl.int32)
         wait(counters + COEFFICIENTS_READY)
         if aligned:
-            _project(
-                tensor, addresses, index, tiles, coefficients, tasks, TASKS, NUMBER, DTYPE, VECTOR
-            )
+            _project(tensor, addresses, index, tiles, coefficients, tasks, T)
         else:
-            _project(
-                tensor,
-                addresses,
-                index,
-                tiles * 4,
-                coefficients,
-                tasks,
-                TASKS,
-                NUMBER // 4,
-                DTYPE,
-                1,
-            )
+            _project(tensor, addresses, index, tiles * 4, coefficients, tasks, ANY)
 
 
 @triton.jit
-def energy_kernel(tensor, weight, energy, VECTOR: tl.constexpr):
+def energy_kernel(tensor, weight, energy, VECTOR: constexpr):
     """Eq. (4) of one layer, ENERGY_ROWS rows for each program. Reads the weight once."""
     first = tl.program_id(0) * ENERGY_ROWS
     e, row, inside = row_energies(tensor, weight, first, VECTOR)
@@ -455,26 +375,15 @@ def energy_kernel(tensor, weight, energy, VECTOR: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "tasks"])
 def strength_kernel(
-    energy,
-    gamma,
-    variance,
-    epsilon,
-    out,
-    rows,
-    tasks,
-    NORMALIZE: tl.constexpr,
-    TASKS: tl.constexpr,
+    energy, gamma, variance, epsilon, out, rows, tasks, NORMALIZE: constexpr, TASKS: constexpr
 ):
     """Eq. (6) of one layer, and Eq. (7); one program. Reads and writes O numbers for each task."""
-    NUMBER: tl.constexpr = 512 // TASKS
     task = tl.arange(0, TASKS)
     total = tl.zeros([TASKS], tl.float64)
     if NORMALIZE:
-        total = strength_totals(energy, gamma, variance, epsilon, rows, tasks, TASKS, NUMBER)
-    for first in range(0, rows, NUMBER):
-        strength, row = strengths(
-            energy, gamma, variance, epsilon, rows, first, tasks, TASKS, NUMBER
-        )
+        total = strength_totals(energy, gamma, variance, epsilon, rows, tasks, TASKS)
+    for first in range(0, rows, 512 // TASKS):
+        strength, row = strengths(energy, gamma, variance, epsilon, rows, first, tasks, TASKS)
         if NORMALIZE:
             strength = normalized(strength, total)
         offset = task.to(tl.int64)[:, None] * rows + row[None, :]
@@ -482,9 +391,9 @@ def strength_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "tasks"])
-def priority_kernel(strength, out, rows, tasks, TASKS: tl.constexpr):
+def priority_kernel(strength, out, rows, tasks, TASKS: constexpr):
     """Eq. (10), 512 / TASKS rows for each program. Reads O numbers for each task and writes O."""
-    NUMBER: tl.constexpr = 512 // TASKS
+    NUMBER: constexpr = 512 // TASKS
     row = tl.program_id(0) * NUMBER + tl.arange(0, NUMBER)
     task = tl.arange(0, TASKS)
     offset = task.to(tl.int64)[:, None] * rows + row[None, :]

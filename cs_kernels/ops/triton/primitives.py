@@ -1,14 +1,53 @@
 """Parts of kernels: conversions, addresses, synchronization of programs, sums in a fixed order."""
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 # The interpreter truncates to bfloat16 instead of rounding.
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+_INTERPRETED = constexpr(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a kernel is compiled for, with all that follows from it."""
+
+    tasks: constexpr
+    """A power of two, K or greater; 64 stands for all K > 8."""
+    elements: constexpr
+    """Elements of a tile."""
+    dtype: constexpr
+    """Of weights, gradients and updates."""
+    wide: constexpr
+    """What the products of a tile are added up in."""
+    vector: constexpr
+    """Elements in 16 bytes; 1 if addresses are not aligned."""
+    block: constexpr
+    """Tasks whose gradients are in registers together."""
+    rows: constexpr
+    """Rows of products [tasks, tasks] that are added up together."""
+
+
+@triton.constexpr_function
+def traits(TASKS, ELEMENTS, DTYPE, ALIGNED=True):
+    """The traits of a kernel with these arguments, where addresses are aligned to 16 bytes."""
+    bits = DTYPE.primitive_bitwidth
+    wide = tl.float64 if bits > 16 else tl.float32
+    vector = 128 // bits if ALIGNED else 1
+    rows = TASKS if TASKS <= 8 else 1
+    return Traits(*map(constexpr, (TASKS, ELEMENTS, DTYPE, wide, vector, min(TASKS, 8), rows)))
+
+
+@triton.constexpr_function
+def unaligned(T, PARTS=1):
+    """The same for any addresses, with tiles of a part of the elements."""
+    return traits(T.tasks, T.elements // PARTS, T.dtype, False)
 
 
 @triton.jit
-def widened(x, WIDE: tl.constexpr):
+def widened(x, WIDE: constexpr):
     """Conversion of any type to float32 or float64; exact."""
     if _INTERPRETED and x.dtype == tl.bfloat16:
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -18,7 +57,7 @@ def widened(x, WIDE: tl.constexpr):
 
 
 @triton.jit
-def narrowed(x, DTYPE: tl.constexpr):
+def narrowed(x, DTYPE: constexpr):
     """Conversion to a type: round to nearest, ties to even."""
     if DTYPE == tl.bfloat16:
         x = x.to(tl.float32)
@@ -31,16 +70,10 @@ def narrowed(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def pointer(address, DTYPE: tl.constexpr):
-    """An address as a pointer."""
-    return address.to(tl.pointer_type(DTYPE))
-
-
-@triton.jit
-def pointers(address, DTYPE: tl.constexpr, VECTOR: tl.constexpr):
-    """A tensor of addresses as pointers, aligned to 16 bytes where VECTOR > 1."""
-    result = address.to(tl.pointer_type(DTYPE))
-    if VECTOR > 1:
+def pointers(address, T: constexpr):
+    """Addresses as pointers, aligned to 16 bytes where T.vector > 1."""
+    result = address.to(tl.pointer_type(T.dtype))
+    if T.vector > 1:
         result = tl.multiple_of(result, [16])
     return result
 
@@ -70,30 +103,22 @@ def wait(flag):
 
 
 @triton.jit
-def added_up(
-    products,
-    items,
-    first_i,
-    tasks,
-    GROUPS: tl.constexpr,
-    TASKS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-):
-    """Rows [first_i, first_i + GROUPS) of the sum of float64 [items, tasks, tasks] over items.
+def added_up(products, items, first_i, tasks, T: constexpr, SYMMETRIC: constexpr):
+    """Rows [first_i, first_i + T.rows) of the sum of float64 [items, tasks, tasks] over items.
 
     The order is fixed. If SYMMETRIC, only entries with i <= j are read.
     """
-    NUMBER: tl.constexpr = 1024 // (GROUPS * TASKS)
-    pair = tl.arange(0, GROUPS * TASKS)
-    i = first_i + pair // TASKS
-    j = pair % TASKS
+    NUMBER: constexpr = 1024 // (T.rows * T.tasks)
+    pair = tl.arange(0, T.rows * T.tasks)
+    i = first_i + pair // T.tasks
+    j = pair % T.tasks
     mask = (i < tasks) & (j < tasks)
     slot = i * tasks + j
     if SYMMETRIC:
         slot = tl.minimum(i, j) * tasks + tl.maximum(i, j)
-    total = tl.zeros([NUMBER, GROUPS * TASKS], tl.float64)
+    total = tl.zeros([NUMBER, T.rows * T.tasks], tl.float64)
     for first in range(0, items, NUMBER):
         n = (first + tl.arange(0, NUMBER)).to(tl.int64)[:, None]
         offset = n * (tasks * tasks) + slot[None, :]
         total += tl.load(products + offset, (n < items) & mask[None, :], other=0.0)
-    return tl.reshape(tl.sum(total, 0), [GROUPS, TASKS])
+    return tl.reshape(tl.sum(total, 0), [T.rows, T.tasks])

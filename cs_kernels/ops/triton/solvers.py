@@ -9,22 +9,23 @@ Memory traffic: K * K numbers are read and K written; the latency of dependent s
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 from cs_kernels.ops import solvers as numbers
 from cs_kernels.ops.triton.primitives import widened
 
-_RIDGE = tl.constexpr(numbers.RIDGE)
-_NASH_RIDGE = tl.constexpr(numbers.NASH_RIDGE)
-_NASH_STOP = tl.constexpr(numbers.NASH_STOP)
-_SLOPE = tl.constexpr(numbers.SLOPE)
-_STATIONARY = tl.constexpr(numbers.STATIONARY)
-_ZERO_SUM = tl.constexpr(numbers.ZERO_SUM)
-_EPSILON = tl.constexpr(numbers.EPSILON)
-_INFINITY = tl.constexpr(float("inf"))
+_RIDGE = constexpr(numbers.RIDGE)
+_NASH_RIDGE = constexpr(numbers.NASH_RIDGE)
+_NASH_STOP = constexpr(numbers.NASH_STOP)
+_SLOPE = constexpr(numbers.SLOPE)
+_STATIONARY = constexpr(numbers.STATIONARY)
+_ZERO_SUM = constexpr(numbers.ZERO_SUM)
+_EPSILON = constexpr(numbers.EPSILON)
+_INFINITY = constexpr(float("inf"))
 
 
 @triton.jit
-def _gramian(data, tasks, TASKS: tl.constexpr):
+def _gramian(data, tasks, TASKS: constexpr):
     """The Gramian of a program [TASKS, TASKS], zeros outside; and whether it is finite."""
     i = tl.arange(0, TASKS)[:, None]
     j = tl.arange(0, TASKS)[None, :]
@@ -35,19 +36,19 @@ def _gramian(data, tasks, TASKS: tl.constexpr):
 
 
 @triton.jit
-def _write(out, weights, finite, tasks, TASKS: tl.constexpr):
+def _write(out, weights, finite, tasks, TASKS: constexpr):
     task = tl.arange(0, TASKS)
     index = tl.program_id(0).to(tl.int64) * tasks + task
     tl.store(out + index, tl.where(finite, weights, float("nan")), task < tasks)
 
 
 @triton.jit
-def _identity(TASKS: tl.constexpr):
+def _identity(TASKS: constexpr):
     return tl.arange(0, TASKS)[:, None] == tl.arange(0, TASKS)[None, :]
 
 
 @triton.jit
-def _diagonal(m, TASKS: tl.constexpr):
+def _diagonal(m, TASKS: constexpr):
     return tl.sum(tl.where(_identity(TASKS), m, 0.0), 0)
 
 
@@ -58,13 +59,13 @@ def _times(m, x):
 
 
 @triton.jit
-def _at(x, k, TASKS: tl.constexpr):
+def _at(x, k, TASKS: constexpr):
     """x[k]."""
     return tl.sum(tl.where(tl.arange(0, TASKS) == k, x, 0), 0)
 
 
 @triton.jit
-def _lengths(data, tasks, TASKS: tl.constexpr):
+def _lengths(data, tasks, TASKS: constexpr):
     """Lengths and their inverses, 1 and 0 for a gradient of zero; whether they are nonzero."""
     task = tl.arange(0, TASKS)
     data += tl.program_id(0).to(tl.int64) * tasks * tasks
@@ -76,16 +77,17 @@ def _lengths(data, tasks, TASKS: tl.constexpr):
 
 
 @triton.jit
-def _correlations(g, inverse, nonzero, ridge, TASKS: tl.constexpr):
-    """C of the tasks that have a gradient, the identity elsewhere."""
+def _correlations(g, data, ridge, tasks, TASKS: constexpr):
+    """C of the tasks that have a gradient, the identity elsewhere; and what `_lengths` returns."""
+    length, inverse, nonzero = _lengths(data, tasks, TASKS)
     # A literal would be float32, which rounds 1 + 1e-12 to 1.
     diagonal = 1 + nonzero.to(tl.float64) * ridge
     c = g * inverse[:, None] * inverse[None, :]
-    return tl.where(_identity(TASKS), diagonal[None, :], c)
+    return tl.where(_identity(TASKS), diagonal[None, :], c), length, inverse, nonzero
 
 
 @triton.jit
-def _solve(m, b, tasks, TASKS: tl.constexpr):
+def _solve(m, b, tasks, TASKS: constexpr):
     """The x with m x = b, for a symmetric positive definite m, by sweeping out one task at a time.
 
     As in the elimination of Gauss and Jordan, but m stays symmetric: its row k is its column k.
@@ -104,14 +106,14 @@ def _solve(m, b, tasks, TASKS: tl.constexpr):
 
 
 @triton.jit
-def _among(c, free, TASKS: tl.constexpr):
+def _among(c, free, TASKS: constexpr):
     """C of some tasks, the identity elsewhere."""
     both = (free[:, None] > 0) & (free[None, :] > 0)
     return tl.where(both, c, tl.where(_identity(TASKS), 1.0, 0.0))
 
 
 @triton.jit
-def _non_negative(c, f, nonzero, tasks, TASKS: tl.constexpr):
+def _non_negative(c, f, nonzero, tasks, TASKS: constexpr):
     """Min 1/2 x'Cx - f'x over x >= 0 by the active-set method of Lawson and Hanson.
 
     Every turn of the loop solves once. Returns x and which entries are free (int32).
@@ -157,7 +159,7 @@ def _non_negative(c, f, nonzero, tasks, TASKS: tl.constexpr):
 
 
 @triton.jit
-def _rotated(m, partner, cosine, sine, ROWS: tl.constexpr, TASKS: tl.constexpr):
+def _rotated(m, partner, cosine, sine, ROWS: constexpr, TASKS: constexpr):
     """Rotates columns (or rows) of m with their partners."""
     if ROWS:
         index = tl.broadcast_to(partner[:, None], [TASKS, TASKS])
@@ -167,7 +169,7 @@ def _rotated(m, partner, cosine, sine, ROWS: tl.constexpr, TASKS: tl.constexpr):
 
 
 @triton.jit
-def _eigen(m, TASKS: tl.constexpr):
+def _eigen(m, TASKS: constexpr):
     """Eigenvalues and vectors (columns) by Jacobi's rotations, TASKS / 2 disjoint ones at once."""
     task = tl.arange(0, TASKS)
     vectors = tl.where(_identity(TASKS), 1.0, 0.0).to(tl.float64)
@@ -220,7 +222,7 @@ def _mixed(x):
 
 
 @triton.jit(do_not_specialize=["tasks"])
-def pcgrad_kernel(gramian, out, key, tasks, TASKS: tl.constexpr):
+def pcgrad_kernel(gramian, out, key, tasks, TASKS: constexpr):
     """PCGrad. Row i is task i, which meets the others in random order; key int64 [1]."""
     g, finite = _gramian(gramian, tasks, TASKS)
     number = tl.program_id(0).to(tl.uint64)
@@ -250,12 +252,11 @@ def pcgrad_kernel(gramian, out, key, tasks, TASKS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tasks"])
-def mgda_kernel(gramian, out, tasks, TASKS: tl.constexpr):
+def mgda_kernel(gramian, out, tasks, TASKS: constexpr):
     """MGDA: with x >= 0 the minimizer of 1/2 x'Gx - 1'x, the min-norm point is x / sum x."""
     g, finite = _gramian(gramian, tasks, TASKS)
     task = tl.arange(0, TASKS)
-    length, inverse, nonzero = _lengths(gramian, tasks, TASKS)
-    c = _correlations(g, inverse, nonzero, _RIDGE, TASKS)
+    c, length, inverse, nonzero = _correlations(g, gramian, _RIDGE, tasks, TASKS)
     shortest = tl.min(tl.where(nonzero, length, _INFINITY), 0)
     relative = shortest * inverse
     x, _ = _non_negative(c, relative, nonzero, tasks, TASKS)
@@ -269,11 +270,10 @@ def mgda_kernel(gramian, out, tasks, TASKS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tasks"])
-def upgrad_kernel(gramian, out, tasks, TASKS: tl.constexpr):
+def upgrad_kernel(gramian, out, tasks, TASKS: constexpr):
     """UPGrad: each gradient projected onto the dual cone of all, then their mean."""
     g, finite = _gramian(gramian, tasks, TASKS)
-    length, inverse, nonzero = _lengths(gramian, tasks, TASKS)
-    c = _correlations(g, inverse, nonzero, _RIDGE, TASKS)
+    c, length, inverse, nonzero = _correlations(g, gramian, _RIDGE, tasks, TASKS)
     total = tl.zeros([TASKS], tl.float64) + 1
     for i in range(tasks):
         if _at(tl.where(nonzero, 1, 0), i, TASKS) > 0:
@@ -285,7 +285,7 @@ def upgrad_kernel(gramian, out, tasks, TASKS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tasks"])
-def cagrad_kernel(gramian, out, factor, tasks, TASKS: tl.constexpr):
+def cagrad_kernel(gramian, out, factor, tasks, TASKS: constexpr):
     """CAGrad: mu where the shortest correction that gives all g_i.d >= mu is as long as allowed.
 
     factor: float64 [1], c.
@@ -295,8 +295,7 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: tl.constexpr):
     along = tl.sum(g, 0) * share
     square = tl.sum(along, 0) * share
     radius = tl.load(factor) * tl.sqrt(tl.maximum(square, 0.0))
-    length, inverse, nonzero = _lengths(gramian, tasks, TASKS)
-    c = _correlations(g, inverse, nonzero, _RIDGE, TASKS)
+    c, length, inverse, nonzero = _correlations(g, gramian, _RIDGE, tasks, TASKS)
     present = tl.sum(tl.where(nonzero, 1, 0), 0)
     correction = tl.zeros([TASKS], tl.float64)
     # The search would not end for numbers that are not finite.
@@ -338,11 +337,10 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tasks"])
-def nash_mtl_kernel(gramian, out, tasks, TASKS: tl.constexpr):
+def nash_mtl_kernel(gramian, out, tasks, TASKS: constexpr):
     """NashMTL: G a = 1 / a, the minimum of 1/2 a'Ga - sum log a_i, by a damped Newton method."""
     g, finite = _gramian(gramian, tasks, TASKS)
-    _, inverse, nonzero = _lengths(gramian, tasks, TASKS)
-    c = _correlations(g, inverse, nonzero, _NASH_RIDGE, TASKS)
+    c, _, inverse, nonzero = _correlations(g, gramian, _NASH_RIDGE, tasks, TASKS)
     v = tl.zeros([TASKS], tl.float64) + 1
     turn = 0
     searching = finite
@@ -360,7 +358,7 @@ def nash_mtl_kernel(gramian, out, tasks, TASKS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tasks"])
-def imtl_g_kernel(gramian, out, tasks, TASKS: tl.constexpr):
+def imtl_g_kernel(gramian, out, tasks, TASKS: constexpr):
     """IMTL-G: the update's components along all gradients are equal, the weights sum to one."""
     g, finite = _gramian(gramian, tasks, TASKS)
     length, inverse, nonzero = _lengths(gramian, tasks, TASKS)
@@ -380,7 +378,7 @@ def imtl_g_kernel(gramian, out, tasks, TASKS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tasks"])
-def aligned_mtl_kernel(gramian, out, tasks, SCALE: tl.constexpr, TASKS: tl.constexpr):
+def aligned_mtl_kernel(gramian, out, tasks, SCALE: constexpr, TASKS: constexpr):
     """Aligned-MTL: the gradients' principal components made equal in length; then the sum."""
     g, finite = _gramian(gramian, tasks, TASKS)
     values, vectors = _eigen(tl.where(finite, g, 0.0), TASKS)
