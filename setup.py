@@ -19,11 +19,9 @@ class CMakeBuild(build_ext):
         output = Path(self.get_ext_fullpath(ext.name)).resolve().parent
         # Given, it outlives this build: another one with the same options compiles nothing again.
         build = Path(os.environ.get("CS_KERNELS_BUILD") or self.build_temp).resolve()
-        source = Path(__file__).resolve().parent
-        jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(os.cpu_count() or 1)
         configure = [
             "cmake",
-            f"-S{source}",
+            f"-S{Path(__file__).resolve().parent}",
             f"-B{build}",
             "-GNinja",
             f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}",
@@ -34,7 +32,7 @@ class CMakeBuild(build_ext):
             f"-DCS_KERNELS_REPORT={os.environ.get('CS_KERNELS_REPORT', '0')}",
         ]
         subprocess.run(configure, check=True)
-        subprocess.run(["cmake", "--build", str(build), "--parallel", jobs], check=True)
+        subprocess.run(["cmake", "--build", str(build)], check=True)
 
 
 setup(ext_modules=[Extension("cs_kernels._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -16,22 +16,15 @@ from typing import Any
 import pytest
 import torch
 from harness.device import launches_and_synchronizations, median_milliseconds, milliseconds
-from harness.problems import Problem, check, make
+from harness.problems import Problem, cases, check, make, name_of
 from harness.shapes import NETWORKS
 from harness.textbook import textbook_pcgrad
+from harness.timing import median_ratio, quantiles
 from torch import nn
 
 import cs_kernels as cs
 
 BACKENDS = [name for name in ("triton", "cuda") if cs.available_backends()[name] is None]
-CASES = [
-    pytest.param(
-        network, tasks, dtype, id=f"{network}-K{tasks}-{str(dtype).removeprefix('torch.')}"
-    )
-    for network in ("resnet18", "resnet50", "hrnet18", "wide")
-    for tasks in (2, 4, 8)
-    for dtype in (torch.float32, torch.bfloat16)
-]
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -73,8 +66,7 @@ def check_replay(problem: Problem, replay: Callable[[], None]) -> None:
             update.fill_(torch.nan)
         replay()
         torch.cuda.synchronize()
-        for update, other in zip(problem.updates, expected, strict=True):
-            assert torch.equal(update, other)
+        torch.testing.assert_close(problem.updates, expected, rtol=0, atol=0)
 
 
 def peer_milliseconds(problem: Problem, rounds: int) -> dict[str, float]:
@@ -98,13 +90,8 @@ def peer_milliseconds(problem: Problem, rounds: int) -> dict[str, float]:
     return times
 
 
-def quantiles(times: list[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(times, n=10)
-    return {name: cuts[i] for name, i in (("p20", 1), ("p50", 4), ("p80", 7))}
-
-
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize(("network", "tasks", "dtype"), CASES)
+@cases("resnet18", "resnet50", "hrnet18", "wide")
 @torch.no_grad()
 def test_gpu(
     report: Any, quick: bool, network: str, tasks: int, dtype: torch.dtype, name: str
@@ -140,16 +127,14 @@ def test_gpu(
         backend=name,
         network=network,
         tasks=tasks,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=name_of(dtype),
         numel=problem.numel,
         bytes=problem.bytes,
         tensors=len(NETWORKS[network]),
         milliseconds=quantiles(steps),
         replayed_milliseconds=quantiles(replays),
         copy_gigabytes_per_second=problem.bytes / statistics.median(copies) / 1e6,
-        fraction_of_limit=statistics.median(
-            copy / step for step, copy in zip(replays, copies, strict=True)
-        ),
+        fraction_of_limit=median_ratio(copies, replays),
         launches=launches,
         synchronizations=waits,
         peers={

@@ -16,7 +16,7 @@ from harness.peers import TORCHJD, best_options, stacked, torchjd_matrix, torchj
 from harness.shapes import NETWORKS, Shape, first_layers
 from harness.synchronizations import host_synchronizations
 from harness.textbook import TEXTBOOK
-from harness.timing import Copy, median_seconds, seconds
+from harness.timing import Copy, median_ratio, median_seconds, seconds
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -89,14 +89,12 @@ def check(problem: Problem, name: str, method: cs.Method, gramian: Tensor) -> No
     assert update is not None
     if isinstance(method, cs.GramianMethod):
         expected = METHODS[name]().weights(gramian) @ head  # type: ignore[attr-defined]
-        allowed = 1e-6 * expected.abs().max()
     else:
         positive, negative = head.clamp(min=0).sum(0), head.clamp(max=0).sum(0)
         nearer = (update.flatten() - positive).abs() < (update.flatten() - negative).abs()
         expected = torch.where(nearer, positive, negative)
         assert abs(nearer.double().mean() - 0.5) < 0.05
-        allowed = 1e-6 * expected.abs().max()
-    assert (update.flatten() - expected).abs().max() <= allowed
+    assert (update.flatten() - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
 @pytest.mark.parametrize("tasks", [2, 4, 8, 16])
@@ -155,7 +153,7 @@ def test_methods(report: Any, quick: bool, network: str, tasks: int) -> None:
             numel=problem.numel,
             bytes=problem.moved(name),
             milliseconds={"step": 1e3 * step, "matrix": 1e3 * ours_matrix},
-            times_the_limit=statistics.median(s / c for s, c in zip(steps, copies, strict=True)),
+            times_the_limit=median_ratio(steps, copies),
             peers={
                 peer: {
                     "seconds": value,

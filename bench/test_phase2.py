@@ -9,24 +9,14 @@ import random
 import statistics
 from typing import Any
 
-import pytest
 import torch
 from harness.peers import TORCHJD, stacked, torchjd_matrix, torchjd_step
-from harness.problems import Problem, check, make
+from harness.problems import Problem, cases, check, make, name_of
 from harness.textbook import textbook_pcgrad
-from harness.timing import median_seconds, seconds
+from harness.timing import median_ratio, median_seconds, quantiles, seconds
 from torch import nn
 
 import cs_kernels as cs
-
-CASES = [
-    pytest.param(
-        network, tasks, dtype, id=f"{network}-K{tasks}-{str(dtype).removeprefix('torch.')}"
-    )
-    for network in ("resnet18", "small")
-    for tasks in (2, 4, 8)
-    for dtype in (torch.float32, torch.bfloat16)
-]
 
 
 def check_threads(problem: Problem) -> None:
@@ -36,11 +26,10 @@ def check_threads(problem: Problem) -> None:
         torch.set_num_threads(threads)
         problem.step()
         results.append([update.clone() for update in problem.updates])
-    for one, two in zip(*results, strict=True):
-        assert torch.equal(one, two)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("network", "tasks", "dtype"), CASES)
+@cases("resnet18", "small")
 @torch.no_grad()
 def test_phase2(
     benchmark: Any, report: Any, quick: bool, network: str, tasks: int, dtype: torch.dtype
@@ -84,21 +73,18 @@ def test_phase2(
             other.step()
 
     peers["reference"] = median_seconds(reference, slow)
-    quantiles = statistics.quantiles(steps, n=10)
     report.add(
         "phase2",
         network=f"{network}, 4 layers" if quick else network,
         tasks=tasks,
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=name_of(dtype),
         numel=problem.numel,
         bytes=problem.bytes,
         peers={
             name: {"seconds": value, "ratio": value / statistics.median(steps)}
             for name, value in peers.items()
         },
-        milliseconds={name: 1e3 * quantiles[i] for name, i in (("p20", 1), ("p50", 4), ("p80", 7))},
+        milliseconds=quantiles([1e3 * step for step in steps]),
         copy_gigabytes_per_second=problem.bytes / statistics.median(copies) / 1e9,
-        times_the_limit=statistics.median(
-            step / copy for step, copy in zip(steps, copies, strict=True)
-        ),
+        times_the_limit=median_ratio(steps, copies),
     )

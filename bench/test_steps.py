@@ -19,6 +19,7 @@ import torch
 from harness.device import launches_and_synchronizations
 from harness.settings import DEMO, HRNET18, Setting
 from harness.textbook import textbook_pcgrad
+from harness.timing import median_ratio
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -51,24 +52,21 @@ def _torchjd(name: str) -> cs.Method:
     return _Peer(lambda parameters, grads: torchjd_step(aggregator, parameters, stacked(grads)))
 
 
-ROWS: dict[str, Callable[[], tuple[cs.Method, cs.Schedule]]] = {
-    "Phase 1": lambda: (cs.ConnectionStrength(), cs.Sequential()),
-    "Sum": lambda: (cs.Sum(), cs.Joint()),
-    "Phase 2": lambda: (cs.ConnectionStrength(), cs.Joint()),
-    "PCGrad": lambda: (cs.PCGrad(), cs.Joint()),
-    "CAGrad": lambda: (cs.CAGrad(), cs.Joint()),
-    "MGDA": lambda: (cs.MGDA(), cs.Joint()),
-    "AlignedMTL": lambda: (cs.AlignedMTL(), cs.Joint()),
-    "NashMTL": lambda: (cs.NashMTL(), cs.Joint()),
-    "IMTLG": lambda: (cs.IMTLG(), cs.Joint()),
-    "UPGrad": lambda: (cs.UPGrad(), cs.Joint()),
-    "GradDrop": lambda: (cs.GradDrop(), cs.Joint()),
-    "textbook PCGrad": lambda: (
-        _Peer(lambda parameters, grads: textbook_pcgrad(grads)),
-        cs.Joint(),
-    ),
-    "TorchJD PCGrad": lambda: (_torchjd("PCGrad"), cs.Joint()),
-    "TorchJD CAGrad": lambda: (_torchjd("CAGrad"), cs.Joint()),
+ROWS: dict[str, Callable[[], cs.Method]] = {
+    "Phase 1": cs.ConnectionStrength,
+    "Sum": cs.Sum,
+    "Phase 2": cs.ConnectionStrength,
+    "PCGrad": cs.PCGrad,
+    "CAGrad": cs.CAGrad,
+    "MGDA": cs.MGDA,
+    "AlignedMTL": cs.AlignedMTL,
+    "NashMTL": cs.NashMTL,
+    "IMTLG": cs.IMTLG,
+    "UPGrad": cs.UPGrad,
+    "GradDrop": cs.GradDrop,
+    "textbook PCGrad": lambda: _Peer(lambda parameters, grads: textbook_pcgrad(grads)),
+    "TorchJD PCGrad": lambda: _torchjd("PCGrad"),
+    "TorchJD CAGrad": lambda: _torchjd("CAGrad"),
 }
 
 
@@ -195,14 +193,15 @@ def _trainings(setting: Setting) -> dict[str, Training]:
     rows: dict[str, Training] = {}
     gpu = [name for name in ("cuda", "triton") if cs.available_backends()[name] is None]
     for name, make in ROWS.items():
+        schedule = cs.Sequential() if name == "Phase 1" else cs.Joint()
         try:
-            rows[name] = Training(setting, *make(), None)
+            rows[name] = Training(setting, make(), schedule, None)
         except ImportError:
             assert name.startswith("TorchJD"), name  # It, or what its method needs, is missing.
             continue
         if name == "Phase 2" and setting.device == "cuda":
             for backend in gpu[1:]:
-                rows[f"{name}, {backend}"] = Training(setting, *make(), backend)
+                rows[f"{name}, {backend}"] = Training(setting, make(), schedule, backend)
     return rows
 
 
@@ -233,8 +232,6 @@ def test_training_steps(report: Any, quick: bool, setting: Setting) -> None:
             training.timed_step()
     first = trainings["Phase 1"].milliseconds
     for name, training in trainings.items():
-        ratios = [ours / one for ours, one in zip(training.milliseconds, first, strict=True)]
-        shares = [a / b for a, b in zip(training.surgery, training.milliseconds, strict=True)]
         report.add(
             "steps" if setting.device == "cpu" else "gpu_steps",
             network=setting.name,
@@ -245,7 +242,7 @@ def test_training_steps(report: Any, quick: bool, setting: Setting) -> None:
             milliseconds=statistics.median(training.milliseconds),
             surgery_milliseconds=statistics.median(training.surgery),
             surgery_host_milliseconds=statistics.median(training.host),
-            surgery_share=statistics.median(shares),
-            over_phase_1=statistics.median(ratios) - 1,
+            surgery_share=median_ratio(training.surgery, training.milliseconds),
+            over_phase_1=median_ratio(training.milliseconds, first) - 1,
             **training.on_device(),
         )

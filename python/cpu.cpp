@@ -1,8 +1,5 @@
-#include "cpu.h"
-
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
@@ -13,12 +10,14 @@
 #include "cs_kernels/combine.h"
 #include "cs_kernels/phase2.h"
 #include "cs_kernels/solvers.h"
+#include "module.h"
 #include "operands.h"
 
 namespace py = pybind11;
 
 namespace {
 
+using namespace cs_kernels;
 using namespace cs_kernels_python;
 
 void check_length(const char* name, std::size_t length, std::size_t expected) {
@@ -29,43 +28,32 @@ void check_length(const char* name, std::size_t length, std::size_t expected) {
 
 void strengths(Address energy, Address gamma, Address variance, const std::vector<double>& epsilon,
                std::int64_t rows, bool normalize, Address strength) {
-  cs_kernels::cpu::strengths({pointer<const double>(energy), pointer<const double>(gamma),
-                              pointer<const double>(variance), epsilon.data(), rows,
-                              static_cast<std::int32_t>(epsilon.size()), normalize,
-                              pointer<double>(strength)});
+  cpu::strengths({energy, gamma, variance, epsilon.data(), rows,
+                  static_cast<std::int32_t>(epsilon.size()), normalize, strength});
 }
 
 void task_priority(Address strength, std::int32_t tasks, std::int64_t rows, Address priority) {
-  cs_kernels::cpu::task_priority(pointer<const double>(strength), tasks, rows,
-                                 pointer<std::int64_t>(priority));
+  cpu::task_priority(strength, tasks, rows, priority);
 }
 
-void channel_energies(int type, const Layout& layout, Address weight, Address energy, int threads) {
-  cs_kernels::cpu::channel_energies(data_type(type), channel_layout(layout),
-                                    pointer<const void>(weight), pointer<double>(energy), threads);
+void channel_energies(DataType type, const ChannelLayout& layout, Address weight, Address energy,
+                      int threads) {
+  cpu::channel_energies(type, layout, weight, energy, threads);
 }
 
 // The tensors of Phase 2; the first ones have a priority.
-std::vector<cs_kernels::Phase2Tensor> phase2_tensors(const Operands& operands,
-                                                     const std::vector<Address>& priorities) {
-  if (priorities.size() > operands.count())
-    check_length("priorities", priorities.size(), operands.count());
-  std::vector<cs_kernels::Phase2Tensor> tensors(operands.count());
+std::vector<Phase2Tensor> phase2_tensors(const Operands& operands,
+                                         const std::vector<Address>& priorities) {
+  std::vector<Phase2Tensor> tensors(operands.types.size());
+  if (priorities.size() > tensors.size())
+    check_length("priorities", priorities.size(), tensors.size());
   for (std::size_t t = 0; t < tensors.size(); ++t) {
-    tensors[t].type = data_type(operands.types[t]);
-    tensors[t].layout = operands.layouts[t];
-    tensors[t].gradients = &operands.gradients[t * operands.tasks];
-    tensors[t].update = operands.outputs[t];
+    tensors[t] = {operands.type(t), operands.layouts[t], &operands.gradients[t * operands.tasks],
+                  operands.outputs[t]};
     if (t < priorities.size())
-      tensors[t].priority = pointer<std::int64_t>(priorities[t]);
+      tensors[t].priority = priorities[t];
   }
   return tensors;
-}
-
-cs_kernels::Phase2Arguments phase2_arguments(const Operands& operands,
-                                             const std::vector<cs_kernels::Phase2Tensor>& tensors) {
-  return {static_cast<std::int32_t>(operands.tasks), static_cast<std::int64_t>(tensors.size()),
-          tensors.data()};
 }
 
 // gamma and variance hold [tasks, channels] of one layer after the other, epsilon is [layers,
@@ -76,69 +64,52 @@ void phase2(const Operands& operands, const std::vector<Address>& priorities,
   if (!weights.empty())
     check_length("weights", weights.size(), priorities.size());
   check_length("epsilon", epsilon.size(), weights.size() * operands.tasks);
-  std::vector<cs_kernels::Phase2Tensor> tensors = phase2_tensors(operands, priorities);
+  std::vector<Phase2Tensor> tensors = phase2_tensors(operands, priorities);
   std::int64_t first = 0; // entry of gamma and variance
   for (std::size_t t = 0; t < weights.size(); ++t) {
-    tensors[t].weight = pointer<const void>(weights[t]);
-    tensors[t].gamma = pointer<const double>(gamma) + first;
-    tensors[t].variance = pointer<const double>(variance) + first;
+    tensors[t].weight = weights[t];
+    tensors[t].gamma = static_cast<const double*>(gamma) + first;
+    tensors[t].variance = static_cast<const double*>(variance) + first;
     tensors[t].epsilon = &epsilon[t * operands.tasks];
-    first += tensors[t].layout.rows() * static_cast<std::int64_t>(operands.tasks);
+    first += tensors[t].layout.rows() * operands.tasks;
   }
-  const py::gil_scoped_release release;
-  cs_kernels::cpu::phase2(phase2_arguments(operands, tensors), threads);
+  cpu::phase2({operands.tasks, operands.count(), tensors.data()}, threads);
 }
 
 // products: [layers, tasks, tasks].
-template <void (*stage)(const cs_kernels::Phase2Arguments&, int)>
+template <void (*stage)(const Phase2Arguments&, int)>
 void phase2_stage(const Operands& operands, const std::vector<Address>& priorities,
                   Address products, int threads) {
-  std::vector<cs_kernels::Phase2Tensor> tensors = phase2_tensors(operands, priorities);
+  std::vector<Phase2Tensor> tensors = phase2_tensors(operands, priorities);
   for (std::size_t t = 0; t < priorities.size(); ++t)
-    tensors[t].products = pointer<double>(products) + t * operands.tasks * operands.tasks;
-  const py::gil_scoped_release release;
-  stage(phase2_arguments(operands, tensors), threads);
+    tensors[t].products = static_cast<double*>(products) + t * operands.tasks * operands.tasks;
+  stage({operands.tasks, operands.count(), tensors.data()}, threads);
 }
 
-std::vector<cs_kernels::GradientTensor>
-gradient_tensors(const Operands& operands, const std::vector<std::int64_t>& group_of) {
-  check_length("group_of", group_of.size(), operands.count());
-  std::vector<cs_kernels::GradientTensor> tensors(operands.count());
+std::vector<GradientTensor> gradient_tensors(const Operands& operands,
+                                             const std::vector<std::int64_t>& group_of) {
+  std::vector<GradientTensor> tensors(operands.types.size());
+  check_length("group_of", group_of.size(), tensors.size());
   for (std::size_t t = 0; t < tensors.size(); ++t)
-    tensors[t] = {data_type(operands.types[t]), operands.sizes[t],
-                  &operands.gradients[t * operands.tasks], operands.outputs[t], group_of[t]};
+    tensors[t] = {operands.type(t), operands.sizes[t], &operands.gradients[t * operands.tasks],
+                  operands.outputs[t], group_of[t]};
   return tensors;
 }
 
-cs_kernels::GradientArguments
-gradient_arguments(const Operands& operands, std::int64_t groups,
-                   const std::vector<cs_kernels::GradientTensor>& tensors) {
-  return {static_cast<std::int32_t>(operands.tasks), groups,
-          static_cast<std::int64_t>(tensors.size()), tensors.data()};
-}
-
-void gramian(const Operands& operands, const std::vector<std::int64_t>& group_of,
-             std::int64_t groups, Address out, int threads) {
+// matrices: [groups, tasks, tasks], written, or weights [groups, tasks].
+template <auto kernel>
+void on_groups(const Operands& operands, const std::vector<std::int64_t>& group_of,
+               std::int64_t groups, Address matrices, int threads) {
   const auto tensors = gradient_tensors(operands, group_of);
-  const py::gil_scoped_release release;
-  cs_kernels::cpu::gramian(gradient_arguments(operands, groups, tensors), pointer<double>(out),
-                           threads);
-}
-
-void combine(const Operands& operands, const std::vector<std::int64_t>& group_of,
-             std::int64_t groups, Address weights, int threads) {
-  const auto tensors = gradient_tensors(operands, group_of);
-  const py::gil_scoped_release release;
-  cs_kernels::cpu::combine(gradient_arguments(operands, groups, tensors),
-                           pointer<const double>(weights), threads);
+  kernel({operands.tasks, groups, operands.count(), tensors.data()}, matrices, threads);
 }
 
 void drop_signs(const Operands& operands, const std::vector<double>& leaks, std::uint64_t key,
                 int threads) {
   check_length("leaks", leaks.size(), operands.tasks);
-  const auto tensors = gradient_tensors(operands, std::vector<std::int64_t>(operands.count(), 0));
-  const py::gil_scoped_release release;
-  cs_kernels::cpu::drop_signs(gradient_arguments(operands, 1, tensors), leaks.data(), key, threads);
+  const auto tensors = gradient_tensors(operands, std::vector<std::int64_t>(operands.types.size()));
+  cpu::drop_signs({operands.tasks, 1, operands.count(), tensors.data()}, leaks.data(), key,
+                  threads);
 }
 
 void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32_t tasks,
@@ -147,32 +118,28 @@ void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32
   std::optional<py::gil_scoped_release> release;
   if (count * tasks > 64)
     release.emplace();
-  cs_kernels::cpu::solve({static_cast<cs_kernels::Solver>(solver), pointer<const double>(gramians),
-                          count, tasks, pointer<double>(weights), option});
+  cpu::solve({static_cast<Solver>(solver), gramians, count, tasks, weights, option});
 }
 
 } // namespace
 
 void define_cpu(py::module_& module) {
-  module.attr("cpu_instruction_set") = cs_kernels::cpu::instruction_set();
-  module.def("strengths", &strengths, py::arg("energy"), py::arg("gamma"), py::arg("variance"),
-             py::arg("epsilon"), py::arg("rows"), py::arg("normalize"), py::arg("strength"));
-  module.def("task_priority", &task_priority, py::arg("strength"), py::arg("tasks"),
-             py::arg("rows"), py::arg("priority"));
-  module.def("channel_energies", &channel_energies, py::arg("type"), py::arg("layout"),
-             py::arg("weight"), py::arg("energy"), py::arg("threads"));
-  module.def("phase2", &phase2, py::arg("operands"), py::arg("priorities"), py::arg("weights"),
-             py::arg("gamma"), py::arg("variance"), py::arg("epsilon"), py::arg("threads"));
-  module.def("phase2_products", &phase2_stage<cs_kernels::cpu::phase2_products>,
-             py::arg("operands"), py::arg("priorities"), py::arg("products"), py::arg("threads"));
-  module.def("phase2_apply", &phase2_stage<cs_kernels::cpu::phase2_apply>, py::arg("operands"),
-             py::arg("priorities"), py::arg("products"), py::arg("threads"));
-  module.def("gramian", &gramian, py::arg("operands"), py::arg("group_of"), py::arg("groups"),
-             py::arg("out"), py::arg("threads"));
-  module.def("combine", &combine, py::arg("operands"), py::arg("group_of"), py::arg("groups"),
-             py::arg("weights"), py::arg("threads"));
-  module.def("drop_signs", &drop_signs, py::arg("operands"), py::arg("leaks"), py::arg("key"),
-             py::arg("threads"));
-  module.def("solve", &solve, py::arg("solver"), py::arg("gramians"), py::arg("count"),
-             py::arg("tasks"), py::arg("weights"), py::arg("option"));
+  module.attr("cpu_instruction_set") = cpu::instruction_set();
+  define(module, "strengths", &strengths, "energy", "gamma", "variance", "epsilon", "rows",
+         "normalize", "strength");
+  define(module, "task_priority", &task_priority, "strength", "tasks", "rows", "priority");
+  define(module, "solve", &solve, "solver", "gramians", "count", "tasks", "weights", "option");
+  const auto define_parallel = [&](const char* name, auto* function, const auto*... names) {
+    define<py::call_guard<py::gil_scoped_release>>(module, name, function, names..., "threads");
+  };
+  define_parallel("channel_energies", &channel_energies, "type", "layout", "weight", "energy");
+  define_parallel("phase2", &phase2, "operands", "priorities", "weights", "gamma", "variance",
+                  "epsilon");
+  define_parallel("phase2_products", &phase2_stage<cpu::phase2_products>, "operands", "priorities",
+                  "products");
+  define_parallel("phase2_apply", &phase2_stage<cpu::phase2_apply>, "operands", "priorities",
+                  "products");
+  define_parallel("gramian", &on_groups<cpu::gramian>, "operands", "group_of", "groups", "out");
+  define_parallel("combine", &on_groups<cpu::combine>, "operands", "group_of", "groups", "weights");
+  define_parallel("drop_signs", &drop_signs, "operands", "leaks", "key");
 }

@@ -7,14 +7,15 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <numeric>
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "dlpack.h"
+#include "module.h"
 
 namespace py = pybind11;
 
@@ -83,10 +84,8 @@ bool has_layout_of(const dlpack::Tensor& tensor, const dlpack::Tensor& like) {
 
 // Number of elements in dimensions [first_dimension, ndim).
 std::int64_t elements(const dlpack::Tensor& tensor, int first_dimension) {
-  std::int64_t count = 1;
-  for (int dim = first_dimension; dim < tensor.dimensions; ++dim)
-    count *= tensor.shape[dim];
-  return count;
+  return std::accumulate(tensor.shape + std::min(first_dimension, tensor.dimensions),
+                         tensor.shape + tensor.dimensions, std::int64_t{1}, std::multiplies<>());
 }
 
 // The memory as an array [groups, outer, channels, inner], or nullopt. Only a transposed
@@ -130,10 +129,6 @@ std::optional<ChannelLayout> find_channel_layout(const std::int64_t* shape,
                        product(channels + 1, dims.end())};
 }
 
-Layout as_tuple(const ChannelLayout& layout) {
-  return {layout.groups, layout.outer, layout.channels, layout.inner};
-}
-
 // The indices of tensors that are None or differ from the same entry of `likes` in memory layout.
 std::vector<std::size_t> find_misfits(const py::list& tensors, const py::list& likes) {
   if (tensors.size() != likes.size())
@@ -150,17 +145,9 @@ std::vector<std::size_t> find_misfits(const py::list& tensors, const py::list& l
   return found;
 }
 
-template <class T> std::vector<Address> addresses(const std::vector<T*>& pointers) {
-  std::vector<Address> result;
-  result.reserve(pointers.size());
-  for (T* pointer : pointers)
-    result.push_back(reinterpret_cast<Address>(pointer));
-  return result;
-}
-
 } // namespace
 
-Operands::Operands(const py::list& tensors, const py::list& grads, std::size_t number_of_tasks,
+Operands::Operands(const py::list& tensors, const py::list& grads, std::int32_t number_of_tasks,
                    const std::vector<int>& channel_dims, const std::vector<std::int64_t>& groups)
     : tasks(number_of_tasks) {
   if (grads.size() != tensors.size() * tasks)
@@ -189,63 +176,54 @@ Operands::Operands(const py::list& tensors, const py::list& grads, std::size_t n
     kernel_sizes.push_back(elements(tensor, 2));
     outputs.push_back(address_of(tensor));
     for (std::size_t i = t * tasks; i < (t + 1) * tasks; ++i) {
-      if (grads[i].is_none()) {
-        gradients.push_back(nullptr);
-        continue;
-      }
-      const std::optional<dlpack::Tensor> gradient = as_dlpack(grads[i]);
+      const bool absent = grads[i].is_none();
+      const std::optional<dlpack::Tensor> gradient = absent ? std::nullopt : as_dlpack(grads[i]);
       const bool fits = gradient && has_layout_of(*gradient, tensor);
       gradients.push_back(fits ? address_of(*gradient) : nullptr);
-      if (!fits)
+      if (!fits && !absent)
         misfits.push_back(i);
     }
   }
 }
 
+} // namespace cs_kernels_python
+
 void define_operands(py::module_& module) {
-  module.def(
-      "channel_layout",
+  using namespace cs_kernels_python;
+  define(
+      module, "channel_layout",
       [](const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& strides,
-         int out_channel_dim, std::int64_t groups) -> std::optional<Layout> {
+         int out_channel_dim, std::int64_t groups) {
         if (shape.size() != strides.size())
           throw std::invalid_argument("shape and strides must have as many entries");
-        const std::optional<ChannelLayout> layout = find_channel_layout(
-            shape.data(), strides.data(), static_cast<int>(shape.size()), out_channel_dim, groups);
-        return layout ? std::make_optional(as_tuple(*layout)) : std::nullopt;
+        return find_channel_layout(shape.data(), strides.data(), static_cast<int>(shape.size()),
+                                   out_channel_dim, groups);
       },
-      py::arg("shape"), py::arg("strides"), py::arg("out_channel_dim"), py::arg("groups"));
-  module.def("misfits", &find_misfits, py::arg("tensors"), py::arg("likes"));
-  py::class_<Operands>(module, "Operands")
-      .def(py::init<const py::list&, const py::list&, std::size_t, const std::vector<int>&,
+      "shape", "strides", "out_channel_dim", "groups");
+  define(module, "misfits", &find_misfits, "tensors", "likes");
+  py::class_<Operands> operands(module, "Operands");
+  operands
+      .def(py::init<const py::list&, const py::list&, std::int32_t, const std::vector<int>&,
                     const std::vector<std::int64_t>&>(),
            py::arg("outputs"), py::arg("grads"), py::arg("tasks"), py::arg("out_channel_dims"),
            py::arg("groups"))
       .def_readonly("tasks", &Operands::tasks)
       .def_readonly("types", &Operands::types)
-      .def_property_readonly("layouts",
-                             [](const Operands& operands) {
-                               std::vector<Layout> layouts;
-                               layouts.reserve(operands.count());
-                               for (const ChannelLayout& layout : operands.layouts)
-                                 layouts.push_back(as_tuple(layout));
-                               return layouts;
-                             })
+      .def_readonly("layouts", &Operands::layouts)
       .def_readonly("sizes", &Operands::sizes)
       .def_readonly("kernel_sizes", &Operands::kernel_sizes)
-      .def_property_readonly("addresses",
-                             [](const Operands& operands) { return addresses(operands.outputs); })
+      .def_readonly("addresses", &Operands::outputs)
       .def_property_readonly("gradients",
-                             [](const Operands& operands) { return addresses(operands.gradients); })
-      .def(
-          "set_gradient",
-          [](Operands& operands, std::size_t index, Address address) {
-            operands.gradients.at(index) = pointer<const void>(address);
-          },
-          py::arg("index"), py::arg("address"))
-      .def("channels", [](const Operands& operands,
-                          std::size_t tensor) { return operands.layouts.at(tensor).rows(); })
+                             [](const Operands& of) {
+                               return std::vector<Address>(of.gradients.begin(),
+                                                           of.gradients.end());
+                             })
       .def_readonly("unfit", &Operands::unfit)
-      .def_readonly("misfits", &Operands::misfits);
+      .def_readonly("misfits", &Operands::misfits)
+      .def("channels",
+           [](const Operands& of, std::size_t tensor) { return of.layouts.at(tensor).rows(); });
+  define(
+      operands, "set_gradient",
+      [](Operands& of, std::size_t index, Address address) { of.gradients.at(index) = address; },
+      "index", "address");
 }
-
-} // namespace cs_kernels_python

@@ -13,22 +13,21 @@ namespace cs_kernels_python {
 
 // Tensors, and the gradients of all tasks for each.
 struct Operands {
-  Operands(const pybind11::list& outputs, const pybind11::list& grads, std::size_t tasks,
+  Operands(const pybind11::list& outputs, const pybind11::list& grads, std::int32_t tasks,
            const std::vector<int>& channel_dims, const std::vector<std::int64_t>& groups);
 
-  std::size_t count() const { return types.size(); }
+  std::int64_t count() const { return static_cast<std::int64_t>(types.size()); }
+  cs_kernels::DataType type(std::size_t tensor) const { return from_python(types[tensor]); }
 
-  std::size_t tasks;
+  std::int32_t tasks;
   std::vector<int> types; // of DataType, or kUnknownType
   std::vector<cs_kernels::ChannelLayout> layouts;
   std::vector<std::int64_t> sizes;
   std::vector<std::int64_t> kernel_sizes;
-  std::vector<void*> outputs;
+  std::vector<Address> outputs;
   std::vector<const void*> gradients; // [outputs, tasks], null for None
   std::vector<std::size_t> unfit;     // outputs without an address, a known type or a layout
   std::vector<std::size_t> misfits;   // gradients without their output's memory layout
 };
-
-void define_operands(pybind11::module_& module);
 
 } // namespace cs_kernels_python

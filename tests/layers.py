@@ -29,6 +29,10 @@ def emulate() -> None:
     backends._BACKENDS["cuda"] = backends.Backend("cs_kernels.ops.cuda", ("cpu",), lambda: None)
 
 
+SOLVER_OPTIONS = {"pcgrad": (1, 2), "cagrad": (0.4,), "aligned_mtl": ("median",)}
+"""Arguments of the solvers' operators after the Gramian, where there are some."""
+
+
 @dataclass(frozen=True)
 class Kind:
     """The shape of a weight and where its output channels are."""

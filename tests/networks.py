@@ -1,6 +1,9 @@
 """Small networks and data for the tests of the training loop."""
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +18,7 @@ BOTH_PHASES = pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()],
 EVERY_METHOD = pytest.mark.parametrize(
     "method", [cs.Sum(), cs.ConnectionStrength(), cs.PCGrad(), cs.GradDrop()], ids=repr
 )
-GRAMIAN_METHODS = [cs.PCGrad(), cs.CAGrad(), cs.MGDA(), cs.AlignedMTL(), cs.NashMTL(), cs.IMTLG()]
-GRAMIAN_METHODS += [cs.UPGrad()]
+GRAMIAN_METHODS = [method() for method in cs.GramianMethod.__subclasses__()]
 
 
 class Block(nn.Module):
@@ -81,17 +83,18 @@ class Setup:
             for child in norm.children():
                 nn.init.uniform_(child.weight, 0.5, 1.5)
         self.heads = nn.ModuleDict({task: nn.Conv2d(6, 1, 1) for task in tasks}).to(dtype)
-        self.batches = [
-            (
-                torch.randn(4, 3, 6, 6, dtype=dtype),
-                torch.randn(len(tasks), 4, 1, 12, 12, dtype=dtype),
-            )
-            for _ in range(8)
-        ]
+        shapes = (4, 3, 6, 6), (len(tasks), 4, 1, 12, 12)
+        self.batches = [tuple(torch.randn(s, dtype=dtype) for s in shapes) for _ in range(8)]
         self.optimizer = optimizer(self.parameters(), **(options or {"lr": 1e-2}))
 
     def parameters(self) -> list[nn.Parameter]:
         return [*self.trunk.parameters(), *self.heads.parameters()]
+
+    def start(
+        self, method: cs.Method | None = None, schedule: cs.Schedule | None = None, **options: Any
+    ) -> cs.MultiTaskOptimizer:
+        given = self.trunk, self.optimizer, self.tasks
+        return cs.MultiTaskOptimizer(*given, method, schedule, **options)
 
     def closure(self, batch: int) -> Callable[[str], Tensor]:
         x, targets = self.batches[batch]
@@ -112,10 +115,35 @@ class Setup:
         return [t.clone() for t in tensors]
 
 
-def assert_equal(first: list[Tensor], second: list[Tensor]) -> None:
-    assert len(first) == len(second)
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a, b)
+def started(*arguments: Any, **options: Any) -> tuple[Setup, cs.MultiTaskOptimizer]:
+    setup = Setup()
+    return setup, setup.start(*arguments, **options)
+
+
+def assert_equal(first: object, second: object) -> None:
+    """Tensors, or lists and dictionaries of them, bit for bit."""
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def saved(setup: Setup, *others: Any) -> list[dict[str, Any]]:
+    """A checkpoint."""
+    parts = setup.trunk, setup.heads, setup.optimizer, *others
+    return copy.deepcopy([part.state_dict() for part in parts])
+
+
+def restore(states: list[dict[str, Any]], setup: Setup, *others: Any) -> None:
+    parts = setup.trunk, setup.heads, setup.optimizer, *others
+    for part, state in zip(parts, states, strict=True):
+        part.load_state_dict(state)
+
+
+@contextmanager
+def refused(state: Callable[[], object], error: type[Exception], match: str) -> Iterator[None]:
+    """What is inside raises, and leaves the state as it was."""
+    before = copy.deepcopy(state())
+    with pytest.raises(error, match=match):
+        yield
+    assert_equal(before, state())
 
 
 class Whole(nn.Module):
@@ -146,21 +174,40 @@ def sgd_of(*modules: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=lr)
 
 
+def optimizer_of(
+    trunk: nn.Module, *arguments: Any, tasks: list[str] = AB, lr: float = 0.1, **options: Any
+) -> cs.MultiTaskOptimizer:
+    """Of the trunk alone, or of a network that is its own trunk."""
+    return cs.MultiTaskOptimizer(trunk, sgd_of(trunk, lr=lr), tasks, *arguments, **options)
+
+
+def started_problem(
+    *arguments: Any, tasks: list[str] = AB, **options: Any
+) -> tuple[Whole, Callable[[str], Tensor], cs.MultiTaskOptimizer]:
+    model, loss, *_ = problem(tasks=tasks)
+    return model, loss, optimizer_of(model, *arguments, tasks=tasks, **options)
+
+
+def gradient_rows(parameters: list[nn.Parameter], losses: Iterable[Tensor]) -> Tensor:
+    """[K, N], from torch.autograd.grad."""
+    grads = (torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses)
+    return torch.stack([torch.cat([g.flatten() for g in of_task]) for of_task in grads])
+
+
+def flat_grad(module: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in module.parameters()])
+
+
 def step_by_hand(
-    method: cs.GramianMethod,
-    shared: list[nn.Parameter],
-    losses: dict[str, Tensor],
+    method: cs.GramianMethod, shared: list[nn.Parameter], losses: dict[str, Tensor]
 ) -> list[Tensor]:
     """The update of the shared parameters from torch.autograd.grad."""
-    grads = [torch.autograd.grad(loss, shared, retain_graph=True) for loss in losses.values()]
-    rows = torch.stack([torch.cat([g.flatten() for g in of_task]) for of_task in grads])
+    rows = gradient_rows(shared, losses.values())
     step = cs.Step(0, tuple(losses), *[{t: loss.detach() for t, loss in losses.items()}] * 2)
     update = method.weights(rows @ rows.T, step) @ rows
     return list(update.split([p.numel() for p in shared]))
 
 
 def assert_same_gradients(first: nn.Module, second: nn.Module, rtol: float = 0) -> None:
-    for a, b in zip(first.parameters(), second.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        if a.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad, rtol=rtol, atol=1e-3 * rtol)
+    grads = ([p.grad for p in module.parameters()] for module in (first, second))
+    torch.testing.assert_close(*grads, rtol=rtol, atol=1e-3 * rtol)

@@ -1,5 +1,8 @@
 """Micro-batches: gradients that add up, and what would lose them."""
 
+import copy
+from collections.abc import Callable
+
 import pytest
 import torch
 from networks import (
@@ -10,8 +13,12 @@ from networks import (
     Setup,
     assert_equal,
     assert_same_gradients,
+    flat_grad,
+    optimizer_of,
     problem,
+    refused,
     sgd_of,
+    started_problem,
 )
 from torch import Tensor, nn
 
@@ -22,27 +29,26 @@ import cs_kernels as cs
 @pytest.mark.parametrize("method", [cs.Sum(), cs.ConnectionStrength()], ids=repr)
 def test_micro_batches_add_up(method: cs.Method, schedule: cs.Schedule) -> None:
     """In evaluation mode, where samples do not interact, two halves equal the whole."""
-    whole, halves = Setup(), Setup()
-    for setup, micro in ((whole, 1), (halves, 2)):
+    results = []
+    for parts in (1, 2):
+        setup = Setup()
         setup.trunk.eval()
-        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method, schedule)
-        x, targets = setup.batches[0]
-        closures = []
-        for part in range(micro):
-            rows_ = slice(part * 4 // micro, (part + 1) * 4 // micro)
 
-            def loss(task: str, setup: Setup = setup, rows_: slice = rows_) -> Tensor:
-                y = setup.heads[task](setup.trunk(x[rows_]))
-                target = targets[TASKS.index(task)][rows_]
-                return (y - target).square().mean() / micro
+        def loss_of(
+            rows: Tensor, setup: Setup = setup, parts: int = parts
+        ) -> Callable[..., Tensor]:
+            x, targets = (of[..., rows, :, :, :] for of in setup.batches[0])
 
-            closures.append(loss)
-        losses = opt.step(closures if micro > 1 else closures[0])
-        setup.losses = losses
-    for task in TASKS:
-        torch.testing.assert_close(whole.losses[task], halves.losses[task])
-    for a, b in zip(whole.parameters(), halves.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+            def loss(task: str) -> Tensor:
+                y = setup.heads[task](setup.trunk(x))
+                return (y - targets[TASKS.index(task)]).square().mean() / parts
+
+            return loss
+
+        closures = [loss_of(rows) for rows in torch.arange(4).chunk(parts)]
+        losses = setup.start(method, schedule).step(closures if parts > 1 else closures[0])
+        results.append([*losses.values(), *setup.parameters()])
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("method", [*GRAMIAN_METHODS, cs.GradDrop(0.1), cs.Sum()], ids=repr)
@@ -50,9 +56,7 @@ def test_micro_batches_of_backward_add_up(backend: str, method: cs.Method) -> No
     """Samples do not interact here, so three thirds equal the whole; surgery happens once."""
     whole, thirds = problem(), problem()
     for (model, _, x, targets), parts in ((whole, 1), (thirds, 3)):
-        opt = cs.MultiTaskOptimizer(
-            model, sgd_of(model.trunk, model.heads, model.unused), AB, method
-        )
+        opt = optimizer_of(model, method)
         x, targets = x[:6], {task: target[:6] for task, target in targets.items()}
         for n, rows in enumerate(torch.arange(6).chunk(parts)):
             features = model.trunk(x[rows])
@@ -69,12 +73,11 @@ def test_micro_batches_of_backward_add_up(backend: str, method: cs.Method) -> No
 
 
 def test_micro_batches_of_different_tasks() -> None:
-    model, loss, *_ = problem()
-    twin, other, *_ = problem()
-    opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.PCGrad())
+    model, loss, opt = started_problem(cs.PCGrad())
+    twin, other, whole = started_problem(cs.PCGrad())
     opt.backward({"b": loss("b")}, update=False)
     opt.backward({"a": loss("a")})
-    cs.MultiTaskOptimizer(twin, sgd_of(twin), AB, cs.PCGrad()).backward({t: other(t) for t in AB})
+    whole.backward({t: other(t) for t in AB})
     assert_same_gradients(model, twin, rtol=1e-9)
 
 
@@ -89,33 +92,31 @@ def test_heads_accumulate_on_a_frozen_trunk(method: cs.Method) -> None:
         model.trunk.requires_grad_(False)
         for n in range(parts):
             opt.backward({task: loss(task) / parts for task in AB}, update=n + 1 == parts)
-        grads.append(torch.cat([p.grad.flatten() for p in model.heads.parameters()]))
+        grads.append(flat_grad(model.heads))
     torch.testing.assert_close(*grads)
 
 
 def test_an_update_that_would_be_lost_is_refused() -> None:
     """A loop that takes a second backward for accumulation."""
-    model, loss, *_ = problem()
-    sgd = sgd_of(model)
-    opt = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad())
+    model, loss, opt = started_problem(cs.PCGrad())
 
     def losses() -> dict[str, Tensor]:
         return {task: loss(task) for task in AB}
 
     opt.backward(losses())
-    kept = [p.grad.clone() for p in model.trunk.parameters()]
     for call in (lambda: opt.backward(losses()), lambda: opt.step(loss)):
-        with pytest.raises(RuntimeError, match=r"still in \.grad.*update=False"):
+        with refused(
+            lambda: flat_grad(model.trunk), RuntimeError, r"still in \.grad.*update=False"
+        ):
             call()
-        assert_equal(kept, [p.grad for p in model.trunk.parameters()])
-    sgd.step()
+    opt.optimizer.step()
     opt.backward(losses())
-    sgd.zero_grad(set_to_none=False)
+    opt.optimizer.zero_grad(set_to_none=False)
     opt.backward(losses())
-    sgd.zero_grad()
+    opt.optimizer.zero_grad()
     opt.backward({task: value * torch.inf for task, value in losses().items()})
     opt.backward(losses())  # A scaler skips the step of an overflow.
-    sgd.step()
+    opt.optimizer.step()
     opt.backward(losses(), update=False)
     with pytest.raises(RuntimeError, match=r"step would forget.*update=False"):
         opt.step(loss)
@@ -133,7 +134,7 @@ def test_an_optimizer_that_writes_behind_versions() -> None:
                         p.data.add_(p.grad, alpha=-0.1)
 
     model, loss, *_ = problem()
-    old = Old(model.parameters(), lr=0.1)
+    old = Old(model.parameters())
     opt = cs.MultiTaskOptimizer(model, old, AB, cs.PCGrad())
     for _ in range(2):
         opt.backward({task: loss(task) for task in AB})
@@ -141,16 +142,12 @@ def test_an_optimizer_that_writes_behind_versions() -> None:
 
 
 def test_an_optimizer_step_before_the_update_is_refused() -> None:
-    model, loss, *_ = problem()
-    sgd = sgd_of(model)
-    opt = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad())
+    model, loss, opt = started_problem(cs.PCGrad())
     opt.backward({task: loss(task) for task in AB}, update=False)
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match=r"update=False\) wait for their update"):
-        sgd.step()
-    assert_equal(before, [p.detach() for p in model.parameters()])
+    with refused(model.state_dict, RuntimeError, r"update=False\) wait for their update"):
+        opt.optimizer.step()
     opt.backward({task: loss(task) for task in AB})
-    sgd.step()
+    opt.optimizer.step()
 
 
 class Changing(cs.Schedule):
@@ -162,9 +159,8 @@ class Changing(cs.Schedule):
 
 def test_an_update_that_phase_1_interrupts() -> None:
     """The phase is that in which it began; an unfinished one can be forgotten."""
-    model, loss, *_ = problem()
-    sgd, schedule = sgd_of(model), Changing()
-    opt = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad(), schedule)
+    schedule = Changing()
+    _, loss, opt = started_problem(cs.PCGrad(), schedule)
     for finish in (True, False):
         schedule.now = 2
         opt.backward({task: loss(task) for task in AB}, update=False)
@@ -173,9 +169,9 @@ def test_an_update_that_phase_1_interrupts() -> None:
             opt.step(loss)
         if finish:
             opt.backward({task: loss(task) for task in AB})
-            sgd.step()
+            opt.optimizer.step()
         else:
-            sgd.zero_grad()
+            opt.optimizer.zero_grad()
         opt.step(loss)
     schedule.now = 3
     with pytest.raises(ValueError, match="schedule must give phase 1 or 2, got 3"):
@@ -187,21 +183,19 @@ def test_an_update_that_phase_1_interrupts() -> None:
 def test_zero_grad_forgets_what_has_added_up(method: cs.Method, set_to_none: bool) -> None:
     """The trunk's gradients too, which wait outside `.grad`."""
     model, loss, *_ = problem()
-    twin, other, *_ = problem()
+    twin, other, straight = started_problem(method)
     sgd = [sgd_of(model.trunk, model.unused), sgd_of(model.heads)]
     opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, method)
     opt.backward({task: loss(task) for task in AB}, update=False)
     for one in sgd:
         one.zero_grad(set_to_none=set_to_none)
     opt.backward({task: loss(task) for task in AB})
-    straight = cs.MultiTaskOptimizer(twin.trunk, sgd_of(twin), AB, method)
     straight.backward({task: other(task) for task in AB})
     assert_same_gradients(model, twin)
 
 
 def test_gradients_that_wait_must_stay_as_they_are() -> None:
-    model, loss, *_ = problem()
-    opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.PCGrad())
+    model, loss, opt = started_problem(cs.PCGrad())
     opt.backward({task: loss(task) for task in AB}, update=False)
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     with pytest.raises(RuntimeError, match="clip or unscale after the update"):
@@ -211,8 +205,7 @@ def test_gradients_that_wait_must_stay_as_they_are() -> None:
 
 
 def test_a_failed_micro_batch_ends_the_update() -> None:
-    model, loss, *_ = problem()
-    opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.PCGrad())
+    model, loss, opt = started_problem(cs.PCGrad())
     opt.backward({task: loss(task) for task in AB}, update=False)
     broken = loss("a")
     torch.autograd.grad(broken, [*model.trunk.parameters()])  # Frees its graph.
@@ -220,23 +213,22 @@ def test_a_failed_micro_batch_ends_the_update() -> None:
         opt.backward({"a": broken}, update=False)
     assert all(p.grad is None for p in model.parameters())
     # Nothing of it is left.
-    twin, other, *_ = problem()
+    twin, other, straight = started_problem(cs.PCGrad())
     opt.backward({task: loss(task) for task in AB})
-    cs.MultiTaskOptimizer(twin, sgd_of(twin), AB, cs.PCGrad()).backward({t: other(t) for t in AB})
+    straight.backward({task: other(task) for task in AB})
     assert_same_gradients(model.trunk, twin.trunk)
 
 
 def test_a_refused_checkpoint_leaves_micro_batches_alone() -> None:
     updates = []
     for interrupted in (False, True):
-        model, loss, *_ = problem()
-        opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.PCGrad())
+        model, loss, opt = started_problem(cs.PCGrad())
         opt.backward({task: loss(task) for task in AB}, update=False)
         if interrupted:
             with pytest.raises(ValueError, match="whole state_dict"):
                 opt.load_state_dict({**opt.state_dict(), "steps": None})
         opt.backward({task: loss(task) for task in AB})
-        updates.append(torch.cat([p.grad.flatten() for p in model.trunk.parameters()]))
+        updates.append(flat_grad(model.trunk))
     assert torch.equal(*updates)
 
 
@@ -246,18 +238,16 @@ def test_a_refused_checkpoint_leaves_micro_batches_alone() -> None:
 def test_zero_grad_frees_the_optimizer(method: cs.Method, set_to_none: bool, frozen: bool) -> None:
     """The next optimizer step and the next step of our own begin anew, with their own losses."""
     model, loss, *_ = problem()
-    if frozen:
-        model.trunk.requires_grad_(False)
-    sgd = sgd_of(model)
+    model.trunk.requires_grad_(not frozen)
     weighting = Recorded()
-    opt = cs.MultiTaskOptimizer(model, sgd, AB, method, weighting=weighting)
+    opt = optimizer_of(model, method, weighting=weighting)
     opt.backward({task: loss(task) for task in AB}, update=False)
     with pytest.raises(RuntimeError, match="wait for their update"):
-        sgd.step()
-    sgd.zero_grad(set_to_none=set_to_none)
-    sgd.step()
+        opt.optimizer.step()
+    opt.optimizer.zero_grad(set_to_none=set_to_none)
+    opt.optimizer.step()
     opt.backward({task: loss(task) for task in AB}, update=False)
-    sgd.zero_grad(set_to_none=set_to_none)
+    opt.optimizer.zero_grad(set_to_none=set_to_none)
     before = {task: loss(task).detach() for task in AB}
     opt.step(loss)
     assert weighting.seen == [before]
@@ -267,7 +257,6 @@ class Recorded(cs.EqualWeights):
     """Keeps the losses of every step."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.seen: list[dict[str, Tensor]] = []
 
     def observe(self, step: cs.Step) -> None:
@@ -276,15 +265,13 @@ class Recorded(cs.EqualWeights):
 
 def test_a_checkpoint_drops_gradients_that_wait() -> None:
     """Else the next optimizer step would use them, silently."""
-    model, loss, *_ = problem()
-    sgd = sgd_of(model)
-    opt = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad())
+    model, loss, opt = started_problem(cs.PCGrad())
     opt.backward({task: loss(task) for task in AB}, update=False)
     opt.load_state_dict(opt.state_dict())
     assert all(p.grad is None for p in model.parameters())
-    before = [p.clone() for p in model.parameters()]
-    sgd.step()
-    assert_equal(before, list(model.parameters()))
+    before = copy.deepcopy(model.state_dict())
+    opt.optimizer.step()
+    assert_equal(before, model.state_dict())
 
 
 def test_an_update_with_sparse_gradients_that_was_not_used() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from networks import AB, TASKS, Setup, assert_equal, problem, sgd_of
+from networks import Setup, assert_equal, restore, saved, started_problem
 
 import cs_kernels as cs
 
@@ -26,42 +26,24 @@ def test_resumed_run_is_bit_equal(
 
     def build() -> tuple[Setup, cs.MultiTaskOptimizer, torch.optim.lr_scheduler.LRScheduler]:
         setup = Setup(optimizer=optimizer, **options)
-        schedule = cs.Mixed(epochs=4, seed=1, draw="step")
-        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, schedule=schedule)
+        opt = setup.start(schedule=cs.Mixed(epochs=4, seed=1, draw="step"))
         return setup, opt, torch.optim.lr_scheduler.StepLR(setup.optimizer, 1, 0.5)
 
-    def train(parts: tuple, start: int, stop: int) -> list[int]:
+    def train(parts: tuple, start: int, stop: int) -> set[int]:
         setup, opt, rate = parts
-        phases = []
+        phases = set()
         for step in range(start, stop):
             opt.start_epoch(step // 2)
-            phases.append(opt.phase)
+            phases.add(opt.phase)
             opt.step(setup.closure(step))
             if step % 2:
                 rate.step()
         return phases
 
-    straight = build()
-    phases = train(straight, 0, 8)
-    assert set(phases) == {1, 2}
-    interrupted = build()
+    straight, interrupted, resumed = build(), build(), build()
+    assert train(straight, 0, 8) == {1, 2}
     train(interrupted, 0, 5)
-    saved = copy.deepcopy(
-        [
-            part.state_dict()
-            for part in (
-                interrupted[0].trunk,
-                interrupted[0].heads,
-                interrupted[0].optimizer,
-                interrupted[1],
-                interrupted[2],
-            )
-        ]
-    )
-    resumed = build()
-    parts = (resumed[0].trunk, resumed[0].heads, resumed[0].optimizer, resumed[1], resumed[2])
-    for part, state in zip(parts, saved, strict=True):
-        part.load_state_dict(state)
+    restore(saved(*interrupted), *resumed)
     train(resumed, 5, 8)
     assert_equal(straight[0].state(), resumed[0].state())
     assert straight[1].state_dict() == resumed[1].state_dict()
@@ -69,16 +51,12 @@ def test_resumed_run_is_bit_equal(
 
 
 def test_checkpoints_that_do_not_fit_are_refused_whole() -> None:
-    model, loss, *_ = problem()
-
-    def optimizer(method: cs.Method, weighting: cs.Weighting) -> cs.MultiTaskOptimizer:
-        return cs.MultiTaskOptimizer(model, sgd_of(model), AB, method, weighting=weighting)
-
-    opt = optimizer(cs.NashMTL(3), cs.DynamicWeightAverage())
+    (_, loss, opt), (_, _, fresh) = (
+        started_problem(cs.NashMTL(3), weighting=cs.DynamicWeightAverage()) for _ in range(2)
+    )
     opt.start_epoch(2)
     opt.step(loss)
     good = copy.deepcopy(opt.state_dict())
-    fresh = optimizer(cs.NashMTL(3), cs.DynamicWeightAverage())
     untouched = copy.deepcopy(fresh.state_dict())
     half = {**good, "method": {"name": "NashMTL", "state": {"number": 4}}}
     half_weighting = copy.deepcopy(good)
@@ -104,11 +82,10 @@ def test_checkpoints_that_do_not_fit_are_refused_whole() -> None:
         assert fresh.state_dict() == untouched
     fresh.load_state_dict(good)
     assert fresh.state_dict()["steps"] == 1
-    for method in (cs.GradDrop(), cs.PCGrad()):
-        other = cs.PCGrad() if isinstance(method, cs.GradDrop) else cs.GradDrop()
-        state = optimizer(method, cs.EqualWeights()).state_dict()
+    one, other = (started_problem(method)[2] for method in (cs.GradDrop(), cs.PCGrad()))
+    for first, second in ((one, other), (other, one)):
         with pytest.raises(ValueError, match="state must be of method"):
-            optimizer(other, cs.EqualWeights()).load_state_dict(state)
+            first.load_state_dict(second.state_dict())
 
 
 def test_tensors_of_a_checkpoint_move_to_where_they_are_needed() -> None:

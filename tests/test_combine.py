@@ -4,6 +4,7 @@ import pytest
 import torch
 import torchjd.aggregation
 from layers import FORMATS, SMALL, laid_out
+from networks import assert_equal
 from torch import Tensor
 
 import cs_kernels as cs
@@ -31,19 +32,11 @@ def _trunk(
 
 def _rows(grads: list[Tensor | None], tasks: int, dtype: torch.dtype) -> Tensor:
     """[K, N], zeros for what is missing."""
-    return torch.stack(
-        [
-            torch.cat(
-                [
-                    torch.zeros(shape).flatten().to(dtype)
-                    if (grad := grads[t * tasks + i]) is None
-                    else grad.to(dtype).flatten()
-                    for t, shape in enumerate(SHAPES)
-                ]
-            )
-            for i in range(tasks)
-        ]
-    )
+    of_tensors = [
+        torch.stack([torch.zeros(shape) if g is None else g for g in grads[t * tasks :][:tasks]])
+        for t, shape in enumerate(SHAPES)
+    ]
+    return torch.cat([of_tensor.to(dtype).flatten(1) for of_tensor in of_tensors], 1)
 
 
 @pytest.mark.pairwise
@@ -197,13 +190,11 @@ def test_a_trunk_larger_than_the_caches(dtype: torch.dtype, tasks: int) -> None:
             results.append([update, dropped, _ops.gramian(flat, [0], 1, tasks)])
     finally:
         torch.set_num_threads(before)
-    for one, two in zip(*results, strict=True):
-        assert torch.equal(one, two)
+    assert_equal(*results)
     update, dropped = (torch.empty_like(flat[0]) for _ in range(2))
     _ops.combine_(update.split(sizes), grads, weights, [0] * 3, tasks)
     _ops.drop_signs_(dropped.split(sizes), grads, [0.1] * tasks, 0, 0, tasks)
-    assert torch.equal(update, results[0][0])
-    assert torch.equal(dropped, results[0][1])
+    assert_equal([update, dropped], results[0][:2])
     small = torch.empty(999, dtype=dtype)  # not streamed
     _ops.combine_([small], [g[-999:] for g in flat], weights, [0], tasks)
     assert torch.equal(small, update[-999:])

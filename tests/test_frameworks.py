@@ -9,7 +9,17 @@ import torch
 import torch._dynamo.testing
 import torch.distributed as dist
 import torchvision_operators
-from networks import AB, BOTH_PHASES, TASKS, Setup
+from networks import (
+    AB,
+    BOTH_PHASES,
+    TASKS,
+    Setup,
+    assert_equal,
+    flat_grad,
+    optimizer_of,
+    sgd_of,
+    started,
+)
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -71,20 +81,14 @@ def test_compiled_trunks(way: str, schedule: cs.Schedule) -> None:
         elif compiled:
             network = torch.compile(trunk, backend=counter, fullgraph=True)
             given = network if way == "wrapped trunk" else trunk
-        sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-        opt = cs.MultiTaskOptimizer(given, sgd, AB, schedule=schedule)
+        opt = optimizer_of(given, schedule=schedule)
         for step in range(3):
-            opt.step(lambda task, network=network: network(x).square().mean() + _loss_of(task))
+            opt.step(lambda task: network(x).square().mean() + (task == "b"))
             if compiled:
                 assert counter.frame_count == (0 if step == 0 else len(AB))
         assert opt.coverage().prioritized == PRIORITIZED
         networks.append(trunk.state_dict())
-    for name, tensor in networks[0].items():
-        torch.testing.assert_close(networks[1][name], tensor)
-
-
-def _loss_of(task: str) -> float:
-    return 0.0 if task == "a" else 1.0
+    torch.testing.assert_close(*networks)
 
 
 @pytest.mark.parametrize("tasks", [3, 12])
@@ -95,7 +99,7 @@ def test_more_tasks_than_torch_compiles_graphs_for(tasks: int) -> None:
     names = [f"t{n}" for n in range(tasks)]
     trunk = _trunk(names)
     network = torch.compile(trunk, backend=counter, fullgraph=True)
-    opt = cs.MultiTaskOptimizer(network, torch.optim.SGD(trunk.parameters(), lr=0.1), names)
+    opt = optimizer_of(network, tasks=names)
     x = torch.randn(4, 3, 8, 8)
     limit = torch._dynamo.config.recompile_limit
     for _ in range(3):
@@ -127,22 +131,15 @@ def test_a_layer_that_first_runs_in_a_graph() -> None:
             result: Tensor = self.two(x) if self.both else x
             return result
 
-    trunk = cs.nn.convert_task_batchnorm(Growing(), AB)
-    network = torch.compile(trunk, backend="eager", fullgraph=True)
-    opt = cs.MultiTaskOptimizer(network, torch.optim.SGD(trunk.parameters(), lr=0.1), AB)
     x = torch.randn(8, 3)
-    for both, prioritized in ((False, 1), (False, 1), (True, 2), (True, 2)):
-        trunk.both = both
-        opt.step(lambda task: network(x).square().mean())
-        assert len(opt.coverage().prioritized) == prioritized
     # A second network of the class runs the graphs of the first, which have no hook.
-    again = cs.nn.convert_task_batchnorm(Growing(), AB)
-    network = torch.compile(again, backend="eager", fullgraph=True)
-    opt = cs.MultiTaskOptimizer(network, torch.optim.SGD(again.parameters(), lr=0.1), AB)
-    for both, prioritized in ((False, 1), (False, 1), (True, 2), (True, 2)):
-        again.both = both
-        opt.step(lambda task: network(x).square().mean())
-        assert len(opt.coverage().prioritized) == prioritized
+    for trunk in [cs.nn.convert_task_batchnorm(Growing(), AB) for _ in range(2)]:
+        network = torch.compile(trunk, backend="eager", fullgraph=True)
+        opt = optimizer_of(network)
+        for both, prioritized in ((False, 1), (False, 1), (True, 2), (True, 2)):
+            trunk.both = both
+            opt.step(lambda task: network(x).square().mean())
+            assert len(opt.coverage().prioritized) == prioritized
 
 
 def test_extract_from_a_compiled_trunk() -> None:
@@ -180,28 +177,23 @@ def test_several_optimizers(schedule: cs.Schedule) -> None:
         for _ in range(3):
             opt.step(lambda task, t=trunk, h=heads, x=x: h[task](t(x)).square().mean())
         networks.append(parameters)
-    for a, b in zip(*networks, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*networks)
 
 
 def test_several_optimizers_with_a_scaler() -> None:
-    setup = Setup(dtype=torch.float32)
+    setup, whole = (Setup(dtype=torch.float32, optimizer=torch.optim.SGD, lr=0.1) for _ in range(2))
     parameters = setup.parameters()
-    halves = [torch.optim.SGD(parameters[::2], lr=0.1), torch.optim.SGD(parameters[1::2], lr=0.1)]
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    opt = cs.MultiTaskOptimizer(setup.trunk, halves, TASKS, scaler=scaler)
-    whole = Setup(dtype=torch.float32, optimizer=torch.optim.SGD, lr=0.1)
-    one = cs.MultiTaskOptimizer(whole.trunk, whole.optimizer, TASKS)
+    setup.optimizer = [torch.optim.SGD(parameters[n::2], lr=0.1) for n in range(2)]
+    opt = setup.start(scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    one = whole.start()
     for batch in range(2):
         opt.step(setup.closure(batch))
         one.step(whole.closure(batch))
-    for a, b in zip(parameters, whole.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(parameters, whole.parameters())
 
 
 def test_repr() -> None:
-    setup = Setup()
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, schedule=cs.Mixed(3))
+    _, opt = started(schedule=cs.Mixed(3))
     assert repr(opt) == (
         "MultiTaskOptimizer(Trunk with 9 shared parameters of 1366 elements, Adam,"
         " tasks=['depth', 'normals', 'edges'], method=ConnectionStrength(),"
@@ -236,18 +228,22 @@ def _train(opt: cs.MultiTaskOptimizer, model: Any, sgd: Any, x: Tensor, way: str
             sgd.step()
 
 
-def _trained_plainly(method: cs.Method, x: Tensor, way: str) -> Dense:
+def _dense() -> tuple[Dense, torch.optim.SGD]:
     torch.manual_seed(0)
     model = Dense()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, method)
+    return model, sgd_of(model, lr=0.05)
+
+
+def _trained_plainly(method: cs.Method, x: Tensor, way: str) -> Dense:
+    model, sgd = _dense()
+    opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, copy.deepcopy(method))
     _train(opt, model, sgd, x, way)
     return model
 
 
 def _assert_alike(ours: nn.Module, theirs: nn.Module) -> None:
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
+    parameters = ([*module.parameters()] for module in (ours, theirs))
+    torch.testing.assert_close(*parameters, rtol=1e-5, atol=1e-7)
 
 
 METHODS = pytest.mark.parametrize("method", [cs.PCGrad(), cs.NashMTL(), cs.Sum()], ids=repr)
@@ -259,10 +255,8 @@ WAYS = pytest.mark.parametrize("way", ["step", "backward"])
 def test_a_backward_that_scales(method: cs.Method, way: str) -> None:
     """The factor is measured: Nash-MTL's update has a norm that does not depend on it."""
     x = torch.randn(7, 5)
-    expected = _trained_plainly(copy.deepcopy(method), x, way)
-    torch.manual_seed(0)
-    model = Dense()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    expected = _trained_plainly(method, x, way)
+    model, sgd = _dense()
 
     def backward(loss: Tensor, **options: Any) -> None:
         (1024 * loss).backward(**options)
@@ -281,12 +275,9 @@ def test_accelerate(method: cs.Method, way: str) -> None:
     torchvision_operators.define()
     accelerate = pytest.importorskip("accelerate")
     x = torch.randn(7, 5)
-    expected = _trained_plainly(copy.deepcopy(method), x, way)
-    torch.manual_seed(0)
+    expected = _trained_plainly(method, x, way)
     accelerator = accelerate.Accelerator(cpu=True)
-    model = Dense()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
-    model, sgd = accelerator.prepare(model, sgd)
+    model, sgd = accelerator.prepare(*_dense())
     opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, method, backward=accelerator.backward)
     _train(opt, model, sgd, x, way)
     _assert_alike(model, expected)
@@ -298,11 +289,10 @@ def test_fabric(method: cs.Method, way: str) -> None:
     torchvision_operators.define()
     lightning = pytest.importorskip("lightning")
     x = torch.randn(7, 5)
-    expected = _trained_plainly(copy.deepcopy(method), x, way)
-    torch.manual_seed(0)
+    expected = _trained_plainly(method, x, way)
     fabric = lightning.Fabric(accelerator="cpu", devices=1)
-    plain = Dense()
-    model, sgd = fabric.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.05))
+    plain, sgd = _dense()
+    model, sgd = fabric.setup(plain, sgd)
     model.mark_forward_method("losses")
     opt = cs.MultiTaskOptimizer(plain.trunk, sgd, AB, method, backward=fabric.backward)
     _train(opt, model, sgd, x, way)
@@ -315,18 +305,17 @@ def test_lightning(method: cs.Method, way: str, tmp_path: Any) -> None:
     torchvision_operators.define()
     lightning = pytest.importorskip("lightning")
     x = torch.randn(7, 5)
-    expected = _trained_plainly(copy.deepcopy(method), x, way)
+    expected = _trained_plainly(method, x, way)
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
-            torch.manual_seed(0)
-            self.model = Dense()
+            self.model, self.sgd = _dense()
             self.opt: cs.MultiTaskOptimizer | None = None
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.model.parameters(), lr=0.05)
+            return self.sgd
 
         def on_train_start(self) -> None:
             self.opt = cs.MultiTaskOptimizer(
@@ -342,16 +331,9 @@ def test_lightning(method: cs.Method, way: str, tmp_path: Any) -> None:
                 self.optimizers().step()
 
     module = Module()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=tmp_path,
-    )
+    parts = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
+    options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **dict.fromkeys(parts, False)}
+    trainer = lightning.Trainer(**options, default_root_dir=tmp_path)
     trainer.fit(module, torch.utils.data.DataLoader([x] * 3, batch_size=None))
     assert trainer.global_step == 3
     _assert_alike(module.model, expected)
@@ -365,9 +347,7 @@ def test_gradients_in_the_buckets_of_ddp(group: None, views: bool) -> None:
     """One process; with `gradient_as_bucket_view` each pass writes where the last one wrote."""
     networks = []
     for wrapped in (False, True):
-        torch.manual_seed(0)
-        model = Dense()
-        sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+        model, sgd = _dense()
         trunk: nn.Module = model.trunk
         if wrapped:
             trunk = nn.parallel.DistributedDataParallel(trunk, gradient_as_bucket_view=views)
@@ -375,14 +355,9 @@ def test_gradients_in_the_buckets_of_ddp(group: None, views: bool) -> None:
         torch.manual_seed(1)
         x = torch.randn(7, 5)
         for _ in range(3):
-            opt.step(
-                lambda task, m=model, t=trunk, x=x: (
-                    (m.heads[task](t(x)) - 3 * (task == "b")).square().mean()
-                )
-            )
-        networks.append(model)
-    for a, b in zip(networks[0].parameters(), networks[1].parameters(), strict=True):
-        assert torch.equal(a, b)
+            opt.step(lambda task: (model.heads[task](trunk(x)) - 3 * (task == "b")).square().mean())
+        networks.append([*model.parameters()])
+    assert_equal(*networks)
 
 
 def test_hooks_of_fully_shard_are_seen_through(group: None) -> None:
@@ -394,10 +369,8 @@ def test_hooks_of_fully_shard_are_seen_through(group: None) -> None:
         trunk = _trunk()
         for n in sharded:
             fully_shard(trunk.layers[n], mesh=mesh)
-        sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-        opt = cs.MultiTaskOptimizer(trunk, sgd, AB)
         x = torch.randn(4, 3, 8, 8)
-        coverage = opt.trace(lambda task, t=trunk, x=x: t(x).square().mean())
+        coverage = optimizer_of(trunk).trace(lambda task: trunk(x).square().mean())
         assert coverage.prioritized == PRIORITIZED
 
 
@@ -427,8 +400,7 @@ def test_a_layer_that_runs_in_evaluation_only() -> None:
 
     trunk = cs.nn.convert_task_batchnorm(Auxiliary(), AB)
     network = torch.compile(trunk, backend=backend, fullgraph=True)
-    opt = cs.MultiTaskOptimizer(network, torch.optim.SGD(trunk.parameters(), lr=0.1), AB)
-    x = torch.randn(8, 3)
+    opt, x = optimizer_of(network), torch.randn(8, 3)
     for epoch in range(3):
         runs = 0
         for _ in range(2):
@@ -445,12 +417,8 @@ def test_a_layer_that_runs_in_evaluation_only() -> None:
 def test_a_scaler_and_an_optimizer_without_gradients(schedule: cs.Schedule) -> None:
     """An optimizer a head: those of the others have nothing to step."""
     setup = Setup(dtype=torch.float32)
-    optimizers = [
-        torch.optim.SGD(module.parameters(), lr=0.1)
-        for module in (setup.trunk, *setup.heads.values())
-    ]
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    opt = cs.MultiTaskOptimizer(setup.trunk, optimizers, TASKS, schedule=schedule, scaler=scaler)
+    setup.optimizer = [sgd_of(module) for module in (setup.trunk, *setup.heads.values())]
+    opt = setup.start(schedule=schedule, scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
     other = setup.heads["edges"].weight.detach().clone()
     opt.step(setup.closure(0), tasks=TASKS[:2])
     assert torch.equal(other, setup.heads["edges"].weight)
@@ -462,25 +430,20 @@ def test_a_backward_that_scales_beside_a_scaler() -> None:
     """Both factors are measured."""
     norms = []
     for factor in (1.0, 1024.0):
-        torch.manual_seed(0)
-        model, x = Dense(), torch.randn(7, 5)
-        sgd = torch.optim.SGD(model.parameters(), lr=0.0)
+        (model, sgd), x = _dense(), torch.randn(7, 5)
         scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-        seen: list[Tensor] = []
 
-        def note(*_: object, model: Dense = model, seen: list[Tensor] = seen) -> None:
-            seen.append(torch.cat([p.grad.flatten() for p in model.trunk.parameters()]).norm())
+        def note(*_: object) -> None:  # The scaler has divided by its own.
+            norms.append(flat_grad(model.trunk).norm() / factor)
 
-        def backward(loss: Tensor, factor: float = factor, **options: Any) -> None:
+        def backward(loss: Tensor, **options: Any) -> None:
             (factor * loss).backward(**options)
 
         sgd.register_step_pre_hook(note)
-        opt = cs.MultiTaskOptimizer(
-            model.trunk, sgd, AB, cs.NashMTL(), scaler=scaler, backward=backward
-        )
-        opt.step(lambda task, model=model, x=x: model.losses(x)[task])
-        norms.append(seen[0] / factor)  # The scaler has divided by its own.
-    torch.testing.assert_close(norms[0], norms[1])
+        given = model.trunk, sgd, AB, cs.NashMTL()
+        opt = cs.MultiTaskOptimizer(*given, scaler=scaler, backward=backward)
+        opt.step(lambda task: model.losses(x)[task])
+    torch.testing.assert_close(*norms)
 
 
 def test_accumulation_of_accelerate() -> None:
@@ -488,17 +451,13 @@ def test_accumulation_of_accelerate() -> None:
     torchvision_operators.define()
     accelerate = pytest.importorskip("accelerate")
     x = torch.randn(8, 5)
-    torch.manual_seed(0)
-    plain = Dense()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.05)
+    plain, sgd = _dense()
     opt = cs.MultiTaskOptimizer(plain.trunk, sgd, AB, cs.PCGrad())
     for n, part in enumerate(x.chunk(2)):
         opt.backward({t: loss / 2 for t, loss in plain.losses(part).items()}, update=n == 1)
     sgd.step()
-    torch.manual_seed(0)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = Dense()
-    model, sgd = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+    model, sgd = accelerator.prepare(*_dense())
     opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, cs.PCGrad(), backward=accelerator.backward)
     try:
         for n, part in enumerate(x.chunk(2)):

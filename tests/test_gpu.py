@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from layers import KINDS, Kind, sample, trunk_arguments
-from networks import Setup
+from layers import KINDS, SOLVER_OPTIONS, Kind, sample, trunk_arguments
+from networks import Setup, assert_equal
 from torch import Tensor
 
 import cs_kernels as cs
+from cs_kernels.ops.solvers import SOLVERS
 
 BACKENDS = [name for name in ("triton", "cuda") if cs.available_backends()[name] is None]
 
@@ -48,30 +49,15 @@ def _calls(tasks: int = 3) -> dict[str, Callable[[], list[Tensor]]]:
 
         return run
 
-    return {
-        "phase2": phase2,
-        "drop": drop,
-        "pcgrad": gramian_method("pcgrad", 1, 2),
-        "cagrad": gramian_method("cagrad", 0.4),
-        "mgda": gramian_method("mgda"),
-        "aligned_mtl": gramian_method("aligned_mtl", "median"),
-        "nash_mtl": gramian_method("nash_mtl"),
-        "imtl_g": gramian_method("imtl_g"),
-        "upgrad": gramian_method("upgrad"),
-    }
+    solvers = {name: gramian_method(name, *SOLVER_OPTIONS.get(name, ())) for name in SOLVERS}
+    return {"phase2": phase2, "drop": drop, **solvers}
 
 
-STEPS = ["phase2", "drop"]
-STEPS += ["pcgrad", "cagrad", "mgda", "aligned_mtl", "nash_mtl", "imtl_g", "upgrad"]
+STEPS = ["phase2", "drop", *SOLVERS]
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
     return [t.clone() for t in tensors]
-
-
-def _assert_same_bits(first: list[Tensor], second: list[Tensor]) -> None:
-    for a, b in zip(first, second, strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("tasks", [1, 4, 8, 9])
@@ -98,7 +84,7 @@ def test_same_bits_in_every_run(gpu: str, name: str) -> None:
     run = _calls()[name]
     first = _copies(run())
     for _ in range(20):
-        _assert_same_bits(run(), first)
+        assert_equal(run(), first)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -112,7 +98,7 @@ def test_capture_and_replay(gpu: str, name: str) -> None:
         for tensor in written:
             tensor.zero_()
         graph.replay()
-        _assert_same_bits(written, expected)
+        assert_equal(written, expected)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -126,7 +112,7 @@ def test_on_another_stream(gpu: str, name: str) -> None:
         torch.cuda._sleep(10_000_000)
         result = _copies(run())
     stream.synchronize()
-    _assert_same_bits(result, expected)
+    assert_equal(result, expected)
 
 
 def test_two_streams_at_once(gpu: str) -> None:
@@ -141,8 +127,7 @@ def test_two_streams_at_once(gpu: str) -> None:
             with torch.cuda.stream(stream):
                 results.append(run())
     torch.cuda.synchronize()
-    for result, wanted in zip(results[-2:], expected, strict=True):
-        _assert_same_bits(result, wanted)
+    assert_equal(results[-2:], expected)
 
 
 def test_a_capture_before_any_step_says_so(gpu: str) -> None:
@@ -181,8 +166,7 @@ def test_a_large_trunk(gpu: str) -> None:
     with cs.use_backend("reference"):
         expected = _ops.phase2_update_(*{**ours, "updates": others}.values())
     assert torch.equal(priorities, expected)
-    for update, other in zip(updates, others, strict=True):
-        torch.testing.assert_close(update, other, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(updates, others, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.PCGrad(), cs.GradDrop()], ids=repr)
@@ -195,13 +179,12 @@ def test_training_as_on_the_cpu(gpu: str, method: cs.Method) -> None:
         setup.trunk.to(device)
         setup.heads.to(device)
         setup.batches = [(x.to(device), y.to(device)) for x, y in setup.batches]
-        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, setup.tasks, method)
+        opt = setup.start(method)
         with cs.use_backend("reference" if device == "cpu" else gpu):
             for batch in range(3):
                 opt.step(setup.closure(batch))
         networks.append([p.detach().cpu() for p in setup.parameters()])
-    for ours, theirs in zip(*networks, strict=True):
-        torch.testing.assert_close(theirs, ours, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(*networks, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")

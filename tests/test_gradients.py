@@ -5,6 +5,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,13 +16,23 @@ from networks import (
     TASKS,
     Setup,
     assert_same_gradients,
-    problem,
-    sgd_of,
+    optimizer_of,
+    started,
+    started_problem,
     step_by_hand,
 )
 from torch import Tensor, nn
 
 import cs_kernels as cs
+
+OWN = {f"heads.{task}.{name}": task for task in AB for name in ("weight", "bias")}
+
+
+def _update(opt: cs.MultiTaskOptimizer, loss: Callable[[str], Tensor], way: str) -> None:
+    if way == "step":
+        opt.step(loss)
+    else:
+        opt.backward({task: loss(task) for task in AB})
 
 
 @pytest.mark.parametrize("method", GRAMIAN_METHODS, ids=repr)
@@ -30,56 +41,44 @@ def test_a_head_in_the_trunk_gets_its_own_gradient(
     backend: str, method: cs.GramianMethod, way: str
 ) -> None:
     """It gets no weight, and the Gramian is that of the trunk alone."""
-    model, loss, *_ = problem()
+    model, loss, opt = started_problem(copy.deepcopy(method))
     losses = {task: loss(task) for task in AB}
     expected = step_by_hand(copy.deepcopy(method), [*model.trunk.parameters()], losses)
     heads = {
         task: torch.autograd.grad(losses[task], [*model.heads[task].parameters()]) for task in AB
     }
-    opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, copy.deepcopy(method))
-    if way == "step":
-        opt.step(loss)
-    else:
-        opt.backward({task: loss(task) for task in AB})
+    _update(opt, loss, way)
     for p, update in zip(model.trunk.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad.flatten(), update, rtol=1e-9, atol=1e-12)
     for task in AB:
         for p, grad in zip(model.heads[task].parameters(), heads[task], strict=True):
             assert torch.equal(p.grad, grad)
-    own = {f"heads.{task}.{name}": task for task in AB for name in ("weight", "bias")}
-    assert opt.coverage().own == own
+    assert opt.coverage().own == OWN
     assert model.unused.weight.grad is None
 
 
 @pytest.mark.parametrize("way", ["step", "backward"])
 def test_own_parameters_of_the_plain_sum(way: str) -> None:
-    model, loss, *_ = problem()
-    opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.Sum())
-    if way == "step":
-        opt.step(loss)
-    else:
-        opt.backward({task: loss(task) for task in AB})
-    assert set(opt.coverage().own) == {f"heads.{t}.{n}" for t in AB for n in ("weight", "bias")}
+    _, loss, opt = started_problem(cs.Sum())
+    _update(opt, loss, way)
+    assert opt.coverage().own == OWN
 
 
 def test_own_parameters_in_the_report_and_in_a_checkpoint() -> None:
-    model, loss, *_ = problem()
-    opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.NashMTL())
+    model, loss, opt = started_problem(cs.NashMTL())
     opt.trace(loss)
-    assert set(opt.coverage().own.values()) == {"a", "b"}
+    assert opt.coverage().own == OWN
     assert "heads.a.weight" in str(opt.coverage())
     assert "the gradient of 'a': no other task reaches it" in str(opt.coverage())
     opt.step(loss)
     # A resumed run knows it before its first pass, even one of a single task.
-    twin = copy.deepcopy(model)
-    again = cs.MultiTaskOptimizer(twin, sgd_of(twin), AB, cs.NashMTL())
+    again = optimizer_of(copy.deepcopy(model), cs.NashMTL())
     again.load_state_dict(copy.deepcopy(opt.state_dict()))
     assert again._reach.owners() == opt._reach.owners() != {}
 
 
 def test_a_parameter_that_a_second_task_reaches_later_is_shared() -> None:
-    model, loss, *_ = problem()
-    opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.NashMTL())
+    _, loss, opt = started_problem(cs.NashMTL())
     opt.step(loss)
     assert "heads.a.weight" in opt.coverage().own
 
@@ -92,33 +91,30 @@ def test_a_parameter_that_a_second_task_reaches_later_is_shared() -> None:
 
 def test_with_one_task_so_far_everything_is_shared() -> None:
     """A batch of one task says nothing about what the others reach."""
-    model, loss, *_ = problem()
-    opt = cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.PCGrad())
+    _, loss, opt = started_problem(cs.PCGrad())
     opt.step(loss, tasks=["a"])
     assert opt.coverage().own == {}
     opt.step(loss, tasks=["b"])
-    assert set(opt.coverage().own) == {f"heads.{t}.{n}" for t in AB for n in ("weight", "bias")}
+    assert opt.coverage().own == OWN
 
 
 @BOTH_PHASES
 @pytest.mark.parametrize("some", [False, True])
 def test_a_trunk_that_is_unfrozen_later_is_shared(schedule: cs.Schedule, some: bool) -> None:
     """A task with passes while a parameter was frozen has not said whether it reaches it."""
-    setup = Setup()
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, schedule=schedule)
+    setup, opt = started(schedule=schedule)
     setup.trunk.requires_grad_(False)
     setup.trunk.stem.bias.requires_grad_(some)
     setup.trunk.stem_norm.requires_grad_(True)
     opt.step(setup.closure(0))
     state = opt.state_dict()
     setup.trunk.requires_grad_(True)
-    again = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, schedule=schedule)
+    again = setup.start(schedule=schedule)
     again.load_state_dict(state)
     for one in (opt, again):
-        one.step(setup.closure(1), tasks=TASKS[:1])
-        assert one.coverage().own == {}
-        one.step(setup.closure(1))
-        assert one.coverage().own == {}
+        for tasks in (TASKS[:1], TASKS):
+            one.step(setup.closure(1), tasks=tasks)
+            assert one.coverage().own == {}
         assert "stem.weight" in one.coverage().prioritized
 
 
@@ -138,9 +134,8 @@ def test_a_parameter_that_one_task_never_uses(backend: str) -> None:
             x = self.norm(self.common(x))
             return self.some_norm(self.some(x)) if deep else x
 
-    trunk = cs.nn.convert_task_batchnorm(Branches(), ["a", "b"])
-    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-    opt = cs.MultiTaskOptimizer(trunk, sgd, ["a", "b"])
+    trunk = cs.nn.convert_task_batchnorm(Branches(), AB)
+    opt = optimizer_of(trunk)
     x = torch.randn(16, 3)
     opt.step(lambda task: trunk(x, deep=task == "b").square().mean() + 0 * x.sum())
     assert trunk.unused.weight.grad is None
@@ -151,7 +146,7 @@ def test_a_parameter_that_one_task_never_uses(backend: str) -> None:
 
 def test_moved_to_another_dtype_between_steps(backend: str) -> None:
     setup = Setup(dtype=torch.float64, optimizer=torch.optim.SGD)
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+    opt = setup.start()
     opt.step(setup.closure(0))
     for dtype in (torch.float32, torch.bfloat16):
         setup.trunk.to(dtype)
@@ -167,7 +162,7 @@ def test_moved_to_another_dtype_between_steps(backend: str) -> None:
 def test_the_update_is_cast_as_grad_between_steps(backend: str, method: cs.Method) -> None:
     """Casting a module casts `.grad` in place, which is the buffer of the next update."""
     setup = Setup(dtype=torch.float32, optimizer=torch.optim.SGD)
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method)
+    opt = setup.start(method)
     opt.step(setup.closure(0))
     setup.trunk.double()
     setup.optimizer.zero_grad()
@@ -182,8 +177,7 @@ def test_the_update_is_cast_as_grad_between_steps(backend: str, method: cs.Metho
 
 def test_memory_beside_the_gradients_is_one_update() -> None:
     """The buffers of the update are those of the step before."""
-    setup = Setup()
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+    setup, opt = started()
     opt.step(setup.closure(0))
     shared = [p for n, p in setup.trunk.named_parameters() if "norm" not in n and ".1." not in n]
     before = [p.grad.data_ptr() for p in shared]
@@ -194,8 +188,8 @@ def test_memory_beside_the_gradients_is_one_update() -> None:
 @pytest.mark.parametrize("detached", [False, True])
 def test_a_gradient_in_somebodys_bucket_is_copied(detached: bool) -> None:
     """Views of one buffer that every backward pass writes again, as DistributedDataParallel's."""
-    model, loss, *_ = problem()
-    twin, other, *_ = problem()
+    model, loss, opt = started_problem(cs.PCGrad())
+    twin, other, straight = started_problem(cs.PCGrad())
     shared = [*model.trunk.parameters()]
     bucket = torch.zeros(sum(p.numel() for p in shared), dtype=torch.float64)
     views = bucket.split([p.numel() for p in shared])
@@ -206,8 +200,8 @@ def test_a_gradient_in_somebodys_bucket_is_copied(detached: bool) -> None:
             p.grad = place.copy_(p.grad).detach() if detached else place.copy_(p.grad)
 
         p.register_post_accumulate_grad_hook(into_bucket)
-    cs.MultiTaskOptimizer(model, sgd_of(model), AB, cs.PCGrad()).step(loss)
-    cs.MultiTaskOptimizer(twin, sgd_of(twin), AB, cs.PCGrad()).step(other)
+    opt.step(loss)
+    straight.step(other)
     assert_same_gradients(model.trunk, twin.trunk)
 
 
@@ -218,9 +212,7 @@ def test_no_gradient_is_held_during_a_forward_pass(
     method: cs.Method, schedule: cs.Schedule
 ) -> None:
     """Phase 1 frees the last task's gradients, the plain sum those of the last step."""
-    setup = Setup()
-    weight = setup.trunk.stem.weight
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method, schedule)
+    setup, opt = started(method, schedule)
     last: list[weakref.ref[Tensor]] = []
     seen = []
 
@@ -233,7 +225,7 @@ def test_no_gradient_is_held_during_a_forward_pass(
         return value
 
     def note(*_: object) -> None:
-        last.append(weakref.ref(weight.grad))
+        last.append(weakref.ref(setup.trunk.stem.weight.grad))
 
     setup.optimizer.register_step_pre_hook(note)
     for _ in range(2):
@@ -274,11 +266,6 @@ def test_peak_memory(method: str, copies: int) -> None:
 
     The first pass of the script has left room for one.
     """
-    result = subprocess.run(
-        [sys.executable, "-c", PEAK, method],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
-    assert float(result.stdout) < copies + 0.4
+    command = [sys.executable, "-c", PEAK, method]
+    peak = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert float(peak) < copies + 0.4

@@ -1,10 +1,21 @@
 """Task-specific normalization: layers in front of it, conversion, checkpoints, a task's life."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from networks import AB, PRIORITIZED, TASKS, Setup, Trunk
+from networks import (
+    AB,
+    PRIORITIZED,
+    TASKS,
+    Setup,
+    Trunk,
+    assert_equal,
+    optimizer_of,
+    refused,
+    started,
+)
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -34,10 +45,7 @@ def test_each_task_is_a_torch_batchnorm(
         with cs.nn.active_task(norm, task):
             assert torch.equal(norm(x), plain[task](x))
     for task in TASKS:
-        state = norm.get_submodule(task).state_dict()
-        assert state.keys() == plain[task].state_dict().keys()
-        for name, tensor in plain[task].state_dict().items():
-            assert torch.equal(state[name], tensor)
+        assert_equal(norm.get_submodule(task).state_dict(), plain[task].state_dict())
     assert set(norm.state_dict()) == {f"{t}.{k}" for t in TASKS for k in plain[t].state_dict()}
 
 
@@ -197,8 +205,7 @@ def test_explicit_layers_override() -> None:
 
 def test_a_normalization_without_statistics_gives_no_priority() -> None:
     trunk = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False))
-    cs.nn.convert_task_batchnorm(trunk, TASKS)
-    coverage = _layout(trunk, torch.randn(8, 3)).coverage
+    coverage = _layout(cs.nn.convert_task_batchnorm(trunk, TASKS), torch.randn(8, 3)).coverage
     assert coverage.plain["0.weight"] == "1 keeps no running variance"
 
 
@@ -207,19 +214,16 @@ def test_a_normalization_without_scale_counts_as_one() -> None:
     cs.nn.convert_task_batchnorm(trunk, TASKS)
     (layer,) = _layout(trunk, torch.randn(8, 3)).layers
     assert all(torch.equal(gamma, torch.ones(4)) for gamma in gammas([layer]))
-    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS)
+    opt = optimizer_of(trunk, tasks=TASKS)
     opt.step(lambda task: trunk(torch.randn(8, 3)).square().mean())
     assert opt.priority()["0"].shape == (4,)
 
 
 def test_trace_changes_nothing() -> None:
-    setup = Setup()
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+    setup, opt = started()
     before = setup.state()
-    coverage = opt.trace(setup.closure(0))
-    assert coverage.prioritized == PRIORITIZED
-    assert all(torch.equal(a, b) for a, b in zip(before, setup.state(), strict=True))
+    assert opt.trace(setup.closure(0)).prioritized == PRIORITIZED
+    assert_equal(before, setup.state())
 
 
 def test_nothing_to_convert() -> None:
@@ -280,7 +284,7 @@ def test_a_task_named_as_a_weight() -> None:
 def test_extract_task() -> None:
     plain, x = _trained()
     trunk = cs.nn.convert_task_batchnorm(copy.deepcopy(plain), TASKS)
-    opt = cs.MultiTaskOptimizer(trunk, torch.optim.SGD(trunk.parameters(), lr=0.1), TASKS)
+    opt = optimizer_of(trunk, tasks=TASKS)
     for _ in range(2):
         opt.step(lambda task: (1 + TASKS.index(task)) * trunk(x).square().mean())
     before = copy.deepcopy(trunk.state_dict())
@@ -300,7 +304,7 @@ def test_extract_task() -> None:
         torch.testing.assert_close(exported.module()(x), network(x))
         with torch.no_grad():
             network[0].weight.zero_()
-    assert all(torch.equal(tensor, before[name]) for name, tensor in trunk.state_dict().items())
+    assert_equal(trunk.state_dict(), before)
     alone = cs.nn.extract_task(cs.nn.TaskBatchNorm1d(3, TASKS), "edges")
     assert type(alone) is nn.BatchNorm1d
     with pytest.raises(ValueError, match=r"task must be one of.*'flow'"):
@@ -318,11 +322,8 @@ def test_extract_a_module_that_is_used_twice() -> None:
 
 def test_add_task() -> None:
     trunk, x = _trained()
-    cs.nn.convert_task_batchnorm(trunk, AB)
-    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-    cs.MultiTaskOptimizer(trunk, sgd, AB).step(
-        lambda task: (1 if task == "a" else 3) * trunk(x).square().mean()
-    )
+    opt = optimizer_of(cs.nn.convert_task_batchnorm(trunk, AB))
+    opt.step(lambda task: (1 if task == "a" else 3) * trunk(x).square().mean())
     trunk[1].of("a").weight.requires_grad_(False)
     for task, like, message in (
         ("a", "b", "task must be a new one, got 'a'"),
@@ -344,9 +345,9 @@ def test_add_task() -> None:
         assert torch.equal(trunk(x), expected)
     trunk.train()
     with pytest.raises(ValueError, match=r"optimizer must hold.*1\.c\.bias"):
-        cs.MultiTaskOptimizer(trunk, sgd, [*AB, "c"])
-    sgd.add_param_group({"params": new})
-    opt = cs.MultiTaskOptimizer(trunk, sgd, [*AB, "c"])
+        cs.MultiTaskOptimizer(trunk, opt.optimizer, [*AB, "c"])
+    opt.optimizer.add_param_group({"params": new})
+    opt = cs.MultiTaskOptimizer(trunk, opt.optimizer, [*AB, "c"])
     opt.step(lambda task: trunk(x).square().mean() * (2 if task == "c" else 1))
     assert not torch.equal(trunk[1].of("a").bias, trunk[1].of("c").bias)
 
@@ -365,18 +366,16 @@ def test_update_bn() -> None:
     assert modes == [module.training for module in trunk.modules()]
     assert trunk[1].of("depth").momentum == 0.1
     assert trunk[1].active is None
-    for name, tensor in trunk.state_dict().items():
-        expected = before[name]
-        if "1.depth." in name:
-            expected = plain.state_dict()[name.replace("depth.", "")]
-            assert torch.equal(tensor, expected)
-            assert "running" not in name or not torch.equal(tensor, before[name])
-        assert torch.equal(tensor, expected), name
-    after = copy.deepcopy(trunk.state_dict())
-    for bad, error in (([], ValueError), ([torch.randn(4, 3, 6, 6), "no tensor"], TypeError)):
-        with pytest.raises(error):
+    expected = {f"1.depth.{name}": of_depth for name, of_depth in plain[1].state_dict().items()}
+    assert_equal(dict(trunk.state_dict()), {**before, **expected})
+    for name in ("1.depth.running_mean", "1.depth.running_var"):
+        assert not torch.equal(expected[name], before[name])
+    for bad, error, message in (
+        ([], ValueError, "loader must yield"),
+        ([torch.randn(4, 3, 6, 6), "no tensor"], TypeError, "conv2d"),
+    ):
+        with refused(trunk.state_dict, error, message):
             cs.nn.update_bn(bad, trunk, "depth")
-        assert all(torch.equal(tensor, after[n]) for n, tensor in trunk.state_dict().items())
         assert trunk[1].of("depth").momentum == 0.1
     with pytest.raises(ValueError, match="task must be one of"):
         cs.nn.update_bn(loader, trunk, "flow")
@@ -394,13 +393,10 @@ def test_a_lazy_normalization_has_to_run_first() -> None:
 def test_traces_of_a_converted_network_are_refused() -> None:
     """They would keep one task for good; traces of one task's network are allowed."""
     trunk, x = _trained()
-    cs.nn.convert_task_batchnorm(trunk, AB)
-    cs.nn.set_task(trunk, "a")
-    trunk.eval()
-    with pytest.raises(RuntimeError, match="extract_task"):
-        torch.fx.symbolic_trace(trunk)
-    with pytest.raises(RuntimeError, match="extract_task"):
-        torch.jit.trace(trunk, x)
+    cs.nn.set_task(cs.nn.convert_task_batchnorm(trunk, AB).eval(), "a")
+    for trace in (torch.fx.symbolic_trace, partial(torch.jit.trace, example_inputs=x)):
+        with pytest.raises(RuntimeError, match="extract_task"):
+            trace(trunk)
     plain = cs.nn.extract_task(trunk, "a")
     assert torch.equal(torch.fx.symbolic_trace(plain)(x), trunk(x))
 
@@ -473,10 +469,8 @@ def test_a_weight_of_two_kinds_of_layers() -> None:
 
 
 def test_coverage_shows_what_is_frozen_now() -> None:
-    trunk = cs.nn.convert_task_batchnorm(
-        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)), TASKS
-    )
-    opt = cs.MultiTaskOptimizer(trunk, torch.optim.SGD(trunk.parameters(), 0.1), TASKS)
+    trunk = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    opt = optimizer_of(cs.nn.convert_task_batchnorm(trunk, AB))
     opt.step(lambda task: trunk(torch.randn(8, 3)).square().mean())
     trunk[2].requires_grad_(False)
     assert opt.coverage().plain["2.weight"].startswith("frozen; ")

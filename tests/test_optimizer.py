@@ -5,24 +5,24 @@ import copy
 import pytest
 import torch
 from layers import Kind
-from networks import AB, BOTH_PHASES, PRIORITIZED, TASKS, Setup, assert_equal, problem, sgd_of
-from plain import projected_rows, rows, strength
+from networks import (
+    AB,
+    BOTH_PHASES,
+    PRIORITIZED,
+    TASKS,
+    Setup,
+    assert_equal,
+    optimizer_of,
+    problem,
+    started,
+)
+from plain import projected_rows, strength
 from torch import Tensor, nn
 
 import cs_kernels as cs
 
 METHODS = [cs.Sum, cs.ConnectionStrength]
 SCHEDULES = [cs.Joint(), cs.Sequential(), cs.Switch(2), cs.Mixed(4, seed=3, draw="step")]
-
-
-def _kinds(setup: Setup) -> dict[str, Kind]:
-    trunk = setup.trunk
-    kinds = {}
-    for name in PRIORITIZED:
-        layer = trunk.get_submodule(name.removesuffix(".weight"))
-        transposed = isinstance(layer, nn.ConvTranspose2d)
-        kinds[name] = Kind(name, tuple(layer.weight.shape), int(transposed))
-    return kinds
 
 
 def _independent_phase2(setup: Setup, batch: int) -> None:
@@ -53,7 +53,7 @@ def _independent_phase2(setup: Setup, batch: int) -> None:
         if name not in PRIORITIZED:
             p.grad = sum(grads[name][1:], grads[name][0])
             continue
-        kind = _kinds(setup)[name]
+        kind = Kind(name, tuple(p.shape), int(name == "up.weight"))
         norm = setup.trunk.get_submodule(PRIORITIZED[name])
         children = [norm.get_submodule(task) for task in TASKS]
         s = strength(
@@ -66,13 +66,9 @@ def _independent_phase2(setup: Setup, batch: int) -> None:
         priority = (s / s.sum(1, keepdim=True)).argmax(0)
         update = projected_rows(torch.stack(grads[name]), priority, kind)
         p.grad = torch.empty_like(p)
-        for row, destination in zip(update, _row_views(p.grad, kind), strict=True):
+        for row, destination in zip(update, p.grad.unbind(kind.out_channel_dim), strict=True):
             destination.copy_(row.view(destination.shape))
     setup.optimizer.step()
-
-
-def _row_views(tensor: Tensor, kind: Kind) -> list[Tensor]:
-    return [tensor.select(kind.out_channel_dim, p) for p in range(kind.channels)]
 
 
 def _independent_phase1(setup: Setup, batch: int) -> None:
@@ -91,19 +87,21 @@ def _independent_phase1(setup: Setup, batch: int) -> None:
         setup.optimizer.step()
 
 
+def _steps(setup: Setup, opt: cs.MultiTaskOptimizer) -> None:
+    for batch in range(3):
+        opt.step(setup.closure(batch))
+
+
 def test_mixed_equals_an_independent_step(backend: str) -> None:
     """Five steps of Mixed in both phases, with Adam on a residual network, in float64."""
-    ours, theirs = Setup(), Setup()
-    schedule = cs.Mixed(epochs=5, seed=2)
-    opt = cs.MultiTaskOptimizer(ours.trunk, ours.optimizer, TASKS, schedule=schedule)
+    (ours, opt), theirs = started(schedule=cs.Mixed(epochs=5, seed=2)), Setup()
     phases = []
     for epoch in range(5):
         opt.start_epoch(epoch)
         phases.append(opt.phase)
         opt.step(ours.closure(epoch))
         (_independent_phase1 if opt.phase == 1 else _independent_phase2)(theirs, epoch)
-        for a, b in zip(ours.state(), theirs.state(), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(ours.state(), theirs.state(), rtol=1e-10, atol=1e-12)
     assert {1, 2} == set(phases)
     assert dict(opt.coverage().prioritized) == PRIORITIZED
 
@@ -112,8 +110,7 @@ def test_projection_takes_place() -> None:
     """The comparison above would hold without a conflict; there are some."""
     steps = []
     for method in (cs.Sum(), cs.ConnectionStrength()):
-        setup = Setup()
-        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method)
+        setup, opt = started(method)
         opt.step(setup.closure(0))
         steps.append({n: p.grad.clone() for n, p in setup.trunk.named_parameters()})
     different = {n for n in steps[0] if not torch.allclose(steps[0][n], steps[1][n])}
@@ -125,7 +122,7 @@ def test_projection_takes_place() -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_losses_fall(backend: str, method: type[cs.Method], schedule: cs.Schedule) -> None:
     setup = Setup(dtype=torch.float32)
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method(), schedule)
+    opt = setup.start(method(), schedule)
     first = last = None
     for step in range(12):
         opt.start_epoch(step // 3)
@@ -137,20 +134,15 @@ def test_losses_fall(backend: str, method: type[cs.Method], schedule: cs.Schedul
 
 
 def test_sum_is_the_gradient_of_the_sum() -> None:
-    setup = Setup()
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, cs.Sum())
-    before = copy.deepcopy(setup.trunk)
+    (setup, opt), fresh = started(cs.Sum()), Setup()
     opt.step(setup.closure(0))
-    grads = {n: p.grad for n, p in setup.trunk.named_parameters()}
-    fresh = Setup()
-    fresh.trunk.load_state_dict(before.state_dict())
     total = torch.zeros((), dtype=torch.float64)
     for task in TASKS:
         with cs.nn.active_task(fresh.trunk, task):
             total = total + fresh.closure(0)(task)
     total.backward()
-    for n, p in fresh.trunk.named_parameters():
-        torch.testing.assert_close(grads[n], p.grad)
+    for a, b in zip(setup.trunk.parameters(), fresh.trunk.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
 
 
 @BOTH_PHASES
@@ -158,7 +150,7 @@ def test_sum_is_the_gradient_of_the_sum() -> None:
 def test_a_subset_leaves_other_tasks_alone(method: type[cs.Method], schedule: cs.Schedule) -> None:
     """Not by momentum or weight decay either, nor their statistics."""
     setup = Setup(optimizer=torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, method(), schedule)
+    opt = setup.start(method(), schedule)
     opt.step(setup.closure(0))
     before = copy.deepcopy({**setup.trunk.state_dict(), **setup.heads.state_dict()})
     losses = opt.step(setup.closure(1), tasks=["edges", "depth"])
@@ -172,8 +164,7 @@ def test_a_subset_leaves_other_tasks_alone(method: type[cs.Method], schedule: cs
 def test_phase1_order_is_that_of_the_call() -> None:
     states = []
     for order in (["depth", "edges"], ["edges", "depth"]):
-        setup = Setup()
-        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, schedule=cs.Sequential())
+        setup, opt = started(schedule=cs.Sequential())
         opt.step(setup.closure(0), tasks=order)
         states.append(setup.trunk.stem.weight.detach().clone())
     assert not torch.equal(states[0], states[1])
@@ -183,20 +174,16 @@ def test_reference_and_cpu_train_alike() -> None:
     states = []
     for backend in ("reference", "cpu"):
         setup = Setup(dtype=torch.float32, optimizer=torch.optim.SGD)
-        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
         with cs.use_backend(backend):
-            for step in range(3):
-                opt.step(setup.closure(step))
+            _steps(setup, setup.start())
         states.append(setup.state())
-    for a, b in zip(*states, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(*states, rtol=1e-3, atol=1e-5)
 
 
 def test_weighting_scales_gradients_not_the_report() -> None:
     plain, weighted = Setup(optimizer=torch.optim.SGD), Setup(optimizer=torch.optim.SGD)
     weights = cs.FixedWeights(dict.fromkeys(TASKS, 2.0))
-    first = cs.MultiTaskOptimizer(plain.trunk, plain.optimizer, TASKS)
-    second = cs.MultiTaskOptimizer(weighted.trunk, weighted.optimizer, TASKS, weighting=weights)
+    first, second = plain.start(), weighted.start(weighting=weights)
     assert first.step(plain.closure(0)) == second.step(weighted.closure(0))
     for a, b in zip(plain.parameters(), weighted.parameters(), strict=True):
         if a.grad is not None:
@@ -208,20 +195,15 @@ def test_one_task(backend: str) -> None:
     states = []
     for schedule in (cs.Joint(), cs.Sequential()):
         setup = Setup(tasks=["depth"])
-        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, ["depth"], schedule=schedule)
-        for step in range(3):
-            opt.step(setup.closure(step))
+        _steps(setup, setup.start(schedule=schedule))
         states.append(setup.state())
-    for a, b in zip(*states, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*states)
 
 
 def test_frozen_layers_and_thawing() -> None:
     setup = Setup()
-    frozen = setup.trunk.block.first[0].weight
-    frozen.requires_grad_(False)
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
-    before = frozen.clone()
+    frozen = setup.trunk.block.first[0].weight.requires_grad_(False)
+    opt, before = setup.start(), frozen.clone()
     opt.step(setup.closure(0))
     assert frozen.grad is None
     assert torch.equal(frozen, before)
@@ -232,8 +214,7 @@ def test_frozen_layers_and_thawing() -> None:
 
 @pytest.mark.parametrize("kept", [["bare.weight"], []], ids=["a plain one", "none"])
 def test_every_prioritized_layer_is_frozen_later(backend: str, kept: list[str]) -> None:
-    setup = Setup()
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+    setup, opt = started()
     opt.step(setup.closure(0))
     parameters = dict(setup.trunk.named_parameters())
     for name in {*PRIORITIZED, *opt.coverage().plain} - set(kept):
@@ -246,7 +227,7 @@ def test_every_prioritized_layer_is_frozen_later(backend: str, kept: list[str]) 
 @BOTH_PHASES
 def test_nan_loss_reaches_grad(backend: str, schedule: cs.Schedule) -> None:
     setup = Setup(optimizer=torch.optim.SGD)
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, schedule=schedule)
+    opt = setup.start(schedule=schedule)
     opt.step(lambda task: setup.closure(0)(task) * (float("nan") if task == "edges" else 1.0))
     for name, p in setup.trunk.named_parameters():
         if not any(f".{task}." in name for task in TASKS):
@@ -258,21 +239,16 @@ def test_channels_last_network(backend: str) -> None:
     for memory in (torch.contiguous_format, torch.channels_last):
         setup = Setup(optimizer=torch.optim.SGD)
         setup.trunk.to(memory_format=memory)
-        opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
-        for step in range(3):
-            opt.step(setup.closure(step))
-        states.append([p.detach().clone() for p in setup.parameters()])
-    for a, b in zip(*states, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10)
+        _steps(setup, setup.start())
+        states.append(setup.parameters())
+    torch.testing.assert_close(*states, rtol=1e-8, atol=1e-10)
 
 
 @BOTH_PHASES
 def test_grad_scaler_skips_an_overflow(schedule: cs.Schedule) -> None:
     setup = Setup(dtype=torch.float32, optimizer=torch.optim.SGD)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    opt = cs.MultiTaskOptimizer(
-        setup.trunk, setup.optimizer, TASKS, schedule=schedule, scaler=scaler
-    )
+    opt = setup.start(schedule=schedule, scaler=scaler)
     before = [p.detach().clone() for p in setup.parameters()]
     losses = opt.step(lambda task: setup.closure(0)(task) * float("inf"))
     assert all(loss.isinf() for loss in losses.values())
@@ -284,21 +260,20 @@ def test_grad_scaler_skips_an_overflow(schedule: cs.Schedule) -> None:
 
 def test_clipping_before_the_step() -> None:
     """A hook of the wrapped optimizer sees the finished update."""
-    setup = Setup()
+    setup, opt = started()
     norms = []
     setup.optimizer.register_step_pre_hook(
         lambda *_: norms.append(nn.utils.clip_grad_norm_(setup.parameters(), 1e-3))
     )
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
     opt.step(setup.closure(0))
     clipped = torch.cat([p.grad.flatten() for p in setup.parameters()]).norm()
     assert norms[0] > 1e-3
     torch.testing.assert_close(clipped, torch.tensor(1e-3, dtype=torch.float64), rtol=1e-2, atol=0)
 
 
-def test_epsilon_is_that_of_the_step() -> None:
-    setup = Setup()
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
+def test_priority_is_that_of_the_step() -> None:
+    """With the scales, variances and epsilons of now."""
+    setup, opt = started()
     opt.trace(setup.closure(0))
     norms = [setup.trunk.stem_norm.get_submodule(task) for task in TASKS]
     for norm, variance in zip(norms, torch.rand(len(TASKS), 8), strict=True):
@@ -312,34 +287,17 @@ def test_epsilon_is_that_of_the_step() -> None:
         strengths = cs.functional.connection_strength(
             setup.trunk.stem.weight, gamma, running_var, eps=[n.eps for n in norms]
         )
-        seen.append(opt.priority()["stem"])
-        assert torch.equal(seen[-1], cs.functional.task_priority(strengths))
+        priority = opt.priority()
+        assert list(priority) == [name.removesuffix(".weight") for name in PRIORITIZED]
+        assert priority["up"].shape == (6,)
+        assert torch.equal(priority["stem"], cs.functional.task_priority(strengths))
+        seen.append(priority["stem"])
     assert not torch.equal(*seen)
-
-
-def test_priority_is_that_of_the_step() -> None:
-    setup = Setup()
-    opt = cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS)
-    opt.trace(setup.closure(0))
-    priority = opt.priority()
-    assert list(priority) == [name.removesuffix(".weight") for name in PRIORITIZED]
-    weight = setup.trunk.stem.weight.detach()
-    children = [setup.trunk.stem_norm.get_submodule(task) for task in TASKS]
-    expected = cs.functional.task_priority(
-        cs.functional.connection_strength(
-            weight,
-            torch.stack([c.weight for c in children]),
-            torch.stack([c.running_var for c in children]),
-        )
-    )
-    assert torch.equal(priority["stem"], expected)
-    assert priority["up"].shape == (6,)
-    assert rows(setup.trunk.up.weight, Kind("up", (8, 6, 2, 2), 1)).shape == (6, 32)
 
 
 def test_tasks_of_anything_that_has_an_order() -> None:
     model, loss, *_ = problem()
     for tasks in (dict.fromkeys(AB), dict.fromkeys(AB).keys(), iter(AB), tuple(AB)):
-        opt = cs.MultiTaskOptimizer(model, sgd_of(model), tasks, cs.PCGrad())
+        opt = optimizer_of(model, cs.PCGrad(), tasks=tasks)
         assert opt.tasks == ("a", "b")
         opt.step(loss, tasks=dict.fromkeys(["b"]).keys())

@@ -40,29 +40,15 @@ TASKS = [2, 4, 8, 64]
 SOLVERS = [(name,) for name in solver_table.SOLVERS if name != "aligned_mtl"]
 SOLVERS += [("aligned_mtl", scale) for scale in solver_table.ALIGNED_SCALES]
 
-# The types of pointers, by the name of the argument.
-_POINTERS = {
-    "items": "*i32",
-    "tensors": "*i64",
-    "tensor": "*i64",
-    "table": "*i64",
-    "ticket": "*i32",
-    "counters": "*i32",
-    "energy": "*fp64",
-    "gamma": "*fp32",
-    "variance": "*fp32",
-    "epsilon": "*fp64",
-    "item_products": "*fp64",
-    "products": "*fp64",
-    "coefficients": "*fp64",
-    "factor": "*fp64",
-    "leaks": "*fp64",
-    "keys": "*i64",
-    "key": "*i64",
-    "gramian": "*fp64",
-    "weights": "*fp64",
-    "strength": "*fp64",
+# The types of pointers, and the names of their arguments.
+_NAMES = {
+    "*i32": "items ticket counters",
+    "*i64": "tensors tensor table keys key",
+    "*fp32": "gamma variance",
+    "*fp64": "energy epsilon item_products products coefficients factor leaks gramian weights"
+    " strength",
 }
+_POINTERS = {name: pointer for pointer, names in _NAMES.items() for name in names.split()}
 _NUMBERS = {"tasks": "i32", "rows": "i32"}
 
 
@@ -108,27 +94,20 @@ def test_phase2(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> N
     check(phase2.phase2_kernel, {}, phase2_constants(variant, dtype), options)
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("tasks", TASKS)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_gramian(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> None:
-    constants = gradient_constants(Variant.of(tasks, dtype), dtype)
-    check(combine.gramian_kernel, {"out": "*fp64"}, constants)
+def _of_gradients(kernel: Any, *parts: int) -> Callable[..., None]:
+    @pytest.mark.pairwise
+    @pytest.mark.parametrize("tasks", TASKS)
+    @pytest.mark.parametrize("dtype", TYPES, ids=str)
+    def test(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> None:
+        constants = gradient_constants(Variant.of(tasks, dtype), dtype, *parts)
+        check(kernel, {"out": "*fp64"}, constants)
+
+    return test
 
 
-@pytest.mark.pairwise
-@pytest.mark.parametrize("tasks", TASKS)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_combine(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> None:
-    check(combine.combine_kernel, {}, gradient_constants(Variant.of(tasks, dtype), dtype))
-
-
-@pytest.mark.pairwise
-@pytest.mark.parametrize("tasks", TASKS)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_drop_signs(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> None:
-    constants = gradient_constants(Variant.of(tasks, dtype), dtype, DROP_PARTS)
-    check(combine.drop_signs_kernel, {}, constants)
+test_gramian = _of_gradients(combine.gramian_kernel)
+test_combine = _of_gradients(combine.combine_kernel)
+test_drop_signs = _of_gradients(combine.drop_signs_kernel, DROP_PARTS)
 
 
 @pytest.mark.pairwise

@@ -4,10 +4,11 @@ import copy
 import gc
 import io
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
-from networks import AB, BOTH_PHASES, problem, sgd_of
+from networks import AB, BOTH_PHASES, assert_equal, optimizer_of, problem, refused, sgd_of
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -54,14 +55,9 @@ class Network(nn.Module):
         return self.norm(self.layer(x).squeeze(-1).squeeze(-1))
 
 
-def _optimizer(trunk: nn.Module, method: cs.Method | None = None, **options: object):
-    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-    return cs.MultiTaskOptimizer(trunk, sgd, AB, method, **options)
-
-
 def _coverage(trunk: nn.Module, x: Tensor) -> cs.Coverage:
     cs.nn.convert_task_batchnorm(trunk, AB)
-    return _optimizer(trunk, cs.Sum()).trace(lambda task: trunk(x).sum())
+    return optimizer_of(trunk, cs.Sum()).trace(lambda task: trunk(x).sum())
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -102,7 +98,7 @@ def test_a_normalization_over_positions(positions: int) -> None:
     coverage = _coverage(trunk, x)
     assert coverage.plain["layer.weight"] == "norm normalizes other channels than its outputs"
     with pytest.raises(ValueError, match=r"(?s)must have a layer.*other channels than its outputs"):
-        _optimizer(trunk).step(lambda task: trunk(x).square().mean())
+        optimizer_of(trunk).step(lambda task: trunk(x).square().mean())
 
 
 def test_a_module_whose_statistics_have_another_size() -> None:
@@ -121,17 +117,15 @@ def test_a_module_whose_statistics_have_another_size() -> None:
 def test_after_trace_a_step_without_a_prioritized_layer_raises() -> None:
     trunk = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4))
     cs.nn.convert_task_batchnorm(trunk, AB)
-    opt, x = _optimizer(trunk), torch.randn(6, 3)
-    before = copy.deepcopy(trunk.state_dict())
+    opt, x = optimizer_of(trunk), torch.randn(6, 3)
 
     def loss(task: str) -> Tensor:
         return trunk(x).square().mean()
 
     assert opt.trace(loss).prioritized == {}
     for _ in range(2):
-        with pytest.raises(ValueError, match="must have a layer whose output"):
+        with refused(trunk.state_dict, ValueError, "must have a layer whose output"):
             opt.step(loss)
-    assert all(torch.equal(v, before[k]) for k, v in trunk.state_dict().items())
 
 
 class Deep(nn.Module):
@@ -155,6 +149,11 @@ def _conflict(trunk: nn.Module, x: Tensor, task: str) -> Tensor:
     return (1 if task == "a" else -2) * trunk(x).sum() + trunk(x).square().mean()
 
 
+def _deep() -> tuple[Deep, cs.MultiTaskOptimizer, Callable[[str], Tensor]]:
+    trunk, x = cs.nn.convert_task_batchnorm(Deep(), AB), torch.randn(16, 4)
+    return trunk, optimizer_of(trunk), lambda task: _conflict(trunk, x, task)
+
+
 @BOTH_PHASES
 def test_a_layer_that_first_runs_later(schedule: cs.Schedule) -> None:
     """It is prioritized in that very step, as in a run that has traced it before."""
@@ -164,60 +163,54 @@ def test_a_layer_that_first_runs_later(schedule: cs.Schedule) -> None:
         trunk = cs.nn.convert_task_batchnorm(Deep(), AB)
         x = torch.randn(16, 4)
         layers = {f"blocks.{n}.0": f"blocks.{n}.1" for n in range(3)} if told else None
-        opt = _optimizer(trunk, schedule=schedule, layers=layers)
+        opt = optimizer_of(trunk, schedule=schedule, layers=layers)
         for depth in (1, 1, 2, 3):
             trunk.depth = depth
             opt.step(lambda task, trunk=trunk, x=x: _conflict(trunk, x, task))
             if not told:
                 assert len(opt.coverage().prioritized) == depth
-                plain = opt.coverage().plain
-                assert [n for n, why in plain.items() if why == "the layer has not run"] == [
-                    f"blocks.{n}.0.weight" for n in range(depth, 3)
-                ]
+                waiting = [f"blocks.{n}.0.weight" for n in range(depth, 3)]
+                plain = opt.coverage().plain.items()
+                assert [n for n, why in plain if why == "the layer has not run"] == waiting
         networks.append(trunk.state_dict())
         assert not any(m._forward_pre_hooks or m._forward_hooks for m in trunk.modules()) or told
-    for name, tensor in networks[0].items():
-        assert torch.equal(tensor, networks[1][name]), name
+    assert_equal(*networks)
 
 
 def test_a_layer_that_first_runs_in_the_second_task() -> None:
-    trunk = cs.nn.convert_task_batchnorm(Deep(), AB)
-    opt, x = _optimizer(trunk), torch.randn(16, 4)
+    trunk, opt, loss = _deep()
 
-    def loss(task: str) -> Tensor:
+    def deeper(task: str) -> Tensor:
         trunk.depth = 1 if task == "a" else 2
-        return _conflict(trunk, x, task)
+        return loss(task)
 
-    opt.step(loss)
+    opt.step(deeper)
     assert opt.coverage().prioritized == {"blocks.0.0.weight": "blocks.0.1"}
     assert opt.coverage().own["blocks.1.0.weight"] == "b"  # No other task reaches it.
 
 
 def test_a_network_with_a_layer_that_has_not_run_is_copied_and_saved() -> None:
     """The hooks that wait for its first run are not copied."""
-    trunk = cs.nn.convert_task_batchnorm(Deep(), AB)
-    opt, x = _optimizer(trunk), torch.randn(16, 4)
-    opt.step(lambda task: _conflict(trunk, x, task))
+    trunk, opt, loss = _deep()
+    opt.step(loss)
     average = copy.deepcopy(trunk)
     loaded = pickle.loads(pickle.dumps(trunk))
-    file = io.BytesIO()
-    torch.save(trunk, file)
+    torch.save(trunk, io.BytesIO())
     version = opt._watcher.version
     for other in (average, loaded):
         other.depth = 3
         with cs.nn.active_task(other, "a"):
-            other(x)
+            other(torch.randn(16, 4))
     assert opt._watcher.version == version
 
 
 def test_a_first_run_in_a_pass_that_fails() -> None:
-    trunk = cs.nn.convert_task_batchnorm(Deep(), AB)
-    opt, x = _optimizer(trunk), torch.randn(16, 4)
-    opt.step(lambda task: _conflict(trunk, x, task))
+    trunk, opt, loss = _deep()
+    opt.step(loss)
     trunk.depth = 2
     with pytest.raises(ZeroDivisionError):
-        opt.step(lambda task: _conflict(trunk, x, task) / (1 // 0))
-    opt.step(lambda task: _conflict(trunk, x, task))
+        opt.step(lambda task: loss(task) / (1 // 0))
+    opt.step(loss)
     assert "blocks.1.0.weight" in opt.coverage().prioritized
 
 
@@ -237,7 +230,7 @@ def test_layers_of_ones_own_can_be_named() -> None:
     trunk = nn.Sequential(Shifted(), nn.BatchNorm1d(4))
     cs.nn.convert_task_batchnorm(trunk, AB)
     x = torch.randn(16, 3)
-    opt = _optimizer(trunk, layers={"0": "1"})
+    opt = optimizer_of(trunk, layers={"0": "1"})
     opt.step(lambda task: _conflict(trunk, x, task))
     assert opt.coverage().prioritized == {"0.weight": "1"}
     assert opt.priority()["0"].shape == (4,)
@@ -250,7 +243,7 @@ def test_layers_are_never_ignored() -> None:
     trunk.emb = nn.Embedding(3, 4)
     cs.nn.convert_task_batchnorm(trunk, AB)
     x = torch.randn(16, 4)
-    opt = _optimizer(trunk, cs.Sum(), layers={"alias": None, "emb": None})
+    opt = optimizer_of(trunk, cs.Sum(), layers={"alias": None, "emb": None})
     coverage = opt.trace(lambda task: _conflict(trunk, x, task))
     assert coverage.plain["blocks.0.0.weight"] == "excluded by `layers`"
     for layers, message in (
@@ -259,7 +252,7 @@ def test_layers_are_never_ignored() -> None:
         ({"alias": None, "blocks.0.0": "blocks.0.1"}, "one weight to one normalization"),
     ):
         with pytest.raises(ValueError, match=message):
-            _optimizer(trunk, cs.Sum(), layers=layers)
+            optimizer_of(trunk, cs.Sum(), layers=layers)
 
 
 def test_a_whole_network_of_tasks() -> None:
@@ -271,7 +264,7 @@ def test_a_whole_network_of_tasks() -> None:
         }
     )
     cs.nn.convert_task_batchnorm(trunk, AB)
-    opt, x = _optimizer(trunk), torch.randn(16, 3)
+    opt, x = optimizer_of(trunk), torch.randn(16, 3)
     opt.step(lambda task: trunk[f"head_{task}"](trunk["stem"](x)).square().mean())
     coverage = opt.coverage()
     assert coverage.prioritized == {"stem.0.weight": "stem.1"}
@@ -285,9 +278,9 @@ def test_a_whole_network_of_tasks() -> None:
 
 def test_a_first_run_outside_a_step_is_nobodys_concern() -> None:
     """Validation, also in inference mode, neither adds pairs nor sets hooks."""
-    trunk = cs.nn.convert_task_batchnorm(Deep(), AB)
-    opt, x = _optimizer(trunk), torch.randn(16, 4)
-    opt.step(lambda task: _conflict(trunk, x, task))
+    trunk, opt, loss = _deep()
+    x = torch.randn(16, 4)
+    opt.step(loss)
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         trunk.depth = 3
         trunk.eval()
@@ -296,14 +289,14 @@ def test_a_first_run_outside_a_step_is_nobodys_concern() -> None:
         pickle.dumps(trunk)
         trunk.train()
         trunk.depth = 1
-        opt.step(lambda task: _conflict(trunk, x, task))
+        opt.step(loss)
         assert set(opt.coverage().prioritized) == {"blocks.0.0.weight"}
 
 
 def test_inference_mode_hides_changes_in_place() -> None:
     trunk = Network("in_place", layer=nn.Linear(3, 4), relu=nn.ReLU(True), norm=nn.BatchNorm1d(4))
     cs.nn.convert_task_batchnorm(trunk, AB)
-    opt, x = _optimizer(trunk, cs.Sum()), torch.randn(6, 3)
+    opt, x = optimizer_of(trunk, cs.Sum()), torch.randn(6, 3)
 
     def loss(task: str) -> Tensor:
         trunk.eval()
@@ -316,16 +309,15 @@ def test_inference_mode_hides_changes_in_place() -> None:
 
 
 def test_an_optimizer_is_copied_with_a_layer_that_has_not_run() -> None:
-    trunk = cs.nn.convert_task_batchnorm(Deep(), AB)
-    opt, x = _optimizer(trunk), torch.randn(16, 4)
+    trunk, x = cs.nn.convert_task_batchnorm(Deep(), AB), torch.randn(16, 4)
+    opt = optimizer_of(trunk)
     opt.step(lambda task: _conflict(trunk, x, task))
     other, again = copy.deepcopy((trunk, opt))
     for depth in (1, 2):
         trunk.depth = other.depth = depth
         opt.step(lambda task: _conflict(trunk, x, task))
         again.step(lambda task: _conflict(other, x, task))
-    for a, b in zip(trunk.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert_equal([*trunk.parameters()], [*other.parameters()])
 
 
 class Branches(nn.Module):
@@ -345,7 +337,7 @@ def test_a_first_task_without_a_prioritized_layer(schedule: cs.Schedule) -> None
     tasks = ["a", "b", "c"]
     trunk = cs.nn.convert_task_batchnorm(Branches(), tasks)
     x = torch.randn(8, 3)
-    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), tasks, schedule=schedule)
+    opt = optimizer_of(trunk, tasks=tasks, schedule=schedule)
     opt.step(lambda task: trunk(x, task).square().mean())
     assert opt.coverage().prioritized == {"normed.0.weight": "normed.1"}
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from networks import AB, BOTH_PHASES, TASKS, Setup, problem
+from networks import AB, BOTH_PHASES, TASKS, Setup, problem, started
 from torch import nn
 
 import cs_kernels as cs
@@ -13,7 +13,7 @@ import cs_kernels as cs
 KINDS = {"depth": "regression", "normals": "regression", "edges": "classification"}
 
 
-STEP = cs.Step()
+STEP, ONE = cs.Step(), torch.tensor(1.0)
 
 
 def _step(**losses: float) -> cs.Step:
@@ -33,14 +33,18 @@ def test_uncertainty_weights_by_hand() -> None:
         assert abs(log_sigma.grad.item()) < 1e-6
 
 
+def _setup(weighting: cs.Weighting) -> Setup:
+    setup = Setup()
+    setup.optimizer = torch.optim.SGD([*setup.parameters(), *weighting.parameters()], lr=0.1)
+    return setup
+
+
 def test_uncertainty_weights_are_learned() -> None:
     """Each task's weight follows its own loss, in both phases."""
     for schedule in (cs.Joint(), cs.Sequential()):
-        setup = Setup()
         weighting = cs.UncertaintyWeights(KINDS)
-        sgd = torch.optim.SGD([*setup.parameters(), *weighting.parameters()], lr=0.1)
-        opt = cs.MultiTaskOptimizer(setup.trunk, sgd, TASKS, schedule=schedule, weighting=weighting)
-        losses = opt.step(setup.closure(0))
+        setup = _setup(weighting)
+        losses = setup.start(schedule=schedule, weighting=weighting).step(setup.closure(0))
         for task, log_sigma in weighting.log_sigma.items():
             factor = 1 if KINDS[task] == "regression" else 2
             expected = -0.1 * (1 - factor * losses[task])
@@ -48,19 +52,16 @@ def test_uncertainty_weights_are_learned() -> None:
 
 
 def test_uncertainty_weights_belong_into_the_optimizer() -> None:
-    setup = Setup()
-    weighting = cs.UncertaintyWeights(KINDS)
     with pytest.raises(ValueError, match=r"optimizer must hold the parameters\(\) of weighting"):
-        cs.MultiTaskOptimizer(setup.trunk, setup.optimizer, TASKS, weighting=weighting)
+        started(weighting=cs.UncertaintyWeights(KINDS))
 
 
 def test_dynamic_weight_average_by_hand() -> None:
     """R = (1/2, 1) after means (4, 2) and (2, 2); K exp(r / T) / sum exp(r / T)."""
     weighting = cs.DynamicWeightAverage(temperature=0.5)
-    one = torch.tensor(1.0)
     for epoch, pairs in enumerate([[(3.0, 1.0), (5.0, 3.0)], [(2.0, 2.0)]]):
         weighting.start_epoch(epoch)
-        assert weighting.weigh("a", one, STEP).item() == 1
+        assert weighting.weigh("a", ONE, STEP).item() == 1
         for a, b in pairs:
             weighting.observe(_step(a=a, b=b))
     weighting.observe(_step(b=math.inf))
@@ -69,11 +70,11 @@ def test_dynamic_weight_average_by_hand() -> None:
     shares = math.exp(1.0), math.exp(2.0)
     expected = [2 * share / sum(shares) for share in shares]
     for task, weight in zip("ab", expected, strict=True):
-        assert weighting.weigh(task, one, STEP).item() == pytest.approx(weight)
+        assert weighting.weigh(task, ONE, STEP).item() == pytest.approx(weight)
     weighting.start_epoch(2)
-    assert weighting.weigh("a", one, STEP).item() == pytest.approx(expected[0])
+    assert weighting.weigh("a", ONE, STEP).item() == pytest.approx(expected[0])
     weighting.start_epoch(3)  # An epoch without losses changes nothing.
-    assert weighting.weigh("a", one, STEP).item() == pytest.approx(expected[0])
+    assert weighting.weigh("a", ONE, STEP).item() == pytest.approx(expected[0])
 
 
 def test_dynamic_weight_average_keeps_its_state() -> None:
@@ -87,15 +88,11 @@ def test_dynamic_weight_average_keeps_its_state() -> None:
         w.observe(_step(a=0.5, b=1.0))
         w.start_epoch(3)
     for task in "ab":
-        one = torch.tensor(1.0)
-        assert weighting.weigh(task, one, STEP) == resumed.weigh(task, one, STEP) != 1
+        assert weighting.weigh(task, ONE, STEP) == resumed.weigh(task, ONE, STEP) != 1
 
 
 def test_dynamic_weight_average_depends_on_the_epoch() -> None:
-    setup = Setup()
-    opt = cs.MultiTaskOptimizer(
-        setup.trunk, setup.optimizer, TASKS, weighting=cs.DynamicWeightAverage()
-    )
+    setup, opt = started(weighting=cs.DynamicWeightAverage())
     with pytest.raises(RuntimeError, match=r"call start_epoch\(epoch\) first"):
         opt.step(setup.closure(0))
 
@@ -114,13 +111,10 @@ def test_log_sigma_is_added_once(schedule: cs.Schedule) -> None:
     """The number of micro-batches in a step does not matter."""
     sigmas = []
     for parts in (1, 4):
-        setup = Setup()
-        setup.trunk.eval()
         weighting = cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression"))
-        sgd = torch.optim.SGD([*setup.parameters(), *weighting.parameters()], lr=0.1)
-        opt = cs.MultiTaskOptimizer(
-            setup.trunk, sgd, TASKS, cs.Sum(), schedule=schedule, weighting=weighting
-        )
+        setup = _setup(weighting)
+        setup.trunk.eval()
+        opt = setup.start(cs.Sum(), schedule, weighting=weighting)
         opt.step([lambda t, s=setup, n=parts: s.closure(0)(t) / n] * parts)
         grads = [s.grad for s in weighting.parameters() if s.grad is not None]
         sigmas.append(torch.stack(grads))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -59,6 +60,23 @@ class Problem:
             self.tasks,
         )
         return priorities
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def cases(*networks: str) -> pytest.MarkDecorator:
+    """Every network with 2, 4 and 8 tasks in both types."""
+    return pytest.mark.parametrize(
+        ("network", "tasks", "dtype"),
+        [
+            pytest.param(network, tasks, dtype, id=f"{network}-K{tasks}-{name_of(dtype)}")
+            for network in networks
+            for tasks in (2, 4, 8)
+            for dtype in (torch.float32, torch.bfloat16)
+        ],
+    )
 
 
 def make(network: str, tasks: int, dtype: torch.dtype, quick: bool = False) -> Problem:

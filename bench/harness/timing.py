@@ -1,4 +1,4 @@
-"""Medians, and a copy of as many bytes before each round of what is compared with it."""
+"""Medians, quantiles, and a copy of as many bytes before each round of what is compared with it."""
 
 import statistics
 import time
@@ -16,6 +16,16 @@ def seconds(run: Callable[[], object]) -> float:
 def median_seconds(run: Callable[[], object], rounds: int) -> float:
     run()
     return statistics.median(seconds(run) for _ in range(rounds))
+
+
+def median_ratio(numerators: list[float], denominators: list[float]) -> float:
+    """Of the rounds' own ratios."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def quantiles(times: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(times, n=10)
+    return {name: cuts[i] for name, i in (("p20", 1), ("p50", 4), ("p80", 7))}
 
 
 class Copy:

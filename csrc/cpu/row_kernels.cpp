@@ -1,6 +1,8 @@
 // Compiled once for each instruction set: CMake sets CS_INSTRUCTION_SET and the machine flags.
 #include "row_kernels.h"
 
+#include <type_traits>
+
 #include "cs_kernels/combine.h"
 #include "cs_kernels/random.h"
 #include "tuning.h"
@@ -323,6 +325,7 @@ void drop_signs_of(const void* const* gradients, const double* leaks, int count,
   using Accumulator = typename Type::Accumulator;
   using Element = typename Type::Element;
   using Lane = typename Accumulator::Lane;
+  using Uniform = std::conditional_t<std::is_same_v<Accumulator, Floats>, Float32InFloat, Float32>;
   constexpr std::int64_t kLanes = Accumulator::kLanes;
   constexpr std::int64_t kVectors = kPanel / kLanes;
   auto* update = static_cast<Element*>(out);
@@ -356,7 +359,7 @@ void drop_signs_of(const void* const* gradients, const double* leaks, int count,
     float uniform[kPanel] = {};
     fill_uniform(key, index + start, size, uniform);
     for (std::int64_t k = 0; k < vectors; ++k) {
-      const Accumulator u = Accumulator::widened(uniform + k * kLanes);
+      const Accumulator u = Uniform::load(uniform + k * kLanes);
       Accumulator chosen = kLeaky ? Accumulator::share_exceeds(u, positive[k], negative[k],
                                                                kept_positive[k], kept_negative[k])
                                   : Accumulator::share_exceeds(u, positive[k], negative[k],
@@ -414,18 +417,15 @@ void add_scaled_float32(const void* sum, const void* x, double scale, std::int64
     add_scaled<Float32InFloat>(sum, x, scale, n, stream, out);
 }
 
+template <class Type, auto kAddScaled = add_scaled<Type>>
+constexpr RowKernels kernels = {add_energies<Type>, sum_and_dots<Type>, combine<Type>,
+                                products<Type>,     drop_signs<Type>,   kAddScaled};
+
 } // namespace
 
 extern const InstructionSet CS_INSTRUCTION_SET;
 const InstructionSet CS_INSTRUCTION_SET = {
     CS_NAME(CS_INSTRUCTION_SET),
-    {{add_energies<Float32>, sum_and_dots<Float32>, combine<Float32>, products<Float32>,
-      drop_signs<Float32>, add_scaled_float32},
-     {add_energies<Float64>, sum_and_dots<Float64>, combine<Float64>, products<Float64>,
-      drop_signs<Float64>, add_scaled<Float64>},
-     {add_energies<BFloat16>, sum_and_dots<BFloat16>, combine<BFloat16>, products<BFloat16>,
-      drop_signs<BFloat16>, add_scaled<BFloat16>},
-     {add_energies<Float16>, sum_and_dots<Float16>, combine<Float16>, products<Float16>,
-      drop_signs<Float16>, add_scaled<Float16>}}};
+    {kernels<Float32, add_scaled_float32>, kernels<Float64>, kernels<BFloat16>, kernels<Float16>}};
 
 } // namespace cs_kernels::cpu

@@ -51,28 +51,24 @@ template <class V> CS_INLINE V load_raw(const void* p) {
 // kStream: a streaming store, which does not read the line first; `p` must be aligned to the size
 // of `v`.
 template <bool kStream, class V> CS_INLINE void store_raw(void* p, const V& v) {
+  if constexpr (!kStream)
+    std::memcpy(p, &v, sizeof v);
 #ifdef __SSE2__
-  if constexpr (kStream && sizeof v == 8) {
+  else if constexpr (sizeof v == 8)
     _mm_stream_si64(static_cast<long long*>(p), load_raw<long long>(&v));
-    return;
-  } else if constexpr (kStream && sizeof v == 16) {
+  else if constexpr (sizeof v == 16)
     _mm_stream_si128(static_cast<__m128i*>(p), load_raw<__m128i>(&v));
-    return;
-  }
+#endif
 #ifdef __AVX2__
-  else if constexpr (kStream && sizeof v == 32) {
+  else if constexpr (sizeof v == 32)
     _mm256_stream_si256(static_cast<__m256i*>(p), load_raw<__m256i>(&v));
-    return;
-  }
 #endif
 #ifdef __AVX512F__
-  else if constexpr (kStream && sizeof v == 64) {
+  else if constexpr (sizeof v == 64)
     _mm512_stream_si512(static_cast<__m512i*>(p), load_raw<__m512i>(&v));
-    return;
-  }
 #endif
-#endif
-  std::memcpy(p, &v, sizeof v);
+  else
+    std::memcpy(p, &v, sizeof v);
 }
 
 // Conversions of one register, by intrinsics where the compiler would split a wide generic vector
@@ -131,17 +127,6 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
     return v;
   }
 
-  static CS_INLINE Vector widened(const float* p) {
-    Vector v;
-    unrolled<kParts>([&](int i) CS_LAMBDA_INLINE {
-      if constexpr (sizeof(Scalar) == sizeof(double))
-        v.part[i] = load_widened(p + i * kPartLanes);
-      else
-        v.part[i] = load_raw<Part>(p + i * kPartLanes);
-    });
-    return v;
-  }
-
   // A register at a time: copied as a whole, the array would be kept in memory.
   static CS_INLINE Vector load(const Scalar* p) {
     Vector v;
@@ -171,7 +156,7 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
 using Doubles = Vector<double, DoublePart, 8>;
 using Floats = Vector<float, FloatPart, 16>;
 
-CS_INLINE auto narrowed(DoublePart v) {
+CS_INLINE auto to_floats(DoublePart v) {
 #if defined(__AVX512F__)
   return _mm512_cvtpd_ps(v);
 #elif defined(__AVX2__)
@@ -267,65 +252,45 @@ CS_INLINE void add_widened(Doubles& total, const Floats& v) {
 CS_INLINE void add_widened(Doubles& total, const Doubles& v) { total += v; }
 
 // Loads, stores and the accumulator of an element type. Products are added in the accumulator's
-// precision for kBlock elements, then in double.
-struct Float32 {
-  using Element = float;
-  using Accumulator = Doubles; // holds every product of two floats exactly
+// precision for kBlock_ elements, then in double.
+template <class V> struct Same {
+  using Element = typename V::Lane;
+  using Accumulator = V;
   static constexpr std::int64_t kBlock = INT64_MAX;
-  static CS_INLINE Doubles load(const float* p) {
-    Doubles v;
-    unrolled<Doubles::kParts>(
-        [&](int i) CS_LAMBDA_INLINE { v.part[i] = load_widened(p + i * Doubles::kPartLanes); });
+  static CS_INLINE V load(const Element* p) { return V::load(p); }
+  template <bool kStream = false> static CS_INLINE void store(Element* p, const V& v) {
+    v.template store<kStream>(p);
+  }
+};
+
+// Elements of fewer bits than the accumulator's lanes.
+template <class Narrow, class V, auto kWiden, auto kNarrow, std::int64_t kBlock_> struct Narrower {
+  using Element = Narrow;
+  using Accumulator = V;
+  static constexpr std::int64_t kBlock = kBlock_;
+  static CS_INLINE V load(const Element* p) {
+    V v;
+    unrolled<V::kParts>([&](int i) CS_LAMBDA_INLINE { v.part[i] = kWiden(p + i * V::kPartLanes); });
     return v;
   }
-  template <bool kStream = false> static CS_INLINE void store(float* p, const Doubles& v) {
-    unrolled<Doubles::kParts>([&](int i) CS_LAMBDA_INLINE {
-      store_raw<kStream>(p + i * Doubles::kPartLanes, narrowed(v.part[i]));
+  template <bool kStream = false> static CS_INLINE void store(Element* p, const V& v) {
+    unrolled<V::kParts>([&](int i) CS_LAMBDA_INLINE {
+      store_raw<kStream>(p + i * V::kPartLanes, kNarrow(v.part[i]));
     });
   }
 };
 
+using Float64 = Same<Doubles>;
+// Doubles hold every product of two floats exactly.
+using Float32 = Narrower<float, Doubles, load_widened, to_floats, INT64_MAX>;
 // Twice the lanes, for products that may be rounded.
-struct Float32InFloat {
-  using Element = float;
-  using Accumulator = Floats;
-  static CS_INLINE Floats load(const float* p) { return Floats::load(p); }
-  template <bool kStream = false> static CS_INLINE void store(float* p, const Floats& v) {
-    v.store<kStream>(p);
-  }
-};
-
-struct Float64 {
-  using Element = double;
-  using Accumulator = Doubles;
-  static constexpr std::int64_t kBlock = INT64_MAX;
-  static CS_INLINE Doubles load(const double* p) { return Doubles::load(p); }
-  template <bool kStream = false> static CS_INLINE void store(double* p, const Doubles& v) {
-    v.store<kStream>(p);
-  }
-};
-
+using Float32InFloat = Same<Floats>;
 // A product of two 16-bit numbers is exact in float; a lane adds 16 of them before the sum in
 // double.
-template <FloatPart (*kLoad)(const std::uint16_t*), auto kBits> struct Float16Bits {
-  using Element = std::uint16_t;
-  using Accumulator = Floats;
-  static constexpr std::int64_t kBlock = std::int64_t{16} * Floats::kLanes;
-  static CS_INLINE Floats load(const std::uint16_t* p) {
-    Floats v;
-    unrolled<Floats::kParts>(
-        [&](int i) CS_LAMBDA_INLINE { v.part[i] = kLoad(p + i * Floats::kPartLanes); });
-    return v;
-  }
-  template <bool kStream = false> static CS_INLINE void store(std::uint16_t* p, const Floats& v) {
-    unrolled<Floats::kParts>([&](int i) CS_LAMBDA_INLINE {
-      store_raw<kStream>(p + i * Floats::kPartLanes, kBits(v.part[i]));
-    });
-  }
-};
-
-using BFloat16 = Float16Bits<load_bfloat16, to_bfloat16>;
-using Float16 = Float16Bits<load_float16, to_float16>;
+template <auto kWiden, auto kNarrow>
+using Bits16 = Narrower<std::uint16_t, Floats, kWiden, kNarrow, 16 * std::int64_t{Floats::kLanes}>;
+using BFloat16 = Bits16<load_bfloat16, to_bfloat16>;
+using Float16 = Bits16<load_float16, to_float16>;
 
 // The last elements of a run, in a vector padded with zeros.
 template <class Type>

@@ -40,13 +40,6 @@ private:
         range(item_range(of.index, tensor.tiles * kTile<T>, tensor.size)) {}
 };
 
-struct GramianLaunch {
-  GradientLaunch gradients;
-  std::int32_t* counters;
-  double* products;
-  double* gramian;
-};
-
 // The index of a pair j <= i.
 CS_DEVICE constexpr int pair_of(int i, int j) { return i * (i + 1) / 2 + j; }
 
@@ -191,14 +184,6 @@ gramian_kernel(GramianLaunch launch) {
     add_up<kTasks>(launch, tensor);
 }
 
-template <class T, int kTasks> Status run_gramian(const GramianLaunch& arguments, Stream stream) {
-  if constexpr (kTasks > 0)
-    if (kTasks != arguments.gradients.tasks)
-      return run_gramian<T, kTasks == kUnrolledTasks ? 0 : kTasks + 1>(arguments, stream);
-  return launch(gramian_kernel<T, kTasks>, arguments.gradients.item_count, kThreads,
-                gramian_bytes(kTasks, arguments.gradients.tasks), stream, arguments);
-}
-
 // Calls write(first element, whether a whole vector) for the vectors and last elements of an item.
 template <class T, class Write> CS_DEVICE void for_each_vector(const Piece<T>& piece, Write write) {
   constexpr int kVector = Vector<T>::kSize;
@@ -234,24 +219,6 @@ CS_DEVICE void for_each_task(const Piece<T>& piece, int tasks, std::int64_t elem
   }
 }
 
-template <class T, int kSize>
-CS_DEVICE void write_elements(T* update, std::int64_t element, const Wide<T> (&total)[kSize]) {
-  if constexpr (kSize > 1) {
-    Vector<T> sum;
-    for (int e = 0; e < kSize; ++e)
-      sum.x[e] = narrowed<T>(total[e]);
-    store_vector(update + element, sum);
-  } else {
-    update[element] = narrowed<T>(total[0]);
-  }
-}
-
-struct CombineLaunch {
-  GradientLaunch gradients;
-  const double* weights; // [groups, tasks]
-};
-
-// Reads every gradient once, writes the update once.
 template <class T> CS_KERNEL(kThreads, kSmallBlocks) combine_kernel(CombineLaunch launch) {
   const Piece<T> piece(launch.gradients);
   const int tasks = launch.gradients.tasks;
@@ -265,17 +232,10 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks) combine_kernel(CombineLaunc
       for (int e = 0; e < kSize; ++e)
         total[e] += weight * widened(g.x[e]);
     });
-    write_elements(update, element, total);
+    store_narrowed(update + element, total);
   });
 }
 
-struct DropLaunch {
-  GradientLaunch gradients;
-  const double* leaks; // [tasks]
-  const std::uint64_t* keys;
-};
-
-// Reads every gradient once, writes the update once.
 template <class T> CS_KERNEL(kThreads, kSmallBlocks / 2) drop_signs_kernel(DropLaunch launch) {
   const Piece<T> piece(launch.gradients);
   const int tasks = launch.gradients.tasks;
@@ -310,7 +270,7 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks / 2) drop_signs_kernel(DropL
       // Zero times the sum: infinities and NaN are not dropped.
       leaked[e] += chosen + 0 * (positive[e] + negative[e]);
     }
-    write_elements(update, element, leaked);
+    store_narrowed(update + element, leaked);
   });
 }
 
@@ -325,25 +285,25 @@ GradientTiling gradient_tiling(DataType type) {
       type, [](auto like) { return GradientTiling{kTile<decltype(like)>, kMostGramianTiles}; });
 }
 
-Status gramian(const GradientLaunch& arguments, std::int32_t* counters, double* products,
-               double* gramian, Stream stream) {
-  return with_type(arguments.type, [&](auto like) {
-    return run_gramian<decltype(like), 2>({arguments, counters, products, gramian}, stream);
+Status gramian(const GramianLaunch& arguments, Stream stream) {
+  const std::int32_t tasks = arguments.gradients.tasks;
+  return with_kernel(arguments.gradients.type, tasks, [&](auto like, auto unrolled) {
+    return launch(gramian_kernel<decltype(like), unrolled>, arguments.gradients.item_count,
+                  kThreads, gramian_bytes(unrolled, tasks), stream, arguments);
   });
 }
 
-Status combine(const GradientLaunch& arguments, const double* weights, Stream stream) {
-  return with_type(arguments.type, [&](auto like) {
-    return launch(combine_kernel<decltype(like)>, arguments.item_count, kThreads, 0, stream,
-                  CombineLaunch{arguments, weights});
+Status combine(const CombineLaunch& arguments, Stream stream) {
+  return with_type(arguments.gradients.type, [&](auto like) {
+    return launch(combine_kernel<decltype(like)>, arguments.gradients.item_count, kThreads, 0,
+                  stream, arguments);
   });
 }
 
-Status drop_signs(const GradientLaunch& arguments, const double* leaks, const std::uint64_t* keys,
-                  Stream stream) {
-  return with_type(arguments.type, [&](auto like) {
-    return launch(drop_signs_kernel<decltype(like)>, arguments.item_count, kThreads, 0, stream,
-                  DropLaunch{arguments, leaks, keys});
+Status drop_signs(const DropLaunch& arguments, Stream stream) {
+  return with_type(arguments.gradients.type, [&](auto like) {
+    return launch(drop_signs_kernel<decltype(like)>, arguments.gradients.item_count, kThreads, 0,
+                  stream, arguments);
   });
 }
 

@@ -1,5 +1,7 @@
 #include "cs_kernels/cuda/phase2.h"
 
+#include <algorithm>
+
 #include "block.h"
 #include "cs_kernels/combine.h"
 #include "strength.h"
@@ -136,10 +138,7 @@ template <class T, int kTasks> struct Sum {
       for (int e = 0; e < kVector; ++e)
         total[e] += widened(g.x[e]);
     }
-    Vector<T> sum;
-    for (int e = 0; e < kVector; ++e)
-      sum.x[e] = narrowed<T>(total[e]);
-    store_vector(work.update + element, sum);
+    store_narrowed(work.update + element, total);
     if (group < 0)
       return;
     // Masks, as the compiler may index an array of candidates in local memory.
@@ -316,23 +315,16 @@ CS_DEVICE void find_coefficients(const Phase2Launch& launch, const PlannedTensor
   const double* products = launch.item_products + tensor.first_sum * slots;
   double* out = launch.products + tensor.layer * slots;
   double* d = shared_products();
-  if constexpr (kTasks > 0) { // [slot, item]: a warp for each slot
-    const int lane = thread_index() % kWarp;
-    for (int slot = thread_index() / kWarp; slot < slots; slot += kWarps) {
-      double sum = 0;
-      for (std::int64_t item = lane; item < tensor.sum_items; item += kWarp)
-        sum += products[slot * tensor.sum_items + item];
-      sum = warp_sum(sum, kWarp);
-      if (lane == 0)
-        d[slot] = out[slot] = sum;
-    }
-  } else { // [item, slot]: a thread for each slot
-    for (int slot = thread_index(); slot < slots; slot += kThreads) {
-      double sum = 0;
-      for (std::int64_t item = 0; item < tensor.sum_items; ++item)
-        sum += products[item * slots + slot];
+  // [slot, item], with a warp for each slot; many tasks: [item, slot], with a thread for each.
+  constexpr int kTeam = kTasks > 0 ? kWarp : 1;
+  const int lane = thread_index() % kTeam;
+  for (int slot = thread_index() / kTeam; slot < slots; slot += kThreads / kTeam) {
+    double sum = 0;
+    for (std::int64_t item = lane; item < tensor.sum_items; item += kTeam)
+      sum += products[kTasks > 0 ? slot * tensor.sum_items + item : item * slots + slot];
+    sum = warp_sum(sum, kTeam);
+    if (lane == 0)
       d[slot] = out[slot] = sum;
-    }
   }
   synchronize_block();
   for (int i = thread_index(); i < tasks; i += kThreads) {
@@ -472,20 +464,6 @@ phase2_kernel(Phase2Launch launch) {
   }
 }
 
-template <class T, int kTasks> Status run(const Phase2Launch& arguments, Stream stream) {
-  if constexpr (kTasks > 0)
-    if (kTasks != arguments.tasks)
-      return run<T, kTasks == kUnrolledTasks ? 0 : kTasks + 1>(arguments, stream);
-  const std::size_t bytes = shared_bytes(kTasks, arguments.tasks);
-  std::int64_t blocks = 0;
-  const Status status = resident_blocks(phase2_kernel<T, kTasks>, kThreads, bytes, &blocks);
-  if (status != 0)
-    return status;
-  return launch(phase2_kernel<T, kTasks>,
-                blocks < arguments.item_count ? blocks : arguments.item_count, kThreads, bytes,
-                stream, arguments);
-}
-
 } // namespace
 
 std::size_t phase2_memory(std::int32_t tasks) {
@@ -506,8 +484,15 @@ Phase2Tiling phase2_tiling(DataType type, std::int32_t tasks) {
 }
 
 Status phase2(const Phase2Launch& arguments, Stream stream) {
-  return with_type(arguments.type,
-                   [&](auto like) { return run<decltype(like), 2>(arguments, stream); });
+  return with_kernel(arguments.type, arguments.tasks, [&](auto like, auto unrolled) {
+    const auto kernel = phase2_kernel<decltype(like), unrolled>;
+    const std::size_t bytes = shared_bytes(unrolled, arguments.tasks);
+    std::int64_t blocks = 0;
+    const Status status = resident_blocks(kernel, kThreads, bytes, &blocks);
+    return status != 0 ? status
+                       : launch(kernel, std::min(blocks, arguments.item_count), kThreads, bytes,
+                                stream, arguments);
+  });
 }
 
 } // namespace cs_kernels::cuda

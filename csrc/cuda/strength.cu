@@ -21,13 +21,6 @@ CS_KERNEL(kThreads, kSmallBlocks) strength_kernel(StrengthLaunch launch) {
         normalized_strength(strength_at(launch, task, row), total);
 }
 
-struct PriorityLaunch {
-  Numbers strength;
-  std::int32_t tasks;
-  std::int64_t rows;
-  std::int64_t* priority;
-};
-
 CS_KERNEL(kThreads, kSmallBlocks) priority_kernel(PriorityLaunch launch) {
   const std::int64_t row = block_index() * kThreads + thread_index();
   if (row >= launch.rows)
@@ -53,10 +46,9 @@ Status strengths(const StrengthLaunch& arguments, Stream stream) {
   return launch(strength_kernel, arguments.tasks, kThreads, kWorkspace, stream, arguments);
 }
 
-Status task_priority(Numbers strength, std::int32_t tasks, std::int64_t rows,
-                     std::int64_t* priority, Stream stream) {
-  return launch(priority_kernel, (rows + kThreads - 1) / kThreads, kThreads, 0, stream,
-                PriorityLaunch{strength, tasks, rows, priority});
+Status task_priority(const PriorityLaunch& arguments, Stream stream) {
+  return launch(priority_kernel, (arguments.rows + kThreads - 1) / kThreads, kThreads, 0, stream,
+                arguments);
 }
 
 const char* status_message(Status status) { return error_text(status); }

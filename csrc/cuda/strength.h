@@ -11,16 +11,9 @@
 namespace cs_kernels::cuda {
 
 CS_DEVICE double number_at(const Numbers& numbers, std::int64_t offset) {
-  switch (numbers.type) {
-  case DataType::kFloat32:
-    return load(static_cast<const float*>(numbers.data) + offset);
-  case DataType::kFloat64:
-    return load(static_cast<const double*>(numbers.data) + offset);
-  case DataType::kBFloat16:
-    return widened(load(static_cast<const BFloat16*>(numbers.data) + offset));
-  default:
-    return widened(load(static_cast<const Float16*>(numbers.data) + offset));
-  }
+  return with_type(numbers.type, [&](auto like) -> double {
+    return widened(load(static_cast<const decltype(like)*>(numbers.data) + offset));
+  });
 }
 
 // energy[row] of some rows. The number of threads of a row grows with its length.

@@ -7,7 +7,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "cs_kernels/data_type.h"
+#include "cs_kernels/cuda/launch.h"
+#include "tuning.h"
 
 namespace cs_kernels::cuda {
 
@@ -52,16 +53,25 @@ template <class T> CS_DEVICE Vector<T> as_vector(Words words) {
   memcpy(&vector, &words, 16);
   return vector;
 }
-template <class T> CS_DEVICE Words as_words(const Vector<T>& vector) {
-  Words words;
-  memcpy(&words, &vector, 16);
-  return words;
-}
 template <class T> CS_DEVICE const Words* words_at(const T* address) {
   return reinterpret_cast<const Words*>(address);
 }
 template <class T> CS_DEVICE void store_vector(T* address, const Vector<T>& vector) {
-  *reinterpret_cast<Words*>(address) = as_words(vector);
+  Words words;
+  memcpy(&words, &vector, 16);
+  *reinterpret_cast<Words*>(address) = words;
+}
+// A whole vector, or one element.
+template <class T, int kSize>
+CS_DEVICE void store_narrowed(T* address, const Wide<T> (&values)[kSize]) {
+  if constexpr (kSize > 1) {
+    Vector<T> vector;
+    for (int e = 0; e < kSize; ++e)
+      vector.x[e] = narrowed<T>(values[e]);
+    store_vector(address, vector);
+  } else {
+    *address = narrowed<T>(values[0]);
+  }
 }
 
 template <class T> CS_DEVICE T* pointer(std::int64_t address) {
@@ -74,7 +84,7 @@ CS_DEVICE std::int64_t quotient(std::int64_t n, std::int64_t d) {
 }
 
 // Calls run(T{}) for an element type.
-template <class Run> auto with_type(DataType type, const Run& run) {
+template <class Run> constexpr auto with_type(DataType type, const Run& run) {
   switch (type) {
   case DataType::kFloat32:
     return run(float{});
@@ -85,6 +95,15 @@ template <class Run> auto with_type(DataType type, const Run& run) {
   default:
     return run(Float16{});
   }
+}
+
+// Calls run(T{}, number of tasks) for the kernel of this type and number; 0: the general kernel.
+template <int kTasks = 2, class Run> Status with_kernel(DataType type, int tasks, const Run& run) {
+  if constexpr (kTasks > 0)
+    if (kTasks != tasks)
+      return with_kernel<kTasks == kUnrolledTasks ? 0 : kTasks + 1>(type, tasks, run);
+  return with_type(type,
+                   [&](auto like) { return run(like, std::integral_constant<int, kTasks>{}); });
 }
 
 } // namespace cs_kernels::cuda

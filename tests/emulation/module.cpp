@@ -12,7 +12,7 @@
 #include <random>
 #include <vector>
 
-#include "cuda.h"
+#include "module.h"
 
 namespace cs_kernels::cuda::emulation {
 namespace {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 namespace cs_kernels {
@@ -7,8 +8,8 @@ namespace cs_kernels {
 enum class DataType : std::int32_t { kFloat32 = 0, kFloat64 = 1, kBFloat16 = 2, kFloat16 = 3 };
 
 // torch's names, by DataType.
-constexpr const char* kDataTypeNames[] = {"float32", "float64", "bfloat16", "float16"};
-constexpr int kDataTypes = sizeof(kDataTypeNames) / sizeof(kDataTypeNames[0]);
+inline constexpr std::array kDataTypeNames{"float32", "float64", "bfloat16", "float16"};
+constexpr int kDataTypes = kDataTypeNames.size();
 
 constexpr std::int64_t item_size(DataType type) {
   return type == DataType::kFloat64 ? 8 : type == DataType::kFloat32 ? 4 : 2;

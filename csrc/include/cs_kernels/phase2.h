@@ -38,14 +38,14 @@ struct StrengthArguments {
 struct Phase2Tensor {
   DataType type;
   ChannelLayout layout;
-  const void* weight;
-  const double* gamma;
-  const double* variance;
-  const double* epsilon;
-  const void* const* gradients; // [tasks]; null: zeros
-  void* update;                 // type and layout of the gradients; aliases none
-  std::int64_t* priority;       // [rows]
-  double* products;             // [tasks, tasks], d_ij of channel group i; null in the fused update
+  const void* const* gradients;     // [tasks]; null: zeros
+  void* update;                     // type and layout of the gradients; aliases none
+  std::int64_t* priority = nullptr; // [rows]
+  const void* weight = nullptr;
+  const double* gamma = nullptr;
+  const double* variance = nullptr;
+  const double* epsilon = nullptr;
+  double* products = nullptr; // [tasks, tasks], d_ij of channel group i; null in the fused update
 };
 
 struct Phase2Arguments {

@@ -1,6 +1,7 @@
 // Task weights [count, tasks] from Gramians [count, tasks, tasks], for at most kMaxTasks tasks.
 #pragma once
 
+#include <array>
 #include <cstdint>
 
 namespace cs_kernels {
@@ -15,7 +16,7 @@ enum class Solver : std::int32_t { CS_SOLVERS(CS_SOLVER) };
 #undef CS_SOLVER
 
 #define CS_SOLVER(name) #name,
-constexpr const char* kSolverNames[] = {CS_SOLVERS(CS_SOLVER)};
+inline constexpr std::array kSolverNames{CS_SOLVERS(CS_SOLVER)};
 #undef CS_SOLVER
 
 struct SolverArguments {

@@ -48,16 +48,28 @@ struct GradientLaunch {
   const std::int64_t* table; // [tensors, kGradientGradients + tasks]
 };
 
-// gramian [groups, tasks, tasks]. Reads every gradient once. counters [groups], zeros; products
-// [items, tasks, tasks], workspace.
-Status gramian(const GradientLaunch& launch, std::int32_t* counters, double* products,
-               double* gramian, Stream stream);
+// Reads every gradient once.
+struct GramianLaunch {
+  GradientLaunch gradients;
+  std::int32_t* counters; // [groups], zeros
+  double* products;       // [items, tasks, tasks], workspace
+  double* gramian;        // [groups, tasks, tasks]
+};
+Status gramian(const GramianLaunch& launch, Stream stream);
 
 // update = sum_j weights[group, j] * gradients[j]. Reads every gradient once, writes the update.
-Status combine(const GradientLaunch& launch, const double* weights, Stream stream);
+struct CombineLaunch {
+  GradientLaunch gradients;
+  const double* weights; // [groups, tasks]
+};
+Status combine(const CombineLaunch& launch, Stream stream);
 
-// GradDrop. Reads every gradient once, writes the update. keys: one for each 2^32 elements.
-Status drop_signs(const GradientLaunch& launch, const double* leaks, const std::uint64_t* keys,
-                  Stream stream);
+// GradDrop. Reads every gradient once, writes the update.
+struct DropLaunch {
+  GradientLaunch gradients;
+  const double* leaks;       // [tasks]
+  const std::uint64_t* keys; // one for each 2^32 elements
+};
+Status drop_signs(const DropLaunch& launch, Stream stream);
 
 } // namespace cs_kernels::cuda

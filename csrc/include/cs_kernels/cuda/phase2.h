@@ -111,8 +111,13 @@ struct StrengthLaunch {
 };
 Status strengths(const StrengthLaunch& launch, Stream stream);
 
-// Eq. (10) of one layer; strength [tasks, rows].
-Status task_priority(Numbers strength, std::int32_t tasks, std::int64_t rows,
-                     std::int64_t* priority, Stream stream);
+// Eq. (10) of one layer.
+struct PriorityLaunch {
+  Numbers strength; // [tasks, rows]
+  std::int32_t tasks;
+  std::int64_t rows;
+  std::int64_t* priority; // [rows]
+};
+Status task_priority(const PriorityLaunch& launch, Stream stream);
 
 } // namespace cs_kernels::cuda

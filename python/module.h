@@ -1,6 +1,12 @@
+// The parts of the module.
 #pragma once
 
 #include <pybind11/pybind11.h>
+
+void define_operands(pybind11::module_& module);
+
+// The kernels of csrc/cpu.
+void define_cpu(pybind11::module_& module);
 
 // The kernels of csrc/cuda, on device addresses and a stream.
 void define_cuda(pybind11::module_ module);
