@@ -14,14 +14,18 @@ namespace cs_kernels_python {
 
 // In Python an int, in C++ whatever pointer it initializes.
 struct Address {
-  Address(const void* pointer = nullptr) : number(reinterpret_cast<std::uintptr_t>(pointer)) {}
+  explicit Address(const void* pointer = nullptr)
+      : number(reinterpret_cast<std::uintptr_t>(pointer)) {}
+  // NOLINTNEXTLINE(misc-explicit-constructor): it initializes fields of many types
   template <class T> operator T*() const { return reinterpret_cast<T*>(number); }
 
   std::uintptr_t number;
 };
 
 inline std::uintptr_t to_python(Address address) { return address.number; }
-inline Address from_python(std::uintptr_t number) { return reinterpret_cast<const void*>(number); }
+inline Address from_python(std::uintptr_t number) {
+  return Address(reinterpret_cast<const void*>(number));
+}
 
 inline int to_python(cs_kernels::DataType type) { return static_cast<int>(type); }
 inline cs_kernels::DataType from_python(int number) {
@@ -41,7 +45,7 @@ inline cs_kernels::ChannelLayout from_python(const LayoutTuple& layout) {
   return {groups, outer, channels, inner};
 }
 
-// Defines a function or a method with the names of its arguments; `Extras`: guards of its calls.
+// Defines a function or a method by the names of its arguments; `Extras`: call guards.
 template <class... Extras, class Scope, class Function, class... Names>
 void define(Scope& scope, const char* name, const Function& function, const Names*... names) {
   scope.def(name, function, pybind11::arg(names)..., Extras()...);

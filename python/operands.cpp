@@ -174,7 +174,7 @@ Operands::Operands(const py::list& tensors, const py::list& grads, std::int32_t 
     layouts.push_back(layout.value_or(ChannelLayout{}));
     sizes.push_back(elements(tensor, 0));
     kernel_sizes.push_back(elements(tensor, 2));
-    outputs.push_back(address_of(tensor));
+    outputs.emplace_back(address_of(tensor));
     for (std::size_t i = t * tasks; i < (t + 1) * tasks; ++i) {
       const bool absent = grads[i].is_none();
       const std::optional<dlpack::Tensor> gradient = absent ? std::nullopt : as_dlpack(grads[i]);

@@ -182,9 +182,11 @@ def test_no_active_task() -> None:
 def test_unknown_active_task() -> None:
     setup = Setup()
     cs.nn.set_task(setup.trunk, "depth")
-    for choose in (cs.nn.set_task, lambda *of: cs.nn.active_task(*of).__enter__()):
-        with pytest.raises(ValueError, match=r"task must be one of.*'flow'"):
-            choose(setup.trunk, "flow")
+    message = r"task must be one of.*'flow'"
+    with pytest.raises(ValueError, match=message):
+        cs.nn.set_task(setup.trunk, "flow")
+    with pytest.raises(ValueError, match=message), cs.nn.active_task(setup.trunk, "flow"):
+        pass
     assert {norm.active for norm in cs.nn.task_norms(setup.trunk)} == {"depth"}
 
 

@@ -15,7 +15,7 @@ namespace {
 
 const InstructionSet& select() {
   const char* wanted = std::getenv("CS_KERNELS_CPU_ISA");
-  const auto allowed = [wanted](const char* name) {
+  [[maybe_unused]] const auto allowed = [wanted](const char* name) {
     return wanted == nullptr || *wanted == '\0' || std::strcmp(wanted, name) == 0;
   };
 #ifdef CS_X86_64
@@ -28,7 +28,6 @@ const InstructionSet& select() {
       __builtin_cpu_supports("fma"))
     return avx2;
 #endif
-  (void)allowed;
   return baseline;
 }
 

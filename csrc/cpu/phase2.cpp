@@ -343,19 +343,17 @@ private:
       const Phase2Tensor& tensor = *work.tensor;
       if (tensor.layout.size() == 0)
         continue;
-      if (stages_ == Stages::kApply) {
-        if (tensor.priority != nullptr && !work.gradients.empty())
-          plan_units(work);
-      } else if (work.gradients.empty()) {
+      if (tensor.priority != nullptr && !work.gradients.empty())
+        plan_units(work);
+      else if (stages_ == Stages::kApply)
+        continue;
+      else if (work.gradients.empty())
         std::memset(tensor.update, 0,
                     static_cast<std::size_t>(tensor.layout.size() * item_size(tensor.type)));
-      } else if (tensor.priority == nullptr) {
+      else
         for (std::int64_t i = 0; i < tensor.layout.size(); i += kChunkElements)
           chunks_.push_back(
               {&work, nullptr, {i, std::min(tensor.layout.size(), i + kChunkElements)}});
-      } else {
-        plan_units(work);
-      }
     }
     sums_planned_.store(true, std::memory_order_release);
   }

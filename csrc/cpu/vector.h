@@ -51,24 +51,21 @@ template <class V> CS_INLINE V load_raw(const void* p) {
 // kStream: a streaming store, which does not read the line first; `p` must be aligned to the size
 // of `v`.
 template <bool kStream, class V> CS_INLINE void store_raw(void* p, const V& v) {
-  if constexpr (!kStream)
-    std::memcpy(p, &v, sizeof v);
 #ifdef __SSE2__
-  else if constexpr (sizeof v == 8)
-    _mm_stream_si64(static_cast<long long*>(p), load_raw<long long>(&v));
-  else if constexpr (sizeof v == 16)
-    _mm_stream_si128(static_cast<__m128i*>(p), load_raw<__m128i>(&v));
+  if constexpr (kStream && sizeof v == 8)
+    return _mm_stream_si64(static_cast<long long*>(p), load_raw<long long>(&v));
+  if constexpr (kStream && sizeof v == 16)
+    return _mm_stream_si128(static_cast<__m128i*>(p), load_raw<__m128i>(&v));
 #endif
 #ifdef __AVX2__
-  else if constexpr (sizeof v == 32)
-    _mm256_stream_si256(static_cast<__m256i*>(p), load_raw<__m256i>(&v));
+  if constexpr (kStream && sizeof v == 32)
+    return _mm256_stream_si256(static_cast<__m256i*>(p), load_raw<__m256i>(&v));
 #endif
 #ifdef __AVX512F__
-  else if constexpr (sizeof v == 64)
-    _mm512_stream_si512(static_cast<__m512i*>(p), load_raw<__m512i>(&v));
+  if constexpr (kStream && sizeof v == 64)
+    return _mm512_stream_si512(static_cast<__m512i*>(p), load_raw<__m512i>(&v));
 #endif
-  else
-    std::memcpy(p, &v, sizeof v);
+  std::memcpy(p, &v, sizeof v);
 }
 
 // Conversions of one register, by intrinsics where the compiler would split a wide generic vector
@@ -252,8 +249,8 @@ CS_INLINE void add_widened(Doubles& total, const Floats& v) {
 CS_INLINE void add_widened(Doubles& total, const Doubles& v) { total += v; }
 
 // Loads, stores and the accumulator of an element type. Products are added in the accumulator's
-// precision for kBlock_ elements, then in double.
-template <class V> struct Same {
+// precision for kBlock elements, then in double. Here the elements are the accumulator's lanes.
+template <class V> struct Unconverted {
   using Element = typename V::Lane;
   using Accumulator = V;
   static constexpr std::int64_t kBlock = INT64_MAX;
@@ -263,9 +260,9 @@ template <class V> struct Same {
   }
 };
 
-// Elements of fewer bits than the accumulator's lanes.
-template <class Narrow, class V, auto kWiden, auto kNarrow, std::int64_t kBlock_> struct Narrower {
-  using Element = Narrow;
+// The same for elements of fewer bits, converted a register at a time.
+template <class Scalar, class V, auto kWiden, auto kNarrow, std::int64_t kBlock_> struct Converted {
+  using Element = Scalar;
   using Accumulator = V;
   static constexpr std::int64_t kBlock = kBlock_;
   static CS_INLINE V load(const Element* p) {
@@ -280,15 +277,15 @@ template <class Narrow, class V, auto kWiden, auto kNarrow, std::int64_t kBlock_
   }
 };
 
-using Float64 = Same<Doubles>;
+using Float64 = Unconverted<Doubles>;
 // Doubles hold every product of two floats exactly.
-using Float32 = Narrower<float, Doubles, load_widened, to_floats, INT64_MAX>;
+using Float32 = Converted<float, Doubles, load_widened, to_floats, INT64_MAX>;
 // Twice the lanes, for products that may be rounded.
-using Float32InFloat = Same<Floats>;
+using Float32InFloat = Unconverted<Floats>;
 // A product of two 16-bit numbers is exact in float; a lane adds 16 of them before the sum in
 // double.
 template <auto kWiden, auto kNarrow>
-using Bits16 = Narrower<std::uint16_t, Floats, kWiden, kNarrow, 16 * std::int64_t{Floats::kLanes}>;
+using Bits16 = Converted<std::uint16_t, Floats, kWiden, kNarrow, 16 * std::int64_t{Floats::kLanes}>;
 using BFloat16 = Bits16<load_bfloat16, to_bfloat16>;
 using Float16 = Bits16<load_float16, to_float16>;
 

@@ -401,16 +401,10 @@ CS_DEVICE void energy_item(const Phase2Launch& launch, const Item& item, Shared&
     return Numbers{numbers.type,
                    static_cast<const char*>(numbers.data) + first * item_size(numbers.type)};
   };
-  const StrengthLaunch layer{energy,
-                             of_layer(launch.gamma),
-                             of_layer(launch.variance),
-                             launch.epsilon + tensor.layer * launch.tasks,
-                             tensor.rows,
-                             launch.tasks,
-                             true,
-                             nullptr};
-  find_priorities(layer, shared.numbers, shared.sums,
-                  pointer<std::int64_t>(load(call + kPriority)));
+  find_priorities({energy, of_layer(launch.gamma), of_layer(launch.variance),
+                   launch.epsilon + tensor.layer * launch.tasks, tensor.rows, launch.tasks, true,
+                   nullptr},
+                  shared.numbers, shared.sums, pointer<std::int64_t>(load(call + kPriority)));
   publish(counters + kPriorityReady);
 }
 

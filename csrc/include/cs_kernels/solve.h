@@ -384,8 +384,7 @@ CS_INLINE_SOLVER void nash_mtl(const Gramian& g, std::uint64_t, double* weights,
       for (int j = 0; j < n; ++j)
         hessian[i * n + j] = c(i, j);
       hessian[i * n + i] += 1 / (v[i] * v[i]);
-      slope[i] = dot(row(c.matrix, i, n), v, n) - 1 / v[i];
-      step[i] = slope[i];
+      step[i] = slope[i] = dot(row(c.matrix, i, n), v, n) - 1 / v[i];
     }
     cholesky(hessian, n);
     cholesky_solve(hessian, n, step);
@@ -420,21 +419,16 @@ CS_INLINE_SOLVER void eigen(double* a, int n, double* values, double* vectors) {
         const double t = (theta < 0 ? -1 : 1) / (std::fabs(theta) + std::hypot(theta, 1.0));
         const double cosine = 1 / std::hypot(t, 1.0);
         const double sine = t * cosine;
+        const auto rotate = [cosine, sine](double& x, double& y) {
+          const double before = x;
+          x = cosine * before - sine * y;
+          y = sine * before + cosine * y;
+        };
+        for (int k = 0; k < n; ++k)
+          rotate(a[k * n + p], a[k * n + q]);
         for (int k = 0; k < n; ++k) {
-          const double x = a[k * n + p];
-          const double y = a[k * n + q];
-          a[k * n + p] = cosine * x - sine * y;
-          a[k * n + q] = sine * x + cosine * y;
-        }
-        for (int k = 0; k < n; ++k) {
-          const double x = a[p * n + k];
-          const double y = a[q * n + k];
-          a[p * n + k] = cosine * x - sine * y;
-          a[q * n + k] = sine * x + cosine * y;
-          const double u = vectors[k * n + p];
-          const double w = vectors[k * n + q];
-          vectors[k * n + p] = cosine * u - sine * w;
-          vectors[k * n + q] = sine * u + cosine * w;
+          rotate(a[p * n + k], a[q * n + k]);
+          rotate(vectors[k * n + p], vectors[k * n + q]);
         }
         a[p * n + q] = a[q * n + p] = 0;
       }
@@ -477,11 +471,9 @@ CS_INLINE_SOLVER void imtl_g(const Gramian& g, std::uint64_t, double* weights,
   fill(y, n, 0);
   eigen(c.matrix, n, values, vectors);
   const double tolerance = 8 * rank_tolerance(values, n);
-  for (int k = 0; k < n; ++k) {
-    if (!(values[k] > tolerance))
-      continue;
-    add_component_of_ones(vectors, n, k, 1 / values[k], y);
-  }
+  for (int k = 0; k < n; ++k)
+    if (values[k] > tolerance)
+      add_component_of_ones(vectors, n, k, 1 / values[k], y);
   double total = 0;
   double size = 0;
   for (int i = 0; i < n; ++i) {
@@ -530,11 +522,9 @@ CS_INLINE_SOLVER void aligned_mtl(const Gramian& g, std::uint64_t scale_number, 
                         : scale == AlignedScale::kMedian ? kept[(rank - 1) / 2]
                                                          : mean / rank;
   fill(weights, n, 0);
-  for (int k = 0; k < n; ++k) {
-    if (!(values[k] > tolerance))
-      continue;
-    add_component_of_ones(vectors, n, k, std::sqrt(length / values[k]), weights);
-  }
+  for (int k = 0; k < n; ++k)
+    if (values[k] > tolerance)
+      add_component_of_ones(vectors, n, k, std::sqrt(length / values[k]), weights);
 }
 
 // Solves Gramian number n with a function from above; NaN if the Gramian is not finite.
