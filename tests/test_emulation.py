@@ -1,13 +1,16 @@
 """The CUDA kernels on this processor: the order of blocks and threads changes no bit."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from layers import EMULATION, KINDS, laid_out, sample, trunk_arguments
+from layers import EMULATION, KINDS, SOLVER_OPTIONS, laid_out, sample, trunk_arguments
 from networks import assert_equal
 from torch import Tensor
 
 import cs_kernels as cs
 from cs_kernels.ops import cuda
+from cs_kernels.ops.solvers import SOLVERS
 
 pytestmark = pytest.mark.skipif(
     EMULATION is None, reason="only with the CUDA kernels for this processor (CS_KERNELS_EMULATION)"
@@ -35,14 +38,35 @@ def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
         return written + updates
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tasks", [1, 4, 7, 9])
-def test_same_bits_in_any_order(dtype: torch.dtype, tasks: int) -> None:
-    def in_order(seed: int, resident: int) -> list[Tensor]:
+def _assert_same_in_any_order(run: Callable[[], object]) -> None:
+    def in_order(seed: int, resident: int) -> object:
         cuda._kernels.order(seed, resident)
         torch.manual_seed(0)
-        return _step(dtype, tasks)
+        return run()
 
     expected = in_order(0, 1)
     for seed in range(1, 4):
         assert_equal(in_order(seed, 1 + seed), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("tasks", [1, 4, 7, 9])
+def test_same_bits_in_any_order(dtype: torch.dtype, tasks: int) -> None:
+    _assert_same_in_any_order(lambda: _step(dtype, tasks))
+
+
+@pytest.mark.parametrize("tasks", [3, 10, 33])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_solvers_in_any_order(solver: str, tasks: int) -> None:
+    """The order of a warp's lanes, and of UPGrad's warps."""
+    if solver == "upgrad" and tasks > 10:
+        pytest.skip("takes a minute; its problems are MGDA's and CAGrad's")
+    rows = torch.randn(2, tasks, 2 * tasks, dtype=torch.float64)
+    rows[1] = rows[1, :, : tasks // 2 + 1] @ rows[1, : tasks // 2 + 1]
+    solve = getattr(_ops, f"{solver}_weights")
+
+    def run() -> Tensor:
+        with cs.use_backend("cuda"):
+            return solve(rows @ rows.mT, *SOLVER_OPTIONS.get(solver, ()))
+
+    _assert_same_in_any_order(run)

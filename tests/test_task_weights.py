@@ -72,6 +72,24 @@ def test_permuting_tasks_permutes_weights(
     torch.testing.assert_close(permuted, direct[order], rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize("rank", ["full", "half"])
+@pytest.mark.parametrize("tasks", [6] if SMALL else [6, 40])
+@pytest.mark.parametrize("method", [cs.PCGrad(), *DETERMINISTIC], ids=repr)
+def test_updates_of_many_tasks(
+    backend: str, method: cs.GramianMethod, tasks: int, rank: str
+) -> None:
+    """Those of the reference. An update of zero has the length of the ridge's root."""
+    generator = torch.Generator().manual_seed(tasks)
+    elements = 4 * tasks if rank == "full" else tasks // 2 + 1
+    rows = torch.randn(tasks, elements, dtype=torch.float64, generator=generator)
+    gramian = rows @ rows.T
+    with cs.use_backend("reference"):
+        expected = method.weights(gramian) @ rows
+    update = method.weights(gramian) @ rows
+    scale = float(method.weights(gramian).abs() @ rows.norm(dim=1))
+    torch.testing.assert_close(update, expected, rtol=0, atol=1e-5 * scale)
+
+
 @pytest.mark.parametrize("scale", [1e-15, 1e-3, 1e15])
 @pytest.mark.parametrize("method", [cs.PCGrad(), *DETERMINISTIC], ids=repr)
 def test_scaling_all_gradients(backend: str, method: cs.GramianMethod, scale: float) -> None:

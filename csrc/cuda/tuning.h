@@ -42,6 +42,11 @@ constexpr int kGeneralColumns = 32;
 // A whole block reads a row of more bytes.
 constexpr int kLongRow = 16 << 10;
 
+// Warps of UPGrad's block, as far as their matrices fit into the shared memory that every GPU has
+// (99 KiB from compute capability 8.6 on).
+constexpr int kSolverWarps = 8;
+constexpr std::size_t kSolverMemory = 96 << 10;
+
 // Nanoseconds between polls of a flag: a wait takes a few microseconds at most.
 constexpr unsigned kPause = 100;
 

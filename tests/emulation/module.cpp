@@ -188,6 +188,7 @@ bool advance(Block& block) {
 } // namespace
 
 int thread_index() { return current->index; }
+int block_size() { return static_cast<int>(current->block->fibers.size()); }
 std::int64_t block_index() { return current->block->index; }
 unsigned char* shared_memory() { return current->block->shared.get(); }
 void synchronize_block() { to_scheduler(State::kAtBarrier); }

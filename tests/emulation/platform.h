@@ -17,6 +17,7 @@ namespace cs_kernels::cuda {
 namespace emulation {
 
 int thread_index();
+int block_size();
 std::int64_t block_index();
 unsigned char* shared_memory();
 void synchronize_block();
@@ -40,9 +41,11 @@ struct alignas(16) Words {
 };
 
 inline int thread_index() { return emulation::thread_index(); }
+inline int block_size() { return emulation::block_size(); }
 inline std::int64_t block_index() { return emulation::block_index(); }
 inline unsigned char* shared_memory() { return emulation::shared_memory(); }
 inline void synchronize_block() { emulation::synchronize_block(); }
+inline void synchronize_warp() { emulation::exchanged(0, 0); }
 inline double exchanged(double value, int mask) { return emulation::exchanged(value, mask); }
 inline std::int32_t count(std::int32_t* counter) { return (*counter)++; }
 inline std::int32_t count_in_order(std::int32_t* counter) { return (*counter)++; }

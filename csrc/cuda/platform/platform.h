@@ -20,6 +20,7 @@ struct alignas(16) Words {
 };
 
 CS_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+CS_DEVICE int block_size() { return static_cast<int>(blockDim.x); }
 CS_DEVICE std::int64_t block_index() { return blockIdx.x; }
 
 // The block's dynamic shared memory.
@@ -30,6 +31,8 @@ CS_DEVICE unsigned char* shared_memory() {
 
 // Waits for all threads of the block; their writes are visible.
 CS_DEVICE void synchronize_block() { __syncthreads(); }
+// The same for a warp.
+CS_DEVICE void synchronize_warp() { __syncwarp(); }
 
 // The value of the thread whose index in the warp differs in the bits of the mask. All threads must
 // call it.

@@ -1,5 +1,10 @@
-// K task weights from the Gramian of K gradients: one function for each solver, on the host or in a
-// GPU thread. K is small, the caller provides the workspace, and iterations are bounded.
+// K task weights from the Gramian of K gradients: one function for each solver, on the host and on
+// a GPU. The caller provides the workspace, and iterations are bounded.
+//
+// The functions are written over the lanes of a team: one on the host, a warp or several on a GPU.
+// Every lane runs the whole function. A number that decides what comes next is the same in every
+// lane: computed alike, or a sum or a minimum over the lanes. An element of an array has one writer
+// between two calls of `sync`. The host's team costs nothing.
 //
 // The solvers take the correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, and unknowns scaled by d,
 // so that gradients of very different lengths are no harder than others. A ridge on C's diagonal
@@ -28,6 +33,20 @@ constexpr double kStationary =
 constexpr double kZeroSum = 1e-12; // of the sum of absolute weights: they cannot sum to one
 constexpr double kEpsilon = 2.220446049250313e-16;
 
+// The host's team.
+struct OneLane {
+  CS_HOST_DEVICE static constexpr int lane() { return 0; }
+  CS_HOST_DEVICE static constexpr int lanes() { return 1; }
+  // A part of a team is a warp: its lanes share problems that others do not see.
+  CS_HOST_DEVICE static constexpr int part() { return 0; }
+  CS_HOST_DEVICE static constexpr int parts() { return 1; }
+  CS_HOST_DEVICE static void sync() {}
+  CS_HOST_DEVICE static void sync_parts() {}
+  // Over the lanes of the part, in all of them.
+  CS_HOST_DEVICE static double sum(double x) { return x; }
+  CS_HOST_DEVICE static double least(double x) { return x; }
+};
+
 // Memory for a solver's arrays: a GPU thread has few registers. It is passed by value, so that a
 // function's arrays are released when it returns.
 class Workspace {
@@ -44,26 +63,49 @@ private:
   double* next_;
 };
 
-// Doubles in the workspace of a solver: two matrices and some vectors.
-CS_INLINE_SOLVER constexpr int workspace_size(int tasks) { return 2 * tasks * tasks + 16 * tasks; }
+// The distance of a matrix's rows: odd, so that the lanes of a warp that read a column are in
+// different banks of shared memory.
+CS_INLINE_SOLVER constexpr int row_stride(int n) { return n | 1; }
+
+// Doubles in the workspace of a part of a team, in UPGrad: a matrix and some vectors.
+CS_INLINE_SOLVER constexpr int part_size(int tasks) {
+  return tasks * row_stride(tasks) + 5 * (tasks + 1);
+}
+
+// Doubles in the workspace of a solver.
+CS_INLINE_SOLVER constexpr int workspace_size(int tasks, int parts = 1) {
+  return tasks * row_stride(tasks) + 12 * (tasks + 1) + parts * (part_size(tasks) + tasks);
+}
 
 struct Gramian {
   const double* data;
   int tasks;
   std::int64_t index; // in a call
 
-  CS_HOST_DEVICE double operator()(int i, int j) const { return data[i * tasks + j]; }
+  CS_HOST_DEVICE const double* row(int i) const { return data + i * tasks; }
+  CS_HOST_DEVICE double operator()(int i, int j) const { return row(i)[j]; }
+};
 
-  CS_HOST_DEVICE bool finite() const {
-    for (int i = 0; i < tasks * tasks; ++i)
-      if (!std::isfinite(data[i]))
-        return false;
-    return true;
+// The index of the least number, the first of equal ones, and the number; -1 without a number.
+struct Least {
+  int index = -1;
+  double number = INFINITY;
+
+  CS_HOST_DEVICE void compare(int i, double x) {
+    if (index < 0 || x < number) {
+      index = i;
+      number = x;
+    }
+  }
+  template <class Team> CS_HOST_DEVICE Least of_all(const Team& team) const {
+    const double found = team.least(index < 0 ? INFINITY : number);
+    const double first = team.least(index >= 0 && number == found ? index : INFINITY);
+    return {first < INFINITY ? static_cast<int>(first) : -1, found};
   }
 };
 
-CS_INLINE_SOLVER void fill(double* x, int n, double value) {
-  for (int i = 0; i < n; ++i)
+template <class Team> CS_INLINE_SOLVER void fill(const Team& team, double* x, int n, double value) {
+  for (int i = team.lane(); i < n; i += team.lanes())
     x[i] = value;
 }
 
@@ -74,29 +116,65 @@ CS_INLINE_SOLVER double dot(const double* x, const double* y, int n) {
   return sum;
 }
 
-CS_INLINE_SOLVER const double* row(const double* matrix, int i, int columns) {
-  return matrix + static_cast<std::int64_t>(i) * columns;
+template <class Team>
+CS_INLINE_SOLVER double dot(const Team& team, const double* x, const double* y, int n) {
+  double sum = 0;
+  for (int i = team.lane(); i < n; i += team.lanes())
+    sum += x[i] * y[i];
+  return team.sum(sum);
 }
 
-// Solves A x = b for a positive definite A [n, n] (lower triangle, overwritten by its factor).
-CS_INLINE_SOLVER void cholesky(double* a, int n) {
+CS_INLINE_SOLVER void rotate(double& x, double& y, double cosine, double sine) {
+  const double before = x;
+  x = cosine * before - sine * y;
+  y = sine * before + cosine * y;
+}
+
+// A matrix [n, n] in the workspace.
+struct Matrix {
+  double* data;
+  int stride;
+
+  CS_HOST_DEVICE Matrix(int n, Workspace& workspace)
+      : data(workspace.numbers(n * row_stride(n))), stride(row_stride(n)) {}
+  CS_HOST_DEVICE double* row(int i) const { return data + i * stride; }
+  CS_HOST_DEVICE double& operator()(int i, int j) const { return data[i * stride + j]; }
+};
+
+// Solves L y = b in place, for a lower triangular L. `x` is synchronized before and after.
+template <class Team>
+CS_INLINE_SOLVER void solve_lower(const Team& team, const Matrix& factor, int n, double* x) {
   for (int j = 0; j < n; ++j) {
-    const double pivot =
-        std::sqrt(std::fmax(a[j * n + j] - dot(row(a, j, n), row(a, j, n), j), 1e-300));
-    a[j * n + j] = pivot;
-    for (int i = j + 1; i < n; ++i)
-      a[i * n + j] = (a[i * n + j] - dot(row(a, i, n), row(a, j, n), j)) / pivot;
+    const double found = x[j] / factor(j, j);
+    team.sync();
+    for (int i = j + team.lane(); i < n; i += team.lanes())
+      x[i] = i == j ? found : x[i] - factor(i, j) * found;
+    team.sync();
   }
 }
 
-CS_INLINE_SOLVER void cholesky_solve(const double* factor, int n, double* x) {
-  for (int i = 0; i < n; ++i)
-    x[i] = (x[i] - dot(row(factor, i, n), x, i)) / factor[i * n + i];
-  for (int i = n; i-- > 0;) {
-    double sum = x[i];
-    for (int j = i + 1; j < n; ++j)
-      sum -= factor[j * n + i] * x[j];
-    x[i] = sum / factor[i * n + i];
+// Solves L L' x = b in place.
+template <class Team>
+CS_INLINE_SOLVER void cholesky_solve(const Team& team, const Matrix& factor, int n, double* x) {
+  solve_lower(team, factor, n, x);
+  for (int j = n; j-- > 0;) {
+    const double found = x[j] / factor(j, j);
+    team.sync();
+    for (int i = team.lane(); i <= j; i += team.lanes())
+      x[i] = i == j ? found : x[i] - factor(j, i) * found;
+    team.sync();
+  }
+}
+
+// The lower triangle of a positive definite A [n, n] becomes its factor.
+template <class Team> CS_INLINE_SOLVER void cholesky(const Team& team, const Matrix& a, int n) {
+  for (int j = 0; j < n; ++j) {
+    const double* found = a.row(j);
+    const double pivot = std::sqrt(std::fmax(a(j, j) - dot(found, found, j), 1e-300));
+    team.sync();
+    for (int i = j + team.lane(); i < n; i += team.lanes())
+      a(i, j) = i == j ? pivot : (a(i, j) - dot(a.row(i), found, j)) / pivot;
+    team.sync();
   }
 }
 
@@ -105,143 +183,196 @@ struct Correlations {
   int size = 0;
   int* task;      // [size]
   double* length; // |g|
-  double* matrix; // [size, size]
+  Matrix matrix;  // [size, size]
 
-  CS_HOST_DEVICE Correlations(const Gramian& gramian, double ridge, Workspace& workspace)
+  template <class Team>
+  CS_HOST_DEVICE Correlations(const Team& team, const Gramian& gramian, double ridge,
+                              Workspace& workspace)
       : task(workspace.integers(gramian.tasks)), length(workspace.numbers(gramian.tasks)),
-        matrix(workspace.numbers(gramian.tasks * gramian.tasks)) {
-    for (int i = 0; i < gramian.tasks; ++i)
-      if (gramian(i, i) > 0) {
+        matrix(gramian.tasks, workspace) {
+    for (int i = 0; i < gramian.tasks; ++i) {
+      if (!(gramian(i, i) > 0))
+        continue;
+      if (team.part() == 0 && size % team.lanes() == team.lane()) {
         task[size] = i;
-        length[size++] = std::sqrt(gramian(i, i));
+        length[size] = std::sqrt(gramian(i, i));
       }
-    for (int i = 0; i < size; ++i)
-      for (int j = 0; j < size; ++j)
-        matrix[i * size + j] =
-            i == j ? 1 + ridge : gramian(task[i], task[j]) / length[i] / length[j];
+      ++size;
+    }
+    team.sync_parts();
+    for (int i = team.part(); i < size; i += team.parts())
+      for (int j = team.lane(); j < size; j += team.lanes())
+        matrix(i, j) = i == j ? 1 + ridge : gramian(task[i], task[j]) / length[i] / length[j];
+    team.sync_parts();
   }
-  CS_HOST_DEVICE double operator()(int i, int j) const { return matrix[i * size + j]; }
+  CS_HOST_DEVICE double operator()(int i, int j) const { return matrix(i, j); }
 };
 
-// min 1/2 x'Cx - f'x over x >= 0, by the active-set method of Lawson and Hanson from zero.
+// min 1/2 x'Cx - f'x over x >= 0, by the active-set method of Lawson and Hanson from zero. The
+// factor of the free entries' C grows by a row and loses one by rotations.
 struct NonNegative {
-  int* free_;
-  int* tried; // freed, and sent back at once, since x last changed
-  int* indices;
-  double* factor;
+  int* state;   // kFixed, kFree or kTried: freed, and sent back at once, since x last changed
+  int* indices; // of the free entries, in the order of the factor's rows
   double* z;
+  Matrix factor;
+  int free_entries = 0;
+
+  enum : int { kFixed, kFree, kTried };
 
   CS_HOST_DEVICE NonNegative(int size, Workspace& workspace)
-      : free_(workspace.integers(size)), tried(workspace.integers(size)),
-        indices(workspace.integers(size)), factor(workspace.numbers(size * size)),
-        z(workspace.numbers(size)) {}
+      : state(workspace.integers(size)), indices(workspace.integers(size)),
+        z(workspace.numbers(size)), factor(size, workspace) {}
 
-  CS_HOST_DEVICE int factorize(const Correlations& c) {
-    int n = 0;
-    for (int i = 0; i < c.size; ++i)
-      if (free_[i] != 0)
-        indices[n++] = i;
-    for (int i = 0; i < n; ++i)
-      for (int j = 0; j <= i; ++j)
-        factor[i * n + j] = c(indices[i], indices[j]);
-    cholesky(factor, n);
-    return n;
+  // `z` is workspace.
+  template <class Team> CS_HOST_DEVICE void grow(const Team& team, const Correlations& c, int i) {
+    const int n = free_entries;
+    for (int k = team.lane(); k < n; k += team.lanes())
+      z[k] = c(i, indices[k]);
+    team.sync();
+    solve_lower(team, factor, n, z);
+    const double square = dot(team, z, z, n);
+    for (int k = team.lane(); k <= n; k += team.lanes())
+      factor(n, k) = k < n ? z[k] : std::sqrt(std::fmax(c(i, i) - square, 1e-300));
+    if (team.lane() == 0) {
+      indices[n] = i;
+      state[i] = kFree;
+    }
+    free_entries = n + 1;
+    team.sync();
   }
 
-  CS_HOST_DEVICE void solve(const Correlations& c, const double* f, double* x) {
+  // Without row r, the rows below have one entry too many; rotations of two columns clear it.
+  template <class Team> CS_HOST_DEVICE void shrink(const Team& team, int r) {
+    const int n = --free_entries;
+    const int removed = indices[r];
+    for (int i = r; i < n; ++i) { // a row after the other, as it moves onto the one before
+      const int moved = indices[i + 1];
+      team.sync();
+      for (int k = team.lane(); k <= i + 1; k += team.lanes())
+        factor(i, k) = factor(i + 1, k);
+      if (team.lane() == 0)
+        indices[i] = moved;
+    }
+    if (team.lane() == 0)
+      state[removed] = kFixed;
+    team.sync();
+    for (int k = r; k < n; ++k) {
+      const double a = factor(k, k);
+      const double b = factor(k, k + 1);
+      const double length = std::sqrt(a * a + b * b);
+      const double cosine = a / length;
+      const double sine = b / length;
+      team.sync();
+      for (int i = k + team.lane(); i < n; i += team.lanes())
+        rotate(factor(i, k), factor(i, k + 1), cosine, -sine);
+      team.sync();
+    }
+  }
+
+  template <class Team>
+  CS_HOST_DEVICE void solve(const Team& team, const Correlations& c, const double* f, double* x) {
     const int size = c.size;
-    for (int i = 0; i < size; ++i) {
-      free_[i] = tried[i] = 0;
+    free_entries = 0;
+    for (int i = team.lane(); i < size; i += team.lanes()) {
+      state[i] = kFixed;
       x[i] = 0;
     }
+    team.sync();
     for (int round = 0; round < 8 * size + 16; ++round) {
-      int next = -1;
-      double best = 0;
-      for (int i = 0; i < size; ++i) {
-        if (free_[i] != 0 || tried[i] != 0)
+      Least steepest; // of -slope
+      for (int i = team.lane(); i < size; i += team.lanes()) {
+        if (state[i] != kFixed)
           continue;
         double slope = f[i];
         double scale = std::fabs(f[i]);
-        for (int j = 0; j < size; ++j) {
+        for (int k = 0; k < free_entries; ++k) {
+          const int j = indices[k];
           slope -= c(i, j) * x[j];
           scale += std::fabs(c(i, j) * x[j]);
         }
-        if (slope > kSlope * scale && (next < 0 || slope > best)) {
-          next = i;
-          best = slope;
-        }
+        if (slope > kSlope * scale)
+          steepest.compare(i, -slope);
       }
-      if (next < 0)
+      const int entered = steepest.of_all(team).index;
+      if (entered < 0)
         return;
-      free_[next] = 1;
+      grow(team, c, entered);
       bool moved = false;
-      for (int step = 0; step <= size; ++step) {
-        const int n = factorize(c);
-        for (int i = 0; i < n; ++i)
-          z[i] = f[indices[i]];
-        cholesky_solve(factor, n, z);
+      while (free_entries > 0) {
+        const int n = free_entries;
+        for (int k = team.lane(); k < n; k += team.lanes())
+          z[k] = f[indices[k]];
+        team.sync();
+        cholesky_solve(team, factor, n, z);
         // The longest step toward z that leaves no entry negative.
-        double fraction = 1;
-        int blocking = -1;
-        for (int i = 0; i < n; ++i)
-          if (z[i] <= 0) {
-            const double at = x[indices[i]];
-            const double reach = at > 0 ? at / (at - z[i]) : 0;
-            if (blocking < 0 || reach < fraction) {
-              fraction = reach;
-              blocking = indices[i];
-            }
+        Least blocking;
+        for (int k = team.lane(); k < n; k += team.lanes())
+          if (z[k] <= 0) {
+            const double at = x[indices[k]];
+            blocking.compare(k, at > 0 ? at / (at - z[k]) : 0);
           }
-        for (int i = 0; i < n; ++i)
-          x[indices[i]] = blocking < 0 ? z[i] : x[indices[i]] + fraction * (z[i] - x[indices[i]]);
-        moved = moved || fraction > 0;
-        if (blocking < 0)
+        blocking = blocking.of_all(team);
+        const bool blocked = blocking.index >= 0;
+        for (int k = team.lane(); k < n; k += team.lanes()) {
+          double& at = x[indices[k]];
+          at = !blocked ? z[k] : k == blocking.index ? 0 : at + blocking.number * (z[k] - at);
+        }
+        moved = moved || !blocked || blocking.number > 0;
+        team.sync();
+        if (!blocked)
           break;
-        x[blocking] = 0;
-        free_[blocking] = 0;
+        shrink(team, blocking.index);
       }
-      for (int i = 0; i < size; ++i)
-        tried[i] = !moved && (tried[i] != 0 || i == next);
+      for (int i = team.lane(); i < size; i += team.lanes())
+        if (state[i] != kFree && (moved || i == entered))
+          state[i] = moved ? kFixed : kTried;
+      team.sync();
     }
   }
 };
 
 // PCGrad (Yu et al. 2020): in a random order of the others, each gradient loses its component along
-// every original one that it conflicts with; then the sum.
-CS_INLINE_SOLVER void pcgrad(const Gramian& g, std::uint64_t call_key, double* weights,
-                             Workspace workspace) {
+// every original one that it conflicts with; then the sum. A lane has a gradient.
+template <class Team>
+CS_INLINE_SOLVER void pcgrad(const Team& team, const Gramian& g, std::uint64_t call_key,
+                             double* weights, Workspace workspace) {
   const std::uint64_t key = splitmix64(call_key + static_cast<std::uint64_t>(g.index));
-  fill(weights, g.tasks, 0);
-  double* own = workspace.numbers(g.tasks);
-  int* order = workspace.integers(g.tasks);
-  for (int i = 0; i < g.tasks; ++i) {
-    fill(own, g.tasks, 0);
-    own[i] = 1;
+  const Matrix own(g.tasks, workspace);
+  const Matrix orders(g.tasks, workspace);
+  for (int i = team.lane(); i < g.tasks; i += team.lanes()) {
+    int* order = reinterpret_cast<int*>(orders.row(i));
     int others = 0;
-    for (int j = 0; j < g.tasks; ++j)
+    for (int j = 0; j < g.tasks; ++j) {
+      own(i, j) = i == j ? 1 : 0;
       if (j != i)
         order[others++] = j;
+    }
     for (int n = others; n > 0; --n) { // Fisher-Yates, one step at a time
       const std::uint64_t drawn = splitmix64(key + static_cast<std::uint64_t>(i * g.tasks + n));
       const int k = static_cast<int>(drawn % static_cast<std::uint64_t>(n));
       const int j = order[k];
       order[k] = order[n - 1];
-      const double conflict = dot(own, row(g.data, j, g.tasks), g.tasks);
+      const double conflict = dot(own.row(i), g.row(j), g.tasks);
       if (conflict < 0 && g(j, j) > 0)
-        own[j] -= conflict / g(j, j);
+        own(i, j) -= conflict / g(j, j);
     }
-    for (int j = 0; j < g.tasks; ++j)
-      weights[j] += own[j];
+  }
+  team.sync();
+  for (int j = team.lane(); j < g.tasks; j += team.lanes()) {
+    weights[j] = 0;
+    for (int i = 0; i < g.tasks; ++i)
+      weights[j] += own(i, j);
   }
 }
 
 // MGDA (Sener and Koltun 2018): the point of least norm in the convex hull of the gradients. With
 // x >= 0 the minimizer of 1/2 x'Gx - 1'x, it is x / sum x. A gradient of zero is such a point.
-CS_INLINE_SOLVER void mgda(const Gramian& g, std::uint64_t, double* weights, Workspace workspace) {
-  const Correlations c(g, kRidge, workspace);
-  fill(weights, g.tasks, 0);
+template <class Team>
+CS_INLINE_SOLVER void mgda(const Team& team, const Gramian& g, std::uint64_t, double* weights,
+                           Workspace workspace) {
+  const Correlations c(team, g, kRidge, workspace);
   if (c.size < g.tasks) {
-    for (int i = 0; i < g.tasks; ++i)
+    for (int i = team.lane(); i < g.tasks; i += team.lanes())
       weights[i] = g(i, i) > 0 ? 0 : 1.0 / (g.tasks - c.size);
     return;
   }
@@ -249,56 +380,71 @@ CS_INLINE_SOLVER void mgda(const Gramian& g, std::uint64_t, double* weights, Wor
   double* x = workspace.numbers(c.size);
   NonNegative problem(c.size, workspace);
   // Relative to the shortest, so that the greatest is 1.
-  double shortest = c.length[0];
-  for (int i = 1; i < c.size; ++i)
+  double shortest = INFINITY;
+  for (int i = team.lane(); i < c.size; i += team.lanes())
     shortest = std::fmin(shortest, c.length[i]);
-  for (int i = 0; i < c.size; ++i)
+  shortest = team.least(shortest);
+  for (int i = team.lane(); i < c.size; i += team.lanes())
     f[i] = shortest / c.length[i];
-  problem.solve(c, f, x);
-  double total = 0;
-  for (int i = 0; i < c.size; ++i)
-    total += x[i] *= f[i];
-  for (int i = 0; i < c.size; ++i)
-    weights[i] = x[i] / total;
+  team.sync();
+  problem.solve(team, c, f, x);
+  const double total = dot(team, x, f, c.size);
+  for (int i = team.lane(); i < c.size; i += team.lanes())
+    weights[i] = x[i] * f[i] / total;
 }
 
 // UPGrad (Quinton and Rey 2024): each gradient is projected onto the dual cone of all, the vectors
-// that conflict with none; then the mean.
-CS_INLINE_SOLVER void upgrad(const Gramian& g, std::uint64_t, double* weights,
+// that conflict with none; then the mean. The parts of the team take a gradient in turn.
+template <class Team>
+CS_INLINE_SOLVER void upgrad(const Team& team, const Gramian& g, std::uint64_t, double* weights,
                              Workspace workspace) {
-  const Correlations c(g, kRidge, workspace);
-  fill(weights, g.tasks, 1.0 / g.tasks);
+  const Correlations c(team, g, kRidge, workspace);
+  double* sums = workspace.numbers(team.parts() * c.size);
+  double* own = sums + team.part() * c.size;
+  workspace.numbers(team.part() * part_size(c.size)); // of the parts before
   double* f = workspace.numbers(c.size);
   double* x = workspace.numbers(c.size);
   NonNegative problem(c.size, workspace);
-  for (int i = 0; i < c.size; ++i) {
-    for (int j = 0; j < c.size; ++j)
+  fill(team, own, c.size, 0);
+  for (int i = team.part(); i < c.size; i += team.parts()) {
+    for (int j = team.lane(); j < c.size; j += team.lanes())
       f[j] = -c(i, j);
-    problem.solve(c, f, x);
-    for (int j = 0; j < c.size; ++j)
-      weights[c.task[j]] += x[j] * (c.length[i] / c.length[j]) / g.tasks;
+    team.sync();
+    problem.solve(team, c, f, x);
+    for (int j = team.lane(); j < c.size; j += team.lanes())
+      own[j] += x[j] * (c.length[i] / c.length[j]) / g.tasks;
   }
+  team.sync_parts();
+  if (team.part() > 0)
+    return;
+  fill(team, weights, g.tasks, 1.0 / g.tasks);
+  team.sync();
+  for (int j = team.lane(); j < c.size; j += team.lanes())
+    for (int part = 0; part < team.parts(); ++part)
+      weights[c.task[j]] += sums[part * c.size + j];
 }
 
 // CAGrad (Liu et al. 2021): the d = g_0 + w with the greatest min_i g_i.d, for combinations w of
 // the gradients with |w| <= r = c |g_0|; g_0 is the mean. The shortest w for which that minimum is
 // at least mu is a projection onto a polyhedron. Its length is convex in mu, which is found where
 // the length is r. If no direction is good for all tasks, mu is at most zero.
-CS_INLINE_SOLVER void cagrad(const Gramian& g, std::uint64_t bits_of_c, double* weights,
-                             Workspace workspace) {
+template <class Team>
+CS_INLINE_SOLVER void cagrad(const Team& team, const Gramian& g, std::uint64_t bits_of_c,
+                             double* weights, Workspace workspace) {
   double c;
   memcpy(&c, &bits_of_c, sizeof(c));
   const int tasks = g.tasks;
-  fill(weights, tasks, 1.0 / tasks);
+  fill(team, weights, tasks, 1.0 / tasks);
   double* along = workspace.numbers(tasks); // g_i.g_0
   double square = 0;
-  for (int i = 0; i < tasks; ++i) {
+  for (int i = team.lane(); i < tasks; i += team.lanes()) {
     along[i] = 0;
     for (int j = 0; j < tasks; ++j)
       along[i] += g(i, j) / tasks;
     square += along[i] / tasks;
   }
-  const Correlations correlations(g, kRidge, workspace);
+  square = team.sum(square);
+  const Correlations correlations(team, g, kRidge, workspace);
   const int size = correlations.size;
   const double radius = c * std::sqrt(std::fmax(square, 0.0));
   if (radius <= 0 || size == 0)
@@ -312,31 +458,32 @@ CS_INLINE_SOLVER void cagrad(const Gramian& g, std::uint64_t bits_of_c, double* 
   double* free_p = workspace.numbers(size);
   double* free_q = workspace.numbers(size);
   NonNegative problem(size, workspace);
-  fill(f, size, 1);
-  problem.solve(correlations, f, x);
+  fill(team, f, size, 1);
+  team.sync();
+  problem.solve(team, correlations, f, x);
   double inverse = 0; // of the least squared norm in the hull of the unit gradients
-  for (int i = 0; i < size; ++i)
-    inverse += x[i];
-  const bool stationary = size < tasks || inverse > kStationary;
-
-  double low = along[correlations.task[0]];
+  double low = INFINITY;
   double high = INFINITY;
-  for (int i = 0; i < size; ++i) {
+  for (int i = team.lane(); i < size; i += team.lanes()) {
     const double b = along[correlations.task[i]];
+    const double length = correlations.length[i];
+    inverse += x[i];
     low = std::fmin(low, b);
-    high = std::fmin(high, b + radius * correlations.length[i]);
+    high = std::fmin(high, b + radius * length);
+    p[i] = 1 / length;
+    q[i] = b / length;
   }
+  const bool stationary = size < tasks || team.sum(inverse) > kStationary;
+  low = team.least(low);
+  high = team.least(high);
   double mu = stationary ? std::fmin(high, 0.0) : high;
   high = mu;
-  for (int i = 0; i < size; ++i) {
-    p[i] = 1 / correlations.length[i];
-    q[i] = along[correlations.task[i]] / correlations.length[i];
-  }
   for (int round = 0; round < 64; ++round) {
-    for (int i = 0; i < size; ++i)
-      f[i] = (mu - along[correlations.task[i]]) / correlations.length[i];
-    problem.solve(correlations, f, x);
-    const double length = std::sqrt(std::fmax(dot(f, x, size), 0.0)); // f'x = x'Cx
+    for (int i = team.lane(); i < size; i += team.lanes())
+      f[i] = mu * p[i] - q[i];
+    team.sync();
+    problem.solve(team, correlations, f, x);
+    const double length = std::sqrt(std::fmax(dot(team, f, x, size), 0.0)); // f'x = x'Cx
     if (length > radius)
       high = mu;
     else
@@ -345,144 +492,174 @@ CS_INLINE_SOLVER void cagrad(const Gramian& g, std::uint64_t bits_of_c, double* 
         high - low <= 1e-15 * (std::fabs(high) + std::fabs(low)))
       break;
     // With the same entries free, length^2 = pp mu^2 - 2 pq mu + qq.
-    const int n = problem.factorize(correlations);
-    for (int i = 0; i < n; ++i) {
-      free_p[i] = p[problem.indices[i]];
-      free_q[i] = q[problem.indices[i]];
-      solved[i] = free_p[i];
+    const int n = problem.free_entries;
+    for (int k = team.lane(); k < n; k += team.lanes()) {
+      free_p[k] = p[problem.indices[k]];
+      free_q[k] = q[problem.indices[k]];
+      solved[k] = free_p[k];
     }
-    cholesky_solve(problem.factor, n, solved);
-    const double pp = dot(solved, free_p, n);
-    const double pq = dot(solved, free_q, n);
-    for (int i = 0; i < n; ++i)
-      solved[i] = free_q[i];
-    cholesky_solve(problem.factor, n, solved);
-    const double qq = dot(solved, free_q, n);
+    team.sync();
+    cholesky_solve(team, problem.factor, n, solved);
+    const double pp = dot(team, solved, free_p, n);
+    const double pq = dot(team, solved, free_q, n);
+    team.sync();
+    for (int k = team.lane(); k < n; k += team.lanes())
+      solved[k] = free_q[k];
+    team.sync();
+    cholesky_solve(team, problem.factor, n, solved);
+    const double qq = dot(team, solved, free_q, n);
     const double root =
         (pq + std::sqrt(std::fmax(pq * pq - pp * (qq - radius * radius), 0.0))) / pp;
     mu = n > 0 && root > low && root < high ? root : 0.5 * (low + high);
   }
-  for (int i = 0; i < size; ++i)
+  for (int i = team.lane(); i < size; i += team.lanes())
     weights[correlations.task[i]] += x[i] / correlations.length[i];
 }
 
 // NashMTL (Navon et al. 2022): G a = 1 / a, a > 0, the minimum of 1/2 a'Ga - sum log a_i. The
 // function is self-concordant: the damped Newton method converges from any start. A task without a
 // gradient gets no weight.
-CS_INLINE_SOLVER void nash_mtl(const Gramian& g, std::uint64_t, double* weights,
+template <class Team>
+CS_INLINE_SOLVER void nash_mtl(const Team& team, const Gramian& g, std::uint64_t, double* weights,
                                Workspace workspace) {
-  const Correlations c(g, kNashRidge, workspace);
+  const Correlations c(team, g, kNashRidge, workspace);
   const int n = c.size;
-  fill(weights, g.tasks, 0);
+  fill(team, weights, g.tasks, 0);
   double* v = workspace.numbers(n);
   double* step = workspace.numbers(n);
   double* slope = workspace.numbers(n);
-  double* hessian = workspace.numbers(n * n);
-  fill(v, n, 1);
+  const Matrix hessian(n, workspace);
+  fill(team, v, n, 1);
+  team.sync();
   for (int round = 0; round < 100; ++round) {
-    for (int i = 0; i < n; ++i) {
-      for (int j = 0; j < n; ++j)
-        hessian[i * n + j] = c(i, j);
-      hessian[i * n + i] += 1 / (v[i] * v[i]);
-      step[i] = slope[i] = dot(row(c.matrix, i, n), v, n) - 1 / v[i];
+    for (int i = team.lane(); i < n; i += team.lanes()) {
+      for (int j = 0; j <= i; ++j)
+        hessian(i, j) = c(i, j);
+      hessian(i, i) += 1 / (v[i] * v[i]);
+      slope[i] = dot(c.matrix.row(i), v, n) - 1 / v[i];
+      step[i] = slope[i];
     }
-    cholesky(hessian, n);
-    cholesky_solve(hessian, n, step);
-    const double decrement = std::sqrt(std::fmax(dot(slope, step, n), 0.0));
+    team.sync();
+    cholesky(team, hessian, n);
+    cholesky_solve(team, hessian, n, step);
+    const double decrement = std::sqrt(std::fmax(dot(team, slope, step, n), 0.0));
     const double length = decrement < 0.25 ? 1 : 1 / (1 + decrement);
-    for (int i = 0; i < n; ++i)
+    for (int i = team.lane(); i < n; i += team.lanes())
       v[i] -= length * step[i];
+    team.sync();
     if (decrement < kNashStop)
       break;
   }
-  for (int i = 0; i < n; ++i)
+  for (int i = team.lane(); i < n; i += team.lanes())
     weights[c.task[i]] = v[i] / c.length[i];
 }
 
-// Eigenvalues and vectors (columns) of a symmetric matrix, by cyclic Jacobi rotations.
-CS_INLINE_SOLVER void eigen(double* a, int n, double* values, double* vectors) {
-  for (int i = 0; i < n; ++i)
-    for (int j = 0; j < n; ++j)
-      vectors[i * n + j] = i == j ? 1 : 0;
+// Eigenvalues (the diagonal of `a`, in the end) and vectors (rows) of a symmetric matrix, by
+// Jacobi rotations. The rotations of a round have no row in common: round-robin, as in a tournament
+// of n players, one more if n is odd. A group of lanes has a pair of rows.
+template <class Team>
+CS_INLINE_SOLVER void eigen(const Team& team, const Matrix& a, int n, const Matrix& vectors) {
   double trace = 0;
   for (int i = 0; i < n; ++i)
-    trace += std::fabs(a[i * n + i]);
+    trace += std::fabs(a(i, i));
+  for (int i = team.lane(); i < n; i += team.lanes())
+    for (int j = 0; j < n; ++j)
+      vectors(i, j) = i == j ? 1 : 0;
+  team.sync();
+  const int players = n + n % 2;
+  int groups = 1;
+  while (groups < players / 2 && groups < team.lanes())
+    groups *= 2;
+  const int group = team.lane() % groups;
+  const int first = team.lane() / groups;
+  const int each = team.lanes() / groups;
   for (int sweep = 0; sweep < 40; ++sweep) {
-    bool rotated = false;
-    for (int p = 0; p < n; ++p)
-      for (int q = p + 1; q < n; ++q) {
-        const double off = a[p * n + q];
-        if (std::fabs(off) <= 1e-18 * trace)
-          continue;
-        rotated = true;
-        const double theta = (a[q * n + q] - a[p * n + p]) / (2 * off);
-        const double t = (theta < 0 ? -1 : 1) / (std::fabs(theta) + std::hypot(theta, 1.0));
-        const double cosine = 1 / std::hypot(t, 1.0);
-        const double sine = t * cosine;
-        const auto rotate = [cosine, sine](double& x, double& y) {
-          const double before = x;
-          x = cosine * before - sine * y;
-          y = sine * before + cosine * y;
-        };
-        for (int k = 0; k < n; ++k)
-          rotate(a[k * n + p], a[k * n + q]);
-        for (int k = 0; k < n; ++k) {
-          rotate(a[p * n + k], a[q * n + k]);
-          rotate(vectors[k * n + p], vectors[k * n + q]);
+    double rotated = 0;
+    for (int round = 0; round + 1 < players; ++round)
+      for (int start = 0; start < players / 2; start += groups) {
+        const int k = start + group;
+        const int p = k == 0 ? players - 1 : (round + k) % (players - 1);
+        const int q = (round - k + players - 1) % (players - 1);
+        const bool is_pair = k < players / 2 && p < n;
+        const double off = is_pair ? a(p, q) : 0;
+        double sine = 0;
+        double cosine = 1;
+        if (std::fabs(off) > 1e-18 * trace) {
+          rotated = 1;
+          const double theta = (a(q, q) - a(p, p)) / (2 * off);
+          const double t = (theta < 0 ? -1 : 1) / (std::fabs(theta) + std::sqrt(theta * theta + 1));
+          cosine = 1 / std::sqrt(t * t + 1);
+          sine = t * cosine;
         }
-        a[p * n + q] = a[q * n + p] = 0;
+        const int rows = sine != 0 ? n : 0;
+        team.sync();
+        for (int i = first; i < rows; i += each)
+          rotate(a(i, p), a(i, q), cosine, sine);
+        team.sync();
+        for (int i = first; i < rows; i += each) {
+          rotate(a(p, i), a(q, i), cosine, sine);
+          rotate(vectors(p, i), vectors(q, i), cosine, sine);
+          if (i == q)
+            a(p, q) = 0;
+          if (i == p)
+            a(q, p) = 0;
+        }
+        team.sync();
       }
-    if (!rotated)
+    if (team.sum(rotated) == 0)
       break;
   }
-  for (int i = 0; i < n; ++i)
-    values[i] = a[i * n + i];
 }
 
 // out += factor v (v'1) for eigenvector k.
-CS_INLINE_SOLVER void add_component_of_ones(const double* vectors, int n, int k, double factor,
-                                            double* out) {
+template <class Team>
+CS_INLINE_SOLVER void add_component_of_ones(const Team& team, const Matrix& vectors, int n, int k,
+                                            double factor, double* out) {
   double part = 0;
-  for (int i = 0; i < n; ++i)
-    part += vectors[i * n + k];
-  for (int i = 0; i < n; ++i)
-    out[i] += vectors[i * n + k] * part * factor;
+  for (int i = team.lane(); i < n; i += team.lanes())
+    part += vectors(k, i);
+  part = team.sum(part);
+  for (int i = team.lane(); i < n; i += team.lanes())
+    out[i] += vectors(k, i) * part * factor;
 }
 
 // Eigenvalues up to this one count as zero.
-CS_INLINE_SOLVER double rank_tolerance(const double* values, int n) {
+CS_INLINE_SOLVER double rank_tolerance(const Matrix& diagonal, int n) {
   double greatest = 0;
   for (int i = 0; i < n; ++i)
-    greatest = std::fmax(greatest, values[i]);
+    greatest = std::fmax(greatest, diagonal(i, i));
   return greatest * n * kEpsilon;
 }
 
 // IMTL-G (Liu et al. 2021): the update has the same component along every gradient, and the weights
 // sum to one. If several weights do, those of least norm, each times its gradient's length; if they
 // cannot sum to one, zeros.
-CS_INLINE_SOLVER void imtl_g(const Gramian& g, std::uint64_t, double* weights,
+template <class Team>
+CS_INLINE_SOLVER void imtl_g(const Team& team, const Gramian& g, std::uint64_t, double* weights,
                              Workspace workspace) {
-  const Correlations c(g, 0, workspace);
+  const Correlations c(team, g, 0, workspace);
   const int n = c.size;
-  fill(weights, g.tasks, 0);
-  double* values = workspace.numbers(n);
-  double* vectors = workspace.numbers(n * n);
+  fill(team, weights, g.tasks, 0);
+  const Matrix vectors(n, workspace);
   double* y = workspace.numbers(n);
-  fill(y, n, 0);
-  eigen(c.matrix, n, values, vectors);
-  const double tolerance = 8 * rank_tolerance(values, n);
+  fill(team, y, n, 0);
+  eigen(team, c.matrix, n, vectors);
+  const double tolerance = 8 * rank_tolerance(c.matrix, n);
   for (int k = 0; k < n; ++k)
-    if (values[k] > tolerance)
-      add_component_of_ones(vectors, n, k, 1 / values[k], y);
+    if (c(k, k) > tolerance)
+      add_component_of_ones(team, vectors, n, k, 1 / c(k, k), y);
   double total = 0;
   double size = 0;
-  for (int i = 0; i < n; ++i) {
+  for (int i = team.lane(); i < n; i += team.lanes()) {
     y[i] *= c.length[0] / c.length[i];
     total += y[i];
     size += std::fabs(y[i]);
   }
+  total = team.sum(total);
+  size = team.sum(size);
+  team.sync();
   if (std::fabs(total) > kZeroSum * size)
-    for (int i = 0; i < n; ++i)
+    for (int i = team.lane(); i < n; i += team.lanes())
       weights[c.task[i]] = y[i] / total;
 }
 
@@ -491,53 +668,62 @@ enum class AlignedScale : std::uint64_t { kMin = 0, kMedian = 1, kRmse = 2 };
 // Aligned-MTL (Senushkin et al. 2023): the gradients' principal components are scaled to one length
 // (the least, the lower median or the root mean square of their lengths); then the sum. Without any
 // gradient, ones.
-CS_INLINE_SOLVER void aligned_mtl(const Gramian& g, std::uint64_t scale_number, double* weights,
-                                  Workspace workspace) {
+template <class Team>
+CS_INLINE_SOLVER void aligned_mtl(const Team& team, const Gramian& g, std::uint64_t scale_number,
+                                  double* weights, Workspace workspace) {
   const auto scale = static_cast<AlignedScale>(scale_number);
   const int n = g.tasks;
-  double* a = workspace.numbers(n * n);
-  double* values = workspace.numbers(n);
-  double* vectors = workspace.numbers(n * n);
-  for (int i = 0; i < n * n; ++i)
-    a[i] = g.data[i];
-  eigen(a, n, values, vectors);
-  const double tolerance = rank_tolerance(values, n);
-  double* kept = workspace.numbers(n); // ascending
+  const Matrix a(n, workspace);
+  const Matrix vectors(n, workspace);
+  for (int i = team.lane(); i < n; i += team.lanes())
+    for (int j = 0; j < n; ++j)
+      a(i, j) = g(i, j);
+  team.sync();
+  eigen(team, a, n, vectors);
+  const double tolerance = rank_tolerance(a, n);
   int rank = 0;
   double mean = 0;
-  for (int k = 0; k < n; ++k) {
-    if (!(values[k] > tolerance))
-      continue;
-    mean += values[k];
-    int index = rank++;
-    for (; index > 0 && kept[index - 1] > values[k]; --index)
-      kept[index] = kept[index - 1];
-    kept[index] = values[k];
-  }
-  if (rank == 0) {
-    fill(weights, n, 1);
-    return;
-  }
-  const double length = scale == AlignedScale::kMin      ? kept[0]
-                        : scale == AlignedScale::kMedian ? kept[(rank - 1) / 2]
-                                                         : mean / rank;
-  fill(weights, n, 0);
   for (int k = 0; k < n; ++k)
-    if (values[k] > tolerance)
-      add_component_of_ones(vectors, n, k, std::sqrt(length / values[k]), weights);
+    if (a(k, k) > tolerance) {
+      ++rank;
+      mean += a(k, k);
+    }
+  fill(team, weights, n, rank == 0 ? 1 : 0);
+  if (rank == 0)
+    return;
+  const int wanted = scale == AlignedScale::kMin ? 0 : (rank - 1) / 2; // in ascending order
+  double length = 0;
+  for (int k = team.lane(); k < n; k += team.lanes()) {
+    if (!(a(k, k) > tolerance))
+      continue;
+    int before = 0;
+    for (int i = 0; i < n; ++i)
+      before += a(i, i) > tolerance && (a(i, i) < a(k, k) || (a(i, i) == a(k, k) && i < k));
+    if (before == wanted)
+      length = a(k, k);
+  }
+  length = scale == AlignedScale::kRmse ? mean / rank : team.sum(length);
+  team.sync();
+  for (int k = 0; k < n; ++k)
+    if (a(k, k) > tolerance)
+      add_component_of_ones(team, vectors, n, k, std::sqrt(length / a(k, k)), weights);
 }
 
 // Solves Gramian number n with a function from above; NaN if the Gramian is not finite.
-template <class Function>
-CS_INLINE_SOLVER void solve_one(const SolverArguments& arguments, std::int64_t n, double* memory,
-                                const Function& function) {
+template <class Team, class Function>
+CS_INLINE_SOLVER void solve_one(const Team& team, const SolverArguments& arguments, std::int64_t n,
+                                double* memory, const Function& function) {
   const std::int64_t tasks = arguments.tasks;
   const Gramian gramian{arguments.gramians + n * tasks * tasks, arguments.tasks, n};
   double* weights = arguments.weights + n * tasks;
-  if (gramian.finite())
-    function(gramian, arguments.option, weights, Workspace(memory));
-  else
-    fill(weights, arguments.tasks, NAN);
+  double bad = 0;
+  for (int i = team.lane(); i < arguments.tasks * arguments.tasks; i += team.lanes())
+    if (!std::isfinite(gramian.data[i]))
+      bad = 1;
+  if (team.sum(bad) == 0)
+    function(team, gramian, arguments.option, weights, Workspace(memory));
+  else if (team.part() == 0)
+    fill(team, weights, arguments.tasks, NAN);
 }
 
 // run(function) with the function of a solver.
@@ -545,9 +731,8 @@ template <class Run> CS_INLINE_SOLVER void with_solver(Solver solver, const Run&
   switch (solver) {
 #define CS_SOLVER(name)                                                                            \
   case Solver::name:                                                                               \
-    return run([](const Gramian& g, std::uint64_t option, double* weights, Workspace workspace) {  \
-      name(g, option, weights, workspace);                                                         \
-    });
+    return run([](const auto& team, const Gramian& g, std::uint64_t option, double* weights,       \
+                  Workspace workspace) { name(team, g, option, weights, workspace); });
     CS_SOLVERS(CS_SOLVER)
 #undef CS_SOLVER
   }
