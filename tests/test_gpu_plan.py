@@ -59,6 +59,12 @@ def test_items_depend_on_earlier_ones(
             assert place[ItemKind.SUM, t, n] > last[ItemKind.ENERGY]
         for n in range(number[ItemKind.PROJECT]):
             assert place[ItemKind.PROJECT, t, n] > last[ItemKind.SUM]
+        if number[ItemKind.PROJECT]:  # Not so late that the cache has lost what they read.
+            first = place[ItemKind.PROJECT, t, sums - 1]
+            between = items[last[ItemKind.SUM] + 1 : first]
+            lag = sum(kind == ItemKind.SUM for kind, _, _ in between)
+            assert lag <= tiling.lag * processors
+            assert lag == tiling.lag * processors or items[first:][0][0] == ItemKind.PROJECT
 
 
 @pytest.mark.parametrize("most_tiles", [1, 16])

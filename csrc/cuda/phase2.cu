@@ -97,8 +97,10 @@ template <class T, int kTasks> struct Sum {
   const Work<T>& work;
   const T* gradients[kTasks];
   double* kept; // [K * K, kThreads], from this thread's column on
+  std::uint64_t evict;
 
-  CS_DEVICE explicit Sum(const Work<T>& of) : work(of), kept(shared_products() + thread_index()) {
+  CS_DEVICE explicit Sum(const Work<T>& of)
+      : work(of), kept(shared_products() + thread_index()), evict(policy_to_evict()) {
     CS_UNROLL(kTasks)
     for (int j = 0; j < kTasks; ++j)
       gradients[j] = work.gradient(j);
@@ -109,28 +111,32 @@ template <class T, int kTasks> struct Sum {
     return kept[offset];
   }
 
-  // One 16-byte load per gradient, issued before the channel group is known.
+  // One 16-byte load per gradient. The channel group is of the first element.
   struct Read {
     bool whole;
+    int group;
     Words words[kTasks];
   };
 
-  CS_DEVICE Read read(std::int64_t element, std::int64_t end) const {
+  CS_DEVICE int group_at(std::int64_t element, std::int64_t end) const {
+    return element < end ? static_cast<int>(work.task_of(work.run_of(element))) : -1;
+  }
+
+  CS_DEVICE Read read(std::int64_t element, std::int64_t end, int group) const {
     Read result;
+    result.group = group;
     result.whole = element < end && work.readable(element);
     CS_UNROLL(kTasks)
     for (int j = 0; j < kTasks; ++j)
       result.words[j] = result.whole && gradients[j] != nullptr
-                            ? load(words_at(gradients[j] + element))
+                            ? load(words_at(gradients[j] + element), j == group, evict)
                             : Words{};
     return result;
   }
 
-  CS_DEVICE void vector(std::int64_t element, const Words (&words)[kTasks]) {
-    const std::int64_t run = work.run_of(element);
-    if (!work.in_run(element, run))
+  CS_DEVICE void vector(std::int64_t element, const Words (&words)[kTasks], int group) {
+    if (!work.in_run(element, work.run_of(element)))
       return elements(element, element + kVector);
-    const std::int64_t group = work.task_of(run);
     Wide<T> total[kVector] = {};
     CS_UNROLL(kTasks)
     for (int j = 0; j < kTasks; ++j) {
@@ -156,7 +162,7 @@ template <class T, int kTasks> struct Sum {
       Wide<T> dot = 0;
       for (int e = 0; e < kVector; ++e)
         dot += widened(reference.x[e]) * widened(g.x[e]);
-      kept_at(static_cast<int>(group) * kTasks + j) += dot;
+      kept_at(group * kTasks + j) += dot;
     }
   }
 
@@ -191,17 +197,25 @@ template <class T, int kTasks> struct Sum {
       kept_at(slot) = 0;
     const auto [begin, end] = item_range(index, tensor.tiles * kTile, tensor.size);
     const int offset = thread_index() * kVector;
-    Read next = read(begin + offset, end);
+    // The group decides what the cache keeps, so its load is ahead of the gradients'.
+    constexpr int kAhead = prefetches(kTasks) ? kStep : 0;
+    Read next;
+    int group = group_at(begin + offset, end);
+    if constexpr (prefetches(kTasks)) {
+      next = read(begin + offset, end, group);
+      group = group_at(begin + offset + kStep, end);
+    }
     for (std::int64_t element = begin + offset; element < end; element += kStep) {
+      if constexpr (!prefetches(kTasks))
+        next = read(element, end, group);
       const Read now = next;
       if constexpr (prefetches(kTasks))
-        next = read(element + kStep, end);
+        next = read(element + kStep, end, group);
+      group = group_at(element + kStep + kAhead, end);
       if (now.whole)
-        vector(element, now.words);
+        vector(element, now.words, now.group);
       else
         elements(element, element + kVector < end ? element + kVector : end);
-      if constexpr (!prefetches(kTasks))
-        next = read(element + kStep, end);
     }
     if (tensor.layer < 0)
       return;
@@ -367,7 +381,7 @@ CS_DEVICE void project(const Work<T>& work, std::int32_t index, std::int64_t til
       auto total = as_vector<T>(*words_at(work.update + element));
       for (int e = 0; e < kVector; ++e)
         total.x[e] = narrowed<T>(widened(total.x[e]) + coefficient * widened(reference.x[e]));
-      store_vector(work.update + element, total);
+      *words_at(work.update + element) = as_words(total);
       continue;
     }
     const std::int64_t stop = element + kVector < end ? element + kVector : end;
@@ -473,7 +487,7 @@ Phase2Tiling phase2_tiling(DataType type, std::int32_t tasks) {
                         kLeastEnergyRows,
                         kMostTiles,
                         kLeastItems,
-                        kLag};
+                        phase2_lag(is_unrolled(tasks) ? tasks : 0)};
   });
 }
 

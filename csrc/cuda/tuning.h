@@ -14,7 +14,7 @@ constexpr int kSmallBlocks = 8;
 
 // The same for Phase 2: as many as registers allow without spills; 0 is the general kernel.
 constexpr int phase2_blocks(int tasks) {
-  return tasks == 0 ? 4 : tasks <= 2 ? 6 : tasks <= 6 ? 4 : 3;
+  return tasks == 0 ? 4 : tasks <= 2 ? 5 : tasks <= 5 ? 4 : 3;
 }
 
 // Whether a SUM item prefetches its next tile. With few tasks, one tile does not cover the memory
@@ -60,16 +60,18 @@ constexpr int kGeneralRounds = 16;
 
 // The plan of Phase 2's items.
 // Tiles of a SUM item: it begins with three dependent reads, about two microseconds, the time of
-// some tiles.
-constexpr int kMostTiles = 16;
-// Likewise for an ENERGY item.
+// some tiles, in which other blocks work. With more tiles, what PROJECT items read again has left
+// the L2 cache (bench/traffic.py).
+constexpr int kMostTiles = 4;
+// Tiles of an ENERGY item, which has no such limit.
 constexpr int kEnergyTiles = 16;
 constexpr int kLeastEnergyRows = 4;
 // SUM items per multiprocessor before items grow: a block runs about six of them in turn, so a
 // tenth of the time is idle tail.
 constexpr int kLeastItems = 32;
-// The resident blocks of a multiprocessor.
-constexpr int kLag = 6;
+// SUM items per multiprocessor before a layer's PROJECT items: the resident blocks', whose items
+// have to end, and half as many.
+constexpr int phase2_lag(int tasks) { return phase2_blocks(tasks) * 3 / 2; }
 
 // Tiles of an item of the Gramian.
 constexpr int kMostGramianTiles = 16;

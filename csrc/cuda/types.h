@@ -53,13 +53,16 @@ template <class T> CS_DEVICE Vector<T> as_vector(Words words) {
   memcpy(&vector, &words, 16);
   return vector;
 }
+template <class T> CS_DEVICE Words as_words(const Vector<T>& vector) {
+  Words words;
+  memcpy(&words, &vector, 16);
+  return words;
+}
 template <class T> CS_DEVICE const Words* words_at(const T* address) {
   return reinterpret_cast<const Words*>(address);
 }
-template <class T> CS_DEVICE void store_vector(T* address, const Vector<T>& vector) {
-  Words words;
-  memcpy(&words, &vector, 16);
-  *reinterpret_cast<Words*>(address) = words;
+template <class T> CS_DEVICE Words* words_at(T* address) {
+  return reinterpret_cast<Words*>(address);
 }
 // A whole vector, or one element.
 template <class T, int kSize>
@@ -68,7 +71,7 @@ CS_DEVICE void store_narrowed(T* address, const Wide<T> (&values)[kSize]) {
     Vector<T> vector;
     for (int e = 0; e < kSize; ++e)
       vector.x[e] = narrowed<T>(values[e]);
-    store_vector(address, vector);
+    *words_at(address) = as_words(vector);
   } else {
     *address = narrowed<T>(values[0]);
   }

@@ -53,6 +53,8 @@ inline std::int32_t counted(const std::int32_t* counter) { return *counter; }
 inline void pause(unsigned) { emulation::pause(); }
 
 template <class T> T load(const T* address) { return emulation::aligned(address); }
+inline std::uint64_t policy_to_evict() { return 0; }
+inline Words load(const Words* address, bool, std::uint64_t) { return emulation::aligned(address); }
 template <class T> T load_once(const T* address) { return emulation::aligned(address); }
 
 inline float float16_to_float(std::uint16_t bits) {

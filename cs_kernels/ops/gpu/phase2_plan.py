@@ -17,6 +17,7 @@ a distance at which they rarely wait and still find the gradients in the L2 cach
 Sums have a fixed order, so every run gives the same bits; only integers are added atomically.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -28,7 +29,7 @@ from torch import Tensor
 from cs_kernels.ops.gpu.device import multiprocessors, numbered, refuse_capture, stream_of
 from cs_kernels.ops.operands import ChannelLayout
 
-MOST_SUM_ITEMS = 256
+MOST_SUM_ITEMS = 1024
 """Per layer: one block adds up their products while the others work on other layers."""
 
 
@@ -248,32 +249,34 @@ def layer_epsilon(eps: tuple[float, ...], device: torch.device) -> Epsilon:
 
 
 def _items(fields: Sequence[Sequence[int]], lag: int, kinds: Sequence[ItemKind]) -> Tensor:
-    """ENERGY items first, then SUM items, with PROJECT items a lag behind.
+    """ENERGY items first, then SUM items, and among these a layer's PROJECT items, a lag behind.
 
     Large layers come first and tensors without PROJECT items last, which shortens the wait at the
     end.
     """
-    sum_items, energy_items = TensorField.SUM_ITEMS, TensorField.ENERGY_ITEMS
+    sum_items = [of_tensor[TensorField.SUM_ITEMS] for of_tensor in fields]
     order = sorted(
         range(len(fields)),
         key=lambda t: (fields[t][TensorField.LAYER] < 0, -fields[t][TensorField.SIZE]),
     )
-    items = [(ItemKind.ENERGY, t, fields[t][energy_items]) for t in order]
-    waiting: list[tuple[int, int]] = []  # a layer, and the SUM items up to its end
+
+    def piece(kind: ItemKind, t: int, first: int, last: int) -> Tensor:
+        return numbered([kind, t], last if kind in kinds else 0)[first:]
+
+    rows = [piece(ItemKind.ENERGY, t, 0, fields[t][TensorField.ENERGY_ITEMS]) for t in order]
+    waiting: deque[tuple[int, int]] = deque()  # a layer, and the SUM items before its PROJECT items
     summed = 0
     for t in order:
-        items.append((ItemKind.SUM, t, fields[t][sum_items]))
-        summed += fields[t][sum_items]
+        first = 0
+        while waiting and waiting[0][1] < summed + sum_items[t]:
+            done, after = waiting.popleft()
+            rows.append(piece(ItemKind.SUM, t, first, after - summed))
+            first = after - summed
+            # Backwards: the last tiles read are in the cache.
+            rows.append(piece(ItemKind.PROJECT, done, 0, sum_items[done]).flip(0))
+        rows.append(piece(ItemKind.SUM, t, first, sum_items[t]))
+        summed += sum_items[t]
         if fields[t][TensorField.LAYER] >= 0:
-            waiting.append((t, summed))
-        while waiting and summed - waiting[0][1] >= lag:
-            done, _ = waiting.pop(0)
-            items.append((ItemKind.PROJECT, done, fields[done][sum_items]))
-    items += [(ItemKind.PROJECT, done, fields[done][sum_items]) for done, _ in waiting]
-    rows = [torch.empty((0, 3), dtype=torch.int32, device="cpu")]
-    for kind, t, count in items:
-        if kind in kinds:
-            piece = numbered([kind, t], count)
-            # PROJECT items run backwards: the last tiles read are in the cache.
-            rows.append(piece.flip(0) if kind == ItemKind.PROJECT else piece)
+            waiting.append((t, summed + lag))
+    rows += [piece(ItemKind.PROJECT, done, 0, sum_items[done]).flip(0) for done, _ in waiting]
     return torch.cat(rows)

@@ -79,6 +79,23 @@ CS_DEVICE Words load(const Words* address) {
   const uint4 words = __ldg(reinterpret_cast<const uint4*>(address));
   return {{words.x, words.y, words.z, words.w}};
 }
+// The L2 cache's policy for lines that are evicted first.
+CS_DEVICE std::uint64_t policy_to_evict() {
+  std::uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+// Loads memory that is constant during the launch; the line is kept as any other, or by a policy.
+CS_DEVICE Words load(const Words* address, bool keep, std::uint64_t policy) {
+  Words words;
+  asm("{\n\t.reg .pred keep;\n\tsetp.ne.u32 keep, %6, 0;\n\t"
+      "@keep ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n\t"
+      "@!keep ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;\n\t}"
+      : "=r"(words.x[0]), "=r"(words.x[1]), "=r"(words.x[2]), "=r"(words.x[3])
+      : "l"(__cvta_generic_to_global(address)), "l"(policy), "r"(static_cast<unsigned>(keep)));
+  return words;
+}
+
 // Loads memory that is not read again: evict-first.
 CS_DEVICE Words load_once(const Words* address) {
   const uint4 words = __ldcs(reinterpret_cast<const uint4*>(address));
