@@ -82,7 +82,9 @@ struct Gramian {
   int tasks;
   std::int64_t index; // in a call
 
-  CS_HOST_DEVICE const double* row(int i) const { return data + i * tasks; }
+  CS_HOST_DEVICE const double* row(int i) const {
+    return data + static_cast<std::int64_t>(i) * tasks;
+  }
   CS_HOST_DEVICE double operator()(int i, int j) const { return row(i)[j]; }
 };
 
@@ -99,7 +101,8 @@ struct Least {
   }
   template <class Team> CS_HOST_DEVICE Least of_all(const Team& team) const {
     const double found = team.least(index < 0 ? INFINITY : number);
-    const double first = team.least(index >= 0 && number == found ? index : INFINITY);
+    const double first =
+        team.least(index >= 0 && number == found ? static_cast<double>(index) : INFINITY);
     return {first < INFINITY ? static_cast<int>(first) : -1, found};
   }
 };
@@ -137,8 +140,8 @@ struct Matrix {
 
   CS_HOST_DEVICE Matrix(int n, Workspace& workspace)
       : data(workspace.numbers(n * row_stride(n))), stride(row_stride(n)) {}
-  CS_HOST_DEVICE double* row(int i) const { return data + i * stride; }
-  CS_HOST_DEVICE double& operator()(int i, int j) const { return data[i * stride + j]; }
+  CS_HOST_DEVICE double* row(int i) const { return data + static_cast<std::int64_t>(i) * stride; }
+  CS_HOST_DEVICE double& operator()(int i, int j) const { return row(i)[j]; }
 };
 
 // Solves L y = b in place, for a lower triangular L. `x` is synchronized before and after.
@@ -599,13 +602,12 @@ CS_INLINE_SOLVER void eigen(const Team& team, const Matrix& a, int n, const Matr
         for (int i = first; i < rows; i += each) {
           rotate(a(p, i), a(q, i), cosine, sine);
           rotate(vectors(p, i), vectors(q, i), cosine, sine);
-          if (i == q)
-            a(p, q) = 0;
-          if (i == p)
-            a(q, p) = 0;
         }
         team.sync();
+        if (rows > 0 && first == 0)
+          a(p, q) = a(q, p) = 0; // read after the next call of sync
       }
+    team.sync();
     if (team.sum(rotated) == 0)
       break;
   }
