@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ class Norm(NamedTuple):
 
     parameters: dict[str, nn.Parameter | None]
     buffers: dict[str, Tensor | None]
-    module: nn.Module
+    module: Any
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,11 @@ class Layer:
 
 def gammas(layers: Sequence[Layer]) -> list[Tensor]:
     """Gamma of every normalization, [O], layer by layer; ones if it has no scale."""
-    return [
-        torch.ones_like(cast("Tensor", norm.buffers["running_var"])) if gamma is None else gamma
-        for layer in layers
-        for norm in layer.norms
-        for gamma in [norm.parameters["weight"]]
-    ]
+    found = [norm.parameters["weight"] for layer in layers for norm in layer.norms]
+    if any(gamma is None for gamma in found):
+        pairs = zip(found, running_vars(layers), strict=True)
+        return [torch.ones_like(var) if gamma is None else gamma for gamma, var in pairs]
+    return cast("list[Tensor]", found)
 
 
 def running_vars(layers: Sequence[Layer]) -> list[Tensor]:
@@ -58,7 +57,7 @@ def running_vars(layers: Sequence[Layer]) -> list[Tensor]:
 
 def epsilons(layers: Sequence[Layer]) -> list[float]:
     """Epsilon of every normalization, layer by layer."""
-    return [cast("float", norm.module.eps) for layer in layers for norm in layer.norms]
+    return [norm.module.eps for layer in layers for norm in layer.norms]
 
 
 def channels_of(layer: nn.Module, weight: Tensor) -> tuple[int, int, int]:
