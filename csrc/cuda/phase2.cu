@@ -23,11 +23,21 @@ CS_DEVICE double* shared_products() {
   return reinterpret_cast<double*>(shared_memory() + sizeof(Shared));
 }
 
+// The threads that share a task's products in the general kernel: each has a part of the columns.
+CS_HOST_DEVICE_INLINE constexpr int general_parts(int tasks) {
+  int parts = 1;
+  while (parts < kGeneralColumns / 4 && 2 * parts * tasks <= kThreads &&
+         2 * parts * tasks * tasks <= kGeneralProducts)
+    parts *= 2;
+  return parts;
+}
+
 // kTasks is 0 for the general kernel.
 constexpr std::size_t shared_bytes(int unrolled, int tasks) {
   const int squared = tasks * tasks;
-  const int numbers =
-      unrolled > 0 ? squared * kThreads : squared + tasks * (kGeneralColumns + 1) + kGeneralColumns;
+  const int numbers = unrolled > 0 ? squared * kThreads
+                                   : general_parts(tasks) * squared +
+                                         tasks * (kGeneralColumns + 1) + kGeneralColumns;
   return sizeof(Shared) + static_cast<std::size_t>(numbers) * sizeof(double);
 }
 
@@ -234,27 +244,33 @@ template <class T, int kTasks> struct Sum {
   }
 };
 
-// A SUM item of any number of tasks. A tile of all gradients is in shared memory; thread j computes
-// all products with G_j.
+// A SUM item of any number of tasks. A tile of all gradients is in shared memory; a thread computes
+// all products with one gradient, over a part of the columns.
 template <class T> struct Sum<T, 0> {
   const Work<T>& work;
   const int tasks;
-  const int slots;  // K * K
-  double* products; // [K, K]
+  const int slots; // K * K
+  const int parts;
+  const int numbers; // parts * K * K
+  const int task;    // this thread's
+  const int part;
+  double* products; // [parts, K, K]
   double* tile;     // [K, kGeneralColumns + 1]: columns in different banks
   double* groups;   // [kGeneralColumns], a task or -1
 
   CS_DEVICE explicit Sum(const Work<T>& of)
-      : work(of), tasks(of.launch.tasks), slots(tasks * tasks), products(shared_products()),
-        tile(products + slots), groups(column(tasks)) {}
+      : work(of), tasks(of.launch.tasks), slots(tasks * tasks), parts(general_parts(tasks)),
+        numbers(parts * slots), task(thread_index() % tasks), part(thread_index() / tasks),
+        products(shared_products()), tile(products + numbers), groups(column(tasks)) {}
 
   // The elements of a task.
-  CS_DEVICE double* column(int task) const {
-    const int first = task * (kGeneralColumns + 1);
+  CS_DEVICE double* column(int j) const {
+    const int first = j * (kGeneralColumns + 1);
     return tile + first;
   }
 
   CS_DEVICE void read(std::int64_t start, std::int64_t end) {
+    CS_UNROLL(4)
     for (int i = thread_index(); i < tasks * kGeneralColumns; i += kThreads) {
       const int j = i / kGeneralColumns;
       const int e = i % kGeneralColumns;
@@ -278,30 +294,36 @@ template <class T> struct Sum<T, 0> {
   }
 
   CS_DEVICE void multiply() {
-    for (int j = thread_index(); j < tasks; j += kThreads) {
-      const double* g = column(j);
-      int group = -1;
-      double sum = 0;
-      for (int e = 0; e < kGeneralColumns; ++e) {
-        const int next = static_cast<int>(groups[e]);
-        if (next != group) {
-          if (group >= 0)
-            products[group * tasks + j] += sum;
-          group = next;
-          sum = 0;
-        }
-        if (group >= 0)
-          sum += column(group)[e] * g[e];
+    if (part >= parts)
+      return;
+    const double* g = column(task);
+    const int first = part * slots + task;
+    double* own = products + first;
+    const int columns = kGeneralColumns / parts;
+    int group = -1;
+    double sum = 0;
+    const auto add = [&] {
+      const int row = group * tasks;
+      if (group >= 0)
+        own[row] += sum;
+    };
+    for (int e = part * columns; e < (part + 1) * columns; ++e) {
+      const int next = static_cast<int>(groups[e]);
+      if (next != group) {
+        add();
+        group = next;
+        sum = 0;
       }
       if (group >= 0)
-        products[group * tasks + j] += sum;
+        sum += column(group)[e] * g[e];
     }
+    add();
   }
 
   CS_DEVICE void run(std::int32_t index) {
     constexpr auto kTile = tile_elements<T, 0>();
     const PlannedTensor& tensor = work.tensor;
-    for (int slot = thread_index(); slot < slots; slot += kThreads)
+    for (int slot = thread_index(); slot < numbers; slot += kThreads)
       products[slot] = 0;
     const auto [begin, end] = item_range(index, tensor.tiles * kTile, tensor.size);
     for (std::int64_t start = begin; start < end; start += kGeneralColumns) {
@@ -316,8 +338,12 @@ template <class T> struct Sum<T, 0> {
     if (tensor.layer < 0)
       return;
     double* out = work.launch.item_products + (tensor.first_sum + index) * slots;
-    for (int slot = thread_index(); slot < slots; slot += kThreads)
-      out[slot] = products[slot];
+    for (int slot = thread_index(); slot < slots; slot += kThreads) {
+      double sum = 0;
+      for (int n = 0; n < parts; ++n)
+        sum += products[n * slots + slot];
+      out[slot] = sum;
+    }
   }
 };
 

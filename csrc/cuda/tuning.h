@@ -35,9 +35,11 @@ constexpr int kTaskLoads = 4;
 // 16-byte vectors of a gradient per thread in a tile of these and of the Gramian.
 constexpr int kGradientVectors = 4;
 
-// Elements of each task in the general kernels' shared memory: 16.5 KiB for 64 tasks in double,
-// beside 32 KiB of products.
-constexpr int kGeneralColumns = 32;
+// Elements of each task in the general kernels' shared memory: 33 KiB for 64 tasks in double, for
+// 16 tasks 8 KiB, of which four blocks have 16 KiB of float32 in flight.
+constexpr int kGeneralColumns = 64;
+// Products in Phase 2's general kernel at most, as numbers: 32 KiB.
+constexpr int kGeneralProducts = 4096;
 
 // A whole block reads a row of more bytes.
 constexpr int kLongRow = 16 << 10;
@@ -56,7 +58,7 @@ constexpr bool is_unrolled(int tasks) { return tasks >= 2 && tasks <= kUnrolledT
 
 // A tile of Phase 2: vectors of each thread, and the rounds of the general kernel.
 constexpr int kTileVectors = 1;
-constexpr int kGeneralRounds = 16;
+constexpr int kGeneralRounds = 8;
 
 // The plan of Phase 2's items.
 // Tiles of a SUM item: it begins with three dependent reads, about two microseconds, the time of
