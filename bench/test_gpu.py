@@ -91,13 +91,15 @@ def peer_milliseconds(problem: Problem, rounds: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@cases("resnet18", "resnet50", "hrnet18", "wide")
+@cases("resnet18", "resnet50", "hrnet18", "wide", tasks=(2, 4, 8, 16))
 @torch.no_grad()
 def test_gpu(
     report: Any, quick: bool, network: str, tasks: int, dtype: torch.dtype, name: str
 ) -> None:
     if quick and (network, tasks) != ("resnet18", 4):
         pytest.skip("the quick run times ResNet-18 at K = 4")
+    if tasks == 16 and network != "resnet50":
+        pytest.skip("one network shows the general kernel")
     random.seed(0)
     torch.cuda.empty_cache()
     with torch.device("cuda"):

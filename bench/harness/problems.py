@@ -1,5 +1,6 @@
 """Phase 2 of a network's layers on random numbers, and whether its result is right."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -66,14 +67,14 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def cases(*networks: str) -> pytest.MarkDecorator:
-    """Every network with 2, 4 and 8 tasks in both types."""
+def cases(*networks: str, tasks: Sequence[int] = (2, 4, 8)) -> pytest.MarkDecorator:
+    """Every network with some numbers of tasks in both types."""
     return pytest.mark.parametrize(
         ("network", "tasks", "dtype"),
         [
-            pytest.param(network, tasks, dtype, id=f"{network}-K{tasks}-{name_of(dtype)}")
+            pytest.param(network, number, dtype, id=f"{network}-K{number}-{name_of(dtype)}")
             for network in networks
-            for tasks in (2, 4, 8)
+            for number in tasks
             for dtype in (torch.float32, torch.bfloat16)
         ],
     )
