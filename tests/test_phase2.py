@@ -328,6 +328,17 @@ def test_stages_over_parts_of_the_channels_inputs(backend: str, shards: int) -> 
     torch.testing.assert_close(torch.cat(updates, 1), whole)
 
 
+@pytest.mark.parametrize("stride", [0, 2])
+def test_priorities_of_energies_that_are_not_contiguous(backend: str, stride: int) -> None:
+    channels, tasks = [4, 5], 3
+    energies = (torch.rand(18, dtype=torch.float64) ** 8).as_strided((9,), (stride,))
+    statistics = torch.randn(tasks * 9), torch.rand(tasks * 9) + 0.1, [1e-5] * (2 * tasks)
+    found = torch.ops.cs_kernels.energy_priority(energies, *statistics, channels)
+    with cs.use_backend("reference"):
+        expected = torch.ops.cs_kernels.energy_priority(energies.clone(), *statistics, channels)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("products", "message"),
     [

@@ -163,7 +163,7 @@ class Phase2Operators(ABC):
         tasks = check_energies(energies, gamma, running_var, eps, channels)
         of_tasks = [tasks * rows for rows in channels]
         layers = zip(
-            torch.split(energies.double(), list(channels)),
+            torch.split(energies.double().contiguous(), list(channels)),
             torch.split(gamma.flatten().double(), of_tasks),
             torch.split(running_var.flatten().double(), of_tasks),
             [eps[i : i + tasks] for i in range(0, len(eps), max(tasks, 1))],
