@@ -511,7 +511,7 @@ Phase2Tiling phase2_tiling(DataType type, std::int32_t tasks) {
                                            : tile_elements<T, 0>(),
                         kEnergyTiles * kThreads * Vector<T>::kSize,
                         kLeastEnergyRows,
-                        kMostTiles,
+                        is_unrolled(tasks) ? kMostTiles : kMostGeneralTiles,
                         kLeastItems,
                         phase2_lag(is_unrolled(tasks) ? tasks : 0)};
   });

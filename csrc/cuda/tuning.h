@@ -65,6 +65,8 @@ constexpr int kGeneralRounds = 8;
 // some tiles, in which other blocks work. With more tiles, what PROJECT items read again has left
 // the L2 cache (bench/traffic.py).
 constexpr int kMostTiles = 4;
+// The same for the general kernel, whose items leave K * K products each.
+constexpr int kMostGeneralTiles = 16;
 // Tiles of an ENERGY item, which has no such limit.
 constexpr int kEnergyTiles = 16;
 constexpr int kLeastEnergyRows = 4;

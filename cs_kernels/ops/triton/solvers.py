@@ -15,6 +15,7 @@ from cs_kernels.ops import solvers as numbers
 from cs_kernels.ops.triton.primitives import widened
 
 _RIDGE = constexpr(numbers.RIDGE)
+_LEAST_PIVOT = constexpr(numbers.RIDGE / 4)
 _NASH_RIDGE = constexpr(numbers.NASH_RIDGE)
 _NASH_STOP = constexpr(numbers.NASH_STOP)
 _SLOPE = constexpr(numbers.SLOPE)
@@ -90,12 +91,14 @@ def _correlations(g, data, ridge, tasks, TASKS: constexpr):
 def _solve(m, b, tasks, TASKS: constexpr):
     """The x with m x = b, for a symmetric positive definite m, by sweeping out one task at a time.
 
-    As in the elimination of Gauss and Jordan, but m stays symmetric: its row k is its column k.
+    As in the elimination of Gauss and Jordan, but m stays symmetric: its row k is its column k. A
+    pivot is at least the ridge but for rounding: an entry with a smaller one is zero.
     """
     task = tl.arange(0, TASKS)
     for k in range(tasks):
         row = tl.sum(tl.where(task[:, None] == k, m, 0.0), 0)
-        inverse = 1 / tl.maximum(_at(row, k, TASKS), 1e-300)
+        pivot = _at(row, k, TASKS)
+        inverse = tl.where(pivot > _LEAST_PIVOT, 1 / pivot, 0.0)
         scaled = row * inverse
         b_k = _at(b, k, TASKS)
         b = tl.where(task == k, b_k * inverse, b - scaled * b_k)

@@ -226,22 +226,29 @@ struct NonNegative {
       : state(workspace.integers(size)), indices(workspace.integers(size)),
         z(workspace.numbers(size)), factor(size, workspace) {}
 
-  // `z` is workspace.
-  template <class Team> CS_HOST_DEVICE void grow(const Team& team, const Correlations& c, int i) {
+  // Frees entry i, unless C is so rounded that it depends on the free ones. `z` is workspace.
+  template <class Team> CS_HOST_DEVICE bool grow(const Team& team, const Correlations& c, int i) {
     const int n = free_entries;
     for (int k = team.lane(); k < n; k += team.lanes())
       z[k] = c(i, indices[k]);
     team.sync();
     solve_lower(team, factor, n, z);
-    const double square = dot(team, z, z, n);
+    const double left = c(i, i) - dot(team, z, z, n);
+    if (!(left > 0.25 * kRidge)) { // at least kRidge but for rounding
+      if (team.lane() == 0)
+        state[i] = kTried;
+      team.sync();
+      return false;
+    }
     for (int k = team.lane(); k <= n; k += team.lanes())
-      factor(n, k) = k < n ? z[k] : std::sqrt(std::fmax(c(i, i) - square, 1e-300));
+      factor(n, k) = k < n ? z[k] : std::sqrt(left);
     if (team.lane() == 0) {
       indices[n] = i;
       state[i] = kFree;
     }
     free_entries = n + 1;
     team.sync();
+    return true;
   }
 
   // Without row r, the rows below have one entry too many; rotations of two columns clear it.
@@ -299,7 +306,8 @@ struct NonNegative {
       const int entered = steepest.of_all(team).index;
       if (entered < 0)
         return;
-      grow(team, c, entered);
+      if (!grow(team, c, entered))
+        continue;
       bool moved = false;
       while (free_entries > 0) {
         const int n = free_entries;
