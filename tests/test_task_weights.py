@@ -90,14 +90,14 @@ def test_updates_of_many_tasks(
     torch.testing.assert_close(update, expected, rtol=0, atol=1e-5 * scale)
 
 
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize("rank", [1] if SMALL else [1, 2])
 @pytest.mark.parametrize("method", [cs.UPGrad(), cs.MGDA(), cs.CAGrad(1.0)], ids=repr)
 def test_rounded_gramians_of_dependent_gradients(
     backend: str, method: cs.GramianMethod, rank: int
 ) -> None:
     """In float32, they are not positive semidefinite, by more than the ridge."""
-    for seed in range(1 if SMALL else 20):
-        rows = torch.randn(5, rank, generator=torch.Generator().manual_seed(seed))
+    for seed in range(2 if SMALL else 20):
+        rows = torch.randn(3 if SMALL else 5, rank, generator=torch.Generator().manual_seed(seed))
         update = method.weights(rows @ rows.T).float() @ rows
         assert update.isfinite().all()
         assert update.norm() <= 10 * rows.norm()
