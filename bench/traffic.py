@@ -10,9 +10,11 @@ cache that replaces what was used longest ago. Then a model of the time: see `be
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from unittest import mock
 
 import torch
+from harness.problems import name_of
 from harness.shapes import NETWORKS
 
 from cs_kernels.ops import cuda
@@ -28,7 +30,7 @@ FIXED = {2: 10e-6, 4: 13e-6, 8: 18e-6}
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of one launch, in bytes."""
+    """The memory traffic of one launch, in bytes."""
 
     moved: int
     """N weights, K * N gradients and N updates."""
@@ -46,16 +48,16 @@ def traffic(
     Args:
         network: One of `NETWORKS`.
         tasks: K.
-        dtype: Of weights and gradients.
-        multiprocessors: Of the GPU.
+        dtype: The type of weights and gradients.
+        multiprocessors: The GPU's number of multiprocessors.
         cache: Bytes of the L2 cache that keep what was used last.
         streamed: Whether what is not read again is evicted first, and so takes no room.
 
     """
     shapes = NETWORKS[network]
-    layouts = tuple((1, 1, shape[0], torch.Size(shape[1:]).numel()) for shape in shapes)
+    layouts = tuple((1, 1, shape[0], prod(shape[1:])) for shape in shapes)
     tiling = cuda.CudaOperators().tiling(tasks, dtype)
-    kernel_sizes = tuple(torch.Size(shape[2:]).numel() for shape in shapes)
+    kernel_sizes = tuple(prod(shape[2:]) for shape in shapes)
     eps = (1e-5,) * (tasks * len(shapes))
     with mock.patch.object(phase2_plan, "multiprocessors", return_value=multiprocessors):
         plan = phase2_plan.phase2_plan.__wrapped__(
@@ -123,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     f"{found.distance / 1e6:.0f} MB, {found.missed:.0%},"
                     f" {fraction_of_limit(found, tasks):.2f}"
                 )
-            print(f"| {network} | {str(dtype)[6:]} | " + " | ".join(cells) + " |")
+            print(f"| {network} | {name_of(dtype)} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def restore(states: list[dict[str, Any]], setup: Setup, *others: Any) -> None:
 
 @contextmanager
 def refused(state: Callable[[], object], error: type[Exception], match: str) -> Iterator[None]:
-    """What is inside raises, and leaves the state as it was."""
+    """Asserts that the block raises and leaves the state as it was."""
     before = copy.deepcopy(state())
     with pytest.raises(error, match=match):
         yield
@@ -177,7 +177,7 @@ def sgd_of(*modules: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
 def optimizer_of(
     trunk: nn.Module, *arguments: Any, tasks: list[str] = AB, lr: float = 0.1, **options: Any
 ) -> cs.MultiTaskOptimizer:
-    """Of the trunk alone, or of a network that is its own trunk."""
+    """An optimizer that holds the parameters of the trunk alone."""
     return cs.MultiTaskOptimizer(trunk, sgd_of(trunk, lr=lr), tasks, *arguments, **options)
 
 

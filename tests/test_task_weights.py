@@ -78,7 +78,7 @@ def test_permuting_tasks_permutes_weights(
 def test_updates_of_many_tasks(
     backend: str, method: cs.GramianMethod, tasks: int, rank: str
 ) -> None:
-    """Those of the reference. An update of zero has the length of the ridge's root."""
+    """Equal to the reference's. An update that should be zero is as long as the ridge's root."""
     generator = torch.Generator().manual_seed(tasks)
     elements = 4 * tasks if rank == "full" else tasks // 2 + 1
     rows = torch.randn(tasks, elements, dtype=torch.float64, generator=generator)
@@ -87,7 +87,8 @@ def test_updates_of_many_tasks(
         expected = method.weights(gramian) @ rows
     update = method.weights(gramian) @ rows
     scale = float(method.weights(gramian).abs() @ rows.norm(dim=1))
-    torch.testing.assert_close(update, expected, rtol=0, atol=1e-5 * scale)
+    bound = 1e-9 if rank == "full" else 1e-5
+    torch.testing.assert_close(update, expected, rtol=0, atol=bound * scale)
 
 
 @pytest.mark.parametrize("rank", [1] if SMALL else [1, 2])

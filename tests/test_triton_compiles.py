@@ -24,7 +24,6 @@ from cs_kernels.ops.triton import (
     combine,
     gradient_constants,
     phase2,
-    phase2_constants,
     phase2_options,
     solver_options,
     solvers,
@@ -91,7 +90,7 @@ def check(
 def test_phase2(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> None:
     variant = Variant.of(tasks, dtype)
     options = phase2_options(variant.tasks)
-    check(phase2.phase2_kernel, {}, phase2_constants(variant, dtype), options)
+    check(phase2.phase2_kernel, {}, gradient_constants(variant, dtype), options)
 
 
 def _of_gradients(kernel: Any, *parts: int) -> Callable[..., None]:

@@ -19,7 +19,7 @@ def median_seconds(run: Callable[[], object], rounds: int) -> float:
 
 
 def median_ratio(numerators: list[float], denominators: list[float]) -> float:
-    """Of the rounds' own ratios."""
+    """The median of the ratios of the rounds."""
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 

@@ -20,7 +20,7 @@ from cs_kernels.ops.operands import (
 
 
 class Factors(NamedTuple):
-    """What the priorities of the first tensors are computed from."""
+    """The operands of connection strength, for the first tensors."""
 
     weights: Tensors
     gamma: Tensor

@@ -113,7 +113,7 @@ class GpuPhase2(Phase2Operators):
         Args:
             operands: Updates and gradients.
             priorities: Addresses, for the first tensors.
-            factors: What the priorities are computed from, if they are.
+            factors: The operands of connection strength, or None where priorities are given.
             kinds: The kinds of items to launch.
             products: d_ij [layers, K, K], written.
             coefficients: a_i [layers, K], for PROJECT items alone.

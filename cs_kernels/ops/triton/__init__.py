@@ -79,8 +79,6 @@ def gradient_constants(variant: Variant, dtype: torch.dtype, parts: int = 1) -> 
     return {"TASKS": variant.tasks, "ELEMENTS": elements, "DTYPE": _DTYPES[dtype]}
 
 
-phase2_constants = gradient_constants
-
 DROP_PARTS = 4
 """Sign dropping holds five sums, so its tiles are smaller."""
 
@@ -120,7 +118,7 @@ class TritonOperators(GpuOperators):
         tables = plan.items, plan.tensors, launch.table, launch.ticket, launch.counters
         strength = launch.energy, launch.gamma, launch.variance, plan.epsilon
         results = launch.item_products, launch.products, launch.coefficients
-        constants = phase2_constants(variant, launch.dtype) | phase2_options(variant.tasks)
+        constants = gradient_constants(variant, launch.dtype) | phase2_options(variant.tasks)
         phase2.phase2_kernel[(len(plan.items),)](
             *tables, *strength, *results, launch.tasks, **constants
         )

@@ -12,16 +12,16 @@ _INTERPRETED = constexpr(triton.knobs.runtime.interpret)
 
 @dataclass(frozen=True)
 class Traits:
-    """What a kernel is compiled for, with all that follows from it."""
+    """The compile-time constants of a kernel."""
 
     tasks: constexpr
     """A power of two, K or greater; 64 stands for all K > 8."""
     elements: constexpr
     """Elements of a tile."""
     dtype: constexpr
-    """Of weights, gradients and updates."""
+    """The type of weights, gradients and updates."""
     wide: constexpr
-    """What the products of a tile are added up in."""
+    """The type in which the products of a tile are added up."""
     vector: constexpr
     """Elements in 16 bytes; 1 if addresses are not aligned."""
     block: constexpr
