@@ -1,6 +1,8 @@
 from typing import Any
 
-from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
+from torch import Tensor
+
+from cs_kernels.ops.aliases import Dictionaries, Floats, Grads, Ints, Tensors
 
 cpu_instruction_set: str
 max_tasks: int
@@ -32,6 +34,22 @@ class Operands:
     def set_gradient(self, index: int, address: int) -> None: ...
     def channels(self, tensor: int) -> int: ...
 
+class NormFactors:
+    fit: bool
+    gamma_type: int
+    variance_type: int
+    def __init__(
+        self,
+        operands: Operands,
+        parameters: Dictionaries,
+        buffers: Dictionaries,
+        norms: list[object],
+    ) -> None: ...
+
+class Snapshot:
+    def __init__(self, dictionaries: Dictionaries, copies: list[Tensor | None]) -> None: ...
+    def take(self) -> bool: ...
+
 # Addresses are int; sizes are in elements.
 def channel_energies(
     *, type: int, layout: Layout, weight: int, energy: int, threads: int
@@ -56,6 +74,9 @@ def phase2(
     variance: int,
     epsilon: Floats,
     threads: int,
+) -> None: ...
+def phase2_of_trunk(
+    operands: Operands, *, weights: Ints, factors: NormFactors, threads: int
 ) -> None: ...
 def phase2_products(
     operands: Operands, *, priorities: Ints, products: int, threads: int

@@ -1,7 +1,8 @@
 """Which parameters of a trunk are shared, and which of them have prioritized output channels."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -38,6 +39,36 @@ class Layer:
     norm_name: str
     norms: tuple[Norm, ...]
     """The normalization of each task."""
+
+
+class LayerLists(NamedTuple):
+    """What Phase 2 takes of some layers."""
+
+    layers: tuple[Layer, ...]
+    weight_indices: list[int]
+    weights: list[Tensor]
+    out_channel_dims: list[int]
+    groups: list[int]
+    parameters: list[dict[str, nn.Parameter | None]]
+    """Of each layer's normalizations, one a task."""
+    buffers: list[dict[str, Tensor | None]]
+    norms: list[Any]
+    """These normalizations."""
+
+    @classmethod
+    def of(cls, layers: Sequence[Layer]) -> "LayerLists":
+        """The lists of these layers."""
+        norms = [norm for layer in layers for norm in layer.norms]
+        return cls(
+            layers=tuple(layers),
+            weight_indices=[layer.weight_index for layer in layers],
+            weights=[layer.weight for layer in layers],
+            out_channel_dims=[layer.out_channel_dim for layer in layers],
+            groups=[layer.groups for layer in layers],
+            parameters=[norm.parameters for norm in norms],
+            buffers=[norm.buffers for norm in norms],
+            norms=[norm.module for norm in norms],
+        )
 
 
 def gammas(layers: Sequence[Layer]) -> list[Tensor]:
@@ -113,6 +144,18 @@ class Layout:
 
     layers: tuple[Layer, ...]
     coverage: Coverage
+
+    @cached_property
+    def lists(self) -> LayerLists:
+        """Of all layers."""
+        return LayerLists.of(self.layers)
+
+    def lists_of(self, parameters: Container[int]) -> LayerLists:
+        """Of the layers whose weights are among these shared parameters."""
+        lists = self.lists
+        if all(index in parameters for index in lists.weight_indices):
+            return lists
+        return LayerLists.of([layer for layer in self.layers if layer.weight_index in parameters])
 
 
 def find_layout(

@@ -2,16 +2,24 @@
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import is_
 
 import torch
 from torch import Tensor, nn
 
 from cs_kernels.nn import task_norms
-from cs_kernels.ops.operands import misfits
+from cs_kernels.ops.backends import direct
+from cs_kernels.ops.operands import unavailable
+
+if unavailable is None:
+    from cs_kernels import _C
 
 Buffers = dict[str, Tensor | None]
+
+_SMALL = 64 << 10
+"""Bytes; torch copies larger tensors with several threads."""
 
 
 def _writable(buffer: Tensor) -> bool:
@@ -23,37 +31,64 @@ def _writable(buffer: Tensor) -> bool:
     )
 
 
+def _is_packed(tensor: Tensor) -> bool:
+    """Whether its copy is one of many that are made together."""
+    if type(tensor) is not Tensor or not tensor.is_contiguous():
+        return False
+    return tensor.device.type != "cpu" or tensor.nbytes <= _SMALL
+
+
+def _packed(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of contiguous tensors of one dtype and device, one behind the other in memory."""
+    numels = [tensor.numel() for tensor in tensors]
+    parts = torch.split(torch.cat([tensor.detach().flatten() for tensor in tensors]), numels)
+    return [part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)]
+
+
 class _Snapshot:
-    """The buffers of some modules, and copies of them."""
-
-    def __init__(self, modules: Sequence[Buffers]) -> None:
-        self._slots = [(buffers, name) for buffers in modules for name in buffers]
-        self._values = [buffers[name] for buffers, name in self._slots]
-        self._tensors = [b for b in self._values if b is not None and _writable(b)]
-        self._copies = [torch.empty_like(tensor) for tensor in self._tensors]
-        # torch copies a list of one dtype and device in few kernels, a mixed one tensor by tensor.
-        alike: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
-        for tensor, copy in zip(self._tensors, self._copies, strict=True):
-            tensors_alike, copies_alike = alike.setdefault((tensor.dtype, tensor.device), ([], []))
-            tensors_alike.append(tensor)
-            copies_alike.append(copy)
-        self._lists = list(alike.values())
-
-    def is_of(self, values: Sequence[Tensor | None]) -> bool:
-        """Whether these are the same tensors, with the memory layout of their copies."""
-        same = len(values) == len(self._values) and all(map(is_, values, self._values))
-        return same and not misfits(self._tensors, self._copies)
+    """The buffers of some modules, and copies of them, made when it is."""
 
     @torch.no_grad()
-    def take(self) -> None:
-        for tensors, copies in self._lists:
-            torch._foreach_copy_(copies, tensors)
+    def __init__(self, modules: Sequence[Buffers]) -> None:
+        self._modules = list(modules)
+        self._slots = [(buffers, name) for buffers in modules for name in buffers]
+        self._values = [buffers[name] for buffers, name in self._slots]
+        # torch copies a list of one dtype and device in few kernels, a mixed one tensor by tensor.
+        alike: dict[tuple[torch.dtype, torch.device, bool], list[Tensor]] = {}
+        for tensor in {id(b): b for b in self._values if b is not None and _writable(b)}.values():
+            kind = (tensor.dtype, tensor.device, _is_packed(tensor))
+            alike.setdefault(kind, []).append(tensor)
+        self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []
+        self._copiers: list[Callable[[], object]] = []
+        native: dict[int, Tensor] = {}
+        for (_, device, packed), tensors in alike.items():
+            copies = _packed(tensors) if packed else [tensor.clone() for tensor in tensors]
+            self._pairs.append((tensors, copies))
+            if packed and device.type == "cpu":
+                native |= {id(t): copy for t, copy in zip(tensors, copies, strict=True)}
+            elif packed and (copier := direct("copier", device)):
+                self._copiers.append(copier(tensors, copies))
+            else:
+                self._copiers.append(partial(torch._foreach_copy_, copies, tensors))
+        self._native = unavailable is None and _C.Snapshot(
+            self._modules, [native.get(id(value)) for value in self._values]
+        )
+
+    @torch.no_grad()
+    def take(self, modules: Sequence[Buffers]) -> bool:
+        """Copies the buffers anew, if they are the same tensors, with the same memory layout."""
+        same = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
+        if not (same and self._native and self._native.take()):
+            return False
+        for copier in self._copiers:
+            copier()
+        return True
 
     @torch.no_grad()
     def put_back(self) -> None:
         for (buffers, name), value in zip(self._slots, self._values, strict=True):
             buffers[name] = value
-        for tensors, copies in self._lists:
+        for tensors, copies in self._pairs:
             torch._foreach_copy_(tensors, copies)
 
 
@@ -78,6 +113,10 @@ class RunningStatistics:
         self._taken: list[_Snapshot] | None = None
         """The snapshots of the current step, in order."""
 
+    def __getstate__(self) -> dict[str, object]:
+        """A copy makes its own snapshots."""
+        return {**vars(self), "_snapshots": {}}
+
     def _modules(self, task: str | None) -> list[Buffers]:
         modules = self._of_task.get(task, [])
         outside = self._outside.get(task, []) if task is not None else []
@@ -87,9 +126,8 @@ class RunningStatistics:
         # Reused from step to step: a step costs one copy and no allocation.
         modules = self._modules(task)
         snapshot = self._snapshots.get(task)
-        if snapshot is None or not snapshot.is_of([b for m in modules for b in m.values()]):
+        if snapshot is None or not snapshot.take(modules):
             snapshot = self._snapshots[task] = _Snapshot(modules)
-        snapshot.take()
         return snapshot
 
     def first_use(self, module: nn.Module, task: str) -> None:
@@ -98,7 +136,6 @@ class RunningStatistics:
             self._outside.setdefault(task, []).append(weakref.ref(module))
             if self._taken is not None:
                 self._taken.append(_Snapshot([module._buffers]))
-                self._taken[-1].take()
 
     @contextlib.contextmanager
     def restored_on_error(self, tasks: Sequence[str], always: bool = False) -> Iterator[None]:

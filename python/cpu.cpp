@@ -11,6 +11,7 @@
 #include "cs_kernels/phase2.h"
 #include "cs_kernels/solvers.h"
 #include "module.h"
+#include "norms.h"
 #include "operands.h"
 
 namespace py = pybind11;
@@ -76,6 +77,42 @@ void phase2(const Operands& operands, const std::vector<Address>& priorities,
   cpu::phase2({operands.tasks, operands.count(), tensors.data()}, threads);
 }
 
+// The end of `numbers` gets a vector of float32 or float64.
+void append(std::vector<double>& numbers, int type, const void* data, std::int64_t count) {
+  const auto from = [&](const auto* first) { numbers.insert(numbers.end(), first, first + count); };
+  if (from_python(type) == DataType::kFloat32)
+    from(static_cast<const float*>(data));
+  else if (from_python(type) == DataType::kFloat64)
+    from(static_cast<const double*>(data));
+  else
+    throw std::invalid_argument("factors must be float32 or float64, got type " +
+                                std::to_string(type));
+}
+
+// The same for a trunk whose first tensors have these weights and normalizations; its priorities
+// are not kept.
+void phase2_of_trunk(const Operands& operands, const std::vector<Address>& weights,
+                     const NormFactors& factors, int threads) {
+  check_length("factors", factors.gamma.size(), weights.size() * operands.tasks);
+  std::vector<double> gamma;
+  std::vector<double> variance;
+  std::vector<std::int64_t> first{0};
+  for (std::size_t t = 0; t < weights.size(); ++t) {
+    const std::int64_t rows = operands.layouts.at(t).rows();
+    for (std::size_t i = t * operands.tasks; i < (t + 1) * operands.tasks; ++i) {
+      append(gamma, factors.gamma_type, factors.gamma[i], rows);
+      append(variance, factors.variance_type, factors.variance[i], rows);
+    }
+    first.push_back(first.back() + rows);
+  }
+  std::vector<std::int64_t> priority(first.back());
+  std::vector<Address> priorities(weights.size());
+  for (std::size_t t = 0; t < weights.size(); ++t)
+    priorities[t] = Address(priority.data() + first[t]);
+  phase2(operands, priorities, weights, Address(gamma.data()), Address(variance.data()),
+         factors.epsilon, threads);
+}
+
 // products: [layers, tasks, tasks].
 template <void (*stage)(const Phase2Arguments&, int)>
 void phase2_stage(const Operands& operands, const std::vector<Address>& priorities,
@@ -135,6 +172,7 @@ void define_cpu(py::module_& module) {
   define_parallel("channel_energies", &channel_energies, "type", "layout", "weight", "energy");
   define_parallel("phase2", &phase2, "operands", "priorities", "weights", "gamma", "variance",
                   "epsilon");
+  define_parallel("phase2_of_trunk", &phase2_of_trunk, "operands", "weights", "factors");
   define_parallel("phase2_products", &phase2_stage<cpu::phase2_products>, "operands", "priorities",
                   "products");
   define_parallel("phase2_apply", &phase2_stage<cpu::phase2_apply>, "operands", "priorities",

@@ -25,6 +25,8 @@ PYBIND11_MODULE(_C, module) {
       {"epsilon", solvers::kEpsilon}};
   cs_kernels_python::define(module, "random_key", &cs_kernels::random_key, "seed", "step");
   define_operands(module);
+  define_norms(module);
+  define_snapshot(module);
   define_cpu(module);
 #ifdef CS_KERNELS_CUDA
   define_cuda(module.def_submodule("cuda"));

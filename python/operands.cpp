@@ -1,5 +1,3 @@
-// A step has thousands of gradients: reading their layouts in Python would take longer than the
-// kernels.
 #include "operands.h"
 
 #include <pybind11/stl.h>
@@ -14,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "dlpack.h"
 #include "module.h"
+#include "tensors.h"
 
 namespace py = pybind11;
 
@@ -23,70 +21,6 @@ namespace cs_kernels_python {
 namespace {
 
 using cs_kernels::ChannelLayout;
-using cs_kernels::DataType;
-
-constexpr int kUnknownType = -1;
-
-const dlpack::ExchangeApi& torch_exchange() {
-  static const dlpack::ExchangeApi* const api = [] {
-    const py::object tensor = py::module_::import("torch").attr("Tensor");
-    const py::capsule capsule = tensor.attr(dlpack::kTypeAttribute);
-    const void* found = PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName);
-    if (found == nullptr)
-      throw py::error_already_set();
-    const auto* table = static_cast<const dlpack::ExchangeApi*>(found);
-    if (table->major_version != dlpack::kMajorVersion || table->tensor_from_object == nullptr)
-      throw std::runtime_error("torch's DLPack exchange API must have version 1 and show tensors in"
-                               " place, got version " +
-                               std::to_string(table->major_version));
-    return table;
-  }();
-  return *api;
-}
-
-// nullopt for a tensor without an address: sparse, or on a device without memory.
-std::optional<dlpack::Tensor> as_dlpack(py::handle object) {
-  dlpack::Tensor tensor{};
-  if (torch_exchange().tensor_from_object(object.ptr(), &tensor) == 0)
-    return tensor;
-  PyErr_Clear();
-  return std::nullopt;
-}
-
-void* address_of(const dlpack::Tensor& tensor) {
-  return static_cast<char*>(tensor.data) + tensor.byte_offset;
-}
-
-// kUnknownType for a type without kernels.
-int type_of(const dlpack::Tensor& tensor) {
-  const dlpack::DataType type = tensor.type;
-  const auto is = [&](int code, int bits) {
-    return type.lanes == 1 && type.code == code && type.bits == bits;
-  };
-  return is(dlpack::kFloat, 32)    ? static_cast<int>(DataType::kFloat32)
-         : is(dlpack::kFloat, 64)  ? static_cast<int>(DataType::kFloat64)
-         : is(dlpack::kBfloat, 16) ? static_cast<int>(DataType::kBFloat16)
-         : is(dlpack::kFloat, 16)  ? static_cast<int>(DataType::kFloat16)
-                                   : kUnknownType;
-}
-
-bool same_device(const dlpack::Tensor& a, const dlpack::Tensor& b) {
-  return a.device.type == b.device.type && a.device.index == b.device.index;
-}
-
-bool has_layout_of(const dlpack::Tensor& tensor, const dlpack::Tensor& like) {
-  const std::int32_t n = tensor.dimensions;
-  return n == like.dimensions && tensor.type.code == like.type.code &&
-         tensor.type.bits == like.type.bits && tensor.type.lanes == like.type.lanes &&
-         same_device(tensor, like) && std::equal(tensor.shape, tensor.shape + n, like.shape) &&
-         std::equal(tensor.strides, tensor.strides + n, like.strides);
-}
-
-// Number of elements in dimensions [first_dimension, ndim).
-std::int64_t elements(const dlpack::Tensor& tensor, int first_dimension) {
-  return std::accumulate(tensor.shape + std::min(first_dimension, tensor.dimensions),
-                         tensor.shape + tensor.dimensions, std::int64_t{1}, std::multiplies<>());
-}
 
 // The memory as an array [groups, outer, channels, inner], or nullopt. Only a transposed
 // convolution, with output channels in dimension 1, has groups.
@@ -158,21 +92,20 @@ Operands::Operands(const py::list& tensors, const py::list& grads, std::int32_t 
     throw std::invalid_argument("out_channel_dims and groups must have as many entries, got " +
                                 std::to_string(channel_dims.size()) + " and " +
                                 std::to_string(groups.size()));
-  dlpack::Tensor first{};
   for (std::size_t t = 0; t < tensors.size(); ++t) {
     const std::optional<dlpack::Tensor> found = as_dlpack(tensors[t]);
     const dlpack::Tensor tensor = found.value_or(dlpack::Tensor{});
     if (t == 0)
-      first = tensor;
+      device = tensor.device;
     const bool described = t < groups.size();
     const std::optional<ChannelLayout> layout =
         find_channel_layout(tensor.shape, tensor.strides, tensor.dimensions,
                             described ? channel_dims[t] : 0, described ? groups[t] : 1);
     types.push_back(type_of(tensor));
-    if (!found || types.back() == kUnknownType || !same_device(tensor, first) || !layout)
+    if (!found || types.back() == kUnknownType || !same_device(tensor.device, device) || !layout)
       unfit.push_back(t);
     layouts.push_back(layout.value_or(ChannelLayout{}));
-    sizes.push_back(elements(tensor, 0));
+    sizes.push_back(elements(tensor));
     kernel_sizes.push_back(elements(tensor, 2));
     outputs.emplace_back(address_of(tensor));
     for (std::size_t i = t * tasks; i < (t + 1) * tasks; ++i) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "arguments.h"
+#include "dlpack.h"
 
 namespace cs_kernels_python {
 
@@ -20,7 +21,8 @@ struct Operands {
   cs_kernels::DataType type(std::size_t tensor) const { return from_python(types[tensor]); }
 
   std::int32_t tasks;
-  std::vector<int> types; // of DataType, or kUnknownType
+  dlpack::Device device{}; // of the first output
+  std::vector<int> types;  // of DataType, or kUnknownType
   std::vector<cs_kernels::ChannelLayout> layouts;
   std::vector<std::int64_t> sizes;
   std::vector<std::int64_t> kernel_sizes;

@@ -85,6 +85,56 @@ def test_statistics_of_another_size_or_type_between_steps() -> None:
         opt.step(fails)
 
 
+def _shared(trunk: nn.Module) -> None:
+    trunk.bare.register_buffer("seen", trunk.seen)
+
+
+def _renamed(trunk: nn.Module) -> None:
+    trunk.register_buffer("found", trunk._buffers.pop("seen"))
+
+
+def _absent(trunk: nn.Module) -> None:
+    trunk.seen = None
+
+
+def _larger(trunk: nn.Module) -> None:
+    trunk.seen = torch.ones(1 << 15)
+
+
+def _every_second(trunk: nn.Module) -> None:
+    trunk.seen = torch.ones(8)[::2]
+
+
+def _another(trunk: nn.Module) -> None:
+    trunk.register_buffer("other", torch.ones(3, dtype=torch.bool))
+
+
+def _same(trunk: nn.Module) -> None:
+    trunk.seen += 1
+
+
+@pytest.mark.parametrize(
+    "change", [_same, _shared, _renamed, _absent, _larger, _every_second, _another]
+)
+def test_buffers_that_change_between_steps(change: Callable[[nn.Module], None]) -> None:
+    """A failing step restores them as they are then: values, names, and which tensors they are."""
+    setup, opt = started()
+    setup.trunk.register_buffer("seen", torch.zeros(4))
+    opt.step(setup.closure(0))
+    change(setup.trunk)
+    before = {name: id(buffer) for name, buffer in setup.trunk.named_buffers()}
+
+    def fails(task: str) -> Tensor:
+        setup.closure(0)(task)
+        for buffer in setup.trunk.buffers():
+            buffer.zero_()
+        raise KeyError(task)
+
+    with refused(lambda: dict(setup.trunk.named_buffers()), KeyError, TASKS[0]):
+        opt.step(fails)
+    assert {name: id(buffer) for name, buffer in setup.trunk.named_buffers()} == before
+
+
 def test_snapshots_do_not_pile_up() -> None:
     setup, opt = started()
     for tasks in (TASKS, TASKS[::-1], TASKS[:2], TASKS[1:], TASKS[:1], TASKS[2:], TASKS[1::-1]):

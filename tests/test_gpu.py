@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from layers import KINDS, SOLVER_OPTIONS, Kind, sample, trunk_arguments
-from networks import Setup, assert_equal
+from networks import Setup, assert_equal, refused
 from torch import Tensor
 
 import cs_kernels as cs
@@ -185,6 +185,20 @@ def test_training_as_on_the_cpu(gpu: str, method: cs.Method) -> None:
                 opt.step(setup.closure(batch))
         networks.append([p.detach().cpu() for p in setup.parameters()])
     torch.testing.assert_close(*networks, rtol=1e-6, atol=1e-9)
+
+
+def test_a_step_that_fails(gpu: str) -> None:
+    """Running statistics are as before, whichever kernel has copied them."""
+    setup = Setup()
+    opt = setup.start()
+    opt.step(setup.closure(0))
+
+    def fails(task: str) -> Tensor:
+        setup.closure(1)(task)
+        raise KeyError(task)
+
+    with refused(lambda: dict(setup.trunk.named_buffers()), KeyError, setup.tasks[0]):
+        opt.step(fails)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")

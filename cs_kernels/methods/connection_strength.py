@@ -5,6 +5,7 @@ import torch
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import Layout, epsilons, gammas, running_vars
 from cs_kernels.methods.method import Method
+from cs_kernels.ops.backends import direct
 from cs_kernels.step import Step
 
 
@@ -25,20 +26,23 @@ class ConnectionStrength(Method):
         if not reached:
             gradients.clear()
             return
-        layers = [layer for layer in layout.layers if layer.weight_index in reached]
+        lists = layout.lists_of(reached)
         # The prioritized ones first.
-        order = list(dict.fromkeys([layer.weight_index for layer in layers]) | reached)
-        updates = gradients.updates(order)
-        none = [updates[0].new_empty(0)]
-        torch.ops.cs_kernels.phase2_update_(
-            updates,
-            gradients.of(order),
-            [layer.weight for layer in layers],
-            torch.cat(gammas(layers) or none),
-            torch.cat(running_vars(layers) or none),
-            epsilons(layers),
-            [layer.out_channel_dim for layer in layers],
-            [layer.groups for layer in layers],
-            len(gradients.rows),
-        )
+        order = list(dict.fromkeys(lists.weight_indices) | reached)
+        updates, grads = gradients.updates(order), gradients.of(order)
+        tasks = len(gradients.rows)
+        of_trunk = direct("phase2_of_trunk_", updates[0].device)
+        if of_trunk is None or not of_trunk(updates, grads, *lists[2:], tasks):
+            none = [updates[0].new_empty(0)]
+            torch.ops.cs_kernels.phase2_update_(
+                updates,
+                grads,
+                lists.weights,
+                torch.cat(gammas(lists.layers) or none),
+                torch.cat(running_vars(lists.layers) or none),
+                epsilons(lists.layers),
+                lists.out_channel_dims,
+                lists.groups,
+                tasks,
+            )
         gradients.assign(order)

@@ -1,6 +1,7 @@
 """The types of the operators' lists."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -8,3 +9,4 @@ Tensors = Sequence[Tensor]
 Grads = Sequence[Tensor | None]
 Ints = Sequence[int]
 Floats = Sequence[float]
+Dictionaries = list[dict[str, Any]]

@@ -1,5 +1,6 @@
 """The backend "cuda": the kernels of `csrc/cuda`."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -8,9 +9,10 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops import operands
+from cs_kernels.ops.aliases import Tensors
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.combine import GradientCallField, GradientField
-from cs_kernels.ops.gpu.device import stream_of
+from cs_kernels.ops.gpu.device import on_device, stream_of
 from cs_kernels.ops.gpu.phase2_plan import (
     CallField,
     Counter,
@@ -20,6 +22,9 @@ from cs_kernels.ops.gpu.phase2_plan import (
     Tiling,
 )
 from cs_kernels.ops.operands import SOLVER_NUMBERS, TYPES, option_word
+
+_COPIED = 64 << 10
+"""Bytes that a block copies at most."""
 
 _kernels: Any = None
 
@@ -138,6 +143,30 @@ class CudaOperators(GpuOperators):
             priority=priority.data_ptr(),
             stream=stream_of(strength.device),
         )
+
+    def copier(self, sources: Tensors, targets: Tensors) -> Callable[[], None]:
+        """A function that copies contiguous tensors of a device by one launch.
+
+        Their addresses go to the device when it is made.
+        """
+        table = [
+            [
+                source.data_ptr() + first,
+                target.data_ptr() + first,
+                min(_COPIED, source.nbytes - first),
+            ]
+            for source, target in zip(sources, targets, strict=True)
+            for first in range(0, source.nbytes, _COPIED)
+        ]
+        copies = torch.tensor(table, dtype=torch.int64, device="cpu").to(sources[0].device)
+
+        def launch() -> None:
+            with on_device(copies.device):
+                _kernels.copy(
+                    copies=copies.data_ptr(), count=len(copies), stream=stream_of(copies.device)
+                )
+
+        return launch
 
     def _gradients(self, launch: GradientLaunch) -> dict[str, Any]:
         return {

@@ -4,13 +4,15 @@ A weight, its gradients and its update must have one dense memory layout; other 
 """
 
 import importlib
+from collections.abc import Sequence
 from itertools import accumulate
 from struct import pack, unpack
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
+from cs_kernels.ops.aliases import Dictionaries, Floats, Grads, Ints, Tensors
 from cs_kernels.ops.solvers import ALIGNED_SCALES, SOLVERS, tolerances
 
 unavailable: str | None = None
@@ -22,6 +24,9 @@ except ImportError as error:
     unavailable = f"cs_kernels._C does not import: {error}"
 else:
     from cs_kernels import _C
+
+if TYPE_CHECKING:
+    from cs_kernels._C import NormFactors
 
 MOST_TASKS = 64
 """The limit of Gramian kernels and solvers, on every device."""
@@ -293,6 +298,12 @@ class Operands:
                 f"products must be float64 of shape {shape},"
                 f" got {products.dtype} of shape {tuple(products.shape)}"
             )
+
+    def factors(
+        self, parameters: Dictionaries, buffers: Dictionaries, norms: Sequence[object]
+    ) -> "NormFactors":
+        """The factors of the first tensors' strengths, where normalizations keep them."""
+        return _C.NormFactors(self.native, parameters, buffers, list(norms))
 
     def new_priorities(self, channels: Ints) -> tuple[Tensor, list[int]]:
         """An int64 tensor for the priorities of the first tensors, and each one's address."""

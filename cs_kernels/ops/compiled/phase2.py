@@ -1,13 +1,14 @@
 """Connection strength, priority and Phase 2: arguments are checked and made into operands."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
+from cs_kernels.ops.aliases import Dictionaries, Floats, Grads, Ints, Tensors
 from cs_kernels.ops.operands import (
     ChannelLayout,
     Operands,
@@ -17,6 +18,9 @@ from cs_kernels.ops.operands import (
     check_factors,
     check_type,
 )
+
+if TYPE_CHECKING:
+    from cs_kernels._C import NormFactors
 
 
 class Factors(NamedTuple):
@@ -35,6 +39,11 @@ class Phase2Operators(ABC):
     @abstractmethod
     def run_phase2(self, operands: Operands, priorities: Ints, factors: Factors | None) -> None:
         """Writes the outputs; with factors, the priorities at these addresses first."""
+
+    def run_trunk(self, operands: Operands, weights: Tensors, factors: "NormFactors") -> bool:
+        """Writes the outputs, if it can."""
+        del operands, weights, factors
+        return False
 
     @abstractmethod
     def run_products(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
@@ -94,6 +103,31 @@ class Phase2Operators(ABC):
         self.run_phase2(operands, addresses, factors)
         operands.finish()
         return priorities
+
+    def phase2_of_trunk_(
+        self,
+        updates: Tensors,
+        grads: Grads,
+        weights: Tensors,
+        dims: Ints,
+        groups: Ints,
+        parameters: Dictionaries,
+        buffers: Dictionaries,
+        norms: Sequence[object],
+        tasks: int,
+    ) -> bool:
+        """`phase2_update_` with gamma, running variance and eps read from their normalizations.
+
+        Thousands of small tensors need not be put together first. There is a normalization for
+        each layer and task. Returns whether it could be done in this way.
+        """
+        operands = Operands(updates, grads, tasks, dims, groups)
+        weights = operands.weights(weights)
+        factors = operands.factors(parameters, buffers, norms)
+        if not factors.fit or not self.run_trunk(operands, weights, factors):
+            return False
+        operands.finish()
+        return True
 
     def phase2_products_(
         self,

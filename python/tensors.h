@@ -1,0 +1,33 @@
+// Python's tensors, read in place: a step has thousands, and reading them in Python would take
+// longer than the kernels.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "dlpack.h"
+
+namespace cs_kernels_python {
+
+// nullopt for what is no tensor or has no address: sparse, or on a device without memory.
+std::optional<dlpack::Tensor> as_dlpack(pybind11::handle object);
+
+inline void* address_of(const dlpack::Tensor& tensor) {
+  return static_cast<char*>(tensor.data) + tensor.byte_offset;
+}
+
+// A number of DataType, or kUnknownType for a type without kernels.
+constexpr int kUnknownType = -1;
+int type_of(const dlpack::Tensor& tensor);
+
+bool same_device(dlpack::Device a, dlpack::Device b);
+// Type, device, shape and strides.
+bool has_layout_of(const dlpack::Tensor& tensor, const dlpack::Tensor& like);
+
+// Number of elements in dimensions [first_dimension, ndim).
+std::int64_t elements(const dlpack::Tensor& tensor, int first_dimension = 0);
+
+} // namespace cs_kernels_python

@@ -1,0 +1,136 @@
+"""Phase 2 reads gamma, running variance and epsilon where a trunk's normalizations keep them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from networks import Setup, assert_equal
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cs_kernels as cs
+from cs_kernels.methods import connection_strength
+from cs_kernels.ops import backends
+
+
+def _norm(setup: Setup) -> Any:
+    return setup.trunk.stem_norm.depth
+
+
+def _other_storage(setup: Setup) -> None:
+    _norm(setup).weight.data = torch.rand(8, dtype=torch.float64)
+
+
+def _other_buffer(setup: Setup) -> None:
+    _norm(setup).running_var = torch.rand(8, dtype=torch.float64)
+
+
+def _every_second(setup: Setup) -> None:
+    _norm(setup).running_var = torch.rand(16, dtype=torch.float64)[::2]
+
+
+def _another_type(setup: Setup) -> None:
+    _norm(setup).running_var = torch.rand(8)
+
+
+def _half_precision(setup: Setup) -> None:
+    for norm in cs.nn.task_norms(setup.trunk):
+        for child in norm.children():
+            child.weight.data = child.weight.data.half()
+
+
+def _no_scale(setup: Setup) -> None:
+    _norm(setup).weight = None
+
+
+def _another_epsilon(setup: Setup) -> None:
+    _norm(setup).eps = 0.5
+
+
+def _whole_epsilon(setup: Setup) -> None:
+    _norm(setup).eps = 1
+
+
+def _frozen_layer(setup: Setup) -> None:
+    setup.trunk.block.second.weight.requires_grad_(False)
+
+
+def _nothing(setup: Setup) -> None:
+    del setup
+
+
+CHANGES = {
+    _nothing: True,
+    _other_storage: True,
+    _other_buffer: True,
+    _another_epsilon: True,
+    _frozen_layer: True,
+    _every_second: False,
+    _another_type: False,
+    _half_precision: False,
+    _no_scale: False,
+    _whole_epsilon: False,
+}
+"""Changes between two steps, and whether the factors can still be read in place."""
+
+
+def _update_after(
+    change: Callable[[Setup], None], monkeypatch: pytest.MonkeyPatch, direct: Callable[..., Any]
+) -> list[Tensor]:
+    """The gradients of the shared parameters after a step, a change, and other gradients."""
+    monkeypatch.setattr(connection_strength, "direct", direct)
+    setup = Setup(optimizer=torch.optim.SGD)
+    opt = setup.start()
+    opt.step(setup.closure(0))
+    torch.manual_seed(0)
+    change(setup)
+    # Without a forward pass, which would refuse some of the changes.
+    with torch.no_grad():
+        for task in setup.tasks:
+            for parameter in opt._shared:
+                parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
+            opt._gradients.collect(task)
+        opt._combine(cs.Step(tasks=tuple(setup.tasks)))
+    return [p.grad for p in opt._shared if p.grad is not None]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+def test_the_update_is_the_operators(
+    change: Callable[[Setup], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[bool] = []
+
+    def watched(name: str, device: torch.device) -> Callable[..., bool]:
+        function = backends.direct(name, device)
+        assert function is not None
+
+        def call(*arguments: Any) -> bool:
+            done.append(function(*arguments))
+            return done[-1]
+
+        return call
+
+    with cs.use_backend("cpu"):
+        found = _update_after(change, monkeypatch, watched)
+        expected = _update_after(change, monkeypatch, lambda name, device: None)
+    assert done == [True, CHANGES[change]]
+    assert_equal(found, expected)
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_the_operator() -> None:
+    setup = Setup()
+    opt = setup.start()
+    with _Seen() as seen:
+        opt.step(setup.closure(0))
+    assert "cs_kernels::phase2_update_" in seen.names
