@@ -19,10 +19,10 @@ PYBIND11_MODULE(_C, module) {
   module.attr("data_types") = cs_kernels::kDataTypeNames;
   module.attr("solvers") = cs_kernels::kSolverNames;
   module.attr("tolerances") = std::map<std::string, double>{
-      {"ridge", solvers::kRidge},           {"nash_ridge", solvers::kNashRidge},
-      {"nash_stop", solvers::kNashStop},    {"slope", solvers::kSlope},
-      {"stationary", solvers::kStationary}, {"zero_sum", solvers::kZeroSum},
-      {"epsilon", solvers::kEpsilon}};
+      {"ridge", solvers::kRidge},        {"nash_ridge", solvers::kNashRidge},
+      {"nash_stop", solvers::kNashStop}, {"nash_full", solvers::kNashFull},
+      {"slope", solvers::kSlope},        {"stationary", solvers::kStationary},
+      {"zero_sum", solvers::kZeroSum},   {"epsilon", solvers::kEpsilon}};
   cs_kernels_python::define(module, "random_key", &cs_kernels::random_key, "seed", "step");
   define_operands(module);
   define_norms(module);

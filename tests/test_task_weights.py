@@ -11,6 +11,7 @@ from torch import Tensor
 import cs_kernels as cs
 from cs_kernels.ops.random import random_key, splitmix64
 from cs_kernels.ops.reference.solvers import pcgrad_order
+from cs_kernels.ops.solvers import NASH_RIDGE
 
 CONFLICT = torch.tensor([[1.0, -1.0], [-1.0, 4.0]], dtype=torch.float64)
 ORTHOGONAL = torch.diag(torch.tensor([4.0, 1.0], dtype=torch.float64))
@@ -229,6 +230,19 @@ def test_pcgrad_orders_are_uniform() -> None:
     expected = 16000 / 6
     chi_square = sum((n - expected) ** 2 / expected for n in counts.values())
     assert chi_square < 20.5  # exceeded by one in a thousand, at 5 degrees of freedom
+
+
+@pytest.mark.parametrize(("tasks", "rank"), [(5, 1), (16, 9), (64, 33)])
+def test_nash_mtl_of_dependent_gradients(backend: str, tasks: int, rank: int) -> None:
+    """It is solved up to the ridge, though it takes weights of a hundred thousand."""
+    factors = torch.randn(tasks, rank, dtype=torch.float64)
+    rows = factors @ torch.randn(rank, 3 * tasks, dtype=torch.float64)
+    gramian = rows @ rows.mT
+    weights = cs.NashMTL(max_norm=0).weights(gramian)
+    lengths = gramian.diagonal().sqrt()
+    ridge = NASH_RIDGE * (weights * lengths).square()
+    assert (weights > 0).all()
+    assert (weights * (gramian @ weights) + ridge - 1).abs().max() < 1e-3
 
 
 def test_nash_keeps_weights() -> None:

@@ -24,6 +24,8 @@ NASH_RIDGE = 1e-10
 """Nash-MTL's ridge; it keeps the weights of opposed gradients finite."""
 NASH_STOP = 1e-9
 """Nash-MTL's last Newton decrement."""
+NASH_FULL = 0.25
+"""Nash-MTL's Newton steps are full below this decrement."""
 SLOPE = 1e-14
 """A slope up to this part of the sum of its absolute terms counts as zero."""
 STATIONARY = 1e10
@@ -35,5 +37,6 @@ EPSILON = 2.220446049250313e-16
 
 def tolerances() -> dict[str, float]:
     """The constants above, by name."""
-    names = ("ridge", "nash_ridge", "nash_stop", "slope", "stationary", "zero_sum", "epsilon")
+    nash = ("nash_ridge", "nash_stop", "nash_full")
+    names = ("ridge", *nash, "slope", "stationary", "zero_sum", "epsilon")
     return {name: globals()[name.upper()] for name in names}

@@ -13,6 +13,7 @@ from torch import Tensor
 from cs_kernels.ops.random import random_key, splitmix64
 from cs_kernels.ops.solvers import (
     EPSILON,
+    NASH_FULL,
     NASH_RIDGE,
     NASH_STOP,
     RIDGE,
@@ -180,19 +181,42 @@ def cagrad_weights(gramian: Tensor, c: float) -> Tensor:
     return _each(gramian, solve)
 
 
+def _nash_length(shares: Tensor, decrement: Tensor) -> Tensor:
+    """The length of a Newton step, `shares * v`, at which Nash-MTL's objective is least, about.
+
+    By a damped Newton method of one dimension; all 1 - length * shares stay positive.
+    """
+    # step'C v and step'C step: (C + diag(v^-2)) step is the slope, C v - 1 / v.
+    linear = decrement**2 + shares.sum()
+    quadratic = (decrement**2 - shares.square().sum()).clamp(min=0)
+    length = 1 / (1 + decrement)
+    for _ in range(8):
+        of_length = shares / (1 - length * shares)
+        slope = of_length.sum() + length * quadratic - linear
+        curvature = of_length.square().sum() + quadratic
+        left = slope.abs() / curvature.sqrt()
+        length = length - slope / curvature * (1 if left < NASH_FULL else 1 / (1 + left))
+        if left < NASH_FULL:
+            break
+    return length
+
+
 def nash_mtl_weights(gramian: Tensor) -> Tensor:
     """NashMTL: G a = 1 / a, the minimum of 1/2 a'Ga - sum log a_i, by a damped Newton method."""
 
     def solve(g: Tensor, n: int) -> Tensor:
         c, length, nonzero = _correlations(g, NASH_RIDGE)
         v = torch.ones_like(length)
+        before = torch.tensor(1.0)
         for _ in range(100):
             slope = c @ v - 1 / v
             step = torch.linalg.solve(c + torch.diag(v**-2), slope)
             decrement = (slope @ step).clamp(min=0).sqrt()
-            v = v - step * (1 if decrement < 0.25 else 1 / (1 + decrement))
-            if decrement < NASH_STOP:
+            v = v - step * (1 if decrement < NASH_FULL else _nash_length(step / v, decrement))
+            # Full steps square it, until rounding is left.
+            if decrement < NASH_STOP or (before < NASH_FULL and not decrement < before / 2):
                 break
+            before = decrement
         weights = torch.zeros(len(g), dtype=torch.float64)
         weights[nonzero] = v / length
         return weights

@@ -18,6 +18,7 @@ _RIDGE = constexpr(numbers.RIDGE)
 _LEAST_PIVOT = constexpr(numbers.RIDGE / 4)
 _NASH_RIDGE = constexpr(numbers.NASH_RIDGE)
 _NASH_STOP = constexpr(numbers.NASH_STOP)
+_NASH_FULL = constexpr(numbers.NASH_FULL)
 _SLOPE = constexpr(numbers.SLOPE)
 _STATIONARY = constexpr(numbers.STATIONARY)
 _ZERO_SUM = constexpr(numbers.ZERO_SUM)
@@ -339,12 +340,37 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: constexpr):
     _write(out, weights, finite, tasks, TASKS)
 
 
+@triton.jit
+def _nash_length(shares, decrement):
+    """The length of a Newton step, `shares * v`, at which Nash-MTL's objective is least, about.
+
+    By a damped Newton method of one dimension; all 1 - length * shares stay positive.
+    """
+    # step'C v and step'C step: (C + diag(v^-2)) step is the slope, C v - 1 / v.
+    linear = decrement * decrement + tl.sum(shares, 0)
+    quadratic = tl.maximum(decrement * decrement - tl.sum(shares * shares, 0), 0.0)
+    full = decrement < _NASH_FULL
+    length = tl.where(full, 1.0, 1 / (1 + decrement))
+    searching = ~full
+    turn = 0
+    while searching:
+        of_length = shares / (1 - length * shares)
+        slope = tl.sum(of_length, 0) + length * quadratic - linear
+        curvature = tl.sum(of_length * of_length, 0) + quadratic
+        left = tl.abs(slope) / tl.sqrt(curvature)
+        length -= slope / curvature * tl.where(left < _NASH_FULL, 1.0, 1 / (1 + left))
+        turn += 1
+        searching = (left >= _NASH_FULL) & (turn < 8)
+    return length
+
+
 @triton.jit(do_not_specialize=["tasks"])
 def nash_mtl_kernel(gramian, out, tasks, TASKS: constexpr):
     """NashMTL: G a = 1 / a, the minimum of 1/2 a'Ga - sum log a_i, by a damped Newton method."""
     g, finite = _gramian(gramian, tasks, TASKS)
     c, _, inverse, nonzero = _correlations(g, gramian, _NASH_RIDGE, tasks, TASKS)
     v = tl.zeros([TASKS], tl.float64) + 1
+    before = tl.max(v, 0)
     turn = 0
     searching = finite
     while searching:
@@ -354,9 +380,12 @@ def nash_mtl_kernel(gramian, out, tasks, TASKS: constexpr):
         hessian = c + tl.where(_identity(TASKS), curvature[None, :], 0.0)
         step = _solve(hessian, slope, tasks, TASKS)
         decrement = tl.sqrt(tl.maximum(tl.sum(slope * step, 0), 0.0))
-        v -= step * tl.where(decrement < 0.25, 1.0, 1 / (1 + decrement))
+        v -= step * _nash_length(step * inverse_v, decrement)
         turn += 1
-        searching = (decrement >= _NASH_STOP) & (turn < 100)
+        # Full steps square it, until rounding is left.
+        falls = (before >= _NASH_FULL) | (decrement < before / 2)
+        searching = (decrement >= _NASH_STOP) & falls & (turn < 100)
+        before = decrement
     _write(out, v * inverse, finite, tasks, TASKS)
 
 
