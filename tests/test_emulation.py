@@ -10,6 +10,7 @@ from torch import Tensor
 
 import cs_kernels as cs
 from cs_kernels.ops import cuda
+from cs_kernels.ops.gpu import Phase2Launch
 from cs_kernels.ops.solvers import SOLVERS
 
 pytestmark = pytest.mark.skipif(
@@ -17,6 +18,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 _ops = torch.ops.cs_kernels
+
+_TILE_BYTES = 128 * 16
+_SLOTS = 16
+"""Tiles that a block can hold at most."""
+
+
+def _order(tasks: int, seed: int, resident: int, slots: int) -> None:
+    """Sets the order of blocks and threads, and the tiles that a block of Phase 2 can hold."""
+    fixed = cuda._kernels.shared_memory(tasks)["phase2"]
+    cuda._kernels.order(seed, resident, fixed + 2 * _TILE_BYTES * slots)
 
 
 def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
@@ -38,21 +49,78 @@ def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
         return written + updates
 
 
-def _assert_same_in_any_order(run: Callable[[], object]) -> None:
-    def in_order(seed: int, resident: int) -> object:
-        cuda._kernels.order(seed, resident)
+def _assert_same_in_any_order(tasks: int, run: Callable[[], object]) -> None:
+    def in_order(seed: int, resident: int, slots: int) -> object:
+        _order(tasks, seed, resident, slots)
         torch.manual_seed(0)
         return run()
 
-    expected = in_order(0, 1)
-    for seed in range(1, 4):
-        assert_equal(in_order(seed, 1 + seed), expected)
+    expected = in_order(0, 1, 0)
+    for seed, slots in enumerate((_SLOTS, 1, 3), 1):
+        assert_equal(in_order(seed, 1 + seed, slots), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tasks", [1, 4, 7, 9])
 def test_same_bits_in_any_order(dtype: torch.dtype, tasks: int) -> None:
-    _assert_same_in_any_order(lambda: _step(dtype, tasks))
+    _assert_same_in_any_order(tasks, lambda: _step(dtype, tasks))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tasks"),
+    [(torch.float32, 2), (torch.bfloat16, 3), (torch.bfloat16, 5), (torch.float32, 8)],
+    ids=str,
+)
+def test_same_bits_whatever_blocks_hold(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tasks: int
+) -> None:
+    """Nothing, all, or the last tiles of some items: rows of whole vectors, others, unaligned."""
+    launches = []
+    launch_phase2 = cuda.operators.launch_phase2
+
+    def recorded(launch: Phase2Launch) -> None:
+        launches.append(launch)
+        launch_phase2(launch)
+
+    monkeypatch.setattr(cuda.operators, "launch_phase2", recorded)
+    tile = _TILE_BYTES // dtype.itemsize
+    shapes = [(64, tile), (37, tile - 3), (tile + 5, 21), (3, 11 * tile + 8), (16, tile)]
+    memory = ["contiguous", "contiguous", "contiguous", "misaligned", "misaligned"]
+    grads = [
+        laid_out(torch.randn(shape).to(dtype), layout)
+        for shape, layout in zip(shapes, memory, strict=True)
+        for _ in range(tasks)
+    ]
+    grads[tasks] = None
+    priorities = [torch.randint(-1, tasks, shape[:1]) for shape in shapes[:-1]]
+    priorities[0][:8] = -1
+    dims, groups = [0] * len(priorities), [1] * len(priorities)
+    updates = [torch.empty(shape, dtype=dtype) for shape in shapes]
+
+    def held(seed: int, resident: int, slots: int) -> tuple[int, int]:
+        """The tiles of layers that were held, and those left to PROJECT items."""
+        launches.clear()
+        _order(tasks, seed, resident, slots)
+        _ops.project_conflicts_(updates, grads, priorities, dims, groups, tasks)
+        (launch,) = launches
+        all_tiles = sum(-(-update.numel() // tile) for update in updates[:-1])
+        left = int(launch.left.sum()) if slots else all_tiles
+        return all_tiles - left, left
+
+    with cs.use_backend("cuda"):
+        assert held(0, 1, 0)[0] == 0
+        expected = [update.clone() for update in updates]
+        assert held(1, 200, _SLOTS)[1] == 0
+        assert_equal(updates, expected)
+        for seed, resident, slots in [(2, 1, 1), (3, 2, 6), (4, 7, 3)]:
+            for update in updates:
+                update.fill_(torch.nan)
+            assert min(held(seed, resident, slots)) > 0
+            assert_equal(updates, expected)
+        # The items of a kind alone hold nothing.
+        products = _ops.phase2_products_(updates, grads, priorities, dims, groups, tasks)
+        _ops.phase2_apply_(updates, grads, priorities, products, dims, groups, tasks)
+        assert_equal(updates, expected)
 
 
 @pytest.mark.parametrize("tasks", [3, 10, 33])
@@ -69,7 +137,7 @@ def test_solvers_in_any_order(solver: str, tasks: int) -> None:
         with cs.use_backend("cuda"):
             return solve(rows @ rows.mT, *SOLVER_OPTIONS.get(solver, ()))
 
-    _assert_same_in_any_order(run)
+    _assert_same_in_any_order(tasks, run)
 
 
 def test_copies_of_any_size_and_address() -> None:

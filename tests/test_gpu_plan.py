@@ -46,7 +46,8 @@ def test_items_depend_on_earlier_ones(
         sums = number[ItemKind.SUM]
         per_item = fields[TensorField.TILES] * tiling.elements // tiling.segment
         assert sums == fields[TensorField.SUM_ITEMS] == -(-segments // per_item)
-        assert number[ItemKind.PROJECT] == (sums if t < layers else 0)
+        projections = -(-sums // fields[TensorField.PROJECT_SUMS])
+        assert number[ItemKind.PROJECT] == (projections if t < layers else 0)
         energies = eps and t < layers and segments > 0
         energy_items = -(-rows // fields[TensorField.ENERGY_ROWS]) if energies else 0
         assert number[ItemKind.ENERGY] == fields[TensorField.ENERGY_ITEMS] == energy_items
@@ -60,7 +61,7 @@ def test_items_depend_on_earlier_ones(
         for n in range(number[ItemKind.PROJECT]):
             assert place[ItemKind.PROJECT, t, n] > last[ItemKind.SUM]
         if number[ItemKind.PROJECT]:  # Not so late that the cache has lost what they read.
-            first = place[ItemKind.PROJECT, t, sums - 1]
+            first = place[ItemKind.PROJECT, t, projections - 1]
             between = items[last[ItemKind.SUM] + 1 : first]
             lag = sum(kind == ItemKind.SUM for kind, _, _ in between)
             assert lag <= tiling.lag * processors

@@ -29,6 +29,30 @@ CS_DEVICE double warp_sum(double value, int lanes) {
   return value;
 }
 
+// The sum over the lanes of a warp whose indices differ by multiples of `step`, a power of two.
+CS_DEVICE double strided_sum(double value, int step) {
+  for (int mask = kWarp / 2; mask >= step; mask /= 2)
+    value += exchanged(value, mask);
+  return value;
+}
+
+// Adds up arrays of kLanes shares over adjacent lanes; lane n gets share n, at the beginning. All
+// threads of the warp must call it.
+template <int kLanes, int kShare, class Number, int kSize>
+CS_DEVICE void scatter_sum(Number (&values)[kSize]) {
+  if constexpr (kLanes > 1) {
+    // A lane gives away half of what it has.
+    constexpr int kHalf = kLanes / 2 * kShare;
+    const bool upper = (thread_index() & (kLanes / 2)) != 0;
+    CS_UNROLL(kHalf)
+    for (int n = 0; n < kHalf; ++n) {
+      const Number given = upper ? values[n] : values[n + kHalf];
+      values[n] = (upper ? values[n + kHalf] : values[n]) + exchanged(given, kLanes / 2);
+    }
+    scatter_sum<kLanes / 2, kShare>(values);
+  }
+}
+
 // The sum over the block; every thread gets it. workspace: [kWarps], shared.
 CS_DEVICE double block_sum(double value, double* workspace) {
   value = warp_sum(value, kWarp);
@@ -58,10 +82,14 @@ CS_DEVICE void publish(std::int32_t* flag) {
     count_in_order(flag);
 }
 
+// Whether a flag is published. For one thread: the others see what the flag stands for after a
+// barrier.
+CS_DEVICE bool is_published(const std::int32_t* flag) { return counted(flag) != 0; }
+
 // Waits until the flag is published.
 CS_DEVICE void wait(const std::int32_t* flag) {
   if (thread_index() == 0)
-    while (counted(flag) == 0)
+    while (!is_published(flag))
       pause(kPause);
   synchronize_block();
 }

@@ -1,10 +1,14 @@
 // Every constant that only speed depends on, with its reason.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
+
+#include "cs_kernels/host_device.h"
+
 namespace cs_kernels::cuda {
 
-// Threads of a block. Each has K * K products in shared memory: with 8 tasks 64 KiB a block, so
-// that two or three blocks fit into 164 to 228 KiB; with 4 tasks 16 KiB.
+// Threads of a block.
 constexpr int kThreads = 128;
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
@@ -16,6 +20,21 @@ constexpr int kSmallBlocks = 8;
 constexpr int phase2_blocks(int tasks) {
   return tasks == 0 ? 4 : tasks <= 2 ? 5 : tasks <= 5 ? 4 : 3;
 }
+
+// Adjacent lanes of Phase 2 that keep their K * K products together: 16 KiB of shared memory a
+// block for 8 tasks rather than 64, and as many accesses of it, shuffles included.
+CS_HOST_DEVICE_INLINE constexpr int product_lanes(int tasks) { return tasks < 4 ? 1 : 4; }
+
+// Tiles that a block of Phase 2 holds: as many as fit. 12 do on an H200 with 8 tasks.
+constexpr int kMostSlots = 16;
+// Bytes of a multiprocessor that are left to its L1 cache, beside 28 KiB that it has anyway: the
+// gradients in flight are 24 to 48 KiB.
+constexpr std::int64_t kCacheBytes = 32 << 10;
+
+// Numbers that a thread loads at once when it adds up the products of a layer's items, 1024 at
+// most: the block that does so has no other loads in flight, and other blocks hold tiles until it
+// ends.
+constexpr int kProductLoads = 32;
 
 // Whether a SUM item prefetches its next tile. With few tasks, one tile does not cover the memory
 // latency (see kEnergyLoads); with many, prefetching costs occupancy.
@@ -56,8 +75,7 @@ constexpr unsigned kPause = 100;
 constexpr int kUnrolledTasks = 8;
 constexpr bool is_unrolled(int tasks) { return tasks >= 2 && tasks <= kUnrolledTasks; }
 
-// A tile of Phase 2: vectors of each thread, and the rounds of the general kernel.
-constexpr int kTileVectors = 1;
+// Rounds of a tile of Phase 2's general kernel.
 constexpr int kGeneralRounds = 8;
 
 // The plan of Phase 2's items.
@@ -67,6 +85,8 @@ constexpr int kGeneralRounds = 8;
 constexpr int kMostTiles = 4;
 // The same for the general kernel, whose items leave K * K products each.
 constexpr int kMostGeneralTiles = 16;
+// SUM items of a PROJECT item: it mostly finds nothing left and returns after two microseconds.
+constexpr int kProjectSums = 8;
 // Tiles of an ENERGY item, which has no such limit.
 constexpr int kEnergyTiles = 16;
 constexpr int kLeastEnergyRows = 4;

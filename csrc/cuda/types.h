@@ -42,9 +42,9 @@ template <class T> CS_DEVICE T narrowed(double x) {
     return {float_to_float16(static_cast<float>(x))};
 }
 
-// 16 bytes of elements.
-template <class T> struct Vector {
-  static constexpr int kSize = 16 / sizeof(T);
+// 16 bytes of elements, or one.
+template <class T, int kElements = 16 / sizeof(T)> struct Vector {
+  static constexpr int kSize = kElements;
   T x[kSize];
 };
 
@@ -64,17 +64,25 @@ template <class T> CS_DEVICE const Words* words_at(const T* address) {
 template <class T> CS_DEVICE Words* words_at(T* address) {
   return reinterpret_cast<Words*>(address);
 }
-// A whole vector, or one element.
+// A whole vector, or one element, in one access.
+template <int kSize, class T> CS_DEVICE Vector<T, kSize> vector_at(const T* address) {
+  if constexpr (kSize > 1)
+    return as_vector<T>(*words_at(address));
+  else
+    return {{*address}};
+}
+template <class T, int kSize> CS_DEVICE void store(T* address, const Vector<T, kSize>& vector) {
+  if constexpr (kSize > 1)
+    *words_at(address) = as_words(vector);
+  else
+    *address = vector.x[0];
+}
 template <class T, int kSize>
 CS_DEVICE void store_narrowed(T* address, const Wide<T> (&values)[kSize]) {
-  if constexpr (kSize > 1) {
-    Vector<T> vector;
-    for (int e = 0; e < kSize; ++e)
-      vector.x[e] = narrowed<T>(values[e]);
-    *words_at(address) = as_words(vector);
-  } else {
-    *address = narrowed<T>(values[0]);
-  }
+  Vector<T, kSize> vector;
+  for (int e = 0; e < kSize; ++e)
+    vector.x[e] = narrowed<T>(values[e]);
+  store(address, vector);
 }
 
 template <class T> CS_DEVICE T* pointer(std::int64_t address) {

@@ -18,6 +18,7 @@ namespace cs_kernels::cuda::emulation {
 namespace {
 
 constexpr int kWarp = 32;
+constexpr int kAny = -1;
 constexpr std::size_t kStack = 256 << 10;
 
 enum class State { kReady, kPausing, kAtBarrier, kExchanging, kDone };
@@ -35,7 +36,7 @@ struct Fiber {
   int index = 0;
   State state = State::kDone;
   double value = 0; // given or received in an exchange
-  int mask = 0;
+  int mask = 0;     // kAny: whether any lane gives something else than 0
   ucontext_t context{};
   void* fake_stack = nullptr;
   std::unique_ptr<char[]> stack{new char[kStack]};
@@ -50,6 +51,7 @@ struct Block {
 
 std::mt19937 random_numbers;
 std::int64_t most_resident = 1;
+std::int64_t shared_memory_size = 64 << 10;
 const std::function<void()>* body = nullptr;
 Fiber* current = nullptr;
 ucontext_t scheduler;
@@ -106,6 +108,7 @@ void begin(Block& block, std::int64_t index, int threads, std::size_t shared_byt
 // Lets the lanes of a warp go on that have all come to an exchange.
 bool exchange(Block& block, std::size_t first) {
   double values[kWarp];
+  bool any = false;
   for (std::size_t lane = 0; lane < kWarp; ++lane) {
     if (first + lane >= block.fibers.size())
       fail("an exchange in a part of a warp");
@@ -115,10 +118,11 @@ bool exchange(Block& block, std::size_t first) {
     if (fiber.mask != block.fibers[first]->mask)
       fail("the lanes of a warp exchange with different masks");
     values[lane] = fiber.value;
+    any = any || fiber.value != 0;
   }
   for (std::size_t lane = 0; lane < kWarp; ++lane) {
     Fiber& fiber = *block.fibers[first + lane];
-    fiber.value = values[lane ^ static_cast<std::size_t>(fiber.mask)];
+    fiber.value = fiber.mask == kAny ? any : values[lane ^ static_cast<std::size_t>(fiber.mask)];
     fiber.state = State::kReady;
   }
   return true;
@@ -201,7 +205,10 @@ double exchanged(double value, int mask) {
   return fiber.value;
 }
 
+bool any_of_warp(bool value) { return exchanged(value ? 1 : 0, kAny) != 0; }
+
 std::int64_t resident_blocks() { return most_resident; }
+std::int64_t shared_memory_of_block() { return shared_memory_size; }
 
 int run(std::int64_t blocks, int threads, std::size_t shared_bytes,
         const std::function<void()>& thread) {
@@ -241,10 +248,12 @@ PYBIND11_MODULE(_emulation, module) {
   define_cuda(module);
   module.def(
       "order",
-      [](unsigned seed, std::int64_t resident) {
+      [](unsigned seed, std::int64_t resident, std::int64_t shared_memory) {
         emulation::random_numbers.seed(seed);
         emulation::most_resident = resident;
+        emulation::shared_memory_size = shared_memory;
       },
-      pybind11::arg("seed"), pybind11::arg("resident"),
-      "How many blocks run at once, and the seed of their order and of their threads'.");
+      pybind11::arg("seed"), pybind11::arg("resident"), pybind11::arg("shared_memory"),
+      "How many blocks run at once, the seed of their order and of their threads', and the bytes of"
+      " shared memory that a block may have.");
 }

@@ -22,8 +22,10 @@ std::int64_t block_index();
 unsigned char* shared_memory();
 void synchronize_block();
 double exchanged(double value, int mask);
+bool any_of_warp(bool value);
 void pause();
 std::int64_t resident_blocks();
+std::int64_t shared_memory_of_block();
 int run(std::int64_t blocks, int threads, std::size_t shared_bytes,
         const std::function<void()>& thread);
 
@@ -46,7 +48,10 @@ inline std::int64_t block_index() { return emulation::block_index(); }
 inline unsigned char* shared_memory() { return emulation::shared_memory(); }
 inline void synchronize_block() { emulation::synchronize_block(); }
 inline void synchronize_warp() { emulation::exchanged(0, 0); }
-inline double exchanged(double value, int mask) { return emulation::exchanged(value, mask); }
+template <class Number> Number exchanged(Number value, int mask) {
+  return static_cast<Number>(emulation::exchanged(value, mask));
+}
+inline bool any_of_warp(bool value) { return emulation::any_of_warp(value); }
 inline std::int32_t count(std::int32_t* counter) { return (*counter)++; }
 inline std::int32_t count_in_order(std::int32_t* counter) { return (*counter)++; }
 inline std::int32_t counted(const std::int32_t* counter) { return *counter; }
@@ -79,6 +84,15 @@ inline std::uint16_t float_to_bfloat16(float value) {
 inline const char* error_text(int) { return "the emulation stopped"; }
 
 template <class Arguments> int loadable(void (*)(Arguments)) { return 0; }
+
+// A block may have any part of a multiprocessor's.
+inline int shared_memory_sizes(std::int64_t* multiprocessor, std::int64_t* block,
+                               std::int64_t* reserved) {
+  *multiprocessor = 1 << 30;
+  *block = emulation::shared_memory_of_block();
+  *reserved = 0;
+  return 0;
+}
 
 template <class Arguments>
 int resident_blocks(void (*)(Arguments), int, std::size_t, std::int64_t* blocks) {

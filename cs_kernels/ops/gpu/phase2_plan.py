@@ -8,7 +8,11 @@ depends only on earlier ones:
     SUM      some tiles of a tensor: writes the plain sum of its gradients, and the products of each
              channel group's reference gradient G_i with all. The last item of a layer adds them up
              and derives a_i.
-    PROJECT  the same tiles again, where a_i > 0: update += a_i * G_i.
+    PROJECT  the tiles of some SUM items again, where a_i > 0: update += a_i * G_i.
+
+A block may hold the last tiles of its SUM items: it keeps their plain sums and reference gradients
+on the chip and writes their update once, when a_i is known. PROJECT items have the other tiles,
+often none.
 
 A block draws the next item as a ticket. An item waits only for items that running blocks hold, so
 waiting ends in any schedule of blocks. PROJECT items follow their layer's SUM items at
@@ -63,10 +67,12 @@ class TensorField(IntEnum):
     """The layer's, among the SUM items of all layers."""
     SUM_ITEMS = 10
     TILES = 11
-    """Tiles of a SUM or PROJECT item."""
+    """Tiles of a SUM item."""
     ENERGY_ITEMS = 12
     ENERGY_ROWS = 13
     """Rows of an ENERGY item."""
+    PROJECT_SUMS = 14
+    """SUM items of a PROJECT item."""
 
 
 class CallField(IntEnum):
@@ -107,6 +113,8 @@ class Tiling:
     """Minimum SUM items per multiprocessor; items grow only beyond it, to keep the tail short."""
     lag: int
     """SUM items between the last of a layer and its first PROJECT item, per multiprocessor."""
+    project_sums: int = 1
+    """SUM items of a PROJECT item; 1 where blocks hold no tiles."""
     most_segments: int = 1 << 62
     """Segments of a tensor, at most."""
 
@@ -176,6 +184,8 @@ def phase2_plan(
     """
     refuse_capture(device)
     sms = multiprocessors(device)
+    # PROJECT items alone have every tile.
+    project_sums = tiling.project_sums if ItemKind.SUM in kinds else 1
     all_tiles = sum(tiling.tiles(layout) for layout in layouts)
     most_tiles = min(tiling.most_tiles, max(1, all_tiles // (tiling.least_items * sms)))
     fields: list[list[int]] = []
@@ -208,6 +218,7 @@ def phase2_plan(
             TensorField.TILES: per_item,
             TensorField.ENERGY_ITEMS: -(-rows // energy_rows) if energies else 0,
             TensorField.ENERGY_ROWS: energy_rows,
+            TensorField.PROJECT_SUMS: project_sums,
         }
         fields.append([of_tensor[field] for field in TensorField])
         if layer >= 0:
@@ -263,6 +274,11 @@ def _items(fields: Sequence[Sequence[int]], lag: int, kinds: Sequence[ItemKind])
     def piece(kind: ItemKind, t: int, first: int, last: int) -> Tensor:
         return numbered([kind, t], last if kind in kinds else 0)[first:]
 
+    def projections(t: int) -> Tensor:
+        # Backwards: the last tiles read are in the cache.
+        number = -(-sum_items[t] // fields[t][TensorField.PROJECT_SUMS])
+        return piece(ItemKind.PROJECT, t, 0, number).flip(0)
+
     rows = [piece(ItemKind.ENERGY, t, 0, fields[t][TensorField.ENERGY_ITEMS]) for t in order]
     waiting: deque[tuple[int, int]] = deque()  # a layer, and the SUM items before its PROJECT items
     summed = 0
@@ -272,11 +288,10 @@ def _items(fields: Sequence[Sequence[int]], lag: int, kinds: Sequence[ItemKind])
             done, after = waiting.popleft()
             rows.append(piece(ItemKind.SUM, t, first, after - summed))
             first = after - summed
-            # Backwards: the last tiles read are in the cache.
-            rows.append(piece(ItemKind.PROJECT, done, 0, sum_items[done]).flip(0))
+            rows.append(projections(done))
         rows.append(piece(ItemKind.SUM, t, first, sum_items[t]))
         summed += sum_items[t]
         if fields[t][TensorField.LAYER] >= 0:
             waiting.append((t, summed + lag))
-    rows += [piece(ItemKind.PROJECT, done, 0, sum_items[done]).flip(0) for done, _ in waiting]
+    rows += [projections(done) for done, _ in waiting]
     return torch.cat(rows)

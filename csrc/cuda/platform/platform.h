@@ -36,9 +36,11 @@ CS_DEVICE void synchronize_warp() { __syncwarp(); }
 
 // The value of the thread whose index in the warp differs in the bits of the mask. All threads must
 // call it.
-CS_DEVICE double exchanged(double value, int mask) {
+template <class Number> CS_DEVICE Number exchanged(Number value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
+// Whether it is so for any thread of the warp. All threads must call it.
+CS_DEVICE bool any_of_warp(bool value) { return __any_sync(0xffffffffu, value) != 0; }
 
 // Adds 1 to a counter shared by all blocks and returns its old value.
 CS_DEVICE std::int32_t count(std::int32_t* counter) { return atomicAdd(counter, 1); }
@@ -135,6 +137,24 @@ cudaError_t allow_shared_memory(void (*kernel)(Arguments), std::size_t bytes) {
     return cudaSuccess;
   return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                               static_cast<int>(bytes));
+}
+
+// Bytes of shared memory of the current device: of a multiprocessor, of a block at most, and
+// reserved of every block.
+inline int shared_memory_sizes(std::int64_t* multiprocessor, std::int64_t* block,
+                               std::int64_t* reserved) {
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  const auto ask = [&](cudaDeviceAttr attribute, std::int64_t* bytes) {
+    int value = 0;
+    if (status == cudaSuccess)
+      status = cudaDeviceGetAttribute(&value, attribute, device);
+    *bytes = value;
+  };
+  ask(cudaDevAttrMaxSharedMemoryPerMultiprocessor, multiprocessor);
+  ask(cudaDevAttrMaxSharedMemoryPerBlockOptin, block);
+  ask(cudaDevAttrReservedSharedMemoryPerBlock, reserved);
+  return status;
 }
 
 // The number of resident blocks on the current device.
