@@ -86,7 +86,7 @@ def _plan(
     kernel_sizes = tuple(prod(shape[2:]) for shape in shapes)
     eps = (1e-5,) * (tasks * len(shapes))
     with mock.patch.object(phase2_plan, "multiprocessors", return_value=multiprocessors):
-        return phase2_plan.phase2_plan.__wrapped__(
+        return phase2_plan.phase2_plan(
             layouts, kernel_sizes, eps, (True,) * len(shapes), tiling, torch.device("cpu")
         )
 

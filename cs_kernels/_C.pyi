@@ -31,6 +31,10 @@ class Operands:
     def __init__(
         self, outputs: Tensors, grads: Grads, tasks: int, out_channel_dims: Ints, groups: Ints
     ) -> None: ...
+    def write_table(
+        self, table: int, width: int, aligned: int, layers: int, whole_rows: bool
+    ) -> None: ...
+    def signature(self) -> bytes: ...
     def set_gradient(self, index: int, address: int) -> None: ...
     def channels(self, tensor: int) -> int: ...
 
@@ -38,6 +42,8 @@ class NormFactors:
     fit: bool
     gamma_type: int
     variance_type: int
+    epsilon: list[float]
+    sizes: list[int]
     def __init__(
         self,
         operands: Operands,
@@ -45,6 +51,7 @@ class NormFactors:
         buffers: Dictionaries,
         norms: list[object],
     ) -> None: ...
+    def write_copies(self, table: int, gammas: int, variances: int) -> None: ...
 
 class Snapshot:
     def __init__(self, dictionaries: Dictionaries, copies: list[Tensor | None]) -> None: ...

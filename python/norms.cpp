@@ -1,5 +1,7 @@
 #include "norms.h"
 
+#include <pybind11/stl.h>
+
 #include <cstdint>
 #include <optional>
 #include <stdexcept>
@@ -54,7 +56,22 @@ NormFactors::NormFactors(const Operands& operands, const py::list& parameters,
     if (!fit)
       return;
     epsilon.push_back(PyFloat_AS_DOUBLE(number.ptr()));
+    sizes.push_back(rows);
   }
+}
+
+void NormFactors::write_copies(Address table, Address gammas, Address variances) const {
+  auto* row = static_cast<std::uintptr_t*>(table);
+  const auto write = [&](const std::vector<const void*>& sources, int type, Address target) {
+    for (std::size_t i = 0; i < sources.size(); ++i, row += 3) {
+      row[0] = Address(sources[i]).number;
+      row[1] = target.number;
+      row[2] = sizes[i] * cs_kernels::item_size(from_python(type));
+      target.number += row[2];
+    }
+  };
+  write(gamma, gamma_type, gammas);
+  write(variance, variance_type, variances);
 }
 
 } // namespace cs_kernels_python
@@ -66,5 +83,9 @@ void define_norms(py::module_& module) {
            py::arg("operands"), py::arg("parameters"), py::arg("buffers"), py::arg("norms"))
       .def_readonly("fit", &NormFactors::fit)
       .def_readonly("gamma_type", &NormFactors::gamma_type)
-      .def_readonly("variance_type", &NormFactors::variance_type);
+      .def_readonly("variance_type", &NormFactors::variance_type)
+      .def_readonly("epsilon", &NormFactors::epsilon)
+      .def_readonly("sizes", &NormFactors::sizes)
+      .def("write_copies", &NormFactors::write_copies, py::arg("table"), py::arg("gammas"),
+           py::arg("variances"));
 }

@@ -119,6 +119,37 @@ Operands::Operands(const py::list& tensors, const py::list& grads, std::int32_t 
   }
 }
 
+void Operands::write_table(Address table, std::size_t width, std::size_t aligned,
+                           std::size_t layers, bool whole_rows) const {
+  constexpr std::uintptr_t kVector = 16;
+  const std::size_t first_gradient = width - tasks;
+  for (std::size_t t = 0; t < types.size(); ++t) {
+    auto* const row = static_cast<std::uintptr_t*>(table) + t * width;
+    row[0] = outputs[t].number;
+    std::transform(&gradients[t * tasks], &gradients[t * tasks] + tasks, row + first_gradient,
+                   [](const void* gradient) { return Address(gradient).number; });
+    row[aligned] = 0;
+    std::uintptr_t together = std::accumulate(row, row + width, std::uintptr_t{0}, std::bit_or<>());
+    if (whole_rows) {
+      const ChannelLayout& layout = layouts[t];
+      const std::int64_t run = t < layers ? layout.inner : sizes[t];
+      together |= run * cs_kernels::item_size(type(t)) | (t < layers && layout.outer != 1 ? 1 : 0);
+    }
+    row[aligned] = together % kVector == 0 ? 1 : 0;
+  }
+}
+
+py::bytes Operands::signature() const {
+  std::vector<std::int64_t> numbers;
+  numbers.reserve(types.size() * 7);
+  for (std::size_t t = 0; t < types.size(); ++t) {
+    const auto& [groups, outer, channels, inner] = layouts[t];
+    numbers.insert(numbers.end(),
+                   {types[t], sizes[t], kernel_sizes[t], groups, outer, channels, inner});
+  }
+  return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(std::int64_t)};
+}
+
 } // namespace cs_kernels_python
 
 void define_operands(py::module_& module) {
@@ -155,6 +186,9 @@ void define_operands(py::module_& module) {
       .def_readonly("misfits", &Operands::misfits)
       .def("channels",
            [](const Operands& of, std::size_t tensor) { return of.layouts.at(tensor).rows(); });
+  define(operands, "write_table", &Operands::write_table, "table", "width", "aligned", "layers",
+         "whole_rows");
+  operands.def("signature", &Operands::signature);
   define(
       operands, "set_gradient",
       [](Operands& of, std::size_t index, Address address) { of.gradients.at(index) = address; },

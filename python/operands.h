@@ -20,6 +20,16 @@ struct Operands {
   std::int64_t count() const { return static_cast<std::int64_t>(types.size()); }
   cs_kernels::DataType type(std::size_t tensor) const { return from_python(types[tensor]); }
 
+  // Completes a launch's table of addresses, rows of `width` 64-bit integers: the address of each
+  // output comes first, those of its gradients last. `aligned` is the column for whether all
+  // addresses in a row, with those that were there before, are multiples of 16; where `whole_rows`,
+  // also the rows of the first tensors, `layers` of them, and the others whole.
+  void write_table(Address table, std::size_t width, std::size_t aligned, std::size_t layers,
+                   bool whole_rows) const;
+
+  // Equal for operands of equal types and memory layouts.
+  pybind11::bytes signature() const;
+
   std::int32_t tasks;
   dlpack::Device device{}; // of the first output
   std::vector<int> types;  // of DataType, or kUnknownType

@@ -28,7 +28,7 @@ def test_items_depend_on_earlier_ones(
     monkeypatch.setattr(phase2_plan, "multiprocessors", lambda device: processors)
     layers = len(LAYOUTS)
     tiling = operators.tiling(tasks, torch.float32)
-    plan = phase2_plan.phase2_plan.__wrapped__(
+    plan = phase2_plan.phase2_plan(
         tuple(LAYOUTS + PLAIN),
         (1,) * layers,
         (1e-5,) * (layers * tasks) if eps else None,
@@ -76,9 +76,7 @@ def test_groups_have_their_items_together(
     monkeypatch.setattr(combine, "multiprocessors", lambda device: processors)
     sizes, group_of = (5000, 0, 70, 123_456, 1, 999), (1, 0, 2, 1, 2, 1)
     chosen = (True, True, True, True, False, True)
-    plan = combine.gradient_plan.__wrapped__(
-        sizes, group_of, 4, chosen, 512, most_tiles, torch.device("cpu")
-    )
+    plan = combine.gradient_plan(sizes, group_of, 4, chosen, 512, most_tiles, torch.device("cpu"))
     fields = plan.tensors.tolist()
     assert plan.empty_groups == (0, 3)
     covered = [0] * len(sizes)
@@ -94,7 +92,7 @@ def test_groups_have_their_items_together(
 def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors that a captured launch reads are kept: replays may outlive the cached plan."""
     gpu = torch.device("cuda")
-    tables = combine.gradient_plan.__wrapped__((3,), (0,), 1, (True,), 512, 1, torch.device("cpu"))
+    tables = combine.gradient_plan((3,), (0,), 1, (True,), 512, 1, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(device, "_captured", [])
     device.refuse_capture(gpu)

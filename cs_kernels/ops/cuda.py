@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import fields
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cs_kernels.ops import operands
 from cs_kernels.ops.aliases import Tensors
+from cs_kernels.ops.compiled.phase2 import Factors
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.combine import GradientCallField, GradientField
-from cs_kernels.ops.gpu.device import on_device, stream_of
+from cs_kernels.ops.gpu.device import host_buffer, on_device, send, stream_of
 from cs_kernels.ops.gpu.phase2_plan import (
     CallField,
     Counter,
@@ -21,7 +22,10 @@ from cs_kernels.ops.gpu.phase2_plan import (
     TensorField,
     Tiling,
 )
-from cs_kernels.ops.operands import SOLVER_NUMBERS, TYPES, option_word
+from cs_kernels.ops.operands import DTYPES, SOLVER_NUMBERS, TYPES, Operands, option_word
+
+if TYPE_CHECKING:
+    from cs_kernels._C import NormFactors
 
 _COPIED = 64 << 10
 """Bytes that a block copies at most."""
@@ -104,6 +108,20 @@ class CudaOperators(GpuOperators):
             **_addresses(launch.plan, launch),
         )
 
+    def run_trunk(self, operands: Operands, weights: Tensors, factors: "NormFactors") -> bool:
+        """One launch puts the factors together, and then one for each dtype."""
+        device, sizes = operands.outputs[0].device, factors.sizes
+        gamma, variance = (
+            torch.empty(sum(sizes), dtype=DTYPES[code], device=device)
+            for code in (factors.gamma_type, factors.variance_type)
+        )
+        table = host_buffer(6 * len(sizes), device)
+        factors.write_copies(table.data_ptr(), gamma.data_ptr(), variance.data_ptr())
+        self._copy(send(table, device))
+        _priorities, addresses = operands.new_priorities(sizes[:: operands.tasks])
+        self.run_phase2(operands, addresses, Factors(weights, gamma, variance, factors.epsilon))
+        return True
+
     def launch_energies(
         self, plan: Phase2Plan, weight: Tensor, energy: Tensor, *, vectors: bool
     ) -> None:
@@ -160,13 +178,14 @@ class CudaOperators(GpuOperators):
         ]
         copies = torch.tensor(table, dtype=torch.int64, device="cpu").to(sources[0].device)
 
-        def launch() -> None:
-            with on_device(copies.device):
-                _kernels.copy(
-                    copies=copies.data_ptr(), count=len(copies), stream=stream_of(copies.device)
-                )
+        return partial(self._copy, copies)
 
-        return launch
+    def _copy(self, copies: Tensor) -> None:
+        """Rows of source, target and bytes."""
+        with on_device(copies.device):
+            _kernels.copy(
+                copies=copies.data_ptr(), count=copies.numel() // 3, stream=stream_of(copies.device)
+            )
 
     def _gradients(self, launch: GradientLaunch) -> dict[str, Any]:
         return {

@@ -5,6 +5,7 @@ A weight, its gradients and its update must have one dense memory layout; other 
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from struct import pack, unpack
 from typing import TYPE_CHECKING
@@ -27,6 +28,7 @@ else:
 
 if TYPE_CHECKING:
     from cs_kernels._C import NormFactors
+    from cs_kernels._C import Operands as NativeOperands
 
 MOST_TASKS = 64
 """The limit of Gramian kernels and solvers, on every device."""
@@ -191,6 +193,14 @@ def option_word(*options: int | float | str) -> int:
     raise TypeError(f"options must be none, a scale, a number or a seed and a step, got {options}")
 
 
+@dataclass(frozen=True)
+class Shapes:
+    """The types and memory layouts of operands, as a key of plans."""
+
+    signature: bytes
+    native: "NativeOperands" = field(compare=False)
+
+
 class Operands:
     """Tensors, and the gradients of all tasks for each, in the same memory layout.
 
@@ -239,6 +249,11 @@ class Operands:
         check_type(given, name)
         self.outputs[t] = torch.empty_like(given, memory_format=torch.contiguous_format)
         self._copies.append((given, self.outputs[t]))
+
+    @property
+    def shapes(self) -> Shapes:
+        """Their types and memory layouts."""
+        return Shapes(self.native.signature(), self.native)
 
     def check_device(self, tensor: Tensor, name: str) -> None:
         """Raises a ValueError for a tensor that is not on the device of the outputs."""

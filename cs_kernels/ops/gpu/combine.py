@@ -17,7 +17,6 @@ from torch import Tensor
 from cs_kernels.ops.aliases import Floats, Ints
 from cs_kernels.ops.compiled.combine import CombineOperators
 from cs_kernels.ops.gpu.device import (
-    aligned,
     host_buffer,
     keep,
     multiprocessors,
@@ -28,7 +27,7 @@ from cs_kernels.ops.gpu.device import (
     send,
     stream_of,
 )
-from cs_kernels.ops.operands import DTYPES, Operands
+from cs_kernels.ops.operands import DTYPES, Operands, Shapes
 from cs_kernels.ops.random import random_key, splitmix64
 
 _LEAST_ITEMS = 16
@@ -76,7 +75,6 @@ class GradientPlan:
         return self.items, self.tensors
 
 
-@lru_cache(maxsize=64)
 def gradient_plan(
     sizes: tuple[int, ...],
     group_of: tuple[int, ...],
@@ -126,6 +124,22 @@ def gradient_plan(
         tuple(group for group, n in enumerate(of_group) if n == 0),
         stream_of(device),
     )
+
+
+@lru_cache(maxsize=64)
+def _plan(
+    shapes: Shapes,
+    code: int,
+    group_of: tuple[int, ...],
+    groups: int,
+    elements: int,
+    most_tiles: int,
+    device: torch.device,
+) -> GradientPlan:
+    """The plan of the operands of one type."""
+    chosen = tuple(other == code for other in shapes.native.types)
+    sizes = tuple(shapes.native.sizes)
+    return gradient_plan(sizes, group_of, groups, chosen, elements, most_tiles, device)
 
 
 @dataclass(frozen=True)
@@ -185,24 +199,20 @@ class GpuCombine(CombineOperators):
         tensors = len(operands.outputs)
         width = GradientCallField.GRADIENTS + tasks
         buffer = host_buffer(tensors * width + len(extra), device)
-        table = buffer[: tensors * width].view(tensors, width)
-        table[:, GradientCallField.UPDATE] = on_host(operands.native.addresses)
-        table[:, GradientCallField.GRADIENTS :] = on_host(operands.native.gradients).view(
-            tensors, tasks
+        operands.native.write_table(
+            buffer.data_ptr(), width, GradientCallField.ALIGNED, layers=0, whole_rows=False
         )
-        table[:, GradientCallField.ALIGNED] = 0
-        table[:, GradientCallField.ALIGNED] = aligned(table)
-        buffer[table.numel() :] = on_host(extra)
+        buffer[tensors * width :] = on_host(extra)
         numbers = send(buffer, device)
-        types = operands.native.types
-        for code in dict.fromkeys(types):
+        shapes = operands.shapes
+        for code in dict.fromkeys(operands.native.types):
             dtype = DTYPES[code]
             elements, most_tiles = self.gradient_tiling(dtype, tasks)
-            plan = gradient_plan(
-                tuple(operands.native.sizes),
+            plan = _plan(
+                shapes,
+                code,
                 tuple(group_of),
                 groups,
-                tuple(other == code for other in types),
                 self.drop_tile(dtype, tasks) if drop else elements,
                 most_tiles if gramian else 1,
                 device,
@@ -214,7 +224,7 @@ class GpuCombine(CombineOperators):
                     plan.empty_groups,
                     plan.tensors,
                     numbers,
-                    numbers[table.numel() :],
+                    numbers[tensors * width :],
                     tasks,
                     dtype,
                 )

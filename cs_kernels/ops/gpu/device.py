@@ -117,11 +117,6 @@ def numbered(prefix: Sequence[int], count: int) -> Tensor:
     return rows
 
 
-def aligned(addresses: Tensor) -> Tensor:
-    """Whether all addresses of a row allow 16-byte accesses."""
-    return (addresses % VECTOR_BYTES == 0).all(1)
-
-
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Makes it the current device while kernels are launched there."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

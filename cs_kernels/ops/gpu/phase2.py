@@ -2,6 +2,8 @@
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,7 +12,6 @@ from cs_kernels.ops.aliases import Floats, Ints
 from cs_kernels.ops.compiled.phase2 import Factors, Phase2Operators
 from cs_kernels.ops.gpu.device import (
     VECTOR_BYTES,
-    aligned,
     host_buffer,
     keep,
     on_device,
@@ -27,7 +28,7 @@ from cs_kernels.ops.gpu.phase2_plan import (
     layer_plan,
     phase2_plan,
 )
-from cs_kernels.ops.operands import DTYPES, ChannelLayout, Operands, check_tasks, check_type
+from cs_kernels.ops.operands import DTYPES, ChannelLayout, Operands, Shapes, check_tasks, check_type
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,24 @@ class StrengthLaunch:
     normalize: bool
 
 
+@lru_cache(maxsize=64)
+def _plan(
+    shapes: Shapes,
+    code: int,
+    layers: int,
+    eps: tuple[float, ...] | None,
+    tiling: Tiling,
+    device: torch.device,
+    kinds: tuple[ItemKind, ...],
+) -> Phase2Plan:
+    """The plan of the operands of one type; the first ones are layers."""
+    native = shapes.native
+    layouts = native.layouts[:layers] + [(1, 1, 1, size) for size in native.sizes[layers:]]
+    kernel_sizes = tuple(native.kernel_sizes[:layers])
+    chosen = tuple(other == code for other in native.types)
+    return phase2_plan(tuple(layouts), kernel_sizes, eps, chosen, tiling, device, kinds)
+
+
 class GpuPhase2(Phase2Operators):
     """A subclass defines the tiling and the launches."""
 
@@ -79,10 +98,8 @@ class GpuPhase2(Phase2Operators):
     def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling:
         """The tiling of Phase 2."""
 
-    def whole_vectors(self, layout: ChannelLayout, itemsize: int) -> bool:
-        """Whether Phase 2 may read a tensor 16 bytes at a time, if its addresses allow."""
-        del layout, itemsize
-        return True
+    whole_rows: ClassVar[bool] = False
+    """Whether only rows of whole vectors are read 16 bytes at a time."""
 
     @abstractmethod
     def launch_phase2(self, launch: Phase2Launch) -> None:
@@ -129,38 +146,25 @@ class GpuPhase2(Phase2Operators):
         weights, gamma, variance, eps = factors or ((), None, None, None)
         device = operands.outputs[0].device
         layers, tensors = len(priorities), len(operands.outputs)
-        layouts = native.layouts[:layers]
-        layouts += [(1, 1, 1, size) for size in native.sizes[layers:]]
-        codes = native.types
-        types = list(dict.fromkeys(codes))
+        types = list(dict.fromkeys(native.types))
         counters = len(types) + len(Counter) * layers
         width = CallField.GRADIENTS + tasks
         buffer = host_buffer(tensors * width - (-counters // 2), device).zero_()
         table = buffer[: tensors * width].view(tensors, width)
-        table[:, CallField.UPDATE] = on_host(native.addresses)
-        table[:, CallField.GRADIENTS :] = on_host(native.gradients).view(tensors, tasks)
         table[: len(weights), CallField.WEIGHT] = on_host([w.data_ptr() for w in weights])
-        vectors = [
-            self.whole_vectors(layout, DTYPES[code].itemsize)
-            for layout, code in zip(layouts, codes, strict=True)
-        ]
-        table[:, CallField.ALIGNED] = aligned(table) & on_host(vectors)
+        native.write_table(buffer.data_ptr(), width, CallField.ALIGNED, layers, self.whole_rows)
         table[:layers, CallField.PRIORITY] = on_host(priorities)
         if coefficients is not None:  # PROJECT items do not wait.
             flags = buffer[table.numel() :].view(torch.int32)[len(types) : counters]
             flags.view(layers, len(Counter))[:, Counter.COEFFICIENTS_READY] = 1
         numbers = send(buffer, device)
         zeros = numbers[table.numel() :].view(torch.int32)
+        shapes = operands.shapes
         for n, code in enumerate(types):
             dtype = DTYPES[code]
-            plan = phase2_plan(
-                tuple(layouts),
-                tuple(native.kernel_sizes[:layers]),
-                None if eps is None else tuple(eps),
-                tuple(other == code for other in codes),
-                self.tiling(tasks, dtype),
-                device,
-                kinds,
+            tiling = self.tiling(tasks, dtype)
+            plan = _plan(
+                shapes, code, layers, None if eps is None else tuple(eps), tiling, device, kinds
             )
             keep(plan, device)
             # Each part begins at 16 bytes: Triton compiles kernels anew for one that does not.
@@ -219,8 +223,9 @@ class GpuPhase2(Phase2Operators):
         if weight.numel():
             plan = layer_plan(layout, window, self.tiling(1, weight.dtype), weight.device)
             keep(plan, weight.device)
-            vectors = self.whole_vectors(layout, weight.itemsize)
-            vectors = vectors and weight.data_ptr() % VECTOR_BYTES == 0
+            _, outer, _, inner = layout
+            whole = outer == 1 and (inner * weight.itemsize) % VECTOR_BYTES == 0
+            vectors = (whole or not self.whole_rows) and weight.data_ptr() % VECTOR_BYTES == 0
             with on_device(weight.device):
                 self.launch_energies(plan, weight, energy, vectors=vectors)
         return energy

@@ -160,7 +160,6 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-@lru_cache(maxsize=64)
 def phase2_plan(
     layouts: tuple[ChannelLayout, ...],
     kernel_sizes: tuple[int, ...],
@@ -239,8 +238,7 @@ def layer_plan(
     layout: ChannelLayout, kernel_size: int, tiling: Tiling, device: torch.device
 ) -> Phase2Plan:
     """The plan of one layer's energies; its own cache, as a trunk has many layers."""
-    make = phase2_plan.__wrapped__
-    return make((layout,), (kernel_size,), (), (True,), tiling, device, (ItemKind.ENERGY,))
+    return phase2_plan((layout,), (kernel_size,), (), (True,), tiling, device, (ItemKind.ENERGY,))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.device import VECTOR_BYTES, upload
 from cs_kernels.ops.gpu.phase2_plan import Phase2Plan, Tiling, power_of_two
-from cs_kernels.ops.operands import ChannelLayout, option_word
+from cs_kernels.ops.operands import option_word
 from cs_kernels.ops.solvers import SOLVERS
 from cs_kernels.ops.triton import combine, phase2, solvers
 
@@ -86,6 +86,8 @@ DROP_PARTS = 4
 class TritonOperators(GpuOperators):
     """One program for each item."""
 
+    whole_rows = True
+
     def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling:
         """Tiles of whole segments of rows."""
         return Tiling(
@@ -106,11 +108,6 @@ class TritonOperators(GpuOperators):
     def drop_tile(self, dtype: torch.dtype, tasks: int) -> int:
         """Fewer, for five sums."""
         return Variant.of(tasks, dtype).elements // DROP_PARTS
-
-    def whole_vectors(self, layout: ChannelLayout, itemsize: int) -> bool:
-        """Where every row can be read 16 bytes at a time."""
-        _, outer, _, inner = layout
-        return outer == 1 and (inner * itemsize) % VECTOR_BYTES == 0
 
     def launch_phase2(self, launch: Phase2Launch) -> None:
         """One launch."""
