@@ -5,6 +5,7 @@ for Multi-Task Optimization", CVPR 2024). Start at `MultiTaskOptimizer`.
 """
 
 from cs_kernels import functional, nn
+from cs_kernels.capture import CapturedStep
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import Coverage, Layer, Layout
 from cs_kernels.methods import (
@@ -40,6 +41,7 @@ __all__ = [
     "MGDA",
     "AlignedMTL",
     "CAGrad",
+    "CapturedStep",
     "ConnectionStrength",
     "Coverage",
     "DynamicWeightAverage",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from cs_kernels.accumulation import Accumulation
+from cs_kernels.capture import CapturedStep, refuse_capture
 from cs_kernels.checks import (
     Closure,
     check_devices,
@@ -42,7 +43,7 @@ from cs_kernels.options import checked_integer
 from cs_kernels.passes import Backward, Passes, no_shared_parameter
 from cs_kernels.schedules import Joint, Phase, Schedule
 from cs_kernels.statistics import RunningStatistics
-from cs_kernels.step import Step
+from cs_kernels.step import GraphStep, Step
 from cs_kernels.watching import Watcher
 from cs_kernels.weightings import EqualWeights, Weighting
 
@@ -115,6 +116,7 @@ class MultiTaskOptimizer:
         self.schedule = Joint() if schedule is None else schedule
         self.weighting = EqualWeights() if weighting is None else weighting
         self.scaler = scaler
+        self._backward = backward
         check_kinds(trunk, self.method, self.schedule, self.weighting, scaler, backward)
         self.weighting.check(self.tasks)
         self.method.check(self.tasks)
@@ -204,7 +206,8 @@ class MultiTaskOptimizer:
                 parameter that the optimizer does not hold or on none of the trunk, or the method
                 needs a prioritized layer and the trunk has none.
             TypeError: A closure is not a function, or did not return a tensor.
-            RuntimeError: `backward` has left gradients or an update to be used first.
+            RuntimeError: `backward` has left gradients or an update to be used first; or a CUDA
+                graph is captured around the step.
 
             After any exception, also the closure's, parameters and running statistics are as they
             were before the step (in Phase 1: before that task's update), and gradients are None.
@@ -216,6 +219,13 @@ class MultiTaskOptimizer:
         closures = checked_closures(closure)
         chosen = self._chosen(tasks)
         phase = self.phase
+        self._check_ready()
+        losses = self._make_step(closures, chosen, phase)
+        return {task: losses[task] for task in chosen}
+
+    def _check_ready(self) -> None:
+        """Raises a RuntimeError as `step`, before anything is changed."""
+        refuse_capture(self._shared[0].device)
         if self._accumulation.is_open():
             raise RuntimeError(
                 "step would forget the gradients of backward(..., update=False): end these with"
@@ -223,11 +233,20 @@ class MultiTaskOptimizer:
             )
         self._accumulation.check_update_used()
         check_steps_now(self._optimizers)
+
+    def _make_step(
+        self,
+        closures: Sequence[Closure],
+        chosen: Sequence[str],
+        phase: Phase,
+        counter: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """One step; in a capture, with a counter of the steps in device memory."""
         with record_function("cs_kernels.step"):
-            step = self._new_step(chosen)
+            step = self._new_step(chosen, counter)
             if phase == 1:
                 for task in chosen:
-                    with self._restored_on_error([task]) as held:
+                    with self._restored_on_error([task], step) as held:
                         watched = task not in self._watcher.tasks
                         self._passes.task_pass(task, closures, step, held)
                         if self._watcher.norms_ran:
@@ -236,7 +255,7 @@ class MultiTaskOptimizer:
                         self._watch_new_layers(watched)
                         self._optimizer_step()
             else:
-                with self._restored_on_error(chosen) as held:
+                with self._restored_on_error(chosen, step) as held:
                     for task in chosen:
                         watched = task not in self._watcher.tasks
                         self._passes.task_pass(task, closures, step, held)
@@ -246,7 +265,59 @@ class MultiTaskOptimizer:
                     self._combine(step)
                     self._optimizer_step()
             self._finish(step)
-        return {task: step.losses[task] for task in chosen}
+        return step.losses
+
+    def capture(
+        self,
+        closure: Closure | Iterable[Closure],
+        tasks: Iterable[str] | None = None,
+        *,
+        warmup: int = 3,
+    ) -> CapturedStep:
+        """A step to be captured in CUDA graphs: `captured()` is `step(closure, tasks)`.
+
+        A small network on a GPU waits for the host, which launches its kernels one by one; a CUDA
+        graph launches those of a whole step at once. There is a graph for each phase: its first
+        `warmup` steps are made as by `step`, the next one is captured, and later ones replay it.
+
+        A replay runs no Python. The closure reads its batch from tensors that are refilled in
+        place; what it computes on the host, and numbers of the network such as a dropout rate, stay
+        those of the capture. After parameters, buffers, states or numbers in `param_groups` have
+        been replaced, `warmup` steps are made and the next one is captured again. So give a
+        learning rate that changes in every step as a tensor on the device: schedulers write it in
+        place, and optimizers that are fused or capturable read it there.
+
+        On the CPU there are no graphs, and every call is `step(closure, tasks)`.
+
+        Args:
+            closure: As in `step`.
+            tasks: As in `step`.
+            warmup: Steps before the capture, at least 1: they allocate, and see the layers.
+
+        Raises:
+            ValueError: Replays would go wrong: an optimizer without `capturable=True` where it has
+                that option, a scaler with an optimizer that is not fused, `backward=`, batch
+                normalization with momentum=None in the trunk, a method or weighting whose state
+                cannot be captured (`NashMTL(update_every=2)`), parameters on several devices; or
+                `tasks` or `warmup` does not fit.
+            TypeError: A closure is not a function, or `warmup` not an integer.
+            RuntimeError: `backward` has left gradients or an update to be used first.
+
+        Example:
+            >>> trunk = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+            >>> trunk = cs.nn.convert_task_batchnorm(trunk, ["a", "b"])
+            >>> sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
+            >>> opt = cs.MultiTaskOptimizer(trunk, sgd, ["a", "b"])
+            >>> x = torch.empty(16, 4)
+            >>> captured = opt.capture(lambda task: trunk(x).square().mean())
+            >>> for batch in torch.randn(5, 16, 4):
+            ...     _ = x.copy_(batch)
+            ...     losses = captured()
+            >>> list(losses)
+            ['a', 'b']
+
+        """
+        return CapturedStep(self, checked_closures(closure), self._chosen(tasks), warmup)
 
     def backward(self, losses: Mapping[str, Tensor], *, update: bool = True) -> dict[str, Tensor]:
         """The joint update of losses that come from one forward pass, into `.grad`.
@@ -280,7 +351,8 @@ class MultiTaskOptimizer:
                 task-specific normalization.
             TypeError: `losses` is not a mapping, or a loss not a tensor.
             RuntimeError: The schedule is in Phase 1, which takes a forward pass a task; or the
-                last update was neither used by the optimizer nor set to zero.
+                last update was neither used by the optimizer nor set to zero; or a CUDA graph is
+                captured around it.
 
             After an exception in the backward passes or later, all gradients are None, also those
             of `update=False`.
@@ -288,6 +360,7 @@ class MultiTaskOptimizer:
         """
         losses = checked_losses(losses)
         chosen = self._chosen(losses)
+        refuse_capture(self._shared[0].device)
         if self._norms:
             raise ValueError(
                 "trunk must have no task-specific normalization for backward, which takes one"
@@ -449,7 +522,7 @@ class MultiTaskOptimizer:
                 raise ValueError(f"tasks must be among {list(self.tasks)}, got {task!r}")
         return chosen
 
-    def _new_step(self, tasks: Sequence[str]) -> Step:
+    def _new_step(self, tasks: Sequence[str], counter: Tensor | None = None) -> Step:
         trains = self._what_trains()
         if trains != self._trainable:
             self._trainable = trains
@@ -460,10 +533,12 @@ class MultiTaskOptimizer:
         scale = None
         if self._scaled_by is not None and self._scaled_by.is_enabled():
             scale = self._scaled_by.scale(torch.ones((), device=self._shared[0].device))
-        return Step(
+        facts = Step if counter is None else GraphStep
+        return facts(
             number=self._steps,
             tasks=tuple(task for task in self.tasks if task in tasks),
             loss_scale=scale,
+            counter=counter,
         )
 
     def _finish(self, step: Step) -> None:
@@ -554,10 +629,15 @@ class MultiTaskOptimizer:
         return flags
 
     @contextlib.contextmanager
-    def _restored_on_error(self, tasks: Sequence[str]) -> Iterator[list[nn.Parameter]]:
-        """As `_cleared_on_error`, and an exception restores the running statistics."""
-        with self._statistics.restored_on_error(tasks), self._cleared_on_error() as held:
-            yield held
+    def _restored_on_error(self, tasks: Sequence[str], step: Step) -> Iterator[list[nn.Parameter]]:
+        """As `_cleared_on_error`, and an exception restores the running statistics.
+
+        A capture only records what would change them.
+        """
+        with contextlib.ExitStack() as stack:
+            if step.counter is None:
+                stack.enter_context(self._statistics.restored_on_error(tasks))
+            yield stack.enter_context(self._cleared_on_error())
 
     @contextlib.contextmanager
     def _cleared_on_error(self, first: bool = True) -> Iterator[list[nn.Parameter]]:

@@ -1,6 +1,7 @@
 """The facts of one step, for methods and weightings."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -21,9 +22,34 @@ class Step:
     """The modules of the per-layer Gramians, with groups="layer"."""
     loss_scale: Tensor | None = None
     """The factor of the weighted losses in their backward passes, if there is one."""
+    counter: Tensor | None = None
+    """In a CUDA graph in place of the number: int64 [1] in device memory."""
+
+    @property
+    def draw(self) -> tuple[int, Tensor | None]:
+        """The step for operators that draw: a number, and a counter that adds to it."""
+        return (self.number, None) if self.counter is None else (0, self.counter)
 
     def add_loss(self, task: str, loss: Tensor, weighted: Tensor) -> None:
         """Adds the loss of one micro-batch."""
         for losses, value in ((self.losses, loss.detach()), (self.weighted_losses, weighted)):
             value = value.detach()
             losses[task] = losses[task] + value if task in losses else value
+
+
+class GraphStep(Step):
+    """The facts of a step in a CUDA graph: one number does not fit all replays."""
+
+    def __getattribute__(self, name: str) -> Any:
+        """Reads any other attribute.
+
+        Raises:
+            RuntimeError: It is the number.
+
+        """
+        if name == "number":
+            raise RuntimeError(
+                "step.number changes from replay to replay of a captured step: use step.counter, or"
+                " step.draw for an operator that draws"
+            )
+        return super().__getattribute__(name)

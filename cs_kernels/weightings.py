@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from cs_kernels.options import is_finite_number
+from cs_kernels.stateful import Stateful
 from cs_kernels.step import Step
 
 
-class Weighting(ABC):
+class Weighting(Stateful, ABC):
     """Weighs the loss of each task, in every phase and with every method."""
 
     def check(self, tasks: Sequence[str]) -> None:
@@ -46,14 +47,6 @@ class Weighting(ABC):
     def observe(self, step: Step) -> None:
         """Called after a step; `step.losses` are the unweighted losses of its tasks."""
         del step
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`."""
-        del state
 
 
 def _check_mapping(name: str, value: object) -> None:
@@ -164,6 +157,10 @@ class UncertaintyWeights(Weighting):
             for task, value in self.log_sigma.items():
                 value.copy_(state[task])
 
+    def captured_state(self) -> list[Tensor]:
+        """None but the parameters, which the torch optimizer updates in place."""
+        return []
+
     def __repr__(self) -> str:
         return f"UncertaintyWeights({self.tasks})"
 
@@ -193,6 +190,8 @@ class DynamicWeightAverage(Weighting):
         self._means: dict[str, list[float]] = {}
         """The mean losses of the last two epochs in which the task had a loss."""
         self._weights: dict[str, float] = {}
+        self._factors: dict[str, Tensor] = {}
+        """The weights on the losses' devices, where a CUDA graph reads them."""
 
     def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
         """The loss times its weight in this epoch.
@@ -203,7 +202,14 @@ class DynamicWeightAverage(Weighting):
         """
         if self._epoch is None:
             raise RuntimeError(f"{self!r} depends on the epoch: call start_epoch(epoch) first")
-        return loss * self._weights.get(task, 1.0)
+        factor = self._factors.get(task)
+        if factor is None or factor.device != loss.device:
+            weight = self._weights.get(task, 1.0)
+            factor = torch.full((), weight, dtype=torch.float64, device=loss.device)
+            self._factors[task] = factor
+        # As `loss * weight` with a Python number: half precision is multiplied in float32.
+        wide = torch.promote_types(loss.dtype, torch.float32)
+        return (loss.to(wide) * factor.to(wide)).to(loss.dtype)
 
     def start_epoch(self, epoch: int) -> None:
         """Updates the weights from the epoch that ends; starting one again changes nothing."""
@@ -214,7 +220,7 @@ class DynamicWeightAverage(Weighting):
             loss, count = total.tolist()
             if count > 0:
                 self._means[task] = [*self._means.get(task, []), loss / count][-2:]
-        self._totals = {}
+            total.zero_()
         if self._means and all(len(means) == 2 and means[0] > 0 for means in self._means.values()):
             rates = {task: last / before for task, (before, last) in self._means.items()}
             # Relative to the greatest, so that no exponential overflows.
@@ -222,6 +228,8 @@ class DynamicWeightAverage(Weighting):
             shares = {task: exp((rate - top) / self.temperature) for task, rate in rates.items()}
             total_share = sum(shares.values())
             self._weights = {t: len(shares) * share / total_share for t, share in shares.items()}
+        for task, factor in self._factors.items():
+            factor.fill_(self._weights.get(task, 1.0))
 
     def observe(self, step: Step) -> None:
         """Adds the losses to the means of this epoch."""
@@ -229,17 +237,18 @@ class DynamicWeightAverage(Weighting):
             value = loss.double()
             finite = value.isfinite()
             pair = torch.stack([torch.where(finite, value, 0.0), finite.double()])
-            before = self._totals.get(task)
-            if before is not None:
-                # A checkpoint may have been loaded to another device.
-                pair += before if before.device == pair.device else before.to(pair.device)
-            self._totals[task] = pair
+            total = self._totals.get(task)
+            # A checkpoint may have been loaded to another device.
+            if total is None or total.device != pair.device:
+                total = torch.zeros_like(pair) if total is None else total.to(pair.device)
+                self._totals[task] = total
+            total += pair
 
     def state_dict(self) -> dict[str, Any]:
         """The means of past epochs, and the losses of this one so far."""
         return {
             "epoch": self._epoch,
-            "totals": dict(self._totals),
+            "totals": {task: total.clone() for task, total in self._totals.items()},
             "means": {task: list(means) for task, means in self._means.items()},
             "weights": dict(self._weights),
         }
@@ -247,9 +256,14 @@ class DynamicWeightAverage(Weighting):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict`, also in the middle of an epoch."""
         self._epoch = state["epoch"]
-        self._totals = dict(state["totals"])
+        self._totals = {task: total.clone() for task, total in state["totals"].items()}
         self._means = {task: list(means) for task, means in state["means"].items()}
         self._weights = dict(state["weights"])
+        self._factors = {}
+
+    def captured_state(self) -> list[Tensor]:
+        """The sums of this epoch's losses, and the weights, which `start_epoch` writes in place."""
+        return [*self._totals.values(), *self._factors.values()]
 
     def __repr__(self) -> str:
         return f"DynamicWeightAverage(temperature={self.temperature})"

@@ -9,6 +9,7 @@
 #include "arguments.h"
 #include "cs_kernels/combine.h"
 #include "cs_kernels/phase2.h"
+#include "cs_kernels/random.h"
 #include "cs_kernels/solvers.h"
 #include "module.h"
 #include "norms.h"
@@ -141,21 +142,21 @@ void on_groups(const Operands& operands, const std::vector<std::int64_t>& group_
   kernel({operands.tasks, groups, operands.count(), tensors.data()}, matrices, threads);
 }
 
-void drop_signs(const Operands& operands, const std::vector<double>& leaks, std::uint64_t key,
-                int threads) {
+void drop_signs(const Operands& operands, const std::vector<double>& leaks, std::uint64_t state,
+                Address counter, int threads) {
   check_length("leaks", leaks.size(), operands.tasks);
   const auto tensors = gradient_tensors(operands, std::vector<std::int64_t>(operands.types.size()));
-  cpu::drop_signs({operands.tasks, 1, operands.count(), tensors.data()}, leaks.data(), key,
-                  threads);
+  cpu::drop_signs({operands.tasks, 1, operands.count(), tensors.data()}, leaks.data(),
+                  splitmix64(advanced(state, counter)), threads);
 }
 
 void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32_t tasks,
-           Address weights, std::uint64_t option) {
+           Address weights, std::uint64_t option, Address counter) {
   // Few small problems take less time than another thread would get.
   std::optional<py::gil_scoped_release> release;
   if (count * tasks > 64)
     release.emplace();
-  cpu::solve({static_cast<Solver>(solver), gramians, count, tasks, weights, option});
+  cpu::solve({static_cast<Solver>(solver), gramians, count, tasks, weights, option, counter});
 }
 
 } // namespace
@@ -165,7 +166,8 @@ void define_cpu(py::module_& module) {
   define(module, "strengths", &strengths, "energy", "gamma", "variance", "epsilon", "rows",
          "normalize", "strength");
   define(module, "task_priority", &task_priority, "strength", "tasks", "rows", "priority");
-  define(module, "solve", &solve, "solver", "gramians", "count", "tasks", "weights", "option");
+  define(module, "solve", &solve, "solver", "gramians", "count", "tasks", "weights", "option",
+         "counter");
   const auto define_parallel = [&](const char* name, auto* function, const auto*... names) {
     define<py::call_guard<py::gil_scoped_release>>(module, name, function, names..., "threads");
   };
@@ -179,5 +181,5 @@ void define_cpu(py::module_& module) {
                   "products");
   define_parallel("gramian", &on_groups<cpu::gramian>, "operands", "group_of", "groups", "out");
   define_parallel("combine", &on_groups<cpu::combine>, "operands", "group_of", "groups", "weights");
-  define_parallel("drop_signs", &drop_signs, "operands", "leaks", "key");
+  define_parallel("drop_signs", &drop_signs, "operands", "leaks", "state", "counter");
 }

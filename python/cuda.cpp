@@ -39,6 +39,7 @@ using Type = Named<DataType>;
 using Pointer = Named<Address>;
 using Int32 = Named<std::int32_t>;
 using Int64 = Named<std::int64_t>;
+using Word = Named<std::uint64_t>;
 using Flag = Named<bool>;
 
 // Defines a launch by the fields of its struct and of the structs within, in their order.
@@ -59,8 +60,9 @@ std::optional<std::string> unavailable() {
 }
 
 void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32_t tasks,
-           Address weights, std::uint64_t option, Address stream) {
-  check(cuda::solve({static_cast<Solver>(solver), gramians, count, tasks, weights, option}, stream),
+           Address weights, std::uint64_t option, Address counter, Address stream) {
+  check(cuda::solve({static_cast<Solver>(solver), gramians, count, tasks, weights, option, counter},
+                    stream),
         "a solver");
 }
 
@@ -169,7 +171,7 @@ void define_cuda(py::module_ module) {
                       Pointer{"products"}, Pointer{"out"});
   define_on_gradients("combine", "the weighted sum", &cuda::combine, Pointer{"weights"});
   define_on_gradients("drop_signs", "sign dropping", &cuda::drop_signs, Pointer{"leaks"},
-                      Pointer{"keys"});
+                      Word{"state"}, Pointer{"counter"});
   define(module, "solve", &solve, "solver", "gramians", "count", "tasks", "weights", "option",
-         "stream");
+         "counter", "stream");
 }

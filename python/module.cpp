@@ -23,7 +23,6 @@ PYBIND11_MODULE(_C, module) {
       {"nash_stop", solvers::kNashStop}, {"nash_full", solvers::kNashFull},
       {"slope", solvers::kSlope},        {"stationary", solvers::kStationary},
       {"zero_sum", solvers::kZeroSum},   {"epsilon", solvers::kEpsilon}};
-  cs_kernels_python::define(module, "random_key", &cs_kernels::random_key, "seed", "step");
   define_operands(module);
   define_norms(module);
   define_snapshot(module);

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import cs_kernels as cs
 from cs_kernels.ops import operands
 from cs_kernels.ops.gpu import GpuOperators
-from cs_kernels.ops.operands import option_word
+from cs_kernels.ops.operands import check_counter, option_word
 
 
 def _with(**options: Any) -> cs.MultiTaskOptimizer:
@@ -328,14 +328,37 @@ def test_bad_values(call: Callable[[], object], message: str) -> None:
         (lambda: gramian(G.long()), "grads must be one of"),
         (lambda: combine(G, torch.ones(2).long()), "coefficients must be one of"),
         # A new solver's options, say: they must not be taken for none.
-        (lambda: option_word(1.0, 2.0), "options must be none, a scale, a number or a seed"),
-        (lambda: option_word(5), "options must be none, a scale, a number or a seed"),
-        (lambda: option_word(None), "options must be none, a scale, a number or a seed"),
+        (
+            lambda: option_word(W.device, 1.0, 2.0),
+            "options must be none, a scale, a number or a seed",
+        ),
+        (lambda: option_word(W.device, 5), "options must be none, a scale, a number or a seed"),
+        (lambda: option_word(W.device, None), "options must be none, a scale, a number or a seed"),
     ],
 )
 def test_wrong_types(call: Callable[[], object], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("counter", "error", "message"),
+    [
+        (torch.zeros(1), TypeError, "counter must be torch.int64, got torch.float32"),
+        (torch.zeros(2).long(), ValueError, "counter must have 1 elements, got 2"),
+    ],
+)
+def test_a_counter_that_does_not_fit(
+    backend: str, counter: Tensor, error: type[Exception], message: str
+) -> None:
+    update = torch.zeros(4)
+    with pytest.raises(error, match=message):
+        torch.ops.cs_kernels.drop_signs_([update], [W[:4, 0, 0, 0]], [0.0], 0, 0, 1, counter)
+    with pytest.raises(error, match=message):
+        torch.ops.cs_kernels.pcgrad_weights(torch.eye(2), 0, 0, counter)
+    assert update.tolist() == [0.0] * 4
+    with pytest.raises(ValueError, match="counter must be on cpu, got meta"):
+        check_counter(torch.zeros(1, device="meta").long(), update.device)
 
 
 def test_a_trunk_on_two_devices() -> None:

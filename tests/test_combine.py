@@ -1,5 +1,8 @@
 """Gramian, weighted sum and sign dropping against the float64 oracle."""
 
+import dataclasses
+from typing import Any
+
 import pytest
 import torch
 import torchjd.aggregation
@@ -8,6 +11,8 @@ from networks import assert_equal
 from torch import Tensor
 
 import cs_kernels as cs
+from cs_kernels.ops.gpu import combine as gpu_combine
+from cs_kernels.ops.gpu.combine import GradientField, GradientPlan, gradient_plan
 from cs_kernels.ops.random import random_key, uniform_numbers
 from cs_kernels.ops.reference import combine as reference
 
@@ -130,6 +135,35 @@ def test_drop_signs_by_hand(backend: str) -> None:
         assert update[3] == 0
         seen.add(update[2].item())
     assert seen == {3.0, -3.0}
+
+
+def test_drop_signs_with_a_counter(backend: str) -> None:
+    """Step plus counter: the bits of that step, also with a negative counter."""
+    grads = [torch.randn(1000) for _ in range(3)]
+    for step, counter in ((2, 5), (0, 7), (9, -2), (7, 0)):
+        drawn, expected = torch.empty(1000), torch.empty(1000)
+        _ops.drop_signs_([drawn], grads, [0.1] * 3, 3, step, 3, torch.tensor([counter]))
+        _ops.drop_signs_([expected], grads, [0.1] * 3, 3, 7, 3)
+        assert torch.equal(drawn, expected)
+
+
+def test_draws_beyond_2_to_the_32_elements(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's first index moved there; a tile has elements of two ranges of 2^32."""
+    if backend in ("reference", "cpu"):
+        pytest.skip("has no plan")
+    first = 2**32 - 300
+
+    def moved(*arguments: Any) -> GradientPlan:
+        plan = gradient_plan(*arguments)
+        tensors = plan.tensors.clone()
+        tensors[:, GradientField.FIRST_INDEX] += first
+        return dataclasses.replace(plan, tensors=tensors)
+
+    monkeypatch.setattr(gpu_combine, "gradient_plan", moved)
+    update = torch.empty(1000)
+    _ops.drop_signs_([update], [torch.ones(1000), -torch.ones(1000)], [0.0] * 2, 3, 5, 2)
+    numbers = uniform_numbers(random_key(3, 5), first, 1000, update.device)
+    assert torch.equal(update, torch.where(numbers < 0.5, 1.0, -1.0))
 
 
 def test_drop_signs_is_the_sum_in_the_mean(backend: str) -> None:

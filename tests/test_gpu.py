@@ -1,12 +1,15 @@
 """Tests that need a GPU; the operators' own run there through the `backend` fixture."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
 from layers import KINDS, SOLVER_OPTIONS, Kind, sample, trunk_arguments
+from loops import CASES, Loop
 from networks import Setup, assert_equal, refused
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import cs_kernels as cs
 from cs_kernels.ops.solvers import SOLVERS
@@ -26,7 +29,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def _calls(tasks: int = 3) -> dict[str, Callable[[], list[Tensor]]]:
+def _calls(tasks: int = 3, counter: Tensor | None = None) -> dict[str, Callable[[], list[Tensor]]]:
     """Every operator of a step on tensors that stay, as a function that returns what it wrote."""
     arguments = trunk_arguments([sample(kind, tasks, torch.float32) for kind in KINDS])
     updates = arguments["updates"]
@@ -37,7 +40,7 @@ def _calls(tasks: int = 3) -> dict[str, Callable[[], list[Tensor]]]:
         return [_ops.phase2_update_(*arguments.values()), *updates]
 
     def drop() -> list[Tensor]:
-        _ops.drop_signs_(updates, grads, [0.1] * tasks, 1, 2, tasks)
+        _ops.drop_signs_(updates, grads, [0.1] * tasks, 1, 2, tasks, counter)
         return updates
 
     def gramian_method(name: str, *options: object) -> Callable[[], list[Tensor]]:
@@ -50,6 +53,7 @@ def _calls(tasks: int = 3) -> dict[str, Callable[[], list[Tensor]]]:
         return run
 
     solvers = {name: gramian_method(name, *SOLVER_OPTIONS.get(name, ())) for name in SOLVERS}
+    solvers["pcgrad"] = gramian_method("pcgrad", *SOLVER_OPTIONS["pcgrad"], counter)
     return {"phase2": phase2, "drop": drop, **solvers}
 
 
@@ -99,6 +103,92 @@ def test_capture_and_replay(gpu: str, name: str) -> None:
             tensor.zero_()
         graph.replay()
         assert_equal(written, expected)
+
+
+@pytest.mark.parametrize("name", ["drop", "pcgrad"])
+def test_a_counter_draws_anew_in_replays(gpu: str, name: str) -> None:
+    """As eager calls of the next steps, which differ; the host does not read it."""
+    counter = torch.zeros(1, dtype=torch.int64)
+    run = _calls(counter=counter)[name]
+    expected = []
+    for number in range(5):
+        counter.fill_(number)
+        expected.append(_copies(run()))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        written = run()
+        counter.add_(1)
+    counter.zero_()
+    for of_step in expected:
+        graph.replay()
+        assert_equal(written, of_step)
+    assert len({tuple(step[0].flatten().tolist()) for step in expected}) > 1
+
+
+def _assert_close(captured: Loop, eager: Loop) -> None:
+    """Up to the order of sums in torch's own kernels."""
+    found = []
+    for loop in (captured, eager):
+        leaves = tree_leaves([loop.setup.state(), loop.losses, loop.opt.state_dict()])
+        found.append([leaf for leaf in leaves if isinstance(leaf, Tensor | float | int)])
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_captured_steps(gpu: str, case: str) -> None:
+    """Warm-up, capture and replays train as eager steps do."""
+    _assert_close(*(CASES[case](captured=captured).train() for captured in (True, False)))
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
+def test_captured_optimizers(
+    gpu: str, kind: Callable[..., torch.optim.Optimizer], scaled: bool
+) -> None:
+    """Also with a scaler, and with a learning rate that a schedule writes in device memory."""
+    loops = []
+    for captured in (True, False):
+        options = {} if kind is torch.optim.SGD else {"capturable": True}
+        optimizer = partial(kind, fused=True, **options)
+        scaler = torch.amp.GradScaler("cuda", init_scale=8.0) if scaled else None
+        lr = torch.tensor(0.01)
+        loop = Loop(cs.PCGrad(), captured=captured, optimizer=optimizer, scaler=scaler, lr=lr)
+        rate = torch.optim.lr_scheduler.ExponentialLR(loop.setup.optimizer, 0.9)
+        for number in range(14):
+            loop.train(number, number + 1)
+            rate.step()
+        loops.append(loop)
+    _assert_close(*loops)
+
+
+def test_captured_again_after_a_change(gpu: str) -> None:
+    """A learning rate that is a number, in both phases; the graphs' memory is made anew."""
+    loops = []
+    for captured in (True, False):
+        loop = Loop(cs.GradDrop(), cs.Mixed(3, 1, "step"), captured=captured)
+        rate = torch.optim.lr_scheduler.StepLR(loop.setup.optimizer, 10, 0.5)
+        for number in range(40):
+            loop.train(number, number + 1)
+            rate.step()
+        loops.append(loop)
+    _assert_close(*loops)
+
+
+def test_replays_do_not_wait(gpu: str) -> None:
+    loop = Loop(cs.NashMTL(), weighting=cs.DynamicWeightAverage(), captured=True).train()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loop.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_capture_around_a_step_is_refused(gpu: str) -> None:
+    loop = Loop(cs.PCGrad(), captured=False).train(stop=3)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.zeros(1)  # A graph without a kernel warns.
+        with pytest.raises(RuntimeError, match=r"use MultiTaskOptimizer\.capture"):
+            loop.step()
 
 
 @pytest.mark.parametrize("name", STEPS)

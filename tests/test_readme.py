@@ -21,9 +21,10 @@ def _run(document: str) -> list[dict[str, Any]]:
 
 
 def test_readme(capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = _run("README.md")
+    one, captured, other = _run("README.md")
     assert "1 of 2 shared parameters are prioritized" in capsys.readouterr().out
-    for names in (one, other):
+    assert captured["losses"].keys() == set(captured["tasks"])
+    for names in (one, captured, other):
         assert all(p.grad is not None for p in names["trunk"][0].parameters())
 
 

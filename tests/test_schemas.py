@@ -31,9 +31,13 @@ def test_schemas_and_fakes() -> None:
         "combine_": (updates, grads, torch.rand(2, 2), [1, 0], 2),
         "drop_signs_": (updates, grads, [0.0, 0.5], 1, 2, 2),
     }
+    counted = "drop_signs_", "pcgrad_weights"
     for name in SOLVERS:
         calls[f"{name}_weights"] = gramians.get(name, torch.eye(3)), *SOLVER_OPTIONS.get(name, ())
     assert set(calls) == set(cs.ops.backends.OPERATORS)
     for name, call in calls.items():
         operator = getattr(torch.ops.cs_kernels, name)
         torch.library.opcheck(operator.default, call, test_utils=tests)
+        if name in counted:
+            with_counter = (*call, torch.tensor([4]))
+            torch.library.opcheck(operator.default, with_counter, test_utils=tests)

@@ -218,6 +218,16 @@ def test_pcgrad_orders(backend: str) -> None:
     assert torch.equal(cs.PCGrad(seed=1).weights(gramian, cs.Step(number=1)), second)
 
 
+def test_pcgrad_orders_with_a_counter(backend: str) -> None:
+    """Those of step plus counter, for several Gramians too."""
+    rows = torch.stack([_random_rows(8, 3) - 0.5, _random_rows(8, 3) - 0.3])
+    solve = torch.ops.cs_kernels.pcgrad_weights
+    expected = solve(rows @ rows.mT, 1, 7)
+    for step, counter in ((2, 5), (0, 7), (9, -2), (7, 0)):
+        assert torch.equal(solve(rows @ rows.mT, 1, step, torch.tensor([counter])), expected)
+    assert not torch.equal(solve(rows @ rows.mT, 1, 7, torch.tensor([1])), expected)
+
+
 def test_pcgrad_orders_are_uniform() -> None:
     """Every order of three others turns up equally often, for every task."""
     counts: dict[tuple[int, ...], int] = {}

@@ -42,7 +42,7 @@ SOLVERS += [("aligned_mtl", scale) for scale in solver_table.ALIGNED_SCALES]
 # The types of pointers, and the names of their arguments.
 _NAMES = {
     "*i32": "items ticket counters",
-    "*i64": "tensors tensor table keys key",
+    "*i64": "tensors tensor table drawn",
     "*fp32": "gamma variance",
     "*fp64": "energy epsilon item_products products coefficients factor leaks gramian weights"
     " strength",

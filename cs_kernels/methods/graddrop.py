@@ -57,13 +57,15 @@ class GradDrop(Method):
         if not parameters:
             gradients.clear()
             return
+        number, counter = step.draw
         torch.ops.cs_kernels.drop_signs_(
             gradients.updates(parameters),
             gradients.of(parameters, step.tasks),
             leaks,
             self.seed,
-            step.number,
+            number,
             len(step.tasks),
+            counter,
         )
         gradients.assign(parameters)
 

@@ -1,15 +1,16 @@
 """The interface of a method."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import Layout
+from cs_kernels.stateful import Stateful
 from cs_kernels.step import Step
 
 
-class Method(ABC):
+class Method(Stateful, ABC):
     """Turns the gradients of all tasks into one update, in a joint step (Phase 2)."""
 
     separate_gradients: ClassVar[bool] = True
@@ -39,14 +40,6 @@ class Method(ABC):
             step: The tasks that take part, their losses, the number of the step.
 
         """
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`."""
-        del state
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

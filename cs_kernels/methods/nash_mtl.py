@@ -11,6 +11,10 @@ from cs_kernels.options import checked_integer, is_finite_number
 from cs_kernels.step import Step
 
 
+def _copied(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
 class NashMTL(GramianMethod):
     """Multi-task learning as a bargaining game (Navon et al., 2022), solved to convergence.
 
@@ -53,16 +57,23 @@ class NashMTL(GramianMethod):
         same = (self._kept["tasks"], self._kept["layers"]) == (step.tasks, step.layers)
         if kept is not None and (not same or kept.shape != gramian.shape[:-1]):
             kept = None
-        if kept is not None and 0 <= step.number - self._kept["number"] < self.update_every:
-            return kept.to(gramian)
+        # With `update_every` of 1, nothing depends on the number, which a CUDA graph has not.
+        number = step.number if self.update_every > 1 else 0
+        if kept is not None and 0 < number - self._kept["number"] < self.update_every:
+            return kept.to(gramian, copy=True)
         weights = self._solved(gramian)
         # Weights that are not finite are not kept: the next steps would use them.
         before = torch.ones_like(weights) if kept is None else kept.to(weights)
+        after = torch.where(weights.isfinite().all(), weights, before)
+        if kept is None or before is not kept:
+            kept = after
+        else:
+            kept.copy_(after)  # In place, for the replays of a CUDA graph.
         self._kept = {
-            "number": step.number,
+            "number": number,
             "tasks": step.tasks,
             "layers": step.layers,
-            "weights": torch.where(weights.isfinite().all(), weights, before),
+            "weights": kept,
         }
         return weights
 
@@ -73,12 +84,27 @@ class NashMTL(GramianMethod):
 
     def state_dict(self) -> dict[str, Any]:
         """The kept weights, with their step, tasks and layers."""
-        return dict(self._kept)
+        return {**self._kept, "weights": _copied(self._kept["weights"])}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with the kept weights."""
         tuples = {key: tuple(state[key]) for key in ("tasks", "layers")}
-        self._kept = {"number": state["number"], **tuples, "weights": state["weights"]}
+        weights = _copied(state["weights"])
+        self._kept = {"number": state["number"], **tuples, "weights": weights}
+
+    def captured_state(self) -> list[Tensor]:
+        """The kept weights.
+
+        Raises:
+            ValueError: `update_every` is above 1: the steps differ.
+
+        """
+        if self.update_every > 1:
+            raise ValueError(
+                f"update_every must be 1 in a captured step, got {self.update_every} by {self!r}"
+            )
+        kept = self._kept["weights"]
+        return [] if kept is None else [kept]
 
     def __repr__(self) -> str:
         return self._repr(update_every=self.update_every, max_norm=self.max_norm)

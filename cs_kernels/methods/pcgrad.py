@@ -39,8 +39,8 @@ class PCGrad(GramianMethod):
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
         """The task weights of the projected gradients; every step draws new orders."""
-        number = 0 if step is None else step.number
-        weights: Tensor = torch.ops.cs_kernels.pcgrad_weights(gramian, self.seed, number)
+        number, counter = (0, None) if step is None else step.draw
+        weights: Tensor = torch.ops.cs_kernels.pcgrad_weights(gramian, self.seed, number, counter)
         return weights / gramian.shape[-1] if self.reduction == "mean" else weights
 
     def __repr__(self) -> str:

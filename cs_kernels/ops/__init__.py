@@ -155,10 +155,14 @@ def _(*_: object) -> None:
 
 @_operator(
     "drop_signs_(Tensor(a!)[] updates, Tensor?[] grads, float[] leaks, int seed, int step,"
-    " int tasks) -> ()"
+    " int tasks, Tensor? counter=None) -> ()"
 )
 def _(*_: object) -> None:
-    """Writes each element's sum of positive or of negative gradients, drawn by their shares."""
+    """Writes each element's sum of positive or of negative gradients, drawn by their shares.
+
+    The draw is a function of the seed and of `step + counter`, where there is a counter: int64, one
+    element, which GPU kernels read in device memory, so that every replay of a graph draws anew.
+    """
 
 
 def _weights(gramian: Tensor, *_: object) -> Tensor:

@@ -12,6 +12,8 @@ from cs_kernels.ops.operands import (
     TYPES,
     ChannelLayout,
     Operands,
+    Option,
+    address_of,
     check_gramian,
     option_word,
 )
@@ -133,24 +135,33 @@ class CpuOperators(Phase2Operators, CombineOperators):
             threads=torch.get_num_threads(),
         )
 
-    def run_drop_signs(self, operands: Operands, leaks: Floats, seed: int, step: int) -> None:
+    def run_drop_signs(
+        self, operands: Operands, leaks: Floats, state: int, counter: Tensor | None
+    ) -> None:
         """One call for all tensors."""
-        key = option_word(seed, step)
-        _C.drop_signs(operands.native, leaks=leaks, key=key, threads=torch.get_num_threads())
+        _C.drop_signs(
+            operands.native,
+            leaks=leaks,
+            state=state,
+            counter=address_of(counter),
+            threads=torch.get_num_threads(),
+        )
 
-    def solve(self, name: str, gramian: Tensor, *options: int | float | str) -> Tensor:
+    def solve(self, name: str, gramian: Tensor, *options: Option) -> Tensor:
         """Reads K * K numbers and writes K for each Gramian."""
         check_gramian(gramian)
         tasks = gramian.shape[-1]
         gramians = _in_double(gramian)
         weights = torch.empty(gramians.shape[:-1], dtype=torch.float64)
+        option, counter = option_word(gramian.device, *options)
         _C.solve(
             SOLVER_NUMBERS[name],
             gramians.data_ptr(),
             weights.numel() // tasks,
             tasks,
             weights.data_ptr(),
-            option_word(*options),
+            option,
+            address_of(counter),
         )
         return weights
 

@@ -22,7 +22,15 @@ from cs_kernels.ops.gpu.phase2_plan import (
     TensorField,
     Tiling,
 )
-from cs_kernels.ops.operands import DTYPES, SOLVER_NUMBERS, TYPES, Operands, option_word
+from cs_kernels.ops.operands import (
+    DTYPES,
+    SOLVER_NUMBERS,
+    TYPES,
+    Operands,
+    Option,
+    address_of,
+    option_word,
+)
 
 if TYPE_CHECKING:
     from cs_kernels._C import NormFactors
@@ -214,23 +222,30 @@ class CudaOperators(GpuOperators):
         in_double = weights.to(torch.float64)
         _kernels.combine(**self._gradients(launch), weights=in_double.data_ptr())
 
-    def launch_drop_signs(self, launch: GradientLaunch, leaks: Tensor, keys: Tensor) -> None:
-        """One block for each tile."""
-        _kernels.drop_signs(**self._gradients(launch), leaks=leaks.data_ptr(), keys=keys.data_ptr())
-
-    def launch_solver(
-        self, name: str, gramian: Tensor, weights: Tensor, *options: int | float | str
+    def launch_drop_signs(
+        self, launch: GradientLaunch, leaks: Tensor, state: int, counter: Tensor | None
     ) -> None:
+        """One block for each tile."""
+        _kernels.drop_signs(
+            **self._gradients(launch),
+            leaks=leaks.data_ptr(),
+            state=state,
+            counter=address_of(counter),
+        )
+
+    def launch_solver(self, name: str, gramian: Tensor, weights: Tensor, *options: Option) -> None:
         """One block for each Gramian."""
         gramians = gramian.to(torch.float64)
         tasks = gramian.shape[-1]
+        option, counter = option_word(gramian.device, *options)
         _kernels.solve(
             solver=SOLVER_NUMBERS[name],
             gramians=gramians.data_ptr(),
             count=weights.numel() // tasks,
             tasks=tasks,
             weights=weights.data_ptr(),
-            option=option_word(*options),
+            option=option,
+            counter=address_of(counter),
             stream=stream_of(gramian.device),
         )
 

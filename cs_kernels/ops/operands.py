@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from struct import pack, unpack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from cs_kernels.ops.aliases import Dictionaries, Floats, Grads, Ints, Tensors
+from cs_kernels.ops.random import random_state
 from cs_kernels.ops.solvers import ALIGNED_SCALES, SOLVERS, tolerances
 
 unavailable: str | None = None
@@ -54,7 +55,8 @@ if unavailable is None:
                 " built from other sources?"
             )
 
-_MASK = (1 << 64) - 1
+Option = int | float | str | Tensor | None
+"""An option of a solver."""
 
 ChannelLayout = tuple[int, int, int, int]
 """A tensor's memory as an array [groups, outer, channels, inner]."""
@@ -99,6 +101,11 @@ def laid_out(tensor: Tensor, like: Tensor, name: str) -> Tensor:
     if tensor.stride() == like.stride():
         return tensor
     return torch.empty_like(like).copy_(tensor)
+
+
+def address_of(tensor: Tensor | None) -> int:
+    """The address of a tensor's memory; 0 for none."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def misfits(tensors: Grads, likes: Tensors) -> list[int]:
@@ -154,6 +161,16 @@ def check_energies(
     return tasks
 
 
+def check_counter(counter: Tensor | None, device: torch.device) -> None:
+    """Raises a ValueError or TypeError for a counter that is not one int64 on the device."""
+    if counter is None:
+        return
+    if counter.dtype is not torch.int64:
+        raise TypeError(f"counter must be torch.int64, got {counter.dtype}")
+    check_device(counter, device, "counter")
+    check_numel(counter, 1, "counter")
+
+
 def check_gramian(gramian: Tensor) -> None:
     """Raises a ValueError for another shape than [..., K, K]."""
     tasks = gramian.shape[-1]
@@ -170,27 +187,33 @@ def check_tasks(tasks: int) -> None:
         raise ValueError(f"tasks must be in [1, {MOST_TASKS}], got {tasks}")
 
 
-def option_word(*options: int | float | str) -> int:
-    """The options of a solver in the 64 bits that kernels take: a key, a number or a scale.
+def option_word(device: torch.device, *options: Option) -> tuple[int, Tensor | None]:
+    """The options of a solver as kernels take them.
+
+    Returns:
+        64 bits, a random state, a number or a scale; and the counter that adds to the state.
 
     Raises:
-        ValueError: The scale is not one of `ALIGNED_SCALES`.
+        ValueError: The scale is not one of `ALIGNED_SCALES`, or the counter not one on the device.
         TypeError: They are of another kind.
 
     """
     match options:
         case ():
-            return 0
-        case (int() as seed, int() as step):
-            return _C.random_key(seed & _MASK, step & _MASK)
+            return 0, None
+        case (int() as seed, int() as step, *rest) if len(rest) < 2:
+            counter = cast("Tensor | None", rest[0] if rest else None)
+            check_counter(counter, device)
+            return random_state(seed, step), counter
         case (float() as number,):
-            word: int = unpack("Q", pack("d", number))[0]
-            return word
+            return unpack("Q", pack("d", number))[0], None
         case (str() as scale,):
             if scale not in ALIGNED_SCALES:
                 raise ValueError(f"scale must be one of {ALIGNED_SCALES}, got {scale!r}")
-            return ALIGNED_SCALES.index(scale)
-    raise TypeError(f"options must be none, a scale, a number or a seed and a step, got {options}")
+            return ALIGNED_SCALES.index(scale), None
+    raise TypeError(
+        f"options must be none, a scale, a number or a seed, a step and a counter, got {options}"
+    )
 
 
 @dataclass(frozen=True)

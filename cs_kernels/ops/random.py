@@ -14,9 +14,15 @@ def splitmix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def random_key(seed: int, step: int) -> int:
-    """The key of one step of a seeded method."""
-    return splitmix64((splitmix64(seed) + step) & _MASK)
+def random_state(seed: int, step: int, counter: Tensor | None = None) -> int:
+    """The state of a seeded method at a step, to which a counter adds; reading it synchronizes."""
+    more = 0 if counter is None else int(counter)
+    return (splitmix64(seed) + step + more) & _MASK
+
+
+def random_key(seed: int, step: int, counter: Tensor | None = None) -> int:
+    """The key of one step."""
+    return splitmix64(random_state(seed, step, counter))
 
 
 def _lowbias32(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ An entry of `SOLVERS` defines an operator `<name>_weights`. The compiled module 
 """
 
 SOLVERS = {
-    "pcgrad": "int seed, int step",
+    "pcgrad": "int seed, int step, Tensor? counter=None",
     "cagrad": "float c",
     "mgda": "",
     "aligned_mtl": "str scale",

@@ -240,6 +240,11 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks / 2) drop_signs_kernel(DropL
   const Piece<T> piece(launch.gradients);
   const int tasks = launch.gradients.tasks;
   T* update = piece.update();
+  const std::uint64_t key = splitmix64(advanced(launch.state, launch.counter));
+  // A tile has indices of at most two ranges of 2^32.
+  const auto first = static_cast<std::uint64_t>(piece.tensor.first_index + piece.range.begin);
+  const UniformNumbers of_first(key, first);
+  const UniformNumbers of_next(key, first + (std::uint64_t{1} << 32));
   for_each_vector(piece, [&](std::int64_t element, auto vectors) {
     using W = Wide<T>;
     constexpr int kSize = vectors ? Vector<T>::kSize : 1;
@@ -263,7 +268,7 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks / 2) drop_signs_kernel(DropL
     });
     for (int e = 0; e < kSize; ++e) {
       const auto number = static_cast<std::uint64_t>(piece.tensor.first_index + element + e);
-      const UniformNumbers numbers(launch.keys[number >> 32]);
+      const UniformNumbers& numbers = number >> 32 == first >> 32 ? of_first : of_next;
       const W u = numbers.at(static_cast<std::uint32_t>(number));
       const W chosen =
           u * (positive[e] - negative[e]) < positive[e] ? kept_positive[e] : kept_negative[e];

@@ -7,11 +7,13 @@ from torch import Tensor
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 from cs_kernels.ops.operands import (
     Operands,
+    check_counter,
     check_group_of,
     check_numel,
     check_tasks,
     first_present,
 )
+from cs_kernels.ops.random import random_state
 
 
 class CombineOperators(ABC):
@@ -26,8 +28,10 @@ class CombineOperators(ABC):
         """Writes the outputs; weights [groups, K]."""
 
     @abstractmethod
-    def run_drop_signs(self, operands: Operands, leaks: Floats, seed: int, step: int) -> None:
-        """Writes the outputs."""
+    def run_drop_signs(
+        self, operands: Operands, leaks: Floats, state: int, counter: Tensor | None
+    ) -> None:
+        """Writes the outputs; the counter adds to the random state."""
 
     def gramian(self, grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
         """Reads K * N gradients once."""
@@ -49,10 +53,19 @@ class CombineOperators(ABC):
         operands.finish()
 
     def drop_signs_(
-        self, updates: Tensors, grads: Grads, leaks: Floats, seed: int, step: int, tasks: int
+        self,
+        updates: Tensors,
+        grads: Grads,
+        leaks: Floats,
+        seed: int,
+        step: int,
+        tasks: int,
+        counter: Tensor | None = None,
     ) -> None:
         """Reads K * N gradients once and writes N."""
         check_tasks(tasks)
         operands = Operands(updates, grads, tasks)
-        self.run_drop_signs(operands, leaks, seed, step)
+        if updates:
+            check_counter(counter, updates[0].device)
+        self.run_drop_signs(operands, leaks, random_state(seed, step), counter)
         operands.finish()

@@ -28,7 +28,6 @@ from cs_kernels.ops.gpu.device import (
     stream_of,
 )
 from cs_kernels.ops.operands import DTYPES, Operands, Shapes
-from cs_kernels.ops.random import random_key, splitmix64
 
 _LEAST_ITEMS = 16
 """Items per multiprocessor before they grow."""
@@ -179,8 +178,10 @@ class GpuCombine(CombineOperators):
         """Weights [groups, tasks]."""
 
     @abstractmethod
-    def launch_drop_signs(self, launch: GradientLaunch, leaks: Tensor, keys: Tensor) -> None:
-        """Leaks float64 [tasks]; keys int64, one for each 2^32 elements."""
+    def launch_drop_signs(
+        self, launch: GradientLaunch, leaks: Tensor, state: int, counter: Tensor | None
+    ) -> None:
+        """Leaks float64 [tasks]; the counter adds to the random state."""
 
     def _gradient_launches(
         self,
@@ -253,13 +254,13 @@ class GpuCombine(CombineOperators):
             if len(launch.items):
                 self.launch_combine(launch, weights)
 
-    def run_drop_signs(self, operands: Operands, leaks: Floats, seed: int, step: int) -> None:
+    def run_drop_signs(
+        self, operands: Operands, leaks: Floats, state: int, counter: Tensor | None
+    ) -> None:
         """One launch for each dtype."""
-        key, tasks, group_of = random_key(seed, step), operands.tasks, [0] * len(operands.outputs)
-        ranges = (sum(output.numel() for output in operands.outputs) >> 32) + 1
-        keys = [splitmix64((key + high) % (1 << 64)) for high in range(ranges)]
-        extra = unpack(f"{tasks + ranges}q", pack(f"{tasks}d{ranges}Q", *leaks, *keys))
+        tasks, group_of = operands.tasks, [0] * len(operands.outputs)
+        extra = unpack(f"{tasks}q", pack(f"{tasks}d", *leaks))
         for launch in self._gradient_launches(operands, group_of, 1, extra, drop=True):
             if len(launch.items):
-                of_tasks = launch.extra[:tasks].view(torch.float64)
-                self.launch_drop_signs(launch, of_tasks, launch.extra[tasks:])
+                of_tasks = launch.extra.view(torch.float64)
+                self.launch_drop_signs(launch, of_tasks, state, counter)

@@ -6,19 +6,17 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops.gpu.device import on_device
-from cs_kernels.ops.operands import check_gramian
+from cs_kernels.ops.operands import Option, check_gramian
 
 
 class SolverOperators(ABC):
     """The operators of all solvers."""
 
     @abstractmethod
-    def launch_solver(
-        self, name: str, gramian: Tensor, weights: Tensor, *options: int | float | str
-    ) -> None:
+    def launch_solver(self, name: str, gramian: Tensor, weights: Tensor, *options: Option) -> None:
         """Gramians [count, K, K] to float64 weights [count, K]."""
 
-    def solve(self, name: str, gramian: Tensor, *options: int | float | str) -> Tensor:
+    def solve(self, name: str, gramian: Tensor, *options: Option) -> Tensor:
         """Reads K * K numbers and writes K for each Gramian."""
         check_gramian(gramian)
         weights = gramian.new_empty(gramian.shape[:-1], dtype=torch.float64)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
+from cs_kernels.ops.operands import check_counter
 from cs_kernels.ops.random import random_key, uniform_numbers
 
 
@@ -32,13 +33,21 @@ def combine_(updates: Tensors, grads: Grads, weights: Tensor, group_of: Ints, ta
 
 
 def drop_signs_(
-    updates: Tensors, grads: Grads, leaks: Floats, seed: int, step: int, tasks: int
+    updates: Tensors,
+    grads: Grads,
+    leaks: Floats,
+    seed: int,
+    step: int,
+    tasks: int,
+    counter: Tensor | None = None,
 ) -> None:
     """GradDrop (Chen et al. 2020) as a choice between two sums.
 
     The positive ones' share of the sum of absolute values is their probability.
     """
-    key = random_key(seed, step)
+    if updates:
+        check_counter(counter, updates[0].device)
+    key = random_key(seed, step, counter)
     first = 0
     for t, update in enumerate(updates):
         positive = torch.zeros_like(update, dtype=torch.float64)

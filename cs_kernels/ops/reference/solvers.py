@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cs_kernels.ops.operands import check_counter
 from cs_kernels.ops.random import random_key, splitmix64
 from cs_kernels.ops.solvers import (
     EPSILON,
@@ -97,9 +98,10 @@ def pcgrad_order(key: int, tasks: int, i: int) -> list[int]:
     return order
 
 
-def pcgrad_weights(gramian: Tensor, seed: int, step: int) -> Tensor:
+def pcgrad_weights(gramian: Tensor, seed: int, step: int, counter: Tensor | None = None) -> Tensor:
     """PCGrad: each gradient, in random order, projected against the originals in conflict."""
-    key = random_key(seed, step)
+    check_counter(counter, gramian.device)
+    key = random_key(seed, step, counter)
 
     def solve(g: Tensor, n: int) -> Tensor:
         of_gramian = splitmix64((key + n) % (1 << 64))

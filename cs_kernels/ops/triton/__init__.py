@@ -10,7 +10,7 @@ from torch import Tensor
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.device import VECTOR_BYTES, upload
 from cs_kernels.ops.gpu.phase2_plan import Phase2Plan, Tiling, power_of_two
-from cs_kernels.ops.operands import option_word
+from cs_kernels.ops.operands import Option, address_of, option_word
 from cs_kernels.ops.solvers import SOLVERS
 from cs_kernels.ops.triton import combine, phase2, solvers
 
@@ -81,6 +81,12 @@ def gradient_constants(variant: Variant, dtype: torch.dtype, parts: int = 1) -> 
 
 DROP_PARTS = 4
 """Sign dropping holds five sums, so its tiles are smaller."""
+
+
+def _in_memory(device: torch.device, word: int, counter: Tensor | None) -> Tensor:
+    """Int64 [2]: 64 bits and an address. Triton specializes kernels on some scalar values."""
+    signed = word - (1 << 64) if word >> 63 else word
+    return upload([signed, address_of(counter)], device)
 
 
 class TritonOperators(GpuOperators):
@@ -170,24 +176,26 @@ class TritonOperators(GpuOperators):
         """One program for each tile."""
         self._launch(combine.combine_kernel, launch, weights)
 
-    def launch_drop_signs(self, launch: GradientLaunch, leaks: Tensor, keys: Tensor) -> None:
-        """One program for each tile."""
-        self._launch(combine.drop_signs_kernel, launch, leaks, keys, parts=DROP_PARTS)
-
-    def launch_solver(
-        self, name: str, gramian: Tensor, weights: Tensor, *options: int | float | str
+    def launch_drop_signs(
+        self, launch: GradientLaunch, leaks: Tensor, state: int, counter: Tensor | None
     ) -> None:
+        """One program for each tile."""
+        drawn = _in_memory(launch.table.device, state, counter)
+        self._launch(combine.drop_signs_kernel, launch, leaks, drawn, parts=DROP_PARTS)
+
+    def launch_solver(self, name: str, gramian: Tensor, weights: Tensor, *options: Option) -> None:
         """One program for each Gramian."""
         tasks = gramian.shape[-1]
         rounded = max(2, power_of_two(tasks))
         tensors, constants = [gramian, weights], solver_options(rounded)
-        word = option_word(*options)
-        if options and isinstance(options[0], str):
-            constants["SCALE"] = options[0]
-        elif options:  # In memory: Triton specializes kernels on some scalar values.
-            signed = word - (1 << 64) if word >> 63 else word
-            dtype = torch.float64 if isinstance(options[0], float) else torch.int64
-            tensors.append(upload([signed], gramian.device).view(dtype))
+        option = option_word(gramian.device, *options)
+        match options:
+            case (str() as scale,):
+                constants["SCALE"] = scale
+            case (float(),):
+                tensors.append(_in_memory(gramian.device, *option).view(torch.float64))
+            case (int(), *_):
+                tensors.append(_in_memory(gramian.device, *option))
         _SOLVERS[name][(weights.numel() // tasks,)](*tensors, tasks, TASKS=rounded, **constants)
 
 

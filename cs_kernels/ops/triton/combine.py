@@ -13,6 +13,8 @@ from cs_kernels.ops.triton.primitives import (
     arrive,
     narrowed,
     pointers,
+    splitmix64,
+    step_key,
     traits,
     unaligned,
     widened,
@@ -171,15 +173,20 @@ def _lowbias32(x):
 
 
 @triton.jit
-def _uniform_numbers(keys, offset, WIDE: constexpr):
-    """In [0, 1), multiples of 2^-24, for the elements of a tile; keys for each 2^32 elements."""
-    key = tl.load(keys + (offset >> 32)).to(tl.uint64, bitcast=True)
+def _uniform_numbers(drawn, first, offset, WIDE: constexpr):
+    """In [0, 1), multiples of 2^-24, for the elements of a tile from `first` on."""
+    key = step_key(drawn)
+    high = first >> 32
+    # A tile has elements of at most two ranges of 2^32.
+    of_first = splitmix64(key + high.to(tl.uint64))
+    of_next = splitmix64(key + (high + 1).to(tl.uint64))
+    key = tl.where((offset >> 32) == high, of_first, of_next)
     bits = _lowbias32(offset.to(tl.uint32) ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32)
     return (_lowbias32(bits) >> 8).to(tl.int32).to(WIDE) * (2.0**-24)
 
 
 @triton.jit
-def _drop_tile(addresses, first, first_index, size, leaks, keys, tasks, T: constexpr):
+def _drop_tile(addresses, first, first_index, size, leaks, drawn, tasks, T: constexpr):
     zeros = tl.zeros([T.elements], T.wide)
     positive, negative, kept_positive, kept_negative, leaked = zeros, zeros, zeros, zeros, zeros
     for first_j in range(0, tasks, T.block):
@@ -193,33 +200,31 @@ def _drop_tile(addresses, first, first_index, size, leaks, keys, tasks, T: const
         kept_positive += tl.sum((1 - leak) * above, 0)
         kept_negative += tl.sum((1 - leak) * below, 0)
         leaked += tl.sum(leak * g, 0)
-    offset = first_index + first + tl.arange(0, T.elements)
-    # Beyond the tensor there may be no key.
-    inside = tl.minimum(offset, first_index + size - 1)
-    u = _uniform_numbers(keys, inside, T.wide)
+    index = first_index + first
+    u = _uniform_numbers(drawn, index, index + tl.arange(0, T.elements), T.wide)
     chosen = tl.where(u * (positive - negative) < positive, kept_positive, kept_negative)
     # Zero times the sum: infinities and NaN are not dropped.
     total = chosen + leaked + 0 * (positive + negative)
     _write(addresses, first, size, total, T)
 
 
-@triton.jit(do_not_specialize=["leaks", "keys", "tasks"])
+@triton.jit(do_not_specialize=["leaks", "drawn", "tasks"])
 def drop_signs_kernel(
     items,
     tensors,
     table,
     leaks,
-    keys,
+    drawn,
     tasks,
     TASKS: constexpr,
     ELEMENTS: constexpr,
     DTYPE: constexpr,
 ):
-    """One tile; leaks float64 [tasks], keys int64, one for each 2^32 elements."""
+    """One tile; leaks float64 [tasks], `drawn` as in `step_key`."""
     tensor, addresses, size, first = _item(items, tensors, table, tasks, ELEMENTS)
     offset = tl.load(tensor + FIRST_INDEX)
     T: constexpr = traits(TASKS, ELEMENTS, DTYPE)
     if (tl.load(addresses + ALIGNED) != 0) & (first + ELEMENTS <= size):
-        _drop_tile(addresses, first, offset, size, leaks, keys, tasks, T)
+        _drop_tile(addresses, first, offset, size, leaks, drawn, tasks, T)
     else:
-        _drop_tile(addresses, first, offset, size, leaks, keys, tasks, unaligned(T))
+        _drop_tile(addresses, first, offset, size, leaks, drawn, tasks, unaligned(T))

@@ -70,6 +70,24 @@ def narrowed(x, DTYPE: constexpr):
 
 
 @triton.jit
+def splitmix64(x):
+    """The finalizer of SplitMix64, of the state after one increment."""
+    x += 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
+
+
+@triton.jit
+def step_key(drawn):
+    """The key of a step; drawn int64 [2]: the random state, a counter's address or 0."""
+    address = tl.load(drawn + 1)
+    counter = tl.load(address.to(tl.pointer_type(tl.int64)), address != 0, other=0)
+    state = tl.load(drawn).to(tl.uint64, bitcast=True) + counter.to(tl.uint64, bitcast=True)
+    return splitmix64(state)
+
+
+@triton.jit
 def pointers(address, T: constexpr):
     """Addresses as pointers, aligned to 16 bytes where T.vector > 1."""
     result = address.to(tl.pointer_type(T.dtype))

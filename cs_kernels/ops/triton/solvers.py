@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language import constexpr
 
 from cs_kernels.ops import solvers as numbers
-from cs_kernels.ops.triton.primitives import widened
+from cs_kernels.ops.triton.primitives import splitmix64, step_key, widened
 
 _RIDGE = constexpr(numbers.RIDGE)
 _LEAST_PIVOT = constexpr(numbers.RIDGE / 4)
@@ -216,29 +216,20 @@ def _components_of_ones(vectors, factor):
     return tl.sum(vectors * (factor * tl.sum(vectors, 0))[None, :], 1)
 
 
-@triton.jit
-def _mixed(x):
-    """The finalizer of SplitMix64, of the state after one increment."""
-    x += 0x9E3779B97F4A7C15
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
 @triton.jit(do_not_specialize=["tasks"])
-def pcgrad_kernel(gramian, out, key, tasks, TASKS: constexpr):
-    """PCGrad. Row i is task i, which meets the others in random order; key int64 [1]."""
+def pcgrad_kernel(gramian, out, drawn, tasks, TASKS: constexpr):
+    """PCGrad. Row i is task i, which meets the others in random order; `drawn` as in `step_key`."""
     g, finite = _gramian(gramian, tasks, TASKS)
     number = tl.program_id(0).to(tl.uint64)
-    of_gramian = _mixed(tl.load(key).to(tl.uint64, bitcast=True) + number)
+    of_gramian = splitmix64(step_key(drawn) + number)
     i = tl.arange(0, TASKS)
     position = tl.arange(0, TASKS)[None, :]
     own = tl.where(_identity(TASKS), 1.0, 0.0).to(tl.float64)
     others = position + tl.where(position >= i[:, None], 1, 0)
     for done in range(tasks - 1):
         left = tasks - 1 - done
-        drawn = _mixed(of_gramian + (i * tasks + left).to(tl.uint64)) % left.to(tl.uint64)
-        at_drawn = position == drawn.to(tl.int32)[:, None]
+        index = splitmix64(of_gramian + (i * tasks + left).to(tl.uint64)) % left.to(tl.uint64)
+        at_drawn = position == index.to(tl.int32)[:, None]
         j = tl.sum(tl.where(at_drawn, others, 0), 1)
         last = tl.sum(tl.where(position == left - 1, others, 0), 1)
         others = tl.where(at_drawn, last[:, None], others)

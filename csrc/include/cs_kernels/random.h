@@ -16,9 +16,10 @@ CS_HOST_DEVICE_INLINE std::uint64_t splitmix64(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// The key of one step of a seeded method.
-inline std::uint64_t random_key(std::uint64_t seed, std::uint64_t step) {
-  return splitmix64(splitmix64(seed) + step);
+// The state of a seeded method, splitmix64(seed) + step, after as many more steps as the counter
+// says, if there is one. A step's key is splitmix64 of it.
+CS_HOST_DEVICE_INLINE std::uint64_t advanced(std::uint64_t state, const std::int64_t* counter) {
+  return counter == nullptr ? state : state + static_cast<std::uint64_t>(*counter);
 }
 
 // "lowbias32" (Wellons 2018).

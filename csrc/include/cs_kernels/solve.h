@@ -216,9 +216,9 @@ struct NonNegative {
 // PCGrad (Yu et al. 2020): in a random order of the others, each gradient loses its component along
 // every original one that it conflicts with; then the sum. A lane has a gradient.
 template <class Team>
-CS_INLINE_SOLVER void pcgrad(const Team& team, const Gramian& g, std::uint64_t call_key,
+CS_INLINE_SOLVER void pcgrad(const Team& team, const Gramian& g, std::uint64_t state,
                              double* weights, Workspace workspace) {
-  const std::uint64_t key = splitmix64(call_key + static_cast<std::uint64_t>(g.index));
+  const std::uint64_t key = splitmix64(splitmix64(state) + static_cast<std::uint64_t>(g.index));
   const Matrix own(g.tasks, workspace);
   const Matrix orders(g.tasks, workspace);
   for (int i = team.lane(); i < g.tasks; i += team.lanes()) {
@@ -589,7 +589,8 @@ CS_INLINE_SOLVER void solve_one(const Team& team, const SolverArguments& argumen
     if (!std::isfinite(gramian.data[i]))
       bad = 1;
   if (team.sum(bad) == 0)
-    function(team, gramian, arguments.option, weights, Workspace(memory));
+    function(team, gramian, advanced(arguments.option, arguments.counter), weights,
+             Workspace(memory));
   else if (team.part() == 0)
     fill(team, weights, arguments.tasks, NAN);
 }

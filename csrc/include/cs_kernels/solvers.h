@@ -25,7 +25,8 @@ struct SolverArguments {
   std::int64_t count;
   std::int32_t tasks;
   double* weights;
-  std::uint64_t option; // PCGrad's key, the bits of CAGrad's c, Aligned-MTL's scale
+  std::uint64_t option;        // PCGrad's random state, the bits of CAGrad's c, Aligned-MTL's scale
+  const std::int64_t* counter; // steps to add to the random state; null for none
 };
 
 namespace cpu {

@@ -67,8 +67,9 @@ Status combine(const CombineLaunch& launch, Stream stream);
 // GradDrop. Reads every gradient once, writes the update.
 struct DropLaunch {
   GradientLaunch gradients;
-  const double* leaks;       // [tasks]
-  const std::uint64_t* keys; // one for each 2^32 elements
+  const double* leaks;         // [tasks]
+  std::uint64_t state;         // splitmix64(seed) + step
+  const std::int64_t* counter; // steps to add to it; null for none
 };
 Status drop_signs(const DropLaunch& launch, Stream stream);
 

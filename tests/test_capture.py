@@ -1,0 +1,527 @@
+"""Captured steps: replays train as eager steps do, bit by bit, in a CPU model of CUDA graphs."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from loops import CASES, STEPS, Loop, assert_alike, numbers
+from networks import (
+    AB,
+    TASKS,
+    assert_equal,
+    problem,
+    restore,
+    saved,
+    sgd_of,
+    started,
+    started_problem,
+)
+from recorder import Recorder
+from torch import Tensor, nn
+
+import cs_kernels as cs
+from cs_kernels import capture
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+    """Steps on the CPU are captured."""
+    monkeypatch.setitem(capture.ENGINES, "cpu", Recorder)
+    monkeypatch.setattr(Recorder, "captures", 0)
+    monkeypatch.setattr(Recorder, "replays", 0)
+    return Recorder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_replays_are_steps(graphs: type[Recorder], name: str) -> None:
+    """Losses, parameters, buffers, gradients and states; after the warm-up all are replays."""
+    captured = CASES[name](captured=True).train()
+    assert_alike(captured, CASES[name](captured=False).train())
+    phases = 2 if name in ("Switch", "Mixed") else 1
+    assert graphs.captures == phases
+    assert graphs.replays == STEPS - 2 * phases
+
+
+@pytest.mark.parametrize("name", ["PCGrad", "GradDrop", "Mixed", "Uncertainty"])
+def test_a_captured_run_resumes(graphs: type[Recorder], name: str) -> None:
+    """In both ways, captured and eager; what was saved does not change in later replays."""
+    first = CASES[name](captured=True).train(0, 7)
+    states = saved(first.setup, first.opt)
+    kept = first.opt.state_dict()
+    straight = first.train(7, STEPS)
+    assert numbers(kept) == numbers(states[-1])
+    for captured in (True, False):
+        resumed = CASES[name](captured=captured)
+        restore(copy.deepcopy(states[:-1]) + states[-1:], resumed.setup, resumed.opt)
+        resumed.train(7, STEPS)
+        assert_equal(resumed.setup.state(), straight.setup.state())
+        assert_equal(resumed.losses, straight.losses[7:])
+        assert numbers(resumed.opt) == numbers(straight.opt)
+        assert numbers(kept) == numbers(states[-1])
+
+
+@pytest.mark.parametrize("method", [cs.PCGrad(), cs.GradDrop()], ids=repr)
+def test_replays_draw_anew(graphs: type[Recorder], method: cs.Method) -> None:
+    """On gradients that stay: three directions, each in conflict with the others."""
+    trunk = nn.Linear(2, 1, bias=False)
+    directions = torch.tensor([[1.0, 0.0], [-0.6, 0.9], [-0.5, -1.0]])
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk, lr=0.0), TASKS, method)
+    captured = opt.capture(lambda task: trunk(directions[TASKS.index(task)]).sum())
+    updates = []
+    for _ in range(23):
+        captured()
+        updates.append(tuple(trunk.weight.grad.flatten().tolist()))
+    assert graphs.replays == 20
+    assert len(set(updates[3:])) > 3
+
+
+def test_other_steps_between_replays(graphs: type[Recorder]) -> None:
+    """The counter follows, and `.grad` is that of the last step."""
+    loops = []
+    for captured in (True, False):
+        loop = Loop(cs.GradDrop(), captured=captured)
+        for number in range(9):
+            loop.train(number, number + 1)
+            if number % 3 == 2:
+                loop.opt.step(loop._loss)
+            if number == 5:
+                loop.setup.optimizer.zero_grad()
+        loops.append(loop)
+    assert_alike(*loops)
+    assert graphs.captures == 1
+
+
+def _one_per_epoch(loop: Loop) -> Callable[[int], None]:
+    rate = torch.optim.lr_scheduler.StepLR(loop.setup.optimizer, 1, 0.5)
+    return lambda number: rate.step() if number % 5 == 4 else None
+
+
+def _rebind(loop: Loop) -> Callable[[int], None]:
+    """The state of a weighting is loaded alone; a step of other tasks has other kept weights."""
+
+    def call(number: int) -> None:
+        if number == 5:
+            loop.opt.weighting.load_state_dict(loop.opt.weighting.state_dict())
+        if number == 9:
+            loop.opt.step(loop._loss, TASKS[:2])
+
+    return call
+
+
+def _unfreeze(loop: Loop) -> Callable[[int], None]:
+    loop.setup.trunk.up.requires_grad_(False)
+    return lambda number: loop.setup.trunk.up.requires_grad_(number >= 4) and None
+
+
+def _move(loop: Loop) -> Callable[[int], None]:
+    """The parameters stay the same objects and get other memory, as by `module.to`."""
+
+    def call(number: int) -> None:
+        if number == 5:
+            for parameter in loop.setup.trunk.parameters():
+                parameter.data = parameter.data.clone()
+
+    return call
+
+
+def _reload(loop: Loop) -> Callable[[int], None]:
+    """Everything is loaded again; the optimizers' state are new tensors."""
+
+    def call(number: int) -> None:
+        if number == 5:
+            restore(saved(loop.setup, loop.opt), loop.setup, loop.opt)
+
+    return call
+
+
+def _evaluate(loop: Loop) -> Callable[[int], None]:
+    return lambda number: loop.setup.trunk.train(number < 5) and None
+
+
+def _replace_buffer(loop: Loop) -> Callable[[int], None]:
+    def call(number: int) -> None:
+        norm = next(iter(cs.nn.task_norms(loop.setup.trunk))).of("depth")
+        if number == 5:
+            norm.running_mean = norm.running_mean + 1
+
+    return call
+
+
+def _clip(loop: Loop) -> Callable[[int], None]:
+    def clip(*_: object) -> None:
+        nn.utils.clip_grad_norm_(loop.setup.parameters(), 0.01)
+
+    def call(number: int) -> None:
+        if number == 5:
+            loop.setup.optimizer.register_step_pre_hook(clip)
+
+    return call
+
+
+def _option(loop: Loop) -> Callable[[int], None]:
+    def call(number: int) -> None:
+        name, value = ("leak", 0.5) if isinstance(loop.opt.method, cs.GradDrop) else ("max_norm", 9)
+        if number == 5:
+            setattr(loop.opt.method, name, value)
+
+    return call
+
+
+def _swap(loop: Loop) -> Callable[[int], None]:
+    def call(number: int) -> None:
+        if number == 5:
+            loop.opt.weighting = cs.FixedWeights(dict.fromkeys(TASKS, 0.5))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _one_per_epoch,
+        _rebind,
+        _unfreeze,
+        _move,
+        _reload,
+        _evaluate,
+        _replace_buffer,
+        _clip,
+        _option,
+        _swap,
+    ],
+)
+@pytest.mark.parametrize("method", [cs.GradDrop, cs.NashMTL])
+def test_captured_again(
+    graphs: type[Recorder],
+    method: Callable[[], cs.Method],
+    change: Callable[[Loop], Callable[[int], None]],
+) -> None:
+    loops = []
+    for captured in (True, False):
+        loop = Loop(method(), None, cs.DynamicWeightAverage(), captured=captured)
+        before = change(loop)
+        for number in range(STEPS):
+            before(number)
+            loop.train(number, number + 1)
+        loops.append(loop)
+    assert_alike(*loops)
+    assert graphs.captures >= 2
+    assert graphs.replays >= 4
+
+
+def test_a_learning_rate_in_a_tensor(graphs: type[Recorder]) -> None:
+    """It changes in every step, and nothing is captured again."""
+    loops = []
+    for captured in (True, False):
+        lr = torch.tensor(0.05)
+        loop = Loop(cs.PCGrad(), captured=captured, lr=lr, fused=True)
+        rate = torch.optim.lr_scheduler.ExponentialLR(loop.setup.optimizer, 0.8)
+        for number in range(8):
+            loop.train(number, number + 1)
+            rate.step()
+        loops.append(loop)
+    assert_alike(*loops)
+    assert (graphs.captures, graphs.replays) == (1, 6)
+
+
+def test_a_scaler(graphs: type[Recorder]) -> None:
+    """It skips a step with infinite gradients, and lowers its scale, in a replay too."""
+    loops, scales = [], []
+    for captured in (True, False):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
+        optimizer = partial(torch.optim.SGD, momentum=0.9, fused=True)
+        loop = Loop(cs.CAGrad(), captured=captured, optimizer=optimizer, scaler=scaler)
+        loop.setup.batches[6][1].fill_(torch.inf)
+        loops.append(loop.train())
+        scales.append(scaler.get_scale())
+    assert all(tensor.isfinite().all() for tensor in loops[0].setup.state(grads=False))
+    assert_alike(*loops)
+    assert scales[0] == scales[1] < 8 * 2**3
+    assert graphs.captures == 1
+
+
+def test_weights_that_are_not_finite_are_not_kept(graphs: type[Recorder]) -> None:
+    """Nash-MTL's state stays finite over a batch whose gradients are not."""
+    loops = []
+    for captured in (True, False):
+        loop = Loop(cs.NashMTL(), captured=captured)
+        loop.setup.batches[6][1].fill_(torch.inf)
+
+        def finite(*_: object, loop: Loop = loop) -> None:
+            for parameter in loop.setup.parameters():
+                parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+        loop.setup.optimizer.register_step_pre_hook(finite)
+        loops.append(loop.train(stop=7))
+    assert graphs.replays == 5
+    (kept,) = loops[0].opt.method.captured_state()
+    assert kept.isfinite().all()
+    assert_alike(*loops)
+
+
+def test_a_warmup_counts_steps_that_were_made(graphs: type[Recorder]) -> None:
+    model, loss, opt = started_problem(cs.PCGrad())
+    results: list[Any] = [None, None, 1.0, 1.0]
+
+    def sometimes(task: str) -> Tensor:
+        return loss(task) * results[0] if results[0] is not None else None
+
+    captured = opt.capture(sometimes, warmup=1)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="closure must return a tensor"):
+            captured()
+        results.pop(0)
+    for made in range(2):
+        captured()
+        assert (graphs.captures, graphs.replays) == (made, made)
+    del model
+
+
+def test_snapshots_stay_outside(graphs: type[Recorder]) -> None:
+    """Replays do not copy running statistics for steps that fail."""
+    for schedule in (cs.Joint(), cs.Sequential()):
+        Loop(cs.PCGrad(), schedule, captured=True).train(stop=3)
+        assert "aten::native_batch_norm" in graphs.operators
+        assert "aten::_foreach_copy_" not in graphs.operators
+
+
+def test_losses_are_copies(graphs: type[Recorder]) -> None:
+    loop = Loop(cs.Sum(), captured=True).train()
+    values = [loss.item() for losses in loop.losses for loss in losses.values()]
+    assert len(set(values)) == len(values)
+
+
+def test_on_the_cpu_every_call_is_a_step() -> None:
+    captured = Loop(cs.GradDrop(), captured=True).train()
+    assert_alike(captured, Loop(cs.GradDrop(), captured=False).train())
+
+
+def test_dropout_draws_in_replays(graphs: type[Recorder]) -> None:
+    model, loss, opt = started_problem(cs.CAGrad())
+    captured = opt.capture(lambda task: nn.functional.dropout(loss(task).expand(8), 0.5).sum())
+    assert len({captured()["a"].item() for _ in range(12)}) > 3
+    assert graphs.replays == 9
+    del model
+
+
+def _adagrad() -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(problem()[0].parameters())
+
+
+class Counting(cs.GramianMethod):
+    """A method of a user, with a state on the host."""
+
+    def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
+        return gramian.new_ones(len(gramian))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": 3}
+
+
+class Factor(cs.Weighting):
+    def weigh(self, task: str, loss: Tensor, step: cs.Step) -> Tensor:
+        return loss * 2
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"factor": 2}
+
+
+class FakeScaler:
+    """Enabled, as one is on a GPU."""
+
+    def is_enabled(self) -> bool:
+        return True
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backward": Tensor.backward}, "backward must be None for a captured step, got <"),
+        ({"method": cs.NashMTL(3)}, r"update_every must be 1 in a captured step, got 3 by Nash"),
+        ({"method": Counting()}, r"state in place, but Counting\(\) has a state and no"),
+        ({"weighting": Factor()}, "state in place, but .*Factor"),
+        ({"scaler": FakeScaler()}, "scaler must have optimizers with fused=True.*got SGD without"),
+    ],
+)
+def test_what_replays_would_get_wrong(
+    graphs: type[Recorder], options: dict[str, Any], message: str
+) -> None:
+    _, loss, opt = started_problem(options.pop("method", cs.PCGrad()), **options)
+    with pytest.raises(ValueError, match=message):
+        opt.capture(loss)
+    assert opt.state_dict()["steps"] == graphs.captures == 0
+
+
+def test_arguments(graphs: type[Recorder]) -> None:
+    _, loss, opt = started_problem(cs.PCGrad())
+    for call, error, message in (
+        (lambda: opt.capture(None), TypeError, "closure must be a function"),
+        (lambda: opt.capture(loss, ["c"]), ValueError, "tasks must be among .*got 'c'"),
+        (lambda: opt.capture(loss, warmup=0), ValueError, "warmup must be at least 1, got 0"),
+        (lambda: opt.capture(loss, warmup=1.5), TypeError, "warmup must be an integer, got 1.5"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_optimizers_that_cannot_be_captured(graphs: type[Recorder]) -> None:
+    model, loss, *_ = problem()
+    adam = torch.optim.Adam(model.parameters())
+    opt = cs.MultiTaskOptimizer(model, adam, AB, cs.PCGrad())
+    with pytest.raises(ValueError, match=r"built with capturable=True.*got Adam with"):
+        opt.capture(loss)
+    sgd = sgd_of(model)
+    sgd.add_param_group({"params": [nn.Parameter(torch.ones(3, device="meta"))]})
+    opt = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad())
+    with pytest.raises(ValueError, match=r"parameters on cpu alone.*shape \(3,\) on meta"):
+        opt.capture(loss)
+
+
+def test_an_optimizer_that_counts_on_the_host(graphs: type[Recorder]) -> None:
+    """Its steps before the capture are as ever."""
+
+    class Decaying(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:
+            super().step()
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    state["step"] = state.get("step", 0) + 1
+
+    model, loss, *_ = problem()
+    sgd = Decaying(model.parameters(), lr=0.1)
+    captured = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad()).capture(loss, warmup=1)
+    captured()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RuntimeError, match=r"keep its state on cpu.*got 'step': 1"):
+        captured()
+    assert_equal(model.state_dict(), before)
+
+
+def test_a_weighting_by_the_number_of_the_step(graphs: type[Recorder]) -> None:
+    class Ramp(cs.Weighting):
+        def weigh(self, task: str, loss: Tensor, step: cs.Step) -> Tensor:
+            return loss * step.number
+
+    _, loss, opt = started_problem(weighting=Ramp(), method=cs.PCGrad())
+    captured = opt.capture(loss, warmup=1)
+    captured()
+    with pytest.raises(RuntimeError, match=r"step\.number changes from replay to replay"):
+        captured()
+    assert opt.state_dict()["steps"] == 1
+
+
+def test_autocast_around_a_captured_step(graphs: type[Recorder]) -> None:
+    """Its cache has weights cast to half precision, which the graph would read for ever."""
+    _, loss, opt = started_problem(cs.PCGrad())
+    captured = opt.capture(loss, warmup=1)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(RuntimeError, match="autocast must be inside the closure"),
+    ):
+        captured()
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+        for _ in range(3):
+            captured()
+    assert graphs.replays == 2
+
+
+def test_batch_normalization_without_momentum(graphs: type[Recorder]) -> None:
+    setup, opt = started()
+    setup.trunk.up_norm.of("depth").momentum = None
+    with pytest.raises(ValueError, match=r"momentum=None in up_norm\.depth"):
+        opt.capture(setup.closure(0))
+
+
+def test_gradients_that_wait_for_their_update(graphs: type[Recorder]) -> None:
+    _, loss, opt = started_problem(cs.PCGrad())
+    captured = opt.capture(loss, warmup=1)
+    for _ in range(3):
+        captured()
+    opt.backward({task: loss(task) for task in AB}, update=False)
+    for call in (captured, lambda: opt.capture(loss)):
+        with pytest.raises(RuntimeError, match=r"forget the gradients of backward"):
+            call()
+    opt.backward({task: loss(task) for task in AB})
+    with pytest.raises(RuntimeError, match=r"the update of the last backward"):
+        captured()
+    assert graphs.replays == 2
+
+
+def test_a_capture_around_a_step_is_refused(graphs: type[Recorder]) -> None:
+    _, loss, opt = started_problem(cs.PCGrad())
+    losses = {task: loss(task) for task in AB}
+    captured = opt.capture(loss)
+    Recorder.capturing = True
+    try:
+        for call in (
+            lambda: opt.step(loss),
+            lambda: opt.backward(losses),
+            captured,
+            lambda: opt.capture(loss),
+        ):
+            with pytest.raises(RuntimeError, match=r"use MultiTaskOptimizer.capture\(closure\)"):
+                call()
+    finally:
+        Recorder.capturing = False
+    assert opt.state_dict()["steps"] == 0
+
+
+@pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
+def test_a_capture_that_fails_changes_nothing(
+    graphs: type[Recorder], schedule: cs.Schedule
+) -> None:
+    """Nor do later steps differ."""
+    wrong: list[str] = []
+
+    def loop(captured: bool) -> Loop:
+        made = Loop(cs.GradDrop(), schedule, cs.DynamicWeightAverage(), captured=captured)
+        whole = made._loss
+
+        def loss(task: str) -> Tensor:
+            value = whole(task)
+            return value * value.item() if task in wrong else value
+
+        step = made.opt.capture(loss, warmup=2)
+        made.step = step if captured else lambda: made.opt.step(loss)
+        return made.train(0, 2)
+
+    captured, eager = loop(True), loop(False)
+    before = captured.setup.state(grads=False)
+    wrong.append("normals")
+    with pytest.raises(RuntimeError, match="a host synchronization in a capture"):
+        captured.train(2, 3)
+    assert_equal(captured.setup.state(grads=False), before)
+    assert numbers(captured.opt) == numbers(eager.opt)
+    assert all(p.grad is None for p in captured.setup.parameters())
+    wrong.clear()
+    assert_alike(captured.train(2, 8), eager.train(2, 8))
+
+
+def test_a_saved_state_stays_as_it_is() -> None:
+    """Tensors that are updated in place are copied into a state, and out of it."""
+    gramian = torch.tensor([[1.0, -0.5], [-0.5, 2.0]]).double()
+    nash, weighting = cs.NashMTL(), cs.DynamicWeightAverage()
+
+    def step(number: int) -> None:
+        nash.weights(gramian * (number + 1), cs.Step(number, ("a", "b")))
+        weighting.observe(cs.Step(losses={"a": torch.tensor(1.0 + number)}))
+
+    weighting.start_epoch(0)
+    for number in range(2):
+        step(number)
+    states = nash.state_dict(), weighting.state_dict()
+    before = numbers(*states)
+    step(2)
+    assert numbers(*states) == before
+    nash.load_state_dict(states[0])
+    weighting.load_state_dict(states[1])
+    step(3)
+    assert numbers(*states) == before
+    assert numbers(nash, weighting) != before
