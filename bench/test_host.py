@@ -1,9 +1,8 @@
 """The host's part of a step's surgery on a GPU: all but the kernels.
 
 The CUDA backend's front end runs on tensors of the CPU, and its launches do nothing; neither is
-memory pinned or anything sent. What torch copies on the way is in, where a GPU would have kernels:
-gammas and running variances into one tensor each, and the running statistics that a step keeps
-until it has ended, which it does whatever the method. HRNet-18's convolutions with 4 tasks: so many
+memory pinned or anything sent. The running statistics that a step keeps until it has ended,
+whatever the method, are copied here; a GPU has a kernel for it. HRNet-18's convolutions with 4 tasks: so many
 and so small that a GPU can be expected to wait for the host.
 """
 

@@ -7,7 +7,6 @@
 #include <map>
 #include <string>
 
-#include "arguments.h"
 #include "cs_kernels/combine.h"
 #include "cs_kernels/data_type.h"
 #include "cs_kernels/solve.h"
