@@ -125,7 +125,8 @@ def traffic(network: str, tasks: int, dtype: torch.dtype, gpu: Gpu) -> Traffic:
             tiles = -(-elements // tiling.elements)
             left = min((tiles - block.hold(t, tiles)) * tiling.elements, elements)
             summed[t, index] = moved, left
-            moved += 2 * dtype.itemsize * elements  # Other tasks' gradients are evicted first.
+            # Gradients are evicted first, other than the reference gradient of what is left.
+            moved += dtype.itemsize * (elements + left)
             time += seconds * (tasks + 1) * elements
             to_sum[t] -= 1
             summed_at[t] = max(summed_at[t], time)

@@ -130,7 +130,7 @@ std::pair<std::int64_t, std::int64_t> gradient_tiling(DataType type) {
   return {tiling.elements, tiling.most_tiles};
 }
 
-// Bytes of a block, by kernel.
+// Bytes of a block, by kernel; in Phase 2 without the tiles that it holds.
 Fields shared_memory(std::int32_t tasks) {
   return {entry("phase2", cuda::phase2_memory(tasks)),
           entry("gramian", cuda::gramian_memory(tasks)),

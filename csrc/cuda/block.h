@@ -53,17 +53,29 @@ CS_DEVICE void scatter_sum(Number (&values)[kSize]) {
   }
 }
 
+// The sums over the block; every thread gets them. workspace: [kNumber, kWarps], shared.
+template <int kNumber> CS_DEVICE void block_sums(double (&values)[kNumber], double* workspace) {
+  synchronize_block(); // earlier readers of the workspace are done
+  CS_UNROLL(kNumber)
+  for (int n = 0; n < kNumber; ++n) {
+    const double sum = warp_sum(values[n], kWarp);
+    if (thread_index() % kWarp == 0)
+      workspace[n * kWarps + thread_index() / kWarp] = sum;
+  }
+  synchronize_block();
+  CS_UNROLL(kNumber)
+  for (int n = 0; n < kNumber; ++n) {
+    values[n] = 0;
+    for (int warp = 0; warp < kWarps; ++warp)
+      values[n] += workspace[n * kWarps + warp];
+  }
+}
+
 // The sum over the block; every thread gets it. workspace: [kWarps], shared.
 CS_DEVICE double block_sum(double value, double* workspace) {
-  value = warp_sum(value, kWarp);
-  synchronize_block(); // earlier readers of the workspace are done
-  if (thread_index() % kWarp == 0)
-    workspace[thread_index() / kWarp] = value;
-  synchronize_block();
-  double total = 0;
-  for (int warp = 0; warp < kWarps; ++warp)
-    total += workspace[warp];
-  return total;
+  double values[] = {value};
+  block_sums(values, workspace);
+  return values[0];
 }
 
 // Whether this block is the last to arrive; the others' writes are visible to it. last: shared.

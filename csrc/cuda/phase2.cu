@@ -19,7 +19,7 @@ constexpr std::size_t shared_bytes(int unrolled, int tasks) {
 }
 
 // The last ENERGY item of a layer derives its priorities.
-template <class T>
+template <class T, int kTasks>
 CS_DEVICE void energy_item(const Phase2Launch& launch, const Item& item, Shared& shared) {
   const PlannedTensor& tensor = launch.tensors[item.tensor];
   const std::int64_t* call =
@@ -36,10 +36,10 @@ CS_DEVICE void energy_item(const Phase2Launch& launch, const Item& item, Shared&
     return Numbers{numbers.type,
                    static_cast<const char*>(numbers.data) + first * item_size(numbers.type)};
   };
-  find_priorities({energy, of_layer(launch.gamma), of_layer(launch.variance),
-                   launch.epsilon + tensor.layer * launch.tasks, tensor.rows, launch.tasks, true,
-                   nullptr},
-                  shared.numbers, shared.sums, pointer<std::int64_t>(load(call + kPriority)));
+  find_priorities<kTasks>(
+      {energy, of_layer(launch.gamma), of_layer(launch.variance),
+       launch.epsilon + tensor.layer * launch.tasks, tensor.rows, launch.tasks, true, nullptr},
+      shared.numbers, shared.sums, pointer<std::int64_t>(load(call + kPriority)));
   publish(counters + kPriorityReady);
 }
 
@@ -78,7 +78,7 @@ phase2_kernel(Phase2Arguments launch) {
     if (thread_index() == 0)
       next = count(launch.ticket);
     if (item.kind == ItemKind::kEnergy)
-      energy_item<T>(launch, item, shared);
+      energy_item<T, kTasks>(launch, item, shared);
     else if (item.kind == ItemKind::kSum)
       sum_item<T, kTasks>(launch, item, shared);
     else

@@ -13,19 +13,21 @@ template <int kTasks>
 CS_DEVICE void add_items(const PlannedTensor& tensor, const double* products, double* d) {
   constexpr int kNumbers = kTasks * kTasks;
   constexpr int kSums = (kNumbers + kWarps - 1) / kWarps;
-  constexpr int kItems = kProductLoads / kSums;
+  constexpr int kItems = kProductLoads / kSums; // of each
+  constexpr int kStep = kItems * kWarp;
   const int warp = thread_index() / kWarp;
   const int lane = thread_index() % kWarp;
   double sums[kSums] = {};
   CS_UNROLL(1)
-  for (std::int64_t first = lane; first < tensor.sum_items; first += kItems * kWarp) {
+  for (std::int64_t first = lane; first < tensor.sum_items; first += kStep) {
     double values[kSums][kItems];
     CS_UNROLL(kSums)
     for (int n = 0; n < kSums; ++n) {
       const int number = warp + n * kWarps;
       CS_UNROLL(kItems)
       for (int m = 0; m < kItems; ++m) {
-        const std::int64_t item = first + m * kWarp;
+        const int offset = m * kWarp;
+        const std::int64_t item = first + offset;
         const bool inside = number < kNumbers && item < tensor.sum_items;
         values[n][m] = inside ? products[number * tensor.sum_items + item] : 0;
       }
@@ -78,17 +80,18 @@ CS_DEVICE void find_coefficients(const Phase2Launch& launch, const PlannedTensor
   }
 }
 
-// A tile's plain sums and reference gradients, held in a slot.
-template <class T, int kTasks> struct InSlot {
+// What a tile's update is made of, held in a slot.
+template <class T> struct InSlot {
   static constexpr bool kWritten = false;
-  int slot;
-  std::int64_t start; // the tile's
+  const Slot<T>& held;
+  std::int64_t start; // of the tile
 
-  CS_DEVICE const T* sums(std::int64_t element) const {
-    return slot_sums<T, kTasks>(slot) + (element - start);
-  }
+  CS_DEVICE static bool aligned() { return true; }
+  // Of this thread's vector, as its SUM item found it.
+  CS_DEVICE int group_at(std::int64_t, std::int64_t) const { return held.groups[thread_index()]; }
+  CS_DEVICE const T* sums(std::int64_t element) const { return held.sums + (element - start); }
   CS_DEVICE const T* references(std::int64_t element, std::int64_t) const {
-    return slot_references<T, kTasks>(slot) + (element - start);
+    return held.references + (element - start);
   }
 };
 
@@ -97,6 +100,10 @@ template <class T> struct InMemory {
   static constexpr bool kWritten = true;
   const Work<T>& work;
 
+  CS_DEVICE bool aligned() const { return work.aligned; }
+  CS_DEVICE int group_at(std::int64_t element, std::int64_t end) const {
+    return work.group_at(element, end);
+  }
   CS_DEVICE const T* sums(std::int64_t element) const { return work.update + element; }
   CS_DEVICE const T* references(std::int64_t element, std::int64_t group) const {
     const T* gradient = work.gradient(group);
@@ -109,35 +116,33 @@ template <class T, class Terms>
 CS_DEVICE void project(const Work<T>& work, Range range, const double* coefficients,
                        const Terms& terms) {
   constexpr int kVector = Vector<T>::kSize;
-  const auto some = [&](std::int64_t element, std::int64_t run, auto size) {
-    const std::int64_t group = work.task_of(run);
+  const auto some = [&](std::int64_t element, std::int64_t group, auto size) {
     const double coefficient = group < 0 ? 0 : coefficients[group];
     const T* reference = coefficient != 0 ? terms.references(element, group) : nullptr;
     if (Terms::kWritten && reference == nullptr)
       return;
-    auto total = vector_at<size>(terms.sums(element));
+    auto total = vector_at<size>(terms.sums(element), terms.aligned());
     if (reference != nullptr) {
-      const auto of_group = vector_at<size>(reference);
+      const auto of_group = vector_at<size>(reference, terms.aligned());
       for (int e = 0; e < size; ++e)
         total.x[e] = narrowed<T>(widened(total.x[e]) + coefficient * widened(of_group.x[e]));
     }
-    store(work.update + element, total);
+    store(work.update + element, total, work.aligned);
   };
   const std::integral_constant<int, kVector> whole;
   const std::integral_constant<int, 1> one;
-  // Adjacent threads have adjacent elements also where memory is not aligned.
-  const int step = work.aligned ? kVector : 1;
-  for (std::int64_t element = range.begin + thread_index() * step; element < range.end;
-       element += kThreads * step) {
-    const std::int64_t run = work.run_of(element);
-    if (work.readable(element) && work.in_run(element, run)) {
-      some(element, run, whole);
+  constexpr int kStep = kThreads * kVector;
+  const int offset = thread_index() * kVector;
+  for (std::int64_t element = range.begin + offset; element < range.end; element += kStep) {
+    const int group = terms.group_at(element, range.end);
+    if (group != Work<T>::kApart) {
+      some(element, group, whole);
       continue;
     }
-    const std::int64_t stop = element + step < range.end ? element + step : range.end;
+    const std::int64_t stop = element + kVector < range.end ? element + kVector : range.end;
     CS_UNROLL(1)
     for (std::int64_t e = element; e < stop; ++e)
-      some(e, work.run_of(e), one);
+      some(e, work.task_of(work.run_of(e)), one);
   }
 }
 
@@ -169,8 +174,9 @@ CS_DEVICE void write_oldest(const Phase2Arguments& launch, Shared& shared) {
   synchronize_block();
   const std::int64_t first = item.index * work.tensor.tiles + item.first;
   for (int n = 0; n < item.tiles; ++n) {
-    const InSlot<T, kTasks> terms{wrapped(first_slot + n, launch.slots), (first + n) * kTile};
-    project(work, item_range(first + n, kTile, work.size), shared.numbers, terms);
+    const Slot<T>& held = slot_at<T, kTasks>(wrapped(first_slot + n, launch.slots));
+    const Range range = item_range(first + n, kTile, work.size);
+    project(work, range, shared.numbers, InSlot<T>{held, range.begin});
   }
   synchronize_block();
   if (thread_index() == 0) {

@@ -13,8 +13,7 @@ template <class T, int kTasks> struct Sum {
   static constexpr auto kTile = tile_elements<T, kTasks>();
   static constexpr int kLanes = product_lanes(kTasks);
   static constexpr int kShare = product_share(kTasks);
-  // In the place of a group: elements that do not form a vector of one row.
-  static constexpr int kApart = -2;
+  static constexpr int kApart = Work<T>::kApart;
   static constexpr int kNoSlot = -1;
 
   const Work<T>& work;
@@ -59,27 +58,33 @@ template <class T, int kTasks> struct Sum {
     }
   }
 
-  // One 16-byte load per gradient. The channel group is of the first element.
+  // A vector of each gradient, and their channel group.
   struct Read {
     int group;
     Words words[kTasks];
   };
 
-  CS_DEVICE int group_at(std::int64_t element, std::int64_t end) const {
-    if (element >= end || !work.readable(element))
-      return kApart;
-    const std::int64_t run = work.run_of(element);
-    return work.in_run(element, run) ? static_cast<int>(work.task_of(run)) : kApart;
-  }
-
-  CS_DEVICE Read read(std::int64_t element, int group) const {
+  // keep: whether a PROJECT item will read the reference gradient again.
+  CS_DEVICE Read read(std::int64_t element, int group, bool keep) const {
     Read result;
     result.group = group;
-    CS_UNROLL(kTasks)
-    for (int j = 0; j < kTasks; ++j)
-      result.words[j] = group != kApart && gradients[j] != nullptr
-                            ? load(words_at(gradients[j] + element), j == group, evict)
-                            : Words{};
+    const bool whole = group != kApart;
+    if (work.aligned) {
+      CS_UNROLL(kTasks)
+      for (int j = 0; j < kTasks; ++j)
+        result.words[j] = whole && gradients[j] != nullptr
+                              ? load(words_at(gradients[j] + element), keep && j == group, evict)
+                              : Words{};
+    } else {
+      CS_UNROLL(kTasks)
+      for (int j = 0; j < kTasks; ++j) {
+        Vector<T> vector{};
+        for (int e = 0; e < kVector; ++e)
+          if (whole && gradients[j] != nullptr)
+            vector.x[e] = load(gradients[j] + element + e);
+        result.words[j] = as_words(vector);
+      }
+    }
     return result;
   }
 
@@ -103,10 +108,11 @@ template <class T, int kTasks> struct Sum {
           total[e] += widened(g.x[e]);
       }
       if (slot == kNoSlot) {
-        store_narrowed(work.update + element, total);
+        store_narrowed(work.update + element, total, work.aligned);
       } else {
-        store_narrowed(slot_sums<T, kTasks>(slot) + offset, total);
-        *words_at(slot_references<T, kTasks>(slot) + offset) = reference_words;
+        auto& held = slot_at<T, kTasks>(slot);
+        store_narrowed(held.sums + offset, total);
+        *words_at(held.references + offset) = reference_words;
       }
     }
     const auto reference = as_vector<T>(reference_words);
@@ -119,14 +125,13 @@ template <class T, int kTasks> struct Sum {
     });
   }
 
-  // As many elements of each thread as a vector has, one at a time, those before `end`: at the ends
-  // of rows, and where memory is not aligned. offset: of the first one in the tile.
-  CS_DEVICE void elements(std::int64_t start, int offset, int step, std::int64_t end, int slot) {
+  // The elements of a vector, one at a time, as far as they are before `end`: at the ends of rows.
+  // offset: of the first one in the tile.
+  CS_DEVICE void elements(std::int64_t element, int offset, std::int64_t end, int slot) {
     Wide<T> dots[kTasks] = {};
     std::int64_t group = -1;
     CS_UNROLL(1)
-    for (int n = 0; n <= kVector; ++n, offset += step) {
-      const std::int64_t element = start + offset;
+    for (int n = 0; n <= kVector; ++n, ++element, ++offset) {
       const bool inside = n < kVector && element < end;
       const std::int64_t next = inside ? work.task_of(work.run_of(element)) : -1;
       if (any_of_warp(next != group)) {
@@ -150,8 +155,8 @@ template <class T, int kTasks> struct Sum {
       if (slot == kNoSlot) {
         work.update[element] = narrowed<T>(total);
       } else {
-        slot_sums<T, kTasks>(slot)[offset] = narrowed<T>(total);
-        slot_references<T, kTasks>(slot)[offset] = narrowed<T>(reference);
+        slot_at<T, kTasks>(slot).sums[offset] = narrowed<T>(total);
+        slot_at<T, kTasks>(slot).references[offset] = narrowed<T>(reference);
       }
       CS_UNROLL(kTasks)
       for (int j = 0; j < kTasks; ++j)
@@ -169,28 +174,26 @@ template <class T, int kTasks> struct Sum {
     // The group decides what the cache keeps, so its load is ahead of the gradients'.
     constexpr auto kAhead = prefetches(kTasks) ? kTile : 0;
     Read next;
-    int group = group_at(begin + offset, end);
+    int group = work.group_at(begin + offset, end);
     if constexpr (prefetches(kTasks)) {
-      next = read(begin + offset, group);
-      group = group_at(begin + offset + kTile, end);
+      next = read(begin + offset, group, left > 0);
+      group = work.group_at(begin + offset + kTile, end);
     }
     for (std::int64_t start = begin; start < end; start += kTile, --left) {
       const std::int64_t element = start + offset;
       if constexpr (!prefetches(kTasks))
-        next = read(element, group);
+        next = read(element, group, left > 0);
       const Read now = next;
       if constexpr (prefetches(kTasks))
-        next = read(element + kTile, group);
-      group = group_at(element + kTile + kAhead, end);
+        next = read(element + kTile, group, left > 1);
+      group = work.group_at(element + kTile + kAhead, end);
       const int to = left > 0 ? kNoSlot : slot;
-      if (work.aligned)
-        vector(element, offset, to, now.words, now.group);
-      // Adjacent threads have adjacent elements where memory is not aligned.
-      const bool apart = now.group == kApart;
-      const std::int64_t stop = start + kTile < end ? start + kTile : end;
-      if (!work.aligned || any_of_warp(apart && element < end))
-        elements(start, work.aligned ? offset : thread_index(), work.aligned ? 1 : kThreads,
-                 apart ? stop : start, to);
+      if (to != kNoSlot)
+        slot_at<T, kTasks>(to).groups[thread_index()] = static_cast<std::int8_t>(now.group);
+      vector(element, offset, to, now.words, now.group);
+      const bool apart = now.group == kApart && element < end;
+      if (any_of_warp(apart))
+        elements(element, offset, apart ? end : element, to);
       if (left <= 0)
         slot = wrapped(slot + 1, slots);
     }

@@ -25,7 +25,7 @@ struct HeldItem {
 
 // The first part of a block's shared memory.
 struct alignas(16) Shared {
-  double sums[kWarps];
+  double sums[strength_tasks(0) * kWarps];
   double numbers[kMaxTasks]; // sums of strengths, or the coefficients a_i
   std::int32_t drawn;
   std::int32_t last;
@@ -63,15 +63,18 @@ template <class T, int kTasks> constexpr std::int64_t tile_elements() {
   return std::int64_t{kTasks > 0 ? kThreads * Vector<T>::kSize : kGeneralRounds * kGeneralColumns};
 }
 
-// The third, in the unrolled kernels: a slot has a tile's plain sums, then its reference gradients.
-constexpr std::int64_t kSlotBytes = 2 * kThreads * sizeof(Words);
+// The third, in the unrolled kernels: a slot has a tile's plain sums, its reference gradients, and
+// the channel groups of its vectors.
+template <class T> struct alignas(16) Slot {
+  T sums[kThreads * Vector<T>::kSize];
+  T references[kThreads * Vector<T>::kSize];
+  std::int8_t groups[kThreads];
+};
+constexpr std::int64_t kSlotBytes = sizeof(Slot<float>);
 
-template <class T, int kTasks> CS_DEVICE T* slot_sums(int slot) {
-  return reinterpret_cast<T*>(shared_memory() + sizeof(Shared) +
-                              unrolled_products(kTasks) * sizeof(double) + slot * kSlotBytes);
-}
-template <class T, int kTasks> CS_DEVICE T* slot_references(int slot) {
-  return slot_sums<T, kTasks>(slot) + tile_elements<T, kTasks>();
+template <class T, int kTasks> CS_DEVICE Slot<T>& slot_at(int number) {
+  return reinterpret_cast<Slot<T>*>(shared_memory() + sizeof(Shared) +
+                                    unrolled_products(kTasks) * sizeof(double))[number];
 }
 
 // A slot of the ring, from its number or a round later.
@@ -121,13 +124,14 @@ template <class T> struct Work {
   CS_DEVICE std::int64_t run_of(std::int64_t element) const {
     return priority == nullptr ? 0 : quotient(element, inner);
   }
-  // Whether the 16 bytes from an element on can be read by one access.
-  CS_DEVICE bool readable(std::int64_t element) const {
-    return aligned && element + Vector<T>::kSize <= size;
-  }
-  // Whether they belong to one row.
-  CS_DEVICE bool in_run(std::int64_t element, std::int64_t run) const {
-    return priority == nullptr || element + Vector<T>::kSize <= (run + 1) * inner;
+  // The channel group of a vector: a task, -1, or kApart where its elements are not all of one row.
+  static constexpr int kApart = -2;
+  CS_DEVICE int group_at(std::int64_t element, std::int64_t end) const {
+    if (element >= end)
+      return kApart;
+    const std::int64_t run = run_of(element);
+    const std::int64_t row_end = priority == nullptr ? size : (run + 1) * inner;
+    return element + Vector<T>::kSize <= row_end ? static_cast<int>(task_of(run)) : kApart;
   }
 };
 

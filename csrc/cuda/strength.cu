@@ -15,10 +15,14 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks) energy_kernel(EnergyLaunch 
 CS_KERNEL(kThreads, kSmallBlocks) strength_kernel(StrengthLaunch launch) {
   auto* workspace = reinterpret_cast<double*>(shared_memory());
   const int task = static_cast<int>(block_index());
-  const double total = launch.normalize ? strength_total(launch, task, workspace) : 1;
-  for (std::int64_t row = thread_index(); row < launch.rows; row += kThreads)
-    launch.strength[task * launch.rows + row] =
-        normalized_strength(strength_at(launch, task, row), total);
+  double total[] = {1};
+  if (launch.normalize)
+    strength_totals<1, 1>(launch, task, total, workspace);
+  for (std::int64_t row = thread_index(); row < launch.rows; row += kThreads) {
+    double strength[1];
+    strengths_at<1, 1>(launch, task, row, strength);
+    launch.strength[task * launch.rows + row] = normalized_strength(strength[0], total[0]);
+  }
 }
 
 CS_KERNEL(kThreads, kSmallBlocks) priority_kernel(PriorityLaunch launch) {

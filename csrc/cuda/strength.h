@@ -10,10 +10,21 @@
 
 namespace cs_kernels::cuda {
 
-CS_DEVICE double number_at(const Numbers& numbers, std::int64_t offset) {
-  return with_type(numbers.type, [&](auto like) -> double {
-    return widened(load(static_cast<const decltype(like)*>(numbers.data) + offset));
+// Some numbers of an array; their loads are in flight together.
+template <int kNumber>
+CS_DEVICE void numbers_at(const Numbers& numbers, const std::int64_t (&offsets)[kNumber],
+                          double (&values)[kNumber]) {
+  with_type(numbers.type, [&](auto like) {
+    const auto* data = static_cast<const decltype(like)*>(numbers.data);
+    CS_UNROLL(kNumber)
+    for (int n = 0; n < kNumber; ++n)
+      values[n] = widened(load(data + offsets[n]));
   });
+}
+CS_DEVICE double number_at(const Numbers& numbers, std::int64_t offset) {
+  double value[1];
+  numbers_at(numbers, {offset}, value);
+  return value[0];
 }
 
 // energy[row] of some rows. The number of threads of a row grows with its length.
@@ -61,35 +72,91 @@ CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool a
   }
 }
 
-// Eq. (6). Other blocks of the same launch may have written the energies.
-CS_DEVICE double strength_at(const StrengthLaunch& layer, int task, std::int64_t row) {
-  const std::int64_t offset = task * layer.rows + row;
-  return channel_strength(number_at(layer.gamma, offset), number_at(layer.variance, offset),
-                          load(layer.epsilon + task), layer.energy[row]);
+// Eq. (6) of some pairs of a task and a row: tasks from `task` on, for each of the rows `row`,
+// `row` + kThreads, ...; 0 where there is none. Other blocks of the same launch may have written
+// the energies.
+template <int kTasks, int kRows>
+CS_DEVICE void strengths_at(const StrengthLaunch& layer, int task, std::int64_t row,
+                            double (&strengths)[kRows * kTasks]) {
+  constexpr int kPairs = kRows * kTasks;
+  const auto row_of = [&](int n) {
+    const int offset = n / kTasks * kThreads;
+    return row + offset;
+  };
+  const auto task_of = [&](int n) { return task + n % kTasks; };
+  const auto exists = [&](int n) { return row_of(n) < layer.rows && task_of(n) < layer.tasks; };
+  std::int64_t offsets[kPairs];
+  CS_UNROLL(kPairs)
+  for (int n = 0; n < kPairs; ++n)
+    offsets[n] = exists(n) ? task_of(n) * layer.rows + row_of(n) : 0;
+  double gamma[kPairs];
+  numbers_at(layer.gamma, offsets, gamma);
+  numbers_at(layer.variance, offsets, strengths);
+  CS_UNROLL(kPairs)
+  for (int n = 0; n < kPairs; ++n)
+    strengths[n] = exists(n)
+                       ? channel_strength(gamma[n], strengths[n], load(layer.epsilon + task_of(n)),
+                                          layer.energy[row_of(n)])
+                       : 0;
 }
 
-// The sum over the rows. All threads of the block must call it; each gets it.
-CS_DEVICE double strength_total(const StrengthLaunch& layer, int task, double* workspace) {
-  double sum = 0;
-  for (std::int64_t row = thread_index(); row < layer.rows; row += kThreads)
-    sum += strength_at(layer, task, row);
-  return block_sum(sum, workspace);
+// The sums over the rows, of tasks from `task` on. All threads of the block must call it; each gets
+// them. workspace: [kTogether, kWarps], shared.
+template <int kTogether, int kRows>
+CS_DEVICE void strength_totals(const StrengthLaunch& layer, int task, double (&totals)[kTogether],
+                               double* workspace) {
+  constexpr int kStep = kRows * kThreads;
+  CS_UNROLL(kTogether)
+  for (int n = 0; n < kTogether; ++n)
+    totals[n] = 0;
+  CS_UNROLL(1)
+  for (std::int64_t row = thread_index(); row < layer.rows; row += kStep) {
+    double strengths[kRows * kTogether];
+    strengths_at<kTogether, kRows>(layer, task, row, strengths);
+    CS_UNROLL(kRows * kTogether)
+    for (int n = 0; n < kRows * kTogether; ++n)
+      totals[n % kTogether] += strengths[n];
+  }
+  block_sums(totals, workspace);
 }
 
-// totals: [tasks], shared.
+// Eq. (10) of every row; kTasks is 0 for any number. totals: [tasks], shared.
+template <int kTasks>
 CS_DEVICE void find_priorities(const StrengthLaunch& layer, double* totals, double* workspace,
                                std::int64_t* priority) {
-  for (int task = 0; task < layer.tasks; ++task) {
-    const double total = strength_total(layer, task, workspace);
-    if (thread_index() == 0)
-      totals[task] = total;
+  constexpr int kTogether = strength_tasks(kTasks);
+  constexpr int kRows = strength_rows(kTasks);
+  constexpr int kStep = kRows * kThreads;
+  CS_UNROLL(1)
+  for (int task = 0; task < layer.tasks; task += kTogether) {
+    double sums[kTogether];
+    strength_totals<kTogether, kRows>(layer, task, sums, workspace);
+    CS_UNROLL(kTogether)
+    for (int n = 0; n < kTogether; ++n)
+      if (thread_index() == 0 && task + n < layer.tasks)
+        totals[task + n] = sums[n];
   }
   synchronize_block();
-  for (std::int64_t row = thread_index(); row < layer.rows; row += kThreads) {
-    TopTask top;
-    for (int task = 0; task < layer.tasks; ++task)
-      top.compare(task, normalized_strength(strength_at(layer, task, row), totals[task]));
-    priority[row] = top.task;
+  CS_UNROLL(1)
+  for (std::int64_t row = thread_index(); row < layer.rows; row += kStep) {
+    TopTask tops[kRows];
+    CS_UNROLL(1)
+    for (int task = 0; task < layer.tasks; task += kTogether) {
+      double strengths[kRows * kTogether];
+      strengths_at<kTogether, kRows>(layer, task, row, strengths);
+      CS_UNROLL(kRows * kTogether)
+      for (int n = 0; n < kRows * kTogether; ++n) {
+        const int of = task + n % kTogether;
+        if (of < layer.tasks)
+          tops[n / kTogether].compare(of, normalized_strength(strengths[n], totals[of]));
+      }
+    }
+    CS_UNROLL(kRows)
+    for (int n = 0; n < kRows; ++n) {
+      const int offset = n * kThreads;
+      if (row + offset < layer.rows)
+        priority[row + offset] = tops[n].task;
+    }
   }
 }
 

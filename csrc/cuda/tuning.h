@@ -25,7 +25,7 @@ constexpr int phase2_blocks(int tasks) {
 // block for 8 tasks rather than 64, and as many accesses of it, shuffles included.
 CS_HOST_DEVICE_INLINE constexpr int product_lanes(int tasks) { return tasks < 4 ? 1 : 4; }
 
-// Tiles that a block of Phase 2 holds: as many as fit. 12 do on an H200 with 8 tasks.
+// Tiles that a block of Phase 2 holds at most: on an H200 8 to 12 fit.
 constexpr int kMostSlots = 16;
 // Bytes of a multiprocessor that are left to its L1 cache, beside 28 KiB that it has anyway: the
 // gradients in flight are 24 to 48 KiB.
@@ -53,6 +53,15 @@ constexpr int kEnergyLoads = 4;
 constexpr int kTaskLoads = 4;
 // 16-byte vectors of a gradient per thread in a tile of these and of the Gramian.
 constexpr int kGradientVectors = 4;
+
+// Tasks and rows whose strengths a thread computes at once, as many as registers hold: one block
+// finds a layer's priorities, about two trips to memory at a time, while others wait for them.
+CS_HOST_DEVICE_INLINE constexpr int strength_tasks(int tasks) {
+  return tasks == 0 || tasks > 4 ? 8 : tasks > 2 ? 4 : 2;
+}
+CS_HOST_DEVICE_INLINE constexpr int strength_rows(int tasks) {
+  return strength_tasks(tasks) > 4 ? 1 : 2;
+}
 
 // Elements of each task in the general kernels' shared memory: 33 KiB for 64 tasks in double, for
 // 16 tasks 8 KiB, of which four blocks have 16 KiB of float32 in flight.

@@ -30,7 +30,7 @@ CS_DEVICE float widened(BFloat16 x) {
 CS_DEVICE float widened(Float16 x) { return float16_to_float(x.bits); }
 
 // float64 for float32: it holds squares of gradients beyond 1e19 or below 1e-19, and the sum of K
-// gradients is rounded once. float32 for 16-bit types, within the 16 bytes of a thread.
+// gradients is rounded once. float32 for 16-bit types, over a few vectors.
 template <class T> using Wide = decltype(widened(T{}));
 
 template <class T> CS_DEVICE T narrowed(double x) {
@@ -64,25 +64,32 @@ template <class T> CS_DEVICE const Words* words_at(const T* address) {
 template <class T> CS_DEVICE Words* words_at(T* address) {
   return reinterpret_cast<Words*>(address);
 }
-// A whole vector, or one element, in one access.
-template <int kSize, class T> CS_DEVICE Vector<T, kSize> vector_at(const T* address) {
+// Elements of a vector: in one access where memory is aligned to 16 bytes.
+template <int kSize, class T> CS_DEVICE Vector<T, kSize> vector_at(const T* address, bool aligned) {
   if constexpr (kSize > 1)
-    return as_vector<T>(*words_at(address));
-  else
-    return {{*address}};
-}
-template <class T, int kSize> CS_DEVICE void store(T* address, const Vector<T, kSize>& vector) {
-  if constexpr (kSize > 1)
-    *words_at(address) = as_words(vector);
-  else
-    *address = vector.x[0];
+    if (aligned)
+      return as_vector<T>(*words_at(address));
+  Vector<T, kSize> vector;
+  for (int e = 0; e < kSize; ++e)
+    vector.x[e] = address[e];
+  return vector;
 }
 template <class T, int kSize>
-CS_DEVICE void store_narrowed(T* address, const Wide<T> (&values)[kSize]) {
+CS_DEVICE void store(T* address, const Vector<T, kSize>& vector, bool aligned) {
+  if constexpr (kSize > 1)
+    if (aligned) {
+      *words_at(address) = as_words(vector);
+      return;
+    }
+  for (int e = 0; e < kSize; ++e)
+    address[e] = vector.x[e];
+}
+template <class T, int kSize>
+CS_DEVICE void store_narrowed(T* address, const Wide<T> (&values)[kSize], bool aligned = true) {
   Vector<T, kSize> vector;
   for (int e = 0; e < kSize; ++e)
     vector.x[e] = narrowed<T>(values[e]);
-  store(address, vector);
+  store(address, vector, aligned);
 }
 
 template <class T> CS_DEVICE T* pointer(std::int64_t address) {

@@ -221,7 +221,13 @@ int run(std::int64_t blocks, int threads, std::size_t shared_bytes,
   if (most_resident > 1)
     std::shuffle(left.begin(), left.end(), random_numbers);
   int idle = 0;
+  const Block* stopped = nullptr; // for long, as no other may rely on how far it is
+  int stopped_for = 0;
   for (;;) {
+    if (stopped_for > 0)
+      --stopped_for;
+    else if (most_resident > 1 && drawn(500) == 0)
+      stopped_for = drawn(3000);
     std::vector<Block*> running;
     for (std::size_t i = 0; i < static_cast<std::size_t>(most_resident); ++i) {
       Block& block = *resident[i];
@@ -235,6 +241,10 @@ int run(std::int64_t blocks, int threads, std::size_t shared_bytes,
     if (running.empty())
       return 0;
     Block& block = *running[static_cast<std::size_t>(drawn(static_cast<int>(running.size())))];
+    if (stopped_for == 0)
+      stopped = &block;
+    else if (&block == stopped && running.size() > 1)
+      continue;
     idle = advance(block) ? 0 : idle + 1;
     if (idle > 10000)
       fail("every thread waits");
