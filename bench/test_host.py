@@ -2,8 +2,8 @@
 
 The CUDA backend's front end runs on tensors of the CPU, and its launches do nothing; neither is
 memory pinned or anything sent. The running statistics that a step keeps until it has ended,
-whatever the method, are copied here; a GPU has a kernel for it. HRNet-18's convolutions with 4 tasks: so many
-and so small that a GPU can be expected to wait for the host.
+whatever the method, are copied here; a GPU has a kernel for it. HRNet-18's convolutions with 4
+tasks: so many and so small that a GPU can be expected to wait for the host.
 """
 
 import statistics

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from cs_kernels.checks import Closure, held_parameters
+from cs_kernels.ops.gpu.device import captured_tables
 from cs_kernels.options import checked_integer
 from cs_kernels.schedules import Phase
 
@@ -72,10 +73,29 @@ class CudaEngine:
         """Other threads, as those that pin memory for a data loader, may go on meanwhile."""
         graph = torch.cuda.CUDAGraph()
         pool = next((other.pool() for other in self._graphs), None)  # It lives as long as a graph.
-        with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
+        with (
+            captured_tables() as tables,
+            torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"),
+        ):
             run()
         self._graphs.add(graph)
-        return graph.replay
+        return _Replay(graph, tables)
+
+
+class _Replay:
+    """Replays a CUDA graph, and keeps the tables that it reads until the last replay has ended."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, tables: list[object]) -> None:
+        self._graph = graph
+        self._tables = tables
+        self._replayed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def __call__(self) -> None:
+        self._graph.replay()
+        self._replayed.record()
+
+    def __del__(self) -> None:
+        self._replayed.synchronize()
 
 
 ENGINES: dict[str, type[Engine]] = {"cuda": CudaEngine}

@@ -94,13 +94,15 @@ def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> N
     gpu = torch.device("cuda")
     tables = combine.gradient_plan((3,), (0,), 1, (True,), 512, 1, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(device, "_captured", [])
     device.refuse_capture(gpu)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="make a step before the capture"):
         device.refuse_capture(gpu)
-    device.keep(tables, gpu)
-    assert device._captured == [tables]
+    for_good = list(device._captured.get())
+    with device.captured_tables() as captured:
+        device.keep(tables, gpu)
+    assert captured == [tables]
+    assert device._captured.get() == for_good
 
 
 def test_a_capture_sends_from_memory_that_was_pinned_before_it(
@@ -116,7 +118,6 @@ def test_a_capture_sends_from_memory_that_was_pinned_before_it(
     capturing = False
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(device, "_pinned", pin)
-    monkeypatch.setattr(device, "_captured", captured := [])
     monkeypatch.setattr(device, "_left_for_captures", [])
     capturing = True
     with pytest.raises(RuntimeError, match="make a step before the capture"):
@@ -126,7 +127,8 @@ def test_a_capture_sends_from_memory_that_was_pinned_before_it(
     memory = pinned[0]
     assert len(pinned) == 3  # A megabyte once, and a buffer for each step.
     capturing = True
-    buffers = [device.host_buffer(10 + n, gpu) for n in range(20)]
+    with device.captured_tables() as captured:
+        buffers = [device.host_buffer(10 + n, gpu) for n in range(20)]
     assert len(pinned) == 3
     assert all(a is b for a, b in zip(buffers, captured, strict=True))
     for n, buffer in enumerate(buffers):

@@ -1,20 +1,36 @@
 """The device: its size, captures of CUDA graphs, and copies to it without host synchronization."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-_captured: list[object] = []
-"""Tensors read by captured CUDA graphs; never freed."""
+_captured: ContextVar[list[object]] = ContextVar("captured", default=[])  # noqa: B039
+"""What captured CUDA graphs read: by default, it is never freed."""
 
 _left_for_captures: list[Tensor] = []
 """Pinned memory, in one tensor: a capture can neither allocate it nor copy from other memory."""
 
 _FOR_CAPTURES = 1 << 17
 """Numbers that are pinned at least: a megabyte."""
+
+_CALLS = 16
+"""The calls of a captured step that the pinned memory has to be enough for."""
+
+
+@contextlib.contextmanager
+def captured_tables() -> Iterator[list[object]]:
+    """Collects what the CUDA graph that is captured inside reads, to be kept as long as it."""
+    tables: list[object] = []
+    token = _captured.set(tables)
+    try:
+        yield tables
+    finally:
+        _captured.reset(token)
+
 
 VECTOR_BYTES = 16
 """The widest access of a kernel."""
@@ -51,7 +67,7 @@ class Tables(Protocol):
 def keep(tables: Tables, device: torch.device) -> None:
     """Retains tables until a launch has read them; for good while a CUDA graph is captured."""
     if _capturing(device):
-        _captured.append(tables)
+        _captured.get().append(tables)
     elif tables.stream != stream_of(device):
         for tensor in tables.on_device:
             tensor.record_stream(torch.cuda.current_stream(device))
@@ -87,10 +103,10 @@ def host_buffer(numbers: int, device: torch.device) -> Tensor:
                 " what was pinned before the capture: make a step before the capture"
             )
         buffer, _left_for_captures[0] = _left_for_captures[0].tensor_split([numbers])
-        _captured.append(buffer)
+        _captured.get().append(buffer)
         return buffer
-    if left < 64 * numbers:
-        _left_for_captures[:] = [_pinned(max(_FOR_CAPTURES, 64 * numbers))]
+    if left < _CALLS * numbers:
+        _left_for_captures[:] = [_pinned(max(_FOR_CAPTURES, 4 * _CALLS * numbers))]
     return _pinned(numbers)
 
 
