@@ -12,7 +12,7 @@ from torch import Tensor
 
 import cs_kernels as cs
 from cs_kernels.ops.gpu import combine as gpu_combine
-from cs_kernels.ops.gpu.combine import GradientField, GradientPlan, gradient_plan
+from cs_kernels.ops.gpu.combine import GradientField, GradientPlan
 from cs_kernels.ops.random import random_key, uniform_numbers
 from cs_kernels.ops.reference import combine as reference
 
@@ -151,15 +151,15 @@ def test_draws_beyond_2_to_the_32_elements(backend: str, monkeypatch: pytest.Mon
     """The plan's first index moved there; a tile has elements of two ranges of 2^32."""
     if backend in ("reference", "cpu"):
         pytest.skip("has no plan")
-    first = 2**32 - 300
+    first, made = 2**32 - 300, gpu_combine._plan
 
     def moved(*arguments: Any) -> GradientPlan:
-        plan = gradient_plan(*arguments)
+        plan = made(*arguments)
         tensors = plan.tensors.clone()
         tensors[:, GradientField.FIRST_INDEX] += first
         return dataclasses.replace(plan, tensors=tensors)
 
-    monkeypatch.setattr(gpu_combine, "gradient_plan", moved)
+    monkeypatch.setattr(gpu_combine, "_plan", moved)
     update = torch.empty(1000)
     _ops.drop_signs_([update], [torch.ones(1000), -torch.ones(1000)], [0.0] * 2, 3, 5, 2)
     numbers = uniform_numbers(random_key(3, 5), first, 1000, update.device)
