@@ -174,6 +174,7 @@ class CapturedStep:
         _check_autocast(self._counter.device)
         phase = opt.phase
         opt._check_ready()
+        opt._notice_changes()
         graph = self._graphs.get(phase)
         if graph is not None and not self._is_current(graph, phase):
             del self._graphs[phase]
@@ -241,7 +242,8 @@ class CapturedStep:
             if not (isinstance(value, Tensor) and value.device == self._counter.device)
         ]
         values += [
-            opt._what_trains(),
+            opt._trainable,
+            opt._own.version,
             [parameter.data_ptr() for parameter in (*held, *opt._shared)],
             [module.training for module in self._modules],
             opt._watcher.version,

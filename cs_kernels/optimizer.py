@@ -39,6 +39,7 @@ from cs_kernels.layout import (
 )
 from cs_kernels.methods import ConnectionStrength, Method
 from cs_kernels.nn import check_tasks, task_norms, uncompiled
+from cs_kernels.ops.operands import Entries
 from cs_kernels.options import checked_integer
 from cs_kernels.passes import Backward, Passes, no_shared_parameter
 from cs_kernels.schedules import Joint, Phase, Schedule
@@ -143,6 +144,11 @@ class MultiTaskOptimizer:
         self._layout: tuple[object, Layout] | None = None
         self._covered = 0
         """The watcher's version for which a prioritized layer was found."""
+        self._own = Entries(norm._modules for norm in self._norms)
+        """The normalizations of the tasks."""
+        self._not_held: list[nn.Parameter] = []
+        """Their parameters that the torch optimizer does not hold."""
+        self._forget_passes()
         self._trainable = self._what_trains()
         self._seen = self._watcher.version
         """The watcher's version for which `_trainable` was found."""
@@ -210,7 +216,9 @@ class MultiTaskOptimizer:
                 graph is captured around the step.
 
             After any exception, also the closure's, parameters and running statistics are as they
-            were before the step (in Phase 1: before that task's update), and gradients are None.
+            were before the step (in Phase 1: before that task's update), and gradients are None;
+            but what a torch optimizer has changed before it raises, or before the next one of
+            several does, stays.
             The statistics are those of the trunk, and of the modules that ran in the first step of
             each task. The parameters that a loss depends on are checked in that step, whenever
             other parameters require a gradient, and every 32 steps.
@@ -412,8 +420,7 @@ class MultiTaskOptimizer:
 
         """
         (closure,) = checked_closures(closure)
-        self._passes.forget()
-        self._gradients.forget_passes()
+        self._forget_passes()
         held = held_parameters(self._optimizers)
         with self._statistics.restored_on_error(self.tasks, always=True):
             for task in self.tasks:
@@ -444,6 +451,7 @@ class MultiTaskOptimizer:
 
         """
         self._check_watched()
+        self._notice_changes()
         with torch.no_grad():
             return {
                 layer.name: torch.ops.cs_kernels.task_priority(
@@ -523,12 +531,7 @@ class MultiTaskOptimizer:
         return chosen
 
     def _new_step(self, tasks: Sequence[str], counter: Tensor | None = None) -> Step:
-        trains = self._what_trains()
-        if trains != self._trainable:
-            self._trainable = trains
-            self._passes.forget()
-            self._gradients.forget_passes()
-        elif self._steps % _GRAPHS_EVERY == 0:
+        if not self._notice_changes() and self._steps % _GRAPHS_EVERY == 0:
             self._passes.check_graphs()
         scale = None
         if self._scaled_by is not None and self._scaled_by.is_enabled():
@@ -540,6 +543,25 @@ class MultiTaskOptimizer:
             loss_scale=scale,
             counter=counter,
         )
+
+    def _notice_changes(self) -> bool:
+        """Whether other parameters train than in the last step, or a normalization was replaced."""
+        replaced, trains = self._own.changed(), self._what_trains()
+        if not replaced and trains == self._trainable:
+            return False
+        self._forget_passes()
+        self._trainable = self._what_trains()
+        return True
+
+    def _forget_passes(self) -> None:
+        """Looks at the next passes anew: other parameters may train, other modules may run."""
+        held = set(held_parameters(self._optimizers))
+        self._not_held = [p for norm in self._norms for p in norm.parameters() if p not in held]
+        self._passes.forget()
+        self._gradients.forget_passes()
+        self._statistics.find(self._inner)
+        self._layout = None
+        self._covered = 0
 
     def _finish(self, step: Step) -> None:
         self._steps += 1
@@ -623,7 +645,7 @@ class MultiTaskOptimizer:
         """Changes when other parameters require a gradient or the optimizer holds others."""
         held = held_parameters(self._optimizers)
         flags = [*map(id, held), *(p.requires_grad for p in held)]
-        flags += [p.requires_grad for p in self._shared]
+        flags += [p.requires_grad for p in (*self._shared, *self._not_held)]
         for module in self._watcher.outside:
             flags += [p.requires_grad for p in module._parameters.values() if p is not None]
         return flags

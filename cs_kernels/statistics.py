@@ -31,9 +31,36 @@ def _writable(buffer: Tensor) -> bool:
     )
 
 
+def _is_lazy(tensor: Tensor) -> bool:
+    """Whether its memory has the conjugates or the negatives of its values."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
+def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copies values, one tensor after the other where torch cannot copy all together."""
+    if any(map(_is_lazy, targets + sources)):
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+    else:
+        torch._foreach_copy_(targets, sources)
+
+
+def _put_back(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
+    """Writes the copies; a tensor that a step has given another size or type gets its own again."""
+    same: tuple[list[Tensor], list[Tensor]] = [], []
+    for tensor, copy in zip(tensors, copies, strict=True):
+        if (tensor.shape, tensor.dtype) == (copy.shape, copy.dtype):
+            same[0].append(tensor)
+            same[1].append(copy)
+        else:
+            tensor.data = copy.clone()
+    if same[0]:
+        _copy(*same)
+
+
 def _is_packed(tensor: Tensor) -> bool:
     """Whether its copy is one of many that are made together."""
-    if type(tensor) is not Tensor or not tensor.is_contiguous():
+    if type(tensor) is not Tensor or not tensor.is_contiguous() or _is_lazy(tensor):
         return False
     return tensor.device.type != "cpu" or tensor.nbytes <= _SMALL
 
@@ -69,7 +96,7 @@ class _Snapshot:
             elif packed and (copier := direct("copier", device)):
                 self._copiers.append(copier(tensors, copies))
             else:
-                self._copiers.append(partial(torch._foreach_copy_, copies, tensors))
+                self._copiers.append(partial(_copy, copies, tensors))
         self._native = unavailable is None and _C.Snapshot(
             self._modules, [native.get(id(value)) for value in self._values]
         )
@@ -89,7 +116,7 @@ class _Snapshot:
         for (buffers, name), value in zip(self._slots, self._values, strict=True):
             buffers[name] = value
         for tensors, copies in self._pairs:
-            torch._foreach_copy_(tensors, copies)
+            _put_back(tensors, copies)
 
 
 class RunningStatistics:
@@ -101,6 +128,15 @@ class RunningStatistics:
     def __init__(self, trunk: nn.Module) -> None:
         self._of_task: dict[str | None, list[Buffers]] = {}
         """For each task, the buffers of its normalizations; for None, those of other modules."""
+        self._outside: dict[str, list[weakref.ref[nn.Module]]] = {}
+        self._snapshots: dict[str | None, _Snapshot] = {}
+        self._taken: list[_Snapshot] | None = None
+        """The snapshots of the current step, in order."""
+        self.find(trunk)
+
+    def find(self, trunk: nn.Module) -> None:
+        """Finds the modules of the trunk, which may have been replaced."""
+        self._of_task.clear()
         own: set[nn.Module] = set()
         for norm in task_norms(trunk):
             for task in norm.tasks:
@@ -108,10 +144,6 @@ class RunningStatistics:
                 self._of_task.setdefault(task, []).extend(m._buffers for m in modules)
             own.update(norm.modules())
         self._of_task[None] = [m._buffers for m in trunk.modules() if m not in own]
-        self._outside: dict[str, list[weakref.ref[nn.Module]]] = {}
-        self._snapshots: dict[str | None, _Snapshot] = {}
-        self._taken: list[_Snapshot] | None = None
-        """The snapshots of the current step, in order."""
 
     def __getstate__(self) -> dict[str, object]:
         """A copy makes its own snapshots."""

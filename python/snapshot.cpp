@@ -15,10 +15,16 @@ namespace py = pybind11;
 namespace cs_kernels_python {
 
 Snapshot::Snapshot(const py::list& dictionaries, const py::list& copies) {
+  const py::object type = py::module_::import("torch").attr("Tensor");
   for (const py::handle dictionary : dictionaries) {
     dictionaries_.push_back(py::cast<py::dict>(dictionary));
     for (const auto& [key, value] : dictionaries_.back()) {
-      Entry entry{py::cast<py::object>(key), py::cast<py::object>(value), {}, nullptr, 0,
+      Entry entry{py::cast<py::object>(key),
+                  py::cast<py::object>(value),
+                  py::isinstance(value, type),
+                  {},
+                  nullptr,
+                  0,
                   dimensions_.size()};
       if (const std::optional<dlpack::Tensor> tensor = as_dlpack(value)) {
         entry.tensor = *tensor;
@@ -42,7 +48,7 @@ Snapshot::Snapshot(const py::list& dictionaries, const py::list& copies) {
 bool Snapshot::is(const Entry& entry, PyObject* key, PyObject* value) const {
   if (key != entry.key.ptr() || value != entry.value.ptr())
     return false;
-  if (value == Py_None)
+  if (!entry.is_tensor)
     return true;
   const std::optional<dlpack::Tensor> tensor = as_dlpack(value);
   if (!tensor || address_of(*tensor) != address_of(entry.tensor))

@@ -1,4 +1,4 @@
-// Tensors in dictionaries, such as a module's buffers, and copies of them.
+// The values of dictionaries, such as a module's buffers, and copies of those that are tensors.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -24,6 +24,7 @@ private:
   struct Entry {
     pybind11::object key;
     pybind11::object value;
+    bool is_tensor;
     dlpack::Tensor tensor; // of a value that is one; shape and strides are in dimensions_
     void* target;          // null: not copied
     std::size_t bytes;     // of the copy

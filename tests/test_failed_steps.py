@@ -135,6 +135,82 @@ def test_buffers_that_change_between_steps(change: Callable[[nn.Module], None]) 
     assert {name: id(buffer) for name, buffer in setup.trunk.named_buffers()} == before
 
 
+def _resized(buffer: Tensor) -> None:
+    buffer.resize_(7)
+
+
+def _retyped(buffer: Tensor) -> None:
+    buffer.data = buffer.data.double() + 1e-9
+
+
+def _rebound(buffer: Tensor) -> None:
+    buffer.data = torch.cat([buffer.data, buffer.data])
+
+
+@pytest.mark.parametrize("change", [_resized, _retyped, _rebound])
+def test_buffers_that_change_in_the_step(change: Callable[[Tensor], None]) -> None:
+    """All are restored, also those behind one that has another size or type now."""
+    setup, opt = started()
+    setup.trunk.register_buffer("seen", torch.arange(4.0))
+    opt.step(setup.closure(0))
+
+    def fails(task: str) -> Tensor:
+        setup.closure(1)(task)
+        change(setup.trunk.seen)
+        raise KeyError(task)
+
+    for _ in range(2):
+        with refused(lambda: dict(setup.trunk.named_buffers()), KeyError, TASKS[0]):
+            opt.step(fails)
+    opt.step(setup.closure(0))
+
+
+@pytest.mark.parametrize("change", [torch.conj, torch._neg_view], ids=["conj", "neg"])
+def test_buffers_with_lazy_values(change: Callable[[Tensor], Tensor]) -> None:
+    setup, opt = started()
+    filters = torch.fft.rfft(torch.randn(6, dtype=torch.float64))
+    setup.trunk.register_buffer("filters", change(filters))
+    opt.trace(setup.closure(0))
+    opt.step(setup.closure(0))
+
+    def fails(task: str) -> Tensor:
+        setup.trunk.filters.mul_(2)
+        raise KeyError(task)
+
+    with refused(lambda: dict(setup.trunk.named_buffers()), KeyError, TASKS[0]):
+        opt.step(fails)
+
+
+def test_a_normalization_that_is_replaced() -> None:
+    """Its statistics are restored, and its factors used, though its parameters are the same."""
+    setup, opt = started()
+    opt.step(setup.closure(0))
+    old = setup.trunk.stem_norm.depth
+    new = nn.BatchNorm2d(8, eps=0.5).double()
+    new.weight, new.bias = old.weight, old.bias
+    new.running_var.uniform_(1, 9)
+    setup.trunk.stem_norm.depth = new
+    priority = opt.priority()["stem"]
+    strength = cs.functional.connection_strength(
+        setup.trunk.stem.weight,
+        torch.stack([setup.trunk.stem_norm.of(task).weight for task in TASKS]),
+        torch.stack([setup.trunk.stem_norm.of(task).running_var for task in TASKS]),
+        eps=[setup.trunk.stem_norm.of(task).eps for task in TASKS],
+    )
+    assert torch.equal(priority, cs.functional.task_priority(strength))
+
+    def fails(task: str) -> Tensor:
+        setup.closure(1)(task)
+        raise KeyError(task)
+
+    with refused(lambda: dict(setup.trunk.named_buffers()), KeyError, TASKS[0]):
+        opt.step(fails)
+    opt.step(setup.closure(0))
+    norms = {norm.module for layer in opt._current_layout().layers for norm in layer.norms}
+    assert new in norms
+    assert old not in norms
+
+
 def test_snapshots_do_not_pile_up() -> None:
     setup, opt = started()
     for tasks in (TASKS, TASKS[::-1], TASKS[:2], TASKS[1:], TASKS[:1], TASKS[2:], TASKS[1::-1]):

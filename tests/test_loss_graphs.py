@@ -188,3 +188,20 @@ def test_checkpointed_trunks(method: cs.Method, reentrant: bool) -> None:
         torch.testing.assert_close(*states)
     else:
         assert_equal(*states)
+
+
+def test_a_normalization_unfrozen_later_must_be_held() -> None:
+    """The step after it raises: its parameters would not train."""
+    trunk = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    cs.nn.convert_task_batchnorm(trunk, AB)
+    trunk[1].requires_grad_(False)
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk[0]), AB)
+    x = torch.randn(8, 3)
+
+    def loss(task: str) -> Tensor:
+        return (trunk(x) - 1).square().mean()
+
+    opt.step(loss)
+    trunk[1].requires_grad_(True)
+    with refused(trunk.state_dict, ValueError, "optimizer"):
+        opt.step(loss)

@@ -19,8 +19,9 @@ class NashMTL(GramianMethod):
     """Multi-task learning as a bargaining game (Navon et al., 2022), solved to convergence.
 
     The task weights a > 0 solve G a = 1 / a: the update's product with each gradient is the inverse
-    of its weight. The update's norm is sqrt(K) before `max_norm`. The weight of a task with a zero
-    gradient is zero.
+    of its weight; up to a ridge of 1e-10 on the gradients' correlations, which keeps the weights of
+    opposed gradients finite. The update's norm is sqrt(K) before `max_norm`. The weight of a task
+    with a zero gradient is zero.
 
     Args:
         update_every: The number of steps for which task weights are kept.

@@ -4,11 +4,11 @@ A weight, its gradients and its update must have one dense memory layout; other 
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from struct import pack, unpack
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -119,6 +119,39 @@ def misfits(tensors: Grads, likes: Tensors) -> list[int]:
         or (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
         != (like.dtype, like.device, like.shape, like.stride())
     ]
+
+
+def _never() -> bool:
+    return False
+
+
+class Entries:
+    """The values of dictionaries, such as the modules of modules."""
+
+    def __init__(self, dictionaries: Iterable[dict[str, Any]]) -> None:
+        self._dictionaries = list(dictionaries)
+        self._same: Callable[[], bool] = _never
+        self.version = 0
+        """The number of changes seen."""
+        self.changed()
+
+    def changed(self) -> bool:
+        """Whether they are other objects, or tensors with other memory, than at the last call."""
+        if self._same():
+            return False
+        self._same = self._comparison()
+        self.version += 1
+        return True
+
+    def _comparison(self) -> Callable[[], bool]:
+        values = [value for entries in self._dictionaries for value in entries.values()]
+        if unavailable is None:
+            return _C.Snapshot(self._dictionaries, [None] * len(values)).take
+        return lambda: values == [v for entries in self._dictionaries for v in entries.values()]
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy compares its own objects."""
+        return {**vars(self), "_same": _never}
 
 
 def first_present(grads: Grads, tensors: int, tasks: int) -> list[Tensor]:
