@@ -71,9 +71,21 @@ class LayerLists(NamedTuple):
         )
 
 
+class StaleLayoutError(RuntimeError):
+    """A normalization has no running variance any more, or a scale that is no parameter."""
+
+
 def gammas(layers: Sequence[Layer]) -> list[Tensor]:
-    """Gamma of every normalization, [O], layer by layer; ones if it has no scale."""
-    found = [norm.parameters["weight"] for layer in layers for norm in layer.norms]
+    """Gamma of every normalization, [O], layer by layer; ones if it has no scale.
+
+    Raises:
+        StaleLayoutError: The layers have to be found anew.
+
+    """
+    norms = [norm for layer in layers for norm in layer.norms]
+    if not all("weight" in norm.parameters for norm in norms):
+        raise StaleLayoutError
+    found = [norm.parameters["weight"] for norm in norms]
     if any(gamma is None for gamma in found):
         pairs = zip(found, running_vars(layers), strict=True)
         return [torch.ones_like(var) if gamma is None else gamma for gamma, var in pairs]
@@ -81,9 +93,16 @@ def gammas(layers: Sequence[Layer]) -> list[Tensor]:
 
 
 def running_vars(layers: Sequence[Layer]) -> list[Tensor]:
-    """The running variance of every normalization, [O], layer by layer."""
-    buffers = [norm.buffers["running_var"] for layer in layers for norm in layer.norms]
-    return cast("list[Tensor]", buffers)  # Prioritized layers have running variances.
+    """The running variance of every normalization, [O], layer by layer.
+
+    Raises:
+        StaleLayoutError: The layers have to be found anew.
+
+    """
+    buffers = [norm.buffers.get("running_var") for layer in layers for norm in layer.norms]
+    if any(buffer is None for buffer in buffers):
+        raise StaleLayoutError
+    return cast("list[Tensor]", buffers)
 
 
 def epsilons(layers: Sequence[Layer]) -> list[float]:

@@ -31,6 +31,7 @@ from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import (
     Coverage,
     Layout,
+    StaleLayoutError,
     epsilons,
     find_layout,
     gammas,
@@ -451,7 +452,7 @@ class MultiTaskOptimizer:
 
         """
         self._check_watched()
-        self._notice_changes()
+        self._layout = None  # Normalizations may have been replaced.
         with torch.no_grad():
             return {
                 layer.name: torch.ops.cs_kernels.task_priority(
@@ -506,8 +507,9 @@ class MultiTaskOptimizer:
         if not isinstance(state, Mapping) or not set(expected) <= set(state):
             found = list(state) if isinstance(state, Mapping) else type(state).__name__
             raise ValueError(f"state must have {list(expected)}, got {found}")
-        if list(state["tasks"] or ()) != list(self.tasks):
-            raise ValueError(f"state must be of tasks {list(self.tasks)}, got {state['tasks']}")
+        tasks = state["tasks"]
+        if not isinstance(tasks, Sequence) or list(tasks) != list(self.tasks):
+            raise ValueError(f"state must be of tasks {list(self.tasks)}, got {tasks!r}")
         for part in ("method", "weighting"):
             given = state[part]
             name = given.get("name") if isinstance(given, Mapping) else given
@@ -592,7 +594,11 @@ class MultiTaskOptimizer:
         with record_function("cs_kernels.surgery"), torch.no_grad():
             self._gradients.release_own()
             first = self._gradients.first()
-            self.method.combine(self._gradients, self._current_layout(), step)
+            try:
+                self.method.combine(self._gradients, self._current_layout(), step)
+            except StaleLayoutError:
+                self._layout = None
+                self.method.combine(self._gradients, self._current_layout(), step)
             self._gradients.clear()
             if first is not None and self._shared[first[0]].grad is None:
                 raise RuntimeError(

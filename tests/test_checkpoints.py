@@ -76,6 +76,7 @@ def test_checkpoints_that_do_not_fit_are_refused_whole() -> None:
         ({**good, "steps": None}, "a whole state_dict"),
         (other_trunk, "shared parameters of trunk, got 'nowhere.weight'"),
         ([], "state must have"),
+        ({**good, "tasks": 5}, "state must be of tasks .*, got 5"),
     ):
         with pytest.raises(ValueError, match=message):
             fresh.load_state_dict(bad)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from layers import EMULATION
 from networks import Setup, assert_equal
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cs_kernels as cs
@@ -121,6 +121,35 @@ def test_the_update_is_the_operators(
     # On the CPU, half precision is converted by torch.
     assert done == [True, CHANGES[change] or (backend, change) == ("cuda", _half_precision)]
     assert_equal(found, expected)
+
+
+class _Positive(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+
+def _parametrized(norm: Any) -> None:
+    nn.utils.parametrize.register_parametrization(norm, "weight", _Positive())
+
+
+def _without_statistics(norm: Any) -> None:
+    norm.running_mean = norm.running_var = None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(_parametrized, "a scale that is not a parameter"), (_without_statistics, "no running var")],
+)
+def test_a_layer_that_loses_its_factors_gets_the_plain_sum(
+    change: Callable[[Any], None], reason: str
+) -> None:
+    setup = Setup()
+    opt = setup.start()
+    opt.step(setup.closure(0))
+    change(_norm(setup))
+    opt.step(setup.closure(1))
+    assert "stem" not in opt.priority()
+    assert reason in opt.coverage().plain["stem.weight"]
 
 
 class _Seen(TorchDispatchMode):
