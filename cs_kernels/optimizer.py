@@ -147,8 +147,10 @@ class MultiTaskOptimizer:
         """The watcher's version for which a prioritized layer was found."""
         self._own = Entries(norm._modules for norm in self._norms)
         """The normalizations of the tasks."""
+        self._of_norms: list[nn.Parameter] = []
+        """Their parameters."""
         self._not_held: list[nn.Parameter] = []
-        """Their parameters that the torch optimizer does not hold."""
+        """Those that the torch optimizer does not hold."""
         self._forget_passes()
         self._trainable = self._what_trains()
         self._seen = self._watcher.version
@@ -558,7 +560,8 @@ class MultiTaskOptimizer:
     def _forget_passes(self) -> None:
         """Looks at the next passes anew: other parameters may train, other modules may run."""
         held = set(held_parameters(self._optimizers))
-        self._not_held = [p for norm in self._norms for p in norm.parameters() if p not in held]
+        self._of_norms = [p for norm in self._norms for p in norm.parameters()]
+        self._not_held = [p for p in self._of_norms if p not in held]
         self._passes.forget()
         self._gradients.forget_passes()
         self._statistics.find(self._inner)
@@ -683,7 +686,7 @@ class MultiTaskOptimizer:
         held = held_parameters(self._optimizers)
         # The normalizations' gradients are kept during the passes: without these few kilobytes
         # between its freed blocks, glibc would trim the heap in each pass (5 % of a step).
-        kept = [p.grad for norm in self._norms for p in norm.parameters()]
+        kept = [p.grad for p in self._of_norms]
         try:
             if first:
                 self._clear(held)
