@@ -40,7 +40,7 @@ FIXED = {2: 10e-6, 4: 13e-6, 8: 18e-6}
 
 @dataclass(frozen=True)
 class Gpu:
-    """What the model assumes of a GPU."""
+    """The GPU of the model."""
 
     multiprocessors: int
     cache: float

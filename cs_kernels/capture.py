@@ -226,7 +226,7 @@ class CapturedStep:
         return same and values == graph.values
 
     def _facts(self, phase: Phase) -> tuple[list[object], list[Tensor]]:
-        """What a graph depends on: values, and tensors by identity."""
+        """The values and the tensors that a graph depends on; tensors are compared by identity."""
         opt = self._opt
         held = held_parameters(opt._optimizers)
         parts = [opt.weighting] if phase == 1 else [opt.weighting, opt.method]
@@ -272,7 +272,7 @@ def _hooks(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[object]:
 
 
 def _state(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[str, object]]:
-    """What torch optimizers keep for parameters, by name."""
+    """The entries of the torch optimizers' states, by name."""
     for optimizer in optimizers:
         for of_parameter in optimizer.state.values():
             yield from of_parameter.items()

@@ -42,7 +42,7 @@ class Layer:
 
 
 class LayerLists(NamedTuple):
-    """What Phase 2 takes of some layers."""
+    """The arguments of Phase 2 for some layers."""
 
     layers: tuple[Layer, ...]
     weight_indices: list[int]
@@ -50,10 +50,11 @@ class LayerLists(NamedTuple):
     out_channel_dims: list[int]
     groups: list[int]
     parameters: list[dict[str, nn.Parameter | None]]
-    """Of each layer's normalizations, one a task."""
+    """The parameters of every layer's normalizations, a dictionary for each task."""
     buffers: list[dict[str, Tensor | None]]
+    """Likewise."""
     norms: list[Any]
-    """These normalizations."""
+    """The normalizations."""
 
     @classmethod
     def of(cls, layers: Sequence[Layer]) -> "LayerLists":
@@ -166,11 +167,11 @@ class Layout:
 
     @cached_property
     def lists(self) -> LayerLists:
-        """Of all layers."""
+        """The lists of all layers."""
         return LayerLists.of(self.layers)
 
     def lists_of(self, parameters: Container[int]) -> LayerLists:
-        """Of the layers whose weights are among these shared parameters."""
+        """The lists of the layers whose weights are among these shared parameters."""
         lists = self.lists
         if all(index in parameters for index in lists.weight_indices):
             return lists

@@ -147,11 +147,7 @@ class MultiTaskOptimizer:
         """The watcher's version for which a prioritized layer was found."""
         self._own = Entries(norm._modules for norm in self._norms)
         """The normalizations of the tasks."""
-        self._of_norms: list[nn.Parameter] = []
-        """Their parameters."""
-        self._not_held: list[nn.Parameter] = []
-        """Those that the torch optimizer does not hold."""
-        self._forget_passes()
+        self._find_parameters_of_norms()
         self._trainable = self._what_trains()
         self._seen = self._watcher.version
         """The watcher's version for which `_trainable` was found."""
@@ -559,14 +555,18 @@ class MultiTaskOptimizer:
 
     def _forget_passes(self) -> None:
         """Looks at the next passes anew: other parameters may train, other modules may run."""
-        held = set(held_parameters(self._optimizers))
-        self._of_norms = [p for norm in self._norms for p in norm.parameters()]
-        self._not_held = [p for p in self._of_norms if p not in held]
+        self._find_parameters_of_norms()
         self._passes.forget()
         self._gradients.forget_passes()
         self._statistics.find(self._inner)
         self._layout = None
         self._covered = 0
+
+    def _find_parameters_of_norms(self) -> None:
+        """Finds them, and those among them that the torch optimizer does not hold."""
+        held = set(held_parameters(self._optimizers))
+        self._of_norms = [p for norm in self._norms for p in norm.parameters()]
+        self._not_held = [p for p in self._of_norms if p not in held]
 
     def _finish(self, step: Step) -> None:
         self._steps += 1

@@ -48,12 +48,19 @@ class Loop:
         y = self.setup.heads[task](self.setup.trunk(x))
         return (y - targets[TASKS.index(task)]).square().mean()
 
-    def train(self, start: int = 0, stop: int = STEPS) -> "Loop":
+    def train(
+        self,
+        start: int = 0,
+        stop: int = STEPS,
+        rate: torch.optim.lr_scheduler.LRScheduler | None = None,
+    ) -> "Loop":
         for number in range(start, stop):
             self.opt.start_epoch(number // 4)
             for static, new in zip(self.batch, self.setup.batches[number % 8], strict=True):
                 static.copy_(new)
             self.losses.append(self.step())
+            if rate is not None:
+                rate.step()
         return self
 
 

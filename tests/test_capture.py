@@ -234,10 +234,7 @@ def test_a_learning_rate_in_a_tensor(graphs: type[Recorder]) -> None:
         lr = torch.tensor(0.05)
         loop = Loop(cs.PCGrad(), captured=captured, lr=lr, fused=True)
         rate = torch.optim.lr_scheduler.ExponentialLR(loop.setup.optimizer, 0.8)
-        for number in range(8):
-            loop.train(number, number + 1)
-            rate.step()
-        loops.append(loop)
+        loops.append(loop.train(stop=8, rate=rate))
     assert_alike(*loops)
     assert (graphs.captures, graphs.replays) == (1, 6)
 

@@ -154,10 +154,7 @@ def test_captured_optimizers(
         lr = torch.tensor(0.01)
         loop = Loop(cs.PCGrad(), captured=captured, optimizer=optimizer, scaler=scaler, lr=lr)
         rate = torch.optim.lr_scheduler.ExponentialLR(loop.setup.optimizer, 0.9)
-        for number in range(14):
-            loop.train(number, number + 1)
-            rate.step()
-        loops.append(loop)
+        loops.append(loop.train(stop=14, rate=rate))
     _assert_close(*loops)
 
 
@@ -167,10 +164,7 @@ def test_captured_again_after_a_change(gpu: str) -> None:
     for captured in (True, False):
         loop = Loop(cs.GradDrop(), cs.Mixed(3, 1, "step"), captured=captured)
         rate = torch.optim.lr_scheduler.StepLR(loop.setup.optimizer, 10, 0.5)
-        for number in range(40):
-            loop.train(number, number + 1)
-            rate.step()
-        loops.append(loop)
+        loops.append(loop.train(stop=40, rate=rate))
     _assert_close(*loops)
 
 

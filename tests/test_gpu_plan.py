@@ -98,11 +98,11 @@ def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="make a step before the capture"):
         device.refuse_capture(gpu)
-    for_good = list(device._captured.get())
+    for_good = list(device._kept_for_good)
     with device.captured_tables() as captured:
         device.keep(tables, gpu)
     assert captured == [tables]
-    assert device._captured.get() == for_good
+    assert device._kept_for_good == for_good
 
 
 def test_a_capture_sends_from_memory_that_was_pinned_before_it(

@@ -66,15 +66,13 @@ class NashMTL(GramianMethod):
         # Weights that are not finite are not kept: the next steps would use them.
         before = torch.ones_like(weights) if kept is None else kept.to(weights)
         after = torch.where(weights.isfinite().all(), weights, before)
-        if kept is None or before is not kept:
-            kept = after
-        else:
-            kept.copy_(after)  # In place, for the replays of a CUDA graph.
+        if before is kept:
+            after = before.copy_(after)  # In place, for the replays of a CUDA graph.
         self._kept = {
             "number": number,
             "tasks": step.tasks,
             "layers": step.layers,
-            "weights": kept,
+            "weights": after,
         }
         return weights
 

@@ -8,8 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_captured: ContextVar[list[object]] = ContextVar("captured", default=[])  # noqa: B039
-"""What captured CUDA graphs read: by default, it is never freed."""
+_kept_for_good: list[object] = []
+"""Tables and buffers that CUDA graphs read which somebody else captures."""
+
+_collected: ContextVar[list[object] | None] = ContextVar("collected", default=None)
+"""The list of the `captured_tables` around a capture, if any."""
 
 _left_for_captures: list[Tensor] = []
 """Pinned memory, in one tensor: a capture can neither allocate it nor copy from other memory."""
@@ -23,13 +26,19 @@ _CALLS = 16
 
 @contextlib.contextmanager
 def captured_tables() -> Iterator[list[object]]:
-    """Collects what the CUDA graph that is captured inside reads, to be kept as long as it."""
+    """Collects the tables that a CUDA graph captured inside reads, to be kept as long as it."""
     tables: list[object] = []
-    token = _captured.set(tables)
+    token = _collected.set(tables)
     try:
         yield tables
     finally:
-        _captured.reset(token)
+        _collected.reset(token)
+
+
+def _keep_for_graph(table: object) -> None:
+    """Keeps what the CUDA graph that is being captured reads."""
+    collected = _collected.get()
+    (_kept_for_good if collected is None else collected).append(table)
 
 
 VECTOR_BYTES = 16
@@ -67,7 +76,7 @@ class Tables(Protocol):
 def keep(tables: Tables, device: torch.device) -> None:
     """Retains tables until a launch has read them; for good while a CUDA graph is captured."""
     if _capturing(device):
-        _captured.get().append(tables)
+        _keep_for_graph(tables)
     elif tables.stream != stream_of(device):
         for tensor in tables.on_device:
             tensor.record_stream(torch.cuda.current_stream(device))
@@ -103,7 +112,7 @@ def host_buffer(numbers: int, device: torch.device) -> Tensor:
                 " what was pinned before the capture: make a step before the capture"
             )
         buffer, _left_for_captures[0] = _left_for_captures[0].tensor_split([numbers])
-        _captured.get().append(buffer)
+        _keep_for_graph(buffer)
         return buffer
     if left < _CALLS * numbers:
         _left_for_captures[:] = [_pinned(max(_FOR_CAPTURES, 4 * _CALLS * numbers))]
