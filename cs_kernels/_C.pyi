@@ -94,7 +94,13 @@ def combine(
     operands: Operands, *, group_of: Ints, groups: int, weights: int, threads: int
 ) -> None: ...
 def drop_signs(
-    operands: Operands, *, leaks: Floats, state: int, counter: int, threads: int
+    operands: Operands,
+    *,
+    leaks: Floats,
+    state: int,
+    counter: int,
+    offsets: Ints | None,
+    threads: int,
 ) -> None: ...
 def solve(
     solver: int, gramians: int, count: int, tasks: int, weights: int, option: int, counter: int

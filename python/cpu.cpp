@@ -124,13 +124,20 @@ void phase2_stage(const Operands& operands, const std::vector<Address>& prioriti
   stage({operands.tasks, operands.count(), tensors.data()}, threads);
 }
 
-std::vector<GradientTensor> gradient_tensors(const Operands& operands,
-                                             const std::vector<std::int64_t>& group_of) {
+// Without offsets, the elements of all tensors are numbered one after the other.
+std::vector<GradientTensor>
+gradient_tensors(const Operands& operands, const std::vector<std::int64_t>& group_of,
+                 const std::optional<std::vector<std::int64_t>>& offsets = std::nullopt) {
   std::vector<GradientTensor> tensors(operands.types.size());
   check_length("group_of", group_of.size(), tensors.size());
-  for (std::size_t t = 0; t < tensors.size(); ++t)
-    tensors[t] = {operands.type(t), operands.sizes[t], &operands.gradients[t * operands.tasks],
-                  operands.outputs[t], group_of[t]};
+  if (offsets)
+    check_length("offsets", offsets->size(), tensors.size());
+  std::int64_t next = 0;
+  for (std::size_t t = 0; t < tensors.size(); ++t) {
+    tensors[t] = {operands.type(t),    operands.sizes[t], &operands.gradients[t * operands.tasks],
+                  operands.outputs[t], group_of[t],       offsets ? (*offsets)[t] : next};
+    next += operands.sizes[t];
+  }
   return tensors;
 }
 
@@ -143,9 +150,11 @@ void on_groups(const Operands& operands, const std::vector<std::int64_t>& group_
 }
 
 void drop_signs(const Operands& operands, const std::vector<double>& leaks, std::uint64_t state,
-                Address counter, int threads) {
+                Address counter, const std::optional<std::vector<std::int64_t>>& offsets,
+                int threads) {
   check_length("leaks", leaks.size(), operands.tasks);
-  const auto tensors = gradient_tensors(operands, std::vector<std::int64_t>(operands.types.size()));
+  const auto tensors =
+      gradient_tensors(operands, std::vector<std::int64_t>(operands.types.size()), offsets);
   cpu::drop_signs({operands.tasks, 1, operands.count(), tensors.data()}, leaks.data(),
                   splitmix64(advanced(state, counter)), threads);
 }
@@ -181,5 +190,5 @@ void define_cpu(py::module_& module) {
                   "products");
   define_parallel("gramian", &on_groups<cpu::gramian>, "operands", "group_of", "groups", "out");
   define_parallel("combine", &on_groups<cpu::combine>, "operands", "group_of", "groups", "weights");
-  define_parallel("drop_signs", &drop_signs, "operands", "leaks", "state", "counter");
+  define_parallel("drop_signs", &drop_signs, "operands", "leaks", "state", "counter", "offsets");
 }

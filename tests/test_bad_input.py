@@ -361,6 +361,23 @@ def test_a_counter_that_does_not_fit(
         check_counter(torch.zeros(1, device="meta").long(), update.device)
 
 
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([0], "offsets must have 2 entries, one an update, got 1"),
+        ([], "offsets must have 2 entries, one an update, got 0"),
+        ([0, 4, 8], "offsets must have 2 entries, one an update, got 3"),
+        ([4, -1], r"offsets must lie in \[0, 2\^63 - 4\] .* 4 elements, got -1"),
+        ([2**63 - 3, 0], r"offsets must lie in \[0, 2\^63 - 4\] .* got 9223372036854775805"),
+    ],
+)
+def test_offsets_that_do_not_fit(backend: str, offsets: list[int], message: str) -> None:
+    updates, grads = [torch.zeros(4), torch.zeros(4)], [torch.ones(4), torch.ones(4)]
+    with pytest.raises(ValueError, match=message):
+        torch.ops.cs_kernels.drop_signs_(updates, grads, [0.0], 0, 0, 1, None, offsets)
+    assert [update.tolist() for update in updates] == [[0.0] * 4] * 2
+
+
 def test_a_trunk_on_two_devices() -> None:
     model, *_ = problem()
     model.unused.to("meta")

@@ -1,8 +1,5 @@
 """Gramian, weighted sum and sign dropping against the float64 oracle."""
 
-import dataclasses
-from typing import Any
-
 import pytest
 import torch
 import torchjd.aggregation
@@ -11,8 +8,6 @@ from networks import assert_equal
 from torch import Tensor
 
 import cs_kernels as cs
-from cs_kernels.ops.gpu import combine as gpu_combine
-from cs_kernels.ops.gpu.combine import GradientField, GradientPlan
 from cs_kernels.ops.random import random_key, uniform_numbers
 from cs_kernels.ops.reference import combine as reference
 
@@ -147,23 +142,64 @@ def test_drop_signs_with_a_counter(backend: str) -> None:
         assert torch.equal(drawn, expected)
 
 
-def test_draws_beyond_2_to_the_32_elements(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan's first index moved there; a tile has elements of two ranges of 2^32."""
-    if backend in ("reference", "cpu"):
-        pytest.skip("has no plan")
-    first, made = 2**32 - 300, gpu_combine._plan
-
-    def moved(*arguments: Any) -> GradientPlan:
-        plan = made(*arguments)
-        tensors = plan.tensors.clone()
-        tensors[:, GradientField.FIRST_INDEX] += first
-        return dataclasses.replace(plan, tensors=tensors)
-
-    monkeypatch.setattr(gpu_combine, "_plan", moved)
+@pytest.mark.parametrize("first", [2**32 - 300, 5 * 2**32 - 1, 2**63 - 1000])
+def test_draws_beyond_2_to_the_32_elements(backend: str, first: int) -> None:
+    """A tile has elements of two ranges of 2^32; the last index of all is 2^63 - 1."""
     update = torch.empty(1000)
-    _ops.drop_signs_([update], [torch.ones(1000), -torch.ones(1000)], [0.0] * 2, 3, 5, 2)
+    grads = [torch.ones(1000), -torch.ones(1000)]
+    _ops.drop_signs_([update], grads, [0.0] * 2, 3, 5, 2, None, [first])
     numbers = uniform_numbers(random_key(3, 5), first, 1000, update.device)
     assert torch.equal(update, torch.where(numbers < 0.5, 1.0, -1.0))
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("offsets", [None, (7, 2**32 - 900), (3 * 2**32 - 1, 0)], ids=str)
+@pytest.mark.parametrize("leak", [0.0, 0.25])
+@pytest.mark.parametrize("tasks", [3, 9])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parts_draw_as_the_whole(
+    backend: str, dtype: torch.dtype, tasks: int, leak: float, offsets: tuple[int, int] | None
+) -> None:
+    """The same bits, in any order of the parts; some are empty, some begin at any address."""
+    cuts = [[300, 0, 1, 1030, 169], [13, 1500, 487]]
+    sizes = [sum(of_tensor) for of_tensor in cuts]
+    # Their sums are exact in any order, so only the draws could differ.
+    whole: list[Tensor | None] = [
+        torch.randint(-8, 9, (size,)).to(dtype) for size in sizes for _ in range(tasks)
+    ]
+    whole[1] = None
+    arguments = [leak] * tasks, 3, 11, tasks, None
+    expected = [torch.empty(size, dtype=dtype) for size in sizes]
+    _ops.drop_signs_(expected, whole, *arguments, offsets)
+    by_reference = [torch.empty(size, dtype=dtype) for size in sizes]
+    reference.drop_signs_(by_reference, whole, *arguments, offsets)
+    assert_equal(expected, by_reference)
+
+    result = [torch.full((size,), torch.nan, dtype=dtype) for size in sizes]
+    updates, grads, firsts = [], [], []
+    parts = [(t, i) for t, of_tensor in enumerate(cuts) for i in range(len(of_tensor))]
+    for t, i in parts[::-1]:
+        start, stop = sum(cuts[t][:i]), sum(cuts[t][: i + 1])
+        updates.append(result[t][start:stop])
+        rows = whole[t * tasks : (t + 1) * tasks]
+        grads += [None if row is None else row[start:stop] for row in rows]
+        firsts.append((offsets or (0, sizes[0]))[t] + start)
+    _ops.drop_signs_(updates, grads, *arguments, firsts)
+    assert_equal(result, expected)
+
+
+def test_other_offsets_draw_other_numbers(backend: str) -> None:
+    """In later calls on the same tensors too: no plan of other offsets is taken."""
+    update, grads = torch.empty(1000), [torch.ones(1000), -torch.ones(1000)]
+    drawn = []
+    for offset in (0, 10, 0, 10):
+        _ops.drop_signs_([update], grads, [0.0] * 2, 3, 5, 2, None, [offset])
+        drawn.append(update.clone())
+    assert_equal(drawn[:2], drawn[2:])
+    assert torch.equal(drawn[0][10:], drawn[1][:-10])
+    assert not torch.equal(*drawn[:2])
+    _ops.drop_signs_([update], grads, [0.0] * 2, 3, 5, 2)
+    assert torch.equal(update, drawn[0])
 
 
 def test_drop_signs_is_the_sum_in_the_mean(backend: str) -> None:

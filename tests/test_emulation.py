@@ -47,7 +47,8 @@ def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
         gramian = _ops.gramian(grads, group_of, 3, tasks)
         _ops.combine_(updates, grads, gramian.sum(1), group_of, tasks)
         written += [gramian, *(update.clone() for update in updates)]
-        _ops.drop_signs_(updates, grads, [0.1] * tasks, 1, 2, tasks)
+        offsets = [2**32 - 50 * t for t in range(len(layers))]
+        _ops.drop_signs_(updates, grads, [0.1] * tasks, 1, 2, tasks, None, offsets)
         return written + updates
 
 

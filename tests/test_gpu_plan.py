@@ -68,21 +68,28 @@ def test_items_depend_on_earlier_ones(
             assert lag == tiling.lag * processors or items[first:][0][0] == ItemKind.PROJECT
 
 
+@pytest.mark.parametrize("offsets", [None, (9, 2**40, 0, 7, 2**32, 5)])
 @pytest.mark.parametrize("most_tiles", [1, 16])
 @pytest.mark.parametrize("processors", [1, 132])
 def test_groups_have_their_items_together(
-    monkeypatch: pytest.MonkeyPatch, processors: int, most_tiles: int
+    monkeypatch: pytest.MonkeyPatch,
+    processors: int,
+    most_tiles: int,
+    offsets: tuple[int, ...] | None,
 ) -> None:
     monkeypatch.setattr(combine, "multiprocessors", lambda device: processors)
     sizes, group_of = (5000, 0, 70, 123_456, 1, 999), (1, 0, 2, 1, 2, 1)
     chosen = (True, True, True, True, False, True)
-    plan = combine.gradient_plan(sizes, group_of, 4, chosen, 512, most_tiles, torch.device("cpu"))
+    plan = combine.gradient_plan(
+        sizes, group_of, 4, chosen, 512, most_tiles, torch.device("cpu"), offsets
+    )
     fields = plan.tensors.tolist()
     assert plan.empty_groups == (0, 3)
     covered = [0] * len(sizes)
     for n, (tensor, _) in enumerate(plan.items.tolist()):
         size, group, first, number, tiles, place = fields[tensor]
-        assert (size, group, place) == (sizes[tensor], group_of[tensor], sum(sizes[:tensor]))
+        assert (size, group) == (sizes[tensor], group_of[tensor])
+        assert place == (sum(sizes[:tensor]) if offsets is None else offsets[tensor])
         assert first <= n < first + number
         covered[tensor] += 512 * tiles
     for size, here, elements in zip(sizes, chosen, covered, strict=True):

@@ -155,13 +155,17 @@ def _(*_: object) -> None:
 
 @_operator(
     "drop_signs_(Tensor(a!)[] updates, Tensor?[] grads, float[] leaks, int seed, int step,"
-    " int tasks, Tensor? counter=None) -> ()"
+    " int tasks, Tensor? counter=None, int[]? offsets=None) -> ()"
 )
 def _(*_: object) -> None:
     """Writes each element's sum of positive or of negative gradients, drawn by their shares.
 
     The draw is a function of the seed and of `step + counter`, where there is a counter: int64, one
     element, which GPU kernels read in device memory, so that every replay of a graph draws anew.
+
+    It is a function of the element's index too. The indices of a tensor go on from its offset, in
+    memory order; without offsets, from the last index of the tensor before. A process that holds
+    parts of the tensors passes the index of each part's first element in the whole.
     """
 
 

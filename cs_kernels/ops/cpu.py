@@ -136,7 +136,12 @@ class CpuOperators(Phase2Operators, CombineOperators):
         )
 
     def run_drop_signs(
-        self, operands: Operands, leaks: Floats, state: int, counter: Tensor | None
+        self,
+        operands: Operands,
+        leaks: Floats,
+        state: int,
+        counter: Tensor | None,
+        offsets: Ints | None,
     ) -> None:
         """One call for all tensors."""
         _C.drop_signs(
@@ -144,6 +149,7 @@ class CpuOperators(Phase2Operators, CombineOperators):
             leaks=leaks,
             state=state,
             counter=address_of(counter),
+            offsets=offsets,
             threads=torch.get_num_threads(),
         )
 

@@ -204,6 +204,22 @@ def check_counter(counter: Tensor | None, device: torch.device) -> None:
     check_numel(counter, 1, "counter")
 
 
+def check_offsets(offsets: Ints | None, updates: Tensors) -> None:
+    """Raises a ValueError for offsets that are not one an update, or an index outside [0, 2^63)."""
+    if offsets is None:
+        return
+    if len(offsets) != len(updates):
+        raise ValueError(
+            f"offsets must have {len(updates)} entries, one an update, got {len(offsets)}"
+        )
+    for offset, update in zip(offsets, updates, strict=True):
+        if not 0 <= offset <= 2**63 - update.numel():
+            raise ValueError(
+                f"offsets must lie in [0, 2^63 - {update.numel()}] for an update of"
+                f" {update.numel()} elements, got {offset}"
+            )
+
+
 def check_gramian(gramian: Tensor) -> None:
     """Raises a ValueError for another shape than [..., K, K]."""
     tasks = gramian.shape[-1]

@@ -40,7 +40,7 @@ def uniform_numbers(key: int, index: int, count: int, device: torch.device) -> T
         high = first >> 32
         last = min(index + count, (high + 1) << 32)
         of_range = splitmix64((key + high) & _MASK)
-        low = torch.arange(first, last, device=device) & 0xFFFFFFFF
+        low = torch.arange(last - first, device=device) + (first & 0xFFFFFFFF)
         bits = (_lowbias32(low ^ (of_range & 0xFFFFFFFF)) + (of_range >> 32)) & 0xFFFFFFFF
         numbers[first - index : last - index] = (_lowbias32(bits) >> 8) * 2.0**-24
         first = last

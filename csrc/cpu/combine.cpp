@@ -19,7 +19,7 @@ struct Piece {
   std::vector<std::int32_t>* tasks;
   std::int64_t first;
   std::int64_t size;
-  std::int64_t index; // of the first element, among those of all tensors
+  std::int64_t index; // of the first element, for sign dropping
 
   std::vector<const void*> gradients() const {
     std::vector<const void*> result;
@@ -41,7 +41,8 @@ public:
         if (tensor.gradients[task] != nullptr)
           tasks_[t].push_back(task);
       for (std::int64_t i = 0; i < tensor.size; i += step)
-        pieces_.push_back({&tensor, &tasks_[t], i, std::min(step, tensor.size - i), elements_ + i});
+        pieces_.push_back(
+            {&tensor, &tasks_[t], i, std::min(step, tensor.size - i), tensor.first_index + i});
       elements_ += tensor.size;
       bytes_ += tensor.size * item_size(tensor.type) * (arguments.tasks + 1);
     }

@@ -10,6 +10,7 @@ from cs_kernels.ops.operands import (
     check_counter,
     check_group_of,
     check_numel,
+    check_offsets,
     check_tasks,
     first_present,
 )
@@ -29,9 +30,14 @@ class CombineOperators(ABC):
 
     @abstractmethod
     def run_drop_signs(
-        self, operands: Operands, leaks: Floats, state: int, counter: Tensor | None
+        self,
+        operands: Operands,
+        leaks: Floats,
+        state: int,
+        counter: Tensor | None,
+        offsets: Ints | None,
     ) -> None:
-        """Writes the outputs; the counter adds to the random state."""
+        """Writes the outputs; the counter adds to the random state, offsets None: cumulative."""
 
     def gramian(self, grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
         """Reads K * N gradients once."""
@@ -61,11 +67,13 @@ class CombineOperators(ABC):
         step: int,
         tasks: int,
         counter: Tensor | None = None,
+        offsets: Ints | None = None,
     ) -> None:
         """Reads K * N gradients once and writes N."""
         check_tasks(tasks)
         operands = Operands(updates, grads, tasks)
         if updates:
             check_counter(counter, updates[0].device)
-        self.run_drop_signs(operands, leaks, random_state(seed, step), counter)
+        check_offsets(offsets, updates)
+        self.run_drop_signs(operands, leaks, random_state(seed, step), counter, offsets)
         operands.finish()

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from itertools import accumulate
 from struct import pack, unpack
 
 import torch
@@ -44,7 +45,7 @@ class GradientField(IntEnum):
     TILES = 4
     """Tiles of an item."""
     FIRST_INDEX = 5
-    """The index of the first element among those of all tensors."""
+    """The index of the first element, for sign dropping."""
 
 
 class GradientCallField(IntEnum):
@@ -82,6 +83,7 @@ def gradient_plan(
     elements: int,
     most_tiles: int,
     device: torch.device,
+    offsets: tuple[int, ...] | None = None,
 ) -> GradientPlan:
     """The plan for tensors of these sizes.
 
@@ -93,6 +95,7 @@ def gradient_plan(
         elements: The size of a tile.
         most_tiles: The limit of tiles in an item.
         device: The device of the tables.
+        offsets: The index of each tensor's first element; None: one tensor after the other.
 
     """
     refuse_capture(device)
@@ -103,7 +106,9 @@ def gradient_plan(
     for t, group in enumerate(group_of):
         of_group[group] += items[t]
     first_item = [sum(of_group[:group]) for group in range(groups)]
-    fields, first = [], 0
+    if offsets is None:
+        offsets = tuple(accumulate(sizes, initial=0))
+    fields = []
     for t, size in enumerate(sizes):
         group = group_of[t]
         of_tensor = {
@@ -112,10 +117,9 @@ def gradient_plan(
             GradientField.FIRST_ITEM: first_item[group],
             GradientField.GROUP_ITEMS: of_group[group],
             GradientField.TILES: per_item,
-            GradientField.FIRST_INDEX: first,
+            GradientField.FIRST_INDEX: offsets[t],
         }
         fields.append([of_tensor[field] for field in GradientField])
-        first += size
     order = sorted(range(len(sizes)), key=lambda t: group_of[t])
     return GradientPlan(
         torch.cat([numbered([t], items[t]) for t in order]).to(device),
@@ -134,11 +138,12 @@ def _plan(
     elements: int,
     most_tiles: int,
     device: torch.device,
+    offsets: tuple[int, ...] | None,
 ) -> GradientPlan:
-    """The plan of the operands of one type."""
+    """The plan of the operands of one type; shards have the same offsets in every step."""
     chosen = tuple(other == code for other in shapes.native.types)
     sizes = tuple(shapes.native.sizes)
-    return gradient_plan(sizes, group_of, groups, chosen, elements, most_tiles, device)
+    return gradient_plan(sizes, group_of, groups, chosen, elements, most_tiles, device, offsets)
 
 
 @dataclass(frozen=True)
@@ -192,6 +197,7 @@ class GpuCombine(CombineOperators):
         *,
         gramian: bool = False,
         drop: bool = False,
+        offsets: Ints | None = None,
     ) -> Iterator[GradientLaunch]:
         tasks = operands.tasks
         if not operands.outputs:
@@ -217,6 +223,7 @@ class GpuCombine(CombineOperators):
                 self.drop_tile(dtype, tasks) if drop else elements,
                 most_tiles if gramian else 1,
                 device,
+                None if offsets is None else tuple(offsets),
             )
             keep(plan, device)
             with on_device(device):
@@ -255,12 +262,19 @@ class GpuCombine(CombineOperators):
                 self.launch_combine(launch, weights)
 
     def run_drop_signs(
-        self, operands: Operands, leaks: Floats, state: int, counter: Tensor | None
+        self,
+        operands: Operands,
+        leaks: Floats,
+        state: int,
+        counter: Tensor | None,
+        offsets: Ints | None,
     ) -> None:
         """One launch for each dtype."""
         tasks, group_of = operands.tasks, [0] * len(operands.outputs)
         extra = unpack(f"{tasks}q", pack(f"{tasks}d", *leaks))
-        for launch in self._gradient_launches(operands, group_of, 1, extra, drop=True):
+        for launch in self._gradient_launches(
+            operands, group_of, 1, extra, drop=True, offsets=offsets
+        ):
             if len(launch.items):
                 of_tasks = launch.extra.view(torch.float64)
                 self.launch_drop_signs(launch, of_tasks, state, counter)

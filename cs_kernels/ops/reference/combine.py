@@ -1,10 +1,12 @@
 """Gramian, weighted sum and sign dropping in plain torch."""
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
-from cs_kernels.ops.operands import check_counter
+from cs_kernels.ops.operands import check_counter, check_offsets
 from cs_kernels.ops.random import random_key, uniform_numbers
 
 
@@ -40,6 +42,7 @@ def drop_signs_(
     step: int,
     tasks: int,
     counter: Tensor | None = None,
+    offsets: Ints | None = None,
 ) -> None:
     """GradDrop (Chen et al. 2020) as a choice between two sums.
 
@@ -47,8 +50,10 @@ def drop_signs_(
     """
     if updates:
         check_counter(counter, updates[0].device)
+    check_offsets(offsets, updates)
     key = random_key(seed, step, counter)
-    first = 0
+    if offsets is None:
+        offsets = list(accumulate((update.numel() for update in updates), initial=0))
     for t, update in enumerate(updates):
         positive = torch.zeros_like(update, dtype=torch.float64)
         negative, kept_positive, kept_negative, leaked = (
@@ -64,11 +69,11 @@ def drop_signs_(
                 kept_positive += (1 - leak) * above
                 kept_negative += (1 - leak) * below
                 leaked += leak * wide
-        u = _in_memory_order(uniform_numbers(key, first, update.numel(), update.device), update)
+        numbers = uniform_numbers(key, offsets[t], update.numel(), update.device)
+        u = _in_memory_order(numbers, update)
         chosen = torch.where(u * (positive - negative) < positive, kept_positive, kept_negative)
         # Zero times the sum: infinities and NaN are not dropped.
         update.copy_(chosen + leaked + 0 * (positive + negative))
-        first += update.numel()
 
 
 def _in_memory_order(numbers: Tensor, like: Tensor) -> Tensor:

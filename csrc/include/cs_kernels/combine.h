@@ -17,6 +17,7 @@ struct GradientTensor {
   const void* const* gradients; // [tasks]; null: zeros
   void* update;                 // aliases no gradient; null for a Gramian
   std::int64_t group;           // index of its Gramian or of its task weights
+  std::int64_t first_index;     // of its elements, for sign dropping
 };
 
 struct GradientArguments {
@@ -37,8 +38,8 @@ void combine(const GradientArguments& arguments, const double* weights, int thre
 
 // GradDrop: adds either the positive or the negative gradients of an element, with the positive
 // ones' share of the sum of absolute values as their probability. The part leaks[j] of task j's is
-// always added. The choice is a function of the key and the element's index among those of all
-// tensors. Reads every gradient once, writes the update once.
+// always added. The choice is a function of the key and the element's index, which goes on from the
+// tensor's first one in memory order. Reads every gradient once, writes the update once.
 void drop_signs(const GradientArguments& arguments, const double* leaks, std::uint64_t key,
                 int threads);
 

@@ -25,7 +25,7 @@ struct PlannedGradient {
   std::int64_t first_item; // of the group
   std::int64_t group_items;
   std::int64_t tiles;       // of an item
-  std::int64_t first_index; // of its elements, among those of all tensors
+  std::int64_t first_index; // of its elements, for sign dropping
 };
 
 enum GradientCallField : std::int32_t {
