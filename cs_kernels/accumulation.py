@@ -39,10 +39,10 @@ class Accumulation:
 
     def mark(self) -> None:
         """Remembers one gradient in `.grad`, where `zero_grad()` shows."""
-        first = self._gradients.first()
-        if first is not None:
-            parameter, grad = self._gradients.parameters[first[0]], first[1]
-            self._lent = self._gradients.names[first[0]]
+        lent = self._gradients.lend()
+        if lent is not None:
+            parameter, grad = self._gradients.parameters[lent[0]], lent[1]
+            self._lent = self._gradients.names[lent[0]]
             parameter.grad = grad
             self._mark = parameter, grad, grad._version
             return

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from cs_kernels.checks import Closure, held_parameters
+from cs_kernels.distributed import Alone
 from cs_kernels.ops.gpu.device import captured_tables
 from cs_kernels.options import checked_integer
 from cs_kernels.schedules import Phase
@@ -289,6 +290,11 @@ def _check_autocast(device: torch.device) -> None:
 
 def _check_replays(opt: "MultiTaskOptimizer") -> None:
     """Raises ValueError if replays would go wrong on any device."""
+    if not isinstance(opt._ranks, Alone):
+        raise ValueError(
+            f"process_group must be None for a captured step, got {opt._ranks.size} ranks, which"
+            " agree on every step on their hosts"
+        )
     if opt._backward is not None:
         raise ValueError(
             f"backward must be None for a captured step, got {opt._backward!r}: it may run Python"

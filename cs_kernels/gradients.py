@@ -43,6 +43,49 @@ class TaskGradients:
         """The tasks whose gradients were searched for such parts."""
         self.clear()
 
+    # Parts of gradients (cs_kernels.distributed) have other ones of these.
+
+    def expect(self, tasks: Sequence[str], *, separate: bool, adds_up: bool = False) -> None:
+        """To be called before passes.
+
+        Args:
+            tasks: Those of the passes.
+            separate: Whether the tasks' gradients are kept one by one; else they add up in `.grad`.
+            adds_up: Whether the gradients of later passes will be added.
+
+        """
+
+    def arm(self, task: str) -> None:
+        """To be called before the last backward pass of a task."""
+
+    def before_backward(self, *, retains: bool) -> None:
+        """To be called before a backward pass, which retains its graph or not."""
+
+    def skip(self, task: str) -> None:
+        """To be called in place of the passes of a task that only other ranks have labels for."""
+
+    def note(self, task: str) -> bool:
+        """Notes the gradients in `.grad` as a task's; returns whether there is any."""
+        return self.reach.note_gradients(task)
+
+    def drain(self) -> None:
+        """Takes part in collectives of passes that have failed on this rank."""
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """The sum over the parts of gradients."""
+        return tensor
+
+    def offsets(self, parameters: Sequence[int]) -> list[int] | None:
+        """The index of each part's first element among those of all whole parameters."""
+        return None
+
+    def publish(self) -> None:
+        """To be called when the updates are written."""
+
+    def lend(self) -> tuple[int, Tensor] | None:
+        """The index of a parameter with a gradient, and a tensor for its `.grad` meanwhile."""
+        return self.first()
+
     def clear(self) -> None:
         """Forgets the gradients; the buffers of the updates stay."""
         self.rows = [[None] * len(self.parameters) for _ in self.tasks]

@@ -5,10 +5,11 @@ A joint step: losses -> gradients of every task -> one operator call -> `.grad` 
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import record_function
 
@@ -27,7 +28,10 @@ from cs_kernels.checks import (
     checked_overrides,
     held_parameters,
 )
-from cs_kernels.gradients import TaskGradients
+from cs_kernels.distributed import PartialGradients, Wrappers, find_ranks, reshard, unwrapped
+from cs_kernels.distributed.networks import digests
+from cs_kernels.distributed.phase2 import task_priorities
+from cs_kernels.distributed.shown import Shown
 from cs_kernels.layout import (
     Coverage,
     Layout,
@@ -39,7 +43,8 @@ from cs_kernels.layout import (
     shared_parameters,
 )
 from cs_kernels.methods import ConnectionStrength, Method
-from cs_kernels.nn import check_tasks, task_norms, uncompiled
+from cs_kernels.nn import check_tasks, task_norms
+from cs_kernels.ops import out_channels
 from cs_kernels.ops.operands import Entries
 from cs_kernels.options import checked_integer
 from cs_kernels.passes import Backward, Passes, no_shared_parameter
@@ -78,6 +83,10 @@ class MultiTaskOptimizer:
             backward pass: `accelerator.backward`, `fabric.backward`, Lightning's
             `self.manual_backward`. It must accept `retain_graph=True` if
             `MultiTaskOptimizer.backward` is used. It may multiply the loss by a factor.
+        process_group: The ranks that hold the same network, each with batches of its own, such as
+            `torch.distributed.group.WORLD`. The gradient of a task is then that of its mean loss
+            over the ranks. Default: that of the DistributedDataParallel around the trunk, if there
+            is one. The ranks of a trunk after `fully_shard` are found from its parameters.
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.
@@ -110,6 +119,7 @@ class MultiTaskOptimizer:
         layers: Mapping[str, str | None] | None = None,
         scaler: torch.amp.GradScaler | None = None,
         backward: Backward | None = None,
+        process_group: "dist.ProcessGroup | None" = None,
     ) -> None:
         self.trunk = trunk
         self.optimizer = optimizer
@@ -120,27 +130,50 @@ class MultiTaskOptimizer:
         self.scaler = scaler
         self._backward = backward
         check_kinds(trunk, self.method, self.schedule, self.weighting, scaler, backward)
+        inner = unwrapped(trunk)
+        shared = shared_parameters(inner)
+        self._wrappers = Wrappers(shared.values())
+        self._wrappers.find()
+        self._ranks, self._gradients = find_ranks(
+            inner, shared, self.tasks, process_group, self._wrappers
+        )
+        with self._ranks.building():
+            self._build(inner, shared, layers or {})
+        if isinstance(self._gradients, PartialGradients):
+            self._agree(self._gradients)
+
+    def _build(
+        self,
+        inner: nn.Module,
+        shared: dict[str, nn.Parameter],
+        layers: Mapping[str, str | None],
+    ) -> None:
+        """Checks the arguments against each other, and makes the parts."""
         self.weighting.check(self.tasks)
         self.method.check(self.tasks)
-
-        self._optimizers = checked_optimizers(optimizer)
-        inner = uncompiled(trunk)
-        shared = shared_parameters(inner)
+        self._optimizers = checked_optimizers(self.optimizer)
         check_trunk(inner, self.tasks, self.method)
         check_devices(shared, self.tasks, self.method)
-        self._overrides = checked_overrides(inner, layers or {})
+        self._overrides = checked_overrides(inner, layers)
         check_held(inner, shared, set(held_parameters(self._optimizers)), self.weighting)
 
         self._inner = inner
         self._norms = task_norms(inner)
-        self._gradients = TaskGradients(shared, self.tasks)
         self._shared = self._gradients.parameters
         self._reach = self._gradients.reach
         self._accumulation = Accumulation(self._gradients, self._optimizers)
         self._statistics = RunningStatistics(inner)
-        self._watcher = Watcher(inner, self._statistics.first_use)
-        self._passes = Passes(inner, self._watcher, self._reach, self.weighting, scaler, backward)
-        self._scaled_by = None if backward is not None else scaler
+        self._watcher = Watcher(inner, self._first_use)
+        self._passes = Passes(
+            inner,
+            self._watcher,
+            self._gradients,
+            self._ranks,
+            self.weighting,
+            self.scaler,
+            self._backward,
+        )
+        self._scaled_by = None if self._backward is not None else self.scaler
         """The scaler whose factor is known before a step; that of `backward` shows in the step."""
         self._layout: tuple[object, Layout] | None = None
         self._covered = 0
@@ -153,6 +186,56 @@ class MultiTaskOptimizer:
         """The watcher's version for which `_trainable` was found."""
         self._epoch: int | None = None
         self._steps = 0
+
+    def _agree(self, gradients: PartialGradients) -> None:
+        """Checks that all ranks train the same, and tells them what passes show from now on."""
+        shared = set(self._shared)
+        others = [p for p in held_parameters(self._optimizers) if p not in shared]
+        gradients.shown = Shown(gradients.shared_reach, self._watcher)
+        gradients.control.agree(
+            {
+                "tasks": list(self.tasks),
+                "method": repr(self.method),
+                "schedule": repr(self.schedule),
+                "weighting": repr(self.weighting),
+                "use of a scaler": self.scaler is not None and self.scaler.is_enabled(),
+                "number of shared parameters": len(self._shared),
+                "shared parameters": [
+                    (name, tuple(p.shape), str(p.dtype), p.requires_grad)
+                    for name, p in zip(gradients.names, self._shared, strict=True)
+                ],
+                "number of other parameters in the optimizer": len(others),
+                "other parameters in the optimizer": [
+                    (tuple(p.shape), str(p.dtype)) for p in others
+                ],
+            },
+            self.tasks,
+            gradients,
+            lambda: digests(self._inner, held_parameters(self._optimizers)),
+        )
+
+    def _first_use(self, module: nn.Module, task: str) -> None:
+        """Before a module outside the trunk first runs for a task."""
+        self._statistics.first_use(module, task)
+        self._take_wrapper(module)
+
+    def _take_wrapper(self, module: nn.Module | None = None) -> None:
+        """Switches off the reductions of a DistributedDataParallel, or of all.
+
+        Raises:
+            ValueError: The ranks are not known.
+
+        """
+        if module is None:
+            self._wrappers.find()
+        else:
+            self._wrappers.take(module)
+        if self._wrappers.group() is not None and not isinstance(self._gradients, PartialGradients):
+            raise ValueError(
+                "process_group must be that of the DistributedDataParallel network, which was built"
+                " after MultiTaskOptimizer, got None: wrap the network first, or do not wrap it and"
+                " give process_group=torch.distributed.group.WORLD"
+            )
 
     def __repr__(self) -> str:
         names = " + ".join(type(optimizer).__name__ for optimizer in self._optimizers)
@@ -223,11 +306,13 @@ class MultiTaskOptimizer:
             other parameters require a gradient, and every 32 steps.
 
         """
-        closures = checked_closures(closure)
-        chosen = self._chosen(tasks)
-        phase = self.phase
-        self._check_ready()
-        losses = self._make_step(closures, chosen, phase)
+        with self._ranks.together():
+            closures = checked_closures(closure)
+            chosen = self._chosen(tasks)
+            phase = self.phase
+            self._check_ready()
+            chosen = self._ranks.begin(chosen, self._steps, phase, len(closures))
+            losses = self._make_step(closures, chosen, phase)
         return {task: losses[task] for task in chosen}
 
     def _check_ready(self) -> None:
@@ -250,29 +335,63 @@ class MultiTaskOptimizer:
     ) -> dict[str, Tensor]:
         """One step; in a capture, with a counter of the steps in device memory."""
         with record_function("cs_kernels.step"):
-            step = self._new_step(chosen, counter)
+            step = self._new_step(chosen, counter, joint=phase == 2)
             if phase == 1:
                 for task in chosen:
                     with self._restored_on_error([task], step) as held:
-                        watched = task not in self._watcher.tasks
-                        self._passes.task_pass(task, closures, step, held)
-                        if self._watcher.norms_ran:
-                            self._check_covered()
-                        self._check_reached(task, self._reach.note_gradients(task))
-                        self._watch_new_layers(watched)
+                        self._make_passes([task], closures, step, held, separate=False)
                         self._optimizer_step()
             else:
                 with self._restored_on_error(chosen, step) as held:
-                    for task in chosen:
-                        watched = task not in self._watcher.tasks
-                        self._passes.task_pass(task, closures, step, held)
-                        self._collect(task)
-                        self._watch_new_layers(watched)
-                    self._check_covered()
+                    separate = self.method.separate_gradients
+                    self._make_passes(chosen, closures, step, held, separate=separate)
                     self._combine(step)
                     self._optimizer_step()
             self._finish(step)
         return step.losses
+
+    def _make_passes(
+        self,
+        tasks: Sequence[str],
+        closures: Sequence[Closure],
+        step: Step,
+        held: Sequence[nn.Parameter],
+        *,
+        separate: bool,
+    ) -> None:
+        """The passes of some tasks, whose gradients are separate or add up in `.grad`."""
+        before = step.copy()
+        self._gradients.expect(tasks, separate=separate)
+        for task in tasks:
+            if not self._ranks.has(task):
+                self._gradients.skip(task)
+                continue
+            watched = task not in self._watcher.tasks
+            self._passes.task_pass(task, closures, step, held)
+            if separate:
+                self._collect(task)
+            elif len(tasks) == 1:
+                self._check_reached(task, self._gradients.note(task))
+            self._watch_new_layers(watched)
+        self._share(tasks, step, before, held)
+        if self._watcher.norms_ran or step.joint:
+            self._check_covered()
+
+    def _share(
+        self,
+        tasks: Sequence[str],
+        step: Step,
+        before: Step,
+        held: Sequence[nn.Parameter],
+        *,
+        adds_up: bool = False,
+    ) -> None:
+        """Makes equal on all ranks what the passes of some tasks have left."""
+        if isinstance(self._gradients, PartialGradients):
+            self._gradients.note_passes(held, tasks)
+            self._ranks.passed()
+            statistics = self._statistics.averages(tasks)
+            self._gradients.average(held, step, before, statistics, adds_up=adds_up)
 
     def capture(
         self,
@@ -365,14 +484,21 @@ class MultiTaskOptimizer:
             of `update=False`.
 
         """
-        losses = checked_losses(losses)
-        chosen = self._chosen(losses)
-        refuse_capture(self._shared[0].device)
-        if self._norms:
-            raise ValueError(
-                "trunk must have no task-specific normalization for backward, which takes one"
-                f" forward pass for all tasks, got {len(self._norms)} of them: use step(closure)"
-            )
+        with self._ranks.together():
+            losses = checked_losses(losses)
+            chosen = self._chosen(losses)
+            refuse_capture(self._shared[0].device)
+            if self._norms:
+                raise ValueError(
+                    "trunk must have no task-specific normalization for backward, which takes"
+                    f" one forward pass for all tasks, got {len(self._norms)} of them: use"
+                    " step(closure)"
+                )
+            return self._make_update(losses, chosen, update=update)
+
+    def _make_update(
+        self, losses: Mapping[str, Tensor], chosen: Sequence[str], *, update: bool
+    ) -> dict[str, Tensor]:
         accumulation = self._accumulation
         is_open = accumulation.is_open()
         if not is_open:
@@ -382,8 +508,12 @@ class MultiTaskOptimizer:
                 )
             accumulation.check_update_used()
             accumulation.clear()
+        if not self._steps:
+            self._take_wrapper()
+        chosen = self._ranks.begin(chosen, self._steps, 2, 1)
         step = accumulation.step or self._new_step(chosen)
-        collect = self._collect if self.method.separate_gradients else None
+        before = step.copy()
+        separate = self.method.separate_gradients
         with (
             record_function("cs_kernels.backward"),
             self._cleared_on_error(first=not is_open) as held,
@@ -391,7 +521,10 @@ class MultiTaskOptimizer:
             accumulation.unmark()
             taking_part = {*step.tasks, *chosen}
             step.tasks = tuple(task for task in self.tasks if task in taking_part)
-            self._passes.backward_passes(losses, step, held, collect)
+            self._gradients.expect(chosen, separate=separate, adds_up=not update)
+            collect = self._collect if separate else None
+            self._passes.backward_passes(chosen, losses, step, held, collect)
+            self._share(chosen, step, before, held, adds_up=not update)
             if update:
                 self._combine(step)
         accumulation.step = None if update else step
@@ -400,7 +533,9 @@ class MultiTaskOptimizer:
             accumulation.note_update()
         else:
             accumulation.mark()
-        return {task: loss.detach() for task, loss in losses.items()}
+        if self._ranks.size == 1:
+            return {task: loss.detach() for task, loss in losses.items()}
+        return step.since(before, chosen)
 
     def trace(self, closure: Closure) -> Coverage:
         """Finds the prioritized layers without a step, from one forward pass a task.
@@ -425,6 +560,7 @@ class MultiTaskOptimizer:
             for task in self.tasks:
                 self._passes.trace(task, closure, held)
         self._reach.has_new = False
+        reshard(self._inner)
         self._seen, self._trainable = self._watcher.version, self._what_trains()
         return self.coverage()
 
@@ -452,6 +588,12 @@ class MultiTaskOptimizer:
         self._check_watched()
         self._layout = None  # Normalizations may have been replaced.
         with torch.no_grad():
+            if isinstance(self._gradients, PartialGradients):
+                lists = self._current_layout().lists
+                channels = map(out_channels, lists.weights, lists.out_channel_dims, lists.groups)
+                priorities = torch.split(task_priorities(self._gradients, lists), list(channels))
+                names = (layer.name for layer in lists.layers)
+                return dict(zip(names, priorities, strict=True))
             return {
                 layer.name: torch.ops.cs_kernels.task_priority(
                     torch.ops.cs_kernels.connection_strength(
@@ -499,6 +641,7 @@ class MultiTaskOptimizer:
         if self._accumulation.step is not None:
             self._clear(held_parameters(self._optimizers))
         self._accumulation.clear()
+        self._ranks.recheck_networks()
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         expected = self.state_dict()
@@ -524,13 +667,17 @@ class MultiTaskOptimizer:
     def _chosen(self, tasks: Iterable[str] | None) -> tuple[str, ...]:
         if tasks is None:
             return self.tasks
+        if self._ranks.size > 1 and isinstance(tasks, Sized) and not len(tasks):
+            return ()  # Other ranks have labels.
         chosen = check_tasks(tasks)
         for task in chosen:
             if task not in self.tasks:
                 raise ValueError(f"tasks must be among {list(self.tasks)}, got {task!r}")
         return chosen
 
-    def _new_step(self, tasks: Sequence[str], counter: Tensor | None = None) -> Step:
+    def _new_step(
+        self, tasks: Sequence[str], counter: Tensor | None = None, *, joint: bool = True
+    ) -> Step:
         if not self._notice_changes() and self._steps % _GRAPHS_EVERY == 0:
             self._passes.check_graphs()
         scale = None
@@ -539,6 +686,7 @@ class MultiTaskOptimizer:
         facts = Step if counter is None else GraphStep
         return facts(
             number=self._steps,
+            joint=joint,
             tasks=tuple(task for task in self.tasks if task in tasks),
             loss_scale=scale,
             counter=counter,
@@ -603,6 +751,7 @@ class MultiTaskOptimizer:
                 self._layout = None
                 self.method.combine(self._gradients, self._current_layout(), step)
             self._gradients.clear()
+            self._gradients.publish()
             if first is not None and self._shared[first[0]].grad is None:
                 raise RuntimeError(
                     f"method must assign the updates, got none in .grad by {self.method!r}.combine:"
@@ -631,6 +780,7 @@ class MultiTaskOptimizer:
         owners = self._reach.owners()
         known = (self._watcher.version, owners)
         if self._layout is None or self._layout[0] != known:
+            reshard(self._inner)
             names = self._gradients.names
             own = {names[i]: task for i, task in owners.items()}
             layout = find_layout(self._inner, self.tasks, self._watcher, self._overrides, own)

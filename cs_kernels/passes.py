@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from cs_kernels.checks import Closure, checked_loss
+from cs_kernels.distributed import Ranks
+from cs_kernels.gradients import TaskGradients
 from cs_kernels.nn import active, task_norms
-from cs_kernels.reach import Reach
 from cs_kernels.step import Step
 from cs_kernels.watching import Watcher
 from cs_kernels.weightings import Weighting
@@ -58,7 +59,8 @@ class Passes:
         self,
         trunk: nn.Module,
         watcher: Watcher,
-        reach: Reach,
+        gradients: TaskGradients,
+        ranks: Ranks,
         weighting: Weighting,
         scaler: torch.amp.GradScaler | None,
         backward: Backward | None,
@@ -66,7 +68,8 @@ class Passes:
         self._trunk = set(trunk.parameters())
         self._norms = task_norms(trunk)
         self._watcher = watcher
-        self._reach = reach
+        self._gradients = gradients
+        self._ranks = ranks
         self._weighting = weighting
         self._scaler = scaler
         self._backward = backward
@@ -116,7 +119,7 @@ class Passes:
         """
         # Active in the backward pass too: checkpointing recomputes the trunk there.
         with active(self._norms, task):
-            for closure in closures:
+            for number, closure in enumerate(closures, 1):
                 with self._watcher.passing(task):
                     loss = checked_loss(closure(task), task)
                 if any(norm.active != task for norm in self._norms):
@@ -126,12 +129,16 @@ class Passes:
                     )
                 if task not in self._checked:
                     self._check_graph(task, loss, held)
-                self._run_backward(self._weighted(task, loss, step), step)
+                weighted = self._weighted(task, loss, step)
+                if number == len(closures):
+                    self._gradients.arm(task)
+                self._run_backward(weighted, step)
         self._watcher.learned(task)
         self._checked.add(task)
 
     def backward_passes(
         self,
+        tasks: Sequence[str],
         losses: Mapping[str, Tensor],
         step: Step,
         held: Sequence[nn.Parameter],
@@ -140,6 +147,7 @@ class Passes:
         """The backward passes of losses with a common graph; the last one frees it.
 
         `collect` is called after the backward pass of each task; without it, gradients add up.
+        Other ranks may have losses for more tasks.
 
         Raises:
             ValueError: As `task_pass`.
@@ -149,14 +157,20 @@ class Passes:
             if task not in self._checked:
                 self._check_graph(task, losses[task], held)
         weighted = {task: self._weighted(task, loss, step) for task, loss in losses.items()}
+        present = [task for task in tasks if task in losses]
         if collect is None:
-            first, *others = weighted.values()
-            self._run_backward(sum(others, first), step)
+            if present:
+                first, *others = (weighted[task] for task in present)
+                self._gradients.arm(present[-1])
+                self._run_backward(sum(others, first), step)
         else:
-            last = list(weighted)[-1]
-            for task, loss in weighted.items():
-                self._run_backward(loss, step, retain_graph=task != last)
-                collect(task)
+            for task in tasks:
+                if task in losses:
+                    self._gradients.arm(task)
+                    self._run_backward(weighted[task], step, retain_graph=task != present[-1])
+                    collect(task)
+                else:
+                    self._gradients.skip(task)
         self._checked.update(losses)
 
     def _weighted(self, task: str, loss: Tensor, step: Step) -> Tensor:
@@ -169,10 +183,13 @@ class Passes:
         first = task not in step.losses
         step.add_loss(task, loss, weighted)
         regularizer = self._weighting.regularizer(task) if first else None
-        return weighted if regularizer is None else weighted + regularizer
+        weighted = weighted if regularizer is None else weighted + regularizer
+        share = self._ranks.share(task)
+        return weighted if share == 1 else weighted * share
 
     def _run_backward(self, weighted: Tensor, step: Step, retain_graph: bool = False) -> None:
         scaler, backward = self._scaler, self._backward
+        self._gradients.before_backward(retains=retain_graph)
         if backward is None:
             loss = weighted if scaler is None else scaler.scale(weighted)
             loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
@@ -204,7 +221,7 @@ class Passes:
         if trains and self._trunk.isdisjoint(reached):
             raise no_shared_parameter(task)
         self._known.add(task)
-        self._reach.note_graph(task, reached)
+        self._gradients.reach.note_graph(task, reached)
 
 
 def no_shared_parameter(task: str) -> ValueError:

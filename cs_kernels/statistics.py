@@ -162,6 +162,14 @@ class RunningStatistics:
             snapshot = self._snapshots[task] = _Snapshot(modules)
         return snapshot
 
+    def averages(self, tasks: Sequence[str]) -> list[Tensor]:
+        """The running means and variances of the trunk that the passes of some tasks change."""
+        buffers = (
+            of_module for task in (None, *tasks) for of_module in self._of_task.get(task, ())
+        )
+        found = (b.get(name) for b in buffers for name in ("running_mean", "running_var"))
+        return [tensor for tensor in found if tensor is not None]
+
     def first_use(self, module: nn.Module, task: str) -> None:
         """To be called before a module outside the trunk runs for a task for the first time."""
         if module._buffers:

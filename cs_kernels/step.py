@@ -1,5 +1,6 @@
 """The facts of one step, for methods and weightings."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,8 @@ class Step:
     """The number of steps made before, in both phases."""
     tasks: tuple[str, ...] = ()
     """The tasks that take part, in the order of the rows of a Gramian."""
+    joint: bool = True
+    """Whether it is of Phase 2."""
     losses: dict[str, Tensor] = field(default_factory=dict)
     """The loss of each task, detached, a scalar; micro-batches added up."""
     weighted_losses: dict[str, Tensor] = field(default_factory=dict)
@@ -29,6 +32,16 @@ class Step:
     def draw(self) -> tuple[int, Tensor | None]:
         """The step for operators that draw: a number, and a counter that adds to it."""
         return (self.number, None) if self.counter is None else (0, self.counter)
+
+    def copy(self) -> "Step":
+        """A step with the same losses."""
+        return Step(losses=dict(self.losses), weighted_losses=dict(self.weighted_losses))
+
+    def since(self, before: "Step", tasks: Sequence[str]) -> dict[str, Tensor]:
+        """The losses of some tasks that were added since a copy was made."""
+        earlier = before.losses
+        added = ((task, self.losses[task]) for task in tasks)
+        return {task: x - earlier[task] if task in earlier else x for task, x in added}
 
     def add_loss(self, task: str, loss: Tensor, weighted: Tensor) -> None:
         """Adds the loss of one micro-batch."""

@@ -10,7 +10,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -168,6 +168,21 @@ class Watcher:
             for name, parameter in module.named_parameters(recurse=False):
                 names.setdefault(parameter, f"{type(module).__name__}.{name}")
         return [f"{names.get(p, 'a parameter')} of shape {tuple(p.shape)}" for p in parameters]
+
+    def join(
+        self,
+        norms: Mapping[str, Set[str]],
+        other_channels: Mapping[str, Set[str]],
+        *,
+        norms_ran: bool,
+    ) -> None:
+        """Adds what was seen in the forward passes of another rank."""
+        for mine, others in ((self.norms, norms), (self.other_channels, other_channels)):
+            for layer, found in others.items():
+                if layer not in mine or not found <= mine[layer]:
+                    mine[layer] = mine.get(layer, set()) | found
+                    self.version += 1
+        self.norms_ran |= norms_ran
 
     def forget_tasks(self) -> None:
         """Watches the next pass of each task again."""

@@ -360,6 +360,7 @@ def test_gradients_in_the_buckets_of_ddp(group: None, views: bool) -> None:
     assert_equal(*networks)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 def test_hooks_of_fully_shard_are_seen_through(group: None) -> None:
     """On a single layer, and on its normalization: they hand on what they got, as views."""
     from torch.distributed.fsdp import fully_shard
@@ -369,6 +370,7 @@ def test_hooks_of_fully_shard_are_seen_through(group: None) -> None:
         trunk = _trunk()
         for n in sharded:
             fully_shard(trunk.layers[n], mesh=mesh)
+        fully_shard(trunk, mesh=mesh)
         x = torch.randn(4, 3, 8, 8)
         coverage = optimizer_of(trunk).trace(lambda task: trunk(x).square().mean())
         assert coverage.prioritized == PRIORITIZED

@@ -2,6 +2,8 @@
 
 import torch
 
+from cs_kernels.distributed.partial import PartialGradients
+from cs_kernels.distributed.phase2 import phase2_of_parts
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import Layout, epsilons, gammas, running_vars
 from cs_kernels.methods.method import Method
@@ -29,6 +31,10 @@ class ConnectionStrength(Method):
         lists = layout.lists_of(reached)
         # The prioritized ones first.
         order = list(dict.fromkeys(lists.weight_indices) | reached)
+        if isinstance(gradients, PartialGradients):
+            phase2_of_parts(gradients, lists, order)
+            gradients.assign(order)
+            return
         updates, grads = gradients.updates(order), gradients.of(order)
         tasks = len(gradients.rows)
         of_trunk = direct("phase2_of_trunk_", updates[0].device)

@@ -66,6 +66,7 @@ class GradDrop(Method):
             number,
             len(step.tasks),
             counter,
+            gradients.offsets(parameters),
         )
         gradients.assign(parameters)
 

@@ -86,6 +86,7 @@ class GramianMethod(Method):
         if per_layer:
             gramian_of, step.layers = gradients.layers(parameters)
         gramian = torch.ops.cs_kernels.gramian(grads, gramian_of, max(gramian_of) + 1, tasks)
+        gramian = gradients.sum_over_ranks(gramian)
         if step.loss_scale is not None:
             gramian = gramian / step.loss_scale.double() ** 2
         weights = self.weights(gramian if per_layer else gramian[0], step)

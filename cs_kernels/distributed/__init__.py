@@ -1,0 +1,72 @@
+"""The same result on many ranks: torch.distributed below, nothing home-made.
+
+The gradient of a task is that of its mean loss over the ranks that have labels for it, and surgery
+takes place on these. `control` is what ranks tell each other about a step (its tasks, failures), on
+the hosts; `replicated` and `sharded` are the gradients, of which a rank holds a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from cs_kernels.distributed.control import Alone, Control, RankError, Ranks
+from cs_kernels.distributed.partial import PartialGradients
+from cs_kernels.distributed.replicated import ReplicatedGradients
+from cs_kernels.distributed.sharded import ShardedGradients, mesh_of, reshard
+from cs_kernels.distributed.wrappers import Wrappers, unwrapped
+from cs_kernels.gradients import TaskGradients
+
+__all__ = [
+    "Alone",
+    "Control",
+    "PartialGradients",
+    "RankError",
+    "Ranks",
+    "Wrappers",
+    "find_ranks",
+    "reshard",
+    "unwrapped",
+]
+
+
+def find_ranks(
+    trunk: nn.Module,
+    shared: Mapping[str, nn.Parameter],
+    tasks: Sequence[str],
+    process_group: dist.ProcessGroup | None,
+    wrappers: Wrappers,
+) -> tuple[Ranks, TaskGradients]:
+    """The ranks that train a trunk, and this one's gradients of its shared parameters.
+
+    Raises:
+        TypeError: `process_group` is not a process group.
+        ValueError: It does not contain this process, or is given for a sharded trunk; or the trunk
+            is sharded in another way than `fully_shard` does.
+
+    """
+    if not shared:
+        return Alone(), TaskGradients(shared, tasks)
+    device = next(iter(shared.values())).device
+    mesh = mesh_of(shared)
+    if mesh is not None:
+        if process_group is not None:
+            raise ValueError(
+                "process_group must be None for a trunk that is sharded on a mesh, whose ranks are"
+                f" {mesh.mesh.tolist()}, got {process_group!r}"
+            )
+        ranks = mesh.mesh.flatten().tolist()
+        control = Control(ranks, mesh.get_group(mesh.ndim - 1), device, sharded=True)
+        return control, ShardedGradients(shared, tasks, control, mesh, trunk)
+    group = wrappers.group() if process_group is None else process_group
+    if group is None:
+        return Alone(), TaskGradients(shared, tasks)
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "process_group must be a process group that contains this process, such as"
+            f" torch.distributed.group.WORLD after init_process_group, got {group!r}"
+        )
+    control = Control(dist.get_process_group_ranks(group), group, device, sharded=False)
+    return control, ReplicatedGradients(shared, tasks, control, group)

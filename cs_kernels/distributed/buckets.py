@@ -1,0 +1,266 @@
+"""Flat buckets of gradients, reduced over the ranks while a backward pass still runs.
+
+A bucket is cut into equal parts, one a rank, wherever that may be in a parameter. The buckets are
+sent in one fixed order on every rank, whatever order the gradients come in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs_kernels.distributed.collectives import all_gather, reduce_scatter
+from cs_kernels.distributed.pieces import ChannelArray, channel_array
+
+BUCKET_BYTES = 25 << 20
+"""As DistributedDataParallel: large enough for the bandwidth of a network."""
+
+_ALIGNMENT = 16
+"""Bytes; kernels read aligned parts with vectors."""
+
+
+class _Work(Protocol):
+    def wait(self) -> object: ...
+
+
+class Slot(NamedTuple):
+    """Where a parameter's elements are."""
+
+    bucket: int
+    start: int
+    """The index of the first one in the bucket."""
+    first: int
+    """The index in the parameter of the first one in this rank's part."""
+    last: int
+    """Behind the last one; equal to `first` if this rank has none."""
+
+
+def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    """Its own strides, if dimension 0 is the outermost and no memory is skipped."""
+    kept = torch.preserve_format
+    for memory_format in (torch.channels_last, torch.channels_last_3d):
+        if parameter.dim() in (4, 5) and parameter.dim() == (
+            4 if memory_format is torch.channels_last else 5
+        ):
+            kept = memory_format if parameter.is_contiguous(memory_format=memory_format) else kept
+    if kept is torch.preserve_format:
+        kept = torch.contiguous_format
+    return torch.empty_like(parameter, device="meta", memory_format=kept).stride()
+
+
+class Buckets:
+    """The buckets of some parameters.
+
+    Args:
+        parameters: By index among the shared parameters.
+        group: The ranks.
+
+    """
+
+    def __init__(self, parameters: dict[int, nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.slots: dict[int, Slot] = {}
+        self.flat: list[Tensor] = []
+        """Each bucket: gradients on their way, then updates."""
+        self.views: dict[int, Tensor] = {}
+        """Each parameter's elements in its bucket, with its shape."""
+        self.members: list[list[int]] = []
+        """The parameters in each bucket."""
+        self._part: list[int] = []
+        """The elements of a part of each bucket."""
+        self._parameters = parameters
+        # Backward passes reach the last parameters first.
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i, parameter in reversed(parameters.items()):
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(i)
+        for indices in kinds.values():
+            self._fill(indices)
+        self._works: list[_Work | None] = [None] * len(self.flat)
+
+    def _fill(self, indices: Iterable[int]) -> None:
+        """Makes the buckets of parameters of one dtype and device."""
+        members: list[int] = []
+        nbytes = 0
+        for i in indices:
+            if members and nbytes + self._parameters[i].nbytes > BUCKET_BYTES:
+                self._add(members)
+                members, nbytes = [], 0
+            members.append(i)
+            nbytes += self._parameters[i].nbytes
+        if members:
+            self._add(members)
+
+    def _add(self, members: list[int]) -> None:
+        like = self._parameters[members[0]]
+        numel = sum(self._parameters[i].numel() for i in members)
+        aligned = _ALIGNMENT // like.itemsize
+        part = -(-numel // (self.size * aligned)) * aligned
+        # Zeros: the padding at the end is summed too.
+        flat = torch.zeros(part * self.size, dtype=like.dtype, device=like.device)
+        bucket, start = len(self.flat), 0
+        first_of_part, last_of_part = self.rank * part, (self.rank + 1) * part
+        for i in members:
+            parameter = self._parameters[i]
+            numel = parameter.numel()
+            first = min(max(first_of_part - start, 0), numel)
+            last = max(min(last_of_part - start, numel), first)
+            self.slots[i] = Slot(bucket, start, first, last)
+            self.views[i] = flat.as_strided(parameter.shape, _dense_strides(parameter), start)
+            start += numel
+        self.flat.append(flat)
+        self.members.append(members)
+        self._part.append(part)
+
+    def array(self, i: int, out_channel_dim: int, groups: int) -> ChannelArray:
+        """A weight's elements in its bucket as output channels."""
+        view = self.views[i]
+        return channel_array(view.shape, view.stride(), out_channel_dim, groups)
+
+    def new_parts(self) -> list[Tensor]:
+        """Tensors for this rank's part of each bucket."""
+        return [flat.new_empty(part) for flat, part in zip(self.flat, self._part, strict=True)]
+
+    def own_parts(self) -> list[Tensor]:
+        """The part of each bucket that is this rank's."""
+        return [
+            flat[self.rank * part : (self.rank + 1) * part]
+            for flat, part in zip(self.flat, self._part, strict=True)
+        ]
+
+    def part_of(self, i: int, parts: Sequence[Tensor]) -> Tensor:
+        """The elements of a parameter that are in this rank's part, flat."""
+        slot = self.slots[i]
+        start = slot.start - self.rank * self._part[slot.bucket]
+        return parts[slot.bucket][start + slot.first : start + slot.last]
+
+    def send(self, bucket: int, parts: Sequence[Tensor] | None) -> None:
+        """Starts the sum of a bucket's gradients, which are taken from `.grad`.
+
+        Args:
+            bucket: Its index.
+            parts: Where to write this rank's part of the sum; None for the whole sum, in place.
+
+        """
+        self.wait(bucket)
+        targets, grads = [], []
+        for i in self.members[bucket]:
+            grad = self._parameters[i].grad
+            if grad is None:
+                self.views[i].zero_()
+            else:
+                targets.append(self.views[i])
+                grads.append(grad)
+                self._parameters[i].grad = None
+        if targets:
+            torch._foreach_copy_(targets, grads)
+        flat = self.flat[bucket]
+        if parts is None:
+            self._works[bucket] = dist.all_reduce(flat, group=self._group, async_op=True)
+        else:
+            self._works[bucket] = reduce_scatter(
+                parts[bucket], flat, group=self._group, async_op=True
+            )
+
+    def gather(self, buckets: Iterable[int]) -> None:
+        """Collects the parts of all ranks in the buckets."""
+        parts = self.own_parts()
+        for bucket in buckets:
+            self._works[bucket] = all_gather(
+                self.flat[bucket], parts[bucket], group=self._group, async_op=True
+            )
+        self.wait_all()
+
+    def wait(self, bucket: int) -> None:
+        """Waits for the last collective of a bucket; on a GPU, the stream does."""
+        work, self._works[bucket] = self._works[bucket], None
+        if work is not None:
+            work.wait()
+
+    def wait_all(self) -> None:
+        """Waits for the collectives of all buckets."""
+        for bucket in range(len(self.flat)):
+            self.wait(bucket)
+
+
+class Overlap:
+    """Sends the buckets of one pass, in order, each as soon as its gradients are there.
+
+    The first pass of a kind shows how often each gradient is accumulated: more than once where
+    reentrant checkpointing recomputes a layer that runs twice. Later passes send early.
+
+    Args:
+        parameters: By index among the shared parameters.
+
+    """
+
+    def __init__(self, parameters: dict[int, nn.Parameter]) -> None:
+        self._known: dict[str, Counter[int]] = {}
+        """For each kind of pass: how often each parameter's gradient is accumulated."""
+        self._seen = Counter[int]()
+        """The same in this pass."""
+        self._next = 0
+        """The next bucket to send."""
+        self._expected = Counter[int]()
+        self._missing: list[int] = []
+        """For each bucket: the accumulations to come."""
+        self._bucket_of: dict[int, int] = {}
+        self._send: Callable[[int], None] | None = None
+        this = weakref.proxy(self)  # The parameters must not keep this alive.
+        for i, parameter in parameters.items():
+            handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _, i=i: this.accumulated(i)
+            )
+            weakref.finalize(self, handle.remove)
+
+    def reset(self) -> None:
+        """Before a pass: no bucket is sent."""
+        self._seen.clear()
+        self._next, self._send = 0, None
+
+    def start(
+        self, kind: str, members: Sequence[Sequence[int]], send: Callable[[int], None]
+    ) -> None:
+        """The next backward pass is the last one before its gradients are sent.
+
+        Args:
+            kind: Passes of one kind reach the same parameters, as a rule.
+            members: The parameters in each bucket.
+            send: Sends a bucket.
+
+        """
+        known = self._known.get(kind)
+        if known is not None:
+            self._bucket_of = {i: b for b, of_bucket in enumerate(members) for i in of_bucket}
+            self._missing = [sum(known[i] for i in of_bucket) for of_bucket in members]
+            self._expected, self._send = known, send
+
+    def accumulated(self, i: int) -> None:
+        """A gradient was added to `.grad`."""
+        self._seen[i] += 1
+        if self._send is None:
+            return
+        if self._seen[i] <= self._expected[i]:
+            self._missing[self._bucket_of[i]] -= 1
+        while self._next < len(self._missing) and self._missing[self._next] == 0:
+            self._send(self._next)
+            self._next += 1
+
+    def finish(self, kind: str, buckets: int, send: Callable[[int], None]) -> None:
+        """Sends the other buckets."""
+        self._send = None
+        if self._seen:
+            self._known[kind] = Counter(self._seen)
+        while self._next < buckets:
+            send(self._next)
+            self._next += 1
+
+    def forget(self) -> None:
+        """Learns the passes anew."""
+        self._known.clear()

@@ -1,0 +1,429 @@
+"""What ranks tell each other about a step: its tasks, failures, what the networks have shown.
+
+These messages are few numbers between the hosts, in a gloo group of their own: no device waits for
+them. A rank sends one before its first pass of a step and one after its last, before it changes a
+parameter. All are alike, so a rank that fails can tell the others with the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from cs_kernels.distributed.collectives import all_gather
+
+Kind = Literal["begin", "passed", "failed"]
+_KINDS: tuple[Kind, ...] = ("begin", "passed", "failed")
+
+_NETWORKS_EVERY = 1024
+"""Steps between two checks that ranks hold the same parameters: reading them takes time."""
+
+
+class RankError(RuntimeError):
+    """Another rank failed, or differs from this one; every rank raises it in the same step."""
+
+
+class Facts:
+    """What the ranks agree on before the passes of a step."""
+
+    def __init__(self, tasks: Sequence[str], ranks_of: Mapping[str, Sequence[int]]) -> None:
+        self.tasks = tuple(tasks)
+        """The tasks of any rank, in the order of Phase 1."""
+        self.ranks_of = ranks_of
+        """The ranks that have labels for each task."""
+
+
+class Ranks(Protocol):
+    """The ranks that train one network."""
+
+    size: int
+
+    def building(self) -> contextlib.AbstractContextManager[None]:
+        """Around the checks of one rank's arguments: the others do not wait for one that fails."""
+
+    def begin(self, tasks: Sequence[str], number: int, phase: int, passes: int) -> tuple[str, ...]:
+        """The tasks of the step, which other ranks may have labels for."""
+
+    def has(self, task: str) -> bool:
+        """Whether this rank has labels for a task of the step."""
+
+    def share(self, task: str) -> float:
+        """The share of this rank's loss in the mean loss over the ranks with labels."""
+
+    def passed(self) -> None:
+        """To be called after the passes, before what they have shown is used.
+
+        Raises:
+            RankError: A rank has failed.
+
+        """
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Around a step: tells the other ranks of an exception."""
+
+    def recheck_networks(self) -> None:
+        """Checks in the next step that ranks hold the same parameters."""
+
+
+class Alone:
+    """One process."""
+
+    size = 1
+
+    def building(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing."""
+        return contextlib.nullcontext()
+
+    def begin(self, tasks: Sequence[str], number: int, phase: int, passes: int) -> tuple[str, ...]:
+        """The same tasks."""
+        del number, phase, passes
+        return tuple(tasks)
+
+    def has(self, task: str) -> bool:
+        """Always."""
+        del task
+        return True
+
+    def share(self, task: str) -> float:
+        """1."""
+        del task
+        return 1.0
+
+    def passed(self) -> None:
+        """Nothing."""
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing."""
+        return contextlib.nullcontext()
+
+    def recheck_networks(self) -> None:
+        """Nothing."""
+
+
+class Shown(Protocol):
+    """What passes have shown on a rank, to be made equal on all."""
+
+    def changed(self) -> bool:
+        """Whether the last passes have shown something that was not sent."""
+
+    def to_send(self) -> object:
+        """It, to be pickled."""
+
+    def receive(self, of_ranks: Sequence[Any]) -> None:
+        """Takes that of all ranks, this one's among them."""
+
+
+class RankPasses(Protocol):
+    """The passes of a rank in a step."""
+
+    shown: Any
+
+    def plan(self) -> int:
+        """A number that differs if the collectives of the next step do."""
+
+    def drain(self) -> None:
+        """Takes part in the collectives of passes that have failed."""
+
+
+def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The time after which a collective of a group fails."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
+    return timeout
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class Control:
+    """Messages between the ranks.
+
+    Args:
+        ranks: Of the default group, in their order here.
+        group: A group of these ranks, whose timeout is taken.
+        device: The device of its collectives.
+        sharded: Whether all ranks have to make the same passes, as those of `fully_shard`.
+
+    Raises:
+        ValueError: This process is not among them.
+
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device, *, sharded: bool
+    ) -> None:
+        if dist.get_rank() not in ranks:
+            raise ValueError(
+                f"process_group must contain this process, of rank {dist.get_rank()}, got one of"
+                f" {list(ranks)}"
+            )
+        # A rank that has failed waits here for others, which wait for it in their collectives.
+        self._group = dist.new_group(
+            list(ranks),
+            timeout=2 * _timeout(group, device) + timedelta(seconds=10),
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        self.rank = list(ranks).index(dist.get_rank())
+        self.size = len(ranks)
+        self._ranks = list(ranks)
+        self._sharded = sharded
+        self._tasks: tuple[str, ...] = ()
+        self._passes: RankPasses | None = None
+        self._networks: Callable[[], dict[str, int]] = dict
+        self._checked_networks = False
+        self._facts = Facts((), {})
+        self._step = 0, 0, 0
+        """The number, the phase and the number of micro-batches of the step."""
+        self._started = time.monotonic()
+        self._received = False
+        """Whether the failure of a step is known to all ranks."""
+
+    # --- before the first step ---
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    @contextlib.contextmanager
+    def building(self) -> Iterator[None]:
+        """Around the checks of one rank's arguments: the others do not wait for one that fails."""
+        try:
+            yield
+        except Exception as error:
+            self.gather({"error": _text(error)})
+            raise
+
+    def agree(
+        self,
+        facts: Mapping[str, object],
+        tasks: Sequence[str],
+        passes: RankPasses,
+        networks: Callable[[], dict[str, int]],
+    ) -> None:
+        """Checks that ranks have the same facts, and takes the parts of the optimizer.
+
+        Args:
+            facts: By name of an argument, its description.
+            tasks: All tasks.
+            passes: The passes of a step.
+            networks: By name of a parameter, a number that differs if its values do.
+
+        Raises:
+            ValueError: Ranks have different facts.
+            RankError: The arguments of one do not fit.
+
+        """
+        self._tasks, self._passes, self._networks = tuple(tasks), passes, networks
+        of_ranks = self.gather(dict(facts))
+        for rank, other in enumerate(of_ranks):
+            if "error" in other:
+                raise RankError(f"rank {self._ranks[rank]} has failed: {other['error']}")
+        for name, first in of_ranks[0].items():
+            for rank, other in enumerate(of_ranks):
+                if other[name] != first:
+                    raise ValueError(self._difference(name, rank, first, other[name]))
+
+    def _difference(self, name: str, rank: int, first: Any, other: Any) -> str:
+        """Of long lists, only the first entries that differ."""
+        if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
+            first, other = next(
+                pair for pair in zip(first, other, strict=True) if pair[0] != pair[1]
+            )
+        return (
+            f"ranks must have the same {name}: rank {self._ranks[0]} has {first!r}, rank"
+            f" {self._ranks[rank]} has {other!r}"
+        )
+
+    # --- in a step ---
+
+    def begin(self, tasks: Sequence[str], number: int, phase: int, passes: int) -> tuple[str, ...]:
+        """The tasks of all ranks, in the order of the first rank that has each.
+
+        Raises:
+            RankError: Ranks begin different steps, or one has failed.
+
+        """
+        self._step = number, phase, passes
+        if number % _NETWORKS_EVERY == 0:
+            self._checked_networks = False
+        order = [self._tasks.index(task) for task in tasks]
+        messages = self._send("begin", order)
+        self._check_same(messages)
+        lists = [message["order"] for message in messages]
+        union = dict.fromkeys(n for order in lists for n in order)
+        self._facts = Facts(
+            [self._tasks[n] for n in union],
+            {self._tasks[n]: [r for r, order in enumerate(lists) if n in order] for n in union},
+        )
+        if not union:
+            self._received = True
+            raise RankError("tasks must name at least one task on some rank, got none on all")
+        if any(message["unchecked"] for message in messages):
+            self._check_networks()
+        return self._facts.tasks
+
+    @property
+    def facts(self) -> Facts:
+        """Of the current step."""
+        return self._facts
+
+    def has(self, task: str) -> bool:
+        """Whether this rank has labels for a task of the step; sharded ranks make every pass."""
+        return self._sharded or self.rank in self._facts.ranks_of[task]
+
+    def share(self, task: str) -> float:
+        """1 / n for n ranks with labels; relative to 1 / W if sharded gradients are averaged."""
+        of_task = self._facts.ranks_of[task]
+        if self._sharded:
+            return self.size / len(of_task) if self.rank in of_task else 0.0
+        return 1.0 / len(of_task)
+
+    def weight(self, task: str) -> float:
+        """The weight of this rank's loss in the mean loss over the ranks with labels."""
+        of_task = self._facts.ranks_of[task]
+        return 1.0 / len(of_task) if self.rank in of_task else 0.0
+
+    def passed(self) -> None:
+        """Waits for the passes of the other ranks, and exchanges what they have shown.
+
+        Raises:
+            RankError: A rank has failed.
+
+        """
+        messages = self._send("passed")
+        self._check_same(messages)
+        if any(message["changed"] for message in messages):
+            shown = self._shown()
+            shown.receive(self.gather(shown.to_send()))
+
+    def _shown(self) -> Shown:
+        assert self._passes is not None
+        shown: Shown = self._passes.shown
+        return shown
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """An exception of this rank reaches all, and theirs this one.
+
+        Raises:
+            RankError: This rank failed because another one had.
+
+        """
+        self._started = time.monotonic()
+        self._received = False
+        try:
+            yield
+        except Exception as error:
+            if self._received:  # By all ranks.
+                raise
+            with contextlib.suppress(Exception):
+                if self._passes is not None:
+                    self._passes.drain()
+            try:
+                self._send("failed", error=error)
+            except RankError as other:
+                raise other from error
+            except Exception:  # The others are gone.
+                error.add_note(f"the other ranks of {self._ranks} did not answer")
+                raise error from None
+            raise
+
+    def _send(
+        self, kind: Kind, order: Sequence[int] = (), error: Exception | None = None
+    ) -> list[dict[str, Any]]:
+        """Exchanges a message.
+
+        Raises:
+            RankError: Another rank has failed, and did so before this one.
+
+        """
+        changed = kind == "passed" and self._shown().changed()
+        plan = self._passes.plan() if kind == "begin" and self._passes is not None else 0
+        head = [
+            _KINDS.index(kind),
+            *self._step,
+            plan,
+            changed,
+            not self._checked_networks,
+            len(order),
+        ]
+        padding = [0] * (len(self._tasks) - len(order))
+        message = torch.tensor([*head, *order, *padding])
+        received = message.new_empty(self.size * len(message))
+        all_gather(received, message, group=self._group)
+        messages = [
+            {
+                "kind": _KINDS[row[0]],
+                "number": row[1],
+                "phase": row[2],
+                "passes": row[3],
+                "plan": row[4],
+                "changed": bool(row[5]),
+                "unchecked": bool(row[6]),
+                "order": row[8 : 8 + row[7]],
+            }
+            for row in received.view(self.size, -1).tolist()
+        ]
+        if any(message["kind"] == "failed" for message in messages):
+            self._raise_failure(error)
+        return messages
+
+    def _raise_failure(self, error: Exception | None) -> None:
+        """Raises for the rank that failed first, if it is another one."""
+        self._received = True
+        failed_after = time.monotonic() - self._started
+        mine = None if error is None else (failed_after, _text(error))
+        failures = [
+            (after_and_text, rank)
+            for rank, after_and_text in enumerate(self.gather(mine))
+            if after_and_text is not None
+        ]
+        ((_, text), rank) = min(failures)
+        if error is None or (rank != self.rank and text != _text(error)):
+            raise RankError(f"rank {self._ranks[rank]} failed in step {self._step[0]}: {text}")
+
+    def _check_same(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        names = {
+            "kind": "collectives",
+            "number": "number of steps made before",
+            "phase": "phase (was start_epoch called on all?)",
+            "plan": "shared parameters that require a gradient",
+        }
+        if self._sharded:
+            names["passes"] = "number of micro-batches"
+        for key, name in names.items():
+            first = messages[0][key]
+            for rank, message in enumerate(messages):
+                if message[key] != first:
+                    self._received = True
+                    raise RankError(self._difference(name, rank, first, message[key]))
+
+    def recheck_networks(self) -> None:
+        """Checks in the next step that ranks hold the same parameters."""
+        self._checked_networks = False
+
+    def _check_networks(self) -> None:
+        """Raises RankError if ranks hold different parameters."""
+        self._checked_networks = True
+        of_ranks = self.gather(self._networks())
+        found: dict[str, tuple[int, int]] = {}
+        for rank, numbers in enumerate(of_ranks):
+            for name, number in numbers.items():
+                first, other = found.setdefault(name, (number, rank))
+                if first != number:
+                    self._received = True
+                    raise RankError(
+                        f"ranks must hold the same parameters: {name} of rank {self._ranks[rank]}"
+                        f" differs from that of rank {self._ranks[other]}; load the same checkpoint"
+                        " or set the same seed before the network is built"
+                    )

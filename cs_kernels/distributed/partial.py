@@ -1,0 +1,189 @@
+"""Gradients of which a rank holds a part: what replicated and sharded ones have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs_kernels.distributed.control import Control
+from cs_kernels.distributed.pieces import ChannelArray
+from cs_kernels.distributed.shown import SharedReach, Shown
+from cs_kernels.gradients import TaskGradients
+from cs_kernels.step import Step
+
+
+class PartialGradients(TaskGradients):
+    """The gradients of the mean losses over the ranks; this rank's part of each parameter.
+
+    Args:
+        parameters: The shared parameters, by name.
+        tasks: The names of all tasks.
+        control: The ranks.
+        groups: The ranks' groups; sums over one after the other are sums over all ranks.
+
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        tasks: Sequence[str],
+        control: Control,
+        groups: Sequence[dist.ProcessGroup],
+    ) -> None:
+        self.control = control
+        self._groups = groups
+        self.shown: Shown | None = None
+        super().__init__(parameters, tasks)
+        self.shared_reach = SharedReach(parameters, tasks)
+        self.reach = self.shared_reach
+
+    @abstractmethod
+    def plan(self) -> int:
+        """A number that differs if the collectives of the next step do."""
+
+    @abstractmethod
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """The sum over the parts, with the same bits on every rank."""
+
+    @abstractmethod
+    def span(self, parameter: int) -> tuple[int, int]:
+        """The range of a parameter's elements that this rank has."""
+
+    @abstractmethod
+    def array(self, parameter: int, out_channel_dim: int, groups: int) -> ChannelArray:
+        """A weight's elements, in the order of `span`, as output channels."""
+
+    @abstractmethod
+    def weight_part(self, parameter: int) -> Tensor | None:
+        """The elements of a weight on this rank, flat; None where every rank has all."""
+
+    @abstractmethod
+    def numel(self, parameter: int) -> int:
+        """The elements of a whole parameter."""
+
+    def offsets(self, parameters: Sequence[int]) -> list[int]:
+        """The index of each part's first element among those of all whole parameters."""
+        starts = accumulate((self.numel(i) for i in parameters), initial=0)
+        return [start + self.span(i)[0] for i, start in zip(parameters, starts, strict=False)]
+
+    def average(
+        self,
+        held: Sequence[nn.Parameter],
+        step: Step,
+        before: Step,
+        statistics: Sequence[Tensor],
+        *,
+        adds_up: bool = False,
+    ) -> None:
+        """Averages what the ranks' passes have left: other gradients, losses and statistics."""
+        with torch.no_grad():
+            if not adds_up:
+                self._average_others(self._others(held))
+            self._average_numbers(step, before, statistics)
+
+    @abstractmethod
+    def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters whose gradients nothing else reduces."""
+
+    def note_passes(self, held: Sequence[nn.Parameter], tasks: Sequence[str]) -> None:
+        """Notes which parameters have a gradient on this rank."""
+        assert self.shown is not None
+        ranks_of = self.control.facts.ranks_of
+        kind = len(self.parameters), *((task, *ranks_of[task]) for task in tasks)
+        self.shown.note_pattern(kind, self._pattern(held))
+
+    def holds_first(self) -> bool:
+        """Whether this rank adds what all ranks have to sums over them."""
+        return self.control.rank == 0
+
+    def _pattern(self, held: Sequence[nn.Parameter]) -> tuple[bool, ...]:
+        return tuple(p.grad is not None for p in self._others(held))
+
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
+        for group in self._groups:
+            dist.all_reduce(tensor, group=group)
+        return tensor
+
+    def _average_others(self, others: Sequence[nn.Parameter]) -> None:
+        assert self.shown is not None
+        reached = self.shown.pattern()[: len(others)]
+        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for parameter, is_reached in zip(others, reached, strict=True):
+            if is_reached:
+                kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        for parameters in kinds.values():
+            grads = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in parameters]
+            for grad in grads:
+                if grad.layout is not torch.strided:
+                    raise ValueError(
+                        f"optimizer must hold parameters with dense gradients on several ranks, got"
+                        f" a {grad.layout} one of shape {tuple(grad.shape)}"
+                    )
+            flat = self._all_reduce(torch.cat([grad.flatten() for grad in grads]))
+            flat = flat if self._others_scale == 1 else flat.mul_(self._others_scale)
+            parts = torch.split(flat, [p.numel() for p in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad = part.view(parameter.shape)
+
+    _others_scale: float = 1.0
+    """What is left to multiply the sums by."""
+
+    def _average_numbers(self, step: Step, before: Step, statistics: Sequence[Tensor]) -> None:
+        """One collective for all losses and statistics."""
+        tasks, like = self.control.facts.tasks, self.like()
+        numbers = torch.zeros(2 * len(tasks), dtype=torch.float64, device=like.device)
+        kinds = (step.losses, before.losses), (step.weighted_losses, before.weighted_losses)
+        places = [(n, of_kind) for n in enumerate(tasks) for of_kind in enumerate(kinds)]
+        for (n, task), (k, (losses, earlier)) in places:
+            weight = self.control.weight(task)
+            if weight and task in losses:
+                loss = losses[task] - earlier[task] if task in earlier else losses[task]
+                numbers[2 * n + k] = loss.to(numbers) * weight
+        share = 1 / self.control.size
+        flat = [tensor.flatten().to(numbers) * share for tensor in statistics]
+        summed = self._all_reduce(torch.cat([numbers, *flat]))
+        for (n, task), (k, (losses, earlier)) in places:
+            dtype = losses[task].dtype if task in losses else like.dtype
+            loss = summed[2 * n + k].to(dtype)
+            losses[task] = earlier[task] + loss if task in earlier else loss
+        if statistics:
+            numels = [tensor.numel() for tensor in statistics]
+            parts = torch.split(summed[len(numbers) :], numels)
+            shaped = [part.view(t.shape) for part, t in zip(parts, statistics, strict=True)]
+            torch._foreach_copy_(list(statistics), shaped)
+
+    def _set_reached(self, parts: Mapping[str, Sequence[Tensor | None]]) -> None:
+        """Puts into the rows the gradients of the parameters that any rank has reached."""
+        for task, ranks in self.control.facts.ranks_of.items():
+            unreached = self.shared_reach.unreached(task, ranks)
+            row = self.rows[self.tasks.index(task)]
+            for i, part in enumerate(parts[task]):
+                if i not in unreached:
+                    row[i] = part
+
+    def _sum_own(self) -> list[int]:
+        """Writes the updates of every task's own parameters, and takes them out of the rows."""
+        reached = dict.fromkeys(self.reached())
+        own = [i for i in self.reach.owners() if i in reached]
+        if own:
+            weights = torch.ones(1, len(self.rows), dtype=torch.float64)
+            torch.ops.cs_kernels.combine_(
+                self.updates(own),
+                self.of(own),
+                weights.to(self.parameters[own[0]].device),
+                [0] * len(own),
+                len(self.rows),
+            )
+            for row in self.rows:
+                for i in own:
+                    row[i] = None
+        return own
+
+    def like(self) -> Tensor:
+        """A plain tensor on the gradients' device."""
+        return self.parameters[0].detach()

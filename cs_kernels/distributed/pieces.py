@@ -1,0 +1,73 @@
+"""The parts of a weight's output channels in a range of its elements.
+
+A rank holds a range of each parameter, which may begin and end inside of an output channel. The
+operators of Phase 2 take it as a few tensors with whole dimensions, and their products add up.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from torch import Tensor
+
+ChannelArray = tuple[int, int, int, int]
+"""A weight's memory as an array [groups, outer, channels of a group, inner]."""
+
+
+class Piece(NamedTuple):
+    """Adjacent elements, as a tensor with output channels."""
+
+    start: int
+    """The index of the first element in the weight's memory."""
+    shape: tuple[int, ...]
+    out_channel_dim: int
+    groups: int
+    first_channel: int
+    channels: int
+
+    def of(self, memory: Tensor, start: int) -> Tensor:
+        """The piece of a range of elements that begins with `start`."""
+        first = self.start - start
+        return memory[first : first + prod(self.shape)].view(self.shape)
+
+
+def channel_array(
+    shape: Sequence[int], strides: Sequence[int], out_channel_dim: int, groups: int
+) -> ChannelArray:
+    """The array of a dense weight whose dimension 0 is the outermost in memory."""
+    order = sorted(range(len(shape)), key=lambda d: -strides[d] if shape[d] > 1 else -prod(shape))
+    place = order.index(out_channel_dim)
+    outer = prod(shape[d] for d in order[:place])
+    inner = prod(shape[d] for d in order[place + 1 :])
+    return groups, outer // groups, shape[out_channel_dim], inner
+
+
+def pieces_of(start: int, stop: int, array: ChannelArray) -> list[Piece]:
+    """The pieces of a range of elements: at most seven, the largest that fit."""
+    _, outer, channels, inner = array
+    row, block = channels * inner, outer * channels * inner
+    found = []
+    while start < stop:
+        group, size = start // block, stop - start
+        first = group * channels
+        if start % block == 0 and size >= block:
+            n = size // block
+            if outer == 1:
+                piece = Piece(start, (n * channels, inner), 0, 1, first, n * channels)
+            else:
+                shape = n * outer, channels, inner
+                piece = Piece(start, shape, 1, n, first, n * channels)
+        elif start % row == 0 and size >= row:
+            n = min((block - start % block) // row, size // row)
+            piece = Piece(start, (n, channels, inner), 1, 1, first, channels)
+        elif start % inner == 0 and size >= inner:
+            first += start % row // inner
+            n = min((row - start % row) // inner, size // inner)
+            piece = Piece(start, (n, inner), 0, 1, first, n)
+        else:
+            first += start % row // inner
+            n = min(inner - start % inner, size)
+            piece = Piece(start, (1, n), 0, 1, first, 1)
+        found.append(piece)
+        start += prod(piece.shape)
+    return found

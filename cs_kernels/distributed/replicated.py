@@ -1,0 +1,286 @@
+"""Replicated ranks: each has the whole network, and a part of the K gradients.
+
+The gradients of a task are reduced and scattered while its backward pass runs. The update of a part
+needs the ranks' K x K products and no other gradients; the updated parts are then gathered. A rank
+moves (K + 1) N elements, where K sums over all ranks move 2 K N, and keeps K N / W + N of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs_kernels.distributed.buckets import Buckets, Overlap
+from cs_kernels.distributed.control import Control
+from cs_kernels.distributed.partial import PartialGradients
+from cs_kernels.distributed.pieces import ChannelArray
+from cs_kernels.step import Step
+
+
+@dataclass
+class _Round:
+    """The collectives of one task's gradients, or of their sum, a bucket each."""
+
+    name: str
+    parts: list[Tensor] | None
+    """Where to write this rank's part; None for the whole sum, in the buckets."""
+    adds: bool
+    """Whether the parts add to those of an earlier round."""
+
+
+class ReplicatedGradients(PartialGradients):
+    """A part of each gradient, flat: a range of the parameter's elements in memory.
+
+    Args:
+        parameters: The shared parameters, by name.
+        tasks: The names of all tasks.
+        control: The ranks.
+        group: Their process group.
+
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        tasks: Sequence[str],
+        control: Control,
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(parameters, tasks, control, [group])
+        self._group = group
+        self._trains: list[bool] | None = None
+        self._separate = True
+        self._expected: list[str] = []
+        """The names of the rounds before the ranks' next message."""
+        self._round: _Round | None = None
+        self._had: set[int] = set()
+        """The parameters with a gradient on this rank in the last round."""
+        self._own: list[int] = []
+        self._assigned: list[int] = []
+
+    # --- the buckets ---
+
+    def _make_buckets(self) -> None:
+        """Makes those of the parameters that require a gradient, if these are others."""
+        trains = [p.requires_grad for p in self.parameters]
+        if self._trains == trains:
+            return
+        self._trains = trains
+        trained = {i: p for i, p in enumerate(self.parameters) if p.requires_grad}
+        self._buckets = Buckets(trained, self._group)
+        self._overlap = Overlap(trained)
+        self._parts: dict[str, list[Tensor]] = {}
+        """For each task, this rank's part of each bucket."""
+        self._rows: dict[str, list[Tensor | None]] = {}
+        """Likewise, of each parameter."""
+        own = self._buckets.own_parts()
+        self._updates = self._of_parameters(own)
+
+    def _of_parameters(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
+        slots, part_of = self._buckets.slots, self._buckets.part_of
+        return [part_of(i, parts) if i in slots else None for i in range(len(self.parameters))]
+
+    def plan(self) -> int:
+        """A number that differs if the collectives of the next step do."""
+        trains = [(n, p.dtype, p.shape) for n, p in self._named() if p.requires_grad]
+        return crc32(repr(trains).encode())
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(zip(self.names, self.parameters, strict=True))
+
+    def forget_passes(self) -> None:
+        """Looks at the next gradients of every task anew."""
+        super().forget_passes()
+        self._trains = None
+
+    # --- passes ---
+
+    def expect(self, tasks: Sequence[str], *, separate: bool, adds_up: bool = False) -> None:
+        """Begins the passes before the ranks' next message."""
+        self._make_buckets()
+        self._separate = separate
+        if separate:
+            self._expected = list(tasks)
+        else:
+            self._expected = [] if adds_up else ["/".join(tasks)]
+
+    def arm(self, task: str) -> None:
+        """The next backward pass is a task's last one, and its gradients may be sent."""
+        if self._separate or (self._expected and task == self._last_task()):
+            name = task if self._separate else self._expected[0]
+            self._begin(name)
+            self._overlap.start(f"{self._separate} {name}", self._buckets.members, self._send)
+
+    def _last_task(self) -> str:
+        """The last task that this rank has labels for."""
+        own = [task for task in self._expected[0].split("/") if self.control.has(task)]
+        return own[-1]
+
+    def _begin(self, name: str) -> _Round:
+        self._had.clear()
+        self._overlap.reset()
+        if not self._separate:
+            self._round = _Round(name, None, adds=False)
+        elif name in self.collected:
+            self._round = _Round(name, self._buckets.new_parts(), adds=True)
+        else:
+            parts = self._parts.get(name)
+            if parts is None:
+                parts = self._parts[name] = self._buckets.new_parts()
+                self._rows[name] = self._of_parameters(parts)
+            self._round = _Round(name, parts, adds=False)
+        return self._round
+
+    def _send(self, bucket: int) -> None:
+        assert self._round is not None
+        for i in self._buckets.members[bucket]:
+            grad = self.parameters[i].grad
+            if grad is not None:
+                self._had.add(i)
+                if grad.layout is not torch.strided:
+                    raise ValueError(
+                        f"trunk must have dense gradients, got a {grad.layout} one for"
+                        f" {self.names[i]}"
+                    )
+        self._buckets.send(bucket, self._round.parts)
+
+    def _finish(self, name: str) -> None:
+        """Sends what is left of a round; all of it on a rank without the task."""
+        now = self._round if self._round is not None else self._begin(name)
+        self._overlap.finish(f"{self._separate} {name}", len(self._buckets.flat), self._send)
+        self._round = None
+        self._expected.remove(name)
+        late = [i for i in self._buckets.slots if self.parameters[i].grad is not None]
+        if late:
+            self._overlap.forget()
+            raise RuntimeError(
+                f"gradients must not change after they were sent to the other ranks, got another"
+                f" one for {self.names[late[0]]}: its layer ran more often than in the last step,"
+                " under reentrant checkpointing"
+            )
+        if now.adds:
+            assert now.parts is not None
+            self._buckets.wait_all()
+            torch._foreach_add_(self._parts[name], now.parts)
+
+    def drain(self) -> None:
+        """Takes part, without gradients, in the collectives of passes that have failed here."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        for name in list(self._expected):
+            self._finish(name)
+
+    def collect(self, task: str) -> bool:
+        """Ends the passes of a task; returns whether this rank has any gradient."""
+        self._finish(task)
+        self.collected.add(task)
+        return self._note(task)
+
+    def note(self, task: str) -> bool:
+        """Ends the only passes before a message."""
+        self._finish(task)
+        return self._note(task)
+
+    def skip(self, task: str) -> None:
+        """Takes part in the collectives of a task without gradients."""
+        if self._separate:
+            self._finish(task)
+            self.collected.add(task)
+
+    def _note(self, task: str) -> bool:
+        if self.control.has(task):
+            self.reach.note(task, [i for i in range(len(self.parameters)) if i not in self._had])
+        return bool(self._had)
+
+    def note_passes(self, held: Sequence[nn.Parameter], tasks: Sequence[str]) -> None:
+        """Ends the passes whose gradients add up; notes which gradients there are."""
+        for name in list(self._expected):
+            self._finish(name)
+        super().note_passes(held, tasks)
+
+    # --- after the passes ---
+
+    def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        shared = set(self.parameters)
+        return [parameter for parameter in held if parameter not in shared]
+
+    def _pattern(self, held: Sequence[nn.Parameter]) -> tuple[bool, ...]:
+        pattern = super()._pattern(held)
+        if self._separate:
+            return pattern
+        return pattern + tuple(i in self._had for i in range(len(self.parameters)))
+
+    def average(
+        self,
+        held: Sequence[nn.Parameter],
+        step: Step,
+        before: Step,
+        statistics: Sequence[Tensor],
+        *,
+        adds_up: bool = False,
+    ) -> None:
+        """As every kind; sums of all tasks become `.grad`."""
+        super().average(held, step, before, statistics, adds_up=adds_up)
+        self._buckets.wait_all()
+        if self._separate:
+            self._set_reached(self._rows)
+            return
+        if adds_up:
+            return
+        assert self.shown is not None
+        for i, is_reached in enumerate(self.shown.pattern()[-len(self.parameters) :]):
+            if is_reached:
+                self.parameters[i].grad = self._buckets.views[i]
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """One small collective."""
+        return self._all_reduce(tensor)
+
+    def span(self, parameter: int) -> tuple[int, int]:
+        """An equal part of a bucket, wherever it is cut."""
+        slot = self._buckets.slots[parameter]
+        return slot.first, slot.last
+
+    def numel(self, parameter: int) -> int:
+        """The elements of a whole parameter."""
+        return self.parameters[parameter].numel()
+
+    def array(self, parameter: int, out_channel_dim: int, groups: int) -> ChannelArray:
+        """As the bucket has them."""
+        return self._buckets.array(parameter, out_channel_dim, groups)
+
+    def weight_part(self, parameter: int) -> Tensor | None:
+        """Every rank has the whole weight."""
+        return None
+
+    def updates(self, parameters: Sequence[int]) -> list[Tensor]:
+        """The parts of the updates, in the buckets."""
+        found = [self._updates[i] for i in parameters]
+        return [update for update in found if update is not None]
+
+    def release_own(self) -> None:
+        """Every task's own parameters get the plain sum."""
+        self._own = self._sum_own()
+
+    def assign(self, parameters: Sequence[int]) -> None:
+        """Notes that the updates of some parameters are written."""
+        self._assigned = list(parameters)
+        self.clear()
+
+    def publish(self) -> None:
+        """Gathers the updates of all ranks, and makes them `.grad`."""
+        assigned = self._own + self._assigned
+        self._own, self._assigned = [], []
+        self._buckets.gather(sorted({self._buckets.slots[i].bucket for i in assigned}))
+        for i in assigned:
+            self.parameters[i].grad = self._buckets.views[i]
+
+    def lend(self) -> tuple[int, Tensor] | None:
+        """A tensor for `.grad`, between two calls that add up."""
+        first = self.first()
+        return None if first is None else (first[0], self._buckets.views[first[0]])

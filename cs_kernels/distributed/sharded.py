@@ -1,0 +1,213 @@
+"""Sharded ranks: `fully_shard` has reduced the gradients, and each rank has some rows of each.
+
+A mesh of two dimensions has replicas of the shards in its first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, cast
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs_kernels.distributed.control import Control
+from cs_kernels.distributed.partial import PartialGradients
+from cs_kernels.distributed.pieces import ChannelArray
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The shard of a DTensor on this rank."""
+    shard: Tensor = cast("Any", tensor)._local_tensor
+    return shard
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor is a DTensor, as `fully_shard` makes of parameters."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "_local_tensor")
+
+
+def mesh_of(parameters: Mapping[str, Tensor]) -> Any:
+    """The mesh of sharded parameters; None if none is sharded.
+
+    Raises:
+        ValueError: Some are sharded and some are not, or in another way than `fully_shard` does.
+
+    """
+    first = next((name for name, p in parameters.items() if is_sharded(p)), None)
+    if first is None:
+        return None
+    mesh = cast("Any", parameters[first]).device_mesh
+    for name, parameter in parameters.items():
+        if not is_sharded(parameter):
+            raise ValueError(
+                f"trunk must be sharded as a whole, got {name} that is not, beside {first}: call"
+                " fully_shard(trunk) after fully_shard on its layers"
+            )
+        placements = cast("Any", parameter).placements
+        kinds = [type(placement).__name__ for placement in placements]
+        rows = kinds[-1] == "Shard" and placements[-1].dim == 0
+        if kinds[:-1] not in ([], ["Replicate"]) or not rows:
+            raise ValueError(
+                "trunk must be sharded along dimension 0, on a mesh of one dimension, or of two"
+                f" with replicas along the first, got {name} with {tuple(placements)}"
+            )
+        if cast("Any", parameter).device_mesh != mesh:
+            raise ValueError(
+                f"trunk must be sharded on one mesh, got {first} on {mesh} and {name} on"
+                f" {cast('Any', parameter).device_mesh}"
+            )
+    return mesh
+
+
+def _fsdp_modules(network: nn.Module) -> list[Any]:
+    return [module for module in network.modules() if hasattr(module, "set_reshard_after_backward")]
+
+
+def reshard(network: nn.Module) -> None:
+    """Frees whole parameters, which a pass without a backward pass may have left."""
+    for module in _fsdp_modules(network):
+        module.reshard()
+
+
+def rows_of(parameter: Tensor) -> tuple[int, int]:
+    """The range of dimension 0 in this rank's shard."""
+    mesh = cast("Any", parameter).device_mesh
+    rows = -(-parameter.shape[0] // mesh.size(-1))
+    first = min(mesh.get_local_rank(mesh.ndim - 1) * rows, parameter.shape[0])
+    return first, first + _local(parameter).shape[0]
+
+
+class ShardedGradients(PartialGradients):
+    """A shard of each gradient: rows along dimension 0.
+
+    Args:
+        parameters: The shared parameters, by name.
+        tasks: The names of all tasks.
+        control: The ranks.
+        mesh: Their mesh.
+        trunk: The shared module.
+
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        tasks: Sequence[str],
+        control: Control,
+        mesh: Any,
+        trunk: nn.Module,
+    ) -> None:
+        groups = [mesh.get_group(dim) for dim in reversed(range(mesh.ndim))]
+        super().__init__(parameters, tasks, control, groups)
+        self._shards, self._replicas = groups[0], groups[1] if mesh.ndim == 2 else None
+        self._others_scale = 1 / control.size
+        self._modules = _fsdp_modules(trunk)
+
+    def plan(self) -> int:
+        """A number that differs if the collectives of the next step do."""
+        trains = [(name, p.requires_grad) for name, p in self._named()]
+        return crc32(repr(trains).encode())
+
+    def _named(self) -> list[tuple[str, nn.Parameter]]:
+        return list(zip(self.names, self.parameters, strict=True))
+
+    def before_backward(self, *, retains: bool) -> None:
+        """Keeps whole parameters until the last backward pass of a forward pass."""
+        if retains != self._retains:
+            self._retains = retains
+            for module in self._modules:
+                module.set_reshard_after_backward(not retains, recurse=False)
+
+    _retains = False
+
+    def collect(self, task: str) -> bool:
+        """Moves the shards of every `.grad` into a task's row, or adds them to those there."""
+        row: list[Tensor | None] = [None] * len(self.parameters)
+        unreached = []
+        for i, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                unreached.append(i)
+            else:
+                row[i], parameter.grad = _local(parameter.grad), None
+        n = self.tasks.index(task)
+        for i, before in enumerate(self.rows[n] if task in self.collected else ()):
+            grad = row[i]
+            if before is not None:
+                row[i] = before if grad is None else before.add_(grad)
+        self.rows[n] = row
+        self.collected.add(task)
+        self.reach.note(task, unreached)
+        return len(unreached) < len(self.parameters)
+
+    def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        return [parameter for parameter in held if not is_sharded(parameter)]
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """One small collective over the shards; replicas get the bits of the first one."""
+        dist.all_reduce(tensor, group=self._shards)
+        if self._replicas is not None:
+            dist.broadcast(tensor, group=self._replicas, group_src=0)
+        return tensor
+
+    def span(self, parameter: int) -> tuple[int, int]:
+        """Whole rows."""
+        weight = self.parameters[parameter]
+        first, last = rows_of(weight)
+        row = prod(weight.shape[1:])
+        return first * row, last * row
+
+    def numel(self, parameter: int) -> int:
+        """The elements of a whole parameter."""
+        return self.parameters[parameter].numel()
+
+    def array(self, parameter: int, out_channel_dim: int, groups: int) -> ChannelArray:
+        """`fully_shard` takes contiguous weights."""
+        shape = self.parameters[parameter].shape
+        outer = shape[0] // groups if out_channel_dim == 1 else 1
+        return groups, outer, shape[out_channel_dim], prod(shape[out_channel_dim + 1 :])
+
+    def weight_part(self, parameter: int) -> Tensor | None:
+        """Whole rows."""
+        return _local(self.parameters[parameter].detach()).flatten()
+
+    def updates(self, parameters: Sequence[int]) -> list[Tensor]:
+        """The rows of the updates."""
+        for i in parameters:
+            update, like = self._updates[i], self.parameters[i]
+            if update is None or (update.dtype, update.device) != (like.dtype, like.device):
+                self._updates[i] = torch.empty_like(like, requires_grad=False)
+        return [_local(update) for i in parameters if (update := self._updates[i]) is not None]
+
+    def like(self) -> Tensor:
+        """A plain tensor on the gradients' device."""
+        return _local(self.parameters[0].detach())
+
+    def release_own(self) -> None:
+        """Every task's own parameters get the plain sum."""
+        for i in self._sum_own():
+            self.parameters[i].grad = self._updates[i]
+
+    def lend(self) -> tuple[int, Tensor] | None:
+        """A tensor for `.grad`, between two calls that add up."""
+        first = self.first()
+        if first is None:
+            return None
+        self.updates([first[0]])
+        update = self._updates[first[0]]
+        assert update is not None
+        return first[0], update
+
+
+def shards_of(tensors: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
+    """For each vector: this rank's elements, and the index of the first one."""
+    found = []
+    for tensor in tensors:
+        if is_sharded(tensor):
+            found.append((rows_of(tensor)[0], _local(tensor.detach())))
+        else:
+            found.append((0, tensor.detach()))
+    return found
