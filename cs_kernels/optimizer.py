@@ -59,8 +59,8 @@ _GRAPHS_EVERY = 32
 losses: if one is unfrozen, only the graph shows it."""
 
 
-def _named_state(part: Method | Weighting) -> dict[str, Any]:
-    return {"name": type(part).__name__, "state": part.state_dict()}
+def _named_state(part: Method | Weighting) -> tuple[str, dict[str, Any]]:
+    return type(part).__name__, part.state_dict()
 
 
 class MultiTaskOptimizer:
@@ -612,13 +612,17 @@ class MultiTaskOptimizer:
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs beside those of the network and the torch optimizer.
 
-        It has no gradients that wait for their update (`backward` with `update=False`).
+        It has no gradients that wait for their update (`backward` with `update=False`). On many
+        ranks it is the same on all, and can be loaded on another number of them; for
+        torch.distributed.checkpoint, hand over the MultiTaskOptimizer itself.
         """
+        # Distributed checkpoints store a tuple as it is, and a dictionary entry by entry, which
+        # would need the same entries in the one that they are loaded into.
         return {
             "tasks": list(self.tasks),
             "epoch": self._epoch,
             "steps": self._steps,
-            "reach": self._reach.state_dict(),
+            "reach": (self._reach.state_dict(),),
             "method": _named_state(self.method),
             "weighting": _named_state(self.weighting),
         }
@@ -653,15 +657,18 @@ class MultiTaskOptimizer:
             raise ValueError(f"state must be of tasks {list(self.tasks)}, got {tasks!r}")
         for part in ("method", "weighting"):
             given = state[part]
-            name = given.get("name") if isinstance(given, Mapping) else given
-            if name != expected[part]["name"]:
-                raise ValueError(f"state must be of {part} {expected[part]['name']}, got {name}")
+            name = given[0] if isinstance(given, Sequence) and len(given) == 2 else given
+            if name != expected[part][0]:
+                raise ValueError(f"state must be of {part} {expected[part][0]}, got {name}")
 
     def _load(self, state: Mapping[str, Any]) -> None:
         epoch, steps = state["epoch"], int(state["steps"])
-        self._reach.load_state_dict(state["reach"])
-        self.method.load_state_dict(state["method"]["state"])
-        self.weighting.load_state_dict(state["weighting"]["state"])
+        (reach,), (_, of_method), (_, of_weighting) = (
+            state[part] for part in ("reach", "method", "weighting")
+        )
+        self._reach.load_state_dict(reach)
+        self.method.load_state_dict(of_method)
+        self.weighting.load_state_dict(of_weighting)
         self._epoch, self._steps = None if epoch is None else int(epoch), steps
 
     def _chosen(self, tasks: Iterable[str] | None) -> tuple[str, ...]:

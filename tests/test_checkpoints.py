@@ -58,15 +58,15 @@ def test_checkpoints_that_do_not_fit_are_refused_whole() -> None:
     opt.step(loss)
     good = copy.deepcopy(opt.state_dict())
     untouched = copy.deepcopy(fresh.state_dict())
-    half = {**good, "method": {"name": "NashMTL", "state": {"number": 4}}}
+    half = {**good, "method": ("NashMTL", {"number": 4})}
     half_weighting = copy.deepcopy(good)
-    del half_weighting["weighting"]["state"]["means"]
-    other_trunk = {**good, "reach": {"nowhere.weight": {"reached": [], "tried": []}}}
+    del half_weighting["weighting"][1]["means"]
+    other_trunk = {**good, "reach": ({"nowhere.weight": {"reached": [], "tried": []}},)}
     for bad, message in (
         ({k: v for k, v in good.items() if k != "method"}, r"state must have.*'method'"),
-        ({**good, "method": {"name": "PCGrad", "state": {}}}, r"of method NashMTL, got PCGrad"),
+        ({**good, "method": ("PCGrad", {})}, r"of method NashMTL, got PCGrad"),
         (
-            {**good, "weighting": {"name": "EqualWeights", "state": {}}},
+            {**good, "weighting": ("EqualWeights", {})},
             r"of weighting DynamicWeightAverage, got EqualWeights",
         ),
         ({**good, "tasks": ["a"]}, r"of tasks \['a', 'b'\], got \['a'\]"),
