@@ -7,6 +7,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from cs_kernels.distributed.sharded import is_sharded
 from cs_kernels.layout import channels_of, shared_parameters
 from cs_kernels.methods import Method
 from cs_kernels.nn import TaskBatchNorm, task_norms
@@ -191,6 +192,19 @@ def held_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Para
     """The parameters of torch optimizers."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return [parameter for group in groups for parameter in group["params"]]
+
+
+def check_scales(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """A scaler cannot unscale sharded and other gradients together."""
+    for optimizer in optimizers:
+        sharded = sum(map(is_sharded, held_parameters([optimizer])))
+        others = len(held_parameters([optimizer])) - sharded
+        if sharded and others:
+            raise ValueError(
+                "optimizer must hold sharded parameters or others with a scaler, got"
+                f" {type(optimizer).__name__} with {sharded} and {others}: call fully_shard on the"
+                " heads too, or build a second optimizer"
+            )
 
 
 def check_steps_now(optimizers: Sequence[torch.optim.Optimizer]) -> None:

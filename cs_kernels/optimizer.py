@@ -20,6 +20,7 @@ from cs_kernels.checks import (
     check_devices,
     check_held,
     check_kinds,
+    check_scales,
     check_steps_now,
     check_trunk,
     checked_closures,
@@ -156,6 +157,9 @@ class MultiTaskOptimizer:
         check_devices(shared, self.tasks, self.method)
         self._overrides = checked_overrides(inner, layers)
         check_held(inner, shared, set(held_parameters(self._optimizers)), self.weighting)
+
+        if self.scaler is not None and self.scaler.is_enabled():
+            check_scales(self._optimizers)
 
         self._inner = inner
         self._norms = task_norms(inner)

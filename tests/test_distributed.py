@@ -1,6 +1,8 @@
 """Many ranks: the bits of each other, and what one process gives on the whole batch."""
 
+import re
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -71,18 +73,18 @@ class Trunk(nn.Module):
 class Network:
     """A trunk with fixed statistics, heads, data, and how it is distributed."""
 
-    def __init__(self, kind: str, rank: int, size: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, kind: str, rank: int, size: int, *, heads_too: bool = False) -> None:
         torch.manual_seed(1)
         self.kind, self.rank, self.size = kind, rank, size
-        plain = cs.nn.convert_task_batchnorm(Trunk(), TASKS).to(dtype)
+        plain = cs.nn.convert_task_batchnorm(Trunk(), TASKS)
         for norm in cs.nn.task_norms(plain):
             for child in norm.children():
                 nn.init.uniform_(child.weight, 0.5, 1.5)
                 nn.init.uniform_(child.running_var, 0.5, 1.5)
         self.trunk: nn.Module = plain.eval()
-        self.heads = nn.ModuleDict({task: nn.Linear(9, 2) for task in TASKS}).to(dtype)
-        self.x = torch.randn(8, 12, 3, 6, 5, dtype=dtype)
-        self.targets = 2 * torch.randn(len(TASKS), 8, 12, 2, dtype=dtype)
+        self.heads = nn.ModuleDict({task: nn.Linear(9, 2) for task in TASKS})
+        self.x = torch.randn(8, 12, 3, 6, 5)
+        self.targets = 2 * torch.randn(len(TASKS), 8, 12, 2)
         self.options: dict[str, Any] = {}
         self.plain = plain
         if kind == "replicated":
@@ -103,6 +105,8 @@ class Network:
             for n in (0, 3, 6, 9, 14):
                 fully_shard(plain.layers[n], mesh=mesh)
             fully_shard(plain, mesh=mesh)
+            for head in self.heads.values() if heads_too else ():
+                fully_shard(head, mesh=mesh)
         self.parameters = [*plain.parameters(), *self.heads.parameters()]
 
     def start(
@@ -191,3 +195,349 @@ def test_ranks_train_as_one_process(
     assert set(phases) == {1, 2}
     assert_near(results[0][0], state)
     assert_near(results[0][1], losses)
+
+
+# --- other ways to train --------------------------------------------------------------------------
+
+
+def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[list[Tensor]]:
+    """Rank 0 has all labels, rank 1 those of two tasks, rank 2 and the last step of 1 none."""
+    buckets.BUCKET_BYTES = 700
+    labels = [TASKS, ["edges", "depth"], []]
+    states, networks = [], list[Network]()
+    for schedule in (cs.Joint(), cs.Sequential()):
+        networks.append(Network(kind, rank, size))
+        opt = networks[-1].start(METHODS[method](), schedule)
+        for step in range(4):
+            of_ranks = [labels[r] if step < 3 else TASKS[: 1 - r] for r in range(size)]
+
+            def loss(task: str, step: int = step, of_ranks: Any = of_ranks) -> Tensor:
+                network = networks[-1]
+                if kind == "alone":
+                    # The ranks' means with the same weight.
+                    parts = zip(range(size), of_ranks, strict=True)
+                    samples = 12 // size
+                    having = [
+                        network.loss(step, task, slice(r * samples, (r + 1) * samples))
+                        for r, tasks in parts
+                        if task in tasks
+                    ]
+                    return torch.stack(having).mean()
+                if task not in of_ranks[rank]:
+                    assert kind == "fully_shard"
+                    return 0 * network.loss(step, task)
+                result: Tensor = network.loss(step, task)
+                return result
+
+            every = [task for task in TASKS if any(task in tasks for tasks in of_ranks)]
+            if kind == "alone":
+                losses = opt.step(loss, tasks=dict.fromkeys(t for o in of_ranks for t in o))
+            else:
+                losses = opt.step(loss, tasks=of_ranks[rank])
+            assert set(losses) == set(every)
+        states.append([*networks[-1].state(), *losses.values()])
+    return states
+
+
+@pytest.mark.parametrize("method", ["ConnectionStrength", "MGDA", "Sum"])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("replicated", 2), ("replicated", 3), ("fully_shard", 2)]
+)
+def test_a_task_counts_with_the_ranks_that_have_labels(
+    pools: Callable[[int], Ranks], kind: str, size: int, method: str
+) -> None:
+    first, *others = pools(size).run(_with_some_labels, size, kind, method)
+    for other in others:
+        assert_equal(other, first)
+    assert_near(first, _with_some_labels(0, size, "alone", method))
+
+
+def _in_parts(rank: int, size: int, kind: str, method: str) -> list[Tensor]:
+    """Micro-batches: two on rank 0, three on the others, except with `fully_shard`."""
+    buckets.BUCKET_BYTES = 700
+    network = Network(kind, rank, size)
+    opt = network.start(METHODS[method](), _both_phases())
+    opt.start_epoch(1)
+    for step in range(6):
+        number = 2 if rank == 0 or kind == "fully_shard" else 3
+        samples = (12 if kind == "alone" else 12 // size) // number
+
+        def loss(task: str, n: int, step: int = step, number: int = number) -> Tensor:
+            part = slice(n * samples, (n + 1) * samples)
+            return network.loss(step, task, part) / number
+
+        opt.step([lambda task, n=n: loss(task, n) for n in range(number)])
+    return network.state()
+
+
+@pytest.mark.parametrize("method", ["ConnectionStrength", "CAGrad", "Sum"])
+@pytest.mark.parametrize("kind", ["replicated", "DDP", "fully_shard"])
+def test_micro_batches(pools: Callable[[int], Ranks], kind: str, method: str) -> None:
+    first, *others = pools(2).run(_in_parts, 2, kind, method)
+    for other in others:
+        assert_equal(other, first)
+    assert_near(first, _trained(0, 2, "alone", method)[0])
+
+
+def _scaled(rank: int, size: int, kind: str, method: str) -> tuple[list[Tensor], float]:
+    """With a scaler; in one step, the gradient of one rank is not finite."""
+    buckets.BUCKET_BYTES = 700
+    network = Network(kind, rank, size, heads_too=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    opt = network.start(METHODS[method](), _both_phases(), scaler=scaler)
+    opt.start_epoch(1)
+    for step in range(6):
+        factor = float("inf") if step == 2 and (rank == 1 or kind == "alone") else 1.0
+        opt.step(lambda task, step=step, factor=factor: factor * network.loss(step, task))
+    return network.state(), scaler.get_scale()
+
+
+@pytest.mark.parametrize("method", ["ConnectionStrength", "PCGrad", "Sum"])
+@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
+def test_a_scaler_skips_the_step_on_all_ranks(
+    pools: Callable[[int], Ranks], kind: str, method: str
+) -> None:
+    first, *others = pools(2).run(_scaled, 2, kind, method)
+    for other in others:
+        assert_equal(other, first)
+    state, scale = _scaled(0, 2, "alone", method)
+    assert scale < 1024
+    assert first[1] == scale
+    assert_near(first[0], state)
+
+
+class Dense(nn.Module):
+    """A network without normalization, whose heads are in the trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 7))
+        self.heads = nn.ModuleDict({task: nn.Linear(7, 3) for task in TASKS})
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.body(x)
+        return {task: self.heads[task](y).square().mean() for task in TASKS}
+
+
+def _one_forward_pass(
+    rank: int, size: int, kind: str, method: str, parts: int
+) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+    """`backward`, with the losses of one forward pass; in several parts that add up."""
+    buckets.BUCKET_BYTES = 100
+    torch.manual_seed(2)
+    plain = Dense()
+    network: nn.Module = plain
+    options: dict[str, Any] = {}
+    if kind == "replicated":
+        options["process_group"] = dist.group.WORLD
+    if kind.startswith("DDP"):
+        network = nn.parallel.DistributedDataParallel(plain, gradient_as_bucket_view=True)
+    if kind == "fully_shard":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.init_device_mesh("cpu", (size,))
+        fully_shard(plain.body[0], mesh=mesh)
+        fully_shard(plain, mesh=mesh)
+    parameters = list(plain.parameters())
+    sgd = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
+    opt = cs.MultiTaskOptimizer(plain, sgd, TASKS, METHODS[method](), **options)
+    batches = torch.randn(5, 12, 5)
+    returned = []
+    for batch in batches:
+        mine = batch if kind == "alone" else batch.chunk(size)[rank]
+        for n, x in enumerate(mine.chunk(parts), 1):
+            losses = {task: loss / parts for task, loss in network(x).items()}
+            if rank == 1:  # The order of the losses is that of no collective.
+                losses = dict(reversed(losses.items()))
+            returned.append(opt.backward(losses, update=n == parts))
+        sgd.step()
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]
+    return [p.detach().clone() for p in whole], returned
+
+
+@pytest.mark.parametrize("method", ["CAGrad", "GradDrop", "MGDA", "Sum"])
+@pytest.mark.parametrize("kind", ["replicated", "DDP", "fully_shard"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_losses_of_one_forward_pass(
+    pools: Callable[[int], Ranks], kind: str, method: str, parts: int
+) -> None:
+    first, *others = pools(2).run(_one_forward_pass, 2, kind, method, parts)
+    for other in others:
+        assert_equal(other, first)
+    assert_near(first[0], _one_forward_pass(0, 2, "alone", method, 1)[0])
+
+
+# --- what goes wrong ------------------------------------------------------------------------------
+
+
+class BrokenError(Exception):
+    """That of one rank."""
+
+
+def _with_a_failing_rank(rank: int, size: int, kind: str, method: str) -> list[Any]:
+    """Rank 1 fails in the second task of a step: everywhere an error, and nothing has changed."""
+    buckets.BUCKET_BYTES = 700
+    network = Network(kind, rank, size)
+    network.trunk.train()
+    opt = network.start(METHODS[method](), _both_phases())
+    opt.start_epoch(1)
+    errors = []
+    for step in range(6):
+        opt.step(partial(network.loss, step))
+
+        def loss(task: str, step: int = step) -> Tensor:
+            if rank == 1 and task == "normals":
+                raise BrokenError(f"no labels on the disk in step {step}")
+            return network.loss(step, task)
+
+        before = [t.clone() for t in [*network.state(), *network.plain.buffers()]]
+        phase = opt.phase
+        with pytest.raises(BrokenError if rank == 1 else RuntimeError) as caught:
+            opt.step(loss)
+        errors.append((phase, str(caught.value)))
+        if phase == 2:  # In Phase 1, the first task has been updated.
+            assert_equal([*network.state(), *network.plain.buffers()], before)
+        assert all(p.grad is None for p in network.parameters)
+    return [errors, network.state(), [b.clone() for b in network.plain.buffers()]]
+
+
+@pytest.mark.parametrize("method", ["ConnectionStrength", "Sum"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_failing_rank_ends_the_step_of_all(
+    pools: Callable[[int], Ranks], size: int, method: str
+) -> None:
+    """The steps after it are made by all ranks again."""
+    results = pools(size).run(_with_a_failing_rank, size, "replicated", method)
+    for rank, (errors, *state) in enumerate(results):
+        assert_equal(state[0], results[0][1])
+        if rank != 1:
+            assert_equal(state[1][1:2], results[0][2][1:2])
+        assert {phase for phase, _ in errors} == {1, 2}
+        for _, text in errors:
+            expected = (
+                "no labels on the disk" if rank == 1 else r"rank 1 failed in step \d+: Broken"
+            )
+            assert re.match(expected, text), text
+
+
+def _with_a_failing_shard(rank: int, size: int) -> str:
+    """The other rank waits in a collective of `fully_shard` until its timeout."""
+    group = dist.new_group(range(size), timeout=timedelta(seconds=2))
+    mesh = dist.DeviceMesh.from_group(group, "cpu")
+    torch.manual_seed(0)
+    trunk = Dense()
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(trunk, mesh=mesh)
+    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
+    before = [p.full_tensor().clone() for p in sgd.param_groups[0]["params"]]
+    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad())
+
+    def loss(task: str) -> Tensor:
+        if rank == 1 and task == "normals":
+            raise BrokenError("no labels")
+        return trunk(torch.ones(3, 5))[task]
+
+    with pytest.raises((BrokenError, RuntimeError)) as caught:
+        opt.step(loss)
+    shards = [p.to_local() for p in sgd.param_groups[0]["params"]]
+    rows = [p.chunk(size)[rank] for p in before]
+    assert_equal(shards, rows)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_failing_shard_is_named_after_the_timeout(pools: Callable[[int], Ranks]) -> None:
+    first, second = pools(2).run(_with_a_failing_shard, 2)
+    assert re.match("RankError: rank 1 failed in step 0: BrokenError: no labels", first)
+    assert second == "BrokenError: no labels"
+
+
+def _disagreeing(rank: int, size: int, what: str) -> str:
+    network = Network("alone", rank, size)
+    trunk, heads = network.plain, network.heads
+    tasks, method, schedule = list(TASKS), cs.PCGrad(), cs.Joint()
+    options: dict[str, Any] = {"process_group": dist.group.WORLD}
+    if rank == 1:
+        if what == "tasks":
+            tasks.reverse()
+        if what == "number of tasks":
+            tasks = TASKS[:2]
+        if what == "method":
+            method = cs.PCGrad(seed=2)
+        if what == "schedule":
+            schedule = cs.Switch(3)
+        if what == "shape":
+            trunk.layers[14] = nn.Linear(12, 11, bias=False)
+        if what == "head":
+            heads["depth"] = nn.Linear(9, 3)
+        if what == "argument":
+            options["layers"] = {"nowhere": None}
+        if what == "frozen":
+            trunk.layers[0].requires_grad_(False)
+    sgd = torch.optim.SGD([*trunk.parameters(), *heads.parameters()], lr=0.1)
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        cs.MultiTaskOptimizer(trunk, sgd, tasks, method, schedule, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("tasks", r"same tasks: rank 0 has 'depth', rank 1 has 'edges'"),
+        ("number of tasks", r"rank 0 has \['depth', 'normals', 'edges'\], rank 1 has \['depth'"),
+        ("method", r"same method: rank 0 has .*seed=0.*, rank 1 has .*seed=2"),
+        ("schedule", r"same schedule: rank 0 has 'Joint\(\)', rank 1 has 'Switch\(epoch=3\)'"),
+        ("shape", r"number of shared parameters: rank 0 has 13, rank 1 has 12"),
+        ("head", r"other parameters .*: rank 0 has \(\(2, 9\), .*, rank 1 has \(\(3, 9\)"),
+        ("frozen", r"rank 0 has \('layers.0.weight', .*True\), rank 1 has .*False"),
+        ("argument", r"nowhere"),
+    ],
+)
+def test_ranks_that_disagree_are_told_so(
+    pools: Callable[[int], Ranks], what: str, message: str
+) -> None:
+    for text in pools(2).run(_disagreeing, 2, what):
+        assert re.search(message, text), text
+
+
+def _disagreeing_later(rank: int, size: int, what: str) -> tuple[str, list[Tensor], list[Tensor]]:
+    """Ranks differ in a step; the error comes before anything has changed."""
+    network = Network("replicated", rank, size)
+    opt = network.start(cs.PCGrad(), cs.Switch(1))
+    opt.start_epoch(1)
+    if what != "parameters":
+        opt.step(partial(network.loss, 0))
+    if rank == 1:
+        if what == "parameters":
+            with torch.no_grad():
+                network.plain.layers[3].bias[2] += 1e-6
+        if what == "phase":
+            opt.start_epoch(0)
+        if what == "frozen":
+            network.plain.layers[3].requires_grad_(False)
+        if what == "number":
+            opt._steps += 1
+    before = network.state()
+    tasks = [] if what == "no task" else None
+    with pytest.raises(RuntimeError) as caught:
+        opt.step(partial(network.loss, 1), tasks=tasks)
+    return str(caught.value), before, network.state()
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("parameters", r"trunk.layers.3.bias of rank 1 differs from that of rank 0.*same seed"),
+        ("phase", r"phase .*: rank 0 has 2, rank 1 has 1"),
+        ("frozen", "shared parameters that require a gradient: rank 0 has"),
+        ("number", "number of steps made before: rank 0 has 1, rank 1 has 2"),
+        ("no task", "at least one task on some rank"),
+    ],
+)
+def test_ranks_that_differ_in_a_step_are_told_so(
+    pools: Callable[[int], Ranks], what: str, message: str
+) -> None:
+    for text, before, after in pools(2).run(_disagreeing_later, 2, what):
+        assert re.search(message, text), text
+        assert_equal(after, before)
