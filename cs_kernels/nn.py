@@ -171,12 +171,23 @@ class TaskBatchNorm3d(_FromFeatures):
     _norm = nn.BatchNorm3d
 
 
+def _process_groups(module: nn.Module) -> dict[int, Any]:
+    """The process groups of SyncBatchNorm, for `deepcopy` to keep them as they are."""
+    groups = (getattr(child, "process_group", None) for child in module.modules())
+    return {id(group): group for group in groups if group is not None}
+
+
+def _copied(norm: nn.Module) -> nn.Module:
+    return copy.deepcopy(norm, _process_groups(norm))
+
+
 def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module:
     """Replaces every batch normalization by a copy for each task.
 
     Each copy starts with the weight, bias and statistics of the original (a pretrained one, say),
-    and has its class, which may be a subclass of torch's. A module used several times stays one
-    module. Convert before building the optimizer: the copies have new parameters. A checkpoint from
+    and has its class, which may be a subclass of torch's: SyncBatchNorm can be made of batch
+    normalization before or after. A module used several times stays one module. Convert before
+    building the optimizer: the copies have new parameters. A checkpoint from
     before the conversion can still be loaded: every task gets its values.
 
     Args:
@@ -200,7 +211,7 @@ def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module
         if child in replaced:
             return replaced[child]
         if isinstance(child, _BatchNorm):
-            norm = TaskBatchNorm({task: copy.deepcopy(child) for task in names})
+            norm = TaskBatchNorm({task: _copied(child) for task in names})
             norm.training = child.training
             replaced[child] = norm
             return norm
@@ -277,7 +288,7 @@ def add_task(module: nn.Module, task: str, *, like: str) -> list[nn.Parameter]:
             )
         norm._check_new(task)
     for norm in norms:
-        norm.add_module(task, copy.deepcopy(norm.of(like)))
+        norm.add_module(task, _copied(norm.of(like)))
     return [parameter for norm in norms for parameter in norm.of(task).parameters()]
 
 
@@ -304,7 +315,7 @@ def extract_task(module: nn.Module, task: str) -> nn.Module:
     """
     norms = _some_task_norms(module)
     # The memo stands for copies of each TaskBatchNorm, so every reference to one is replaced.
-    memo: dict[int, Any] = {}
+    memo = _process_groups(module)
     for norm in norms:
         memo[id(norm)] = copy.deepcopy(norm.of(task), memo)
     plain: nn.Module = copy.deepcopy(uncompiled(module), memo)

@@ -4,7 +4,6 @@ A task has a forward and a backward pass of its own (`task_pass`), or only a bac
 caller's forward pass for all tasks (`backward_passes`). The gradients are left in `.grad`.
 """
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from cs_kernels.checks import Closure, checked_loss
-from cs_kernels.distributed import Ranks
+from cs_kernels.distributed import Ranks, sharded_parameters
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.nn import active, task_norms
 from cs_kernels.step import Step
@@ -46,12 +45,6 @@ def reached_parameters(loss: Tensor) -> tuple[list[nn.Parameter], bool]:
     return found, hidden
 
 
-def _sharded(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether parameters are shards, as after `fully_shard`."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and any(isinstance(p, module.DTensor) for p in parameters)
-
-
 class Passes:
     """Runs the passes of a step."""
 
@@ -66,6 +59,7 @@ class Passes:
         backward: Backward | None,
     ) -> None:
         self._trunk = set(trunk.parameters())
+        self._modules = list(trunk.modules())
         self._norms = task_norms(trunk)
         self._watcher = watcher
         self._gradients = gradients
@@ -204,9 +198,9 @@ class Passes:
 
     def _check_graph(self, task: str, loss: Tensor, held: Sequence[nn.Parameter]) -> None:
         """A loss depends on parameters that the optimizer holds, and on some of the trunk."""
-        if _sharded(held):  # The graph has the unsharded parameters, made for this pass.
-            return
         reached, hidden = reached_parameters(loss)
+        sharded = sharded_parameters((*self._modules, *self._watcher.outside))
+        reached = [sharded.get(parameter, parameter) for parameter in reached]
         unheld = list(set(reached) - set(held))
         if unheld:
             names = self._watcher.names_of(unheld)

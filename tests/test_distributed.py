@@ -541,3 +541,145 @@ def test_ranks_that_differ_in_a_step_are_told_so(
     for text, before, after in pools(2).run(_disagreeing_later, 2, what):
         assert re.search(message, text), text
         assert_equal(after, before)
+
+
+# --- statistics, weightings, priorities ----------------------------------------------------------
+
+
+def _with_own_statistics(rank: int, size: int) -> list[Any]:
+    """In training mode every rank normalizes with the statistics of its own samples."""
+    network = Network("replicated", rank, size)
+    network.trunk.train()
+    opt = network.start(cs.ConnectionStrength(), _both_phases())
+    opt.start_epoch(1)
+    buffers_of_steps, priorities = [], []
+    for step in range(6):
+        opt.step(partial(network.loss, step))
+        buffers_of_steps.append([b.clone() for b in network.plain.buffers()])
+        priorities.append(opt.priority())
+    return [network.state(), buffers_of_steps, priorities]
+
+
+def test_statistics_are_averaged(pools: Callable[[int], Ranks]) -> None:
+    """Also in Phase 1, so that every rank predicts alike and saves the same checkpoint."""
+    first, *others = pools(3).run(_with_own_statistics, 3)
+    for other in others:
+        assert_equal(other, first)
+    # The first task of the first step, of Phase 1, sees the first weights.
+    assert cs.Mixed(2, seed=3, draw="step").phase(1, 0) == 1
+    before = Network("alone", 0, 3)
+    after: list[dict[str, Tensor]] = []
+    for part in before.x[0].chunk(3):
+        of_rank = Network("alone", 0, 3)
+        of_rank.trunk.train()
+        with cs.nn.active_task(of_rank.plain, TASKS[0]):
+            of_rank.trunk(part)
+        after.append(dict(of_rank.plain.named_buffers()))
+    averages = 0
+    for name, found in zip(after[0], first[1][0], strict=True):
+        if f".{TASKS[0]}.running" in name:
+            assert_near(found, torch.stack([of_rank[name] for of_rank in after]).mean(0))
+            averages += 1
+    assert averages == 10
+
+
+def _weighted(rank: int, size: int, kind: str, weighting: str) -> list[Any]:
+    network = Network(kind, rank, size)
+    made: cs.Weighting = {
+        "dynamic": cs.DynamicWeightAverage,
+        "uncertainty": lambda: cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression")),
+    }[weighting]()
+    network.parameters += made.parameters()
+    opt = network.start(cs.MGDA("loss"), cs.Joint(), weighting=made)
+    losses = []
+    for step in range(8):
+        opt.start_epoch(step // 2)
+        losses.append(opt.step(partial(network.loss, step)))
+    return [network.state(), losses, made.state_dict()]
+
+
+@pytest.mark.parametrize("weighting", ["dynamic", "uncertainty"])
+@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
+def test_weightings_see_the_mean_losses(
+    pools: Callable[[int], Ranks], kind: str, weighting: str
+) -> None:
+    first, *others = pools(2).run(_weighted, 2, kind, weighting)
+    for other in others:
+        assert_equal(other, first)
+    expected = _weighted(0, 2, "alone", weighting)
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
+
+
+def _priorities(rank: int, size: int, kind: str) -> dict[str, Tensor]:
+    network = Network(kind, rank, size)
+    opt = network.start(cs.ConnectionStrength())
+    coverage = opt.trace(partial(network.loss, 0))
+    assert len(coverage.prioritized) == 5
+    return opt.priority()
+
+
+@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
+def test_priorities_are_those_of_one_process(pools: Callable[[int], Ranks], kind: str) -> None:
+    expected = _priorities(0, 3, "alone")
+    assert len({int(p) for of_layer in expected.values() for p in of_layer}) == 3
+    for found in pools(3).run(_priorities, 3, kind):
+        assert_equal(found, expected)
+
+
+def test_methods_differ_on_this_network() -> None:
+    """Else the other tests would show nothing."""
+    states = {name: _trained(0, 1, "alone", name)[0] for name in METHODS}
+    for name, state in states.items():
+        for other in states:
+            if other < name:
+                pairs = zip(state, states[other], strict=True)
+                assert max(float((a - b).abs().max()) for a, b in pairs) > 1e-3, (name, other)
+
+
+# --- wrappers and arguments ----------------------------------------------------------------------
+
+
+class Whole(nn.Module):
+    """A trunk and heads in one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 7))
+        self.heads = nn.ModuleDict({task: nn.Linear(7, 3) for task in TASKS})
+
+    def forward(self, x: Tensor, task: str) -> Tensor:
+        result: Tensor = self.heads[task](self.trunk(x)).square().mean()
+        return result
+
+
+def _inside_ddp(rank: int, size: int, kind: str) -> Any:
+    """DistributedDataParallel around the trunk and the heads together."""
+    torch.manual_seed(0)
+    plain = Whole()
+    network: nn.Module = plain
+    if kind == "before":
+        network = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    opt = cs.MultiTaskOptimizer(plain.trunk, sgd, TASKS, cs.PCGrad())
+    if kind == "after":
+        network = nn.parallel.DistributedDataParallel(plain)
+    x = torch.randn(4, 12, 5)
+    try:
+        for batch in x:
+            mine = batch if kind == "alone" else batch.chunk(size)[rank]
+            if kind == "after, backward":
+                network = nn.parallel.DistributedDataParallel(plain)
+                opt.backward({task: network(mine, task) for task in TASKS})
+            opt.step(lambda task, mine=mine: network(mine, task))
+    except ValueError as error:
+        return str(error)
+    return [p.detach().clone() for p in plain.parameters()]
+
+
+def test_a_wrapper_around_trunk_and_heads(pools: Callable[[int], Ranks]) -> None:
+    first, second = pools(2).run(_inside_ddp, 2, "before")
+    assert_equal(first, second)
+    assert_near(first, _inside_ddp(0, 1, "alone"))
+    for kind in ("after", "after, backward"):
+        for text in pools(2).run(_inside_ddp, 2, kind):
+            assert re.match("process_group must be that of the DistributedDataParallel", text)

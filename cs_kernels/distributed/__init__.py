@@ -15,7 +15,7 @@ from torch import nn
 from cs_kernels.distributed.control import Alone, Control, RankError, Ranks
 from cs_kernels.distributed.partial import PartialGradients
 from cs_kernels.distributed.replicated import ReplicatedGradients
-from cs_kernels.distributed.sharded import ShardedGradients, mesh_of, reshard
+from cs_kernels.distributed.sharded import ShardedGradients, mesh_of, reshard, sharded_parameters
 from cs_kernels.distributed.wrappers import Wrappers, unwrapped
 from cs_kernels.gradients import TaskGradients
 
@@ -28,6 +28,7 @@ __all__ = [
     "Wrappers",
     "find_ranks",
     "reshard",
+    "sharded_parameters",
     "unwrapped",
 ]
 

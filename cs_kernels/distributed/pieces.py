@@ -35,11 +35,13 @@ def channel_array(
     shape: Sequence[int], strides: Sequence[int], out_channel_dim: int, groups: int
 ) -> ChannelArray:
     """The array of a dense weight whose dimension 0 is the outermost in memory."""
-    order = sorted(range(len(shape)), key=lambda d: -strides[d] if shape[d] > 1 else -prod(shape))
-    place = order.index(out_channel_dim)
-    outer = prod(shape[d] for d in order[:place])
-    inner = prod(shape[d] for d in order[place + 1 :])
-    return groups, outer // groups, shape[out_channel_dim], inner
+    channels = shape[out_channel_dim]
+    if channels > 1:
+        others = [d for d, size in enumerate(shape) if size > 1 and d != out_channel_dim]
+        outer = prod(shape[d] for d in others if strides[d] > strides[out_channel_dim])
+    else:  # Its stride says nothing.
+        outer = prod(shape[:out_channel_dim])
+    return groups, outer // groups, channels, prod(shape) // (outer * channels)
 
 
 def pieces_of(start: int, stop: int, array: ChannelArray) -> list[Piece]:

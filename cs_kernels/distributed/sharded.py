@@ -73,6 +73,21 @@ def reshard(network: nn.Module) -> None:
         module.reshard()
 
 
+def sharded_parameters(modules: Iterable[nn.Module]) -> dict[Tensor, nn.Parameter]:
+    """By the whole parameter that a loss's graph has: the sharded one of the torch optimizer."""
+    found: dict[Tensor, nn.Parameter] = {}
+    for module in modules:
+        if not hasattr(module, "_get_fsdp_state"):
+            continue
+        state = cast("Any", module)._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for parameter in (p for group in groups if group is not None for p in group.fsdp_params):
+            whole = getattr(parameter, "_unsharded_param", None)  # Made in the first pass.
+            if whole is not None:
+                found[whole] = parameter.sharded_param
+    return found
+
+
 def rows_of(parameter: Tensor) -> tuple[int, int]:
     """The range of dimension 0 in this rank's shard."""
     mesh = cast("Any", parameter).device_mesh

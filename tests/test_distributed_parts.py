@@ -1,0 +1,310 @@
+"""The parts of gradients on one process: pieces of channels, buckets that are sent early."""
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from networks import AB, assert_equal
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import cs_kernels as cs
+from cs_kernels.distributed import buckets
+from cs_kernels.distributed.buckets import Buckets
+from cs_kernels.distributed.pieces import channel_array, pieces_of
+from cs_kernels.ops.reference.phase2 import channel_rows
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """One process as a group of its own."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@given(
+    groups=st.integers(1, 3),
+    outer=st.integers(1, 3),
+    channels=st.integers(1, 4),
+    inner=st.integers(1, 3),
+    data=st.data(),
+)
+def test_pieces_have_the_channels_of_the_weight(
+    groups: int, outer: int, channels: int, inner: int, data: st.DataObject
+) -> None:
+    """Every element of a range is in one piece, in the row of its channel."""
+    weight = torch.arange(groups * outer * channels * inner).view(groups * outer, channels, inner)
+    channel_of = torch.empty(weight.numel(), dtype=torch.int64)
+    for channel, row in enumerate(channel_rows(weight, 1, groups)):
+        channel_of[row] = channel
+    array = channel_array(weight.shape, weight.stride(), 1, groups)
+    assert array == (groups, outer, channels, inner)
+    start = data.draw(st.integers(0, weight.numel()))
+    stop = data.draw(st.integers(start, weight.numel()))
+    pieces = pieces_of(start, stop, array)
+    assert len(pieces) <= 7
+    found = [start]
+    for piece in pieces:
+        of_piece = piece.of(weight.flatten()[start:], start)
+        rows = channel_rows(of_piece, piece.out_channel_dim, piece.groups)
+        assert len(rows) == piece.channels
+        for channel, row in enumerate(rows, piece.first_channel):
+            assert (channel_of[row] == channel).all()
+        assert of_piece.flatten().tolist() == list(range(found[-1], found[-1] + of_piece.numel()))
+        found.append(found[-1] + of_piece.numel())
+    assert found[-1] == stop
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_buckets_keep_the_memory_format(
+    group: dist.ProcessGroup, memory_format: torch.memory_format, transposed: bool
+) -> None:
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    weight = kind(6, 4, 3, groups=2).to(memory_format=memory_format).weight
+    made = Buckets({3: weight}, group)
+    assert made.views[3].stride() == weight.stride()
+    made.views[3].copy_(weight.detach())
+    dim, groups = (1, 2) if transposed else (0, 1)
+    rows = channel_rows(weight.detach(), dim, groups)
+    pieces = pieces_of(0, weight.numel(), made.array(3, dim, groups))
+    assert sum(piece.channels for piece in pieces) == len(rows)
+    for piece in pieces:
+        found = channel_rows(piece.of(made.flat[0], 0), piece.out_channel_dim, piece.groups)
+        expected = rows[piece.first_channel : piece.first_channel + piece.channels]
+        assert_equal(found.sort(1).values, expected.sort(1).values)
+
+
+class Deep(nn.Module):
+    """Layers one after the other; the first runs twice, and can be recomputed in between."""
+
+    def __init__(self, *, reentrant: bool | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+        self.reentrant = reentrant
+        self.twice = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in [self.layers[0], *self.layers, *[self.layers[0]][: self.twice]]:
+            if self.reentrant is None:
+                x = torch.tanh(layer(x))
+            else:
+                x = checkpoint(
+                    lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=self.reentrant
+                )
+        return x
+
+
+def _sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The buckets sent, with the number of gradients that were still to come."""
+    sent: list[tuple[int, int]] = []
+    send = Buckets.send
+
+    def noted(self: Buckets, bucket: int, parts: Any) -> None:
+        later = [i for of_bucket in self.members[bucket + 1 :] for i in of_bucket]
+        sent.append((bucket, sum(self._parameters[i].grad is None for i in later)))
+        send(self, bucket, parts)
+
+    monkeypatch.setattr(Buckets, "send", noted)
+    return sent
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("method", [cs.PCGrad(), cs.Sum()], ids=repr)
+def test_buckets_are_sent_during_the_backward_pass(
+    group: dist.ProcessGroup,
+    monkeypatch: pytest.MonkeyPatch,
+    reentrant: bool | None,
+    method: cs.Method,
+) -> None:
+    """From the second pass of each kind on; with one rank, the gradients are those without it."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 400)  # A layer each.
+    states = []
+    for options in ({}, {"process_group": group}):
+        torch.manual_seed(0)
+        trunk = Deep(reentrant=reentrant).double()
+        sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
+        opt = cs.MultiTaskOptimizer(trunk, sgd, AB, method, **options)
+        x = torch.randn(3, 6).double().requires_grad_()
+        sent = _sent(monkeypatch)
+        for _ in range(3):
+            sent.clear()
+            opt.step(lambda task: (trunk(x) - int(task == "b")).square().mean())
+        if options:
+            rounds = 1 if isinstance(method, cs.Sum) else 2
+            assert [bucket for bucket, _ in sent] == [0, 1, 2, 3, 4] * rounds
+            # When a bucket is sent, the gradients of those behind it are still to come.
+            early = [missing for bucket, missing in sent if bucket == 0]
+            assert all(missing > 0 for missing in early) or isinstance(method, cs.Sum)
+        states.append([p.detach().clone() for p in trunk.parameters()])
+    torch.testing.assert_close(*states, rtol=1e-12, atol=1e-14)
+
+
+def test_a_gradient_that_comes_after_it_was_sent_is_refused(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reentrant checkpointing accumulates a layer's gradient once for each of its runs."""
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 170)
+    trunk = Deep(reentrant=True)
+    trunk.layers = nn.ModuleList(reversed(trunk.layers))  # The first layer's bucket goes first.
+    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
+    opt = cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad(), process_group=group)
+    x = torch.randn(3, 6).requires_grad_()
+
+    def loss(task: str) -> Tensor:
+        y = x
+        for layer in [*trunk.layers] + [trunk.layers[-1]] * trunk.twice:
+            y = checkpoint(lambda z, layer=layer: torch.tanh(layer(z)), y, use_reentrant=True)
+        return (y - int(task == "b")).square().mean()
+
+    trunk.twice = False
+    opt.step(loss)
+    trunk.twice = True
+    before = [p.detach().clone() for p in trunk.parameters()]
+    with pytest.raises(RuntimeError, match="must not change after they were sent"):
+        opt.step(loss)
+    assert_equal([*trunk.parameters()], before)
+    opt.step(loss)
+    assert not torch.equal(trunk.layers[0].weight, before[0])
+
+
+def test_arguments(group: dist.ProcessGroup) -> None:
+    trunk = nn.Linear(3, 3)
+    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
+    given = trunk, sgd, AB, cs.PCGrad()
+    with pytest.raises(TypeError, match=r"process_group must be a process group .*, got 'gloo'"):
+        cs.MultiTaskOptimizer(*given, process_group="gloo")
+    opt = cs.MultiTaskOptimizer(*given, process_group=group)
+    with pytest.raises(ValueError, match="process_group must be None for a captured step"):
+        opt.capture(lambda task: trunk(torch.ones(2, 3)).sum())
+    with pytest.raises(ValueError, match="tasks must name at least one task"):
+        opt.step(lambda task: trunk(torch.ones(2, 3)).sum(), tasks=[])
+
+
+def test_fsdp1_is_refused(group: dist.ProcessGroup) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    class Wrapped(FullyShardedDataParallel):
+        """Its constructor needs an accelerator."""
+
+        def __init__(self, module: nn.Module) -> None:
+            nn.Module.__init__(self)
+            self.inner = module
+
+        def __getattr__(self, name: str) -> Any:
+            return nn.Module.__getattr__(self, name)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.inner(x)
+            return result
+
+    layer = nn.Linear(3, 3)
+    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    message = r"FullyShardedDataParallel \(FSDP1\).*fully_shard"
+    for trunk in (Wrapped(layer), nn.Sequential(Wrapped(layer))):
+        with pytest.raises(TypeError, match=message):
+            cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad())
+    opt = cs.MultiTaskOptimizer(layer, sgd, AB, cs.PCGrad())
+    with pytest.raises(TypeError, match=message):
+        opt.step(lambda task: Wrapped(layer)(torch.ones(2, 3)).sum())
+
+
+def test_shards_that_do_not_fit_are_refused(group: dist.ProcessGroup) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    mesh = dist.init_device_mesh("cpu", (1,))
+
+    def started(trunk: nn.Module, **options: Any) -> None:
+        sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
+        cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad(), **options)
+
+    trunk = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    fully_shard(trunk[1], mesh=mesh)
+    with pytest.raises(ValueError, match=r"sharded as a whole, got 0.weight that is not, beside 1"):
+        started(trunk)
+    fully_shard(trunk, mesh=mesh)
+    with pytest.raises(ValueError, match="process_group must be None for a trunk that is sharded"):
+        started(trunk, process_group=group)
+    other = nn.Linear(3, 3, bias=False)
+    fully_shard(other, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
+    with pytest.raises(ValueError, match=r"dimension 0, .*got weight with \(Shard\(dim=1\)"):
+        started(other)
+    head = nn.Linear(3, 1)
+    sgd = torch.optim.SGD([*trunk.parameters(), *head.parameters()], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(ValueError, match="sharded parameters or others with a scaler, got SGD"):
+        cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad(), scaler=scaler)
+
+
+def test_the_graph_of_a_loss_of_shards_is_checked(group: dist.ProcessGroup) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (1,))
+    trunk, head = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 1)
+    fully_shard(trunk, mesh=mesh)
+    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
+    opt = cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad())
+    x = torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"must hold every parameter .* depends on Linear"):
+        opt.step(lambda task: head(trunk(x)).sum())
+    sgd.add_param_group({"params": head.parameters()})
+    opt.step(lambda task: head(trunk(x)).sum())
+    with pytest.raises(ValueError, match="depends on a parameter of trunk, got one for 'a'"):
+        cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad()).step(
+            lambda task: head(x.new_ones(1, 4)).sum()
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("method", [cs.CAGrad(), cs.GradDrop(), cs.Sum()], ids=repr)
+def test_one_rank_trains_as_no_group(
+    group: dist.ProcessGroup, dtype: torch.dtype, method: cs.Method
+) -> None:
+    """In every dtype; with a head that the trunk has, and a layer that no task reaches."""
+    states = []
+    for options in ({}, {"process_group": group}):
+        torch.manual_seed(0)
+        trunk = nn.ModuleDict({n: nn.Linear(6, 6) for n in ("body", *AB, "unused")}).to(dtype)
+        sgd = torch.optim.SGD(trunk.parameters(), lr=0.1, weight_decay=0.1)
+        opt = cs.MultiTaskOptimizer(trunk, sgd, AB, method, **options)
+        x = torch.randn(4, 6).to(dtype)
+        for _ in range(3):
+            opt.step(lambda task: trunk[task](trunk["body"](x)).float().square().mean())
+        states.append([p.detach().clone() for p in trunk.parameters()])
+        assert prod(trunk["unused"].weight.shape) == 36
+    assert_equal(*states)
+
+
+def test_sync_batchnorm_can_be_converted_before_or_after(group: dist.ProcessGroup) -> None:
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    x = torch.randn(2, 3, 5, 5)
+    expected = plain.eval()(x)
+    for first in (True, False):
+        network: nn.Module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        network.load_state_dict(plain.state_dict())
+        if first:
+            network = nn.SyncBatchNorm.convert_sync_batchnorm(network, group)
+        network = cs.nn.convert_task_batchnorm(network, AB)
+        if not first:
+            network = nn.SyncBatchNorm.convert_sync_batchnorm(network, group)
+        for task in AB:
+            norm = network[1].of(task)
+            assert isinstance(norm, nn.SyncBatchNorm)
+            assert norm.process_group is group
+            with cs.nn.active_task(network.eval(), task):
+                assert_equal(network(x), expected)
+        cs.nn.add_task(network, "c", like="a")
+        assert isinstance(cs.nn.extract_task(network, "c")[1], nn.SyncBatchNorm)
+        sgd = torch.optim.SGD(network.parameters(), lr=0.1)
+        opt = cs.MultiTaskOptimizer(network, sgd, AB, process_group=group)
+        opt.step(lambda task: network(x).square().mean())
+        assert opt.coverage().prioritized == {"0.weight": "1"}
