@@ -13,7 +13,8 @@ EMULATION := $(wildcard tests/emulation/*)
 
 GPU_PYTHON ?= python3
 
-PYTEST := $(PYTHON) -m pytest --numprocesses 2
+# A group of tests (of many ranks) shares its processes, so it stays on one worker.
+PYTEST := $(PYTHON) -m pytest --numprocesses 2 --dist loadgroup
 
 .PHONY: test test-all test-interpreter test-emulation lint format bench demo wheel test-gpu \
 	sanitize-gpu bench-gpu install-gpu clean

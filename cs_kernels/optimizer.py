@@ -31,7 +31,7 @@ from cs_kernels.checks import (
 )
 from cs_kernels.distributed import PartialGradients, Wrappers, find_ranks, reshard, unwrapped
 from cs_kernels.distributed.networks import digests
-from cs_kernels.distributed.phase2 import task_priorities
+from cs_kernels.distributed.phase2 import channels_of, task_priorities
 from cs_kernels.distributed.shown import Shown
 from cs_kernels.layout import (
     Coverage,
@@ -45,7 +45,6 @@ from cs_kernels.layout import (
 )
 from cs_kernels.methods import ConnectionStrength, Method
 from cs_kernels.nn import check_tasks, task_norms
-from cs_kernels.ops import out_channels
 from cs_kernels.ops.operands import Entries
 from cs_kernels.options import checked_integer
 from cs_kernels.passes import Backward, Passes, no_shared_parameter
@@ -594,8 +593,9 @@ class MultiTaskOptimizer:
         with torch.no_grad():
             if isinstance(self._gradients, PartialGradients):
                 lists = self._current_layout().lists
-                channels = map(out_channels, lists.weights, lists.out_channel_dims, lists.groups)
-                priorities = torch.split(task_priorities(self._gradients, lists), list(channels))
+                priorities = torch.split(
+                    task_priorities(self._gradients, lists), channels_of(lists)
+                )
                 names = (layer.name for layer in lists.layers)
                 return dict(zip(names, priorities, strict=True))
             return {

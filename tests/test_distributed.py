@@ -368,6 +368,53 @@ def test_losses_of_one_forward_pass(
     assert_near(first[0], _one_forward_pass(0, 2, "alone", method, 1)[0])
 
 
+def _forgotten(rank: int, size: int, kind: str) -> list[Tensor]:
+    """Gradients that were dropped or not used, as with one process."""
+    torch.manual_seed(2)
+    trunk = Dense()
+    options: dict[str, Any] = {}
+    if kind == "replicated":
+        options["process_group"] = dist.group.WORLD
+    if kind == "fully_shard":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(trunk, mesh=dist.init_device_mesh("cpu", (size,)))
+    parameters = list(trunk.parameters())
+    sgd = torch.optim.SGD(parameters, lr=0.05)
+    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad(), **options)
+    x = torch.randn(3, 12, 5)
+    mine = x if kind == "alone" else x.chunk(size, dim=1)[rank]
+    for set_to_none in (True, False):
+        opt.backward(trunk(mine[0]), update=False)
+        sgd.zero_grad(set_to_none=set_to_none)
+        opt.backward(trunk(mine[1]), update=False)
+        with pytest.raises(RuntimeError, match="wait for their update"):
+            sgd.step()
+        opt.backward(trunk(mine[2]))
+        with pytest.raises(RuntimeError, match=r"still in .grad"):
+            opt.backward(trunk(mine[0]))
+        sgd.step()
+    opt.backward(trunk(mine[0]), update=False)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+    with pytest.raises(RuntimeError, match="clip or unscale after the update"):
+        opt.backward(trunk(mine[1]))
+    sgd.zero_grad()
+    opt.backward(trunk(mine[1]))
+    sgd.step()
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]
+    return [p.detach().clone() for p in whole]
+
+
+@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
+def test_gradients_that_are_dropped(pools: Callable[[int], Ranks], kind: str) -> None:
+    first, *others = pools(2).run(_forgotten, 2, kind)
+    for other in others:
+        assert_equal(other, first)
+    assert_near(first, _forgotten(0, 1, "alone"))
+
+
 # --- what goes wrong ------------------------------------------------------------------------------
 
 

@@ -308,3 +308,42 @@ def test_sync_batchnorm_can_be_converted_before_or_after(group: dist.ProcessGrou
         opt = cs.MultiTaskOptimizer(network, sgd, AB, process_group=group)
         opt.step(lambda task: network(x).square().mean())
         assert opt.coverage().prioritized == {"0.weight": "1"}
+
+
+@pytest.mark.skipif(not dist.is_nccl_available() or not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    "method", [cs.ConnectionStrength(), cs.PCGrad(), cs.GradDrop(), cs.Sum()], ids=repr
+)
+def test_one_rank_on_a_gpu_trains_as_no_group(
+    tmp_path: Path, method: cs.Method, sharded: bool
+) -> None:
+    """With NCCL, in both phases; a GPU holds one rank only."""
+    from torch.distributed.fsdp import fully_shard
+
+    states = []
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for ranks in (False, True):
+            torch.manual_seed(0)
+            plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 5, 3))
+            trunk = cs.nn.convert_task_batchnorm(plain, AB).cuda()
+            options: dict[str, Any] = {}
+            if ranks and sharded:
+                fully_shard(trunk, mesh=dist.init_device_mesh("cuda", (1,)))
+            elif ranks:
+                options["process_group"] = dist.group.WORLD
+            sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
+            schedule = cs.Mixed(2, seed=3, draw="step")
+            opt = cs.MultiTaskOptimizer(trunk, sgd, AB, method, schedule, **options)
+            opt.start_epoch(1)
+            for _ in range(6):
+                x = torch.randn(4, 3, 8, 8, device="cuda")
+                opt.step(lambda task, x=x: (trunk(x) - int(task == "b")).square().mean())
+            whole = [
+                p.full_tensor() if hasattr(p, "full_tensor") else p for p in trunk.parameters()
+            ]
+            states.append([p.detach().clone() for p in whole])
+    finally:
+        dist.destroy_process_group()
+    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-6)

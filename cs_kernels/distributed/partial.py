@@ -38,6 +38,10 @@ class PartialGradients(TaskGradients):
         self.control = control
         self._groups = groups
         self.shown: Shown | None = None
+        self.version = 0
+        """Increases when this rank has other parts of the parameters."""
+        self.phase2_plan: object = None
+        """What Phase 2 keeps from step to step."""
         super().__init__(parameters, tasks)
         self.shared_reach = SharedReach(parameters, tasks)
         self.reach = self.shared_reach

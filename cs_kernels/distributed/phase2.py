@@ -22,29 +22,66 @@ class _LayerPieces(NamedTuple):
     pieces: list[Piece]
 
 
-def _layer_pieces(gradients: PartialGradients, lists: LayerLists) -> list[_LayerPieces]:
-    starts = accumulate(_channels(lists), initial=0)
-    layers = zip(starts, lists.weight_indices, lists.out_channel_dims, lists.groups, strict=False)
-    return [
-        _LayerPieces(
-            start, gradients.span(i)[0], pieces_of(*gradients.span(i), gradients.array(i, dim, n))
-        )
-        for start, i, dim, n in layers
-    ]
-
-
-def _channels(lists: LayerLists) -> list[int]:
+def channels_of(lists: LayerLists) -> list[int]:
+    """The number of output channels of every layer."""
     return list(map(out_channels, lists.weights, lists.out_channel_dims, lists.groups))
+
+
+class Plan:
+    """The pieces of layers on this rank; it depends on no values, so a step makes none anew."""
+
+    def __init__(self, gradients: PartialGradients, lists: LayerLists) -> None:
+        self.lists = lists
+        self.version = gradients.version
+        self.channels = channels_of(lists)
+        spans = [gradients.span(i) for i in lists.weight_indices]
+        kinds = zip(lists.weight_indices, lists.out_channel_dims, lists.groups, strict=True)
+        arrays = [gradients.array(*kind) for kind in kinds]
+        starts = accumulate(self.channels, initial=0)
+        self.layers = [
+            _LayerPieces(start, span[0], pieces_of(*span, array))
+            for start, span, array in zip(starts, spans, arrays, strict=False)
+        ]
+        pieces = [piece for layer in self.layers for piece in layer.pieces]
+        self.dims = [piece.out_channel_dim for piece in pieces]
+        self.groups = [piece.groups for piece in pieces]
+        counts = [len(layer.pieces) for layer in self.layers]
+        width = max([1, *counts])
+        ends = list(accumulate(counts))
+        device = gradients.like().device
+        self.layer_of = torch.tensor(
+            [n for n, count in enumerate(counts) for _ in range(count)],
+            dtype=torch.int64,
+            device=device,
+        )
+        """The layer of each piece."""
+        self.pieces_of = torch.tensor(
+            [
+                [*range(end - count, end), *[-1] * (width - count)]
+                for end, count in zip(ends, counts, strict=True)
+            ],
+            dtype=torch.int64,
+            device=device,
+        ).view(-1, width)
+        """The pieces of each layer; -1 for none."""
+
+
+def _planned(gradients: PartialGradients, lists: LayerLists) -> Plan:
+    plan = gradients.phase2_plan
+    same = isinstance(plan, Plan) and plan.lists is lists and plan.version == gradients.version
+    if not same:
+        plan = gradients.phase2_plan = Plan(gradients, lists)
+    assert isinstance(plan, Plan)
+    return plan
 
 
 def task_priorities(gradients: PartialGradients, lists: LayerLists) -> Tensor:
     """The priorities, int64 [O] of one layer after the other, on every rank."""
-    channels = _channels(lists)
-    if not channels:
+    if not lists.layers:
         return gradients.like().new_empty(0, dtype=torch.int64)
     gamma = gammas(lists.layers)
     if any(map(is_sharded, (*lists.weights, *gamma))):
-        energies, scales = _gathered(gradients, lists, channels, gamma)
+        energies, scales = _gathered(gradients, _planned(gradients, lists), gamma)
     else:
         weights = [weight.detach() for weight in lists.weights]
         energies = torch.ops.cs_kernels.channel_energies(
@@ -53,19 +90,19 @@ def task_priorities(gradients: PartialGradients, lists: LayerLists) -> Tensor:
         scales = torch.cat([scale.detach() for scale in gamma])
     variances = torch.cat(running_vars(lists.layers))
     priorities: Tensor = torch.ops.cs_kernels.energy_priority(
-        energies, scales, variances, epsilons(lists.layers), channels
+        energies, scales, variances, epsilons(lists.layers), channels_of(lists)
     )
     return priorities
 
 
 def _gathered(
-    gradients: PartialGradients, lists: LayerLists, channels: Sequence[int], gamma: Sequence[Tensor]
+    gradients: PartialGradients, plan: Plan, gamma: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Energies and gamma of all ranks' shards: one sum, in which each has zeros for the others."""
     of_layers = [scale.shape[0] for scale in gamma]
-    total = sum(channels)
+    total = sum(plan.channels)
     numbers = gradients.like().new_zeros(total + sum(of_layers), dtype=torch.float64)
-    for layer, i in zip(_layer_pieces(gradients, lists), lists.weight_indices, strict=True):
+    for layer, i in zip(plan.layers, plan.lists.weight_indices, strict=True):
         part = gradients.weight_part(i)
         assert part is not None
         for piece in layer.pieces:
@@ -89,37 +126,31 @@ def phase2_of_parts(
     tasks = len(gradients.rows)
     priorities = task_priorities(gradients, lists)
     grads, updates = gradients.of(parameters), gradients.updates(parameters)
+    plan = _planned(gradients, lists)
     part_grads: list[Tensor | None] = []
     part_updates: list[Tensor] = []
     of_pieces: list[Tensor] = []
-    layer_of, dims, groups = [], [], []
-    of_layers: list[list[int]] = []
-    for n, layer in enumerate(_layer_pieces(gradients, lists)):
+    for n, layer in enumerate(plan.layers):
+        if not layer.pieces:
+            continue
         update = updates[n].view(-1)
         rows = [None if g is None else g.view(-1) for g in grads[n * tasks : (n + 1) * tasks]]
-        of_layers.append([*range(len(of_pieces), len(of_pieces) + len(layer.pieces))])
         for piece in layer.pieces:
             first = layer.start + piece.first_channel
             of_pieces.append(priorities[first : first + piece.channels])
             part_updates.append(piece.of(update, layer.first))
             part_grads += [None if row is None else piece.of(row, layer.first) for row in rows]
-            layer_of.append(n)
-            dims.append(piece.out_channel_dim)
-            groups.append(piece.groups)
     for n in range(len(lists.layers), len(parameters)):
         if updates[n].numel():
             part_updates.append(updates[n])
             part_grads += grads[n * tasks : (n + 1) * tasks]
     operands = part_updates, part_grads, of_pieces
+    layouts = plan.dims, plan.groups, tasks
     products = gradients.like().new_zeros((1, tasks, tasks), dtype=torch.float64)
     if part_updates:
-        of_parts = torch.ops.cs_kernels.phase2_products_(*operands, dims, groups, tasks)
+        of_parts = torch.ops.cs_kernels.phase2_products_(*operands, *layouts)
         products = torch.cat([of_parts, products])
     # Not `index_add_`, whose order on a GPU, and so its bits, differ from run to run.
-    width = max(1, *map(len, of_layers)) if of_layers else 1
-    padded = [[*pieces, *[-1] * (width - len(pieces))] for pieces in of_layers]
-    index = torch.tensor(padded, dtype=torch.int64, device=products.device).view(-1, width)
-    products = gradients.sum_over_ranks(products[index].sum(1))
+    products = gradients.sum_over_ranks(products[plan.pieces_of].sum(1))
     if of_pieces:
-        index = torch.tensor(layer_of, device=products.device)
-        torch.ops.cs_kernels.phase2_apply_(*operands, products[index], dims, groups, tasks)
+        torch.ops.cs_kernels.phase2_apply_(*operands, products[plan.layer_of], *layouts)

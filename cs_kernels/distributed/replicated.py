@@ -53,7 +53,7 @@ class ReplicatedGradients(PartialGradients):
     ) -> None:
         super().__init__(parameters, tasks, control, [group])
         self._group = group
-        self._trains: list[bool] | None = None
+        self._trains: list[object] | None = None
         self._separate = True
         self._expected: list[str] = []
         """The names of the rounds before the ranks' next message."""
@@ -67,10 +67,16 @@ class ReplicatedGradients(PartialGradients):
 
     def _make_buckets(self) -> None:
         """Makes those of the parameters that require a gradient, if these are others."""
-        trains = [p.requires_grad for p in self.parameters]
+        trains: list[object] = [(p.requires_grad, p.dtype, p.device) for p in self.parameters]
         if self._trains == trains:
             return
+        if self.collected:
+            raise RuntimeError(
+                "parameters must train, or not, in all micro-batches that add up, got others than"
+                " in the last call of backward(..., update=False)"
+            )
         self._trains = trains
+        self.version += 1
         trained = {i: p for i, p in enumerate(self.parameters) if p.requires_grad}
         self._buckets = Buckets(trained, self._group)
         self._overlap = Overlap(trained)
@@ -96,7 +102,8 @@ class ReplicatedGradients(PartialGradients):
     def forget_passes(self) -> None:
         """Looks at the next gradients of every task anew."""
         super().forget_passes()
-        self._trains = None
+        if self._trains is not None:
+            self._overlap.forget()
 
     # --- passes ---
 
@@ -170,9 +177,11 @@ class ReplicatedGradients(PartialGradients):
 
     def drain(self) -> None:
         """Takes part, without gradients, in the collectives of passes that have failed here."""
-        for parameter in self.parameters:
+        for parameter in self.parameters if self._expected else ():
             parameter.grad = None
-        for name in list(self._expected):
+        expected, self._expected = self._expected, []
+        for name in expected:
+            self._expected = [name]
             self._finish(name)
 
     def collect(self, task: str) -> bool:
