@@ -704,10 +704,13 @@ def _inside_ddp(rank: int, size: int, kind: str) -> Any:
     torch.manual_seed(0)
     plain = Whole()
     network: nn.Module = plain
-    if kind == "before":
-        network = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
+    if kind in ("find_unused_parameters", "static_graph"):
+        network = nn.parallel.DistributedDataParallel(plain, **{kind: True})
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-    opt = cs.MultiTaskOptimizer(plain.trunk, sgd, TASKS, cs.PCGrad())
+    try:
+        opt = cs.MultiTaskOptimizer(plain.trunk, sgd, TASKS, cs.PCGrad())
+    except ValueError as error:
+        return str(error)
     if kind == "after":
         network = nn.parallel.DistributedDataParallel(plain)
     x = torch.randn(4, 12, 5)
@@ -724,9 +727,11 @@ def _inside_ddp(rank: int, size: int, kind: str) -> Any:
 
 
 def test_a_wrapper_around_trunk_and_heads(pools: Callable[[int], Ranks]) -> None:
-    first, second = pools(2).run(_inside_ddp, 2, "before")
+    first, second = pools(2).run(_inside_ddp, 2, "find_unused_parameters")
     assert_equal(first, second)
     assert_near(first, _inside_ddp(0, 1, "alone"))
+    for text in pools(2).run(_inside_ddp, 2, "static_graph"):
+        assert re.match("DistributedDataParallel must be built without static_graph=True", text)
     for kind in ("after", "after, backward"):
         for text in pools(2).run(_inside_ddp, 2, kind):
             assert re.match("process_group must be that of the DistributedDataParallel", text)

@@ -5,6 +5,7 @@ A mesh of two dimensions has replicas of the shards in its first one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, cast
@@ -63,23 +64,23 @@ def mesh_of(parameters: Mapping[str, Tensor]) -> Any:
     return mesh
 
 
-def _fsdp_modules(network: nn.Module) -> list[Any]:
-    return [module for module in network.modules() if hasattr(module, "set_reshard_after_backward")]
+def _fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
+    """Those after `fully_shard`."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if kind is None else [module for module in modules if isinstance(module, kind)]
 
 
 def reshard(network: nn.Module) -> None:
     """Frees whole parameters, which a pass without a backward pass may have left."""
-    for module in _fsdp_modules(network):
+    for module in _fsdp_modules(network.modules()):
         module.reshard()
 
 
 def sharded_parameters(modules: Iterable[nn.Module]) -> dict[Tensor, nn.Parameter]:
     """By the whole parameter that a loss's graph has: the sharded one of the torch optimizer."""
     found: dict[Tensor, nn.Parameter] = {}
-    for module in modules:
-        if not hasattr(module, "_get_fsdp_state"):
-            continue
-        state = cast("Any", module)._get_fsdp_state()
+    for module in _fsdp_modules(modules):
+        state = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
         for parameter in (p for group in groups if group is not None for p in group.fsdp_params):
             whole = getattr(parameter, "_unsharded_param", None)  # Made in the first pass.
@@ -120,7 +121,7 @@ class ShardedGradients(PartialGradients):
         super().__init__(parameters, tasks, control, groups)
         self._shards, self._replicas = groups[0], groups[1] if mesh.ndim == 2 else None
         self._others_scale = 1 / control.size
-        self._modules = _fsdp_modules(trunk)
+        self._modules = _fsdp_modules(trunk.modules())
 
     def plan(self) -> int:
         """A number that differs if the collectives of the next step do."""

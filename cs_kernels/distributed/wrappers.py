@@ -76,10 +76,16 @@ class Wrappers:
 
         Raises:
             TypeError: It is a FullyShardedDataParallel (FSDP1).
+            ValueError: Its reductions cannot be switched off.
 
         """
         _refuse_fsdp1(module)
         if _is_ddp(module) and not any(module is other for other in self._found):
+            if getattr(module, "static_graph", False):
+                raise ValueError(
+                    "DistributedDataParallel must be built without static_graph=True, which reduces"
+                    " gradients on its own; MultiTaskOptimizer reduces them"
+                )
             self._found.append(module)
             module.require_backward_grad_sync = False  # type: ignore[assignment]
             module.require_forward_param_sync = False  # type: ignore[assignment]
