@@ -12,6 +12,8 @@ import torch.distributed as dist
 from networks import assert_equal
 from ranks import Ranks
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import cs_kernels as cs
 from cs_kernels.distributed import buckets
@@ -366,6 +368,45 @@ def test_losses_of_one_forward_pass(
     for other in others:
         assert_equal(other, first)
     assert_near(first[0], _one_forward_pass(0, 2, "alone", method, 1)[0])
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the collectives in which `fully_shard` gathers parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function.namespace == "c10d" and "allgather" in str(function):
+            self.count += any(t.is_floating_point() for t in tree_leaves(args[:2]))
+        return function(*args, **(kwargs or {}))
+
+
+def _gathers(rank: int, size: int, tasks: int) -> int:
+    from torch.distributed.fsdp import fully_shard
+
+    trunk = Dense()
+    mesh = dist.init_device_mesh("cpu", (size,))
+    for layer in (trunk.body[0], trunk.body[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(trunk, mesh=mesh)
+    sgd = torch.optim.SGD(trunk.parameters(), lr=0.05)
+    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS[:tasks], cs.PCGrad())
+    for _ in range(3):
+        losses = trunk(torch.ones(4, 5))
+        with Gathers() as gathers:
+            opt.backward({task: losses[task] for task in TASKS[:tasks]})
+        sgd.step()
+    return gathers.count
+
+
+def test_parameters_are_gathered_once_for_all_backward_passes(
+    pools: Callable[[int], Ranks],
+) -> None:
+    assert pools(2).run(_gathers, 2, 1) == pools(2).run(_gathers, 2, 3) == [2, 2]
 
 
 def _forgotten(rank: int, size: int, kind: str) -> list[Tensor]:
