@@ -678,10 +678,10 @@ def _weighted(rank: int, size: int, kind: str, weighting: str) -> list[Any]:
         "uncertainty": lambda: cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression")),
     }[weighting]()
     network.parameters += made.parameters()
-    opt = network.start(cs.MGDA("loss"), cs.Joint(), weighting=made)
+    opt = network.start(cs.MGDA("loss"), _both_phases(), weighting=made)
     losses = []
     for step in range(8):
-        opt.start_epoch(step // 2)
+        opt.start_epoch(min(1, step // 2))
         losses.append(opt.step(partial(network.loss, step)))
     return [network.state(), losses, made.state_dict()]
 

@@ -201,7 +201,7 @@ class Overlap:
     """
 
     def __init__(self, parameters: dict[int, nn.Parameter]) -> None:
-        self._known: dict[str, Counter[int]] = {}
+        self._known: dict[object, Counter[int]] = {}
         """For each kind of pass: how often each parameter's gradient is accumulated."""
         self._seen = Counter[int]()
         """The same in this pass."""
@@ -225,7 +225,7 @@ class Overlap:
         self._next, self._send = 0, None
 
     def start(
-        self, kind: str, members: Sequence[Sequence[int]], send: Callable[[int], None]
+        self, kind: object, members: Sequence[Sequence[int]], send: Callable[[int], None]
     ) -> None:
         """The next backward pass is the last one before its gradients are sent.
 
@@ -252,7 +252,7 @@ class Overlap:
             self._send(self._next)
             self._next += 1
 
-    def finish(self, kind: str, buckets: int, send: Callable[[int], None]) -> None:
+    def finish(self, kind: object, buckets: int, send: Callable[[int], None]) -> None:
         """Sends the other buckets."""
         self._send = None
         if self._seen:

@@ -38,6 +38,8 @@ class PartialGradients(TaskGradients):
         self.control = control
         self._groups = groups
         self.shown: Shown | None = None
+        self._passed: tuple[str, ...] = ()
+        """The tasks of the last passes."""
         self.version = 0
         """Increases when this rank has other parts of the parameters."""
         self.phase2_plan: object = None
@@ -98,6 +100,7 @@ class PartialGradients(TaskGradients):
         """Notes which parameters have a gradient on this rank."""
         assert self.shown is not None
         ranks_of = self.control.facts.ranks_of
+        self._passed = tuple(tasks)
         kind = len(self.parameters), *((task, *ranks_of[task]) for task in tasks)
         self.shown.note_pattern(kind, self._pattern(held))
 
@@ -139,7 +142,7 @@ class PartialGradients(TaskGradients):
 
     def _average_numbers(self, step: Step, before: Step, statistics: Sequence[Tensor]) -> None:
         """One collective for all losses and statistics."""
-        tasks, like = self.control.facts.tasks, self.like()
+        tasks, like = self._passed, self.like()
         numbers = torch.zeros(2 * len(tasks), dtype=torch.float64, device=like.device)
         kinds = (step.losses, before.losses), (step.weighted_losses, before.weighted_losses)
         places = [(n, of_kind) for n in enumerate(tasks) for of_kind in enumerate(kinds)]

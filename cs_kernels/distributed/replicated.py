@@ -21,6 +21,9 @@ from cs_kernels.distributed.partial import PartialGradients
 from cs_kernels.distributed.pieces import ChannelArray
 from cs_kernels.step import Step
 
+_SUM = ""
+"""The name of a round for the sum of the tasks' gradients; no task has it."""
+
 
 @dataclass
 class _Round:
@@ -55,6 +58,8 @@ class ReplicatedGradients(PartialGradients):
         self._group = group
         self._trains: list[object] | None = None
         self._separate = True
+        self._tasks: tuple[str, ...] = ()
+        """Those of the passes before the ranks' next message."""
         self._expected: list[str] = []
         """The names of the rounds before the ranks' next message."""
         self._round: _Round | None = None
@@ -111,22 +116,25 @@ class ReplicatedGradients(PartialGradients):
         """Begins the passes before the ranks' next message."""
         self._make_buckets()
         self._separate = separate
+        self._tasks = tuple(tasks)
         if separate:
             self._expected = list(tasks)
         else:
-            self._expected = [] if adds_up else ["/".join(tasks)]
+            self._expected = [] if adds_up else [_SUM]
 
     def arm(self, task: str) -> None:
         """The next backward pass is a task's last one, and its gradients may be sent."""
         if self._separate or (self._expected and task == self._last_task()):
-            name = task if self._separate else self._expected[0]
+            name = task if self._separate else _SUM
             self._begin(name)
-            self._overlap.start(f"{self._separate} {name}", self._buckets.members, self._send)
+            self._overlap.start(self._kind(name), self._buckets.members, self._send)
 
     def _last_task(self) -> str:
         """The last task that this rank has labels for."""
-        own = [task for task in self._expected[0].split("/") if self.control.has(task)]
-        return own[-1]
+        return [task for task in self._tasks if self.control.has(task)][-1]
+
+    def _kind(self, name: str) -> object:
+        return (name, *self._tasks) if name == _SUM else name
 
     def _begin(self, name: str) -> _Round:
         self._had.clear()
@@ -159,7 +167,7 @@ class ReplicatedGradients(PartialGradients):
     def _finish(self, name: str) -> None:
         """Sends what is left of a round; all of it on a rank without the task."""
         now = self._round if self._round is not None else self._begin(name)
-        self._overlap.finish(f"{self._separate} {name}", len(self._buckets.flat), self._send)
+        self._overlap.finish(self._kind(name), len(self._buckets.flat), self._send)
         self._round = None
         self._expected.remove(name)
         late = [i for i in self._buckets.slots if self.parameters[i].grad is not None]
@@ -192,7 +200,7 @@ class ReplicatedGradients(PartialGradients):
 
     def note(self, task: str) -> bool:
         """Ends the only passes before a message."""
-        self._finish(task)
+        self._finish(_SUM)
         return self._note(task)
 
     def skip(self, task: str) -> None:
