@@ -1,8 +1,8 @@
 # Every target sets up .venv by itself. `make test`, `make test-all` (every sample, and on every backend
-# that runs without a GPU), `make lint`, `make bench`, `make demo [QUICK=1] [METHODS="NAME ..."]`, and
-# `make wheel` for all GPUs, or for those of CUDAARCHS. On a machine with a GPU, `make test-gpu`,
-# `make sanitize-gpu` and `make bench-gpu` build for it and run with the Python that has torch with
-# CUDA: GPU_PYTHON, python3 by default. They download nothing.
+# that runs without a GPU), `make lint`, `make bench`, `make demo [QUICK=1] [METHODS="NAME ..."]
+# [RANKS=2]` (on that many processes), and `make wheel` for all GPUs, or for those of CUDAARCHS. On a
+# machine with a GPU, `make test-gpu`, `make sanitize-gpu` and `make bench-gpu` build for it and run with
+# the Python that has torch with CUDA: GPU_PYTHON, python3 by default. They download nothing.
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 CPP := $(shell find csrc python -name '*.cpp' -o -name '*.cu' -o -name '*.h')
@@ -115,8 +115,12 @@ bench-gpu: install-gpu
 	$(GPU_PYTEST) --quiet bench/test_gpu.py
 	$(GPU_PYTEST) --quiet "bench/test_steps.py::test_training_steps[hrnet18]"
 
+# The processes share the cores: torchrun alone would give each of them one thread.
+TORCHRUN = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(( $$(nproc) > $(RANKS) ? $$(nproc) / $(RANKS) : 1 ))} \
+	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node=$(RANKS)
+
 demo: $(VENV)/.ready
-	$(PYTHON) examples/demo.py $(if $(QUICK),--quick) $(if $(METHODS),--methods $(METHODS))
+	$(if $(RANKS),$(TORCHRUN),$(PYTHON)) examples/demo.py $(if $(QUICK),--quick) $(if $(METHODS),--methods $(METHODS))
 
 clean:
 	rm -rf $(VENV) build *.egg-info cs_kernels/_C*.so

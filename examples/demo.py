@@ -1,9 +1,14 @@
 """Trains three tasks of one photograph with every phase of the method, and prints the table.
 
     python examples/demo.py [--quick] [--methods NAME ...|all] [--seeds 0 1 ...] [--out FOLDER]
+    torchrun --standalone --nproc-per-node=2 examples/demo.py ...
 
 Every row has the same network, initial weights, crops, number of batches and learning rate. As in
 the paper, Phase 1 has an optimizer step a task, and Phase 2 one for all tasks.
+
+With torchrun, every process trains on its part of each batch that one process would draw, and the
+first one prints and writes. Batch normalization, and the shares of known pixels and of edges in the
+losses, are those of a part, so the results differ from those of one process.
 """
 
 import argparse
@@ -21,6 +26,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # The profiler's own messages.
 import metrics
 import plots
 import torch
+import torch.distributed as dist
 from network import Head, Trunk
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -88,6 +94,23 @@ OTHERS = {
 ROWS = {**ABLATION, **OTHERS}
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train one network together, and which of them this one is."""
+
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None
+
+
+def start_ranks() -> Ranks:
+    """Those that torchrun started, or this process alone."""
+    if "WORLD_SIZE" not in os.environ:
+        return Ranks()
+    dist.init_process_group("gloo")
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+
+
 class Run:
     """The training of one network."""
 
@@ -98,9 +121,11 @@ class Run:
         settings: Settings,
         seed: int,
         scene: Scene,
+        ranks: Ranks,
     ) -> None:
         torch.manual_seed(seed)
         self.tasks = tasks
+        self.ranks = ranks
         self.settings = settings
         self.trunk = cs.nn.convert_task_batchnorm(Trunk(), tasks)
         heads = {task: Head(channels) for task, channels in CHANNELS.items()}
@@ -112,9 +137,15 @@ class Run:
         )
         self.rate = torch.optim.lr_scheduler.PolynomialLR(self.adam, settings.epochs, power=0.9)
         self.opt = cs.MultiTaskOptimizer(
-            self.trunk, self.adam, tasks, row.method(), row.schedule(settings, seed), weighting
+            self.trunk,
+            self.adam,
+            tasks,
+            row.method(),
+            row.schedule(settings, seed),
+            weighting,
+            process_group=ranks.group,
         )
-        self.crops = Crops(scene, settings.crop, settings.batch, seed)
+        self.crops = Crops(scene, settings.crop, settings.batch, seed, ranks.rank, ranks.size)
         self.losses: dict[str, list[float]] = {task: [] for task in tasks}
         self.priority: list[dict[str, list[int]]] = []
         self.phases: list[int] = []
@@ -166,7 +197,13 @@ class Run:
         """
         schedule = cs.Joint() if self.phases[-1] == 2 else cs.Sequential()
         opt = cs.MultiTaskOptimizer(
-            self.trunk, self.adam, self.tasks, self.opt.method, schedule, self.opt.weighting
+            self.trunk,
+            self.adam,
+            self.tasks,
+            self.opt.method,
+            schedule,
+            self.opt.weighting,
+            process_group=self.ranks.group,
         )
         self.step(opt)
         whole = []
@@ -189,8 +226,10 @@ class Run:
         }
 
 
-def train_all(settings: Settings, names: list[str], seed: int, console: Console) -> dict[str, Any]:
-    """Single-task networks and every row, for one seed."""
+def train_all(
+    settings: Settings, names: list[str], seed: int, console: Console, ranks: Ranks
+) -> dict[str, Any]:
+    """Single-task networks and every row, for one seed; nothing on ranks other than the first."""
     train, test = load()
     results: dict[str, Any] = {}
     columns = (
@@ -200,14 +239,16 @@ def train_all(settings: Settings, names: list[str], seed: int, console: Console)
         TimeRemainingColumn(),
         TextColumn("{task.fields[status]}"),
     )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    is_first = ranks.rank == 0
+    shows_bars = is_first and console.is_terminal
+    with Progress(*columns, console=console, disable=not shows_bars) as progress:
         alone: dict[str, dict[str, float]] = {}
         timing: list[dict[str, float]] = []
         losses: dict[str, list[float]] = {}
         for task in TASKS:
-            run = Run([task], Row(cs.Sum), settings, seed, train)
+            run = Run([task], Row(cs.Sum), settings, seed, train, ranks)
             run.train(f"only {task}", progress)
-            alone.update(run.evaluate(test))
+            alone.update(run.evaluate(test) if is_first else {})
             losses.update(run.losses)
             timing.append(run.time(settings.steps))
         results["Single-task"] = {
@@ -216,10 +257,10 @@ def train_all(settings: Settings, names: list[str], seed: int, console: Console)
             "time": {key: sum(t[key] for t in timing) for key in timing[0]},
         }
         for name in names:
-            run = Run(TASKS, ROWS[name], settings, seed, train)
+            run = Run(TASKS, ROWS[name], settings, seed, train, ranks)
             run.train(name, progress)
             results[name] = {
-                "metrics": run.evaluate(test),
+                "metrics": run.evaluate(test) if is_first else {},
                 "losses": run.losses,
                 "priority": run.priority,
                 "phases": run.phases,
@@ -227,6 +268,8 @@ def train_all(settings: Settings, names: list[str], seed: int, console: Console)
             }
             if not console.is_terminal:
                 console.print(f"{name}: trained")
+    if not is_first:
+        return {}
     results[names[-1]]["coverage"] = str(run.opt.coverage())
     for result in results.values():
         result["delta_m"] = metrics.delta_m(result["metrics"], alone)
@@ -289,10 +332,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
     options = parser.parse_args()
     settings = QUICK if options.quick else Settings()
-    console = Console()
+    ranks = start_ranks()
+    console = Console(quiet=ranks.rank > 0)
     start = time.perf_counter()
     names = list(ROWS) if "all" in options.methods else options.methods
-    runs = [train_all(settings, names, seed, console) for seed in options.seeds]
+    runs = [train_all(settings, names, seed, console, ranks) for seed in options.seeds]
+    if ranks.group is not None:
+        dist.destroy_process_group()
+    if ranks.rank > 0:
+        return
 
     head, rows = table_rows(runs)
     table = Table(
@@ -313,6 +361,7 @@ def main() -> None:
     record = {
         "settings": vars(settings),
         "seeds": options.seeds,
+        "ranks": ranks.size,
         "torch": torch.__version__,
         "runs": runs,
     }

@@ -93,24 +93,47 @@ def load() -> tuple[Scene, Scene]:
 
 
 class Crops:
-    """Random training crops, the same for every method with the same seed."""
+    """Random training crops, the same for every method with the same seed.
 
-    def __init__(self, scene: Scene, size: int, batch: int, seed: int) -> None:
+    Args:
+        scene: Where they come from.
+        size: Their height and width.
+        batch: Their number in a batch of all ranks together.
+        seed: The same on all ranks.
+        rank: Which part of every batch to take.
+        ranks: The number of parts.
+
+    Raises:
+        ValueError: The batch is not divisible by the number of ranks.
+
+    """
+
+    def __init__(
+        self, scene: Scene, size: int, batch: int, seed: int, rank: int = 0, ranks: int = 1
+    ) -> None:
+        if batch % ranks:
+            raise ValueError(
+                f"batch must be divisible by the number of ranks, got {batch} crops for {ranks}"
+            )
         self.scene = scene
         self.size = size
         self.batch = batch
+        self._part = slice(rank * batch // ranks, (rank + 1) * batch // ranks)
         self._generator = torch.Generator().manual_seed(seed)
 
     def draw(self) -> Scene:
-        """A batch."""
+        """The part of a batch on this rank; every rank draws the whole of it."""
         _, height, width = self.scene.picture.shape
-        scenes = []
-        for _ in range(self.batch):
-            top, left = (
+        corners = [
+            [
                 int(torch.randint(limit - self.size + 1, (), generator=self._generator))
                 for limit in (height, width)
-            )
-            scenes.append(
+            ]
+            for _ in range(self.batch)
+        ]
+        return stack(
+            [
                 self.scene.crop(slice(top, top + self.size), slice(left, left + self.size))
-            )
-        return stack(scenes)
+                for top, left in corners[self._part]
+            ]
+        )
