@@ -86,7 +86,8 @@ class MultiTaskOptimizer:
         process_group: The ranks that hold the same network, each with batches of its own, such as
             `torch.distributed.group.WORLD`. The gradient of a task is then that of its mean loss
             over the ranks. Default: that of the DistributedDataParallel around the trunk, if there
-            is one. The ranks of a trunk after `fully_shard` are found from its parameters.
+            is one. The ranks of a trunk after `fully_shard` are found from its parameters; a rank
+            that fails there leaves the others in a collective until the timeout of their group.
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.
@@ -189,6 +190,8 @@ class MultiTaskOptimizer:
         """The watcher's version for which `_trainable` was found."""
         self._epoch: int | None = None
         self._steps = 0
+        self._searched = False
+        """Whether `backward` has looked for wrappers around its losses' network."""
 
     def _agree(self, gradients: PartialGradients) -> None:
         """Checks that all ranks train the same, and tells them what passes show from now on."""
@@ -288,9 +291,11 @@ class MultiTaskOptimizer:
                 a batch and returns the loss, a scalar. Or a sequence of closures, one for each
                 micro-batch: their losses and gradients add up (divide by their number for a mean).
             tasks: The tasks that the batch has labels for, in the order of Phase 1; all by default.
+                On many ranks, each names its own, perhaps none; a task counts with the ranks that
+                name it. After `fully_shard`, all ranks run the tasks that any rank names.
 
         Returns:
-            The loss of each task, detached and unweighted.
+            The loss of each task, detached and unweighted; the mean over the ranks that name it.
 
         Raises:
             ValueError: `tasks` does not fit, a loss is not a scalar, has no graph, depends on a
@@ -298,7 +303,8 @@ class MultiTaskOptimizer:
                 needs a prioritized layer and the trunk has none.
             TypeError: A closure is not a function, or did not return a tensor.
             RuntimeError: `backward` has left gradients or an update to be used first; or a CUDA
-                graph is captured around the step.
+                graph is captured around the step; or another rank has failed, or makes another
+                step.
 
             After any exception, also the closure's, parameters and running statistics are as they
             were before the step (in Phase 1: before that task's update), and gradients are None;
@@ -511,7 +517,8 @@ class MultiTaskOptimizer:
                 )
             accumulation.check_update_used()
             accumulation.clear()
-        if not self._steps:
+        if not self._searched:
+            self._searched = True
             self._take_wrapper()
         chosen = self._ranks.begin(chosen, self._steps, 2, 1)
         step = accumulation.step or self._new_step(chosen)
