@@ -162,12 +162,37 @@ def gpu(cases: Cases) -> Iterator[str]:
         yield _aim(f"{name}, host synchronizations", waits, waits == 0, "0")
 
 
+def ranks(cases: Cases) -> Iterator[str]:
+    """What a step on many ranks sends, and the memory of its gradients; in Markdown."""
+    c = cases[0]
+    yield (
+        f"ResNet-18, {c['tasks']} tasks, N = {c['numel'] / 1e6:.2f} M, float32; bytes that a rank"
+        " sends on a ring, and peak memory of gradients, over those of N elements"
+    )
+    yield ""
+    yield (
+        "| step | W | way | gradients | parameters | heads, norms | sums | control, bytes |"
+        " collectives: device + host | peak | kept |"
+    )
+    yield "| --- |" + " --- |" * 10
+    for c in cases:
+        sent, number = c["sent"], c["collectives"]
+        on_device = sum(n for part, n in number.items() if part != "control")
+        yield (
+            f"| {c['method']} | {c['ranks']} | {c['way']} | {sent['gradients']:.3f} |"
+            f" {sent['parameters']:.3f} | {sent['other gradients']:.4f} | {sent['sums']:.4f} |"
+            f" {c['sent_bytes']['control']:.0f} | {on_device} + {number['control']} |"
+            f" {c['peak']:.2f} | {c['kept']:.2f} |"
+        )
+
+
 LINES: dict[str, Callable[[Cases], Iterator[str]]] = {
     "phase2": phase2,
     "methods": methods,
     "solvers": solvers,
     "steps": steps,
     "host": host,
+    "ranks": ranks,
     "gpu": gpu,
     "gpu_steps": steps,
 }

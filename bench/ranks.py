@@ -1,0 +1,463 @@
+"""What a step on many ranks sends, and the memory of its gradients: counted, not timed.
+
+    python bench/ranks.py [--quick]
+
+ResNet-18 with 4 tasks, on 1, 2 and 4 processes of this machine with gloo: replicated ranks, those
+of `fully_shard`, and the textbook way, in which the whole gradient of every task is all-reduced.
+Before anything is counted, the ranks hold the same bits, and the updates are those of the textbook
+way. Then arithmetic: the share of communication in a step on more and faster ranks. `--quick` has a
+narrow network, at most 2 processes, and keeps no record.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import log2, prod
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from harness import records, tables
+from harness.collectives import PARTS, Collectives
+from harness.gradient_memory import GradientMemory
+from harness.shapes import NETWORKS
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
+
+import cs_kernels as cs
+from cs_kernels.distributed import Control, PartialGradients
+from cs_kernels.distributed.buckets import BUCKET_BYTES
+from cs_kernels.layout import shared_parameters
+
+TASKS = ["segmentation", "depth", "normals", "edges"]
+METHODS: dict[str, Callable[[], cs.Method]] = {
+    "Phase 2": cs.ConnectionStrength,
+    "PCGrad": cs.PCGrad,
+    "Phase 1": cs.ConnectionStrength,
+}
+WAYS = ("textbook", "replicated", "fully_shard")
+STEPS = 4
+"""The first one learns the passes, the third one's memory and the fourth one's bytes count."""
+TOLERANCE = 1e-5
+"""Of the largest element of each tensor's update."""
+
+
+# --- the network ----------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, inputs: int, channels: int) -> None:
+        super().__init__()
+        stride = 1 if inputs == channels else 2
+        self.first = nn.Conv2d(inputs, channels, 3, stride, 1, bias=False)
+        self.first_norm = nn.BatchNorm2d(channels)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.second_norm = nn.BatchNorm2d(channels)
+        self.shortcut = nn.Sequential()
+        if inputs != channels:
+            self.shortcut.append(nn.Conv2d(inputs, channels, 1, stride, bias=False))
+            self.shortcut.append(nn.BatchNorm2d(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first_norm(self.first(x)).relu()
+        return (self.second_norm(self.second(y)) + self.shortcut(x)).relu()
+
+
+def resnet18(width: int) -> nn.Sequential:
+    """The trunk of ResNet-18, whose first layer has `width` channels: 64 in the original."""
+    widths = [width, width, 2 * width, 4 * width, 8 * width]
+    blocks = [
+        block
+        for inputs, channels in zip(widths, widths[1:], strict=False)
+        for block in (Block(inputs, channels), Block(channels, channels))
+    ]
+    stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
+    return nn.Sequential(*stem, nn.MaxPool2d(3, 2, 1), *blocks, nn.AdaptiveAvgPool2d(1))
+
+
+def same_shapes(trunk: nn.Module) -> bool:
+    """Whether a trunk's convolutions are those of the other benchmarks."""
+    found = (tuple(p.shape) for p in shared_parameters(trunk).values())
+    return Counter(found) == Counter(NETWORKS["resnet18"])
+
+
+class Training:
+    """A rank's network, batches and steps."""
+
+    def __init__(self, way: str, method: str, rank: int, size: int, width: int) -> None:
+        torch.manual_seed(0)
+        self.way, self.rank, self.size = way, rank, size
+        self.joint = method != "Phase 1"
+        self.method = METHODS[method]()
+        # Fixed statistics: a batch's own would be those of two pictures.
+        self.trunk = cs.nn.convert_task_batchnorm(resnet18(width), TASKS).eval()
+        for norm in cs.nn.task_norms(self.trunk):
+            for child in norm.children():
+                nn.init.uniform_(child.weight, 0.5, 1.5)
+                nn.init.uniform_(child.running_var, 0.5, 1.5)
+        self.heads = nn.ModuleDict(
+            {task: nn.Sequential(nn.Flatten(), nn.Linear(8 * width, 8)) for task in TASKS}
+        )
+        self.x = torch.randn(STEPS, size, 2, 3, 32, 32)[:, rank]
+        self.targets = torch.randn(STEPS, len(TASKS), size, 2, 8)[:, :, rank]
+        shared = shared_parameters(self.trunk)
+        self.numel = sum(p.numel() for p in shared.values())
+        self.itemsize = next(iter(shared.values())).itemsize
+        if way == "fully_shard":
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = dist.init_device_mesh("cpu", (size,))
+            for block in self.trunk:
+                if isinstance(block, Block):
+                    fully_shard(block, mesh=mesh)
+            fully_shard(self.trunk, mesh=mesh)
+        self.parameters = [*self.trunk.parameters(), *self.heads.parameters()]
+        self.shared = shared_parameters(self.trunk)
+        self.sgd = torch.optim.SGD(self.parameters, lr=0.05)
+        self.opt = cs.MultiTaskOptimizer(
+            self.trunk,
+            self.sgd,
+            TASKS,
+            self.method,
+            cs.Joint() if self.joint else cs.Sequential(),
+            process_group=dist.group.WORLD if way == "replicated" else None,
+        )
+        ranks = self.opt._ranks
+        self.control = ranks._group if isinstance(ranks, Control) else None
+        assert (self.control is None) == (way == "textbook")
+        self.collectives = Collectives(self.control)
+        if way == "textbook":
+            self.opt.trace(self.loss)
+
+    number = 0
+
+    def loss(self, task: str) -> Tensor:
+        output = self.heads[task](self.trunk(self.x[self.number]))
+        return (output - self.targets[self.number, TASKS.index(task)]).square().mean()
+
+    def step(self) -> None:
+        if self.way == "textbook":
+            self._textbook_step()
+        else:
+            self.opt.step(self.loss)
+        self.number += 1
+
+    # --- the textbook way ---
+
+    def _textbook_step(self) -> None:
+        if not self.joint:
+            for task in TASKS:
+                self.sgd.zero_grad()
+                row = self._row(task)
+                for parameter, grad in zip(self.shared.values(), row, strict=True):
+                    parameter.grad = grad
+                self._average_others()
+                del row, grad
+                self.sgd.step()
+            return
+        self.sgd.zero_grad()
+        gradients = cs.TaskGradients(self.shared, TASKS)
+        for n, task in enumerate(TASKS):
+            gradients.rows[n] = [*self._row(task)]
+        self._average_others()
+        with torch.no_grad():
+            step = cs.Step(number=self.number, tasks=tuple(TASKS))
+            self.method.combine(gradients, self.opt._current_layout(), step)
+        self.sgd.step()
+
+    def _row(self, task: str) -> Sequence[Tensor]:
+        """The gradients of a task, one behind the other in memory, and one all-reduce of them."""
+        with cs.nn.active_task(self.trunk, task):
+            self.loss(task).backward()
+        grads = [p.grad for p in self.shared.values() if p.grad is not None]
+        assert len(grads) == len(self.shared)
+        row = torch.cat([grad.flatten() for grad in grads])
+        for parameter in self.shared.values():
+            parameter.grad = None
+        with self.collectives.part("gradients"):
+            dist.all_reduce(row)
+        row.div_(self.size)
+        parts = torch.split(row, [grad.numel() for grad in grads])
+        return [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)]
+
+    def _average_others(self) -> None:
+        """The gradients of heads and normalizations."""
+        shared = set(self.shared.values())
+        others = [p.grad for p in self.parameters if p not in shared and p.grad is not None]
+        flat = torch.cat([grad.flatten() for grad in others])
+        with self.collectives.part("other gradients"):
+            dist.all_reduce(flat)
+        flat.div_(self.size)
+        for grad, part in zip(others, flat.split([g.numel() for g in others]), strict=True):
+            grad.copy_(part.view_as(grad))
+
+    # --- what is counted ---
+
+    def counted_step(self) -> Collectives:
+        """A step's collectives; the groups' own numbers and torch's counter agree."""
+        groups = [dist.group.WORLD] if self.control is None else [dist.group.WORLD, self.control]
+        if self.way == "fully_shard":  # The mesh of all ranks may have a group of its own.
+            groups += [g for g in self.opt._gradients._groups if g is not dist.group.WORLD]
+        before = {g.group_name: g._get_sequence_number_for_group() for g in groups}
+        debug = CommDebugMode()
+        tracker = debug.advanced_module_tracker
+        # Without its hooks, which fail where a module runs several times in a step.
+        tracker.name, tracker.module_parents_dict = "Global", {"Global": set()}
+        none = dict.fromkeys(("__enter__", "__exit__"), lambda *_: None)
+        with mock.patch.multiple(tracker, **none), debug, self.collectives.counting():
+            self.step()
+        found = self.collectives
+        expected = {str(op): n for op, n in debug.get_comm_counts().items()}
+        assert {op.replace("::", "."): n for op, n in found.by_operator().items()} == expected
+        for group in groups:
+            made = group._get_sequence_number_for_group() - before[group.group_name]
+            assert made == found.by_group()[group.group_name], (group.group_name, made, found.found)
+        assert set(found.by_group()) <= set(before)
+        return found
+
+    def updates(self) -> Iterator[Tensor]:
+        """Whole updates of the last step, of the shared parameters and of the others."""
+        for parameter in self.parameters:
+            grad = parameter.grad
+            if grad is not None:
+                yield grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+
+    def digest(self) -> str:
+        """Of the bits of all parameters and buffers."""
+        result = hashlib.sha256()
+        for tensor in [*self.parameters, *self.trunk.buffers()]:
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            result.update(whole.detach().contiguous().numpy().tobytes())
+        return result.hexdigest()
+
+
+def case(
+    way: str, method: str, rank: int, size: int, width: int, expected: list[Tensor]
+) -> dict[str, Any]:
+    """The counts of one rank; `expected` has the textbook way's updates, and gets them from it."""
+    training = Training(way, method, rank, size, width)
+    assert width != 64 or same_shapes(training.trunk)
+    numel, itemsize = training.numel, training.itemsize
+    whole = numel * itemsize
+    training.step()
+    with GradientMemory(training.parameters) as memory:
+        training.step()  # Shows which of the memory that is kept from step to step has gradients.
+        memory.start()
+        training.step()
+        peak, kept = memory.peak, memory.now()
+    updates = [update.clone() for update in training.updates()]
+    if way == "textbook":
+        expected[:] = updates
+    error = max(
+        ((a - b).abs().max() / b.abs().max()).item()
+        for a, b in zip(updates, expected, strict=True)
+    )
+    assert error <= TOLERANCE, (way, method, error)
+    found = training.counted_step()
+    gradients = training.opt._gradients
+    buckets = getattr(gradients, "_buckets", None)
+    return {
+        "way": way,
+        "method": method,
+        "ranks": size,
+        "tasks": len(TASKS),
+        "numel": numel,
+        "itemsize": itemsize,
+        "buckets": None if buckets is None else [flat.nbytes for flat in buckets.flat],
+        "sent": {part: found.sent(part) / whole for part in PARTS},
+        "sent_bytes": {part: found.sent(part) for part in PARTS},
+        "collectives": {part: found.number(part) for part in PARTS},
+        "by_kind": found.by_kind(),
+        "peak": peak / whole,
+        "kept": kept / whole,
+        "error": error,
+        "digest": training.digest(),
+        "partial": isinstance(gradients, PartialGradients),
+    }
+
+
+def cases(rank: int, size: int, width: int, methods: Sequence[str]) -> list[dict[str, Any]]:
+    """Every way and some methods."""
+    torch.use_deterministic_algorithms(False)  # New memory is not filled: it would be for nothing.
+    result = []
+    for method in methods:
+        expected: list[Tensor] = []
+        for way in WAYS:
+            result.append(case(way, method, rank, size, width, expected))
+            gc.collect()
+    return result
+
+
+def on_ranks(sizes: Sequence[int], width: int, methods: Sequence[str]) -> list[dict[str, Any]]:
+    """The counts of every number of ranks: the same on each, which all hold the same bits."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    # Not this file, which is __main__.
+    from ranks import Ranks
+
+    result = []
+    for size in sizes:
+        pool = Ranks(size)
+        try:
+            of_ranks = pool.run(cases, size, width, methods)
+        finally:
+            pool.stop()
+        for of_case in zip(*of_ranks, strict=True):
+            first = of_case[0]
+            for other in of_case[1:]:
+                assert other["digest"] == first["digest"], (first, other)
+                assert other["collectives"] == first["collectives"], (first, other)
+                assert other["sent"] == first["sent"], (first, other)
+            # Parts of a bucket are cut where they are: ranks may differ by an alignment.
+            memory = {key: max(c[key] for c in of_case) for key in ("peak", "kept")}
+            error = max(c["error"] for c in of_case)
+            result.append({**first, **memory, "error": error})
+            del result[-1]["digest"], result[-1]["partial"]
+    return result
+
+
+# --- arithmetic: more ranks, faster links ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A network in training: nothing of it is measured here."""
+
+    name: str
+    numel: int
+    """Shared parameters."""
+    itemsize: int
+    flop: float
+    """Of a task's forward and backward pass on one rank."""
+    flop_per_second: float
+    """Achieved by a rank."""
+
+
+WORKLOADS = [
+    # 8.57 GFLOP a forward pass of 256 x 256 pixels, by torch's FlopCounterMode; small convolutions
+    # are far from a GPU's peak.
+    Workload("HRNet-18", sum(map(prod, NETWORKS["hrnet18"])), 4, 8 * 3 * 8.57e9, 20e12),
+    # 6 FLOP a parameter and token, 40 % of 1e15 FLOP/s.
+    Workload("1 B in bfloat16", 10**9, 2, 8192 * 6e9, 400e12),
+]
+BYTES_PER_SECOND = 400e9 / 8
+"""Of a rank's link, in each direction."""
+HOP = 3e-6
+"""Seconds between two neighbours of a ring, beside the bytes."""
+MESSAGE = 30e-6
+"""Seconds between two hosts by TCP."""
+BACKWARD = 2 / 3
+"""The share of a backward pass in a task's passes."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one Phase 2 step; arithmetic."""
+
+    compute: float
+    ours: float
+    """The collectives, one after the other."""
+    theirs: float
+    ours_exposed: float
+    """What is left of them if all that can overlaps with backward passes."""
+    theirs_exposed: float
+    ours_hops: float
+    """Beside the bytes: rings for buckets, trees for small sums."""
+    theirs_hops: float
+    messages: float
+    """Control messages between the hosts."""
+
+
+def step_times(work: Workload, tasks: int, ranks: int) -> Times:
+    """A step on a flat ring: K reduce-scatters and an all-gather, against K all-reduces.
+
+    All gradients are of one dtype. Reduce-scatters overlap with backward passes but for the last
+    bucket of the last task; the all-gather with nothing. All-reduces that overlap are those of a
+    DistributedDataParallel with buckets, not those of the textbook loop.
+    """
+    nbytes = work.numel * work.itemsize
+    buckets = -(-nbytes // BUCKET_BYTES)
+    once = (ranks - 1) / ranks * nbytes / BYTES_PER_SECOND
+    last = once / buckets
+    compute = tasks * work.flop / work.flop_per_second
+    window = BACKWARD * compute
+    ring, tree = (ranks - 1) * HOP, 2 * log2(ranks) * HOP
+    return Times(
+        compute=compute,
+        ours=(tasks + 1) * once,
+        theirs=2 * tasks * once,
+        ours_exposed=last + max(0, tasks * once - last - window) + once,
+        theirs_exposed=2 * last + max(0, 2 * tasks * once - 2 * last - window),
+        # Products, the heads' gradients, losses with statistics; theirs has the heads' alone.
+        ours_hops=(tasks + 1) * buckets * ring + 3 * tree,
+        theirs_hops=2 * tasks * buckets * ring + tree,
+        messages=2 * (ranks - 1) * MESSAGE,  # gloo's all-gather is a ring.
+    )
+
+
+def check_formulas(found: Sequence[dict[str, Any]]) -> None:
+    """The formulas above against the counts, to 0.1 %: of padding and alignment."""
+    for c in found:
+        tasks, ranks = c["tasks"], c["ranks"]
+        elements = {
+            ("replicated", True): tasks + 1,
+            ("replicated", False): 2 * tasks,
+            ("textbook", True): 2 * tasks,
+            ("textbook", False): 2 * tasks,
+        }.get((c["way"], c["method"] != "Phase 1"))
+        if elements is not None:
+            expected = elements * (ranks - 1) / ranks
+            assert abs(c["sent"]["gradients"] - expected) <= 1e-3 * expected, (c, expected)
+
+
+def arithmetic(tasks: int = len(TASKS)) -> Iterator[str]:
+    """The lines of the table."""
+    yield "| network | W | compute | (K+1) N | 2 K N | exposed: ours | all-reduces |" + (
+        " hops: ours | all-reduces | host messages |"
+    )
+    yield "| --- |" + " --- |" * 9
+    for work in WORKLOADS:
+        for ranks in (8, 64, 512):
+            t = step_times(work, tasks, ranks)
+
+            def cell(seconds: float, t: Times = t) -> str:
+                return f"{1e3 * seconds:.1f} ms, {seconds / (seconds + t.compute):.1%}"
+
+            yield (
+                f"| {work.name} | {ranks} | {1e3 * t.compute:.0f} ms | {cell(t.ours)} |"
+                f" {cell(t.theirs)} | {cell(t.ours_exposed)} | {cell(t.theirs_exposed)} |"
+                f" {1e3 * t.ours_hops:.1f} ms | {1e3 * t.theirs_hops:.1f} ms |"
+                f" {1e3 * t.messages:.1f} ms |"
+            )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Counts, prints and keeps a record."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="narrow, 2 ranks, no record")
+    options = parser.parse_args(arguments)
+    origin = records.origin()
+    if options.quick:
+        found = on_ranks((2,), 8, ("Phase 2", "Phase 1"))
+    else:
+        found = on_ranks((1, 2, 4), 64, tuple(METHODS))
+    if not options.quick:
+        check_formulas(found)
+    for line in tables.LINES["ranks"](found):
+        print(line)
+    print()
+    for line in arithmetic():
+        print(line)
+    if not options.quick:
+        print(f"\nrecord appended to {records.append('ranks', {**origin, 'cases': found})}")
+
+
+if __name__ == "__main__":
+    main()
