@@ -82,6 +82,7 @@ bench: $(VENV)/.ready
 	for table in phase2 methods steps host; do \
 		$(PYTHON) -m pytest bench/test_$$table.py --benchmark-disable-gc --quiet || exit 1; \
 	done
+	$(PYTHON) bench/ranks.py
 
 install-gpu:
 	CS_KERNELS_CUDA=1 CUDAARCHS=native $(GPU_PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .

@@ -31,9 +31,10 @@ from harness.gradient_memory import GradientMemory
 from harness.shapes import NETWORKS
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn import functional
 
 import cs_kernels as cs
-from cs_kernels.distributed import Control, PartialGradients
+from cs_kernels.distributed import Control
 from cs_kernels.distributed.buckets import BUCKET_BYTES
 from cs_kernels.layout import shared_parameters
 
@@ -54,6 +55,8 @@ TOLERANCE = 1e-5
 
 
 class Block(nn.Module):
+    """A residual block; smooth, so that rounding cannot turn a unit on or off."""
+
     def __init__(self, inputs: int, channels: int) -> None:
         super().__init__()
         stride = 1 if inputs == channels else 2
@@ -67,20 +70,20 @@ class Block(nn.Module):
             self.shortcut.append(nn.BatchNorm2d(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.first_norm(self.first(x)).relu()
-        return (self.second_norm(self.second(y)) + self.shortcut(x)).relu()
+        y = functional.silu(self.first_norm(self.first(x)))
+        return functional.silu(self.second_norm(self.second(y)) + self.shortcut(x))
 
 
 def resnet18(width: int) -> nn.Sequential:
-    """The trunk of ResNet-18, whose first layer has `width` channels: 64 in the original."""
+    """ResNet-18's trunk without ReLU; its first layer has `width` channels, 64 in the original."""
     widths = [width, width, 2 * width, 4 * width, 8 * width]
     blocks = [
         block
         for inputs, channels in zip(widths, widths[1:], strict=False)
         for block in (Block(inputs, channels), Block(channels, channels))
     ]
-    stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
-    return nn.Sequential(*stem, nn.MaxPool2d(3, 2, 1), *blocks, nn.AdaptiveAvgPool2d(1))
+    stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.SiLU()]
+    return nn.Sequential(*stem, nn.AvgPool2d(3, 2, 1), *blocks, nn.AdaptiveAvgPool2d(1))
 
 
 def same_shapes(trunk: nn.Module) -> bool:
@@ -257,8 +260,7 @@ def case(
     if way == "textbook":
         expected[:] = updates
     error = max(
-        ((a - b).abs().max() / b.abs().max()).item()
-        for a, b in zip(updates, expected, strict=True)
+        ((a - b).abs().max() / b.abs().max()).item() for a, b in zip(updates, expected, strict=True)
     )
     assert error <= TOLERANCE, (way, method, error)
     found = training.counted_step()
@@ -280,7 +282,6 @@ def case(
         "kept": kept / whole,
         "error": error,
         "digest": training.digest(),
-        "partial": isinstance(gradients, PartialGradients),
     }
 
 
@@ -315,11 +316,10 @@ def on_ranks(sizes: Sequence[int], width: int, methods: Sequence[str]) -> list[d
                 assert other["digest"] == first["digest"], (first, other)
                 assert other["collectives"] == first["collectives"], (first, other)
                 assert other["sent"] == first["sent"], (first, other)
-            # Parts of a bucket are cut where they are: ranks may differ by an alignment.
             memory = {key: max(c[key] for c in of_case) for key in ("peak", "kept")}
             error = max(c["error"] for c in of_case)
             result.append({**first, **memory, "error": error})
-            del result[-1]["digest"], result[-1]["partial"]
+            del result[-1]["digest"]
     return result
 
 
@@ -445,7 +445,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     origin = records.origin()
     if options.quick:
-        found = on_ranks((2,), 8, ("Phase 2", "Phase 1"))
+        found = on_ranks((2,), 8, ("Phase 2",))
     else:
         found = on_ranks((1, 2, 4), 64, tuple(METHODS))
     if not options.quick:
