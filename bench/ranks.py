@@ -18,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import log2, prod
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ def resnet18(width: int) -> nn.Sequential:
     widths = [width, width, 2 * width, 4 * width, 8 * width]
     blocks = [
         block
-        for inputs, channels in zip(widths, widths[1:], strict=False)
+        for inputs, channels in pairwise(widths)
         for block in (Block(inputs, channels), Block(channels, channels))
     ]
     stem = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.SiLU()]
@@ -344,8 +345,9 @@ WORKLOADS = [
     # 8.57 GFLOP a forward pass of 256 x 256 pixels, by torch's FlopCounterMode; small convolutions
     # are far from a GPU's peak.
     Workload("HRNet-18", sum(map(prod, NETWORKS["hrnet18"])), 4, 8 * 3 * 8.57e9, 20e12),
-    # 6 FLOP a parameter and token, 40 % of 1e15 FLOP/s.
-    Workload("1 B in bfloat16", 10**9, 2, 8192 * 6e9, 400e12),
+    # bfloat16; 6 FLOP a parameter and token, 40 % of 1e15 FLOP/s.
+    Workload("1 B, 8192 tokens", 10**9, 2, 8192 * 6e9, 400e12),
+    Workload("1 B, 2048 tokens", 10**9, 2, 2048 * 6e9, 400e12),
 ]
 BYTES_PER_SECOND = 400e9 / 8
 """Of a rank's link, in each direction."""
@@ -448,8 +450,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = on_ranks((2,), 8, ("Phase 2",))
     else:
         found = on_ranks((1, 2, 4), 64, tuple(METHODS))
-    if not options.quick:
-        check_formulas(found)
+    check_formulas(found)
     for line in tables.LINES["ranks"](found):
         print(line)
     print()
