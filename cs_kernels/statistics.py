@@ -65,7 +65,7 @@ def _is_packed(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu" or tensor.nbytes <= _SMALL
 
 
-def _packed(tensors: Sequence[Tensor]) -> list[Tensor]:
+def packed(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies of contiguous tensors of one dtype and device, one behind the other in memory."""
     numels = [tensor.numel() for tensor in tensors]
     parts = torch.split(torch.cat([tensor.detach().flatten() for tensor in tensors]), numels)
@@ -88,12 +88,12 @@ class _Snapshot:
         self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []
         self._copiers: list[Callable[[], object]] = []
         native: dict[int, Tensor] = {}
-        for (_, device, packed), tensors in alike.items():
-            copies = _packed(tensors) if packed else [tensor.clone() for tensor in tensors]
+        for (_, device, together), tensors in alike.items():
+            copies = packed(tensors) if together else [tensor.clone() for tensor in tensors]
             self._pairs.append((tensors, copies))
-            if packed and device.type == "cpu":
+            if together and device.type == "cpu":
                 native |= {id(t): copy for t, copy in zip(tensors, copies, strict=True)}
-            elif packed and (copier := direct("copier", device)):
+            elif together and (copier := direct("copier", device)):
                 self._copiers.append(copier(tensors, copies))
             else:
                 self._copiers.append(partial(_copy, copies, tensors))

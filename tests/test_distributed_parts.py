@@ -347,3 +347,23 @@ def test_one_rank_on_a_gpu_trains_as_no_group(
     finally:
         dist.destroy_process_group()
     torch.testing.assert_close(*states, rtol=1e-5, atol=1e-6)
+
+
+def test_shards_of_normalizations_do_not_keep_all_gradients(group: dist.ProcessGroup) -> None:
+    """`fully_shard` reduces the gradients of a module in one buffer, of which they are parts."""
+    from torch.distributed.fsdp import fully_shard
+
+    plain = nn.Sequential(nn.Conv2d(3, 64, 3, bias=False), nn.BatchNorm2d(64))
+    trunk = cs.nn.convert_task_batchnorm(plain, AB)
+    fully_shard(trunk, mesh=dist.init_device_mesh("cpu", (1,)))
+    parameters = list(trunk.parameters())
+    for schedule in (cs.Joint(), cs.Sequential()):
+        sgd = torch.optim.SGD(parameters, lr=0.1)
+        opt = cs.MultiTaskOptimizer(trunk, sgd, AB, None, schedule)
+        for _ in range(2):
+            x = torch.randn(4, 3, 5, 5)
+            opt.step(lambda task, x=x: trunk(x).square().mean())
+        norms = [p for p in parameters[1:] if p.grad is not None]
+        assert len(norms) == (4 if isinstance(schedule, cs.Joint) else 2)
+        for parameter in norms:
+            assert parameter.grad.to_local().untyped_storage().nbytes() <= 64 * 4 * 4

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from cs_kernels.distributed.control import Control
 from cs_kernels.distributed.partial import PartialGradients
 from cs_kernels.distributed.pieces import ChannelArray
+from cs_kernels.statistics import packed
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -122,6 +123,10 @@ class ShardedGradients(PartialGradients):
         self._shards, self._replicas = groups[0], groups[1] if mesh.ndim == 2 else None
         self._others_scale = 1 / control.size
         self._modules = _fsdp_modules(trunk.modules())
+        shared = set(self.parameters)
+        self._of_norms = [p for p in trunk.parameters() if p not in shared and is_sharded(p)]
+        self._kept: dict[nn.Parameter, Tensor] = {}
+        """The gradients of the normalizations that have memory of their own."""
 
     def plan(self) -> int:
         """A number that differs if the collectives of the next step do."""
@@ -142,6 +147,7 @@ class ShardedGradients(PartialGradients):
 
     def collect(self, task: str) -> bool:
         """Moves the shards of every `.grad` into a task's row, or adds them to those there."""
+        self._keep_norms()
         row: list[Tensor | None] = [None] * len(self.parameters)
         unreached = []
         for i, parameter in enumerate(self.parameters):
@@ -158,6 +164,24 @@ class ShardedGradients(PartialGradients):
         self.collected.add(task)
         self.reach.note(task, unreached)
         return len(unreached) < len(self.parameters)
+
+    def note(self, task: str) -> bool:
+        """Notes the gradients in `.grad` as a task's; returns whether there is any."""
+        self._keep_norms()
+        return super().note(task)
+
+    def _keep_norms(self) -> None:
+        """Copies the new gradients of the normalizations: parts of a buffer with all gradients."""
+        grads = [(p, p.grad) for p in self._of_norms if p.grad is not None]
+        new = {p: grad for p, grad in grads if self._kept.get(p) is not grad}
+        kinds: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in new:
+            kinds.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in kinds.values():
+            copies = packed([_local(new[parameter]).contiguous() for parameter in parameters])
+            for parameter, own in zip(parameters, copies, strict=True):
+                cast("Any", new[parameter])._local_tensor = own
+        self._kept = dict(grads)
 
     def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         return [parameter for parameter in held if not is_sharded(parameter)]
