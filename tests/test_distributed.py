@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cs_kernels as cs
-from cs_kernels.distributed import buckets
+from cs_kernels.distributed import buckets, control
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -539,6 +539,27 @@ def test_a_failing_shard_is_named_after_the_timeout(pools: Callable[[int], Ranks
     first, second = pools(2).run(_with_a_failing_shard, 2)
     assert re.match("RankError: rank 1 failed in step 0: BrokenError: no labels", first)
     assert second == "BrokenError: no labels"
+
+
+def _on_a_grid(rank: int, size: int) -> list[Any]:
+    control._GRID_FROM = 2
+    try:
+        assert control._rows(size) == 2
+        failing = _with_a_failing_rank(rank, size, "replicated", "Sum")
+        return [_trained(rank, size, "replicated", "PCGrad")[:2], failing[0]]
+    finally:
+        control._GRID_FROM = 16
+
+
+def test_messages_on_a_grid(pools: Callable[[int], Ranks]) -> None:
+    """Two rows of two ranks, as many ranks have."""
+    results = pools(4).run(_on_a_grid, 4)
+    for trained, _ in results:
+        assert_equal(list(trained), list(results[0][0]))
+    assert_near(results[0][0][0], _trained(0, 4, "alone", "PCGrad")[0])
+    for rank in (0, 2, 3):
+        assert all(text.startswith("rank 1 failed") for _, text in results[rank][1])
+    assert [control._rows(size) for size in (15, 16, 17, 512)] == [1, 4, 1, 16]
 
 
 def _disagreeing(rank: int, size: int, what: str) -> str:

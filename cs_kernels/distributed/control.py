@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from math import isqrt
 from typing import Any, Literal, Protocol
 
 import torch
@@ -23,6 +24,11 @@ _KINDS: tuple[Kind, ...] = ("begin", "passed", "failed")
 
 _NETWORKS_EVERY = 1024
 """Steps between two checks that ranks hold the same parameters: reading them takes time."""
+
+
+_GRID_FROM = 16
+"""Ranks from which messages go along the rows of a grid, then along its columns: a ring of W ranks
+has W - 1 hops, one after the other, and a square grid 2 (sqrt(W) - 1)."""
 
 
 class RankError(RuntimeError):
@@ -138,6 +144,13 @@ def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout
 
 
+def _rows(ranks: int) -> int:
+    """The rows of the grid of ranks that is nearest to a square."""
+    if ranks < _GRID_FROM:
+        return 1
+    return max(rows for rows in range(1, isqrt(ranks) + 1) if ranks % rows == 0)
+
+
 def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
@@ -164,16 +177,22 @@ class Control:
                 f"process_group must contain this process, of rank {dist.get_rank()}, got one of"
                 f" {list(ranks)}"
             )
-        # A rank that has failed waits here for others, which wait for it in their collectives.
-        self._group = dist.new_group(
-            list(ranks),
-            timeout=2 * _timeout(group, device) + timedelta(seconds=10),
-            backend="gloo",
-            use_local_synchronization=True,
-        )
         self.rank = list(ranks).index(dist.get_rank())
         self.size = len(ranks)
         self._ranks = list(ranks)
+        # A rank that has failed waits here for others, which wait for it in their collectives.
+        self._timeout = 2 * _timeout(group, device) + timedelta(seconds=10)
+        self._group = self._new_group(range(self.size))
+        self._rings = [self._group]
+        """The groups to send a message around, one after the other."""
+        rows = _rows(self.size)
+        if rows > 1:
+            width = self.size // rows
+            row, column = divmod(self.rank, width)
+            self._rings = [
+                self._new_group(range(row * width, (row + 1) * width)),
+                self._new_group(range(column, self.size, width)),
+            ]
         self._sharded = sharded
         self._tasks: tuple[str, ...] = ()
         self._passes: RankPasses | None = None
@@ -182,9 +201,20 @@ class Control:
         self._facts = Facts((), {})
         self._step = 0, 0, 0
         """The number, the phase and the number of micro-batches of the step."""
-        self._started = time.monotonic()
+        self._started = self._failed_after = time.monotonic()
+        """When the step has begun, and how long after this rank has failed, in seconds."""
         self._received = False
         """Whether the failure of a step is known to all ranks."""
+
+    def _new_group(self, members: Iterable[int]) -> dist.ProcessGroup:
+        """A group of some of the ranks, by their indices."""
+        group: dist.ProcessGroup = dist.new_group(
+            [self._ranks[n] for n in members],
+            timeout=self._timeout,
+            backend="gloo",
+            use_local_synchronization=True,
+        )
+        return group
 
     # --- before the first step ---
 
@@ -326,6 +356,7 @@ class Control:
         except Exception as error:
             if self._received:  # By all ranks.
                 raise
+            self._failed_after = time.monotonic() - self._started
             with contextlib.suppress(Exception):
                 if self._passes is not None:
                     self._passes.drain()
@@ -359,8 +390,11 @@ class Control:
         ]
         padding = [0] * (len(self._tasks) - len(order))
         message = torch.tensor([*head, *order, *padding])
-        received = message.new_empty(self.size * len(message))
-        all_gather(received, message, group=self._group)
+        received = message
+        for ring in self._rings:
+            sent = received
+            received = sent.new_empty(dist.get_world_size(ring) * len(sent))
+            all_gather(received, sent, group=ring)
         messages = [
             {
                 "kind": _KINDS[row[0]],
@@ -381,8 +415,7 @@ class Control:
     def _raise_failure(self, error: Exception | None) -> None:
         """Raises for the rank that failed first, if it is another one."""
         self._received = True
-        failed_after = time.monotonic() - self._started
-        mine = None if error is None else (failed_after, _text(error))
+        mine = None if error is None else (self._failed_after, _text(error))
         failures = [
             (after_and_text, rank)
             for rank, after_and_text in enumerate(self.gather(mine))
