@@ -26,7 +26,6 @@ def described(value: object) -> str:
 
 
 def check_kinds(
-    trunk: object,
     method: object,
     schedule: object,
     weighting: object,
@@ -35,7 +34,6 @@ def check_kinds(
 ) -> None:
     """Raises TypeError for classes, names or options in place of objects."""
     for name, value, kind, example in (
-        ("trunk", trunk, nn.Module, "a torch.nn.Module"),
         ("method", method, Method, "a method such as cs.PCGrad()"),
         ("schedule", schedule, Schedule, "a schedule such as cs.Mixed(epochs=200)"),
         ("weighting", weighting, Weighting, "a weighting such as cs.EqualWeights()"),

@@ -35,6 +35,8 @@ class TaskGradients:
         self.rows: list[list[Tensor | None]] = []
         """For each task, in order: a gradient or None for every parameter."""
         self._updates: list[Tensor | None] = [None] * len(self.parameters)
+        self.ahead: Sequence[str] = ()
+        """The task of the next passes of this step, in Phase 1."""
         self.collected: set[str] = set()
         """The tasks whose gradients are in the rows."""
         self._in_buckets: set[int] = set()
@@ -67,6 +69,9 @@ class TaskGradients:
     def note(self, task: str) -> bool:
         """Notes the gradients in `.grad` as a task's; returns whether there is any."""
         return self.reach.note_gradients(task)
+
+    def recover(self) -> None:
+        """To be called after a failed step."""
 
     def drain(self) -> None:
         """Takes part in collectives of passes that have failed on this rank."""

@@ -27,9 +27,18 @@ from cs_kernels.checks import (
     checked_losses,
     checked_optimizers,
     checked_overrides,
+    described,
     held_parameters,
 )
-from cs_kernels.distributed import PartialGradients, Wrappers, find_ranks, reshard, unwrapped
+from cs_kernels.distributed import (
+    Alone,
+    Call,
+    PartialGradients,
+    Wrappers,
+    find_ranks,
+    reshard,
+    unwrapped,
+)
 from cs_kernels.distributed.networks import digests
 from cs_kernels.distributed.phase2 import channels_of, task_priorities
 from cs_kernels.distributed.shown import Shown
@@ -50,7 +59,7 @@ from cs_kernels.options import checked_integer
 from cs_kernels.passes import Backward, Passes, no_shared_parameter
 from cs_kernels.schedules import Joint, Phase, Schedule
 from cs_kernels.statistics import RunningStatistics
-from cs_kernels.step import GraphStep, Step
+from cs_kernels.step import GraphStep, Losses, Step
 from cs_kernels.watching import Watcher
 from cs_kernels.weightings import EqualWeights, Weighting
 
@@ -61,6 +70,11 @@ losses: if one is unfrozen, only the graph shows it."""
 
 def _named_state(part: Method | Weighting) -> tuple[str, dict[str, Any]]:
     return type(part).__name__, part.state_dict()
+
+
+def _described(part: object) -> str:
+    """The representation, if it says more than an address."""
+    return type(part).__name__ if type(part).__repr__ is object.__repr__ else repr(part)
 
 
 class MultiTaskOptimizer:
@@ -130,7 +144,8 @@ class MultiTaskOptimizer:
         self.weighting = EqualWeights() if weighting is None else weighting
         self.scaler = scaler
         self._backward = backward
-        check_kinds(trunk, self.method, self.schedule, self.weighting, scaler, backward)
+        if not isinstance(trunk, nn.Module):
+            raise TypeError(f"trunk must be a torch.nn.Module, got {described(trunk)}")
         inner = unwrapped(trunk)
         shared = shared_parameters(inner)
         self._wrappers = Wrappers(shared.values())
@@ -149,7 +164,8 @@ class MultiTaskOptimizer:
         shared: dict[str, nn.Parameter],
         layers: Mapping[str, str | None],
     ) -> None:
-        """Checks the arguments against each other, and makes the parts."""
+        """Checks the arguments, and makes the parts."""
+        check_kinds(self.method, self.schedule, self.weighting, self.scaler, self._backward)
         self.weighting.check(self.tasks)
         self.method.check(self.tasks)
         self._optimizers = checked_optimizers(self.optimizer)
@@ -198,13 +214,15 @@ class MultiTaskOptimizer:
         shared = set(self._shared)
         others = [p for p in held_parameters(self._optimizers) if p not in shared]
         gradients.shown = Shown(gradients.shared_reach, self._watcher)
+        gradients.scales = self._backward is not None
         gradients.control.agree(
             {
                 "tasks": list(self.tasks),
-                "method": repr(self.method),
-                "schedule": repr(self.schedule),
-                "weighting": repr(self.weighting),
+                "method": _described(self.method),
+                "schedule": _described(self.schedule),
+                "weighting": _described(self.weighting),
                 "use of a scaler": self.scaler is not None and self.scaler.is_enabled(),
+                "use of backward=": self._backward is not None,
                 "number of shared parameters": len(self._shared),
                 "shared parameters": [
                     (name, tuple(p.shape), str(p.dtype), p.requires_grad)
@@ -320,9 +338,22 @@ class MultiTaskOptimizer:
             chosen = self._chosen(tasks)
             phase = self.phase
             self._check_ready()
-            chosen = self._ranks.begin(chosen, self._steps, phase, len(closures))
+            chosen = self._ranks.begin(chosen, self._call(phase, 0, len(closures)))
             losses = self._make_step(closures, chosen, phase)
-        return {task: losses[task] for task in chosen}
+        return self._returned(losses, chosen)
+
+    def _call(self, phase: Phase, kind: int, passes: int) -> Call:
+        """What all ranks have to do alike in this step."""
+        epoch = -1 if self._epoch is None else self._epoch
+        held = len(held_parameters(self._optimizers))
+        return Call(self._steps, phase, epoch, held, kind, passes)
+
+    def _returned(self, losses: Mapping[str, Tensor], tasks: Iterable[str]) -> dict[str, Tensor]:
+        """The losses of some tasks; mean losses are float64 until here."""
+        if not isinstance(self._gradients, PartialGradients):
+            return {task: losses[task] for task in tasks}
+        dtypes, other = self._gradients.loss_dtypes, torch.get_default_dtype()
+        return {task: losses[task].to(dtypes.get(task, other)) for task in tasks}
 
     def _check_ready(self) -> None:
         """Raises a RuntimeError as `step`, before anything is changed."""
@@ -346,9 +377,10 @@ class MultiTaskOptimizer:
         with record_function("cs_kernels.step"):
             step = self._new_step(chosen, counter, joint=phase == 2)
             if phase == 1:
-                for task in chosen:
+                for n, task in enumerate(chosen, 1):
                     with self._restored_on_error([task], step) as held:
                         self._make_passes([task], closures, step, held, separate=False)
+                        self._gradients.ahead = chosen[n : n + 1]
                         self._optimizer_step()
             else:
                 with self._restored_on_error(chosen, step) as held:
@@ -369,7 +401,7 @@ class MultiTaskOptimizer:
         separate: bool,
     ) -> None:
         """The passes of some tasks, whose gradients are separate or add up in `.grad`."""
-        before = step.copy()
+        before = step.begin_passes()
         self._gradients.expect(tasks, separate=separate)
         for task in tasks:
             if not self._ranks.has(task):
@@ -390,7 +422,7 @@ class MultiTaskOptimizer:
         self,
         tasks: Sequence[str],
         step: Step,
-        before: Step,
+        before: Losses,
         held: Sequence[nn.Parameter],
         *,
         adds_up: bool = False,
@@ -399,7 +431,7 @@ class MultiTaskOptimizer:
         if isinstance(self._gradients, PartialGradients):
             self._gradients.note_passes(held, tasks)
             self._ranks.passed()
-            statistics = self._statistics.averages(tasks)
+            statistics = self._statistics.of_norms(tasks)
             self._gradients.average(held, step, before, statistics, adds_up=adds_up)
 
     def capture(
@@ -520,9 +552,10 @@ class MultiTaskOptimizer:
         if not self._searched:
             self._searched = True
             self._take_wrapper()
-        chosen = self._ranks.begin(chosen, self._steps, 2, 1)
+        kind = 1 + (not update) + 2 * is_open
+        chosen = self._ranks.begin(chosen, self._call(2, kind, 1))
         step = accumulation.step or self._new_step(chosen)
-        before = step.copy()
+        before = step.begin_passes()
         separate = self.method.separate_gradients
         with (
             record_function("cs_kernels.backward"),
@@ -543,9 +576,9 @@ class MultiTaskOptimizer:
             accumulation.note_update()
         else:
             accumulation.mark()
-        if self._ranks.size == 1:
+        if isinstance(self._ranks, Alone):
             return {task: loss.detach() for task, loss in losses.items()}
-        return step.since(before, chosen)
+        return self._returned(step.recent.losses, chosen)
 
     def trace(self, closure: Closure) -> Coverage:
         """Finds the prioritized layers without a step, from one forward pass a task.
@@ -862,6 +895,7 @@ class MultiTaskOptimizer:
             kept.clear()
         except BaseException:
             self._clear(held)
+            self._gradients.recover()
             raise
 
     def _clear(self, held: Sequence[nn.Parameter]) -> None:

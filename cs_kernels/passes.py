@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from cs_kernels.checks import Closure, checked_loss
-from cs_kernels.distributed import Ranks, sharded_parameters
+from cs_kernels.distributed import Ranks, all_sharded_modules, is_sharded, sharded_parameters
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.nn import active, task_norms
 from cs_kernels.step import Step
@@ -202,6 +202,11 @@ class Passes:
         sharded = sharded_parameters((*self._modules, *self._watcher.outside))
         reached = [sharded.get(parameter, parameter) for parameter in reached]
         unheld = list(set(reached) - set(held))
+        if unheld and any(map(is_sharded, held)):  # Heads that no watched pass has run.
+            self._modules += [m for m in all_sharded_modules() if m not in self._modules]
+            sharded = sharded_parameters(self._modules)
+            reached = [sharded.get(parameter, parameter) for parameter in reached]
+            unheld = list(set(reached) - set(held))
         if unheld:
             names = self._watcher.names_of(unheld)
             raise ValueError(

@@ -59,6 +59,11 @@ class Reach:
         """Whether a pass of any task has been noted."""
         return any(self._tried_by)
 
+    def reached_by_any(self, tasks: Iterable[str]) -> set[int]:
+        """The indices of the parameters that any of some tasks has ever reached."""
+        bits = sum(1 << self._tasks.index(task) for task in tasks)
+        return {i for i, by in enumerate(self._reached_by) if by & bits}
+
     def reached_by(self, task: str) -> list[nn.Parameter]:
         """The parameters that a task has ever reached."""
         bit = 1 << self._tasks.index(task)

@@ -162,13 +162,14 @@ class RunningStatistics:
             snapshot = self._snapshots[task] = _Snapshot(modules)
         return snapshot
 
-    def averages(self, tasks: Sequence[str]) -> list[Tensor]:
-        """The running means and variances of the trunk that the passes of some tasks change."""
-        buffers = (
-            of_module for task in (None, *tasks) for of_module in self._of_task.get(task, ())
-        )
-        found = (b.get(name) for b in buffers for name in ("running_mean", "running_var"))
-        return [tensor for tensor in found if tensor is not None]
+    def of_norms(self, tasks: Sequence[str]) -> dict[str | None, list[Tensor]]:
+        """The trunk's running statistics that the passes of some tasks change, by task."""
+        names = "running_mean", "running_var", "num_batches_tracked"
+        found = {}
+        for task in (None, *tasks):
+            norms = [b for b in self._of_task.get(task, ()) if b.get("running_var") is not None]
+            found[task] = [t for b in norms for name in names if (t := b.get(name)) is not None]
+        return found
 
     def first_use(self, module: nn.Module, task: str) -> None:
         """To be called before a module outside the trunk runs for a task for the first time."""

@@ -1,10 +1,17 @@
 """The facts of one step, for methods and weightings."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+
+
+@dataclass
+class Losses:
+    """The losses of some passes, by task."""
+
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    weighted_losses: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -27,25 +34,27 @@ class Step:
     """The factor of the weighted losses in their backward passes, if there is one."""
     counter: Tensor | None = None
     """In a CUDA graph in place of the number: int64 [1] in device memory."""
+    recent: Losses = field(default_factory=Losses)
+    """The losses since the last `begin_passes`."""
 
     @property
     def draw(self) -> tuple[int, Tensor | None]:
         """The step for operators that draw: a number, and a counter that adds to it."""
         return (self.number, None) if self.counter is None else (0, self.counter)
 
-    def copy(self) -> "Step":
-        """A step with the same losses."""
-        return Step(losses=dict(self.losses), weighted_losses=dict(self.weighted_losses))
-
-    def since(self, before: "Step", tasks: Sequence[str]) -> dict[str, Tensor]:
-        """The losses of some tasks that were added since a copy was made."""
-        earlier = before.losses
-        added = ((task, self.losses[task]) for task in tasks)
-        return {task: x - earlier[task] if task in earlier else x for task, x in added}
+    def begin_passes(self) -> Losses:
+        """Returns the losses of earlier passes."""
+        self.recent = Losses()
+        return Losses(dict(self.losses), dict(self.weighted_losses))
 
     def add_loss(self, task: str, loss: Tensor, weighted: Tensor) -> None:
         """Adds the loss of one micro-batch."""
-        for losses, value in ((self.losses, loss.detach()), (self.weighted_losses, weighted)):
+        for losses, value in (
+            (self.losses, loss),
+            (self.weighted_losses, weighted),
+            (self.recent.losses, loss),
+            (self.recent.weighted_losses, weighted),
+        ):
             value = value.detach()
             losses[task] = losses[task] + value if task in losses else value
 

@@ -12,21 +12,31 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from cs_kernels.distributed.control import Alone, Control, RankError, Ranks
+from cs_kernels.distributed.control import Alone, Call, Control, RankError, Ranks, timeout_of
 from cs_kernels.distributed.partial import PartialGradients
 from cs_kernels.distributed.replicated import ReplicatedGradients
-from cs_kernels.distributed.sharded import ShardedGradients, mesh_of, reshard, sharded_parameters
+from cs_kernels.distributed.sharded import (
+    ShardedGradients,
+    all_sharded_modules,
+    is_sharded,
+    mesh_of,
+    reshard,
+    sharded_parameters,
+)
 from cs_kernels.distributed.wrappers import Wrappers, unwrapped
 from cs_kernels.gradients import TaskGradients
 
 __all__ = [
     "Alone",
+    "Call",
     "Control",
     "PartialGradients",
     "RankError",
     "Ranks",
     "Wrappers",
+    "all_sharded_modules",
     "find_ranks",
+    "is_sharded",
     "reshard",
     "sharded_parameters",
     "unwrapped",
@@ -69,5 +79,13 @@ def find_ranks(
             "process_group must be a process group that contains this process, such as"
             f" torch.distributed.group.WORLD after init_process_group, got {group!r}"
         )
-    control = Control(dist.get_process_group_ranks(group), group, device, sharded=False)
-    return control, ReplicatedGradients(shared, tasks, control, group)
+    ranks = dist.get_process_group_ranks(group)
+    control = Control(ranks, group, device, sharded=False)
+    # The user's own collectives, as those of SyncBatchNorm, may come in between in any order.
+    own = dist.new_group(
+        ranks,
+        timeout=timeout_of(group, device),
+        backend=dist.get_backend(group),
+        use_local_synchronization=True,
+    )
+    return control, ReplicatedGradients(shared, tasks, control, own)

@@ -192,8 +192,9 @@ class Buckets:
 class Overlap:
     """Sends the buckets of one pass, in order, each as soon as its gradients are there.
 
-    The first pass of a kind shows how often each gradient is accumulated: more than once where
-    reentrant checkpointing recomputes a layer that runs twice. Later passes send early.
+    The passes of a kind show how often each gradient is accumulated: more than once where reentrant
+    checkpointing recomputes a layer that runs twice. The first one sends nothing early. A bucket
+    waits for the gradients of all its parameters, as a layer that was left out may run again.
 
     Args:
         parameters: By index among the shared parameters.
@@ -202,14 +203,15 @@ class Overlap:
 
     def __init__(self, parameters: dict[int, nn.Parameter]) -> None:
         self._known: dict[object, Counter[int]] = {}
-        """For each kind of pass: how often each parameter's gradient is accumulated."""
+        """For each kind of pass: how often each parameter's gradient was accumulated, at most."""
         self._seen = Counter[int]()
         """The same in this pass."""
-        self._next = 0
-        """The next bucket to send."""
-        self._expected = Counter[int]()
-        self._missing: list[int] = []
+        self._order: Sequence[int] = ()
+        self._sent = 0
+        """The number of buckets sent."""
+        self._missing: dict[int, int] = {}
         """For each bucket: the accumulations to come."""
+        self._expected = Counter[int]()
         self._bucket_of: dict[int, int] = {}
         self._send: Callable[[int], None] | None = None
         this = weakref.proxy(self)  # The parameters must not keep this alive.
@@ -219,10 +221,10 @@ class Overlap:
             )
             weakref.finalize(self, handle.remove)
 
-    def reset(self) -> None:
-        """Before a pass: no bucket is sent."""
+    def reset(self, order: Sequence[int]) -> None:
+        """Before a pass, whose buckets are to be sent in this order, the same on all ranks."""
         self._seen.clear()
-        self._next, self._send = 0, None
+        self._order, self._sent, self._send = order, 0, None
 
     def start(
         self, kind: object, members: Sequence[Sequence[int]], send: Callable[[int], None]
@@ -230,7 +232,7 @@ class Overlap:
         """The next backward pass is the last one before its gradients are sent.
 
         Args:
-            kind: Passes of one kind reach the same parameters, as a rule.
+            kind: Passes of one kind accumulate alike, as a rule.
             members: The parameters in each bucket.
             send: Sends a bucket.
 
@@ -238,28 +240,35 @@ class Overlap:
         known = self._known.get(kind)
         if known is not None:
             self._bucket_of = {i: b for b, of_bucket in enumerate(members) for i in of_bucket}
-            self._missing = [sum(known[i] for i in of_bucket) for of_bucket in members]
-            self._expected, self._send = known, send
+            self._expected = Counter({i: max(1, known[i]) for i in self._bucket_of})
+            self._missing = {
+                b: sum(self._expected[i] for i in of_bucket) for b, of_bucket in enumerate(members)
+            }
+            self._send = send
 
     def accumulated(self, i: int) -> None:
         """A gradient was added to `.grad`."""
+        if self._send is not None:
+            # The parameters before this one: other hooks of theirs have run.
+            while self._sent < len(self._order) and not self._missing[self._order[self._sent]]:
+                self._sent += 1
+                self._send(self._order[self._sent - 1])
+            if self._seen[i] < self._expected[i]:
+                self._missing[self._bucket_of[i]] -= 1
         self._seen[i] += 1
-        if self._send is None:
-            return
-        if self._seen[i] <= self._expected[i]:
-            self._missing[self._bucket_of[i]] -= 1
-        while self._next < len(self._missing) and self._missing[self._next] == 0:
-            self._send(self._next)
-            self._next += 1
 
-    def finish(self, kind: object, buckets: int, send: Callable[[int], None]) -> None:
+    def finish(self, kind: object, send: Callable[[int], None]) -> None:
         """Sends the other buckets."""
         self._send = None
         if self._seen:
-            self._known[kind] = Counter(self._seen)
-        while self._next < buckets:
-            send(self._next)
-            self._next += 1
+            self._known[kind] = self._known.get(kind, Counter()) | self._seen
+        while self._sent < len(self._order):
+            self._sent += 1
+            send(self._order[self._sent - 1])
+
+    def fail(self) -> None:
+        """The pass has failed: it shows nothing."""
+        self._seen.clear()
 
     def forget(self) -> None:
         """Learns the passes anew."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from math import isqrt
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,22 @@ class RankError(RuntimeError):
     """Another rank failed, or differs from this one; every rank raises it in the same step."""
 
 
+class Call(NamedTuple):
+    """What all ranks have to do alike in a step."""
+
+    number: int
+    """The number of steps made before."""
+    phase: int
+    epoch: int
+    """-1 for none."""
+    held: int
+    """The number of parameters in the torch optimizer."""
+    kind_of_call: int
+    """0 for `step`; for `backward`, 1, or 2 without an update, plus 2 after one without."""
+    passes: int
+    """The number of micro-batches."""
+
+
 class Facts:
     """What the ranks agree on before the passes of a step."""
 
@@ -53,7 +69,7 @@ class Ranks(Protocol):
     def building(self) -> contextlib.AbstractContextManager[None]:
         """Around the checks of one rank's arguments: the others do not wait for one that fails."""
 
-    def begin(self, tasks: Sequence[str], number: int, phase: int, passes: int) -> tuple[str, ...]:
+    def begin(self, tasks: Sequence[str], call: Call) -> tuple[str, ...]:
         """The tasks of the step, which other ranks may have labels for."""
 
     def has(self, task: str) -> bool:
@@ -86,9 +102,9 @@ class Alone:
         """Nothing."""
         return contextlib.nullcontext()
 
-    def begin(self, tasks: Sequence[str], number: int, phase: int, passes: int) -> tuple[str, ...]:
+    def begin(self, tasks: Sequence[str], call: Call) -> tuple[str, ...]:
         """The same tasks."""
-        del number, phase, passes
+        del call
         return tuple(tasks)
 
     def has(self, task: str) -> bool:
@@ -137,11 +153,28 @@ class RankPasses(Protocol):
         """Takes part in the collectives of passes that have failed."""
 
 
-def _timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """The time after which a collective of a group fails."""
     options = getattr(group._get_backend(device), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
     return timeout
+
+
+def _check_names(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises RuntimeError if new groups would have other names on other ranks, and wait for ever.
+
+    Torch numbers the names by the groups that a rank has.
+    """
+    world = getattr(dist.distributed_c10d, "_world", None)
+    count = torch.tensor([len(getattr(world, "pg_names", ()))], device=device)
+    counts = [torch.zeros_like(count) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, count, group=group)
+    found = [int(number) for number in counts]
+    if len(set(found)) > 1:
+        raise RuntimeError(
+            "ranks must have made the same number of process groups before MultiTaskOptimizer makes"
+            f" one, got {found}: call new_group on every rank"
+        )
 
 
 def _rows(ranks: int) -> int:
@@ -181,7 +214,8 @@ class Control:
         self.size = len(ranks)
         self._ranks = list(ranks)
         # A rank that has failed waits here for others, which wait for it in their collectives.
-        self._timeout = 2 * _timeout(group, device) + timedelta(seconds=10)
+        self._timeout = 2 * timeout_of(group, device) + timedelta(seconds=10)
+        _check_names(group, device)
         self._group = self._new_group(range(self.size))
         self._rings = [self._group]
         """The groups to send a message around, one after the other."""
@@ -199,8 +233,7 @@ class Control:
         self._networks: Callable[[], dict[str, int]] = dict
         self._checked_networks = False
         self._facts = Facts((), {})
-        self._step = 0, 0, 0
-        """The number, the phase and the number of micro-batches of the step."""
+        self._call = Call(0, 0, 0, 0, 0, 0)
         self._started = self._failed_after = time.monotonic()
         """When the step has begun, and how long after this rank has failed, in seconds."""
         self._received = False
@@ -276,15 +309,15 @@ class Control:
 
     # --- in a step ---
 
-    def begin(self, tasks: Sequence[str], number: int, phase: int, passes: int) -> tuple[str, ...]:
+    def begin(self, tasks: Sequence[str], call: Call) -> tuple[str, ...]:
         """The tasks of all ranks, in the order of the first rank that has each.
 
         Raises:
             RankError: Ranks begin different steps, or one has failed.
 
         """
-        self._step = number, phase, passes
-        if number % _NETWORKS_EVERY == 0:
+        self._call = call
+        if call.number % _NETWORKS_EVERY == 0:
             self._checked_networks = False
         order = [self._tasks.index(task) for task in tasks]
         messages = self._send("begin", order)
@@ -298,6 +331,16 @@ class Control:
         if not union:
             self._received = True
             raise RankError("tasks must name at least one task on some rank, got none on all")
+        if self._sharded and call.kind_of_call:
+            for rank, of_rank in enumerate(lists):
+                if set(of_rank) != set(union):
+                    self._received = True
+                    missing = [t for t in self._facts.tasks if rank not in self._facts.ranks_of[t]]
+                    raise RankError(
+                        "losses must have the same tasks on all ranks after fully_shard: rank"
+                        f" {self._ranks[rank]} lacks {missing}; give a loss of zero there, with"
+                        " step(closure, tasks=...) it gets no weight"
+                    )
         if any(message["unchecked"] for message in messages):
             self._check_networks()
         return self._facts.tasks
@@ -380,16 +423,9 @@ class Control:
         """
         changed = kind == "passed" and self._shown().changed()
         plan = self._passes.plan() if kind == "begin" and self._passes is not None else 0
-        head = [
-            _KINDS.index(kind),
-            *self._step,
-            plan,
-            changed,
-            not self._checked_networks,
-            len(order),
-        ]
         padding = [0] * (len(self._tasks) - len(order))
-        message = torch.tensor([*head, *order, *padding])
+        tail = plan, changed, not self._checked_networks, len(order)
+        message = torch.tensor([_KINDS.index(kind), *self._call, *order, *padding, *tail])
         received = message
         for ring in self._rings:
             sent = received
@@ -398,13 +434,11 @@ class Control:
         messages = [
             {
                 "kind": _KINDS[row[0]],
-                "number": row[1],
-                "phase": row[2],
-                "passes": row[3],
-                "plan": row[4],
-                "changed": bool(row[5]),
-                "unchecked": bool(row[6]),
-                "order": row[8 : 8 + row[7]],
+                **dict(zip(Call._fields, row[1:], strict=False)),
+                "plan": row[-4],
+                "changed": bool(row[-3]),
+                "unchecked": bool(row[-2]),
+                "order": row[1 + len(Call._fields) :][: row[-1]],
             }
             for row in received.view(self.size, -1).tolist()
         ]
@@ -421,15 +455,19 @@ class Control:
             for rank, after_and_text in enumerate(self.gather(mine))
             if after_and_text is not None
         ]
+        self.recheck_networks()  # A torch optimizer may have made its step on some ranks.
         ((_, text), rank) = min(failures)
         if error is None or (rank != self.rank and text != _text(error)):
-            raise RankError(f"rank {self._ranks[rank]} failed in step {self._step[0]}: {text}")
+            raise RankError(f"rank {self._ranks[rank]} failed in step {self._call.number}: {text}")
 
     def _check_same(self, messages: Sequence[Mapping[str, Any]]) -> None:
         names = {
-            "kind": "collectives",
+            "kind": "calls in a step",
             "number": "number of steps made before",
-            "phase": "phase (was start_epoch called on all?)",
+            "epoch": "epoch, by start_epoch",
+            "phase": "phase",
+            "kind_of_call": "calls: step, or backward with the same update=",
+            "held": "number of parameters in the optimizer",
             "plan": "shared parameters that require a gradient",
         }
         if self._sharded:

@@ -14,7 +14,10 @@ from cs_kernels.distributed.control import Control
 from cs_kernels.distributed.pieces import ChannelArray
 from cs_kernels.distributed.shown import SharedReach, Shown
 from cs_kernels.gradients import TaskGradients
-from cs_kernels.step import Step
+from cs_kernels.step import Losses, Step
+
+Statistics = Mapping[str | None, Sequence[Tensor]]
+"""Running statistics by task; those of all tasks together for None."""
 
 
 class PartialGradients(TaskGradients):
@@ -40,6 +43,10 @@ class PartialGradients(TaskGradients):
         self.shown: Shown | None = None
         self._passed: tuple[str, ...] = ()
         """The tasks of the last passes."""
+        self.loss_dtypes: dict[str, torch.dtype] = {}
+        """By task; mean losses are kept in float64."""
+        self.scales = False
+        """Whether the loss scale shows in the backward passes only."""
         self.version = 0
         """Increases when this rank has other parts of the parameters."""
         self.phase2_plan: object = None
@@ -81,8 +88,8 @@ class PartialGradients(TaskGradients):
         self,
         held: Sequence[nn.Parameter],
         step: Step,
-        before: Step,
-        statistics: Sequence[Tensor],
+        before: Losses,
+        statistics: Statistics,
         *,
         adds_up: bool = False,
     ) -> None:
@@ -140,29 +147,60 @@ class PartialGradients(TaskGradients):
     _others_scale: float = 1.0
     """What is left to multiply the sums by."""
 
-    def _average_numbers(self, step: Step, before: Step, statistics: Sequence[Tensor]) -> None:
-        """One collective for all losses and statistics."""
+    def _average_numbers(self, step: Step, before: Losses, statistics: Statistics) -> None:
+        """One collective for all losses and statistics, in float64."""
         tasks, like = self._passed, self.like()
-        numbers = torch.zeros(2 * len(tasks), dtype=torch.float64, device=like.device)
-        kinds = (step.losses, before.losses), (step.weighted_losses, before.weighted_losses)
-        places = [(n, of_kind) for n in enumerate(tasks) for of_kind in enumerate(kinds)]
-        for (n, task), (k, (losses, earlier)) in places:
+        kinds = (
+            (step.losses, before.losses, step.recent.losses),
+            (step.weighted_losses, before.weighted_losses, step.recent.weighted_losses),
+        )
+        numbers = torch.zeros(2 * len(tasks) + 2, dtype=torch.float64, device=like.device)
+        for n, task in enumerate(tasks):
             weight = self.control.weight(task)
-            if weight and task in losses:
-                loss = losses[task] - earlier[task] if task in earlier else losses[task]
-                numbers[2 * n + k] = loss.to(numbers) * weight
-        share = 1 / self.control.size
-        flat = [tensor.flatten().to(numbers) * share for tensor in statistics]
-        summed = self._all_reduce(torch.cat([numbers, *flat]))
-        for (n, task), (k, (losses, earlier)) in places:
-            dtype = losses[task].dtype if task in losses else like.dtype
-            loss = summed[2 * n + k].to(dtype)
-            losses[task] = earlier[task] + loss if task in earlier else loss
-        if statistics:
-            numels = [tensor.numel() for tensor in statistics]
-            parts = torch.split(summed[len(numbers) :], numels)
-            shaped = [part.view(t.shape) for part, t in zip(parts, statistics, strict=True)]
-            torch._foreach_copy_(list(statistics), shaped)
+            for k, (_, _, recent) in enumerate(kinds):
+                if weight and task in recent:
+                    numbers[2 * n + k] = recent[task].to(numbers) * weight
+        if self.scales and step.loss_scale is not None:
+            numbers[-2], numbers[-1] = step.loss_scale.to(numbers), 1
+        pairs = [
+            (tensor, self._weight_of(task, tasks))
+            for task, tensors in statistics.items()
+            for tensor in tensors
+        ]
+        # Of a rank without weight, a statistic that is not finite must not count.
+        flat = [
+            tensor.flatten().to(numbers) * weight if weight else numbers.new_zeros(tensor.numel())
+            for tensor, weight in pairs
+        ]
+        summed = self._all_reduce(torch.cat([*flat, numbers]))
+        numbers = summed[-len(numbers) :]
+        for n, task in enumerate(tasks):
+            for k, (losses, earlier, recent) in enumerate(kinds):
+                if k == 0 and task in recent:
+                    self.loss_dtypes[task] = recent[task].dtype
+                recent[task] = numbers[2 * n + k]
+                losses[task] = earlier[task] + recent[task] if task in earlier else recent[task]
+        if self.scales:  # The ranks without passes do not know the factor.
+            step.loss_scale = (numbers[-2] / numbers[-1]).to(like.dtype)
+        if pairs:
+            tensors = [tensor for tensor, _ in pairs]
+            parts = torch.split(summed[: -len(numbers)], [t.numel() for t in tensors])
+            shaped = [
+                (part if t.is_floating_point() else part.round()).view(t.shape)
+                for part, t in zip(parts, tensors, strict=True)
+            ]
+            torch._foreach_copy_(tensors, shaped)
+
+    def _weight_of(self, task: str | None, tasks: Sequence[str]) -> float:
+        """The weight of this rank's statistics of a task, or of all tasks together."""
+        if task is not None:
+            return self.control.weight(task)
+        with_labels = {rank for t in tasks for rank in self.control.facts.ranks_of[t]}
+        return 1 / len(with_labels) if self.control.rank in with_labels else 0.0
+
+    def mean_over_ranks(self, tensor: Tensor) -> Tensor:
+        """The mean of all ranks' values, in float64."""
+        return self._all_reduce(tensor.double() / self.control.size)
 
     def _set_reached(self, parts: Mapping[str, Sequence[Tensor | None]]) -> None:
         """Puts into the rows the gradients of the parameters that any rank has reached."""

@@ -12,6 +12,7 @@ from cs_kernels.distributed.pieces import Piece, pieces_of
 from cs_kernels.distributed.sharded import is_sharded, shards_of
 from cs_kernels.layout import LayerLists, epsilons, gammas, running_vars
 from cs_kernels.ops import out_channels
+from cs_kernels.step import Step
 
 
 class _LayerPieces(NamedTuple):
@@ -75,8 +76,17 @@ def _planned(gradients: PartialGradients, lists: LayerLists) -> Plan:
     return plan
 
 
-def task_priorities(gradients: PartialGradients, lists: LayerLists) -> Tensor:
-    """The priorities, int64 [O] of one layer after the other, on every rank."""
+def task_priorities(
+    gradients: PartialGradients, lists: LayerLists, *, averaged: bool = False
+) -> Tensor:
+    """The priorities, int64 [O] of one layer after the other, on every rank.
+
+    Args:
+        gradients: This rank's part.
+        lists: The layers.
+        averaged: Whether the running variances are the same on all ranks already.
+
+    """
     if not lists.layers:
         return gradients.like().new_empty(0, dtype=torch.int64)
     gamma = gammas(lists.layers)
@@ -89,6 +99,8 @@ def task_priorities(gradients: PartialGradients, lists: LayerLists) -> Tensor:
         )
         scales = torch.cat([scale.detach() for scale in gamma])
     variances = torch.cat(running_vars(lists.layers))
+    if not averaged:
+        variances = gradients.mean_over_ranks(variances)
     priorities: Tensor = torch.ops.cs_kernels.energy_priority(
         energies, scales, variances, epsilons(lists.layers), channels_of(lists)
     )
@@ -120,11 +132,11 @@ def _gathered(
 
 
 def phase2_of_parts(
-    gradients: PartialGradients, lists: LayerLists, parameters: Sequence[int]
+    gradients: PartialGradients, lists: LayerLists, parameters: Sequence[int], step: Step
 ) -> None:
     """Writes this rank's parts of the updates of some parameters, those of the layers first."""
     tasks = len(gradients.rows)
-    priorities = task_priorities(gradients, lists)
+    priorities = task_priorities(gradients, lists, averaged=len(step.tasks) == tasks)
     grads, updates = gradients.of(parameters), gradients.updates(parameters)
     plan = _planned(gradients, lists)
     part_grads: list[Tensor | None] = []

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from cs_kernels.distributed.buckets import Buckets, Overlap
 from cs_kernels.distributed.control import Control
-from cs_kernels.distributed.partial import PartialGradients
+from cs_kernels.distributed.partial import PartialGradients, Statistics
 from cs_kernels.distributed.pieces import ChannelArray
-from cs_kernels.step import Step
+from cs_kernels.step import Losses, Step
 
 _SUM = ""
 """The name of a round for the sum of the tasks' gradients; no task has it."""
@@ -62,6 +62,7 @@ class ReplicatedGradients(PartialGradients):
         """Those of the passes before the ranks' next message."""
         self._expected: list[str] = []
         """The names of the rounds before the ranks' next message."""
+        self._orders: dict[object, list[int]] = {}
         self._round: _Round | None = None
         self._had: set[int] = set()
         """The parameters with a gradient on this rank in the last round."""
@@ -72,7 +73,9 @@ class ReplicatedGradients(PartialGradients):
 
     def _make_buckets(self) -> None:
         """Makes those of the parameters that require a gradient, if these are others."""
-        trains: list[object] = [(p.requires_grad, p.dtype, p.device) for p in self.parameters]
+        trains: list[object] = [
+            (p.requires_grad, p.dtype, p.device, p.stride()) for p in self.parameters
+        ]
         if self._trains == trains:
             return
         if self.collected:
@@ -98,6 +101,7 @@ class ReplicatedGradients(PartialGradients):
 
     def plan(self) -> int:
         """A number that differs if the collectives of the next step do."""
+        self._make_buckets()
         trains = [(n, p.dtype, p.shape) for n, p in self._named() if p.requires_grad]
         return crc32(repr(trains).encode())
 
@@ -114,8 +118,8 @@ class ReplicatedGradients(PartialGradients):
 
     def expect(self, tasks: Sequence[str], *, separate: bool, adds_up: bool = False) -> None:
         """Begins the passes before the ranks' next message."""
-        self._make_buckets()
         self._separate = separate
+        self.ahead = ()
         self._tasks = tuple(tasks)
         if separate:
             self._expected = list(tasks)
@@ -133,12 +137,28 @@ class ReplicatedGradients(PartialGradients):
         """The last task that this rank has labels for."""
         return [task for task in self._tasks if self.control.has(task)][-1]
 
+    def _order(self, name: str) -> list[int]:
+        """The buckets, those first whose parameters have all been reached in such passes.
+
+        The ranks know the same of them. The others may have to wait for the end of the pass.
+        """
+        tasks = self._tasks if name == _SUM else (name,)
+        key = tasks, self.version, self.shared_reach.version
+        if key in self._orders:
+            return self._orders[key]
+        reached = self.reach.reached_by_any(tasks)
+        missing = [sum(i not in reached for i in members) for members in self._buckets.members]
+        full = [len(members) for members in self._buckets.members]
+        kinds = [(n > 0) + (n == of_all) for n, of_all in zip(missing, full, strict=True)]
+        self._orders[key] = sorted(range(len(kinds)), key=kinds.__getitem__)
+        return self._orders[key]
+
     def _kind(self, name: str) -> object:
         return (name, *self._tasks) if name == _SUM else name
 
     def _begin(self, name: str) -> _Round:
         self._had.clear()
-        self._overlap.reset()
+        self._overlap.reset(self._order(name))
         if not self._separate:
             self._round = _Round(name, None, adds=False)
         elif name in self.collected:
@@ -167,16 +187,21 @@ class ReplicatedGradients(PartialGradients):
     def _finish(self, name: str) -> None:
         """Sends what is left of a round; all of it on a rank without the task."""
         now = self._round if self._round is not None else self._begin(name)
-        self._overlap.finish(self._kind(name), len(self._buckets.flat), self._send)
+        self._overlap.finish(self._kind(name), self._send)
         self._round = None
         self._expected.remove(name)
-        late = [i for i in self._buckets.slots if self.parameters[i].grad is not None]
+        late = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+        if late and late[0] not in self._buckets.slots:
+            raise RuntimeError(
+                "parameters must not be unfrozen within a step on many ranks, got a gradient for"
+                f" {self.names[late[0]]}"
+            )
         if late:
             self._overlap.forget()
             raise RuntimeError(
-                f"gradients must not change after they were sent to the other ranks, got another"
-                f" one for {self.names[late[0]]}: its layer ran more often than in the last step,"
-                " under reentrant checkpointing"
+                "gradients must not change after they were sent to the other ranks, got another"
+                f" one for {self.names[late[0]]}: its layer ran more often than in the steps"
+                " before, under reentrant checkpointing"
             )
         if now.adds:
             assert now.parts is not None
@@ -185,8 +210,11 @@ class ReplicatedGradients(PartialGradients):
 
     def drain(self) -> None:
         """Takes part, without gradients, in the collectives of passes that have failed here."""
+        if not self._expected and self.ahead:  # The others are in the next passes.
+            self.expect(self.ahead, separate=False)
         for parameter in self.parameters if self._expected else ():
             parameter.grad = None
+        self._overlap.fail()
         expected, self._expected = self._expected, []
         for name in expected:
             self._expected = [name]
@@ -236,8 +264,8 @@ class ReplicatedGradients(PartialGradients):
         self,
         held: Sequence[nn.Parameter],
         step: Step,
-        before: Step,
-        statistics: Sequence[Tensor],
+        before: Losses,
+        statistics: Statistics,
         *,
         adds_up: bool = False,
     ) -> None:
@@ -252,7 +280,7 @@ class ReplicatedGradients(PartialGradients):
         assert self.shown is not None
         for i, is_reached in enumerate(self.shown.pattern()[-len(self.parameters) :]):
             if is_reached:
-                self.parameters[i].grad = self._buckets.views[i]
+                self.parameters[i].grad = self._buckets.views[i].detach()
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """One small collective."""
@@ -294,10 +322,11 @@ class ReplicatedGradients(PartialGradients):
         assigned = self._own + self._assigned
         self._own, self._assigned = [], []
         self._buckets.gather(sorted({self._buckets.slots[i].bucket for i in assigned}))
+        # Not the views themselves: `.grad.data` may be replaced, as by `trunk.to(...)`.
         for i in assigned:
-            self.parameters[i].grad = self._buckets.views[i]
+            self.parameters[i].grad = self._buckets.views[i].detach()
 
     def lend(self) -> tuple[int, Tensor] | None:
         """A tensor for `.grad`, between two calls that add up."""
         first = self.first()
-        return None if first is None else (first[0], self._buckets.views[first[0]])
+        return None if first is None else (first[0], self._buckets.views[first[0]].detach())

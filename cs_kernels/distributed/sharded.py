@@ -5,6 +5,8 @@ A mesh of two dimensions has replicas of the shards in its first one.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
@@ -77,13 +79,24 @@ def reshard(network: nn.Module) -> None:
         module.reshard()
 
 
+def _groups(module: Any) -> list[Any]:
+    """The groups of parameters that `fully_shard` reduces and gathers together."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def all_sharded_modules() -> list[nn.Module]:
+    """All modules after `fully_shard` in this process; it is slow."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return [] if kind is None else [m for m in gc.get_objects() if issubclass(type(m), kind)]
+
+
 def sharded_parameters(modules: Iterable[nn.Module]) -> dict[Tensor, nn.Parameter]:
     """By the whole parameter that a loss's graph has: the sharded one of the torch optimizer."""
     found: dict[Tensor, nn.Parameter] = {}
     for module in _fsdp_modules(modules):
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for parameter in (p for group in groups if group is not None for p in group.fsdp_params):
+        for parameter in (p for group in _groups(module) for p in group.fsdp_params):
             whole = getattr(parameter, "_unsharded_param", None)  # Made in the first pass.
             if whole is not None:
                 found[whole] = parameter.sharded_param
@@ -125,6 +138,8 @@ class ShardedGradients(PartialGradients):
         self._modules = _fsdp_modules(trunk.modules())
         shared = set(self.parameters)
         self._of_norms = [p for p in trunk.parameters() if p not in shared and is_sharded(p)]
+        self._resharded: list[tuple[Any, bool]] = []
+        """The groups whose parameters stay whole now, and what the user has set."""
         self._kept: dict[nn.Parameter, Tensor] = {}
         """The gradients of the normalizations that have memory of their own."""
 
@@ -138,12 +153,25 @@ class ShardedGradients(PartialGradients):
 
     def before_backward(self, *, retains: bool) -> None:
         """Keeps whole parameters until the last backward pass of a forward pass."""
-        if retains != self._retains:
-            self._retains = retains
-            for module in self._modules:
-                module.set_reshard_after_backward(not retains, recurse=False)
+        if retains and not self._resharded:
+            groups = [group for module in self._modules for group in _groups(module)]
+            self._resharded = [(group, group.reshard_after_backward) for group in groups]
+            for group in groups:
+                group.reshard_after_backward = False
+        elif not retains:
+            self._restore_resharding()
 
-    _retains = False
+    def _restore_resharding(self) -> None:
+        for group, value in self._resharded:
+            group.reshard_after_backward = value
+        self._resharded = []
+
+    def recover(self) -> None:
+        """Frees the whole parameters that a failed pass has left."""
+        self._restore_resharding()
+        with contextlib.suppress(RuntimeError):
+            for module in self._modules:
+                module.reshard()
 
     def collect(self, task: str) -> bool:
         """Moves the shards of every `.grad` into a task's row, or adds them to those there."""

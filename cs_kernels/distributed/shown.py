@@ -22,6 +22,8 @@ class SharedReach(Reach):
         self._local: dict[str, list[int]] = {}
         self._of_ranks: Sequence[Mapping[str, list[int]]] = []
         self._is_sent = True
+        self.version = 0
+        """Increases when the reach of any rank's tasks changes."""
 
     def note(self, task: str, unreached: list[int]) -> None:
         """Notes a pass of this rank."""
@@ -36,7 +38,7 @@ class SharedReach(Reach):
     def forget_passes(self) -> None:
         """Notes the passes anew in the next exchange."""
         super().forget_passes()
-        self._is_sent = False
+        self._local.clear()  # Old passes must not be noted again.
 
     def changed(self) -> bool:
         """Whether there is something to send."""
@@ -49,6 +51,7 @@ class SharedReach(Reach):
     def receive(self, of_ranks: Sequence[Mapping[str, list[int]]]) -> None:
         """Notes the passes of all ranks."""
         self._of_ranks, self._is_sent = of_ranks, True
+        self.version += 1
         for of_rank in of_ranks:
             for task, unreached in of_rank.items():
                 super().note(task, unreached)
@@ -60,7 +63,8 @@ class SharedReach(Reach):
     def load_state_dict(self, state: Any) -> None:
         """Goes on from a `state_dict`, which is the same on all ranks."""
         super().load_state_dict(state)
-        self._is_sent = False
+        self._local.clear()
+        self.version += 1
 
 
 class Shown:

@@ -23,7 +23,6 @@ class ConnectionStrength(Method):
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
         """One operator call for the whole trunk."""
-        del step
         reached = dict.fromkeys(gradients.reached())
         if not reached:
             gradients.clear()
@@ -32,7 +31,7 @@ class ConnectionStrength(Method):
         # The prioritized ones first.
         order = list(dict.fromkeys(lists.weight_indices) | reached)
         if isinstance(gradients, PartialGradients):
-            phase2_of_parts(gradients, lists, order)
+            phase2_of_parts(gradients, lists, order, step)
             gradients.assign(order)
             return
         updates, grads = gradients.updates(order), gradients.of(order)
