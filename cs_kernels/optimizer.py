@@ -213,7 +213,7 @@ class MultiTaskOptimizer:
         """Checks that all ranks train the same, and tells them what passes show from now on."""
         shared = set(self._shared)
         others = [p for p in held_parameters(self._optimizers) if p not in shared]
-        gradients.shown = Shown(gradients.shared_reach, self._watcher)
+        gradients.shown = Shown(gradients.shared_reach, self._watcher, self._statistics)
         gradients.scales = self._backward is not None
         gradients.control.agree(
             {
@@ -310,7 +310,8 @@ class MultiTaskOptimizer:
                 micro-batch: their losses and gradients add up (divide by their number for a mean).
             tasks: The tasks that the batch has labels for, in the order of Phase 1; all by default.
                 On many ranks, each names its own, perhaps none; a task counts with the ranks that
-                name it. After `fully_shard`, all ranks run the tasks that any rank names.
+                name it. After `fully_shard`, every rank runs the tasks that any rank names, and
+                needs a loss with finite gradients for them, such as `0 * output.sum()`.
 
         Returns:
             The loss of each task, detached and unweighted; the mean over the ranks that name it.
@@ -620,6 +621,8 @@ class MultiTaskOptimizer:
 
     def priority(self) -> dict[str, Tensor]:
         """The top-priority task of every output channel, from the current weights and statistics.
+
+        After `fully_shard`, all ranks have to call it.
 
         Returns:
             By name of the layer, int64 [O]: an index into `tasks`.

@@ -72,6 +72,13 @@ def packed(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)]
 
 
+def _of_norms(modules: Sequence[Buffers]) -> list[Tensor]:
+    """The running statistics among the buffers of modules."""
+    names = "running_mean", "running_var", "num_batches_tracked"
+    norms = [buffers for buffers in modules if buffers.get("running_var") is not None]
+    return [tensor for b in norms for name in names if (tensor := b.get(name)) is not None]
+
+
 class _Snapshot:
     """The buffers of some modules, and copies of them, made when it is."""
 
@@ -164,12 +171,16 @@ class RunningStatistics:
 
     def of_norms(self, tasks: Sequence[str]) -> dict[str | None, list[Tensor]]:
         """The trunk's running statistics that the passes of some tasks change, by task."""
-        names = "running_mean", "running_var", "num_batches_tracked"
-        found = {}
-        for task in (None, *tasks):
-            norms = [b for b in self._of_task.get(task, ()) if b.get("running_var") is not None]
-            found[task] = [t for b in norms for name in names if (t := b.get(name)) is not None]
-        return found
+        return {task: _of_norms(self._of_task.get(task, ())) for task in (None, *tasks)}
+
+    def outside(self, task: str) -> list[Tensor]:
+        """The running statistics of the modules outside the trunk that a task uses."""
+        modules = (ref() for ref in self._outside.get(task, ()))
+        return _of_norms([m._buffers for m in modules if m is not None])
+
+    def sizes(self) -> dict[str, list[int]]:
+        """By task: the number of elements of each tensor of `outside`."""
+        return {task: [tensor.numel() for tensor in self.outside(task)] for task in self._outside}
 
     def first_use(self, module: nn.Module, task: str) -> None:
         """To be called before a module outside the trunk runs for a task for the first time."""

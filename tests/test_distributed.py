@@ -565,6 +565,35 @@ def test_statistics_count_with_the_ranks_that_have_labels(pools: Callable[[int],
         assert found[f"0.1.{task}.num_batches_tracked"] == 2
 
 
+def _normalized_heads(rank: int, size: int) -> dict[str, Tensor]:
+    """Heads with batch normalization; rank 1 never runs that of the last task."""
+    torch.manual_seed(0)
+    trunk = nn.Linear(4, 6)
+    heads = nn.ModuleDict({t: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1)) for t in TASKS})
+    sgd = torch.optim.SGD([*trunk.parameters(), *heads.parameters()], lr=0.0)
+    group = dist.group.WORLD
+    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad(), process_group=group)
+    x = torch.randn(12, 4)[rank::size]
+    for _ in range(2):
+        opt.step(
+            lambda task: heads[task](trunk(x)).square().mean(),
+            tasks=TASKS if rank == 0 else TASKS[:2],
+        )
+    found = {name: buffer.clone() for name, buffer in heads.named_buffers()}
+    return {**found, "var": trunk(x).var(0).detach()}
+
+
+def test_statistics_of_heads(pools: Callable[[int], Ranks]) -> None:
+    first, second = pools(2).run(_normalized_heads, 2)
+    variances = torch.stack([first.pop("var"), second.pop("var")])
+    for name, buffer in first.items():
+        if TASKS[2] not in name:  # Rank 1 has never seen that head.
+            assert_equal(buffer, second[name])
+        if name.endswith("running_var"):
+            of_task = variances if TASKS[2] not in name else variances[:1]
+            assert_near(buffer, 0.81 + 0.19 * of_task.mean(0))
+
+
 def _unfrozen_later(rank: int, size: int) -> Any:
     """A parameter that a task has tried to reach while it was frozen, and one unfrozen too late."""
     torch.manual_seed(0)
@@ -748,6 +777,159 @@ def test_messages_on_a_grid(pools: Callable[[int], Ranks]) -> None:
     assert [control._rows(size) for size in (15, 16, 17, 512)] == [1, 4, 1, 16]
 
 
+class Failing(torch.optim.SGD):
+    """Fails where it is told to."""
+
+    fails = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.fails -= 1
+        if self.fails == 0:
+            raise BrokenError("in the torch optimizer")
+        super().step()
+
+
+def _with_a_failing_optimizer(rank: int, size: int) -> list[str]:
+    """In Phase 1 the others are in the next task's passes by then."""
+    texts = []
+    for phase, schedule in enumerate((cs.Sequential(), cs.Joint()), 1):
+        for fails in range(1, len(TASKS) + 1) if phase == 1 else [1]:
+            torch.manual_seed(0)
+            trunk = Whole()
+            sgd = Failing(trunk.parameters(), lr=0.1)
+            options: Any = {"process_group": dist.group.WORLD}
+            opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad(), schedule, **options)
+            x = torch.randn(12, 5)[rank::size]
+            opt.step(lambda task, x=x, trunk=trunk: trunk(x, task))
+            sgd.fails = fails if rank == 1 else 0
+            for _ in range(2):  # The others may have ended the step before.
+                try:
+                    opt.step(lambda task, x=x, trunk=trunk: trunk(x, task))
+                except (BrokenError, RuntimeError) as error:
+                    texts.append(f"{phase} {fails} {error}")
+                    break
+            sgd.fails = 0
+            with pytest.raises(RuntimeError) as caught:  # Ranks have made other updates.
+                opt.step(lambda task, x=x, trunk=trunk: trunk(x, task))
+            texts.append(str(caught.value))
+    return texts
+
+
+def test_an_optimizer_that_fails_on_one_rank(pools: Callable[[int], Ranks]) -> None:
+    of_ranks = pools(2).run(_with_a_failing_optimizer, 2)
+    assert len(of_ranks[0]) == len(of_ranks[1]) == 8
+    for rank, texts in enumerate(of_ranks):
+        for text in texts[::2]:
+            expected = "in the torch optimizer" if rank == 1 else "rank 1 failed in step"
+            assert expected in text
+        for text in texts[1::2]:
+            assert re.search("same parameters|number of steps made before", text)
+
+
+def _with_a_failing_backward_pass(rank: int, size: int) -> list[Tensor]:
+    """After some buckets are sent; later steps are made as if nothing had been."""
+    buckets.BUCKET_BYTES = 100
+    torch.manual_seed(0)
+    trunk = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
+    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad(), process_group=dist.group.WORLD)
+    x, fails = torch.randn(6, 4)[rank::size], False
+
+    def fail(grad: Tensor) -> None:
+        if fails:
+            raise BrokenError("in the backward pass")
+
+    if rank == 1:
+        trunk[1].bias.register_hook(fail)
+    for step in range(8):
+        fails = step in (0, 3, 4)
+        if fails:
+            with pytest.raises(BrokenError if rank == 1 else RuntimeError, match="in the backward"):
+                opt.step(lambda task: (trunk(x) - TASKS.index(task)).square().mean())
+        else:
+            opt.step(lambda task: (trunk(x) - TASKS.index(task)).square().mean())
+    assert opt.state_dict()["steps"] == 5
+    return [p.detach().clone() for p in trunk.parameters()]
+
+
+def test_a_backward_pass_that_fails_on_one_rank(pools: Callable[[int], Ranks]) -> None:
+    first, second = pools(2).run(_with_a_failing_backward_pass, 2)
+    assert_equal(first, second)
+
+
+class Own(cs.Joint):
+    """A schedule without a representation."""
+
+    __repr__ = object.__repr__
+
+
+def _backward_calls(rank: int, size: int, what: str) -> str:
+    torch.manual_seed(2)
+    trunk = Dense()
+    options: dict[str, Any] = {"process_group": dist.group.WORLD}
+    if what == "tasks":
+        from torch.distributed.fsdp import fully_shard
+
+        fully_shard(trunk, mesh=dist.init_device_mesh("cpu", (size,)))
+        options = {}
+    sgd = torch.optim.SGD(list(trunk.parameters()), lr=0.05)
+    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad(), Own(), **options)
+    losses = trunk(torch.ones(3, 5))
+    if what == "tasks" and rank == 1:
+        del losses["normals"]
+    with pytest.raises(RuntimeError) as caught:
+        opt.backward(losses, update=what != "update" or rank == 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("update", "same calls: step, or backward with the same update=: rank 0 has 2, rank 1 has"),
+        ("tasks", r"same tasks on all ranks .*: rank 1 lacks \['normals'\]"),
+    ],
+)
+def test_other_calls_of_backward_are_refused(
+    pools: Callable[[int], Ranks], what: str, message: str
+) -> None:
+    for text in pools(2).run(_backward_calls, 2, what):
+        assert re.search(message, text), text
+
+
+def _sharded_heads(rank: int, size: int) -> list[Any]:
+    """`backward` does not see the heads run; the user's resharding stays; losses of inf."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    network = Whole()
+    mesh = dist.init_device_mesh("cpu", (size,))
+    for module in (network.trunk[0], network.trunk, *network.heads.values()):
+        fully_shard(module, mesh=mesh)
+    network.trunk[0].set_reshard_after_backward(False)
+    parameters = list(network.parameters())
+    sgd = torch.optim.SGD(parameters, lr=0.1)
+    opt = cs.MultiTaskOptimizer(network.trunk, sgd, TASKS, cs.PCGrad())
+    x = torch.randn(2, 12, 5)[:, rank::size]
+    returned = []
+    for update in (False, True):
+        y = network.trunk(x[int(update)])
+        losses = {task: network.heads[task](y).square().mean() for task in TASKS}
+        if not update:
+            losses["depth"] = losses["depth"] * float("inf")
+        returned.append(opt.backward(losses, update=update))
+    group = network.trunk[0]._get_fsdp_state()
+    groups = getattr(group, "_fsdp_param_groups", None) or [group._fsdp_param_group]
+    assert not groups[0].reshard_after_backward
+    return returned
+
+
+def test_heads_that_are_sharded(pools: Callable[[int], Ranks]) -> None:
+    first, second = pools(2).run(_sharded_heads, 2)
+    assert_equal(first, second)
+    assert first[0]["depth"].isinf()
+    assert first[1]["depth"].isfinite()
+
+
 def _disagreeing(rank: int, size: int, what: str) -> str:
     network = Network("alone", rank, size)
     trunk, heads = network.plain, network.heads
@@ -794,6 +976,29 @@ def test_ranks_that_disagree_are_told_so(
 ) -> None:
     for text in pools(2).run(_disagreeing, 2, what):
         assert re.search(message, text), text
+
+
+def _other_groups(rank: int, size: int) -> str:
+    """A group of two ranks that the third one does not know of."""
+    trunk = nn.Linear(3, 3)
+    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
+    options: Any = {"process_group": dist.group.WORLD}
+    if rank != 1:
+        dist.new_group([0, 2], use_local_synchronization=True)
+    try:
+        with pytest.raises(RuntimeError) as caught:
+            cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad(), **options)
+    finally:
+        if rank == 1:
+            dist.new_group([1], use_local_synchronization=True)
+    cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad(), **options)
+    return str(caught.value)
+
+
+def test_ranks_with_other_groups_are_told_so(pools: Callable[[int], Ranks]) -> None:
+    """Torch would wait for a group of another name."""
+    for text in pools(3).run(_other_groups, 3):
+        assert "the same number of process groups" in text
 
 
 def _disagreeing_later(rank: int, size: int, what: str) -> tuple[str, list[Tensor], list[Tensor]]:

@@ -162,9 +162,13 @@ class PartialGradients(TaskGradients):
                     numbers[2 * n + k] = recent[task].to(numbers) * weight
         if self.scales and step.loss_scale is not None:
             numbers[-2], numbers[-1] = step.loss_scale.to(numbers), 1
+        assert self.shown is not None
+        ranks_of = self.control.facts.ranks_of
+        of_heads = {task: self.shown.of_heads(task, ranks_of[task], like) for task in tasks}
         pairs = [
             (tensor, self._weight_of(task, tasks))
-            for task, tensors in statistics.items()
+            for of_kind in (statistics, of_heads)
+            for task, tensors in of_kind.items()
             for tensor in tensors
         ]
         # Of a rank without weight, a statistic that is not finite must not count.

@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from cs_kernels.reach import Reach
+from cs_kernels.statistics import RunningStatistics
 from cs_kernels.watching import Watcher
 
 Pattern = tuple[bool, ...]
@@ -73,11 +74,14 @@ class Shown:
     Args:
         reach: The parameters reached.
         watcher: The layers and normalizations that ran.
+        statistics: The running statistics of heads.
 
     """
 
-    def __init__(self, reach: SharedReach, watcher: Watcher) -> None:
-        self._reach, self._watcher = reach, watcher
+    def __init__(self, reach: SharedReach, watcher: Watcher, statistics: RunningStatistics) -> None:
+        self._reach, self._watcher, self._statistics = reach, watcher, statistics
+        self._sizes: dict[str, list[int]] = {}
+        self._sizes_of_ranks: Sequence[dict[str, list[int]]] = []
         self._version = watcher.version
         self._patterns: dict[object, tuple[Pattern, Pattern]] = {}
         """By kind of passes: the parameters with a gradient on this rank, and on any."""
@@ -91,12 +95,26 @@ class Shown:
         """Which parameters have a gradient on any rank."""
         return self._patterns[self._pattern[0]][1]
 
+    def of_heads(self, task: str, ranks: Sequence[int], like: Tensor) -> list[Tensor]:
+        """The running statistics of a task's heads; other tensors of their sizes without them.
+
+        None if the ranks with the task have run other normalizations, or in another order.
+        """
+        sizes, *others = (self._sizes_of_ranks[rank].get(task, []) for rank in ranks)
+        if any(other != sizes for other in others):
+            return []
+        mine = self._statistics.outside(task)
+        if [tensor.numel() for tensor in mine] == sizes:
+            return mine
+        return [like.new_zeros(size) for size in sizes]
+
     def changed(self) -> bool:
         """Whether the other ranks do not know."""
         kind, local = self._pattern
         known = self._patterns.get(kind)
         same = known is not None and known[0] == local
-        return not same or self._version != self._watcher.version or self._reach.changed()
+        seen = self._version == self._watcher.version and self._sizes == self._statistics.sizes()
+        return not same or not seen or self._reach.changed()
 
     def to_send(self) -> dict[str, object]:
         """All of it."""
@@ -107,6 +125,7 @@ class Shown:
             "norms_ran": watcher.norms_ran,
             "reach": self._reach.to_send(),
             "pattern": self._pattern[1],
+            "sizes": self._statistics.sizes(),
         }
 
     def receive(self, of_ranks: Sequence[Any]) -> None:
@@ -115,7 +134,8 @@ class Shown:
             self._watcher.join(
                 of_rank["norms"], of_rank["other_channels"], norms_ran=of_rank["norms_ran"]
             )
-        self._version = self._watcher.version
+        self._version, self._sizes = self._watcher.version, self._statistics.sizes()
+        self._sizes_of_ranks = [of_rank["sizes"] for of_rank in of_ranks]
         self._reach.receive([of_rank["reach"] for of_rank in of_ranks])
         kind, local = self._pattern
         columns = zip(*(of_rank["pattern"] for of_rank in of_ranks), strict=True)
