@@ -636,9 +636,9 @@ class MultiTaskOptimizer:
         with torch.no_grad():
             if isinstance(self._gradients, PartialGradients):
                 lists = self._current_layout().lists
-                priorities = torch.split(
-                    task_priorities(self._gradients, lists), channels_of(lists)
-                )
+                # No average: a user may ask on one rank alone, and a step has made them equal.
+                of_all = task_priorities(self._gradients, lists, averaged=True)
+                priorities = torch.split(of_all, channels_of(lists))
                 names = (layer.name for layer in lists.layers)
                 return dict(zip(names, priorities, strict=True))
             return {
