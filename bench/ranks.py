@@ -37,6 +37,7 @@ from torch.nn import functional
 import cs_kernels as cs
 from cs_kernels.distributed import Control
 from cs_kernels.distributed.buckets import BUCKET_BYTES
+from cs_kernels.distributed.control import grid_rows
 from cs_kernels.layout import shared_parameters
 
 TASKS = ["segmentation", "depth", "normals", "edges"]
@@ -208,7 +209,7 @@ class Training:
     def counted_step(self) -> Collectives:
         """A step's collectives; the groups' own numbers and torch's counter agree."""
         groups = [dist.group.WORLD] if self.control is None else [dist.group.WORLD, self.control]
-        if self.way == "fully_shard":  # The mesh of all ranks may have a group of its own.
+        if self.control is not None:  # Both ways may have groups of their own.
             groups += [g for g in self.opt._gradients._groups if g is not dist.group.WORLD]
         before = {g.group_name: g._get_sequence_number_for_group() for g in groups}
         debug = CommDebugMode()
@@ -391,6 +392,7 @@ def step_times(work: Workload, tasks: int, ranks: int) -> Times:
     compute = tasks * work.flop / work.flop_per_second
     window = BACKWARD * compute
     ring, tree = (ranks - 1) * HOP, 2 * log2(ranks) * HOP
+    rows = grid_rows(ranks)
     return Times(
         compute=compute,
         ours=(tasks + 1) * once,
@@ -400,7 +402,8 @@ def step_times(work: Workload, tasks: int, ranks: int) -> Times:
         # Products, the heads' gradients, losses with statistics; theirs has the heads' alone.
         ours_hops=(tasks + 1) * buckets * ring + 3 * tree,
         theirs_hops=2 * tasks * buckets * ring + tree,
-        messages=2 * (ranks - 1) * MESSAGE,  # gloo's all-gather is a ring.
+        # gloo's all-gathers are rings: along a row of the grid of ranks, then along a column.
+        messages=2 * (rows - 1 + ranks // rows - 1) * MESSAGE,
     )
 
 

@@ -766,7 +766,7 @@ def test_a_failing_shard_is_named_after_the_timeout(pools: Callable[[int], Ranks
 def _on_a_grid(rank: int, size: int) -> list[Any]:
     control._GRID_FROM = 2
     try:
-        assert control._rows(size) == 2
+        assert control.grid_rows(size) == 2
         failing = _with_a_failing_rank(rank, size, "replicated", "Sum")
         return [_trained(rank, size, "replicated", "PCGrad")[:2], failing[0]]
     finally:
@@ -781,7 +781,7 @@ def test_messages_on_a_grid(pools: Callable[[int], Ranks]) -> None:
     assert_near(results[0][0][0], _trained(0, 4, "alone", "PCGrad")[0])
     for rank in (0, 2, 3):
         assert all(text.startswith("rank 1 failed") for _, text in results[rank][1])
-    assert [control._rows(size) for size in (15, 16, 17, 512)] == [1, 4, 1, 16]
+    assert [control.grid_rows(size) for size in (15, 16, 17, 512)] == [1, 4, 1, 16]
 
 
 class Failing(torch.optim.SGD):

@@ -177,7 +177,7 @@ def _check_names(group: dist.ProcessGroup, device: torch.device) -> None:
         )
 
 
-def _rows(ranks: int) -> int:
+def grid_rows(ranks: int) -> int:
     """The rows of the grid of ranks that is nearest to a square."""
     if ranks < _GRID_FROM:
         return 1
@@ -219,7 +219,7 @@ class Control:
         self._group = self._new_group(range(self.size))
         self._rings = [self._group]
         """The groups to send a message around, one after the other."""
-        rows = _rows(self.size)
+        rows = grid_rows(self.size)
         if rows > 1:
             width = self.size // rows
             row, column = divmod(self.rank, width)
