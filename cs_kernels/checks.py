@@ -192,6 +192,17 @@ def held_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Para
     return [parameter for group in groups for parameter in group["params"]]
 
 
+def numeric_options(optimizers: Sequence[torch.optim.Optimizer]) -> list[object]:
+    """The options of each group of parameters that are numbers on the host."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return [
+        (n, name, value)
+        for n, group in enumerate(groups)
+        for name, value in group.items()
+        if isinstance(value, bool | int | float | tuple)
+    ]
+
+
 def check_scales(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     """A scaler cannot unscale sharded and other gradients together."""
     for optimizer in optimizers:

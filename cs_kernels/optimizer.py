@@ -29,6 +29,7 @@ from cs_kernels.checks import (
     checked_overrides,
     described,
     held_parameters,
+    numeric_options,
 )
 from cs_kernels.distributed import (
     Alone,
@@ -215,9 +216,10 @@ class MultiTaskOptimizer:
         others = [p for p in held_parameters(self._optimizers) if p not in shared]
         gradients.shown = Shown(gradients.shared_reach, self._watcher, self._statistics)
         gradients.scales = self._backward is not None
+        gradients.options = lambda: numeric_options(self._optimizers)
         gradients.control.agree(
             {
-                "tasks": list(self.tasks),
+                "tasks, in this order": list(self.tasks),
                 "method": _described(self.method),
                 "schedule": _described(self.schedule),
                 "weighting": _described(self.weighting),
@@ -334,6 +336,7 @@ class MultiTaskOptimizer:
             other parameters require a gradient, and every 32 steps.
 
         """
+        self._wrappers.switch_off()
         with self._ranks.together():
             closures = checked_closures(closure)
             chosen = self._chosen(tasks)
@@ -526,6 +529,7 @@ class MultiTaskOptimizer:
             of `update=False`.
 
         """
+        self._wrappers.switch_off()
         with self._ranks.together():
             losses = checked_losses(losses)
             chosen = self._chosen(losses)
@@ -587,7 +591,8 @@ class MultiTaskOptimizer:
         Running statistics are restored; random numbers are consumed as by any forward pass.
 
         Args:
-            closure: As in `step`; there is no backward pass.
+            closure: As in `step`; there is no backward pass. After `fully_shard`, all ranks have to
+                call it.
 
         Returns:
             `coverage()`.

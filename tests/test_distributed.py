@@ -968,7 +968,7 @@ def _disagreeing(rank: int, size: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("tasks", r"same tasks: rank 0 has 'depth', rank 1 has 'edges'"),
+        ("tasks", r"same tasks, in this order: rank 0 has 'depth', rank 1 has 'edges'"),
         ("number of tasks", r"rank 0 has \['depth', 'normals', 'edges'\], rank 1 has \['depth'"),
         ("method", r"same method: rank 0 has .*seed=0.*, rank 1 has .*seed=2"),
         ("schedule", r"same schedule: rank 0 has 'Joint\(\)', rank 1 has 'Switch\(epoch=3\)'"),
@@ -1008,6 +1008,34 @@ def test_ranks_with_other_groups_are_told_so(pools: Callable[[int], Ranks]) -> N
         assert "the same number of process groups" in text
 
 
+def _drifting(rank: int, size: int, what: str) -> tuple[int, str]:
+    """The first step in which it is noticed, of 70."""
+    torch.manual_seed(0)
+    trunk = nn.Linear(3, 3)
+    adam = torch.optim.Adam(trunk.parameters(), lr=0.01)
+    opt = cs.MultiTaskOptimizer(trunk, adam, TASKS, cs.Sum(), process_group=dist.group.WORLD)
+    for step in range(70):
+        if rank == 0 and what == "state" and step == 1:
+            adam.load_state_dict(adam.state_dict())
+            adam.state[trunk.weight]["exp_avg"].add_(1)
+        if rank == 0 and what == "parameter" and step == 5:
+            trunk.bias.data.add_(1)
+        try:
+            opt.step(lambda task: trunk(torch.ones(2, 3)).square().mean())
+        except RuntimeError as error:
+            return step, str(error)
+    return 70, ""
+
+
+@pytest.mark.parametrize(("what", "noticed"), [("state", 64), ("parameter", 64)])
+def test_ranks_that_drift_are_told_so(
+    pools: Callable[[int], Ranks], what: str, noticed: int
+) -> None:
+    for step, text in pools(2).run(_drifting, 2, what):
+        assert step <= noticed
+        assert "ranks must hold the same parameters: trunk." in text
+
+
 def _disagreeing_later(rank: int, size: int, what: str) -> tuple[str, list[Tensor], list[Tensor]]:
     """Ranks differ in a step; the error comes before anything has changed."""
     network = Network("replicated", rank, size)
@@ -1027,6 +1055,8 @@ def _disagreeing_later(rank: int, size: int, what: str) -> tuple[str, list[Tenso
             network.plain.layers[3].requires_grad_(False)
         if what == "number":
             opt._steps += 1
+        if what == "rate":
+            network.optimizer.param_groups[0]["lr"] = 0.01
     before = network.state()
     tasks = [] if what == "no task" else None
     with pytest.raises(RuntimeError) as caught:
@@ -1040,7 +1070,11 @@ def _disagreeing_later(rank: int, size: int, what: str) -> tuple[str, list[Tenso
         ("parameters", r"trunk.layers.3.bias of rank 1 differs from that of rank 0.*same seed"),
         ("epoch", r"epoch, by start_epoch: rank 0 has 1, rank 1 has 0"),
         ("group", r"parameters in the optimizer: rank 0 has 49, rank 1 has 50"),
-        ("frozen", "shared parameters that require a gradient: rank 0 has"),
+        (
+            "frozen",
+            r"require a gradient: rank 0 has \('layers.3.weight', True, .*, rank 1 has \(.*False",
+        ),
+        ("rate", r"options of the optimizer: rank 0 has \(0, 'lr', 0.05\), rank 1 has .* 0.01\)"),
         ("number", "number of steps made before: rank 0 has 1, rank 1 has 2"),
         ("no task", "at least one task on some rank"),
     ],

@@ -22,8 +22,11 @@ from cs_kernels.distributed.collectives import all_gather
 Kind = Literal["begin", "passed", "failed"]
 _KINDS: tuple[Kind, ...] = ("begin", "passed", "failed")
 
-_NETWORKS_EVERY = 1024
+_NETWORKS_EVERY = 64
 """Steps between two checks that ranks hold the same parameters: reading them takes time."""
+
+_CHECKS = 2
+"""The first steps that are checked: the second one shows whether torch optimizers differ."""
 
 
 _GRID_FROM = 16
@@ -147,7 +150,10 @@ class RankPasses(Protocol):
     shown: Any
 
     def plan(self) -> int:
-        """A number that differs if the collectives of the next step do."""
+        """A number that differs if `planned` does."""
+
+    def planned(self) -> dict[str, list[object]]:
+        """What the collectives and the update of the next step depend on."""
 
     def drain(self) -> None:
         """Takes part in the collectives of passes that have failed."""
@@ -231,7 +237,8 @@ class Control:
         self._tasks: tuple[str, ...] = ()
         self._passes: RankPasses | None = None
         self._networks: Callable[[], dict[str, int]] = dict
-        self._checked_networks = False
+        self._checks = _CHECKS
+        """The next steps in which the parameters are compared."""
         self._facts = Facts((), {})
         self._call = Call(0, 0, 0, 0, 0, 0)
         self._started = self._failed_after = time.monotonic()
@@ -287,6 +294,9 @@ class Control:
 
         """
         self._tasks, self._passes, self._networks = tuple(tasks), passes, networks
+        self._compare(facts, ValueError)
+
+    def _compare(self, facts: Mapping[str, object], kind: type[Exception]) -> None:
         of_ranks = self.gather(dict(facts))
         for rank, other in enumerate(of_ranks):
             if "error" in other:
@@ -294,7 +304,7 @@ class Control:
         for name, first in of_ranks[0].items():
             for rank, other in enumerate(of_ranks):
                 if other[name] != first:
-                    raise ValueError(self._difference(name, rank, first, other[name]))
+                    raise kind(self._difference(name, rank, first, other[name]))
 
     def _difference(self, name: str, rank: int, first: Any, other: Any) -> str:
         """Of long lists, only the first entries that differ."""
@@ -318,7 +328,7 @@ class Control:
         """
         self._call = call
         if call.number % _NETWORKS_EVERY == 0:
-            self._checked_networks = False
+            self._checks = max(self._checks, 1)
         order = [self._tasks.index(task) for task in tasks]
         messages = self._send("begin", order)
         self._check_same(messages)
@@ -407,7 +417,13 @@ class Control:
                 self._send("failed", error=error)
             except RankError as other:
                 raise other from error
-            except Exception:  # The others are gone.
+            except Exception:
+                if isinstance(error, RuntimeError):  # Perhaps that of a collective.
+                    raise RankError(
+                        f"step {self._call.number} of rank {self._ranks[self.rank]} has failed,"
+                        f" and others of {self._ranks} did not answer: they have ended, or have"
+                        f" not come to this step in time; {_text(error)}"
+                    ) from error
                 error.add_note(f"the other ranks of {self._ranks} did not answer")
                 raise error from None
             raise
@@ -424,7 +440,7 @@ class Control:
         changed = kind == "passed" and self._shown().changed()
         plan = self._passes.plan() if kind == "begin" and self._passes is not None else 0
         padding = [0] * (len(self._tasks) - len(order))
-        tail = plan, changed, not self._checked_networks, len(order)
+        tail = plan, changed, self._checks > 0, len(order)
         message = torch.tensor([_KINDS.index(kind), *self._call, *order, *padding, *tail])
         received = message
         for ring in self._rings:
@@ -468,7 +484,7 @@ class Control:
             "phase": "phase",
             "kind_of_call": "calls: step, or backward with the same update=",
             "held": "number of parameters in the optimizer",
-            "plan": "shared parameters that require a gradient",
+            "plan": "shared parameters that require a gradient, and options of the optimizer",
         }
         if self._sharded:
             names["passes"] = "number of micro-batches"
@@ -477,15 +493,17 @@ class Control:
             for rank, message in enumerate(messages):
                 if message[key] != first:
                     self._received = True
+                    if key == "plan" and self._passes is not None:
+                        self._compare(self._passes.planned(), RankError)
                     raise RankError(self._difference(name, rank, first, message[key]))
 
     def recheck_networks(self) -> None:
-        """Checks in the next step that ranks hold the same parameters."""
-        self._checked_networks = False
+        """Checks in the next steps that ranks hold the same parameters."""
+        self._checks = _CHECKS
 
     def _check_networks(self) -> None:
         """Raises RankError if ranks hold different parameters."""
-        self._checked_networks = True
+        self._checks = max(self._checks - 1, 0)
         of_ranks = self.gather(self._networks())
         found: dict[str, tuple[int, int]] = {}
         for rank, numbers in enumerate(of_ranks):

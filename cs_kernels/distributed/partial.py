@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,8 @@ class PartialGradients(TaskGradients):
         """The tasks of the last passes."""
         self.loss_dtypes: dict[str, torch.dtype] = {}
         """By task; mean losses are kept in float64."""
+        self.options: Callable[[], list[object]] = list
+        """The options of the torch optimizer that are numbers."""
         self.scales = False
         """Whether the loss scale shows in the backward passes only."""
         self.version = 0
@@ -55,9 +58,20 @@ class PartialGradients(TaskGradients):
         self.shared_reach = SharedReach(parameters, tasks)
         self.reach = self.shared_reach
 
-    @abstractmethod
     def plan(self) -> int:
-        """A number that differs if the collectives of the next step do."""
+        """A number that differs if `planned` does."""
+        trains = bytes(p.requires_grad for p in self.parameters)
+        return crc32(repr(self.options()).encode(), crc32(trains))
+
+    def planned(self) -> dict[str, list[object]]:
+        """What the collectives and the update of the next step depend on."""
+        named = zip(self.names, self.parameters, strict=True)
+        return {
+            "shared parameters that require a gradient": [
+                (name, p.requires_grad, str(p.dtype)) for name, p in named
+            ],
+            "options of the optimizer": self.options(),
+        }
 
     @abstractmethod
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -100,13 +99,9 @@ class ReplicatedGradients(PartialGradients):
         return [part_of(i, parts) if i in slots else None for i in range(len(self.parameters))]
 
     def plan(self) -> int:
-        """A number that differs if the collectives of the next step do."""
+        """A number that differs if `planned` does."""
         self._make_buckets()
-        trains = [(n, p.dtype, p.shape) for n, p in self._named() if p.requires_grad]
-        return crc32(repr(trains).encode())
-
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        return list(zip(self.names, self.parameters, strict=True))
+        return super().plan()
 
     def forget_passes(self) -> None:
         """Looks at the next gradients of every task anew."""

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, cast
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -142,14 +141,6 @@ class ShardedGradients(PartialGradients):
         """The groups whose parameters stay whole now, and what the user has set."""
         self._kept: dict[nn.Parameter, Tensor] = {}
         """The gradients of the normalizations that have memory of their own."""
-
-    def plan(self) -> int:
-        """A number that differs if the collectives of the next step do."""
-        trains = [(name, p.requires_grad) for name, p in self._named()]
-        return crc32(repr(trains).encode())
-
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        return list(zip(self.names, self.parameters, strict=True))
 
     def before_backward(self, *, retains: bool) -> None:
         """Keeps whole parameters until the last backward pass of a forward pass."""

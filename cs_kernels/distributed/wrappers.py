@@ -87,8 +87,13 @@ class Wrappers:
                     " gradients on its own; MultiTaskOptimizer reduces them"
                 )
             self._found.append(module)
-            module.require_backward_grad_sync = False  # type: ignore[assignment]
-            module.require_forward_param_sync = False  # type: ignore[assignment]
+            self.switch_off()
+
+    def switch_off(self) -> None:
+        """Switches off the reductions of all, which others may have switched on, as Lightning."""
+        for module in self._found:
+            module.require_backward_grad_sync = False
+            module.require_forward_param_sync = False
 
     def group(self) -> dist.ProcessGroup | None:
         """The process group of the first one, if there is one."""
