@@ -18,6 +18,8 @@ if unavailable is None:
 
 Buffers = dict[str, Tensor | None]
 
+Sizes = dict[str, list[tuple[int, torch.dtype]]]
+
 _SMALL = 64 << 10
 """Bytes; torch copies larger tensors with several threads."""
 
@@ -178,9 +180,9 @@ class RunningStatistics:
         modules = (ref() for ref in self._outside.get(task, ()))
         return _of_norms([m._buffers for m in modules if m is not None])
 
-    def sizes(self) -> dict[str, list[int]]:
-        """By task: the number of elements of each tensor of `outside`."""
-        return {task: [tensor.numel() for tensor in self.outside(task)] for task in self._outside}
+    def sizes(self) -> Sizes:
+        """By task: the number of elements and the type of each tensor of `outside`."""
+        return {task: [(t.numel(), t.dtype) for t in self.outside(task)] for task in self._outside}
 
     def first_use(self, module: nn.Module, task: str) -> None:
         """To be called before a module outside the trunk runs for a task for the first time."""

@@ -178,17 +178,22 @@ class PartialGradients(TaskGradients):
             numbers[-2], numbers[-1] = step.loss_scale.to(numbers), 1
         assert self.shown is not None
         ranks_of = self.control.facts.ranks_of
-        of_heads = {task: self.shown.of_heads(task, ranks_of[task], like) for task in tasks}
-        pairs = [
-            (tensor, self._weight_of(task, tasks))
-            for of_kind in (statistics, of_heads)
-            for task, tensors in of_kind.items()
-            for tensor in tensors
-        ]
+        of_heads: Statistics = {
+            task: self.shown.of_heads(task, ranks_of[task], like) for task in tasks
+        }
+        alike: dict[object, list[Tensor]] = {}
+        weights: list[float] = []
+        for n, of_kind in enumerate([statistics, of_heads]):
+            for task, tensors in of_kind.items():
+                for tensor in tensors:
+                    alike.setdefault((n, task, tensor.dtype), []).append(tensor)
+                weights += [self._weight_of(task, tasks)] * (len(alike) - len(weights))
         # Of a rank without weight, a statistic that is not finite must not count.
         flat = [
-            tensor.flatten().to(numbers) * weight if weight else numbers.new_zeros(tensor.numel())
-            for tensor, weight in pairs
+            torch.cat([t.flatten() for t in tensors]).to(numbers) * weight
+            if weight
+            else numbers.new_zeros(sum(t.numel() for t in tensors))
+            for tensors, weight in zip(alike.values(), weights, strict=True)
         ]
         summed = self._all_reduce(torch.cat([*flat, numbers]))
         numbers = summed[-len(numbers) :]
@@ -200,12 +205,14 @@ class PartialGradients(TaskGradients):
                 losses[task] = earlier[task] + recent[task] if task in earlier else recent[task]
         if self.scales:  # The ranks without passes do not know the factor.
             step.loss_scale = (numbers[-2] / numbers[-1]).to(like.dtype)
-        if pairs:
-            tensors = [tensor for tensor, _ in pairs]
-            parts = torch.split(summed[: -len(numbers)], [t.numel() for t in tensors])
+        parts = torch.split(summed[: -len(numbers)], [len(part) for part in flat])
+        for tensors, part in zip(alike.values(), parts, strict=True):
+            dtype = tensors[0].dtype
+            values = (part if dtype.is_floating_point else part.round()).to(dtype)
+            of_each = torch.split(values, [t.numel() for t in tensors])
             shaped = [
-                (part if t.is_floating_point() else part.round()).view(t.shape)
-                for part, t in zip(parts, tensors, strict=True)
+                x if t.dim() == 1 else x.view(t.shape)
+                for x, t in zip(of_each, tensors, strict=True)
             ]
             torch._foreach_copy_(tensors, shaped)
 

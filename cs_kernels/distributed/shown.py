@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from cs_kernels.reach import Reach
-from cs_kernels.statistics import RunningStatistics
+from cs_kernels.statistics import RunningStatistics, Sizes
 from cs_kernels.watching import Watcher
 
 Pattern = tuple[bool, ...]
@@ -80,8 +80,8 @@ class Shown:
 
     def __init__(self, reach: SharedReach, watcher: Watcher, statistics: RunningStatistics) -> None:
         self._reach, self._watcher, self._statistics = reach, watcher, statistics
-        self._sizes: dict[str, list[int]] = {}
-        self._sizes_of_ranks: Sequence[dict[str, list[int]]] = []
+        self._sizes: Sizes = {}
+        self._sizes_of_ranks: Sequence[Sizes] = []
         self._version = watcher.version
         self._patterns: dict[object, tuple[Pattern, Pattern]] = {}
         """By kind of passes: the parameters with a gradient on this rank, and on any."""
@@ -104,9 +104,9 @@ class Shown:
         if any(other != sizes for other in others):
             return []
         mine = self._statistics.outside(task)
-        if [tensor.numel() for tensor in mine] == sizes:
+        if [(tensor.numel(), tensor.dtype) for tensor in mine] == sizes:
             return mine
-        return [like.new_zeros(size) for size in sizes]
+        return [like.new_zeros(size, dtype=dtype) for size, dtype in sizes]
 
     def changed(self) -> bool:
         """Whether the other ranks do not know."""
