@@ -176,24 +176,13 @@ class PartialGradients(TaskGradients):
                     numbers[2 * n + k] = recent[task].to(numbers) * weight
         if self.scales and step.loss_scale is not None:
             numbers[-2], numbers[-1] = step.loss_scale.to(numbers), 1
-        assert self.shown is not None
-        ranks_of = self.control.facts.ranks_of
-        of_heads: Statistics = {
-            task: self.shown.of_heads(task, ranks_of[task], like) for task in tasks
-        }
-        alike: dict[object, list[Tensor]] = {}
-        weights: list[float] = []
-        for n, of_kind in enumerate([statistics, of_heads]):
-            for task, tensors in of_kind.items():
-                for tensor in tensors:
-                    alike.setdefault((n, task, tensor.dtype), []).append(tensor)
-                weights += [self._weight_of(task, tasks)] * (len(alike) - len(weights))
+        alike = self._alike(statistics)
         # Of a rank without weight, a statistic that is not finite must not count.
         flat = [
             torch.cat([t.flatten() for t in tensors]).to(numbers) * weight
             if weight
             else numbers.new_zeros(sum(t.numel() for t in tensors))
-            for tensors, weight in zip(alike.values(), weights, strict=True)
+            for tensors, weight in alike
         ]
         summed = self._all_reduce(torch.cat([*flat, numbers]))
         numbers = summed[-len(numbers) :]
@@ -206,15 +195,29 @@ class PartialGradients(TaskGradients):
         if self.scales:  # The ranks without passes do not know the factor.
             step.loss_scale = (numbers[-2] / numbers[-1]).to(like.dtype)
         parts = torch.split(summed[: -len(numbers)], [len(part) for part in flat])
-        for tensors, part in zip(alike.values(), parts, strict=True):
+        for (tensors, _), part in zip(alike, parts, strict=True):
             dtype = tensors[0].dtype
             values = (part if dtype.is_floating_point else part.round()).to(dtype)
             of_each = torch.split(values, [t.numel() for t in tensors])
-            shaped = [
-                x if t.dim() == 1 else x.view(t.shape)
-                for x, t in zip(of_each, tensors, strict=True)
-            ]
-            torch._foreach_copy_(tensors, shaped)
+            pairs = zip(of_each, tensors, strict=True)
+            torch._foreach_copy_(tensors, [x.view(t.shape) for x, t in pairs])
+
+    def _alike(self, statistics: Statistics) -> list[tuple[list[Tensor], float]]:
+        """The running statistics of one task and dtype, with this rank's weight, on every rank.
+
+        Those of heads are among them.
+        """
+        assert self.shown is not None
+        ranks_of, like = self.control.facts.ranks_of, self.like()
+        of_heads = {t: self.shown.of_heads(t, ranks_of[t], like) for t in self._passed}
+        found: dict[tuple[str | None, bool, torch.dtype], list[Tensor]] = {}
+        for task, tensors in statistics.items():
+            for tensor in tensors:
+                found.setdefault((task, False, tensor.dtype), []).append(tensor)
+        for task in self._passed:
+            for tensor in of_heads[task]:
+                found.setdefault((task, True, tensor.dtype), []).append(tensor)
+        return [(found[kind], self._weight_of(kind[0], self._passed)) for kind in found]
 
     def _weight_of(self, task: str | None, tasks: Sequence[str]) -> float:
         """The weight of this rank's statistics of a task, or of all tasks together."""
