@@ -10,6 +10,7 @@ import pytest
 import torch
 from layers import EMULATION, INTERPRETED, SMALL, emulate
 from pairwise import deselect
+from ranks import Ranks
 from torch import Tensor
 
 import cs_kernels as cs
@@ -90,6 +91,21 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(cs.ops.backends, "_select", lambda device: elsewhere)
     with cs.use_backend(name):
         yield name
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[Callable[[int], Ranks]]:
+    """Processes that train together, by their number; they are kept."""
+    started: dict[int, Ranks] = {}
+
+    def pool(size: int) -> Ranks:
+        if size not in started:
+            started[size] = Ranks(size)
+        return started[size]
+
+    yield pool
+    for ranks in started.values():
+        ranks.stop()
 
 
 @pytest.fixture

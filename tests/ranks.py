@@ -43,7 +43,7 @@ class Ranks:
         store = str(Path(self._folder.name) / "store")
         # One process imports everything, and is forked for each rank.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["networks", "torch.distributed.fsdp"])
+        context.set_forkserver_preload(["rank_networks", "torch.distributed.fsdp"])
         self._connections, self._processes = [], []
         for rank in range(size):
             here, there = context.Pipe()

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from cs_kernels.distributed.control import Alone, Call, Control, RankError, Ranks, timeout_of
+from cs_kernels.distributed.control import Control, timeout_of
 from cs_kernels.distributed.partial import PartialGradients
+from cs_kernels.distributed.ranks import Alone, Call, RankError, Ranks
 from cs_kernels.distributed.replicated import ReplicatedGradients
 from cs_kernels.distributed.sharded import (
     ShardedGradients,
