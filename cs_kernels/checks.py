@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import cast
 
 import torch
@@ -195,12 +196,13 @@ def held_parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[nn.Para
 def numeric_options(optimizers: Sequence[torch.optim.Optimizer]) -> list[object]:
     """The options of each group of parameters that are numbers on the host."""
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return [
-        (n, name, value)
-        for n, group in enumerate(groups)
-        for name, value in group.items()
-        if isinstance(value, bool | int | float | tuple)
-    ]
+    found: list[object] = []
+    for n, group in enumerate(groups):
+        for name, value in group.items():
+            values = value if isinstance(value, tuple | list) else (value,)
+            if name != "params" and all(isinstance(v, Real) for v in values):
+                found.append((n, name, *map(float, values)))
+    return found
 
 
 def check_scales(optimizers: Sequence[torch.optim.Optimizer]) -> None:

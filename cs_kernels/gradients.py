@@ -70,8 +70,8 @@ class TaskGradients:
         """Notes the gradients in `.grad` as a task's; returns whether there is any."""
         return self.reach.note_gradients(task)
 
-    def recover(self) -> None:
-        """To be called after a failed step."""
+    def recover(self, held: Sequence[nn.Parameter]) -> None:
+        """To be called after a failed step, with the torch optimizer's parameters."""
 
     def drain(self) -> None:
         """Takes part in collectives of passes that have failed on this rank."""

@@ -903,7 +903,7 @@ class MultiTaskOptimizer:
             kept.clear()
         except BaseException:
             self._clear(held)
-            self._gradients.recover()
+            self._gradients.recover(held)
             raise
 
     def _clear(self, held: Sequence[nn.Parameter]) -> None:

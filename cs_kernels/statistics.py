@@ -176,8 +176,9 @@ class RunningStatistics:
         return {task: _of_norms(self._of_task.get(task, ())) for task in (None, *tasks)}
 
     def outside(self, task: str) -> list[Tensor]:
-        """The running statistics of the modules outside the trunk that a task uses."""
-        modules = (ref() for ref in self._outside.get(task, ()))
+        """The running statistics of the modules outside the trunk that only this task uses."""
+        others = {ref for other in self._outside if other != task for ref in self._outside[other]}
+        modules = (ref() for ref in self._outside.get(task, ()) if ref not in others)
         return _of_norms([m._buffers for m in modules if m is not None])
 
     def sizes(self) -> Sizes:

@@ -27,7 +27,8 @@ class Weighting(Stateful, ABC):
         Args:
             task: The task.
             loss: Its loss, with its graph.
-            step: The tasks that take part, the number of the step.
+            step: The tasks that take part, the number of the step. On many ranks, the losses here
+                are this rank's, and `observe` gets their means.
 
         """
 

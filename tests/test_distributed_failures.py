@@ -105,8 +105,11 @@ def _with_a_failing_shard(rank: int, size: int) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_a_failing_shard_is_named_after_the_timeout(pools: Callable[[int], Ranks]) -> None:
-    first, second = pools(2).run(_with_a_failing_shard, 2)
+def test_a_failing_shard_is_named_after_the_timeout() -> None:
+    """With processes of its own: their connections are closed after it."""
+    ranks = Ranks(2)
+    first, second = ranks.run(_with_a_failing_shard, 2)
+    ranks.stop()
     assert re.match("RankError: rank 1 failed in step 0: BrokenError: no labels", first)
     assert second == "BrokenError: no labels"
 
@@ -210,6 +213,79 @@ def _with_a_failing_backward_pass(rank: int, size: int) -> list[Tensor]:
 def test_a_backward_pass_that_fails_on_one_rank(pools: Callable[[int], Ranks]) -> None:
     first, second = pools(2).run(_with_a_failing_backward_pass, 2)
     assert_equal(first, second)
+
+
+def _with_sharded_heads(rank: int, size: int, fails: bool) -> list[Tensor]:
+    """A backward pass fails on all ranks alike, with heads that are roots of their own."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    network = Whole()
+    mesh = dist.init_device_mesh("cpu", (size,))
+    for module in (network.trunk[0], network.trunk, *network.heads.values()):
+        fully_shard(module, mesh=mesh)
+    parameters = list(network.parameters())
+    sgd = torch.optim.SGD(parameters, lr=0.1)
+    opt = cs.MultiTaskOptimizer(network.trunk, sgd, TASKS, cs.PCGrad())
+    x = torch.randn(12, 5)[rank::size]
+
+    def fail(grad: Tensor) -> None:
+        raise BrokenError("in the backward pass")
+
+    def loss(task: str, failing: bool = False) -> Tensor:
+        y = network.trunk(x)
+        if failing and task == "normals":
+            y.register_hook(fail)
+        result: Tensor = network.heads[task](y).square().mean()
+        return result
+
+    for step in range(4):
+        if fails and step in (0, 2):
+            with pytest.raises(BrokenError):
+                opt.step(partial(loss, failing=True))
+        opt.step(loss)
+    return [p.full_tensor().detach() for p in parameters]
+
+
+def test_shards_after_a_backward_pass_that_fails(pools: Callable[[int], Ranks]) -> None:
+    first, second = pools(2).run(_with_sharded_heads, 2, True)
+    assert_equal(first, second)
+    assert_equal(first, pools(2).run(_with_sharded_heads, 2, False)[0])
+
+
+def _with_a_sparse_gradient(rank: int, size: int, where: str) -> list[Any]:
+    """On one rank, in some steps; the other ones are made as if nothing had been."""
+    buckets.BUCKET_BYTES = 70
+    torch.manual_seed(0)
+    embedding = nn.Embedding(4, 4)
+    layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+    trunk = nn.ModuleList([embedding, *layers]) if where == "trunk" else layers
+    sgd = torch.optim.SGD([*embedding.parameters(), *layers.parameters()], lr=0.1)
+    options: Any = {"process_group": dist.group.WORLD}
+    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS[:2], cs.PCGrad(), **options)
+
+    def loss(task: str) -> Tensor:
+        y = embedding(torch.arange(4)) + 1
+        for layer in layers:
+            y = torch.tanh(layer(y))
+        return (y - TASKS.index(task)).square().mean()
+
+    texts = []
+    for step in range(6):
+        embedding.sparse = rank == 0 and step in (1, 4)
+        try:
+            opt.step(loss, tasks=TASKS[:2] if rank == 0 else TASKS[1:2])
+        except (ValueError, RuntimeError) as error:
+            texts.append(str(error))
+    return [texts, [p.detach().clone() for p in sgd.param_groups[0]["params"]]]
+
+
+@pytest.mark.parametrize("where", ["trunk", "head"])
+def test_sparse_gradients(pools: Callable[[int], Ranks], where: str) -> None:
+    (texts, state), (others, other) = pools(2).run(_with_a_sparse_gradient, 2, where)
+    assert len(texts) == len(others) == 2
+    assert all("dense gradients" in text for text in texts + others)
+    assert_equal(state, other)
 
 
 class Own(cs.Joint):
@@ -363,6 +439,9 @@ def _drifting(rank: int, size: int, what: str) -> tuple[int, str]:
     adam = torch.optim.Adam(trunk.parameters(), lr=0.01)
     opt = cs.MultiTaskOptimizer(trunk, adam, TASKS, cs.Sum(), process_group=dist.group.WORLD)
     for step in range(70):
+        if what == "equal options":
+            adam.param_groups[0]["lr"] = [0.5, 0.5, 1, 1.0][2 * (step % 2) + rank]
+            adam.param_groups[0]["betas"] = [(0.9, 0.99), [0.9, 0.99]][rank]
         if rank == 0 and what == "state" and step == 1:
             adam.load_state_dict(adam.state_dict())
             adam.state[trunk.weight]["exp_avg"].add_(1)
@@ -371,6 +450,9 @@ def _drifting(rank: int, size: int, what: str) -> tuple[int, str]:
         try:
             opt.step(lambda task: trunk(torch.ones(2, 3)).square().mean())
         except RuntimeError as error:
+            for _ in range(4):  # As long as it is so.
+                with pytest.raises(RuntimeError, match="same parameters"):
+                    opt.step(lambda task: trunk(torch.ones(2, 3)).square().mean(), TASKS[:1])
             return step, str(error)
     return 70, ""
 
@@ -379,6 +461,7 @@ def _drifting(rank: int, size: int, what: str) -> tuple[int, str]:
 def test_ranks_that_drift_are_told_so(
     pools: Callable[[int], Ranks], what: str, noticed: int
 ) -> None:
+    assert pools(2).run(_drifting, 2, "equal options") == [(70, "")] * 2
     for step, text in pools(2).run(_drifting, 2, what):
         assert step <= noticed
         assert "ranks must hold the same parameters: trunk." in text

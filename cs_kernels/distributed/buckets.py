@@ -251,8 +251,8 @@ class Overlap:
         if self._send is not None:
             # The parameters before this one: other hooks of theirs have run.
             while self._sent < len(self._order) and not self._missing[self._order[self._sent]]:
+                self._send(self._order[self._sent])
                 self._sent += 1
-                self._send(self._order[self._sent - 1])
             if self._seen[i] < self._expected[i]:
                 self._missing[self._bucket_of[i]] -= 1
         self._seen[i] += 1
@@ -263,8 +263,8 @@ class Overlap:
         if self._seen:
             self._known[kind] = self._known.get(kind, Counter()) | self._seen
         while self._sent < len(self._order):
+            send(self._order[self._sent])
             self._sent += 1
-            send(self._order[self._sent - 1])
 
     def fail(self) -> None:
         """The pass has failed: it shows nothing."""

@@ -371,6 +371,8 @@ class Control:
                     self._received = True
                     if key == "plan" and self._passes is not None:
                         self._compare(self._passes.planned(), RankError)
+                        self._received = False  # Written in another way, but the same.
+                        break
                     raise RankError(self._difference(name, rank, first, message[key]))
 
     def recheck_networks(self) -> None:
@@ -387,6 +389,7 @@ class Control:
                 first, other = found.setdefault(name, (number, rank))
                 if first != number:
                     self._received = True
+                    self.recheck_networks()  # Until they are the same again.
                     raise RankError(
                         f"ranks must hold the same parameters: {name} of rank {self._ranks[rank]}"
                         f" differs from that of rank {self._ranks[other]}; load the same checkpoint"

@@ -130,7 +130,14 @@ class PartialGradients(TaskGradients):
         return self.control.rank == 0
 
     def _pattern(self, held: Sequence[nn.Parameter]) -> tuple[bool, ...]:
-        return tuple(p.grad is not None for p in self._others(held))
+        others = self._others(held)
+        for grad in (p.grad for p in others if p.grad is not None):
+            if grad.layout is not torch.strided:
+                raise ValueError(
+                    "optimizer must hold parameters with dense gradients on several ranks, got a"
+                    f" {grad.layout} one of shape {tuple(grad.shape)}"
+                )
+        return tuple(p.grad is not None for p in others)
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         for group in self._groups:
@@ -146,12 +153,6 @@ class PartialGradients(TaskGradients):
                 kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         for parameters in kinds.values():
             grads = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in parameters]
-            for grad in grads:
-                if grad.layout is not torch.strided:
-                    raise ValueError(
-                        f"optimizer must hold parameters with dense gradients on several ranks, got"
-                        f" a {grad.layout} one of shape {tuple(grad.shape)}"
-                    )
             flat = self._all_reduce(torch.cat([grad.flatten() for grad in grads]))
             flat = flat if self._others_scale == 1 else flat.mul_(self._others_scale)
             parts = torch.split(flat, [p.numel() for p in parameters])

@@ -85,6 +85,16 @@ def _groups(module: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
+def _end_passes(module: Any) -> None:
+    """Brings a module back to where it was before its forward pass."""
+    reset = getattr(module, "reset_iter_state", None)  # Since torch 2.13.
+    with contextlib.suppress(RuntimeError):
+        if reset is not None and module._get_fsdp_state()._is_root:
+            reset()
+        else:
+            module.reshard()
+
+
 def all_sharded_modules() -> list[nn.Module]:
     """All modules after `fully_shard` in this process; it is slow."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
@@ -157,12 +167,14 @@ class ShardedGradients(PartialGradients):
             group.reshard_after_backward = value
         self._resharded = []
 
-    def recover(self) -> None:
-        """Frees the whole parameters that a failed pass has left."""
+    def recover(self, held: Sequence[nn.Parameter]) -> None:
+        """Ends what a failed pass has left: whole parameters, and callbacks that wait."""
         self._restore_resharding()
-        with contextlib.suppress(RuntimeError):
-            for module in self._modules:
-                module.reshard()
+        of_optimizer = set(held)
+        for module in all_sharded_modules():  # Heads have roots of their own.
+            groups = _groups(module)
+            if any(p.sharded_param in of_optimizer for group in groups for p in group.fsdp_params):
+                _end_passes(module)
 
     def collect(self, task: str) -> bool:
         """Moves the shards of every `.grad` into a task's row, or adds them to those there."""
