@@ -13,7 +13,7 @@ from ranks import Ranks
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels.distributed import buckets
+from cs_kernels.distributed import buckets, phase2
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -109,17 +109,25 @@ def _statistics_of_some(rank: int, size: int) -> list[Any]:
     opt.step(lambda task: trunk(x).square().mean())
     opt.step(lambda task: trunk(x).square().mean(), tasks=TASKS if rank == 0 else TASKS[:1])
     found = {name: buffer.clone() for name, buffer in trunk.named_buffers()}
-    with cs.nn.active_task(trunk, TASKS[2]), torch.no_grad():
-        for n in range(20):
-            trunk(torch.randn(5, 4) * (rank + 1) * torch.arange(1, 5) ** n)
-    opt.step(lambda task: trunk(x).square().mean(), tasks=TASKS[:2])
-    return [found, opt.priority(), trunk[0][0](x).detach()]
+    # The user changes those of a task that the next step is not for.
+    changed = torch.logspace(-3, 3, 6)
+    trunk[0][1].of(TASKS[2]).running_var.copy_(changed if rank == 0 else changed.flip(0))
+    seen = []
+    given = phase2.task_priorities
+    phase2.task_priorities = lambda *a, **k: seen.append(given(*a, **k)) or seen[-1]
+    try:
+        opt.step(lambda task: trunk(x).square().mean(), tasks=TASKS[:2])
+    finally:
+        phase2.task_priorities = given
+    of_rank = opt.priority()["0.0"]
+    return [found, seen[0], of_rank, trunk[0][0](x).detach()]
 
 
 def test_statistics_count_with_the_ranks_that_have_labels(pools: Callable[[int], Ranks]) -> None:
-    (found, priority, y), (other, other_priority, z) = pools(2).run(_statistics_of_some, 2)
+    (found, *of_first, y), (other, *of_second, z) = pools(2).run(_statistics_of_some, 2)
     assert_equal(found, other)
-    assert_equal(priority, other_priority)
+    assert_equal(of_first[0], of_second[0])
+    assert not torch.equal(of_first[1], of_second[1])  # From the ranks' own variances.
     for task, of_second in ((TASKS[0], [y, z]), (TASKS[1], [y])):
         expected = 0.9 + 0.1 * torch.stack([y.var(0), z.var(0)]).mean(0)
         expected = 0.9 * expected + 0.1 * torch.stack([part.var(0) for part in of_second]).mean(0)

@@ -147,9 +147,9 @@ class Failing(torch.optim.SGD):
         super().step()
 
 
-def _with_a_failing_optimizer(rank: int, size: int) -> list[str]:
+def _with_a_failing_optimizer(rank: int, size: int) -> list[Any]:
     """In Phase 1 the others are in the next task's passes by then."""
-    texts = []
+    texts: list[Any] = []
     for phase, schedule in enumerate((cs.Sequential(), cs.Joint()), 1):
         for fails in range(1, len(TASKS) + 1) if phase == 1 else [1]:
             torch.manual_seed(0)
@@ -170,11 +170,22 @@ def _with_a_failing_optimizer(rank: int, size: int) -> list[str]:
             with pytest.raises(RuntimeError) as caught:  # Ranks have made other updates.
                 opt.step(lambda task, x=x, trunk=trunk: trunk(x, task))
             texts.append(str(caught.value))
+            if phase == 2 or fails == len(TASKS):  # Rank 0 has made one more step.
+                continue
+            for parameter in trunk.parameters():
+                dist.broadcast(parameter.data, 0)
+            for _ in range(3):  # The collectives of the failed step are over.
+                opt.step(lambda task, x=x, trunk=trunk: trunk(x, task))
+            texts.append([parameter.detach().clone() for parameter in trunk.parameters()])
     return texts
 
 
 def test_an_optimizer_that_fails_on_one_rank(pools: Callable[[int], Ranks]) -> None:
     of_ranks = pools(2).run(_with_a_failing_optimizer, 2)
+    states = [[x for x in of_rank if isinstance(x, list)] for of_rank in of_ranks]
+    assert len(states[0]) == 2
+    assert_equal(*states)
+    of_ranks = [[x for x in of_rank if isinstance(x, str)] for of_rank in of_ranks]
     assert len(of_ranks[0]) == len(of_ranks[1]) == 8
     for rank, texts in enumerate(of_ranks):
         for text in texts[::2]:
