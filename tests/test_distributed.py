@@ -322,6 +322,8 @@ def _inside_ddp(rank: int, size: int, kind: str) -> Any:
                 network = nn.parallel.DistributedDataParallel(plain)
                 opt.backward({task: network(mine, task) for task in TASKS})
             opt.step(lambda task, mine=mine: network(mine, task))
+            if kind == "find_unused_parameters":
+                network.require_backward_grad_sync = True  # As Lightning does after its step.
     except ValueError as error:
         return str(error)
     return [p.detach().clone() for p in plain.parameters()]

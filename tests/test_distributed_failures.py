@@ -456,8 +456,10 @@ def _drifting(rank: int, size: int, what: str) -> tuple[int, str]:
         if rank == 0 and what == "state" and step == 1:
             adam.load_state_dict(adam.state_dict())
             adam.state[trunk.weight]["exp_avg"].add_(1)
-        if rank == 0 and what == "parameter" and step == 5:
+        if rank == 0 and what in ("parameter", "loaded") and step == 5:
             trunk.bias.data.add_(1)
+        if what == "loaded" and step == 5:
+            opt.load_state_dict(opt.state_dict())
         try:
             opt.step(lambda task: trunk(torch.ones(2, 3)).square().mean())
         except RuntimeError as error:
@@ -468,7 +470,7 @@ def _drifting(rank: int, size: int, what: str) -> tuple[int, str]:
     return 70, ""
 
 
-@pytest.mark.parametrize(("what", "noticed"), [("state", 64), ("parameter", 64)])
+@pytest.mark.parametrize(("what", "noticed"), [("state", 64), ("parameter", 64), ("loaded", 5)])
 def test_ranks_that_drift_are_told_so(
     pools: Callable[[int], Ranks], what: str, noticed: int
 ) -> None:
