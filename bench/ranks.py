@@ -1,4 +1,4 @@
-"""What a step on many ranks sends, and the memory of its gradients: counted, not timed.
+"""Counts, without timing, the bytes that a step on many ranks sends, and its gradients' memory.
 
     python bench/ranks.py [--quick]
 
@@ -50,7 +50,7 @@ WAYS = ("textbook", "replicated", "fully_shard")
 STEPS = 4
 """The first one learns the passes, the third one's memory and the fourth one's bytes count."""
 TOLERANCE = 1e-5
-"""Of the largest element of each tensor's update."""
+"""The largest difference, relative to the largest element of each tensor's update."""
 
 
 # --- the network ----------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class Training:
                 yield grad.full_tensor() if hasattr(grad, "full_tensor") else grad
 
     def digest(self) -> str:
-        """Of the bits of all parameters and buffers."""
+        """A hash of the bits of all parameters and buffers."""
         result = hashlib.sha256()
         for tensor in [*self.parameters, *self.trunk.buffers()]:
             whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -337,7 +337,7 @@ class Workload:
     """Shared parameters."""
     itemsize: int
     flop: float
-    """Of a task's forward and backward pass on one rank."""
+    """The operations of a task's forward and backward pass on one rank."""
     flop_per_second: float
     """Achieved by a rank."""
 
@@ -351,7 +351,7 @@ WORKLOADS = [
     Workload("1 B, 2048 tokens", 10**9, 2, 2048 * 6e9, 400e12),
 ]
 BYTES_PER_SECOND = 400e9 / 8
-"""Of a rank's link, in each direction."""
+"""The bandwidth of a rank's link, in each direction."""
 HOP = 3e-6
 """Seconds between two neighbours of a ring, beside the bytes."""
 MESSAGE = 30e-6
@@ -369,7 +369,7 @@ class Times:
     """The collectives, one after the other."""
     theirs: float
     ours_exposed: float
-    """What is left of them if all that can overlaps with backward passes."""
+    """The time left of them if they overlap with backward passes wherever they can."""
     theirs_exposed: float
     ours_hops: float
     """Beside the bytes: rings for buckets, trees for small sums."""

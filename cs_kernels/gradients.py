@@ -125,6 +125,10 @@ class TaskGradients:
         for i in self._in_buckets:
             grad = row[i]
             row[i] = None if grad is None else grad.clone()
+        return self._put(task, row, unreached)
+
+    def _put(self, task: str, row: list[Tensor | None], unreached: list[int]) -> bool:
+        """Makes gradients a task's row, or adds them to it; returns whether there is any."""
         n = self.tasks.index(task)
         for i, before in enumerate(self.rows[n] if task in self.collected else ()):
             grad = row[i]

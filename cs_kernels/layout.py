@@ -56,6 +56,11 @@ class LayerLists(NamedTuple):
     norms: list[Any]
     """The normalizations."""
 
+    @property
+    def channels(self) -> list[int]:
+        """The number of output channels of every layer."""
+        return list(map(out_channels, self.weights, self.out_channel_dims, self.groups))
+
     @classmethod
     def of(cls, layers: Sequence[Layer]) -> "LayerLists":
         """The lists of these layers."""

@@ -32,7 +32,6 @@ from cs_kernels.checks import (
     numeric_options,
 )
 from cs_kernels.distributed import (
-    Alone,
     Call,
     PartialGradients,
     Wrappers,
@@ -41,7 +40,7 @@ from cs_kernels.distributed import (
     unwrapped,
 )
 from cs_kernels.distributed.networks import digests
-from cs_kernels.distributed.phase2 import channels_of, task_priorities
+from cs_kernels.distributed.phase2 import task_priorities
 from cs_kernels.distributed.shown import Shown
 from cs_kernels.layout import (
     Coverage,
@@ -379,17 +378,20 @@ class MultiTaskOptimizer:
     ) -> dict[str, Tensor]:
         """One step; in a capture, with a counter of the steps in device memory."""
         with record_function("cs_kernels.step"):
-            step = self._new_step(chosen, counter, joint=phase == 2)
+            step = self._new_step(chosen, counter)
             if phase == 1:
                 for n, task in enumerate(chosen, 1):
                     with self._restored_on_error([task], step) as held:
                         self._make_passes([task], closures, step, held, separate=False)
+                        if self._watcher.norms_ran:
+                            self._check_covered()
                         self._gradients.ahead = chosen[n : n + 1]
                         self._optimizer_step()
             else:
                 with self._restored_on_error(chosen, step) as held:
                     separate = self.method.separate_gradients
                     self._make_passes(chosen, closures, step, held, separate=separate)
+                    self._check_covered()
                     self._combine(step)
                     self._optimizer_step()
             self._finish(step)
@@ -419,8 +421,6 @@ class MultiTaskOptimizer:
                 self._check_reached(task, self._gradients.note(task))
             self._watch_new_layers(watched)
         self._share(tasks, step, before, held)
-        if self._watcher.norms_ran or step.joint:
-            self._check_covered()
 
     def _share(
         self,
@@ -436,7 +436,7 @@ class MultiTaskOptimizer:
             self._gradients.note_passes(held, tasks)
             self._ranks.passed()
             statistics = self._statistics.of_norms(tasks)
-            self._gradients.average(held, step, before, statistics, adds_up=adds_up)
+            self._gradients.average(step, before, statistics, adds_up=adds_up)
 
     def capture(
         self,
@@ -581,8 +581,6 @@ class MultiTaskOptimizer:
             accumulation.note_update()
         else:
             accumulation.mark()
-        if isinstance(self._ranks, Alone):
-            return {task: loss.detach() for task, loss in losses.items()}
         return self._returned(step.recent.losses, chosen)
 
     def trace(self, closure: Closure) -> Coverage:
@@ -643,7 +641,7 @@ class MultiTaskOptimizer:
                 lists = self._current_layout().lists
                 # No average: a user may ask on one rank alone, and a step has made them equal.
                 of_all = task_priorities(self._gradients, lists, averaged=True)
-                priorities = torch.split(of_all, channels_of(lists))
+                priorities = torch.split(of_all, lists.channels)
                 names = (layer.name for layer in lists.layers)
                 return dict(zip(names, priorities, strict=True))
             return {
@@ -734,9 +732,7 @@ class MultiTaskOptimizer:
                 raise ValueError(f"tasks must be among {list(self.tasks)}, got {task!r}")
         return chosen
 
-    def _new_step(
-        self, tasks: Sequence[str], counter: Tensor | None = None, *, joint: bool = True
-    ) -> Step:
+    def _new_step(self, tasks: Sequence[str], counter: Tensor | None = None) -> Step:
         if not self._notice_changes() and self._steps % _GRAPHS_EVERY == 0:
             self._passes.check_graphs()
         scale = None
@@ -745,7 +741,6 @@ class MultiTaskOptimizer:
         facts = Step if counter is None else GraphStep
         return facts(
             number=self._steps,
-            joint=joint,
             tasks=tuple(task for task in self.tasks if task in tasks),
             loss_scale=scale,
             counter=counter,

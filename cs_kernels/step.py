@@ -22,8 +22,6 @@ class Step:
     """The number of steps made before, in both phases."""
     tasks: tuple[str, ...] = ()
     """The tasks that take part, in the order of the rows of a Gramian."""
-    joint: bool = True
-    """Whether it is of Phase 2."""
     losses: dict[str, Tensor] = field(default_factory=dict)
     """The loss of each task, detached, a scalar; micro-batches added up."""
     weighted_losses: dict[str, Tensor] = field(default_factory=dict)

@@ -80,7 +80,7 @@ class Collectives(TorchDispatchMode):
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What the collectives of a block are for."""
+        """Assigns the collectives of a block to a purpose."""
         before, self._part = self._part, name
         try:
             yield

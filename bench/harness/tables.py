@@ -163,7 +163,7 @@ def gpu(cases: Cases) -> Iterator[str]:
 
 
 def ranks(cases: Cases) -> Iterator[str]:
-    """What a step on many ranks sends, and the memory of its gradients; in Markdown."""
+    """The bytes that a step on many ranks sends, and its gradients' memory, in Markdown."""
     c = cases[0]
     yield (
         f"ResNet-18, {c['tasks']} tasks, N = {c['numel'] / 1e6:.2f} M, float32; bytes that a rank"

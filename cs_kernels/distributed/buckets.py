@@ -43,13 +43,8 @@ class Slot(NamedTuple):
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
     """Its own strides, if dimension 0 is the outermost and no memory is skipped."""
-    kept = torch.preserve_format
-    for memory_format in (torch.channels_last, torch.channels_last_3d):
-        if parameter.dim() in (4, 5) and parameter.dim() == (
-            4 if memory_format is torch.channels_last else 5
-        ):
-            kept = memory_format if parameter.is_contiguous(memory_format=memory_format) else kept
-    if kept is torch.preserve_format:
+    kept = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.dim())
+    if kept is None or not parameter.is_contiguous(memory_format=kept):
         kept = torch.contiguous_format
     return torch.empty_like(parameter, device="meta", memory_format=kept).stride()
 

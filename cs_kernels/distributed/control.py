@@ -183,7 +183,7 @@ class Control:
                     raise kind(self._difference(name, rank, first, other[name]))
 
     def _difference(self, name: str, rank: int, first: Any, other: Any) -> str:
-        """Of long lists, only the first entries that differ."""
+        """What differs; in long lists, the first entries that do."""
         if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
             first, other = next(
                 pair for pair in zip(first, other, strict=True) if pair[0] != pair[1]

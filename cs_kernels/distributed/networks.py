@@ -1,12 +1,11 @@
 """Whether ranks hold the same parameters."""
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from cs_kernels.distributed.sharded import is_sharded, rows_of
+from cs_kernels.distributed.sharded import is_sharded, local_shard, rows_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -22,7 +21,7 @@ def digests(trunk: nn.Module, held: Sequence[nn.Parameter]) -> dict[str, int]:
         if is_sharded(values):
             first, last = rows_of(values)
             name = f"{name}[{first}:{last}]"
-            values = cast("Tensor", values._local_tensor)  # type: ignore[attr-defined]
+            values = local_shard(values)
         bits = _INTEGERS.get(values.itemsize)
         if bits is not None and not values.is_complex():
             sums[name] = values.view(bits).sum(dtype=torch.int64)

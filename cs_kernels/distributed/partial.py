@@ -44,6 +44,8 @@ class PartialGradients(TaskGradients):
         self.shown: Shown | None = None
         self._passed: tuple[str, ...] = ()
         """The tasks of the last passes."""
+        self._remaining: Sequence[nn.Parameter] = ()
+        """The parameters whose gradients nothing else reduces."""
         self.loss_dtypes: dict[str, torch.dtype] = {}
         """By task; mean losses are kept in float64."""
         self.options: Callable[[], list[object]] = list
@@ -89,29 +91,28 @@ class PartialGradients(TaskGradients):
     def weight_part(self, parameter: int) -> Tensor | None:
         """The elements of a weight on this rank, flat; None where every rank has all."""
 
-    @abstractmethod
-    def numel(self, parameter: int) -> int:
-        """The elements of a whole parameter."""
-
     def offsets(self, parameters: Sequence[int]) -> list[int]:
         """The index of each part's first element among those of all whole parameters."""
-        starts = accumulate((self.numel(i) for i in parameters), initial=0)
+        starts = accumulate((self.parameters[i].numel() for i in parameters), initial=0)
         return [start + self.span(i)[0] for i, start in zip(parameters, starts, strict=False)]
 
     def average(
         self,
-        held: Sequence[nn.Parameter],
         step: Step,
         before: Losses,
         statistics: Statistics,
         *,
         adds_up: bool = False,
     ) -> None:
-        """Averages what the ranks' passes have left: other gradients, losses and statistics."""
+        """Averages what the passes just noted have left: gradients, losses and statistics."""
         with torch.no_grad():
             if not adds_up:
-                self._average_others(self._others(held))
+                self._average_others()
             self._average_numbers(step, before, statistics)
+            self._settle(adds_up=adds_up)
+
+    def _settle(self, *, adds_up: bool) -> None:
+        """Ends what the passes have begun for the shared parameters."""
 
     @abstractmethod
     def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:
@@ -122,33 +123,33 @@ class PartialGradients(TaskGradients):
         assert self.shown is not None
         ranks_of = self.control.facts.ranks_of
         self._passed = tuple(tasks)
+        self._remaining = self._others(held)
         kind = len(self.parameters), *((task, *ranks_of[task]) for task in tasks)
-        self.shown.note_pattern(kind, self._pattern(held))
+        self.shown.note_pattern(kind, self._pattern())
 
     def holds_first(self) -> bool:
         """Whether this rank adds what all ranks have to sums over them."""
         return self.control.rank == 0
 
-    def _pattern(self, held: Sequence[nn.Parameter]) -> tuple[bool, ...]:
-        others = self._others(held)
-        for grad in (p.grad for p in others if p.grad is not None):
+    def _pattern(self) -> tuple[bool, ...]:
+        for grad in (p.grad for p in self._remaining if p.grad is not None):
             if grad.layout is not torch.strided:
                 raise ValueError(
                     "optimizer must hold parameters with dense gradients on several ranks, got a"
                     f" {grad.layout} one of shape {tuple(grad.shape)}"
                 )
-        return tuple(p.grad is not None for p in others)
+        return tuple(p.grad is not None for p in self._remaining)
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         for group in self._groups:
             dist.all_reduce(tensor, group=group)
         return tensor
 
-    def _average_others(self, others: Sequence[nn.Parameter]) -> None:
+    def _average_others(self) -> None:
         assert self.shown is not None
-        reached = self.shown.pattern()[: len(others)]
+        reached = self.shown.pattern()[: len(self._remaining)]
         kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-        for parameter, is_reached in zip(others, reached, strict=True):
+        for parameter, is_reached in zip(self._remaining, reached, strict=True):
             if is_reached:
                 kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         for parameters in kinds.values():
@@ -178,7 +179,7 @@ class PartialGradients(TaskGradients):
         if self.scales and step.loss_scale is not None:
             numbers[-2], numbers[-1] = step.loss_scale.to(numbers), 1
         alike = self._alike(statistics)
-        # Of a rank without weight, a statistic that is not finite must not count.
+        # A rank without weight may have a statistic that is not finite: it must not count.
         flat = [
             torch.cat([t.flatten() for t in tensors]).to(numbers) * weight
             if weight
@@ -210,21 +211,19 @@ class PartialGradients(TaskGradients):
         """
         assert self.shown is not None
         ranks_of, like = self.control.facts.ranks_of, self.like()
-        of_heads = {t: self.shown.of_heads(t, ranks_of[t], like) for t in self._passed}
+        of_heads: Statistics = {t: self.shown.of_heads(t, ranks_of[t], like) for t in self._passed}
         found: dict[tuple[str | None, bool, torch.dtype], list[Tensor]] = {}
-        for task, tensors in statistics.items():
-            for tensor in tensors:
-                found.setdefault((task, False, tensor.dtype), []).append(tensor)
-        for task in self._passed:
-            for tensor in of_heads[task]:
-                found.setdefault((task, True, tensor.dtype), []).append(tensor)
-        return [(found[kind], self._weight_of(kind[0], self._passed)) for kind in found]
+        for is_head, by_task in ((False, statistics), (True, of_heads)):
+            for task, tensors in by_task.items():
+                for tensor in tensors:
+                    found.setdefault((task, is_head, tensor.dtype), []).append(tensor)
+        return [(found[kind], self._weight_of(kind[0])) for kind in found]
 
-    def _weight_of(self, task: str | None, tasks: Sequence[str]) -> float:
+    def _weight_of(self, task: str | None) -> float:
         """The weight of this rank's statistics of a task, or of all tasks together."""
         if task is not None:
             return self.control.weight(task)
-        with_labels = {rank for t in tasks for rank in self.control.facts.ranks_of[t]}
+        with_labels = {rank for t in self._passed for rank in self.control.facts.ranks_of[t]}
         return 1 / len(with_labels) if self.control.rank in with_labels else 0.0
 
     def mean_over_ranks(self, tensor: Tensor) -> Tensor:

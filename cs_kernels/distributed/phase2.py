@@ -11,7 +11,6 @@ from cs_kernels.distributed.partial import PartialGradients
 from cs_kernels.distributed.pieces import Piece, pieces_of
 from cs_kernels.distributed.sharded import is_sharded, shards_of
 from cs_kernels.layout import LayerLists, epsilons, gammas, running_vars
-from cs_kernels.ops import out_channels
 from cs_kernels.step import Step
 
 
@@ -23,18 +22,13 @@ class _LayerPieces(NamedTuple):
     pieces: list[Piece]
 
 
-def channels_of(lists: LayerLists) -> list[int]:
-    """The number of output channels of every layer."""
-    return list(map(out_channels, lists.weights, lists.out_channel_dims, lists.groups))
-
-
 class Plan:
     """The pieces of layers on this rank; it depends on no values, so a step makes none anew."""
 
     def __init__(self, gradients: PartialGradients, lists: LayerLists) -> None:
         self.lists = lists
         self.version = gradients.version
-        self.channels = channels_of(lists)
+        self.channels = lists.channels
         spans = [gradients.span(i) for i in lists.weight_indices]
         kinds = zip(lists.weight_indices, lists.out_channel_dims, lists.groups, strict=True)
         arrays = [gradients.array(*kind) for kind in kinds]
@@ -102,7 +96,7 @@ def task_priorities(
     if not averaged:
         variances = gradients.mean_over_ranks(variances)
     priorities: Tensor = torch.ops.cs_kernels.energy_priority(
-        energies, scales, variances, epsilons(lists.layers), channels_of(lists)
+        energies, scales, variances, epsilons(lists.layers), lists.channels
     )
     return priorities
 

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from cs_kernels.distributed.buckets import Buckets, Overlap
 from cs_kernels.distributed.control import Control
-from cs_kernels.distributed.partial import PartialGradients, Statistics
+from cs_kernels.distributed.partial import PartialGradients
 from cs_kernels.distributed.pieces import ChannelArray
-from cs_kernels.step import Losses, Step
 
 _SUM = ""
 """The name of a round for the sum of the tasks' gradients; no task has it."""
@@ -249,23 +248,14 @@ class ReplicatedGradients(PartialGradients):
         shared = set(self.parameters)
         return [parameter for parameter in held if parameter not in shared]
 
-    def _pattern(self, held: Sequence[nn.Parameter]) -> tuple[bool, ...]:
-        pattern = super()._pattern(held)
+    def _pattern(self) -> tuple[bool, ...]:
+        pattern = super()._pattern()
         if self._separate:
             return pattern
         return pattern + tuple(i in self._had for i in range(len(self.parameters)))
 
-    def average(
-        self,
-        held: Sequence[nn.Parameter],
-        step: Step,
-        before: Losses,
-        statistics: Statistics,
-        *,
-        adds_up: bool = False,
-    ) -> None:
-        """As every kind; sums of all tasks become `.grad`."""
-        super().average(held, step, before, statistics, adds_up=adds_up)
+    def _settle(self, *, adds_up: bool) -> None:
+        """The parts become rows; sums of all tasks become `.grad`."""
         self._buckets.wait_all()
         if self._separate:
             self._set_reached(self._rows)
@@ -285,10 +275,6 @@ class ReplicatedGradients(PartialGradients):
         """An equal part of a bucket, wherever it is cut."""
         slot = self._buckets.slots[parameter]
         return slot.first, slot.last
-
-    def numel(self, parameter: int) -> int:
-        """The elements of a whole parameter."""
-        return self.parameters[parameter].numel()
 
     def array(self, parameter: int, out_channel_dim: int, groups: int) -> ChannelArray:
         """As the bucket has them."""

@@ -22,7 +22,7 @@ from cs_kernels.distributed.pieces import ChannelArray
 from cs_kernels.statistics import packed
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """The shard of a DTensor on this rank."""
     shard: Tensor = cast("Any", tensor)._local_tensor
     return shard
@@ -66,10 +66,11 @@ def mesh_of(parameters: Mapping[str, Tensor]) -> Any:
     return mesh
 
 
-def _fsdp_modules(modules: Iterable[nn.Module]) -> list[Any]:
-    """Those after `fully_shard`."""
+def _fsdp_modules(objects: Iterable[object]) -> list[Any]:
+    """The modules after `fully_shard` among them."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return [] if kind is None else [module for module in modules if isinstance(module, kind)]
+    # By `type`, as a proxy's `__class__` is that of its object, which may be gone.
+    return [] if kind is None else [found for found in objects if issubclass(type(found), kind)]
 
 
 def reshard(network: nn.Module) -> None:
@@ -97,8 +98,7 @@ def _end_passes(module: Any) -> None:
 
 def all_sharded_modules() -> list[nn.Module]:
     """All modules after `fully_shard` in this process; it is slow."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    return [] if kind is None else [m for m in gc.get_objects() if issubclass(type(m), kind)]
+    return _fsdp_modules(gc.get_objects())
 
 
 def sharded_parameters(modules: Iterable[nn.Module]) -> dict[Tensor, nn.Parameter]:
@@ -117,7 +117,7 @@ def rows_of(parameter: Tensor) -> tuple[int, int]:
     mesh = cast("Any", parameter).device_mesh
     rows = -(-parameter.shape[0] // mesh.size(-1))
     first = min(mesh.get_local_rank(mesh.ndim - 1) * rows, parameter.shape[0])
-    return first, first + _local(parameter).shape[0]
+    return first, first + local_shard(parameter).shape[0]
 
 
 class ShardedGradients(PartialGradients):
@@ -185,16 +185,8 @@ class ShardedGradients(PartialGradients):
             if parameter.grad is None:
                 unreached.append(i)
             else:
-                row[i], parameter.grad = _local(parameter.grad), None
-        n = self.tasks.index(task)
-        for i, before in enumerate(self.rows[n] if task in self.collected else ()):
-            grad = row[i]
-            if before is not None:
-                row[i] = before if grad is None else before.add_(grad)
-        self.rows[n] = row
-        self.collected.add(task)
-        self.reach.note(task, unreached)
-        return len(unreached) < len(self.parameters)
+                row[i], parameter.grad = local_shard(parameter.grad), None
+        return self._put(task, row, unreached)
 
     def note(self, task: str) -> bool:
         """Notes the gradients in `.grad` as a task's; returns whether there is any."""
@@ -209,7 +201,7 @@ class ShardedGradients(PartialGradients):
         for parameter in new:
             kinds.setdefault(parameter.dtype, []).append(parameter)
         for parameters in kinds.values():
-            copies = packed([_local(new[parameter]).contiguous() for parameter in parameters])
+            copies = packed([local_shard(new[parameter]).contiguous() for parameter in parameters])
             for parameter, own in zip(parameters, copies, strict=True):
                 cast("Any", new[parameter])._local_tensor = own
         self._kept = dict(grads)
@@ -231,10 +223,6 @@ class ShardedGradients(PartialGradients):
         row = prod(weight.shape[1:])
         return first * row, last * row
 
-    def numel(self, parameter: int) -> int:
-        """The elements of a whole parameter."""
-        return self.parameters[parameter].numel()
-
     def array(self, parameter: int, out_channel_dim: int, groups: int) -> ChannelArray:
         """`fully_shard` takes contiguous weights."""
         shape = self.parameters[parameter].shape
@@ -243,7 +231,7 @@ class ShardedGradients(PartialGradients):
 
     def weight_part(self, parameter: int) -> Tensor | None:
         """Whole rows."""
-        return _local(self.parameters[parameter].detach()).flatten()
+        return local_shard(self.parameters[parameter].detach()).flatten()
 
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:
         """The rows of the updates."""
@@ -251,11 +239,11 @@ class ShardedGradients(PartialGradients):
             update, like = self._updates[i], self.parameters[i]
             if update is None or (update.dtype, update.device) != (like.dtype, like.device):
                 self._updates[i] = torch.empty_like(like, requires_grad=False)
-        return [_local(update) for i in parameters if (update := self._updates[i]) is not None]
+        return [local_shard(update) for i in parameters if (update := self._updates[i]) is not None]
 
     def like(self) -> Tensor:
         """A plain tensor on the gradients' device."""
-        return _local(self.parameters[0].detach())
+        return local_shard(self.parameters[0].detach())
 
     def release_own(self) -> None:
         """Every task's own parameters get the plain sum."""
@@ -278,7 +266,7 @@ def shards_of(tensors: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
     found = []
     for tensor in tensors:
         if is_sharded(tensor):
-            found.append((rows_of(tensor)[0], _local(tensor.detach())))
+            found.append((rows_of(tensor)[0], local_shard(tensor.detach())))
         else:
             found.append((0, tensor.detach()))
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -98,8 +98,3 @@ class Wrappers:
     def group(self) -> dist.ProcessGroup | None:
         """The process group of the first one, if there is one."""
         return self._found[0].process_group if self._found else None
-
-    @property
-    def found(self) -> Sequence[nn.Module]:
-        """All of them."""
-        return self._found
