@@ -80,10 +80,17 @@ def phase2(
     gamma: int,
     variance: int,
     epsilon: Floats,
+    products: int,
     threads: int,
 ) -> None: ...
 def phase2_of_trunk(
-    operands: Operands, *, weights: Ints, factors: NormFactors, threads: int
+    operands: Operands,
+    *,
+    priorities: Ints,
+    weights: Ints,
+    factors: NormFactors,
+    products: int,
+    threads: int,
 ) -> None: ...
 def phase2_products(
     operands: Operands, *, priorities: Ints, products: int, threads: int

@@ -24,6 +24,7 @@ from cs_kernels.methods import (
 )
 from cs_kernels.ops import available_backends, use_backend
 from cs_kernels.optimizer import MultiTaskOptimizer
+from cs_kernels.report import Report
 from cs_kernels.schedules import Joint, Mixed, Schedule, Sequential, Switch
 from cs_kernels.step import Step
 from cs_kernels.weightings import (
@@ -57,6 +58,7 @@ __all__ = [
     "MultiTaskOptimizer",
     "NashMTL",
     "PCGrad",
+    "Report",
     "Schedule",
     "Sequential",
     "Step",

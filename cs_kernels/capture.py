@@ -23,6 +23,7 @@ from cs_kernels.checks import Closure, held_parameters
 from cs_kernels.distributed import Alone
 from cs_kernels.ops.gpu.device import captured_tables
 from cs_kernels.options import checked_integer
+from cs_kernels.report import Done
 from cs_kernels.schedules import Phase
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class _Graph:
     """The captured step of one phase."""
 
     replay: Callable[[], None]
+    done: Done
     losses: dict[str, Tensor]
     grads: list[tuple[nn.Parameter, Tensor | None]]
     values: list[object]
@@ -206,13 +208,15 @@ class CapturedStep:
         finally:
             opt._steps = number
         grads = [(parameter, parameter.grad) for parameter in held]
-        return _Graph(replay, losses, grads, *self._facts(phase))
+        assert opt._done is not None
+        return _Graph(replay, opt._done, losses, grads, *self._facts(phase))
 
     def _replayed(self, graph: _Graph) -> dict[str, Tensor]:
         opt = self._opt
         if self._counted != opt._steps:  # There were other steps.
             self._counter.fill_(opt._steps)
         graph.replay()
+        opt._done = graph.done._replace(number=opt._steps, epoch=opt._epoch)
         opt._steps += 1
         self._counted = opt._steps
         if any(parameter.grad is not grad for parameter, grad in graph.grads):

@@ -42,6 +42,7 @@ from cs_kernels.distributed import (
 from cs_kernels.distributed.networks import digests
 from cs_kernels.distributed.phase2 import task_priorities
 from cs_kernels.distributed.shown import Shown
+from cs_kernels.elapsed import Elapsed
 from cs_kernels.layout import (
     Coverage,
     Layout,
@@ -57,6 +58,7 @@ from cs_kernels.nn import check_tasks, task_norms
 from cs_kernels.ops.operands import Entries
 from cs_kernels.options import checked_integer
 from cs_kernels.passes import Backward, Passes, no_shared_parameter
+from cs_kernels.report import Done, Report
 from cs_kernels.schedules import Joint, Phase, Schedule
 from cs_kernels.statistics import RunningStatistics
 from cs_kernels.step import GraphStep, Losses, Step
@@ -206,6 +208,10 @@ class MultiTaskOptimizer:
         """The watcher's version for which `_trainable` was found."""
         self._epoch: int | None = None
         self._steps = 0
+        self._done: Done | None = None
+        """The last step."""
+        self._reported = False
+        """Whether a report has been asked for."""
         self._searched = False
         """Whether `backward` has looked for wrappers around its losses' network."""
 
@@ -394,7 +400,7 @@ class MultiTaskOptimizer:
                     self._check_covered()
                     self._combine(step)
                     self._optimizer_step()
-            self._finish(step)
+            self._finish(step, phase)
         return step.losses
 
     def _make_passes(
@@ -577,7 +583,7 @@ class MultiTaskOptimizer:
                 self._combine(step)
         accumulation.step = None if update else step
         if update:
-            self._finish(step)
+            self._finish(step, 2)
             accumulation.note_update()
         else:
             accumulation.mark()
@@ -659,6 +665,26 @@ class MultiTaskOptimizer:
                 for layer in self._current_layout().layers
             }
 
+    def report(self) -> Report:
+        """What the last step did: losses, task weights, cosines, channel groups, conflicts.
+
+        It is made from numbers that the step has kept anyway, without a host synchronization;
+        `report.scalars()` and `print(report)` wait for the device, once.
+
+            for name, value in opt.report().scalars().items():
+                writer.add_scalar(name, value, step)
+
+        On many ranks it is the same on all, but for the time.
+
+        Raises:
+            RuntimeError: No step has been made yet, or none since `load_state_dict`.
+
+        """
+        if self._done is None:
+            raise RuntimeError("a report is of the last step: call step or backward first")
+        self._reported = True
+        return Report.of(self._done, self.method, self.weighting)
+
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs beside those of the network and the torch optimizer.
 
@@ -695,6 +721,7 @@ class MultiTaskOptimizer:
         if self._accumulation.step is not None:
             self._clear(held_parameters(self._optimizers))
         self._accumulation.clear()
+        self._done = None
         self._ranks.recheck_networks()
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
@@ -770,7 +797,8 @@ class MultiTaskOptimizer:
         self._of_norms = [p for norm in self._norms for p in norm.parameters()]
         self._not_held = [p for p in self._of_norms if p not in held]
 
-    def _finish(self, step: Step) -> None:
+    def _finish(self, step: Step, phase: Phase) -> None:
+        self._done = Done(step, self._steps, self._epoch, phase)
         self._steps += 1
         self.weighting.observe(step)
         if self._seen != self._watcher.version:
@@ -796,7 +824,9 @@ class MultiTaskOptimizer:
         """Writes the update into `.grad`."""
         if not self.method.separate_gradients:  # The tasks' gradients have added up.
             self._check_reached(step.tasks[0], any(p.grad is not None for p in self._shared))
-        with record_function("cs_kernels.surgery"), torch.no_grad():
+        eager = step.counter is None
+        elapsed = Elapsed(self._shared[0].device, wanted=self._reported and eager)
+        with record_function("cs_kernels.surgery"), torch.no_grad(), elapsed:
             self._gradients.release_own()
             first = self._gradients.first()
             try:
@@ -811,6 +841,7 @@ class MultiTaskOptimizer:
                     f"method must assign the updates, got none in .grad by {self.method!r}.combine:"
                     " call gradients.assign(parameters) in it"
                 )
+        step.elapsed = elapsed if eager else None
 
     def _check_reached(self, task: str, reached: bool) -> None:
         """Raises for a loss that reaches nothing of the trunk, unless the trunk is frozen."""

@@ -5,6 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
+from cs_kernels.elapsed import Elapsed
+from cs_kernels.layout import LayerLists
+
 
 @dataclass
 class Losses:
@@ -12,6 +15,29 @@ class Losses:
 
     losses: dict[str, Tensor] = field(default_factory=dict)
     weighted_losses: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Surgery:
+    """The numbers from which a method made its update; tensors on the gradients' device.
+
+    They are kept for `MultiTaskOptimizer.report`, which says what they mean.
+    """
+
+    rows: tuple[str, ...] = ()
+    """The tasks, in the order of the rows."""
+    layers: tuple[str, ...] = ()
+    """The modules of per-layer Gramians, with groups="layer"."""
+    gramian: Tensor | None = None
+    """Float64 [K, K] or [layers, K, K], without the loss scale."""
+    task_weights: Tensor | None = None
+    """[K] or [layers, K]."""
+    prioritized: LayerLists | None = None
+    """The layers of the priorities and the products."""
+    priorities: Tensor | None = None
+    """int64 [O] of one layer after the other."""
+    products: Tensor | None = None
+    """Float64 [layers, K, K], d_ij of the channel groups, with the square of the loss scale."""
 
 
 @dataclass
@@ -32,6 +58,10 @@ class Step:
     """The factor of the weighted losses in their backward passes, if there is one."""
     counter: Tensor | None = None
     """In a CUDA graph in place of the number: int64 [1] in device memory."""
+    surgery: Surgery = field(default_factory=Surgery)
+    """What the method did, for a report; methods fill it in."""
+    elapsed: Elapsed | None = None
+    """The time of the surgery; None in a CUDA graph."""
     recent: Losses = field(default_factory=Losses)
     """The losses since the last `begin_passes`."""
 

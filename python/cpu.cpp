@@ -43,30 +43,36 @@ void channel_energies(DataType type, const ChannelLayout& layout, Address weight
   cpu::channel_energies(type, layout, weight, energy, threads);
 }
 
-// The tensors of Phase 2; the first ones have a priority.
+// The tensors of Phase 2; the first ones have a priority, and products [layers, tasks, tasks] where
+// these are not null.
 std::vector<Phase2Tensor> phase2_tensors(const Operands& operands,
-                                         const std::vector<Address>& priorities) {
+                                         const std::vector<Address>& priorities,
+                                         Address products) {
+  auto* const d = static_cast<double*>(products);
   std::vector<Phase2Tensor> tensors(operands.types.size());
   if (priorities.size() > tensors.size())
     check_length("priorities", priorities.size(), tensors.size());
   for (std::size_t t = 0; t < tensors.size(); ++t) {
     tensors[t] = {operands.type(t), operands.layouts[t], &operands.gradients[t * operands.tasks],
                   operands.outputs[t]};
-    if (t < priorities.size())
+    if (t < priorities.size()) {
       tensors[t].priority = priorities[t];
+      if (d != nullptr)
+        tensors[t].products = d + t * operands.tasks * operands.tasks;
+    }
   }
   return tensors;
 }
 
 // gamma and variance hold [tasks, channels] of one layer after the other, epsilon is [layers,
-// tasks]. Without weights the priority is given.
+// tasks]. Without weights the priority is given. products: [layers, tasks, tasks], or null.
 void phase2(const Operands& operands, const std::vector<Address>& priorities,
             const std::vector<Address>& weights, Address gamma, Address variance,
-            const std::vector<double>& epsilon, int threads) {
+            const std::vector<double>& epsilon, Address products, int threads) {
   if (!weights.empty())
     check_length("weights", weights.size(), priorities.size());
   check_length("epsilon", epsilon.size(), weights.size() * operands.tasks);
-  std::vector<Phase2Tensor> tensors = phase2_tensors(operands, priorities);
+  std::vector<Phase2Tensor> tensors = phase2_tensors(operands, priorities, products);
   std::int64_t first = 0; // entry of gamma and variance
   for (std::size_t t = 0; t < weights.size(); ++t) {
     tensors[t].weight = weights[t];
@@ -90,37 +96,29 @@ void append(std::vector<double>& numbers, int type, const void* data, std::int64
                                 std::to_string(type));
 }
 
-// The same for a trunk whose first tensors have these weights and normalizations; its priorities
-// are not kept.
-void phase2_of_trunk(const Operands& operands, const std::vector<Address>& weights,
-                     const NormFactors& factors, int threads) {
+// The same for a trunk whose first tensors have these weights and normalizations.
+void phase2_of_trunk(const Operands& operands, const std::vector<Address>& priorities,
+                     const std::vector<Address>& weights, const NormFactors& factors,
+                     Address products, int threads) {
   check_length("factors", factors.gamma.size(), weights.size() * operands.tasks);
   std::vector<double> gamma;
   std::vector<double> variance;
-  std::vector<std::int64_t> first{0};
   for (std::size_t t = 0; t < weights.size(); ++t) {
     const std::int64_t rows = operands.layouts.at(t).rows();
     for (std::size_t i = t * operands.tasks; i < (t + 1) * operands.tasks; ++i) {
       append(gamma, factors.gamma_type, factors.gamma[i], rows);
       append(variance, factors.variance_type, factors.variance[i], rows);
     }
-    first.push_back(first.back() + rows);
   }
-  std::vector<std::int64_t> priority(first.back());
-  std::vector<Address> priorities(weights.size());
-  for (std::size_t t = 0; t < weights.size(); ++t)
-    priorities[t] = Address(priority.data() + first[t]);
   phase2(operands, priorities, weights, Address(gamma.data()), Address(variance.data()),
-         factors.epsilon, threads);
+         factors.epsilon, products, threads);
 }
 
 // products: [layers, tasks, tasks].
 template <void (*stage)(const Phase2Arguments&, int)>
 void phase2_stage(const Operands& operands, const std::vector<Address>& priorities,
                   Address products, int threads) {
-  std::vector<Phase2Tensor> tensors = phase2_tensors(operands, priorities);
-  for (std::size_t t = 0; t < priorities.size(); ++t)
-    tensors[t].products = static_cast<double*>(products) + t * operands.tasks * operands.tasks;
+  const std::vector<Phase2Tensor> tensors = phase2_tensors(operands, priorities, products);
   stage({operands.tasks, operands.count(), tensors.data()}, threads);
 }
 
@@ -182,8 +180,9 @@ void define_cpu(py::module_& module) {
   };
   define_parallel("channel_energies", &channel_energies, "type", "layout", "weight", "energy");
   define_parallel("phase2", &phase2, "operands", "priorities", "weights", "gamma", "variance",
-                  "epsilon");
-  define_parallel("phase2_of_trunk", &phase2_of_trunk, "operands", "weights", "factors");
+                  "epsilon", "products");
+  define_parallel("phase2_of_trunk", &phase2_of_trunk, "operands", "priorities", "weights",
+                  "factors", "products");
   define_parallel("phase2_products", &phase2_stage<cpu::phase2_products>, "operands", "priorities",
                   "products");
   define_parallel("phase2_apply", &phase2_stage<cpu::phase2_apply>, "operands", "priorities",

@@ -143,7 +143,7 @@ def both_phases() -> cs.Schedule:
 def trained(
     rank: int, size: int, kind: str, method: str, nbytes: int = 700
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], list[int]]:
-    """Parameters and losses of six steps, and the phases."""
+    """Parameters, losses and reports of six steps, and the phases."""
     buckets.BUCKET_BYTES = nbytes
     network = Network(kind, rank, size)
     opt = network.start(METHODS[method](), both_phases())
@@ -152,6 +152,9 @@ def trained(
     for step in range(6):
         phases.append(opt.phase)
         losses.append(opt.step(partial(network.loss, step)))
+        report = opt.report()
+        numbers = report.gramian, report.products, report.removed
+        losses[-1] |= {str(n): number for n, number in enumerate(numbers) if number is not None}
     return network.state(), losses, phases
 
 

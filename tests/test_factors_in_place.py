@@ -81,7 +81,7 @@ BACKENDS = ["cpu", "cuda"] if EMULATION else ["cpu"]
 def _update_after(
     change: Callable[[Setup], None], monkeypatch: pytest.MonkeyPatch, direct: Callable[..., Any]
 ) -> list[Tensor]:
-    """The gradients of the shared parameters after a step, a change, and other gradients."""
+    """The updates after a step, a change and other gradients; the priorities and products."""
     monkeypatch.setattr(connection_strength, "direct", direct)
     setup = Setup(optimizer=torch.optim.SGD)
     opt = setup.start()
@@ -94,8 +94,13 @@ def _update_after(
             for parameter in opt._shared:
                 parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
             opt._gradients.collect(task)
-        opt._combine(cs.Step(tasks=tuple(setup.tasks)))
-    return [p.grad for p in opt._shared if p.grad is not None]
+        step = cs.Step(tasks=tuple(setup.tasks))
+        opt._combine(step)
+    kept = step.surgery
+    assert kept.priorities is not None
+    assert kept.products is not None
+    updates = [p.grad for p in opt._shared if p.grad is not None]
+    return [*updates, kept.priorities, kept.products]
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
@@ -105,13 +110,14 @@ def test_the_update_is_the_operators(
 ) -> None:
     done: list[bool] = []
 
-    def watched(name: str, device: torch.device) -> Callable[..., bool]:
+    def watched(name: str, device: torch.device) -> Callable[..., Tensor | None]:
         function = backends.direct(name, device)
         assert function is not None
 
-        def call(*arguments: Any) -> bool:
-            done.append(function(*arguments))
-            return done[-1]
+        def call(*arguments: Any) -> Tensor | None:
+            priorities: Tensor | None = function(*arguments)
+            done.append(priorities is not None)
+            return priorities
 
         return call
 

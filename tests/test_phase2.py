@@ -271,7 +271,8 @@ def test_two_stages(backend: str, dtype: torch.dtype, tasks: int) -> None:
     arguments["grads"] += list(plain)
     arguments["grads"][1] = arguments["grads"][2 * tasks] = None
     arguments["grads"][4 * tasks : 5 * tasks] = [None] * tasks
-    fused = torch.ops.cs_kernels.phase2_update_(*arguments.values())
+    written = torch.empty(len(layers), tasks, tasks, dtype=torch.float64)
+    fused = torch.ops.cs_kernels.phase2_update_(*arguments.values(), products=written)
     channels = [layer.kind.channels for layer in layers]
     dims, groups = arguments["out_channel_dims"], arguments["groups"]
     energies = torch.ops.cs_kernels.channel_energies(arguments["weights"], dims, groups)
@@ -283,6 +284,7 @@ def test_two_stages(backend: str, dtype: torch.dtype, tasks: int) -> None:
     split = priorities.split(channels)
     grads = arguments["grads"]
     products = torch.ops.cs_kernels.phase2_products_(updates, grads, split, dims, groups, tasks)
+    torch.testing.assert_close(written, products, rtol=1e-6, atol=1e-6)
     for layer, d in enumerate(products):
         present = [
             torch.zeros_like(updates[layer]) if g is None else g

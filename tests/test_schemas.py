@@ -41,5 +41,8 @@ def test_schemas_and_fakes() -> None:
         if name in counted:
             with_counter = (*call, torch.tensor([4]))
             torch.library.opcheck(operator.default, with_counter, test_utils=tests)
+    with_products = (*calls["phase2_update_"], torch.empty(len(layers), 3, 3).double())
+    phase2_update = torch.ops.cs_kernels.phase2_update_.default
+    torch.library.opcheck(phase2_update, with_products, test_utils=tests)
     with_offsets = (*calls["drop_signs_"], None, [2**32 - 5, 0])
     torch.library.opcheck(torch.ops.cs_kernels.drop_signs_.default, with_offsets, test_utils=tests)

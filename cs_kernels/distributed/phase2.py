@@ -127,8 +127,14 @@ def _gathered(
 
 def phase2_of_parts(
     gradients: PartialGradients, lists: LayerLists, parameters: Sequence[int], step: Step
-) -> None:
-    """Writes this rank's parts of the updates of some parameters, those of the layers first."""
+) -> tuple[Tensor, Tensor]:
+    """Writes this rank's parts of the updates of some parameters, those of the layers first.
+
+    Returns:
+        The priorities, int64 [O] of one layer after the other, and the products of all ranks,
+        float64 [layers, K, K].
+
+    """
     tasks = len(gradients.rows)
     priorities = task_priorities(gradients, lists, averaged=len(step.tasks) == tasks)
     grads, updates = gradients.of(parameters), gradients.updates(parameters)
@@ -160,3 +166,4 @@ def phase2_of_parts(
     products = gradients.sum_over_ranks(products[plan.pieces_of].sum(1))
     if of_pieces:
         torch.ops.cs_kernels.phase2_apply_(*operands, products[plan.layer_of], *layouts)
+    return priorities, products

@@ -1,14 +1,17 @@
 """Phase 2 of connection-strength-based optimization."""
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from cs_kernels.distributed.partial import PartialGradients
 from cs_kernels.distributed.phase2 import phase2_of_parts
 from cs_kernels.gradients import TaskGradients
-from cs_kernels.layout import Layout, epsilons, gammas, running_vars
+from cs_kernels.layout import LayerLists, Layout, epsilons, gammas, running_vars
 from cs_kernels.methods.method import Method
 from cs_kernels.ops.backends import direct
-from cs_kernels.step import Step
+from cs_kernels.step import Step, Surgery
 
 
 class ConnectionStrength(Method):
@@ -31,15 +34,29 @@ class ConnectionStrength(Method):
         # The prioritized ones first.
         order = list(dict.fromkeys(lists.weight_indices) | reached)
         if isinstance(gradients, PartialGradients):
-            phase2_of_parts(gradients, lists, order, step)
-            gradients.assign(order)
-            return
+            priorities, products = phase2_of_parts(gradients, lists, order, step)
+        else:
+            priorities, products = self._update(gradients, lists, order)
+        gradients.assign(order)
+        step.surgery = Surgery(
+            gradients.tasks, prioritized=lists, priorities=priorities, products=products
+        )
+
+    @staticmethod
+    def _update(
+        gradients: TaskGradients, lists: LayerLists, order: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Writes the updates; returns priorities and products."""
         updates, grads = gradients.updates(order), gradients.of(order)
         tasks = len(gradients.rows)
+        products = updates[0].new_empty((len(lists.layers), tasks, tasks), dtype=torch.float64)
         of_trunk = direct("phase2_of_trunk_", updates[0].device)
-        if of_trunk is None or not of_trunk(updates, grads, *lists[2:], tasks):
+        priorities: Tensor | None = None
+        if of_trunk is not None:
+            priorities = of_trunk(updates, grads, *lists[2:], tasks, products)
+        if priorities is None:
             none = [updates[0].new_empty(0)]
-            torch.ops.cs_kernels.phase2_update_(
+            priorities = torch.ops.cs_kernels.phase2_update_(
                 updates,
                 grads,
                 lists.weights,
@@ -49,5 +66,6 @@ class ConnectionStrength(Method):
                 lists.out_channel_dims,
                 lists.groups,
                 tasks,
+                products,
             )
-        gradients.assign(order)
+        return priorities, products

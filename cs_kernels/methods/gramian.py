@@ -12,7 +12,7 @@ from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import Layout
 from cs_kernels.methods.method import Method
 from cs_kernels.ops.operands import MOST_TASKS
-from cs_kernels.step import Step
+from cs_kernels.step import Step, Surgery
 
 Groups = Literal["all", "layer"]
 
@@ -92,6 +92,12 @@ class GramianMethod(Method):
         weights = self.weights(gramian if per_layer else gramian[0], step)
         if not isinstance(weights, Tensor):
             raise TypeError(f"method must give weights as a tensor, got {weights!r} by {self!r}")
+        step.surgery = Surgery(
+            step.tasks,
+            step.layers if per_layer else (),
+            gramian=gramian if per_layer else gramian[0],
+            task_weights=weights,
+        )
         torch.ops.cs_kernels.combine_(
             gradients.updates(parameters),
             grads,

@@ -73,8 +73,8 @@ def _(*_: object) -> None:
 
 @_operator(
     "phase2_update_(Tensor(a!)[] updates, Tensor?[] grads, Tensor[] weights, Tensor gamma,"
-    " Tensor running_var, float[] eps, int[] out_channel_dims, int[] groups, int tasks)"
-    " -> Tensor"
+    " Tensor running_var, float[] eps, int[] out_channel_dims, int[] groups, int tasks,"
+    " Tensor(b!)? products=None) -> Tensor"
 )
 def _(
     updates: Tensors,
@@ -86,10 +86,12 @@ def _(
     dims: Ints,
     groups: Ints,
     tasks: int,
+    products: Tensor | None = None,
 ) -> Tensor:
     """`connection_strength`, `task_priority` and `project_conflicts_` of a whole trunk in one call.
 
-    Returns the priorities, int64 [O] of one layer after the other.
+    Returns the priorities, int64 [O] of one layer after the other. Given `products`, float64
+    [layers, K, K], it writes d_ij of the channel groups there.
     """
     return gamma.new_empty((sum(map(out_channels, weights, dims, groups)),), dtype=torch.int64)
 

@@ -29,7 +29,13 @@ def _in_double(tensor: Tensor) -> Tensor:
 class CpuOperators(Phase2Operators, CombineOperators):
     """Every kernel runs on as many threads as torch does."""
 
-    def run_phase2(self, operands: Operands, priorities: Ints, factors: Factors | None) -> None:
+    def run_phase2(
+        self,
+        operands: Operands,
+        priorities: Ints,
+        factors: Factors | None,
+        products: Tensor | None = None,
+    ) -> None:
         """One call for all tensors."""
         weights, gamma, variance, eps = factors or Factors([], torch.empty(0), torch.empty(0), [])
         gamma, variance = _in_double(gamma), _in_double(variance)
@@ -40,17 +46,27 @@ class CpuOperators(Phase2Operators, CombineOperators):
             gamma=gamma.data_ptr(),
             variance=variance.data_ptr(),
             epsilon=list(eps),
+            products=address_of(products),
             threads=torch.get_num_threads(),
         )
 
-    def run_trunk(self, operands: Operands, weights: Tensors, factors: _C.NormFactors) -> bool:
+    def run_trunk(
+        self,
+        operands: Operands,
+        priorities: Ints,
+        weights: Tensors,
+        factors: _C.NormFactors,
+        products: Tensor,
+    ) -> bool:
         """One call for all tensors."""
         if not {factors.gamma_type, factors.variance_type} <= _IN_PLACE:
             return False
         _C.phase2_of_trunk(
             operands.native,
+            priorities=priorities,
             weights=[weight.data_ptr() for weight in weights],
             factors=factors,
+            products=products.data_ptr(),
             threads=torch.get_num_threads(),
         )
         return True

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops import operands
-from cs_kernels.ops.aliases import Tensors
+from cs_kernels.ops.aliases import Ints, Tensors
 from cs_kernels.ops.compiled.phase2 import Factors
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.combine import GradientCallField, GradientField
@@ -116,7 +116,14 @@ class CudaOperators(GpuOperators):
             **_addresses(launch.plan, launch),
         )
 
-    def run_trunk(self, operands: Operands, weights: Tensors, factors: "NormFactors") -> bool:
+    def run_trunk(
+        self,
+        operands: Operands,
+        priorities: Ints,
+        weights: Tensors,
+        factors: "NormFactors",
+        products: Tensor,
+    ) -> bool:
         """One launch puts the factors together, and then one for each dtype."""
         device, sizes = operands.outputs[0].device, factors.sizes
         gamma, variance = (
@@ -126,8 +133,8 @@ class CudaOperators(GpuOperators):
         table = host_buffer(6 * len(sizes), device)
         factors.write_copies(table.data_ptr(), gamma.data_ptr(), variance.data_ptr())
         self._copy(send(table, device))
-        _priorities, addresses = operands.new_priorities(sizes[:: operands.tasks])
-        self.run_phase2(operands, addresses, Factors(weights, gamma, variance, factors.epsilon))
+        read = Factors(weights, gamma, variance, factors.epsilon)
+        self.run_phase2(operands, priorities, read, products)
         return True
 
     def launch_energies(

@@ -376,8 +376,11 @@ class Operands:
             raise ValueError(f"eps must have {self.tasks * len(weights)} entries, got {len(eps)}")
         return channels
 
-    def check_products(self, products: Tensor, layers: int) -> None:
-        """Raises a ValueError for other products than float64 [layers, K, K] on this device."""
+    def check_products(self, products: Tensor, layers: int, *, written: bool = False) -> None:
+        """Raises a ValueError for other products than float64 [layers, K, K] on this device.
+
+        Those that are written must be contiguous too.
+        """
         shape = (layers, self.tasks, self.tasks)
         self.check_device(products, "products")
         if products.dtype is not torch.float64 or products.shape != shape:
@@ -385,6 +388,8 @@ class Operands:
                 f"products must be float64 of shape {shape},"
                 f" got {products.dtype} of shape {tuple(products.shape)}"
             )
+        if written and not products.is_contiguous():
+            raise ValueError(f"products must be contiguous, got strides {products.stride()}")
 
     def factors(
         self, parameters: Dictionaries, buffers: Dictionaries, norms: Sequence[object]

@@ -396,6 +396,9 @@ private:
 };
 
 void run(const Phase2Arguments& arguments, Stages stages, int threads) {
+  for (std::int64_t t = 0; t < arguments.count && stages != Stages::kApply; ++t)
+    if (double* products = arguments.tensors[t].products)
+      std::fill(products, products + std::ptrdiff_t{arguments.tasks} * arguments.tasks, 0.0);
   Step step(arguments, stages);
   run_parallel(useful_threads(threads, step.elements()), [&step] { step.run(); });
 }
@@ -407,9 +410,6 @@ void phase2(const Phase2Arguments& arguments, int threads) {
 }
 
 void phase2_products(const Phase2Arguments& arguments, int threads) {
-  for (std::int64_t t = 0; t < arguments.count; ++t)
-    if (double* products = arguments.tensors[t].products)
-      std::fill(products, products + std::ptrdiff_t{arguments.tasks} * arguments.tasks, 0.0);
   run(arguments, Stages::kProducts, threads);
 }
 

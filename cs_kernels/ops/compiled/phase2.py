@@ -37,12 +37,25 @@ class Phase2Operators(ABC):
     """Phase 2, connection strength and priority."""
 
     @abstractmethod
-    def run_phase2(self, operands: Operands, priorities: Ints, factors: Factors | None) -> None:
-        """Writes the outputs; with factors, the priorities at these addresses first."""
+    def run_phase2(
+        self,
+        operands: Operands,
+        priorities: Ints,
+        factors: Factors | None,
+        products: Tensor | None = None,
+    ) -> None:
+        """Writes the outputs, and the products; with factors, the priorities there first."""
 
-    def run_trunk(self, operands: Operands, weights: Tensors, factors: "NormFactors") -> bool:
-        """Writes the outputs, if it can."""
-        del operands, weights, factors
+    def run_trunk(
+        self,
+        operands: Operands,
+        priorities: Ints,
+        weights: Tensors,
+        factors: "NormFactors",
+        products: Tensor,
+    ) -> bool:
+        """Writes the outputs, priorities and products, if it can."""
+        del operands, priorities, weights, factors, products
         return False
 
     @abstractmethod
@@ -93,14 +106,17 @@ class Phase2Operators(ABC):
         dims: Ints,
         groups: Ints,
         tasks: int,
+        products: Tensor | None = None,
     ) -> Tensor:
         """Reads N weights and K * N gradients once and writes N; conflicts again in cache."""
         operands = Operands(updates, grads, tasks, dims, groups)
         weights = operands.weights(weights)
         channels = operands.check_statistics(weights, gamma, running_var, eps)
+        if products is not None:
+            operands.check_products(products, len(weights), written=True)
         priorities, addresses = operands.new_priorities(channels)
         factors = Factors(weights, gamma.contiguous(), running_var.contiguous(), eps)
-        self.run_phase2(operands, addresses, factors)
+        self.run_phase2(operands, addresses, factors, products)
         operands.finish()
         return priorities
 
@@ -115,19 +131,24 @@ class Phase2Operators(ABC):
         buffers: Dictionaries,
         norms: Sequence[object],
         tasks: int,
-    ) -> bool:
+        products: Tensor,
+    ) -> Tensor | None:
         """`phase2_update_` with gamma, running variance and eps read from their normalizations.
 
         Thousands of small tensors need not be put together first. There is a normalization for
-        each layer and task. Returns whether it could be done in this way.
+        each layer and task. Returns the priorities, or None if it cannot be done in this way.
         """
         operands = Operands(updates, grads, tasks, dims, groups)
         weights = operands.weights(weights)
         factors = operands.factors(parameters, buffers, norms)
-        if not factors.fit or not self.run_trunk(operands, weights, factors):
-            return False
+        if not factors.fit:
+            return None
+        operands.check_products(products, len(weights), written=True)
+        priorities, addresses = operands.new_priorities(factors.sizes[::tasks])
+        if not self.run_trunk(operands, addresses, weights, factors, products):
+            return None
         operands.finish()
-        return True
+        return priorities
 
     def phase2_products_(
         self,

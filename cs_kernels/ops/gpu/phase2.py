@@ -200,9 +200,17 @@ class GpuPhase2(Phase2Operators):
                     )
                 )
 
-    def run_phase2(self, operands: Operands, priorities: Ints, factors: Factors | None) -> None:
+    def run_phase2(
+        self,
+        operands: Operands,
+        priorities: Ints,
+        factors: Factors | None,
+        products: Tensor | None = None,
+    ) -> None:
         """One launch for each dtype."""
-        self._run(operands, priorities, factors)
+        if products is not None and 0 in operands.native.sizes[: len(priorities)]:
+            products.zero_()  # Kernels skip a layer without elements.
+        self._run(operands, priorities, factors, products=products)
 
     def run_products(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
         """The SUM items alone."""

@@ -131,14 +131,20 @@ def project_conflicts_(
     out_channel_dims: Ints,
     groups: Ints,
     tasks: int,
+    written: Tensor | None = None,
 ) -> None:
-    """Phase 2 of Algorithm 1 with the channel groups given, for each tensor on its own."""
+    """Phase 2 of Algorithm 1 with the channel groups given, for each tensor on its own.
+
+    Given `written`, float64 [layers, K, K], it gets the products of the channel groups.
+    """
     for t, update in enumerate(updates):
         total = _present(grads, t, tasks, update)
         if t < len(priorities):
             layout = out_channel_dims[t], groups[t]
             rows = torch.stack([channel_rows(grad, *layout) for grad in total])
             products = _products(rows, priorities[t])
+            if written is not None:
+                written[t] = products
             projected = _project(rows.sum(0), rows, priorities[t], products)
             update.copy_(_from_channel_rows(projected, update, *layout))
         else:
@@ -195,6 +201,7 @@ def phase2_update_(
     out_channel_dims: Ints,
     groups: Ints,
     tasks: int,
+    products: Tensor | None = None,
 ) -> Tensor:
     """Priorities from the weights, then Phase 2."""
     layers = len(weights)
@@ -204,7 +211,6 @@ def phase2_update_(
     if layers:
         energies = channel_energies(weights, dims, of_layers)
         priorities = energy_priority(energies, gamma, running_var, eps, channels)
-    project_conflicts_(
-        updates, grads, torch.split(priorities, channels), out_channel_dims, groups, tasks
-    )
+    channel_groups = torch.split(priorities, channels)
+    project_conflicts_(updates, grads, channel_groups, out_channel_dims, groups, tasks, products)
     return priorities

@@ -45,7 +45,7 @@ struct Phase2Tensor {
   const double* gamma = nullptr;
   const double* variance = nullptr;
   const double* epsilon = nullptr;
-  double* products = nullptr; // [tasks, tasks], d_ij of channel group i; null in the fused update
+  double* products = nullptr; // [tasks, tasks], d_ij of channel group i; null: not wanted
 };
 
 struct Phase2Arguments {

@@ -1,0 +1,40 @@
+"""The time of a part of a step."""
+
+import time
+
+import torch
+
+
+class Elapsed:
+    """The time of a block of code, on a device. On a GPU only if it is wanted: by two events."""
+
+    def __init__(self, device: torch.device, *, wanted: bool) -> None:
+        self._marks: list[float | torch.cuda.Event] = []
+        self._on_gpu = device.type == "cuda"
+        self._wanted = wanted or not self._on_gpu
+
+    def _mark(self) -> None:
+        if not self._wanted:
+            return
+        if not self._on_gpu:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        self._marks.append(event)
+
+    def __enter__(self) -> None:
+        self._mark()
+
+    def __exit__(self, *_: object) -> None:
+        self._mark()
+
+    def milliseconds(self) -> float | None:
+        """The time; None if it is not known. It waits for a GPU."""
+        match self._marks:
+            case [float() as start, float() as end]:
+                return 1e3 * (end - start)
+            case [torch.cuda.Event() as start, torch.cuda.Event() as end]:
+                end.synchronize()
+                return float(start.elapsed_time(end))
+        return None

@@ -1,0 +1,290 @@
+"""`MultiTaskOptimizer.report`: its numbers against a plain loop's, and what asking for it costs."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from layers import Kind
+from loops import CASES, Loop
+from networks import TASKS, Setup, assert_equal, gradient_rows, started, started_problem
+from plain import rows
+from recorder import Recorder
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import cs_kernels as cs
+from cs_kernels import capture
+
+SCALER = {"init_scale": 2.0**10}
+
+
+def _shared(setup: Setup) -> dict[str, nn.Parameter]:
+    own = {id(p) for norm in cs.nn.task_norms(setup.trunk) for p in norm.parameters()}
+    return {name: p for name, p in setup.trunk.named_parameters() if id(p) not in own}
+
+
+def _gradients(setup: Setup, batch: int) -> list[list[Tensor]]:
+    """Each task's gradients of the shared parameters; the running statistics move on."""
+    found = []
+    for task in TASKS:
+        with cs.nn.active_task(setup.trunk, task):
+            loss = setup.closure(batch)(task)
+        found.append(list(torch.autograd.grad(loss, list(_shared(setup).values()))))
+    return found
+
+
+def _flat(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+@pytest.mark.parametrize("method", [cs.CAGrad(), cs.PCGrad(seed=3)], ids=repr)
+def test_gramian_methods(method: cs.Method, scaled: bool) -> None:
+    """Norms, cosines and task weights give the update that is in `.grad`."""
+    setup = Setup(optimizer=torch.optim.SGD, lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", **SCALER) if scaled else None
+    opt = setup.start(method, scaler=scaler)
+    opt.start_epoch(3)
+    losses = opt.step(setup.closure(0))
+    report = opt.report()
+    assert (report.step, report.epoch, report.phase, report.method) == (0, 3, 2, repr(method))
+    assert (report.tasks, report.rows, report.layers) == (tuple(TASKS), tuple(TASKS), ())
+    assert_equal(dict(report.losses), losses)
+    matrix = torch.stack([_flat(of_task) for of_task in _gradients(setup, 0)])
+    torch.testing.assert_close(report.gramian, matrix @ matrix.T)
+    torch.testing.assert_close(report.gradient_norms, matrix.norm(dim=1))
+    unit = matrix / matrix.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(report.cosines, unit @ unit.T)
+    assert_equal(report.conflicts, matrix @ matrix.T < 0)
+    update = _flat([p.grad for p in _shared(setup).values()])
+    assert report.task_weights is not None
+    torch.testing.assert_close(report.task_weights @ matrix, update)
+    torch.testing.assert_close(report.update_norm, update.norm())
+    assert report.products is report.channels is report.removed is None
+    scalars = report.scalars()
+    assert scalars["cosine/depth,edges"] == float(report.cosines[0, 2])
+    assert scalars["task_weight/normals"] == float(report.task_weights[1])
+    assert scalars["surgery_ms"] > 0
+    assert not any("weighted" in name or "channel" in name for name in scalars)
+
+
+def test_per_layer_gramians() -> None:
+    setup = Setup(optimizer=torch.optim.SGD, lr=0.0)
+    opt = setup.start(cs.MGDA(groups="layer"))
+    opt.step(setup.closure(0))
+    report = opt.report()
+    grads = _gradients(setup, 0)
+    names = list(_shared(setup))
+    assert report.layers == tuple(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    for n, layer in enumerate(report.layers):
+        chosen = [i for i, name in enumerate(names) if name.rpartition(".")[0] == layer]
+        matrix = torch.stack([_flat([of_task[i] for i in chosen]) for of_task in grads])
+        torch.testing.assert_close(report.gramian[n], matrix @ matrix.T)
+        update = _flat([list(_shared(setup).values())[i].grad for i in chosen])
+        torch.testing.assert_close(report.update_norm[n], update.norm())
+    whole = torch.stack([_flat(of_task) for of_task in grads])
+    scalars = report.scalars()
+    for i, task in enumerate(TASKS):
+        assert scalars[f"gradient_norm/{task}"] == pytest.approx(float(whole[i].norm()))
+        mean = float(report.task_weights.mean(0)[i])
+        assert scalars[f"task_weight/{task}"] == pytest.approx(mean)
+    cosine = torch.cosine_similarity(whole[0], whole[1], dim=0)
+    assert scalars["cosine/depth,normals"] == pytest.approx(float(cosine))
+    update = _flat([p.grad for p in _shared(setup).values()])
+    assert scalars["update_norm"] == pytest.approx(float(update.norm()))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+def test_connection_strength(backend: str, scaled: bool) -> None:
+    """Channel groups, conflicts and removed energy, layer by layer, from gradients by autograd."""
+    setup = Setup(optimizer=torch.optim.SGD, lr=0.0)
+    scaler = torch.amp.GradScaler("cpu", **SCALER) if scaled else None
+    opt = setup.start(scaler=scaler)
+    with cs.use_backend(backend):
+        opt.step(setup.closure(0))
+    report = opt.report()
+    priority = opt.priority()  # The rate is 0: weights and statistics are still those of the step.
+    assert report.layers == tuple(priority)
+    grads = dict(zip(_shared(setup), zip(*_gradients(setup, 0), strict=True), strict=True))
+    removed, conflicts, pairs = torch.zeros(3, dtype=torch.float64), 0, 0
+    for n, (layer, of_layer) in enumerate(priority.items()):
+        assert torch.equal(report.priorities[n], of_layer)
+        assert torch.equal(report.channels[n], of_layer.bincount(minlength=3))
+        module = setup.trunk.get_submodule(layer)
+        dim, groups = (1, module.groups) if isinstance(module, nn.ConvTranspose2d) else (0, 1)
+        kind = Kind("", tuple(module.weight.shape), out_channel_dim=dim, groups=groups)
+        of_rows = [rows(grad, kind) for grad in grads[f"{layer}.weight"]]
+        for i in range(3):
+            group = [g[of_layer == i].flatten() for g in of_rows]
+            for j in range(3):
+                product = group[i] @ group[j]
+                torch.testing.assert_close(report.products[n, i, j], product)
+                assert bool(report.conflicts[n, i, j]) == bool(product < 0)
+                lost = (product / group[i].norm()) ** 2 if product < 0 else 0 * product
+                torch.testing.assert_close(report.removed[n, i, j], lost)
+                removed[j] += lost
+                pairs += i != j and len(group[i]) > 0
+                conflicts += bool(product < 0)
+    assert conflicts > 0
+    scalars = report.scalars()
+    channels = torch.cat(list(priority.values()))
+    for i, task in enumerate(TASKS):
+        assert scalars[f"removed_norm/{task}"] == pytest.approx(float(removed[i].sqrt()))
+        assert scalars[f"channel_share/{task}"] == pytest.approx(
+            float((channels == i).double().mean())
+        )
+    assert scalars["conflict_share"] == pytest.approx(conflicts / pairs)
+    assert report.gramian is report.cosines is report.gradient_norms is report.update_norm is None
+
+
+def test_tasks_that_take_no_part() -> None:
+    """Their rows stay, with no gradient: they are in no conflict, and in no pair."""
+    setup, opt = started()
+    opt.step(setup.closure(0))
+    opt.step(setup.closure(1), tasks=["edges", "depth"])
+    report = opt.report()
+    assert (report.tasks, report.rows) == (("depth", "edges"), tuple(TASKS))
+    assert not report.conflicts[:, 1].any()
+    assert not report.conflicts[:, :, 1].any()
+    held = report.channels > 0
+    pairs = held[:, 0].sum() + 2 * held[:, 1].sum() + held[:, 2].sum()
+    share = report.conflicts.sum() / pairs
+    assert report.scalars()["conflict_share"] == pytest.approx(float(share))
+
+
+def test_without_surgery() -> None:
+    """Phase 1 and the plain sum have losses; the weighted ones if there is a weighting."""
+    setup, opt = started(schedule=cs.Sequential())
+    losses = opt.step(setup.closure(0))
+    expected = {"phase": 1.0} | {f"loss/{task}": float(losses[task]) for task in TASKS}
+    assert opt.report().scalars() == expected
+    weighting = cs.FixedWeights({"depth": 2.0, "normals": 1.0, "edges": 0.5})
+    setup, opt = started(cs.Sum(), weighting=weighting)
+    losses = opt.step(setup.closure(0))
+    scalars = opt.report().scalars()
+    assert scalars.pop("surgery_ms") >= 0
+    assert scalars["weighted_loss/depth"] == 2 * float(losses["depth"])
+    assert scalars["weighted_loss/edges"] == 0.5 * float(losses["edges"])
+    assert len(scalars) == 1 + 2 * len(TASKS)
+
+
+def test_backward() -> None:
+    model, loss, opt = started_problem(cs.UPGrad())
+    losses = {task: loss(task) for task in opt.tasks}
+    shared = list(model.trunk.parameters())
+    matrix = gradient_rows(shared, losses.values())
+    opt.backward(losses)
+    torch.testing.assert_close(opt.report().gramian, matrix @ matrix.T)
+
+
+def test_the_last_step_is_reported() -> None:
+    """Not a failed one, and none of another run."""
+    setup, opt = started()
+    with pytest.raises(RuntimeError, match="call step or backward first"):
+        opt.report()
+    opt.step(setup.closure(0))
+    before = opt.report()
+    opt.step(setup.closure(1))
+    report = opt.report()
+    assert (before.step, report.step) == (0, 1)
+    assert not torch.equal(before.products, report.products)
+
+    def fails(task: str) -> Tensor:
+        raise OSError(task)
+
+    with pytest.raises(OSError, match="depth"):
+        opt.step(fails)
+    assert_equal(opt.report().products, report.products)
+    opt.load_state_dict(opt.state_dict())
+    with pytest.raises(RuntimeError, match="call step or backward first"):
+        opt.report()
+
+
+def test_a_nan_is_seen() -> None:
+    """It must not look like an update without conflicts."""
+    setup, opt = started()
+    opt.step(lambda task: setup.closure(0)(task) * (float("nan") if task == "edges" else 1.0))
+    removed = opt.report().removed
+    assert removed is not None
+    assert removed[:, :, 2].isnan().any()
+    assert math.isnan(opt.report().scalars()["removed_norm/edges"])
+    assert not removed[:, 0, 1].isnan().any()
+
+
+@pytest.mark.parametrize("name", ["ConnectionStrength", "PCGrad", "NashMTL-layer", "Mixed"])
+def test_replays_report_as_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(capture.ENGINES, "cpu", Recorder)
+    monkeypatch.setattr(Recorder, "replays", 0)
+    captured, eager = CASES[name](captured=True), CASES[name](captured=False)
+    kept = []
+    for number in range(10):
+        reports = [loop.train(number, number + 1).opt.report() for loop in (captured, eager)]
+        kept.append(reports)
+    assert Recorder.replays > 3
+    for first, second in kept:  # Later replays have changed none of them.
+        scalars = [report.scalars() for report in (first, second)]
+        for numbers in scalars:
+            numbers.pop("surgery_ms", None)
+        assert scalars[0] == scalars[1]
+        assert (first.step, first.epoch, first.phase) == (second.step, second.epoch, second.phase)
+
+
+class _Reads(TorchDispatchMode):
+    """Counts the operators that read a number on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().partition(".")[0] in {
+            *("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::item"),
+            *("aten::is_nonzero", "aten::masked_select", "aten::bincount", "aten::unique_dim"),
+        }:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["ConnectionStrength", "PCGrad", "NashMTL-layer", "Sum"])
+def test_a_report_reads_nothing_on_the_host(name: str) -> None:
+    loop = CASES[name](captured=False).train(0, 2)
+    with _Reads() as reads:
+        report = loop.opt.report()
+        for part in ("cosines", "update_norm", "channels", "conflicts", "removed"):
+            getattr(report, part)
+    assert reads.names == []
+
+
+@pytest.mark.parametrize("name", ["ConnectionStrength", "NashMTL", "Mixed"])
+def test_a_report_changes_nothing(name: str) -> None:
+    asked, silent = CASES[name](captured=False), CASES[name](captured=False)
+    for number in range(6):
+        asked.train(number, number + 1)
+        str(asked.opt.report())
+    silent.train(0, 6)
+    assert_equal(asked.setup.state(), silent.setup.state())
+
+
+def test_as_text() -> None:
+    tasks = ["a/b", "c,d", "e"]
+    setup = Setup(tasks=tasks)
+    opt = setup.start(cs.PCGrad())
+    opt.step(setup.closure(0))
+    report = opt.report()
+    head, *lines = str(report).splitlines()
+    assert head.startswith("step 0, phase 2, PCGrad(reduction='sum', seed=0), update norm ")
+    assert [line.split()[0] for line in lines] == tasks
+    value = report.scalars()["cosine/a/b,c,d"]
+    assert f"cosine with a/b {value:.4g}" in lines[1]
+    assert repr(report) == f"Report(step=0, phase=2, tasks={tasks}, of=['gramian'])"
+
+
+def test_a_method_may_report_nothing() -> None:
+    loop = Loop(cs.GradDrop(), captured=False).train(0, 1)
+    assert set(loop.opt.report().scalars()) == {
+        "phase",
+        "surgery_ms",
+        *(f"loss/{t}" for t in TASKS),
+    }
