@@ -148,6 +148,10 @@ class Run:
         self.crops = Crops(scene, settings.crop, settings.batch, seed, ranks.rank, ranks.size)
         self.losses: dict[str, list[float]] = {task: [] for task in tasks}
         self.priority: list[dict[str, list[int]]] = []
+        self.conflicts: list[dict[str, float]] = []
+        """By layer, the share of channel groups and other tasks in conflict, in joint steps."""
+        self.cosines: list[dict[str, float]] = []
+        """By pair of tasks, of Gramian methods."""
         self.phases: list[int] = []
 
     def step(self, opt: cs.MultiTaskOptimizer) -> dict[str, torch.Tensor]:
@@ -164,9 +168,11 @@ class Run:
             self.opt.start_epoch(epoch)
             self.phases.append(self.opt.phase)
             sums = dict.fromkeys(self.tasks, 0.0)
+            reports = []
             for _ in range(self.settings.steps):
                 for task, value in self.step(self.opt).items():
                     sums[task] += value.item() / self.settings.steps
+                reports.append(self.opt.report())
                 status = " ".join(
                     f"{task} {value[-1]:.3f}" for task, value in self.losses.items() if value
                 )
@@ -174,7 +180,29 @@ class Run:
             for task, value in sums.items():
                 self.losses[task].append(value)
             self.priority.append({k: v.tolist() for k, v in self.opt.priority().items()})
+            self.watch(reports)
             self.rate.step()
+
+    def watch(self, reports: list[cs.Report]) -> None:
+        """Means over the steps of an epoch, which are all of one phase."""
+        conflicts, cosines = {}, {}
+        if reports[0].products is not None:
+            pairs = len(self.tasks) - 1
+            shares = [
+                report.conflicts.sum((1, 2)) / (pairs * (report.channels > 0).sum(1))
+                for report in reports
+            ]
+            means = torch.stack(shares).mean(0).tolist()
+            conflicts = dict(zip(reports[0].layers, means, strict=True))
+        if reports[0].cosines is not None:
+            mean = torch.stack([report.cosines for report in reports]).mean(0)
+            cosines = {
+                f"{a}, {b}": mean[i, j].item()
+                for i, a in enumerate(self.tasks)
+                for j, b in enumerate(self.tasks[:i])
+            }
+        self.conflicts.append(conflicts)
+        self.cosines.append(cosines)
 
     @torch.no_grad()
     def evaluate(self, scene: Scene) -> dict[str, dict[str, float]]:
@@ -263,6 +291,8 @@ def train_all(
                 "metrics": run.evaluate(test) if is_first else {},
                 "losses": run.losses,
                 "priority": run.priority,
+                "conflicts": run.conflicts,
+                "cosines": run.cosines,
                 "phases": run.phases,
                 "time": run.time(settings.steps),
             }
@@ -372,6 +402,8 @@ def main() -> None:
     plots.losses(last, TASKS, options.out / "losses.png")
     pair = [name for name in ("Phase 1 only", "Mixed") if name in last] or names[:2]
     plots.priority(last, TASKS, pair, options.out / "priority.png")
+    plots.conflicts(last, options.out / "conflicts.png")
+    plots.cosines(last, options.out / "cosines.png")
     pair = [name for name in ("Phase 1 only", "Phase 2 only") if name in last] or names[:2]
     plots.correlation(last, TASKS, pair, options.out / "correlation.png")
     console.print(f"written to {options.out} after {time.perf_counter() - start:.0f} s")

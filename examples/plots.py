@@ -54,6 +54,47 @@ def _shares(priority: np.ndarray, tasks: int) -> np.ndarray:
     return 100 * np.bincount(priority, minlength=tasks) / len(priority)
 
 
+def conflicts(runs: dict[str, Any], path: Path) -> None:
+    """Heat maps of the share of conflicts in each layer's channel groups, epoch by epoch.
+
+    Epochs in Phase 1 are empty. Nothing is drawn if no run had joint steps by connection strength.
+    """
+    chosen = {name: run["conflicts"] for name, run in runs.items() if any(run.get("conflicts", []))}
+    if not chosen:
+        return
+    figure, axes = plt.subplots(
+        1, len(chosen), figsize=(5 * len(chosen), 4), layout="constrained", squeeze=False
+    )
+    for ax, (name, history) in zip(axes[0], chosen.items(), strict=True):
+        layers = list(next(epoch for epoch in history if epoch))
+        shares = [[epoch.get(layer, np.nan) for epoch in history] for layer in layers]
+        image = ax.imshow(100 * np.array(shares), vmin=0, vmax=100, aspect="auto", cmap="magma")
+        ax.set_yticks(range(len(layers)), layers, fontsize=6)
+        ax.set(title=name, xlabel="epoch")
+    figure.colorbar(image, ax=axes, label="% of channel groups and other tasks in conflict")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def cosines(runs: dict[str, Any], path: Path) -> None:
+    """Cosines between the tasks' gradients over the epochs, of the runs with a Gramian method."""
+    chosen = {name: run["cosines"] for name, run in runs.items() if any(run.get("cosines", []))}
+    if not chosen:
+        return
+    figure, axes = plt.subplots(
+        1, len(chosen), figsize=(4 * len(chosen), 3), layout="constrained", squeeze=False
+    )
+    for ax, (name, history) in zip(axes[0], chosen.items(), strict=True):
+        for pair in next(epoch for epoch in history if epoch):
+            ax.plot([epoch.get(pair, np.nan) for epoch in history], label=pair, linewidth=1.3)
+        ax.axhline(0, color="gray", linewidth=0.7)
+        ax.set(title=name, xlabel="epoch", ylim=(-1, 1))
+    axes[0, 0].set_ylabel("cosine")
+    axes[0, -1].legend(fontsize=7)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def loss_correlation(losses: dict[str, list[float]]) -> np.ndarray:
     """Pearson correlation between tasks of the losses' changes from epoch to epoch."""
     return np.corrcoef(np.diff(np.array(list(losses.values())), axis=1))

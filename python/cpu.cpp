@@ -46,8 +46,7 @@ void channel_energies(DataType type, const ChannelLayout& layout, Address weight
 // The tensors of Phase 2; the first ones have a priority, and products [layers, tasks, tasks] where
 // these are not null.
 std::vector<Phase2Tensor> phase2_tensors(const Operands& operands,
-                                         const std::vector<Address>& priorities,
-                                         Address products) {
+                                         const std::vector<Address>& priorities, Address products) {
   auto* const d = static_cast<double*>(products);
   std::vector<Phase2Tensor> tensors(operands.types.size());
   if (priorities.size() > tensors.size())
