@@ -54,7 +54,7 @@ def pytest_terminal_summary(
     whole = not config.getoption("--quick") and not config.getoption("-k")
     for name, cases in _report.tables.items():
         terminalreporter.line("")
-        for line in tables.LINES[name](cases):
+        for line in tables.lines(name, cases):
             terminalreporter.line(line)
         if whole:
             path = records.append(name, {**_report.origin, "cases": cases})

@@ -454,7 +454,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         found = on_ranks((1, 2, 4), 64, tuple(METHODS))
     check_formulas(found)
-    for line in tables.LINES["ranks"](found):
+    for line in tables.lines("ranks", found):
         print(line)
     print()
     for line in arithmetic():

@@ -1,6 +1,8 @@
-"""The cases of a run as lines of text, and whether they meet their aims."""
+"""Tables from the cases of a run, for the terminal and for docs/benchmarks.md, and their aims."""
 
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 Cases = list[dict[str, Any]]
@@ -10,142 +12,244 @@ METHOD_PEERS = ("TorchJD step", "TorchJD matrix", "textbook")
 PLOTTED = ("phase2", "methods", "gpu")
 
 
+@dataclass(frozen=True)
+class Table:
+    """Cells as text, what they show, and whether they meet their aims."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+    aims: list[str] = field(default_factory=list)
+
+
+def markdown(table: Table) -> Iterator[str]:
+    """The cells in Markdown, in columns of even width, which a terminal shows as well."""
+    lines = [table.header, *table.rows]
+    columns = list(zip(*lines, strict=True))
+    widths = [max(3, *map(len, column)) for column in columns]
+    right = [not any(re.match("[A-Za-z]", cell) for cell in column[1:]) for column in columns]
+
+    def line(cells: list[str]) -> str:
+        padded = (
+            cell.rjust(width) if at_right else cell.ljust(width)
+            for cell, width, at_right in zip(cells, widths, right, strict=True)
+        )
+        return f"| {' | '.join(padded)} |"
+
+    yield line(table.header)
+    yield line(["-" * (n - r) + ":" * r for n, r in zip(widths, right, strict=True)])
+    yield from map(line, table.rows)
+
+
+def lines(name: str, cases: Cases) -> Iterator[str]:
+    """All of a table, for the terminal."""
+    table = TABLES[name](cases)
+    yield table.title
+    yield from table.notes
+    yield ""
+    yield from markdown(table)
+    if table.aims:
+        yield ""
+        yield from table.aims
+
+
+def ratio(case: dict[str, Any], peer: str) -> str:
+    """A peer's time over ours, if there is one."""
+    found = case["peers"].get(peer)
+    return "-" if found is None else f"{found['ratio']:.1f}"
+
+
+def millions(numel: int) -> str:
+    return f"{numel / 1e6:.2f} M"
+
+
 def _aim(name: str, value: float, met: bool, wanted: str) -> str:
     return f"aim: {name} {wanted}: {value:.2f}, {'met' if met else 'NOT met'}"
 
 
-def phase2(cases: Cases) -> Iterator[str]:
+def phase2(cases: Cases) -> Table:
     """Fused Phase 2 against the limit of memory."""
-    yield "fused Phase 2 against the limit of memory"
-    yield "x limit: time of the fused step over that of a copy of (K+2) N elements' bytes"
-    yield "x peer: time of the peer over that of the fused step"
-    yield "TorchJD's PCGrad: on a matrix that is there, and from .jac to .grad (step, as it comes)"
-    yield (
-        f"{'network':9} {'K':>2} {'dtype':8} {'N':>9} {'MB':>6} {'ms p50':>7} {'copy GB/s':>9}"
-        f" {'x limit':>7}" + "".join(f" {'x ' + peer:>17}" for peer in PHASE2_PEERS)
+    return Table(
+        "Fused Phase 2 against the limit of memory",
+        [
+            *("network", "K", "dtype", "N", "MB", "ms", "copy GB/s", "x limit"),
+            *(f"x {peer}" for peer in PHASE2_PEERS),
+        ],
+        [
+            [
+                *(c["network"], str(c["tasks"]), c["dtype"]),
+                *(millions(c["numel"]), f"{c['bytes'] / 1e6:.1f}"),
+                *(f"{c['milliseconds']['p50']:.2f}", f"{c['copy_gigabytes_per_second']:.1f}"),
+                f"{c['times_the_limit']:.2f}",
+                *(ratio(c, peer) for peer in PHASE2_PEERS),
+            ]
+            for c in cases
+        ],
+        [
+            "x limit: time of the fused step over that of a copy of (K+2) N elements' bytes",
+            "x peer: time of the peer over that of the fused step",
+            "TorchJD's PCGrad as it comes: on a matrix that is there, and from .jac to .grad",
+        ],
+        list(_phase2_aims(cases)),
     )
-    for c in cases:
-        yield (
-            f"{c['network']:9} {c['tasks']:2} {c['dtype']:8} {c['numel']:9} {c['bytes'] / 1e6:6.1f}"
-            f" {c['milliseconds']['p50']:7.2f} {c['copy_gigabytes_per_second']:9.1f}"
-            f" {c['times_the_limit']:7.2f}"
-            + "".join(f" {c['peers'][peer]['ratio']:17.1f}" for peer in PHASE2_PEERS)
-        )
+
+
+def _phase2_aims(cases: Cases) -> Iterator[str]:
     for c in cases:
         if (c["network"], c["tasks"], c["dtype"]) == ("resnet18", 4, "float32"):
             limit = c["times_the_limit"]
             yield _aim("K = 4, ResNet-18, float32, x limit", limit, limit <= 1.25, "<= 1.25")
             for peer, wanted in (("TorchJD step", 5), ("textbook PCGrad", 20)):
-                ratio = c["peers"][peer]["ratio"]
-                yield _aim(f"x {peer}", ratio, ratio >= wanted, f">= {wanted}")
+                found = c["peers"][peer]["ratio"]
+                yield _aim(f"x {peer}", found, found >= wanted, f">= {wanted}")
 
 
-def methods(cases: Cases) -> Iterator[str]:
+def methods(cases: Cases) -> Table:
     """Every method against TorchJD and the textbook."""
-    yield "methods from K x .grad to .grad; matrix: on a K x N matrix that is already there"
-    yield "TorchJD step: the gradients stacked to .jac, then to .grad with its faster settings"
-    yield "x limit: over a copy of (2K+1) N elements' bytes, (K+1) N of GradDrop"
-    yield "syncs: host synchronizations that the same torch code makes on a GPU"
-    yield (
-        f"{'network':9} {'K':>2} {'method':11} {'MB':>6} {'step ms':>8} {'matrix ms':>9}"
-        f" {'x limit':>7}"
-        + "".join(f" {'x ' + peer:>16}" for peer in METHOD_PEERS)
-        + "  syncs ours/TorchJD/textbook"
+    return Table(
+        "Methods, from the `.grad` of K backward passes to the update in `.grad`",
+        [
+            *("network", "K", "method", "MB", "ms", "matrix ms", "x limit"),
+            *(f"x {peer}" for peer in METHOD_PEERS),
+            "syncs",
+        ],
+        [
+            [
+                *(c["network"], str(c["tasks"]), c["method"], f"{c['bytes'] / 1e6:.0f}"),
+                *(f"{c['milliseconds'][way]:.2f}" for way in ("step", "matrix")),
+                f"{c['times_the_limit']:.2f}",
+                *(ratio(c, peer) for peer in METHOD_PEERS),
+                " / ".join(
+                    str(c["synchronizations"].get(who, "-"))
+                    for who in ("ours", "TorchJD", "textbook")
+                ),
+            ]
+            for c in cases
+        ],
+        [
+            "matrix: on a K x N matrix that is already there",
+            "TorchJD step: the gradients stacked to .jac, then to .grad with its faster settings",
+            "x limit: over a copy of (2K+1) N elements' bytes, (K+1) N of GradDrop",
+            "syncs: host synchronizations that the same torch code makes on a GPU:"
+            " ours / TorchJD / textbook",
+        ],
+        list(_methods_aims(cases)),
     )
-    for c in cases:
-        ratios = [c["peers"].get(peer, {}).get("ratio") for peer in METHOD_PEERS]
-        syncs = "/".join(
-            str(c["synchronizations"].get(who, "-")) for who in ("ours", "TorchJD", "textbook")
-        )
-        yield (
-            f"{c['network']:9} {c['tasks']:2} {c['method']:11} {c['bytes'] / 1e6:6.0f}"
-            f" {c['milliseconds']['step']:8.2f} {c['milliseconds']['matrix']:9.2f}"
-            f" {c['times_the_limit']:7.2f}"
-            + "".join(f" {'-':>16}" if r is None else f" {r:16.1f}" for r in ratios)
-            + f"  {syncs}"
-        )
+
+
+def _methods_aims(cases: Cases) -> Iterator[str]:
     for c in cases:
         if (c["network"], c["tasks"]) == ("resnet18", 4):
             wanted = 20 if c["method"] == "GradDrop" else 4
-            ratio = c["peers"]["TorchJD step"]["ratio"]
+            found = c["peers"]["TorchJD step"]["ratio"]
             name = f"K = 4, ResNet-18, {c['method']} x TorchJD step"
-            yield _aim(name, ratio, ratio >= wanted, f">= {wanted}")
+            yield _aim(name, found, found >= wanted, f">= {wanted}")
 
 
-def solvers(cases: Cases) -> Iterator[str]:
+def solvers(cases: Cases) -> Table:
     """From the Gramian to the weights."""
-    yield "solvers, microseconds a call; the slower of a regular and a singular Gramian"
     names = list(cases[0]["microseconds"])
-    yield f"{'K':>2}" + "".join(f" {name:>11}" for name in names)
-    for c in cases:
-        yield f"{c['tasks']:2}" + "".join(f" {c['microseconds'][name]:11.1f}" for name in names)
-    for c in cases:
-        if c["tasks"] == 8:
-            slowest = max(c["microseconds"].values())
-            yield _aim("slowest solver at K = 8, microseconds", slowest, slowest < 50, "< 50")
+    slowest = [max(c["microseconds"].values()) for c in cases if c["tasks"] == 8]
+    return Table(
+        "Solvers, microseconds a call; the slower of a regular and a singular Gramian",
+        ["K", *names],
+        [[str(c["tasks"]), *(f"{c['microseconds'][name]:.1f}" for name in names)] for c in cases],
+        aims=[_aim("slowest solver at K = 8, microseconds", t, t < 50, "< 50") for t in slowest],
+    )
 
 
-def steps(cases: Cases) -> Iterator[str]:
+def steps(cases: Cases) -> Table:
     """Whole training steps."""
     c = cases[0]
     pictures = f"{c['batch']} pictures of {c['size']} x {c['size']}"
-    yield f"training steps: {c['network']}, {c['tasks']} tasks, {pictures}; all rows in turn"
-    yield "surgery: between the backward passes and the optimizer; host: the host's time, waits too"
-    yield "TorchJD: its stack of the gradients to .jac included; peak: memory beyond what stays"
     on_device = "launches" in c
-    yield (
-        f"{'method':16} {'step ms':>8} {'surgery ms':>10} {'of step':>8} {'host ms':>8}"
-        f" {'over Phase 1':>12}" + (f" {'peak MB':>8} {'launches':>8} {'waits':>5}" * on_device)
+    return Table(
+        f"Training steps: {c['network']}, {c['tasks']} tasks, {pictures}",
+        [
+            *("method", "step ms", "surgery ms", "of the step", "host ms", "over Phase 1"),
+            *(("peak MB", "launches", "waits") if on_device else ()),
+        ],
+        [
+            [
+                *(c["method"], f"{c['milliseconds']:.1f}", f"{c['surgery_milliseconds']:.2f}"),
+                f"{100 * c['surgery_share']:.2f} %",
+                f"{c['surgery_host_milliseconds']:.2f}",
+                f"{100 * c['over_phase_1']:+.1f} %",
+                *(_on_device(c) if on_device else ()),
+            ]
+            for c in cases
+        ],
+        [
+            "all rows in turn",
+            "surgery: between the backward passes and the optimizer; host: by the host's clock",
+            "TorchJD: its stack of the gradients to .jac included; peak: memory beyond what stays",
+        ],
+        list(_steps_aims(cases)) if on_device else [],
     )
+
+
+def _on_device(c: dict[str, Any]) -> Iterator[str]:
+    yield f"{c['peak_bytes'] / 1e6:.0f}"
+    yield f"{c['launches']}"
+    yield f"{c['synchronizations']}"
+
+
+def _steps_aims(cases: Cases) -> Iterator[str]:
     for c in cases:
-        yield (
-            f"{c['method']:16} {c['milliseconds']:8.1f} {c['surgery_milliseconds']:10.2f}"
-            f" {100 * c['surgery_share']:7.2f}% {c['surgery_host_milliseconds']:8.2f}"
-            f" {100 * c['over_phase_1']:+11.1f}%"
-            + (
-                f" {c['peak_bytes'] / 1e6:8.0f} {c['launches']:8} {c['synchronizations']:5}"
-                if on_device
-                else ""
-            )
-        )
-    for c in cases:
-        if on_device and c["method"].startswith("Phase 2"):
+        if c["method"].startswith("Phase 2"):
             share, waits = c["surgery_share"], c["synchronizations"]
             yield _aim(f"{c['method']}, surgery of the step", share, share <= 0.01, "<= 0.01")
             yield _aim(f"{c['method']}, host synchronizations", waits, waits == 0, "0")
 
 
-def host(cases: Cases) -> Iterator[str]:
+def host(cases: Cases) -> Table:
     """The host's part of a step's surgery on a GPU."""
     c = cases[0]
-    yield f"the host's part of the surgery on a GPU: {c['layers']} layers, {c['tasks']} tasks"
-    yield "keep: the running statistics, until the step has ended; in every phase and method"
-    yield f"{'method':16} {'keep ms':>10} {'collect ms':>10} {'combine ms':>10}"
-    for c in cases:
-        spent = c["milliseconds"]
-        parts = (f" {spent[part]:10.2f}" for part in ("keep", "collect", "combine"))
-        yield f"{c['method']:16}" + "".join(parts)
-
-
-def gpu(cases: Cases) -> Iterator[str]:
-    """Fused Phase 2 on a GPU."""
-    yield "fused Phase 2 on a GPU"
-    yield "of limit: a copy of (K+2) N elements' bytes over a step replayed from a CUDA graph"
-    yield "x peer: time of the peer over that of the step, both launched from Python"
-    yield (
-        f"{'backend':8} {'network':9} {'K':>2} {'dtype':8} {'N':>9} {'replayed':>9} {'step ms':>8}"
-        f" {'copy GB/s':>9} {'of limit':>8} {'launches':>8} {'waits':>5}"
-        + "".join(f" {'x ' + peer:>17}" for peer in PHASE2_PEERS)
+    return Table(
+        f"The host's part of the surgery on a GPU: {c['layers']} layers, {c['tasks']} tasks",
+        ["method", "keep ms", "collect ms", "combine ms"],
+        [
+            [
+                c["method"],
+                *(f"{c['milliseconds'][part]:.2f}" for part in ("keep", "collect", "combine")),
+            ]
+            for c in cases
+        ],
+        ["keep: the running statistics, until the step has ended; in every phase and method"],
     )
-    for c in cases:
-        ratios = [c["peers"].get(peer, {}).get("ratio") for peer in PHASE2_PEERS]
-        yield (
-            f"{c['backend']:8} {c['network']:9} {c['tasks']:2} {c['dtype']:8} {c['numel']:9}"
-            f" {c['replayed_milliseconds']['p50']:9.3f} {c['milliseconds']['p50']:8.3f}"
-            f" {c['copy_gigabytes_per_second']:9.0f} {100 * c['fraction_of_limit']:7.0f}%"
-            f" {c['launches']:8} {c['synchronizations']:5}"
-            + "".join(f" {'-':>17}" if r is None else f" {r:17.1f}" for r in ratios)
-        )
+
+
+def gpu(cases: Cases) -> Table:
+    """Fused Phase 2 on a GPU."""
+    return Table(
+        "Fused Phase 2 on a GPU",
+        [
+            *("backend", "network", "K", "dtype", "N", "replayed ms", "step ms", "copy GB/s"),
+            *("of the limit", "launches", "waits"),
+            *(f"x {peer}" for peer in PHASE2_PEERS),
+        ],
+        [
+            [
+                *(c["backend"], c["network"], str(c["tasks"]), c["dtype"], millions(c["numel"])),
+                f"{c['replayed_milliseconds']['p50']:.3f}",
+                f"{c['milliseconds']['p50']:.3f}",
+                f"{c['copy_gigabytes_per_second']:.0f}",
+                f"{100 * c['fraction_of_limit']:.0f} %",
+                *(str(c["launches"]), str(c["synchronizations"])),
+                *(ratio(c, peer) for peer in PHASE2_PEERS),
+            ]
+            for c in cases
+        ],
+        [
+            "of limit: a copy of (K+2) N elements' bytes over a step replayed from a CUDA graph",
+            "x peer: time of the peer over that of the step, both launched from Python",
+        ],
+        list(_gpu_aims(cases)),
+    )
+
+
+def _gpu_aims(cases: Cases) -> Iterator[str]:
     for c in cases:
         if c["tasks"] != 4:
             continue
@@ -156,38 +260,48 @@ def gpu(cases: Cases) -> Iterator[str]:
             if "TorchJD step" not in c["peers"]:
                 yield f"aim: {name}, x TorchJD step: not measured, TorchJD is not installed"
             else:
-                ratio, least = c["peers"]["TorchJD step"]["ratio"], 5
-                yield _aim(f"{name}, x TorchJD step", ratio, ratio >= least, f">= {least}")
+                found, least = c["peers"]["TorchJD step"]["ratio"], 5
+                yield _aim(f"{name}, x TorchJD step", found, found >= least, f">= {least}")
         waits = c["synchronizations"]
         yield _aim(f"{name}, host synchronizations", waits, waits == 0, "0")
 
 
-def ranks(cases: Cases) -> Iterator[str]:
-    """The bytes that a step on many ranks sends, and its gradients' memory, in Markdown."""
+def ranks(cases: Cases) -> Table:
+    """The bytes that a step on many ranks sends, and its gradients' memory."""
     c = cases[0]
-    yield (
-        f"ResNet-18, {c['tasks']} tasks, N = {c['numel'] / 1e6:.2f} M, float32; bytes that a rank"
-        " sends on a ring, and memory of gradients (peak, kept after a step), over those of N"
-        f" elements; updates differ from the textbook way's by {max(c['error'] for c in cases):.0e}"
+    return Table(
+        f"ResNet-18, {c['tasks']} tasks, N = {millions(c['numel'])}, float32; updates differ from"
+        f" the textbook way's by {max(c['error'] for c in cases):.0e}",
+        [
+            *("step", "W", "way", "gradients", "parameters", "heads, norms", "sums"),
+            *("control, bytes", "collectives", "peak", "kept"),
+        ],
+        [
+            [
+                *(c["method"], str(c["ranks"]), c["way"]),
+                *(f"{c['sent'][part]:.3f}" for part in ("gradients", "parameters")),
+                *(f"{c['sent'][part]:.4f}" for part in ("other gradients", "sums")),
+                f"{c['sent_bytes']['control']:.0f}",
+                " + ".join(map(str, _collectives(c))),
+                *(f"{c[memory]:.2f}" for memory in ("peak", "kept")),
+            ]
+            for c in cases
+        ],
+        [
+            "bytes that a rank sends on a ring, and memory of gradients (peak, kept after a step),"
+            " over those of N elements",
+            "collectives: on the device + between the hosts",
+        ],
     )
-    yield ""
-    yield (
-        "| step | W | way | gradients | parameters | heads, norms | sums | control, bytes |"
-        " collectives: device + host | peak | kept |"
-    )
-    yield "| --- |" + " --- |" * 10
-    for c in cases:
-        sent, number = c["sent"], c["collectives"]
-        on_device = sum(n for part, n in number.items() if part != "control")
-        yield (
-            f"| {c['method']} | {c['ranks']} | {c['way']} | {sent['gradients']:.3f} |"
-            f" {sent['parameters']:.3f} | {sent['other gradients']:.4f} | {sent['sums']:.4f} |"
-            f" {c['sent_bytes']['control']:.0f} | {on_device} + {number['control']} |"
-            f" {c['peak']:.2f} | {c['kept']:.2f} |"
-        )
 
 
-LINES: dict[str, Callable[[Cases], Iterator[str]]] = {
+def _collectives(c: dict[str, Any]) -> tuple[int, int]:
+    """On the device, and between the hosts."""
+    number = c["collectives"]
+    return sum(n for part, n in number.items() if part != "control"), number["control"]
+
+
+TABLES: dict[str, Callable[[Cases], Table]] = {
     "phase2": phase2,
     "methods": methods,
     "solvers": solvers,
