@@ -25,20 +25,39 @@ def append(name: str, record: dict[str, Any]) -> Path:
     return path
 
 
+OWN_FILES = ("bench/results", "docs/benchmarks.md", "docs/images")
+"""What benchmarks write themselves: a change there says nothing about what ran."""
+
+
 def origin() -> dict[str, Any]:
     """When, where and of what a run is."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    commit = ""
-    with contextlib.suppress(FileNotFoundError):
-        commit = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-        ).stdout.strip()
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit or os.environ.get("CS_KERNELS_COMMIT", ""),
+        "commit": _commit() or os.environ.get("CS_KERNELS_COMMIT", ""),
         "machine": machine(),
         "versions": versions(),
     }
+
+
+def _commit() -> str:
+    """The commit, with "-dirty" if anything but records differs from it."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    others = [f":(top,exclude){path}" for path in OWN_FILES]
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", *others)
+    return f"{commit}-dirty" if changed else commit
+
+
+def _git(*arguments: str) -> str:
+    with contextlib.suppress(FileNotFoundError):
+        run = subprocess.run(
+            ["git", *arguments],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return run.stdout.strip() if run.returncode == 0 else ""
+    return ""
 
 
 def versions() -> dict[str, str]:
