@@ -83,6 +83,7 @@ bench: $(VENV)/.ready
 		$(PYTHON) -m pytest bench/test_$$table.py --benchmark-disable-gc --quiet || exit 1; \
 	done
 	$(PYTHON) bench/ranks.py
+	$(PYTHON) bench/page.py
 
 install-gpu:
 	CS_KERNELS_CUDA=1 CUDAARCHS=native $(GPU_PYTHON) -m pip install --quiet --no-build-isolation --no-deps --editable .
@@ -115,6 +116,7 @@ sanitize-gpu: install-gpu
 bench-gpu: install-gpu
 	$(GPU_PYTEST) --quiet bench/test_gpu.py
 	$(GPU_PYTEST) --quiet "bench/test_steps.py::test_training_steps[hrnet18]"
+	$(GPU_PYTHON) bench/page.py
 
 # The processes share the cores: torchrun alone would give each of them one thread.
 TORCHRUN = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(( $$(nproc) > $(RANKS) ? $$(nproc) / $(RANKS) : 1 ))} \
