@@ -16,7 +16,7 @@ GPU_PYTHON ?= python3
 # A group of tests (of many ranks) shares its processes, so it stays on one worker.
 PYTEST := $(PYTHON) -m pytest --numprocesses 2 --dist loadgroup
 
-.PHONY: test test-all test-interpreter test-emulation lint format bench demo wheel test-gpu \
+.PHONY: test test-all test-interpreter test-emulation lint format docs docs-serve bench demo wheel test-gpu \
 	sanitize-gpu bench-gpu install-gpu clean
 
 $(PYTHON):
@@ -76,6 +76,15 @@ format: $(VENV)/.ready
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 	$(VENV)/bin/clang-format -i $(CPP) $(EMULATION)
+
+# The site goes to build/site. A broken link, a missing file or a public name without documentation
+# fails. The sources are read, not imported, so this needs neither torch nor the compiled package.
+docs docs-serve: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs $(if $(filter docs,$@),build --strict,serve)
+
+$(VENV)/.docs: docs/requirements.txt | $(PYTHON)
+	$(PYTHON) -m pip install --quiet --requirement $<
+	touch $@
 
 # A process a file: what one has done to the heap changes how fast the peers of the next allocate.
 bench: $(VENV)/.ready

@@ -3,9 +3,8 @@
     python bench/page.py [--check]
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`, with the record and the command
-that it comes from; all other text is written by hand and has no measured number. Plots are copied
-to docs/images/. `--check` changes nothing, prints what differs and exits with 1. It needs nothing
-beyond the standard library.
+that it comes from; all other text is written by hand and has no measured number. `--check` changes
+nothing, prints what differs and exits with 1. It needs nothing beyond the standard library.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from harness.tables import Cases, Table
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
-IMAGES = ROOT / "docs" / "images"
 
 Record = dict[str, Any]
 
@@ -49,9 +47,6 @@ COMMANDS = {
     "gpu_steps": "make bench-gpu",
 }
 """What appends a record to each file."""
-
-
-# --- records --------------------------------------------------------------------------------------
 
 
 def records(name: str) -> list[Record]:
@@ -85,9 +80,6 @@ def needed(name: str, suits: Callable[[Cases], bool] = lambda cases: True) -> Re
 def has(*wanted: tuple[Any, ...], keys: tuple[str, ...]) -> Callable[[Cases], bool]:
     """Whether cases with certain values are there."""
     return lambda cases: set(wanted) <= {tuple(c.get(key) for key in keys) for c in cases}
-
-
-# --- what stands between the markers --------------------------------------------------------------
 
 
 def source(name: str, record: Record) -> str:
@@ -258,8 +250,6 @@ BLOCKS: dict[str, Callable[[], Iterator[str]]] = {
 }
 
 
-# --- the page -------------------------------------------------------------------------------------
-
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n)(.*?)(<!-- end -->)", flags=re.DOTALL)
 
 
@@ -279,34 +269,24 @@ def page(text: str) -> str:
     return BLOCK.sub(filled, text)
 
 
-def changes() -> dict[Path, bytes]:
-    """The files that differ from the records, as they should be."""
-    wanted = {PAGE: page(PAGE.read_text()).encode()}
-    wanted |= {IMAGES / path.name: path.read_bytes() for path in sorted(RESULTS.glob("*.png"))}
-    return {
-        path: content
-        for path, content in wanted.items()
-        if not path.exists() or path.read_bytes() != content
-    }
-
-
 def main() -> int:
     """Writes the page or checks it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if files differ")
     check = parser.parse_args().check
-    found = changes()
-    for path, content in found.items():
-        if not check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
-            print(f"{path.relative_to(ROOT)} written")
-            continue
-        print(f"{path.relative_to(ROOT)} differs from the records: run python bench/page.py")
-        if path == PAGE:
-            pair = PAGE.read_text().splitlines(), content.decode().splitlines()
-            print("\n".join(difflib.unified_diff(*pair, "now", "from the records", lineterm="")))
-    return int(check and bool(found))
+    now = PAGE.read_text()
+    wanted = page(now)
+    name = PAGE.relative_to(ROOT)
+    if now == wanted:
+        return 0
+    if not check:
+        PAGE.write_text(wanted)
+        print(f"{name} written")
+        return 0
+    print(f"{name} differs from the records: run python bench/page.py")
+    pair = now.splitlines(), wanted.splitlines()
+    print("\n".join(difflib.unified_diff(*pair, "now", "from the records", lineterm="")))
+    return 1
 
 
 if __name__ == "__main__":

@@ -159,6 +159,9 @@ class CapturedStep:
     def __call__(self) -> dict[str, Tensor]:
         """One training step, eager, captured or replayed.
 
+        After an exception in the capture, parameters, states and running statistics are as they
+        were, and gradients are None.
+
         Returns:
             The loss of each task, detached and unweighted: copies, which no replay overwrites.
 
@@ -166,9 +169,6 @@ class CapturedStep:
             RuntimeError: As `MultiTaskOptimizer.step`; or the torch optimizer keeps numbers or
                 tensors on the host, which replays would not update; or a method or weighting reads
                 `step.number`; or it is called under `torch.autocast` with a cache.
-
-            After an exception in the capture, parameters, states and running statistics are as they
-            were, and gradients are None.
 
         """
         opt, engine = self._opt, self._engine

@@ -55,7 +55,7 @@ def connection_strength(
         ValueError: A shape, device or option does not fit; the message names the argument.
         TypeError: A dtype does not fit.
 
-    Example:
+    Examples:
         >>> weight = torch.tensor([[1.0, 1.0], [2.0, 0.0]])
         >>> gamma = torch.tensor([[1.0, 1.0], [3.0, 1.0]])
         >>> cs.functional.connection_strength(weight, gamma, torch.ones(2, 2), eps=0.0)
@@ -203,7 +203,7 @@ def gramian(grads: Tensor) -> Tensor:
         ValueError: The shape does not fit.
         TypeError: The dtype does not fit.
 
-    Example:
+    Examples:
         >>> cs.functional.gramian(torch.tensor([[1.0, 2.0], [-1.0, 1.0]]))
         tensor([[5., 1.],
                 [1., 2.]], dtype=torch.float64)

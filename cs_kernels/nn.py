@@ -67,6 +67,7 @@ class TaskBatchNorm(nn.Module):
     def __init__(self, norms: dict[str, nn.Module]) -> None:
         super().__init__()
         self.active: str | None = None
+        """The task whose normalization runs; None before one is chosen."""
         for task in check_tasks(norms):
             self._check_new(task)
             self.add_module(task, norms[task])
@@ -272,7 +273,7 @@ def add_task(module: nn.Module, task: str, *, like: str) -> list[nn.Parameter]:
             or the task is known already or cannot be a name; nothing has been changed.
         TypeError: The task is not a string.
 
-    Example:
+    Examples:
         >>> trunk = cs.nn.convert_task_batchnorm(torch.nn.BatchNorm1d(3), ["depth", "edges"])
         >>> len(cs.nn.add_task(trunk, "normals", like="depth"))
         2
@@ -306,7 +307,7 @@ def extract_task(module: nn.Module, task: str) -> nn.Module:
         ValueError: The module has no task-specific normalization, or one that does not know the
             task.
 
-    Example:
+    Examples:
         >>> trunk = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
         >>> trunk = cs.nn.convert_task_batchnorm(trunk, ["depth", "edges"])
         >>> cs.nn.extract_task(trunk, "depth")[1]
@@ -450,7 +451,7 @@ def active_task(module: nn.Module, task: str) -> contextlib.AbstractContextManag
     Raises:
         ValueError: A task-specific normalization in it does not know the task.
 
-    Example:
+    Examples:
         >>> trunk = cs.nn.convert_task_batchnorm(torch.nn.BatchNorm1d(3), ["depth", "edges"])
         >>> with cs.nn.active_task(trunk, "edges"):
         ...     y = trunk(torch.randn(8, 3))

@@ -58,7 +58,7 @@ from cs_kernels.nn import check_tasks, task_norms
 from cs_kernels.ops.operands import Entries
 from cs_kernels.options import checked_integer
 from cs_kernels.passes import Backward, Passes, no_shared_parameter
-from cs_kernels.report import Done, Report
+from cs_kernels.report import Done, Report, report_of
 from cs_kernels.schedules import Joint, Phase, Schedule
 from cs_kernels.statistics import RunningStatistics
 from cs_kernels.step import GraphStep, Losses, Step
@@ -109,7 +109,7 @@ class MultiTaskOptimizer:
         ValueError: An argument does not fit; the message names it and quotes the value.
         TypeError: An argument is of the wrong kind.
 
-    Example:
+    Examples:
         >>> trunk = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
         >>> trunk = cs.nn.convert_task_batchnorm(trunk, ["a", "b"])
         >>> heads = torch.nn.ModuleDict({t: torch.nn.Linear(8, 1) for t in ["a", "b"]})
@@ -311,6 +311,13 @@ class MultiTaskOptimizer:
         The gradients of all parameters in the optimizer are set to None first, so the parameters of
         tasks that take no part do not change, not even by momentum or weight decay.
 
+        After any exception, also the closure's, parameters and running statistics are as they were
+        before the step (in Phase 1: before that task's update), and gradients are None; but what a
+        torch optimizer has changed before it raises, or before the next one of several does, stays.
+        The statistics are those of the trunk, and of the modules that ran in the first step of each
+        task. The parameters that a loss depends on are checked in that step, whenever other
+        parameters require a gradient, and every 32 steps.
+
         Args:
             closure: Called with a task, which is active in the trunk meanwhile; runs the network on
                 a batch and returns the loss, a scalar. Or a sequence of closures, one for each
@@ -331,14 +338,6 @@ class MultiTaskOptimizer:
             RuntimeError: `backward` has left gradients or an update to be used first; or a CUDA
                 graph is captured around the step; or another rank has failed, or makes another
                 step.
-
-            After any exception, also the closure's, parameters and running statistics are as they
-            were before the step (in Phase 1: before that task's update), and gradients are None;
-            but what a torch optimizer has changed before it raises, or before the next one of
-            several does, stays.
-            The statistics are those of the trunk, and of the modules that ran in the first step of
-            each task. The parameters that a loss depends on are checked in that step, whenever
-            other parameters require a gradient, and every 32 steps.
 
         """
         self._wrappers.switch_off()
@@ -480,7 +479,7 @@ class MultiTaskOptimizer:
             TypeError: A closure is not a function, or `warmup` not an integer.
             RuntimeError: `backward` has left gradients or an update to be used first.
 
-        Example:
+        Examples:
             >>> trunk = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
             >>> trunk = cs.nn.convert_task_batchnorm(trunk, ["a", "b"])
             >>> sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
@@ -512,7 +511,8 @@ class MultiTaskOptimizer:
                 opt.backward(losses_of(batch), update=i + 1 == len(batches))
             optimizer.step()
 
-        `optimizer.zero_grad()` in between drops these gradients.
+        `optimizer.zero_grad()` in between drops these gradients. After an exception in the backward
+        passes or later, all gradients are None, also those of `update=False`.
 
         Args:
             losses: A scalar with a graph for each task that the batch has labels for. Losses of
@@ -530,9 +530,6 @@ class MultiTaskOptimizer:
             RuntimeError: The schedule is in Phase 1, which takes a forward pass a task; or the
                 last update was neither used by the optimizer nor set to zero; or a CUDA graph is
                 captured around it.
-
-            After an exception in the backward passes or later, all gradients are None, also those
-            of `update=False`.
 
         """
         self._wrappers.switch_off()
@@ -683,7 +680,7 @@ class MultiTaskOptimizer:
         if self._done is None:
             raise RuntimeError("a report is of the last step: call step or backward first")
         self._reported = True
-        return Report.of(self._done, self.method, self.weighting)
+        return report_of(self._done, self.method, self.weighting)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs beside those of the network and the torch optimizer.

@@ -63,38 +63,8 @@ class Report:
     """`ConnectionStrength`: of each layer, the top-priority task of each channel, int64 [O]."""
     products: Tensor | None = None
     """`ConnectionStrength`: d_ij = <G_i, g_j> over the channel group CG_i, float64 [L, K, K]."""
-    elapsed: Elapsed | None = None
+    _elapsed: Elapsed | None = None
     """The time from the gradients to the update."""
-
-    @classmethod
-    def of(cls, done: Done, method: Method, weighting: Weighting) -> "Report":
-        """The report of a step; copies of its numbers, which the replay of a graph overwrites."""
-        step = done.step
-        surgery, scale = step.surgery, step.loss_scale
-        weighted = {} if isinstance(weighting, EqualWeights) else step.weighted_losses
-        products, priorities = surgery.products, tuple[Tensor, ...]()
-        layers = surgery.layers
-        if surgery.prioritized is not None and surgery.priorities is not None:
-            layers = tuple(layer.name for layer in surgery.prioritized.layers)
-            priorities = torch.split(surgery.priorities.clone(), surgery.prioritized.channels)
-        if products is not None:
-            products = products / (1.0 if scale is None else scale.double() ** 2)
-        return cls(
-            step=done.number,
-            epoch=done.epoch,
-            phase=done.phase,
-            method=repr(method),
-            tasks=step.tasks,
-            losses={task: loss.clone() for task, loss in step.losses.items()},
-            weighted_losses={task: loss.clone() for task, loss in weighted.items()},
-            rows=surgery.rows,
-            layers=layers,
-            gramian=None if surgery.gramian is None else surgery.gramian.clone(),
-            task_weights=None if surgery.task_weights is None else surgery.task_weights.clone(),
-            priorities=priorities,
-            products=products,
-            elapsed=step.elapsed,
-        )
 
     @cached_property
     def cosines(self) -> Tensor | None:
@@ -182,7 +152,7 @@ class Report:
             device = next(iter(found.values())).device
             numbers = torch.stack([x.to(device, torch.float64) for x in found.values()]).tolist()
         scalars = {"phase": float(self.phase)} | dict(zip(found, numbers, strict=True))
-        elapsed = None if self.elapsed is None else self.elapsed.milliseconds()
+        elapsed = None if self._elapsed is None else self._elapsed.milliseconds()
         return scalars if elapsed is None else scalars | {"surgery_ms": elapsed}
 
     def _of_gramian(self) -> dict[str, Tensor]:
@@ -242,3 +212,33 @@ class Report:
     def __repr__(self) -> str:
         kinds = [name for name in ("gramian", "products") if getattr(self, name) is not None]
         return f"Report(step={self.step}, phase={self.phase}, tasks={list(self.tasks)}, of={kinds})"
+
+
+def report_of(done: Done, method: Method, weighting: Weighting) -> Report:
+    """The report of a step; copies of its numbers, which the replay of a graph overwrites."""
+    step = done.step
+    surgery, scale = step.surgery, step.loss_scale
+    weighted = {} if isinstance(weighting, EqualWeights) else step.weighted_losses
+    products, priorities = surgery.products, tuple[Tensor, ...]()
+    layers = surgery.layers
+    if surgery.prioritized is not None and surgery.priorities is not None:
+        layers = tuple(layer.name for layer in surgery.prioritized.layers)
+        priorities = torch.split(surgery.priorities.clone(), surgery.prioritized.channels)
+    if products is not None:
+        products = products / (1.0 if scale is None else scale.double() ** 2)
+    return Report(
+        step=done.number,
+        epoch=done.epoch,
+        phase=done.phase,
+        method=repr(method),
+        tasks=step.tasks,
+        losses={task: loss.clone() for task, loss in step.losses.items()},
+        weighted_losses={task: loss.clone() for task, loss in weighted.items()},
+        rows=surgery.rows,
+        layers=layers,
+        gramian=None if surgery.gramian is None else surgery.gramian.clone(),
+        task_weights=None if surgery.task_weights is None else surgery.task_weights.clone(),
+        priorities=priorities,
+        products=products,
+        _elapsed=step.elapsed,
+    )

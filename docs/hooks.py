@@ -1,0 +1,57 @@
+"""What the site has beside the files of this folder: pictures, and a check of the API pages."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURES = [ROOT / "bench" / "results", ROOT / "examples" / "results"]
+MODULES = ["cs_kernels", "cs_kernels.nn", "cs_kernels.functional"]
+"""Their `__all__` is what is public."""
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Pictures of benchmarks and examples stay where they are made: images/NAME here."""
+    for picture in (path for folder in PICTURES for path in sorted(folder.glob("*.png"))):
+        target = f"images/{picture.name}"
+        files.append(File.generated(config, target, abs_src_path=str(picture)))
+    return files
+
+
+def on_pre_build(config: MkDocsConfig) -> None:
+    """Every public name has an entry and a docstring; so have the members of a public class."""
+    pages = "\n".join(p.read_text() for p in sorted(Path(config.docs_dir, "api").glob("*.md")))
+    listed = set(re.findall(r"^::: (\S+)", pages, flags=re.MULTILINE))
+    package = griffe.load("cs_kernels", search_paths=[str(ROOT)])
+    faults = []
+    for module in map(package.modules_collection.get_member, MODULES):
+        for export in module.exports or ():
+            name = f"{module.path}.{export}"
+            found = module[str(export)]
+            if found.is_module:
+                continue
+            if name not in listed:
+                faults.append(f"{name} is public and has no entry in docs/api/")
+            faults += [f"{path} is public and has no docstring" for path in _undocumented(found)]
+            listed.discard(name)
+    faults += [f"{name} has an entry in docs/api/ and is not public" for name in sorted(listed)]
+    if faults:
+        raise PluginError("\n".join(faults))
+
+
+def _undocumented(part: Any) -> list[str]:
+    """A function, class or public member of a class that has no docstring, here or in a base."""
+    missing = [] if part.has_docstring else [part.path]
+    if part.is_class:
+        for name, member in part.members.items():
+            if name.startswith("_") or member.is_alias:
+                continue
+            inherited = any(name in base.members for base in part.mro())
+            if not member.has_docstring and not inherited:
+                missing.append(member.path)
+    return missing
