@@ -326,10 +326,20 @@ def test_every_entry_has_a_cause_and_a_remedy() -> None:
     assert short == []
 
 
+def test_links_lead_to_headings() -> None:
+    text = PAGE.read_text()
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    slugs = {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", h).strip().lower()) for h in headings}
+    links = re.findall(r"\]\(#([^)]*)\)", text)
+    assert links
+    assert set(links) <= slugs
+
+
 def _with(name: str, code: str) -> list[Message]:
-    """The messages without an entry, when a file has some code more."""
+    """The messages that have no entry when a file has some code more, and only then."""
     sources = {**_sources(), name: _sources().get(name, "") + "\n\n" + textwrap.dedent(code)}
-    return _misses(sources, _entries())[0]
+    known = {message.template for message in _misses(_sources(), _entries())[0]}
+    return [m for m in _misses(sources, _entries())[0] if m.template not in known]
 
 
 @pytest.mark.parametrize(
@@ -394,7 +404,7 @@ def test_an_entry_that_nothing_raises_is_noticed() -> None:
         f"epoch must be an integer of the Gregorian calendar, got {HOLE}",
         f"ranks must have the same colour: rank {HOLE} has {HOLE}, rank {HOLE} has {HOLE}",
     ):
-        _, stale = _misses(_sources(), [*_entries(), Entry(0, "", template)])
+        _, stale = _misses(_sources(), [Entry(0, "", template)])
         assert [entry.template for entry in stale] == [template]
 
 
