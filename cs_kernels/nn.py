@@ -384,13 +384,18 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def task_norms(module: nn.Module) -> list[TaskBatchNorm]:
-    """The task-specific normalizations in a module."""
+    """The task-specific normalizations in a module.
+
+    Raises:
+        TypeError: It is not a module.
+
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, got {module!r}")
     return [child for child in module.modules() if isinstance(child, TaskBatchNorm)]
 
 
 def _some_task_norms(module: nn.Module) -> list[TaskBatchNorm]:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, got {module!r}")
     norms = task_norms(module)
     if not norms:
         raise ValueError(

@@ -81,7 +81,7 @@ class FixedWeights(Weighting):
         _check_mapping("weights", weights)
         for task, weight in weights.items():
             if not is_finite_number(weight):
-                raise ValueError(f"weights must be finite, got {weight} for {task!r}")
+                raise ValueError(f"weights must be finite, got {weight!r} for {task!r}")
         self.weights = dict(weights)
 
     def check(self, tasks: Sequence[str]) -> None:
@@ -183,7 +183,7 @@ class DynamicWeightAverage(Weighting):
 
     def __init__(self, temperature: float = 2.0) -> None:
         if not (is_finite_number(temperature) and temperature > 0):
-            raise ValueError(f"temperature must be positive and finite, got {temperature}")
+            raise ValueError(f"temperature must be positive and finite, got {temperature!r}")
         self.temperature = temperature
         self._epoch: int | None = None
         self._totals: dict[str, Tensor] = {}

@@ -179,6 +179,12 @@ def test_no_active_task() -> None:
         setup.trunk(setup.batches[0][0])
 
 
+@pytest.mark.parametrize("call", [cs.nn.set_task, cs.nn.active_task])
+def test_no_module_to_activate(call: Callable[[Any, str], object]) -> None:
+    with pytest.raises(TypeError, match="module must be a torch.nn.Module, got None"):
+        call(None, "depth")
+
+
 def test_unknown_active_task() -> None:
     setup = Setup()
     cs.nn.set_task(setup.trunk, "depth")
@@ -240,7 +246,9 @@ gramian, combine = cs.functional.gramian, cs.functional.combine
             "weighting must have a kind for each of",
         ),
         (lambda: cs.DynamicWeightAverage(0.0), "temperature must be positive and finite, got 0.0"),
-        (lambda: cs.DynamicWeightAverage("2"), "temperature must be.*got 2"),
+        (lambda: cs.DynamicWeightAverage("2"), "temperature must be.*got '2'"),
+        (lambda: cs.GradDrop("x"), r"leak must lie in \[0, 1\], got 'x'"),
+        (lambda: cs.GradDrop(None), r"leak must lie in \[0, 1\], got None"),
         (lambda: cs.FixedWeights({"a": "x"}), "weights must be finite, got x"),
         (lambda: cs.Mixed(0), "epochs must be at least 1, got 0"),
         (lambda: cs.Mixed(3, draw="batch"), "draw must be 'epoch' or 'step', got 'batch'"),

@@ -31,7 +31,7 @@ class CAGrad(GramianMethod):
     ) -> None:
         super().__init__(groups)
         if not (is_finite_number(c) and c >= 0):
-            raise ValueError(f"c must be finite and at least 0, got {c}")
+            raise ValueError(f"c must be finite and at least 0, got {c!r}")
         if rescale not in (0, 1, 2):
             raise ValueError(f"rescale must be 0, 1 or 2, got {rescale!r}")
         self.c = c

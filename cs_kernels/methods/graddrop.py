@@ -9,7 +9,7 @@ from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import Layout
 from cs_kernels.methods.method import Method
 from cs_kernels.ops.operands import MOST_TASKS
-from cs_kernels.options import checked_seed
+from cs_kernels.options import checked_seed, is_finite_number
 from cs_kernels.step import Step
 
 
@@ -36,8 +36,8 @@ class GradDrop(Method):
 
     def __init__(self, leak: float | Sequence[float] = 0.0, seed: int = 0) -> None:
         for value in leak if isinstance(leak, Sequence) else [leak]:
-            if not 0 <= value <= 1:
-                raise ValueError(f"leak must lie in [0, 1], got {value}")
+            if not (is_finite_number(value) and 0 <= value <= 1):
+                raise ValueError(f"leak must lie in [0, 1], got {value!r}")
         self.leak = leak
         self.seed = checked_seed(seed)
 

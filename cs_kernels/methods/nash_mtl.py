@@ -38,7 +38,7 @@ class NashMTL(GramianMethod):
     ) -> None:
         super().__init__(groups)
         if not (is_finite_number(max_norm) and max_norm >= 0):
-            raise ValueError(f"max_norm must be finite and at least 0, got {max_norm}")
+            raise ValueError(f"max_norm must be finite and at least 0, got {max_norm!r}")
         self.update_every = checked_integer("update_every", update_every, 1)
         self.max_norm = max_norm
         self._kept: dict[str, Any] = {"number": 0, "tasks": (), "layers": (), "weights": None}
