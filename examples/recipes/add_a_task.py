@@ -1,0 +1,55 @@
+"""A new task in the middle of training: its normalization, its head, and a new MultiTaskOptimizer.
+
+In float64, parameters and running statistics equal those of a plain loop to 1e-12.
+"""
+
+import copy
+
+import torch
+from torch import Tensor
+from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
+
+import cs_kernels as cs
+
+EPOCHS = 6
+ADDED = 3
+"""The first epoch with the new task."""
+
+
+def with_normals(targets: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Targets of a third task."""
+    return {**targets, "normals": -targets["depth"]}
+
+
+def train(epochs: int = EPOCHS) -> tuple[Network, list]:
+    """Two tasks, then three."""
+    network = make_network()
+    cs.nn.convert_task_batchnorm(network.trunk, TASKS)
+    adam = torch.optim.Adam(network.parameters(), lr=1e-2)
+    # A schedule is a function of the epoch (and of the step, with draw="step"): the next
+    # MultiTaskOptimizer gets the same one, and goes on with it.
+    schedule = cs.Mixed(epochs=EPOCHS, seed=9)
+    opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, schedule=schedule)
+
+    history = []
+    for epoch in range(epochs):
+        if epoch == ADDED:
+            new = cs.nn.add_task(network.trunk, "normals", like="depth")
+            network.heads["normals"] = copy.deepcopy(network.heads["depth"])
+            new += network.heads["normals"].parameters()
+            # The same torch optimizer: the moments of all other parameters are kept. A state of
+            # MultiTaskOptimizer has its tasks, so that of two cannot be loaded for three.
+            adam.add_param_group({"params": new})
+            tasks = [*TASKS, "normals"]
+            opt = cs.MultiTaskOptimizer(network.trunk, adam, tasks, schedule=schedule)
+        opt.start_epoch(epoch)
+        for images, two in make_batches():
+            targets = with_normals(two)
+            losses = opt.step(lambda task: loss_of(task, network(images, task), targets[task]))
+            history.append(losses)
+    return network, history
+
+
+if __name__ == "__main__":
+    for losses in train()[1]:
+        print(numbers(losses))

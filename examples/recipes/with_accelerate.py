@@ -1,0 +1,74 @@
+"""Accelerate with gradient accumulation: MultiTaskOptimizer gets every micro-batch of an update.
+
+In float64, parameters and running statistics equal those of a plain loop on all the data to 1e-12.
+"""
+
+from functools import partial
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
+
+import cs_kernels as cs
+
+MICRO_BATCHES = 2
+
+
+def batch_loss(network: Network, images: Tensor, targets: dict[str, Tensor], task: str) -> Tensor:
+    """Undivided: accelerator.backward divides by gradient_accumulation_steps."""
+    return loss_of(task, network(images, task), targets[task])
+
+
+def loader_of(batches: int) -> torch.utils.data.DataLoader:
+    """An accelerator prepares it, and moves the batches to its device."""
+    return torch.utils.data.DataLoader(make_batches(batches), batch_size=None)
+
+
+def train(epochs: int = 4, *, cpu: bool = False) -> tuple[Network, list]:
+    """With task-specific normalization: `step` takes all micro-batches, without `accumulate`."""
+    accelerator = Accelerator(gradient_accumulation_steps=MICRO_BATCHES, cpu=cpu)
+    plain = make_network()
+    cs.nn.convert_task_batchnorm(plain.trunk, TASKS)
+    adam = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    network, adam, loader = accelerator.prepare(plain, adam, loader_of(6))
+    given = plain.trunk, adam, TASKS
+    opt = cs.MultiTaskOptimizer(*given, schedule=cs.Switch(2), backward=accelerator.backward)
+
+    history = []
+    for epoch in range(epochs):
+        opt.start_epoch(epoch)
+        closures = []
+        for images, targets in loader:
+            closures.append(partial(batch_loss, network, images, targets))
+            if len(closures) == MICRO_BATCHES:
+                history.append(opt.step(closures))
+                closures = []
+    return plain, history
+
+
+def train_unnormalized(epochs: int = 4, *, cpu: bool = False) -> tuple[Network, list]:
+    """Without it: `backward` in each micro-batch, inside `accumulate`."""
+    accelerator = Accelerator(gradient_accumulation_steps=MICRO_BATCHES, cpu=cpu)
+    plain = make_network(normalized=False)
+    adam = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    network, adam, loader = accelerator.prepare(plain, adam, loader_of(6))
+    given = plain.trunk, adam, TASKS
+    opt = cs.MultiTaskOptimizer(*given, cs.PCGrad(), backward=accelerator.backward)
+
+    history = []
+    for _ in range(epochs):
+        for images, targets in loader:
+            with accelerator.accumulate(network):
+                losses = {task: batch_loss(network, images, targets, task) for task in TASKS}
+                history.append(opt.backward(losses, update=accelerator.sync_gradients))
+                adam.step()
+                adam.zero_grad()
+    return plain, history
+
+
+if __name__ == "__main__":
+    for function in (train, train_unnormalized):
+        print(function.__name__)
+        for losses in function()[1]:
+            print(numbers(losses))

@@ -1,0 +1,150 @@
+"""A training loop in plain torch, for what the recipes train; nothing of the package is in it.
+
+Each task has a network of its own, with batch normalization as torch has it. All their other
+parameters are the same tensors.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from layers import Kind
+from plain import projected_rows, rows, strength
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+Batch = tuple[Tensor, dict[str, Tensor]]
+Loss = Callable[[nn.Module, Batch, str], Tensor]
+
+
+class PlainTraining:
+    """The networks of some tasks, and the two phases; without priorities, Phase 2 is PCGrad."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        tasks: Sequence[str],
+        loss: Loss,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        prioritized: dict[str, str],
+        scaler: torch.amp.GradScaler | None = None,
+        reduction: str = "sum",
+        **options: Any,
+    ) -> None:
+        self.networks = {tasks[0]: network}
+        self.norms = [name for name, m in network.named_modules() if isinstance(m, _BatchNorm)]
+        for task in tasks[1:]:
+            self.add_task(task, tasks[0])
+        self.loss = loss
+        self.prioritized = prioritized
+        self.scaler = scaler
+        self.reduction = reduction
+        self.conflicts = 0
+        """The updates of Phase 2 that a projection has changed."""
+        unique = {p: None for of_task in self.networks.values() for p in of_task.parameters()}
+        self.optimizer = optimizer(unique, **options)
+
+    def add_task(self, task: str, like: str) -> list[nn.Parameter]:
+        """Returns the parameters of its normalizations."""
+        source = self.networks[like]
+        network = self.networks[task] = copy.deepcopy(source)
+        new = []
+        for name, module in network.named_modules():
+            if name in self.norms:
+                new += module.parameters()
+            else:
+                module._parameters.update(source.get_submodule(name)._parameters)
+        return new
+
+    def gradients(self, task: str, micro_batches: Sequence[Batch]) -> dict[nn.Parameter, Tensor]:
+        """Of the sum of the losses, for the parameters that it depends on."""
+        total: dict[nn.Parameter, Tensor] = {}
+        parameters = [*self.networks[task].parameters()]
+        for batch in micro_batches:
+            loss = self.loss(self.networks[task], batch, task)
+            scaled = loss if self.scaler is None else self.scaler.scale(loss)
+            found = torch.autograd.grad(scaled, parameters, allow_unused=True)
+            for p, grad in zip(parameters, found, strict=True):
+                if grad is not None:
+                    total[p] = total[p] + grad if p in total else grad
+        return total
+
+    def step(
+        self, phase: int, micro_batches: Sequence[Batch], tasks: Sequence[str] | None = None
+    ) -> None:
+        """Phase 1 or 2 of some tasks, or of all."""
+        tasks = list(self.networks if tasks is None else tasks)
+        if phase == 1:
+            for task in tasks:
+                self._apply(self.gradients(task, micro_batches))
+        else:
+            self._apply(self._joint([self.gradients(task, micro_batches) for task in tasks], tasks))
+
+    def _apply(self, update: dict[nn.Parameter, Tensor]) -> None:
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = update.get(p)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+    def _joint(
+        self, grads: list[dict[nn.Parameter, Tensor]], tasks: list[str]
+    ) -> dict[nn.Parameter, Tensor]:
+        update: dict[nn.Parameter, Tensor] = {}
+        for of_task in grads:
+            for p, grad in of_task.items():
+                update[p] = update[p] + grad if p in update else grad
+        if len(tasks) == 1:
+            return update
+        if not self.prioritized:
+            shared = [p for p in update if all(p in of_task for of_task in grads)]
+            return update | self._pcgrad(shared, *grads)
+        for layer, norm in self.prioritized.items():
+            weight = self.networks[tasks[0]].get_parameter(layer)
+            kind = Kind(layer, tuple(weight.shape))
+            of_tasks = [self.networks[task].get_submodule(norm) for task in tasks]
+            strengths = strength(
+                weight.detach(),
+                torch.stack([m.weight.detach() for m in of_tasks]),
+                torch.stack([m.running_var for m in of_tasks]),
+                [m.eps for m in of_tasks],
+                kind,
+            )
+            priority = (strengths / strengths.sum(1, keepdim=True)).argmax(0)
+            projected = projected_rows(torch.stack([g[weight] for g in grads]), priority, kind)
+            projected = projected.view(rows(weight, kind).shape).view_as(weight)
+            self.conflicts += not torch.allclose(projected, update[weight], rtol=1e-3)
+            update[weight] = projected
+        return update
+
+    def _pcgrad(
+        self, shared: list[nn.Parameter], *grads: dict[nn.Parameter, Tensor]
+    ) -> dict[nn.Parameter, Tensor]:
+        """Of two tasks, where the order does not matter."""
+        one, other = (torch.cat([g[p].flatten() for p in shared]) for g in grads)
+        dot = (one @ other).clamp(max=0)
+        self.conflicts += bool(dot < 0)
+        merged = one + other - dot / (other @ other) * other - dot / (one @ one) * one
+        if self.reduction == "mean":
+            merged = merged / 2
+        pieces = merged.split([p.numel() for p in shared])
+        return {p: piece.view_as(p) for p, piece in zip(shared, pieces, strict=True)}
+
+    def state(self) -> dict[str, Tensor]:
+        """The state dict of the converted network."""
+        state = {}
+        for task, network in self.networks.items():
+            for name, value in network.state_dict().items():
+                path, _, leaf = name.rpartition(".")
+                state[f"{path}.{task}.{leaf}" if path in self.norms else name] = value
+        return state
+
+
+def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Of any element of two state dicts, which must have the same entries."""
+    assert found.keys() == expected.keys()
+    return max((found[name] - expected[name]).abs().max().item() for name in expected)

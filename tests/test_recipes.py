@@ -1,0 +1,420 @@
+"""The recipes: each against a loop in plain torch, to the tolerance that its docstring states."""
+
+import importlib
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torchvision_operators
+from plain_training import PlainTraining, largest_difference
+from torch import Tensor, nn
+
+import cs_kernels as cs
+
+FOLDER = Path(__file__).parent.parent / "examples" / "recipes"
+sys.path.append(str(FOLDER))  # As that of a script is.
+
+import toy  # noqa: E402
+
+# The frameworks themselves cause these warnings.
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "toy")
+TASKS = toy.TASKS
+PRIORITIZED = {"trunk.0.weight": "trunk.1", "trunk.3.weight": "trunk.4"}
+PHASES = [1, 1, 2, 2]
+"""Of each epoch."""
+
+QUIET = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def recipe(name: str) -> Any:
+    if name.startswith("with_"):
+        torchvision_operators.define()
+        pytest.importorskip(name.removeprefix("with_").replace("fabric", "lightning"))
+    return importlib.import_module(name)
+
+
+def stated(module: Any, which: int = 0) -> float:
+    """A tolerance in the docstring."""
+    return float(re.findall(r"\bto\s(\de-\d+)", module.__doc__)[which])
+
+
+def assert_equal_as_stated(
+    module: Any, found: nn.Module, expected: dict[str, Tensor], which: int = 0
+) -> None:
+    """To a tolerance in the docstring; the numbers of batches exactly."""
+    tolerance = stated(module, which)
+    state = found.state_dict()
+    difference = largest_difference(state, expected)
+    print(f"{module.__name__}: stated {tolerance:.0e}, largest difference {difference:.1e}")
+    assert difference <= tolerance
+    for name in state:
+        if name.endswith("num_batches_tracked"):
+            assert state[name] == expected[name] > 0
+
+
+def loss_of_batch(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
+    images, targets = batch
+    return toy.loss_of(task, network(images, task), targets[task])
+
+
+def plain_training(
+    network: nn.Module | None = None,
+    loss: Callable[..., Tensor] = loss_of_batch,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+    prioritized: dict[str, str] = PRIORITIZED,
+    **options: Any,
+) -> PlainTraining:
+    given = toy.make_network() if network is None else network, TASKS, loss, optimizer, prioritized
+    return PlainTraining(*given, **{"lr": 1e-2, **options})
+
+
+def trained_plainly(
+    phases: Sequence[int] = PHASES, batches: int = 3, micro_batches: int = 1, **options: Any
+) -> dict[str, Tensor]:
+    plain = plain_training(**options)
+    data = toy.make_batches(batches)
+    for phase in phases:
+        for first in range(0, batches, micro_batches):
+            plain.step(phase, data[first : first + micro_batches])
+    assert plain.conflicts > 0
+    return plain.state()
+
+
+def half_loss(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
+    """The mean over two micro-batches."""
+    return loss_of_batch(network, batch, task) / 2
+
+
+MIXED_PHASES = [1, 2, 1, 2]
+"""Those of Mixed(epochs=4, seed=9)."""
+
+
+def test_plain_loop(float64: None, tmp_path: Path) -> None:
+    module = recipe("plain_loop")
+    network, history = module.train()
+    assert len(history) == 12
+    expected = trained_plainly(MIXED_PHASES)
+    assert_equal_as_stated(module, network, expected)
+    for epochs in range(1, 5):
+        network, history = module.train(epochs, tmp_path / "checkpoint")
+        assert len(history) == 3
+    assert_equal_as_stated(module, network, expected)
+    # Predictions: those of a network for each task.
+    images = toy.make_batches(1)[0][0]
+    predictions = module.predict(network, images)
+    plain = toy.make_network().eval()
+    for task in TASKS:
+        plain.trunk = cs.nn.extract_task(network.trunk, task)
+        plain.heads = network.heads
+        assert torch.equal(predictions[task], plain(images, task))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_mixed_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = recipe("mixed_precision")
+    monkeypatch.setattr(module, "DEVICE", "cpu")
+
+    def loss(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
+        images, targets = batch
+        with torch.autocast("cpu", dtype):
+            prediction = network(images, task)
+        assert prediction.dtype == dtype
+        return toy.loss_of(task, prediction.float(), targets[task])
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if dtype == torch.float16 else None
+    options = {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+    expected = trained_plainly(loss=loss, scaler=scaler, **options)
+    assert_equal_as_stated(module, module.train(dtype=dtype)[0], expected)
+
+
+def test_compiled(float64: None) -> None:
+    torch._dynamo.reset()
+    module = recipe("compiled")
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    assert_equal_as_stated(module, module.train(backend=counter)[0], trained_plainly())
+    assert counter.frame_count == len(TASKS)
+
+
+def test_accumulation(float64: None) -> None:
+    module = recipe("accumulation")
+    options = {"batches": 6, "micro_batches": 2, "loss": half_loss}
+    assert_equal_as_stated(module, module.train()[0], trained_plainly(**options))
+    network, _ = module.train_unnormalized()
+    options |= {"network": toy.make_network(normalized=False), "prioritized": {}}
+    assert_equal_as_stated(module, network, trained_plainly([2] * 4, **options))
+
+
+def test_activation_checkpointing(float64: None) -> None:
+    module = recipe("activation_checkpointing")
+
+    def loss(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
+        result = loss_of_batch(network, batch, task)
+        with torch.no_grad():
+            network.trunk(batch[0])  # The statistics once more.
+        return result
+
+    network, _ = module.train()
+    network.trunk = network.trunk.module
+    assert_equal_as_stated(module, network, trained_plainly(loss=loss))
+
+
+def test_partial_labels(float64: None) -> None:
+    module = recipe("partial_labels")
+    network, history = module.train()
+    assert [list(losses) for losses in history] == 4 * module.LABELED
+    plain = plain_training(weight_decay=0.01)
+    for phase in PHASES:
+        for batch, labeled in zip(toy.make_batches(), module.LABELED, strict=True):
+            plain.step(phase, [batch], labeled)
+    assert plain.conflicts > 0
+    assert_equal_as_stated(module, network, plain.state())
+
+
+def test_add_a_task(float64: None) -> None:
+    module = recipe("add_a_task")
+    network, history = module.train()
+    assert [len(losses) for losses in history] == [2] * 9 + [3] * 9
+
+    def loss(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
+        images, targets = batch
+        target = -targets["depth"] if task == "normals" else targets[task]
+        return toy.loss_of(task, network(images, task), target)
+
+    plain = plain_training(loss=loss)
+    for epoch, phase in enumerate([1, 2, 1, 2, 1, 2]):  # Those of Mixed(epochs=6, seed=9).
+        if epoch == module.ADDED:
+            new = plain.add_task("normals", like="depth")
+            head = nn.Conv2d(8, 1, 1)
+            head.load_state_dict(plain.networks["depth"].heads["depth"].state_dict())
+            for of_task in plain.networks.values():
+                of_task.heads["normals"] = head
+            plain.optimizer.add_param_group({"params": [*new, *head.parameters()]})
+        for batch in toy.make_batches():
+            plain.step(phase, [batch])
+    assert plain.conflicts > 0
+    assert_equal_as_stated(module, network, plain.state())
+
+
+def test_export_one_task(float64: None) -> None:
+    module = recipe("export_one_task")
+    network, _ = module.train()
+    network.eval()
+    original = toy.make_network().state_dict()
+    images = toy.make_batches(1, size=7)[0][0]
+    for task in TASKS:
+        program = module.export(network, task)
+        with cs.nn.active_task(network.trunk, task):
+            expected = network(images, task)
+        difference = (program.module()(images) - expected).abs().max().item()
+        assert difference <= stated(module)
+        exported = {name for name in program.state_dict if name.startswith("0.")}
+        assert exported == {
+            name.replace("trunk.", "0.") for name in original if name.startswith("trunk.")
+        }
+    assert_equal_as_stated(module, network.train(), trained_plainly([1, 2]))
+
+
+def test_from_torchjd(float64: None) -> None:
+    pytest.importorskip("torchjd")
+    module = recipe("from_torchjd")
+    network, _ = module.train()
+    theirs, _ = module.train_torchjd()
+    assert_equal_as_stated(module, network, theirs.state_dict())
+    torchjd = importlib.import_module("torchjd")
+    aggregator = torchjd.aggregation.UPGrad(
+        projector=torchjd.linalg.QuadprogProjector(reg_eps=1e-12)
+    )
+    theirs, _ = module.train_torchjd(aggregator=aggregator)
+    difference = largest_difference(network.state_dict(), theirs.state_dict())
+    assert difference <= stated(module, 1)
+    # Of two tasks, the mean of PCGrad's projections.
+    plain = plain_training(
+        toy.make_network(normalized=False),
+        optimizer=torch.optim.SGD,
+        prioritized={},
+        reduction="mean",
+        lr=0.1,
+        momentum=0.9,
+    )
+    for _ in range(4):
+        for batch in toy.make_batches():
+            plain.step(2, [batch])
+    assert plain.conflicts > 0
+    assert largest_difference(network.state_dict(), plain.state()) <= 1e-12
+
+
+def test_from_pcgrad(float64: None) -> None:
+    module = recipe("from_pcgrad")
+    network, _ = module.train()
+    theirs, _ = module.train_by_hand()
+    assert_equal_as_stated(module, network, theirs.state_dict())
+    options = {"network": toy.make_network(normalized=False), "prioritized": {}}
+    assert_equal_as_stated(module, network, trained_plainly([2] * 4, **options))
+
+
+def test_with_timm(float64: None) -> None:
+    module = recipe("with_timm")
+    network, _, averaged = module.train()
+    torch.manual_seed(0)
+    names = {"conv1.0": "conv1.1", "conv1.3": "conv1.4", "conv1.6": "bn1"}
+    names |= {f"layer1.0.conv{n}": f"layer1.0.bn{n}" for n in (1, 2)}
+    plain = plain_training(
+        module.Network(),
+        optimizer=torch.optim.AdamW,
+        prioritized={f"trunk.{a}.weight": f"trunk.{b}" for a, b in names.items()},
+    )
+    average = {name: value.clone() for name, value in plain.state().items()}
+    # A warmup of one epoch, then half a cosine: (1 + cos(pi e / 4)) / 2.
+    rates = [1e-3, *(0.005 * (1 + torch.tensor(e * torch.pi / 4).cos().item()) for e in (1, 2, 3))]
+    for phase, rate in zip(PHASES, rates, strict=True):
+        plain.optimizer.param_groups[0]["lr"] = rate
+        for batch in toy.make_batches(2):
+            plain.step(phase, [batch])
+            for name, value in plain.state().items():
+                if value.is_floating_point():
+                    average[name] = 0.9 * average[name] + 0.1 * value
+                else:
+                    average[name] = value.clone()
+    assert_equal_as_stated(module, network, plain.state())
+    assert_equal_as_stated(module, averaged, average)
+    assert plain.conflicts > 0
+    images = toy.make_batches(1)[0][0]
+    one, other = (module.predict(averaged, images, task) for task in TASKS)
+    assert not torch.equal(one, other)
+
+
+def test_with_fabric(float64: None) -> None:
+    module = recipe("with_fabric")
+    assert_equal_as_stated(module, module.train(accelerator="cpu")[0], trained_plainly())
+
+
+def test_with_accelerate(float64: None) -> None:
+    """No micro-batch is lost, and the mean of two has the weight of one batch."""
+    module = recipe("with_accelerate")
+    try:
+        options = {"batches": 6, "micro_batches": 2, "loss": half_loss}
+        assert_equal_as_stated(module, module.train(cpu=True)[0], trained_plainly(**options))
+        network, _ = module.train_unnormalized(cpu=True)
+        options |= {"network": toy.make_network(normalized=False), "prioritized": {}}
+        assert_equal_as_stated(module, network, trained_plainly([2] * 4, **options))
+    finally:
+        accelerate = importlib.import_module("accelerate")
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerate.state.GradientState._reset_state()
+
+
+def trained_in_mixed_precision(
+    dtype: torch.dtype, scaler: torch.amp.GradScaler | None = None, *, whole_step: bool = False
+) -> dict[str, Tensor]:
+    """With autocast around the network, or around the loss too."""
+
+    def loss(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
+        images, targets = batch
+        with torch.autocast("cpu", dtype, cache_enabled=False):
+            prediction = network(images, task)
+            if whole_step:
+                return toy.loss_of(task, prediction, targets[task])
+        return toy.loss_of(task, prediction.float(), targets[task])
+
+    return trained_plainly(loss=loss, scaler=scaler)
+
+
+def test_with_fabric_in_mixed_precision() -> None:
+    module = recipe("with_fabric")
+    network, _ = module.train(accelerator="cpu", precision="bf16-mixed")
+    assert_equal_as_stated(module, network, trained_in_mixed_precision(torch.bfloat16), 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*num_workers", "ignore:`max_epochs`")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_with_lightning_in_mixed_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Lightning takes float16 on the CPU as a plugin only."""
+    module = recipe("with_lightning")
+    precision = importlib.import_module("lightning.pytorch.plugins.precision")
+    options: dict[str, Any] = {"precision": "bf16-mixed"}
+    scalers = [None, None]
+    if dtype == torch.float16:
+        scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
+        plugin = precision.MixedPrecision("16-mixed", "cpu", scaler=scalers[0])
+        options = {"plugins": [plugin]}
+    options |= {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path, **QUIET}
+    expected = trained_in_mixed_precision(dtype, scalers[1], whole_step=True)
+    assert_equal_as_stated(module, module.train(**options)[0].network, expected, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*num_workers", "ignore:`max_epochs`")
+def test_with_lightning(float64: None, tmp_path: Path) -> None:
+    """Whole batches, though the torch optimizer makes another number of steps; and resumed."""
+    module = recipe("with_lightning")
+    options = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path, **QUIET}
+    straight, trainer = module.train(**options)
+    assert len(straight.history) == 12
+    assert trainer.global_step == 6 * 2 + 6
+    expected = trained_plainly()
+    assert_equal_as_stated(module, straight.network, expected)
+    for batches, before in ((3, 0), (9, 3), (12, 9)):
+        resume = tmp_path / f"{before}.ckpt" if before else None
+        resumed, trainer = module.train(batches, resume, **options)
+        assert len(resumed.history) == batches - before
+        trainer.save_checkpoint(tmp_path / f"{batches}.ckpt")
+    assert_equal_as_stated(module, resumed.network, expected)
+    assert len(module.train(5, **options)[0].history) == 5
+
+
+@pytest.mark.parametrize("name", [*NAMES, "toy"])
+def test_recipes_are_short(name: str) -> None:
+    assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 80
+
+
+OPTIONS = {"compiled": ["--backend", "eager"]}
+
+
+@pytest.mark.filterwarnings("ignore:.*num_workers", "ignore:`max_epochs`")
+@pytest.mark.parametrize("name", NAMES)
+def test_recipes_are_scripts(
+    name: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    recipe(name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [name, *OPTIONS.get(name, [])])
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    assert len(re.findall(r"\{'depth': \d+\.\d+", capsys.readouterr().out)) >= 6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_recipe_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """As a user starts it, from another folder, and again from its checkpoint."""
+    command = [sys.executable, str(FOLDER / "plain_loop.py"), "--checkpoint", "checkpoint.pt"]
+    environment = {"PYTHONPATH": str(Path(cs.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    for epochs, steps in ((1, 3), (3, 6)):
+        done = subprocess.run(
+            [*command, "--epochs", str(epochs)],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert len(re.findall(r"\{'depth': \d", done.stdout)) == steps
