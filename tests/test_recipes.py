@@ -103,15 +103,19 @@ def half_loss(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
     return loss_of_batch(network, batch, task) / 2
 
 
-MIXED_PHASES = [1, 2, 1, 2]
-"""Those of Mixed(epochs=4, seed=9)."""
+MIXED_PHASES = [1, 1, 1, 1, 2, 1, 2, 1, 2, 2, 2, 2]
+"""Those of Mixed(epochs=4, seed=0, draw="step") in four epochs of three steps."""
 
 
 def test_plain_loop(float64: None, tmp_path: Path) -> None:
     module = recipe("plain_loop")
     network, history = module.train()
     assert len(history) == 12
-    expected = trained_plainly(MIXED_PHASES)
+    plain = plain_training()
+    for phase, batch in zip(MIXED_PHASES, 4 * toy.make_batches(), strict=True):
+        plain.step(phase, [batch])
+    assert plain.conflicts > 0
+    expected = plain.state()
     assert_equal_as_stated(module, network, expected)
     for epochs in range(1, 5):
         network, history = module.train(epochs, tmp_path / "checkpoint")
@@ -120,11 +124,9 @@ def test_plain_loop(float64: None, tmp_path: Path) -> None:
     # Predictions: those of a network for each task.
     images = toy.make_batches(1)[0][0]
     predictions = module.predict(network, images)
-    plain = toy.make_network().eval()
-    for task in TASKS:
-        plain.trunk = cs.nn.extract_task(network.trunk, task)
-        plain.heads = network.heads
-        assert torch.equal(predictions[task], plain(images, task))
+    for task, of_task in plain.networks.items():
+        prediction = of_task.eval()(images, task)
+        assert (predictions[task] - prediction).abs().max() <= stated(module)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -376,6 +378,7 @@ def test_with_lightning(float64: None, tmp_path: Path) -> None:
         assert len(resumed.history) == batches - before
         trainer.save_checkpoint(tmp_path / f"{batches}.ckpt")
     assert_equal_as_stated(module, resumed.network, expected)
+    assert resumed.opt.state_dict()["steps"] == 12
     assert len(module.train(5, **options)[0].history) == 5
 
 

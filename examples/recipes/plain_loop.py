@@ -19,9 +19,9 @@ def train(epochs: int = 4, checkpoint: Path | None = None) -> tuple[Network, lis
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)  # Before the optimizer is built.
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
-    opt = cs.MultiTaskOptimizer(
-        network.trunk, adam, TASKS, schedule=cs.Mixed(epochs=4, seed=9)
-    )  # The number of all epochs: a resumed run must draw the same phases.
+    # All epochs, also those that a resumed run will train: Phase 2 becomes more frequent with them.
+    schedule = cs.Mixed(epochs=4, seed=0, draw="step")
+    opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, schedule=schedule)
     first = 0
     if checkpoint is not None and checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
@@ -32,7 +32,7 @@ def train(epochs: int = 4, checkpoint: Path | None = None) -> tuple[Network, lis
 
     history = []
     for epoch in range(first, epochs):
-        opt.start_epoch(epoch)  # Draws the phase.
+        opt.start_epoch(epoch)
         for images, targets in make_batches():
             losses = opt.step(lambda task: loss_of(task, network(images, task), targets[task]))
             history.append(losses)

@@ -30,7 +30,8 @@ class Module(lightning.LightningModule):
         return torch.optim.Adam(self.network.parameters(), lr=1e-2)
 
     def on_train_start(self) -> None:
-        # Lightning's optimizer and its backward pass: they know the precision.
+        # Lightning's optimizer and backward pass know the precision. With the torch optimizer, as
+        # in configure_optimizers, it would count no steps and so write no checkpoints.
         given = self.network.trunk, self.optimizers(), TASKS, None, cs.Switch(2)
         self.opt = cs.MultiTaskOptimizer(*given, backward=self.manual_backward)
         if self.opt_state is not None:
