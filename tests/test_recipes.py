@@ -103,6 +103,22 @@ def half_loss(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
     return loss_of_batch(network, batch, task) / 2
 
 
+def trained_in_mixed_precision(
+    dtype: torch.dtype, *, whole_step: bool = False, micro_batches: int = 1, **options: Any
+) -> dict[str, Tensor]:
+    """With autocast around the network, or around the loss too."""
+
+    def loss(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
+        images, targets = batch
+        with torch.autocast("cpu", dtype, cache_enabled=False):
+            prediction = network(images, task)
+            if whole_step:
+                return toy.loss_of(task, prediction, targets[task])
+        return toy.loss_of(task, prediction.float(), targets[task]) / micro_batches
+
+    return trained_plainly(loss=loss, micro_batches=micro_batches, **options)
+
+
 MIXED_PHASES = [1, 1, 1, 1, 2, 1, 2, 1, 2, 2, 2, 2]
 """Those of Mixed(epochs=4, seed=0, draw="step") in four epochs of three steps."""
 
@@ -133,17 +149,10 @@ def test_plain_loop(float64: None, tmp_path: Path) -> None:
 def test_mixed_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     module = recipe("mixed_precision")
     monkeypatch.setattr(module, "DEVICE", "cpu")
-
-    def loss(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
-        images, targets = batch
-        with torch.autocast("cpu", dtype):
-            prediction = network(images, task)
-        assert prediction.dtype == dtype
-        return toy.loss_of(task, prediction.float(), targets[task])
-
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if dtype == torch.float16 else None
     options = {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
-    expected = trained_plainly(loss=loss, scaler=scaler, **options)
+    if dtype == torch.float16:
+        options["scaler"] = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    expected = trained_in_mixed_precision(dtype, **options)
     assert_equal_as_stated(module, module.train(dtype=dtype)[0], expected)
 
 
@@ -308,41 +317,38 @@ def test_with_fabric(float64: None) -> None:
     assert_equal_as_stated(module, module.train(accelerator="cpu")[0], trained_plainly())
 
 
-def test_with_accelerate(float64: None) -> None:
-    """No micro-batch is lost, and the mean of two has the weight of one batch."""
-    module = recipe("with_accelerate")
-    try:
-        options = {"batches": 6, "micro_batches": 2, "loss": half_loss}
-        assert_equal_as_stated(module, module.train(cpu=True)[0], trained_plainly(**options))
-        network, _ = module.train_unnormalized(cpu=True)
-        options |= {"network": toy.make_network(normalized=False), "prioritized": {}}
-        assert_equal_as_stated(module, network, trained_plainly([2] * 4, **options))
-    finally:
-        accelerate = importlib.import_module("accelerate")
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        accelerate.state.GradientState._reset_state()
-
-
-def trained_in_mixed_precision(
-    dtype: torch.dtype, scaler: torch.amp.GradScaler | None = None, *, whole_step: bool = False
-) -> dict[str, Tensor]:
-    """With autocast around the network, or around the loss too."""
-
-    def loss(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
-        images, targets = batch
-        with torch.autocast("cpu", dtype, cache_enabled=False):
-            prediction = network(images, task)
-            if whole_step:
-                return toy.loss_of(task, prediction, targets[task])
-        return toy.loss_of(task, prediction.float(), targets[task])
-
-    return trained_plainly(loss=loss, scaler=scaler)
-
-
 def test_with_fabric_in_mixed_precision() -> None:
     module = recipe("with_fabric")
     network, _ = module.train(accelerator="cpu", precision="bf16-mixed")
     assert_equal_as_stated(module, network, trained_in_mixed_precision(torch.bfloat16), 1)
+
+
+@pytest.fixture
+def accelerate_recipe() -> Iterator[Any]:
+    """Accelerate keeps the state of an accelerator for the next one."""
+    yield recipe("with_accelerate")
+    accelerate = importlib.import_module("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+@pytest.mark.parametrize("batches", [6, 5])
+def test_with_accelerate(float64: None, accelerate_recipe: Any, batches: int) -> None:
+    """No micro-batch is lost; each has the weight of half a batch, also the last of an epoch."""
+    module = accelerate_recipe
+    options = {"batches": batches, "micro_batches": 2, "loss": half_loss}
+    network, history = module.train(batches=batches, cpu=True)
+    assert len(history) == 12
+    assert_equal_as_stated(module, network, trained_plainly(**options))
+    network, _ = module.train_unnormalized(batches=batches, cpu=True)
+    options |= {"network": toy.make_network(normalized=False), "prioritized": {}}
+    assert_equal_as_stated(module, network, trained_plainly([2] * 4, **options))
+
+
+def test_with_accelerate_in_mixed_precision(accelerate_recipe: Any) -> None:
+    network, _ = accelerate_recipe.train(cpu=True, mixed_precision="bf16")
+    expected = trained_in_mixed_precision(torch.bfloat16, batches=6, micro_batches=2)
+    assert_equal_as_stated(accelerate_recipe, network, expected, 1)
 
 
 @pytest.mark.filterwarnings("ignore:.*num_workers", "ignore:`max_epochs`")
@@ -358,7 +364,7 @@ def test_with_lightning_in_mixed_precision(dtype: torch.dtype, tmp_path: Path) -
         plugin = precision.MixedPrecision("16-mixed", "cpu", scaler=scalers[0])
         options = {"plugins": [plugin]}
     options |= {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path, **QUIET}
-    expected = trained_in_mixed_precision(dtype, scalers[1], whole_step=True)
+    expected = trained_in_mixed_precision(dtype, scaler=scalers[1], whole_step=True)
     assert_equal_as_stated(module, module.train(**options)[0].network, expected, 1)
 
 

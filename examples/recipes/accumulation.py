@@ -48,13 +48,14 @@ def train_unnormalized(epochs: int = 4) -> tuple[Network, list]:
 
     history = []
     for _ in range(epochs):
-        for number, (images, targets) in enumerate(make_batches(6), 1):
+        batches = make_batches(6)
+        for number, (images, targets) in enumerate(batches, 1):
             features = network.trunk(images)
             losses = {
                 task: loss_of(task, network.heads[task](features), targets[task]) / MICRO_BATCHES
                 for task in TASKS
             }
-            update = number % MICRO_BATCHES == 0
+            update = number % MICRO_BATCHES == 0 or number == len(batches)
             history.append(opt.backward(losses, update=update))
             if update:
                 adam.step()
