@@ -156,10 +156,11 @@ def test_mixed_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) ->
     assert_equal_as_stated(module, module.train(dtype=dtype)[0], expected)
 
 
-def test_compiled(float64: None) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(float64: None, backend: str) -> None:
     torch._dynamo.reset()
     module = recipe("compiled")
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
     assert_equal_as_stated(module, module.train(backend=counter)[0], trained_plainly())
     assert counter.frame_count == len(TASKS)
 

@@ -1,7 +1,7 @@
 """torch.compile of the trunk: one graph a task, from the second step on.
 
-With the backend "aot_eager", parameters and running statistics in float64 equal those of a plain
-loop to 1e-12; inductor may reorder sums, as in any network.
+In float64, parameters and running statistics equal those of a plain loop that is not compiled to
+1e-12.
 """
 
 import argparse
