@@ -26,8 +26,8 @@ def train(epochs: int = EPOCHS) -> tuple[Network, list]:
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
-    # A schedule is a function of the epoch (and of the step, with draw="step"): the next
-    # MultiTaskOptimizer gets the same one, and goes on with it.
+    # A function of the epoch alone, so the next MultiTaskOptimizer goes on with it. (Its steps are
+    # counted from 0 again: with draw="step", and in methods that draw, the draws would repeat.)
     schedule = cs.Mixed(epochs=EPOCHS, seed=9)
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, schedule=schedule)
 

@@ -14,7 +14,7 @@ import cs_kernels as cs
 
 
 class Network(nn.Module):
-    """A feature pyramid's last map but one, and a head for each task on its upsampled features."""
+    """The first stage of a small backbone, and a head for each task."""
 
     def __init__(self) -> None:
         super().__init__()
