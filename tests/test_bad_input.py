@@ -181,7 +181,7 @@ def test_no_active_task() -> None:
 
 @pytest.mark.parametrize("call", [cs.nn.set_task, cs.nn.active_task])
 def test_no_module_to_activate(call: Callable[[Any, str], object]) -> None:
-    with pytest.raises(TypeError, match="module must be a torch.nn.Module, got None"):
+    with pytest.raises(TypeError, match=r"module must be a torch\.nn\.Module, got None"):
         call(None, "depth")
 
 
@@ -230,7 +230,7 @@ gramian, combine = cs.functional.gramian, cs.functional.combine
         (lambda: cs.PCGrad(groups="row"), "groups must be 'all' or 'layer', got 'row'"),
         (lambda: cs.PCGrad(seed=-1), r"seed must lie in \[0, 2\^63\), got -1"),
         (lambda: cs.CAGrad(-1.0), "c must be finite and at least 0, got -1.0"),
-        (lambda: cs.CAGrad("x"), "c must be finite and at least 0, got x"),
+        (lambda: cs.CAGrad("x"), "c must be finite and at least 0, got 'x'"),
         (lambda: cs.CAGrad(rescale=3), "rescale must be 0, 1 or 2, got 3"),
         (lambda: cs.MGDA("l1"), r"normalize must be None, 'l2', 'loss' or 'loss\+', got 'l1'"),
         (lambda: cs.AlignedMTL("max"), "scale must be 'min', 'median' or 'rmse', got 'max'"),
@@ -249,7 +249,7 @@ gramian, combine = cs.functional.gramian, cs.functional.combine
         (lambda: cs.DynamicWeightAverage("2"), "temperature must be.*got '2'"),
         (lambda: cs.GradDrop("x"), r"leak must lie in \[0, 1\], got 'x'"),
         (lambda: cs.GradDrop(None), r"leak must lie in \[0, 1\], got None"),
-        (lambda: cs.FixedWeights({"a": "x"}), "weights must be finite, got x"),
+        (lambda: cs.FixedWeights({"a": "x"}), "weights must be finite, got 'x'"),
         (lambda: cs.Mixed(0), "epochs must be at least 1, got 0"),
         (lambda: cs.Mixed(3, draw="batch"), "draw must be 'epoch' or 'step', got 'batch'"),
         (lambda: cs.Switch(-1), "epoch must be at least 0, got -1"),
