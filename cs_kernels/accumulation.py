@@ -1,6 +1,7 @@
 """Gradients of `backward(update=False)` that wait for their update, and updates not yet used.
 
 They must not get lost: an optimizer step before the update raises, and so does a missing one after.
+No update must be used twice: an optimizer step after `MultiTaskOptimizer.step` raises.
 """
 
 import contextlib
@@ -31,11 +32,23 @@ class Accumulation:
         """The name of that parameter, if its gradient is in the rows too."""
         self._unused: tuple[nn.Parameter, int] | None = None
         """A parameter with an update of `backward` in `.grad`, and the parameter's version."""
+        self._used: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        """By index of an optimizer that has made a step: a parameter, and its `.grad` then."""
         self._notice_steps()
 
     def clear(self) -> None:
         """Forgets gradients that wait for their update, and an update that was not used."""
         self.step = self._mark = self._lent = self._unused = None
+        self._used.clear()
+
+    def note_steps(self) -> None:
+        """Notes that `MultiTaskOptimizer.step` has stepped the torch optimizers."""
+        for n, optimizer in enumerate(self._optimizers):
+            # The last one is likely to be small; it is kept until the next step.
+            for parameter in reversed(held_parameters([optimizer])):
+                if parameter.grad is not None:
+                    self._used[n] = parameter, parameter.grad
+                    break
 
     def mark(self) -> None:
         """Remembers one gradient in `.grad`, where `zero_grad()` shows."""
@@ -109,7 +122,13 @@ class Accumulation:
         """Notes optimizer steps, also those that write into `.data` and change no version."""
         this = weakref.proxy(self)  # The optimizer must not keep this alive.
 
-        def refuse(*_: object) -> None:
+        def refuse(n: int) -> None:
+            used = this._used.get(n)
+            if used is not None and used[0].grad is used[1]:
+                raise RuntimeError(
+                    "optimizer has made this step in step(closure): leave out optimizer.step(), or"
+                    " call zero_grad() before gradients of your own"
+                )
             if this.is_open():
                 raise RuntimeError(
                     "the gradients of backward(..., update=False) wait for their update: end these"
@@ -122,8 +141,9 @@ class Accumulation:
         def used(*_: object) -> None:
             this._unused = None
 
-        for optimizer in self._optimizers:
+        for n, optimizer in enumerate(self._optimizers):
             inner = getattr(optimizer, "optimizer", optimizer)  # A wrapper has one inside.
             with contextlib.suppress(AttributeError):
-                weakref.finalize(self, inner.register_step_pre_hook(refuse).remove)
+                hook = inner.register_step_pre_hook(lambda *_, n=n: refuse(n))
+                weakref.finalize(self, hook.remove)
                 weakref.finalize(self, inner.register_step_post_hook(used).remove)

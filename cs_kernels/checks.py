@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
+from types import FunctionType
 from typing import cast
 
 import torch
@@ -74,7 +75,27 @@ def checked_closures(closure: object) -> list[Closure]:
                 f"closure must be a function from a task to its loss, got {described(function)}"
                 f"{hint if isinstance(function, Mapping | Tensor) else ''}"
             )
+    functions = [f for f in closures if isinstance(f, FunctionType)]
+    for n, function in enumerate(functions):
+        if any(_same_function(function, other) for other in functions[:n]):
+            raise ValueError(
+                f"closure must be a function for each micro-batch, got {len(closures)} of which two"
+                f" are the same {function.__qualname__}: a function reads variables when it is"
+                " called, so bind the batch, as in functools.partial(loss, batch)"
+            )
     return cast("list[Closure]", closures)
+
+
+def _same_function(a: FunctionType, b: FunctionType) -> bool:
+    """Whether two function objects have the same code and the same variables."""
+    if a is b or a.__code__ is not b.__code__:
+        return False
+
+    def variables(f: FunctionType) -> list[int]:
+        defaults = *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()
+        return [*map(id, defaults), *map(id, f.__closure__ or ()), id(f.__globals__)]
+
+    return variables(a) == variables(b)
 
 
 def checked_losses(losses: object) -> dict[str, Tensor]:

@@ -54,7 +54,7 @@ from cs_kernels.layout import (
     shared_parameters,
 )
 from cs_kernels.methods import ConnectionStrength, Method
-from cs_kernels.nn import check_tasks, task_norms
+from cs_kernels.nn import TaskBatchNorm, check_tasks, task_norms
 from cs_kernels.ops.operands import Entries
 from cs_kernels.options import checked_integer
 from cs_kernels.passes import Backward, Passes, no_shared_parameter
@@ -247,6 +247,12 @@ class MultiTaskOptimizer:
 
     def _first_use(self, module: nn.Module, task: str) -> None:
         """Before a module outside the trunk first runs for a task."""
+        if isinstance(module, TaskBatchNorm) and module.active not in (None, task):
+            raise ValueError(
+                "trunk must contain the task-specific normalizations of its passes, got one outside"
+                f" it with {module.active!r} active in the loss of {task!r}: hand over the whole"
+                " converted network, or run that part inside active_task(part, task)"
+            )
         self._statistics.first_use(module, task)
         self._take_wrapper(module)
 
@@ -939,9 +945,11 @@ class MultiTaskOptimizer:
         if self.scaler is None:
             for optimizer in self._optimizers:
                 optimizer.step()
-            return
-        for optimizer in self._optimizers:
-            # The scaler refuses an optimizer without any gradient, such as another task's head's.
-            if any(p.grad is not None for p in held_parameters([optimizer])):
-                self.scaler.step(optimizer)
-        self.scaler.update()
+        else:
+            for optimizer in self._optimizers:
+                # The scaler refuses an optimizer without any gradient, such as another task's.
+                if any(p.grad is not None for p in held_parameters([optimizer])):
+                    self.scaler.step(optimizer)
+            self.scaler.update()
+        torch.clear_autocast_cache()  # An autocast around the step would keep the old weights.
+        self._accumulation.note_steps()

@@ -4,7 +4,9 @@ A task has a forward and a backward pass of its own (`task_pass`), or only a bac
 caller's forward pass for all tasks (`backward_passes`). The gradients are left in `.grad`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -126,7 +128,8 @@ class Passes:
                 weighted = self._weighted(task, loss, step)
                 if number == len(closures):
                     self._gradients.arm(task)
-                self._run_backward(weighted, step)
+                with _hint_at_backward():
+                    self._run_backward(weighted, step)
         self._watcher.learned(task)
         self._checked.add(task)
 
@@ -221,6 +224,20 @@ class Passes:
             raise no_shared_parameter(task)
         self._known.add(task)
         self._gradients.reach.note_graph(task, reached)
+
+
+@contextlib.contextmanager
+def _hint_at_backward() -> Iterator[None]:
+    """Losses of one forward pass belong into `backward`; torch only says that its graph is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "through the graph a second time" in str(error) and sys.version_info >= (3, 11):
+            error.add_note(
+                "step(closure) takes a forward pass for each task: with losses of one forward pass,"
+                " call backward({task: loss})"
+            )
+        raise
 
 
 def no_shared_parameter(task: str) -> ValueError:

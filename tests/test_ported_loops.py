@@ -1,0 +1,183 @@
+"""Mistakes that loops bring along, which would train on without a word."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from networks import AB, BOTH_PHASES, Setup, assert_equal, refused, sgd_of, started, started_problem
+from torch import Tensor, nn
+
+import cs_kernels as cs
+
+
+def assert_differ(first: list[Tensor], second: list[Tensor]) -> None:
+    assert any(not torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@BOTH_PHASES
+def test_a_second_optimizer_step(schedule: cs.Schedule) -> None:
+    """It would apply the update twice."""
+    setup, opt = started(schedule=schedule)
+    opt.step(setup.closure(0))
+    with refused(partial(setup.state, False), RuntimeError, "optimizer has made this step in step"):
+        setup.optimizer.step()
+    opt.step(setup.closure(1))
+    with refused(partial(setup.state, False), RuntimeError, "optimizer has made this step in step"):
+        for parameter in setup.parameters():  # As clipping does.
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        setup.optimizer.step()
+
+
+@BOTH_PHASES
+def test_a_second_step_of_a_scaler(schedule: cs.Schedule) -> None:
+    setup = Setup(optimizer=torch.optim.SGD)
+    scaler = torch.amp.GradScaler("cpu")
+    opt = setup.start(schedule=schedule, scaler=scaler)
+    opt.step(setup.closure(0))
+    with refused(partial(setup.state, False), RuntimeError, "optimizer has made this step in step"):
+        scaler.step(setup.optimizer)
+
+
+def test_steps_on_gradients_of_one_s_own() -> None:
+    """Such as those of another loss, between two steps."""
+    setup, opt = started(schedule=cs.Mixed(2, seed=3, draw="step"))
+    opt.start_epoch(1)
+    for number in range(4):
+        opt.step(setup.closure(number))
+        setup.optimizer.zero_grad()
+        before = setup.state(grads=False)
+        with cs.nn.active_task(setup.trunk, "depth"):
+            setup.closure(number)("depth").backward()
+        setup.optimizer.step()
+        assert_differ(before, setup.state(grads=False))
+
+
+def test_several_optimizers_and_one_more_step() -> None:
+    setup = Setup()
+    pair = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (setup.trunk, setup.heads)]
+    opt = cs.MultiTaskOptimizer(setup.trunk, pair, setup.tasks)
+    opt.step(setup.closure(0))
+    pair[1].zero_grad()
+    sum(p.sum() for p in setup.heads.parameters()).backward()
+    pair[1].step()
+    with pytest.raises(RuntimeError, match="optimizer has made this step"):
+        pair[0].step()
+
+
+class Two(nn.Module):
+    """A convolution whose result goes on through a decoder, both with normalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+        self.decoder = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+
+
+def test_a_normalization_outside_the_trunk() -> None:
+    """It would normalize every task with the one that was active before."""
+    torch.manual_seed(0)
+    network = cs.nn.convert_task_batchnorm(Two(), AB)
+    cs.nn.set_task(network, "a")
+    opt = cs.MultiTaskOptimizer(network.trunk, sgd_of(network), AB)
+    x = torch.randn(8, 4)
+
+    def loss(task: str) -> Tensor:
+        y: Tensor = network.decoder(network.trunk(x))
+        return y.square().mean()
+
+    def state() -> list[Tensor]:
+        return [t.clone() for t in network.state_dict().values()]
+
+    with refused(state, ValueError, "trunk must contain the task-specific.*'a' active.*'b'"):
+        opt.step(loss)
+
+    def active(task: str) -> Tensor:
+        with cs.nn.active_task(network.decoder, task):
+            return loss(task)
+
+    opt.step(active)
+    assert network.decoder[1].b.num_batches_tracked == 1
+    cs.MultiTaskOptimizer(network, sgd_of(network), AB).step(loss)
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "loop"])
+def test_closures_that_read_the_last_batch(kind: str) -> None:
+    setup, opt = started()
+    made: Any = None
+    if kind == "list":
+        made = [lambda task: setup.closure(n)(task) for n in range(3)]
+    elif kind == "generator":
+        made = (lambda task: setup.closure(n)(task) for n in range(3))
+    else:
+        made = []
+        for n in range(3):
+
+            def closure(task: str) -> Tensor:
+                return setup.closure(n)(task)
+
+            made.append(closure)
+    with refused(setup.state, ValueError, "got 3 of which two are the same .*partial"):
+        opt.step(made)
+
+
+def _bound(setup: Setup) -> list[Callable[[str], Tensor]]:
+    return [lambda task, n=n: setup.closure(n)(task) for n in range(3)]
+
+
+def _by_keyword(setup: Setup) -> list[Callable[[str], Tensor]]:
+    return [lambda task, *, n=setup.batches[i][0]: setup.closure(0)(task) + n.sum() for i in (0, 1)]
+
+
+def _partial(setup: Setup) -> list[Callable[[str], Tensor]]:
+    return [partial(lambda n, task: setup.closure(n)(task), n) for n in range(3)]
+
+
+def _made(setup: Setup) -> list[Callable[[str], Tensor]]:
+    return [setup.closure(n) for n in range(3)]
+
+
+def _the_same(setup: Setup) -> list[Callable[[str], Tensor]]:
+    """One function, which may draw a batch itself."""
+    return [setup.closure(0)] * 3
+
+
+@pytest.mark.parametrize("closures", [_bound, _by_keyword, _partial, _made, _the_same])
+def test_closures_with_batches_of_their_own(
+    closures: Callable[[Setup], list[Callable[[str], Tensor]]],
+) -> None:
+    setup, opt = started()
+    opt.step(closures(setup))
+
+
+def test_losses_of_one_forward_pass_in_a_closure() -> None:
+    model, _, opt = started_problem(cs.PCGrad())
+    features = model.trunk(torch.randn(7, 5).double())
+    losses = {task: model.heads[task](features).square().mean() for task in AB}
+    with pytest.raises(RuntimeError, match="second time") as caught:
+        opt.step(lambda task: losses[task])
+    notes = getattr(caught.value, "__notes__", ["call backward({task: loss})"])  # Python 3.11 on.
+    assert "call backward({task: loss})" in notes[-1]
+
+
+@BOTH_PHASES
+def test_autocast_around_the_step(schedule: cs.Schedule) -> None:
+    """Its cache must not have the weights before the update of the task before."""
+
+    def trained(*, around: bool) -> list[Tensor]:
+        setup = Setup(dtype=torch.float32)
+        opt = setup.start(schedule=schedule)
+
+        def closure(task: str, n: int) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                return setup.closure(n)(task)
+
+        with torch.autocast("cpu", torch.bfloat16) if around else nullcontext():
+            for n in range(3):
+                opt.step(setup.closure(n) if around else partial(closure, n=n))
+        return setup.state()
+
+    assert_equal(trained(around=True), trained(around=False))
