@@ -71,6 +71,7 @@ def conflicts(runs: dict[str, Any], path: Path) -> None:
         image = ax.imshow(100 * np.array(shares), vmin=0, vmax=100, aspect="auto", cmap="magma")
         ax.set_yticks(range(len(layers)), layers, fontsize=6)
         ax.set(title=name, xlabel="epoch")
+        ax.xaxis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, ax=axes, label="% of channel groups and other tasks in conflict")
     figure.savefig(path, dpi=110)
     plt.close(figure)

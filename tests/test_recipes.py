@@ -145,6 +145,31 @@ def test_plain_loop(float64: None, tmp_path: Path) -> None:
         assert (predictions[task] - prediction).abs().max() <= stated(module)
 
 
+def test_watched(float64: None, tmp_path: Path) -> None:
+    """The numbers in TensorBoard's files are those of reports, at every second step."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    module = recipe("watched")
+    network, history = module.train(folder=tmp_path)
+    plain = plain_training()
+    for phase, batch in zip(MIXED_PHASES, 4 * toy.make_batches(), strict=True):
+        plain.step(phase, [batch])
+    assert_equal_as_stated(module, network, plain.state())
+    events = EventAccumulator(str(tmp_path)).Reload()
+    depth = events.Scalars("loss/depth")
+    assert [event.step for event in depth] == [0, 2, 4, 6, 8, 10]
+    assert [event.value for event in depth] == pytest.approx(
+        [float(losses["depth"]) for losses in history[::2]]
+    )
+    phases = [int(event.value) for event in events.Scalars("phase")]
+    assert phases == MIXED_PHASES[::2]
+    joint = [2 * n for n, phase in enumerate(phases) if phase == 2]
+    for name in ("channel_share/edges", "conflict_share", "removed_norm/depth", "surgery_ms"):
+        assert [event.step for event in events.Scalars(name)] == joint
+    assert "priority/0" in events.Tags()["histograms"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_mixed_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     module = recipe("mixed_precision")
@@ -410,7 +435,7 @@ def test_recipes_are_scripts(
     monkeypatch.setattr(sys, "argv", [name, *OPTIONS.get(name, [])])
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
     assert len(re.findall(r"\{'depth': \d+\.\d+", capsys.readouterr().out)) >= 6
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == (["runs"] if name == "watched" else [])
 
 
 def test_a_recipe_in_a_process_of_its_own(tmp_path: Path) -> None:
