@@ -22,9 +22,12 @@ PYTEST := $(PYTHON) -m pytest --numprocesses 2 --dist loadgroup
 $(PYTHON):
 	python3 -m venv $(VENV)
 
-# CUDA kernels, if there is a compiler for them, take half a minute for each architecture.
+# Changes in csrc/cuda have to compile, also where no GPU can run them: half a minute for each
+# architecture, if there is a compiler.
 $(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
-	CUDAARCHS="$${CUDAARCHS-90}" $(PYTHON) -m pip install --quiet --constraint constraints.txt \
+	CUDAARCHS="$${CUDAARCHS-90}" \
+		CS_KERNELS_CUDA="$${CS_KERNELS_CUDA-$$(command -v nvcc > /dev/null && echo 1 || echo 0)}" \
+		$(PYTHON) -m pip install --quiet --constraint constraints.txt \
 		--editable '.[dev,demo,bench]'
 	touch $@
 

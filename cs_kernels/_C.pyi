@@ -10,6 +10,7 @@ data_types: list[str]
 solvers: list[str]
 tolerances: dict[str, float]
 cuda: Any
+without_cuda: str
 
 Layout = tuple[int, int, int, int]
 

@@ -28,5 +28,7 @@ PYBIND11_MODULE(_C, module) {
   define_cpu(module);
 #ifdef CS_KERNELS_CUDA
   define_cuda(module.def_submodule("cuda"));
+#else
+  module.attr("without_cuda") = CS_KERNELS_WITHOUT_CUDA;
 #endif
 }

@@ -66,7 +66,7 @@ def unavailable() -> str | None:
     if operands.unavailable is not None:
         return operands.unavailable
     if _kernels is None:
-        return "cs_kernels was built without CUDA kernels (CS_KERNELS_CUDA=1 asks for them)"
+        return f"the package was built without CUDA kernels: {_C.without_cuda}"
     if not torch.cuda.is_available() or torch.version.hip:
         return "there is no NVIDIA GPU"
     # The build may lack code for this GPU, and the driver may be too old for its runtime.

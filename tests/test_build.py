@@ -1,0 +1,194 @@
+"""Who gets the CUDA kernels; setup.py decides before it compiles."""
+
+import os
+import re
+import subprocess
+import venv
+from pathlib import Path
+
+import cuda_decision
+import pytest
+from cuda_decision import Torch, decide, driver_installed, installed_torch, library_cached
+
+import cs_kernels as cs
+from cs_kernels import _C
+from cs_kernels.ops import cuda
+
+CPU = "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
+CUDA = "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+ROCM = "__version__ = '2.13.0+rocm7.1'\ncuda = None\nhip = '7.1'\n"
+
+
+def _install(folder: Path, version: str) -> Path:
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "version.py").write_text(version)
+    # Whoever imports it runs no further.
+    (folder / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("version", "toolkit", "driver", "option", "reason"),
+    [
+        (CPU, (13, 0), False, "0", "torch 2.13.0+cpu in this environment has no CUDA"),
+        (CPU, (13, 0), True, "0", "torch 2.13.0+cpu in this environment has no CUDA"),
+        (ROCM, (13, 0), True, "0", "torch 2.13.0+rocm7.1 in this environment has no CUDA"),
+        (CUDA, (13, 0), False, "auto", "torch 2.13.0 in this environment has CUDA 13.0"),
+        (CUDA, (12, 0), True, "auto", "torch 2.13.0 in this environment has CUDA 13.0"),
+        (CUDA, (11, 8), True, "0", "they need CUDA 12.0 or later, on the path was 11.8"),
+        (CUDA, None, True, "0", "no CUDA compiler (nvcc) was on the path"),
+        (None, None, True, "0", "no CUDA compiler (nvcc) was on the path"),
+        (None, (13, 0), True, "auto", "the build found no torch, and the NVIDIA driver"),
+        (None, (13, 0), False, "0", "the build found no torch, and no NVIDIA driver"),
+    ],
+)
+def test_who_can_use_them_gets_them(
+    tmp_path: Path,
+    version: str | None,
+    toolkit: tuple[int, int] | None,
+    driver: bool,
+    option: str,
+    reason: str,
+) -> None:
+    if version is not None:
+        _install(tmp_path, version)
+    decision = decide(None, toolkit, installed_torch([tmp_path]), driver)
+    assert decision.option == option
+    assert decision.reason == reason
+
+
+@pytest.mark.parametrize(
+    "version",
+    [
+        "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n)",
+        "__version__ = '2.13.0'\ncuda = compute()\n",
+        "__version__ = '2.13.0'\n",
+        "__version__ = compute()\ncuda = None\n",
+        "cuda = None\0",
+        "",
+    ],
+)
+def test_a_torch_that_does_not_tell_leaves_it_to_the_driver(tmp_path: Path, version: str) -> None:
+    torch = installed_torch([_install(tmp_path, version)])
+    assert torch == Torch(None, None)
+    assert decide(None, (13, 0), torch, True).option == "auto"
+    assert decide(None, (13, 0), torch, False).option == "0"
+    reason = "the build found a torch that does not tell whether it has CUDA, and no NVIDIA driver"
+    assert decide(None, (13, 0), torch, False).reason == reason
+
+
+def test_the_first_torch_counts(tmp_path: Path) -> None:
+    """As it does for an import; folders that do not exist have none."""
+    with_cuda, without = _install(tmp_path / "a", CUDA), _install(tmp_path / "b", CPU)
+    assert installed_torch([tmp_path / "none", with_cuda, without]) == Torch("2.13.0", "13.0")
+    assert installed_torch([without, with_cuda]) == Torch("2.13.0+cpu", None)
+    assert installed_torch([tmp_path / "none"]) is None
+
+
+@pytest.mark.parametrize("torch", [None, Torch("2.13.0+cpu", None), Torch("2.13.0", "13.0")])
+@pytest.mark.parametrize("driver", [False, True])
+@pytest.mark.parametrize("toolkit", [None, (11, 8), (13, 0)])
+def test_a_request_overrides(
+    torch: Torch | None, driver: bool, toolkit: tuple[int, int] | None
+) -> None:
+    """Also without a toolkit: then CMake fails."""
+    for option in "01":
+        assert decide(option, toolkit, torch, driver).option == option
+    of_no_request = decide(None, toolkit, torch, driver)
+    assert decide("auto", toolkit, torch, driver) == of_no_request
+    assert decide("", toolkit, torch, driver) == of_no_request
+
+
+def test_a_request_that_is_not_known() -> None:
+    with pytest.raises(ValueError, match=re.escape("must be 0, 1 or auto, got 'yes'")):
+        decide("yes", (13, 0), None, True)
+
+
+def test_one_line_says_what_why_and_how_to_change_it() -> None:
+    assert str(decide(None, (13, 0), Torch("2.13.0+cpu", None), True)) == (
+        "CUDA kernels: no: torch 2.13.0+cpu in this environment has no CUDA"
+        " (CS_KERNELS_CUDA=1 builds them)"
+    )
+    assert str(decide(None, (13, 0), None, True)) == (
+        "CUDA kernels: yes: the build found no torch, and the NVIDIA driver"
+        " (CS_KERNELS_CUDA=0 leaves them out, CUDAARCHS=90 builds for one architecture)"
+    )
+
+
+def test_the_library_of_the_driver() -> None:
+    """Toolkits have libraries of its name, and images without a driver have toolkits."""
+    line = "\tlibcuda.so.1 (libc6,x86-64) => {}/libcuda.so.1\n"
+    other = "\tlibcudart.so.13 (libc6,x86-64) => /usr/local/cuda/lib64/libcudart.so.13\n"
+    assert library_cached(other + line.format("/lib/x86_64-linux-gnu"))
+    assert library_cached(line.format("/usr/lib/wsl/lib"))
+    assert not library_cached(other)
+    assert not library_cached(line.format("/usr/local/cuda/lib64/stubs"))
+    assert not library_cached(line.format("/usr/local/cuda-13.0/compat"))
+
+
+def test_the_module_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_decision, "library_cached", lambda libraries: False)
+    assert not driver_installed(tmp_path / "version")
+    (tmp_path / "version").write_text("NVRM version")
+    assert driver_installed(tmp_path / "version")
+
+
+@pytest.mark.parametrize(
+    ("program", "version"),
+    [
+        ("echo 'Cuda compilation tools, release 12.9, V12.9.86'", (12, 9)),
+        ("echo 'release 13.0, V13.0.48'", (13, 0)),
+        ("echo 'not a compiler'; exit 1", None),
+    ],
+)
+def test_the_version_of_the_toolkit(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    version: tuple[int, int] | None,
+) -> None:
+    """As CMake does, it prefers CUDACXX to the path."""
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text(f"#!/bin/sh\n{program}\n")
+    nvcc.chmod(0o755)
+    monkeypatch.delenv("CUDACXX", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert cuda_decision.toolkit_version() == version
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    assert cuda_decision.toolkit_version() is None
+    monkeypatch.setenv("CUDACXX", str(nvcc))
+    assert cuda_decision.toolkit_version() == version
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_the_environment_is_that_of_the_prefix(tmp_path: Path, isolated: bool) -> None:
+    """An isolated build by pip removes its packages from the path alone. Nothing imports torch."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    _install(packages, CUDA)
+    hide = "sys.path[:] = [path for path in sys.path if 'site-packages' not in path];"
+    show = "import cuda_decision as c; print(c.installed_torch(c.package_folders()))"
+    done = subprocess.run(
+        [tmp_path / "venv/bin/python", "-c", f"import sys; {hide if isolated else ''} {show}"],
+        env={**os.environ, "PYTHONPATH": str(Path(cuda_decision.__file__).parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str(Torch("2.13.0", "13.0"))
+
+
+def test_the_package_tells_why_it_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_kernels", None)
+    monkeypatch.setattr(_C, "without_cuda", "CS_KERNELS_CUDA=0 (=1 builds them)", raising=False)
+    assert cuda.unavailable() == (
+        "the package was built without CUDA kernels: CS_KERNELS_CUDA=0 (=1 builds them)"
+    )
+
+
+def test_the_compiled_module_has_kernels_or_the_reason() -> None:
+    """What this build decided is what users are told."""
+    assert hasattr(_C, "cuda") != hasattr(_C, "without_cuda")
+    if hasattr(_C, "without_cuda"):
+        assert _C.without_cuda in (cs.available_backends()["cuda"] or "")
+        assert "CS_KERNELS_CUDA=1" in _C.without_cuda
