@@ -1,12 +1,13 @@
 # Every target sets up .venv by itself. `make test`, `make test-all` (every sample, and on every backend
 # that runs without a GPU), `make lint`, `make bench`, `make demo [QUICK=1] [METHODS="NAME ..."]
-# [RANKS=2]` (on that many processes), and `make wheel` for all GPUs, or for those of CUDAARCHS. On a
-# machine with a GPU, `make test-gpu`, `make sanitize-gpu` and `make bench-gpu` build for it and run with
-# the Python that has torch with CUDA: GPU_PYTHON, python3 by default. They download nothing.
+# [RANKS=2]` (on that many processes), and `make wheel` for all GPUs, or for those of CUDAARCHS, and for
+# every Python from 3.10 to 3.13 that is installed, or for those of PYTHONS. On a machine with a GPU,
+# `make test-gpu`, `make sanitize-gpu` and `make bench-gpu` build for it and run with the Python that has
+# torch with CUDA: GPU_PYTHON, python3 by default. They download nothing.
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 CPP := $(shell find csrc python -name '*.cpp' -o -name '*.cu' -o -name '*.h')
-NATIVE := CMakeLists.txt setup.py $(CPP)
+NATIVE := CMakeLists.txt setup.py python/cuda_decision.py $(CPP)
 # Unrolled loops, for many types: the analysis of every path through them takes minutes.
 UNROLLED := csrc/cpu/row_kernels.cpp $(filter %.cu,$(CPP))
 EMULATION := $(wildcard tests/emulation/*)
@@ -31,11 +32,9 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
 		--editable '.[dev,demo,bench]'
 	touch $@
 
-# The compilers' output is long, and goes to build/wheel.log for bench/registers.py.
+# The compilers' output goes to build/wheel.log, for bench/registers.py.
 wheel: | $(PYTHON)
-	rm -rf dist && mkdir -p build
-	CS_KERNELS_CUDA=1 CS_KERNELS_REPORT=1 $(PYTHON) -m pip wheel --verbose --no-deps --wheel-dir dist . \
-		> build/wheel.log 2>&1 || { tail -100 build/wheel.log; exit 1; }
+	$(PYTHON) .ci/build_wheels.py $(WHEEL_OPTIONS) $(PYTHONS)
 
 test: $(VENV)/.ready
 	$(PYTEST) $(SAMPLES)

@@ -31,6 +31,9 @@ class CMakeBuild(build_ext):
             f"-S{_HERE}",
             f"-B{build}",
             "-GNinja",
+            # The folder may have been another Python's.
+            "-U*Python*",
+            "-U*PYTHON*",
             f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja')}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",

@@ -1,0 +1,150 @@
+"""Builds a wheel with CUDA kernels for every Python that is to be had, and uses each.
+
+    build_wheels.py [--require-torch] [PYTHON ...]
+
+Kernels do not depend on Python: they are compiled once, for the first wheel. The compilers' output
+is in build/wheel.log.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+# A Python that can be built for: pyenv's commands exist for versions that are not, and Debian's
+# lack the headers, or what makes an environment.
+_PROBE = """
+import ensurepip, pathlib, sys, sysconfig, venv
+assert pathlib.Path(sysconfig.get_path("include"), "Python.h").exists()
+print(f"{sys.version_info[0]}.{sys.version_info[1]}")
+"""
+
+
+def _version(python: str) -> str | None:
+    """The version of a Python that a wheel can be built for."""
+    try:
+        done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _find(version: str) -> str | None:
+    """A Python on the path or from pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    installed = sorted(pyenv.glob(f"{version}.*/bin/python{version}"), reverse=True)
+    for python in (f"python{version}", *map(str, installed)):
+        found = shutil.which(python)
+        if found is not None and _version(found) == version:
+            return found
+    return None
+
+
+def _pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [python, "-m", "pip", *arguments],
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+
+
+def _must(done: subprocess.CompletedProcess[str]) -> None:
+    if done.returncode != 0:
+        sys.exit("\n".join([*done.stdout.splitlines()[-100:], f"failed: {done.args}"]))
+
+
+def _install_torch(python: Path) -> bool:
+    """Whether a build for the CPU is to be had; any other brings gigabytes of CUDA libraries."""
+    pin = re.search(r"^torch==(\S+)$", (_ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pin is not None
+    done = _pip(python, "install", "--quiet", f"torch=={pin[1]}+cpu")
+    if "No matching distribution found for torch" in done.stdout:
+        return False
+    _must(done)
+    return True
+
+
+def _build(python: Path, log: Path) -> Path:
+    """A wheel in dist; the compilers' output is appended to the log."""
+    before = set((_ROOT / "dist").glob("*.whl"))
+    done = _pip(python, "wheel", "--verbose", "--no-deps", "--wheel-dir", "dist", ".")
+    with log.open("a") as file:
+        file.write(done.stdout)
+    _must(done)
+    (wheel,) = set((_ROOT / "dist").glob("*.whl")) - before
+    return wheel
+
+
+def main() -> None:
+    """Exits with a message if a wheel cannot be built or used, or if there is no Python."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--require-torch", action="store_true", help="to use every wheel with")
+    parser.add_argument("pythons", nargs="*", help=f"those of {', '.join(VERSIONS)} if not given")
+    arguments = parser.parse_args()
+    pythons = {}
+    for wanted in arguments.pythons or VERSIONS:
+        python = wanted if arguments.pythons else _find(wanted)
+        version = _version(python) if python else None
+        if python is not None and version is not None:
+            pythons[version] = python
+        elif arguments.pythons:
+            sys.exit(f"{wanted} does not run, or lacks its headers or ensurepip")
+        else:
+            print(f"Python {wanted}: skipped, it is not installed here")
+    if not pythons:
+        sys.exit(f"there must be one of Python {', '.join(VERSIONS)}, with its headers")
+    build = Path(os.environ.setdefault("CS_KERNELS_BUILD", "build/compiled"))
+    # CMake keeps the architectures of the first build in a folder, and setuptools keeps modules
+    # that the sources no longer have.
+    for folder in (_ROOT / "dist", _ROOT / build, *(_ROOT / "build").glob("lib.*")):
+        shutil.rmtree(folder, ignore_errors=True)
+    log = _ROOT / "build" / "wheel.log"
+    log.parent.mkdir(exist_ok=True)
+    log.unlink(missing_ok=True)
+    os.environ |= {"CS_KERNELS_CUDA": "1", "CS_KERNELS_REPORT": "1"}
+    for version, source in pythons.items():
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            _must(
+                subprocess.run(
+                    [source, "-m", "venv", folder], capture_output=True, text=True, check=False
+                )
+            )
+            python = Path(folder) / "bin" / "python"
+            wheel = _build(python, log)
+            built = time.monotonic()
+            torch = _install_torch(python)
+            if arguments.require_torch and not torch:
+                sys.exit(f"no torch for the CPU is to be had for Python {version}")
+            dependencies = ["--constraint", "constraints.txt"] if torch else ["--no-deps"]
+            _must(_pip(python, "install", "--quiet", *dependencies, str(wheel)))
+            # From a folder without the sources, and without the path of the caller.
+            used = subprocess.run(
+                [python, "-I", _ROOT / ".ci/check_wheel.py", *([] if torch else ["--alone"])],
+                cwd=folder,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                check=False,
+            )
+            _must(used)
+        seconds = f"built in {built - start:.0f} s, used in {time.monotonic() - built:.0f} s"
+        print(f"{wheel.name}: {seconds}; {used.stdout.splitlines()[-1]}", flush=True)
+        if not torch:
+            print(f"Python {version}: no torch for the CPU is to be had, so only _C was imported")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Uses an installed wheel that has CUDA kernels: `python check_wheel.py [--alone]`.
+
+Alone, the compiled module is loaded without the package, whose import needs torch.
+"""
+
+import importlib.metadata
+import importlib.util
+import sys
+from array import array
+from types import ModuleType
+
+
+def _alone() -> ModuleType:
+    distribution = importlib.metadata.distribution("cs_kernels")
+    files = distribution.files or ()
+    (file,) = (file for file in files if file.name.startswith("_C.") and file.suffix == ".so")
+    spec = importlib.util.spec_from_file_location("cs_kernels._C", distribution.locate_file(file))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_alone() -> str:
+    """The module loads, and a kernel computes on memory without torch."""
+    module = _alone()
+    weight, energies = array("f", [3, 4, 0, 2]), array("d", [0, 0])
+    module.channel_energies(
+        type=module.data_types.index("float32"),
+        layout=module.channel_layout((2, 2), (2, 1), 0, 1),
+        weight=weight.buffer_info()[0],
+        energy=energies.buffer_info()[0],
+        threads=1,
+    )
+    assert energies.tolist() == [25, 4], energies
+    assert hasattr(module, "cuda"), module.without_cuda
+    return "the compiled module alone, without torch"
+
+
+def check() -> str:
+    """The package imports, and an operator computes."""
+    import torch
+
+    import cs_kernels as cs
+
+    backends = cs.available_backends()
+    assert backends["cpu"] is None, backends
+    assert backends["cuda"] in (None, "there is no NVIDIA GPU"), backends
+    update = cs.functional.project_conflicts(torch.eye(2).reshape(2, 1, 2), torch.zeros(1).long())
+    assert update.tolist() == [[1.0, 1.0]], update
+    return f"with torch {torch.__version__}"
+
+
+if __name__ == "__main__":
+    print("it works:", check_alone() if "--alone" in sys.argv else check())
