@@ -71,7 +71,7 @@ build/tidy/compile_commands.json: CMakeLists.txt $(VENV)/.ready
 	$(VENV)/bin/cmake -S . -B build/tidy -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 		-DPython_EXECUTABLE=$(CURDIR)/$(PYTHON) \
 		-Dpybind11_DIR=$$($(PYTHON) -m pybind11 --cmakedir) \
-		-DCS_KERNELS_CUDA=0 -DCS_KERNELS_EMULATION=1 > /dev/null
+		-DCS_KERNELS_CUDA=0 -DCS_KERNELS_UNITY=0 -DCS_KERNELS_EMULATION=1 > /dev/null
 	touch $@
 
 format: $(VENV)/.ready
