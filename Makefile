@@ -1,5 +1,5 @@
 # Every target sets up .venv by itself. `make test`, `make test-all` (every sample, and on every backend
-# that runs without a GPU), `make lint`, `make bench`, `make demo [QUICK=1] [METHODS="NAME ..."]
+# that runs without a GPU), `make lint`, `make docs`, `make docs-serve`, `make bench`, `make demo [QUICK=1] [METHODS="NAME ..."]
 # [RANKS=2]` (on that many processes), and `make wheel` for all GPUs, or for those of CUDAARCHS, and for
 # every Python from 3.10 to 3.13 that is installed, or for those of PYTHONS. On a machine with a GPU,
 # `make test-gpu`, `make sanitize-gpu` and `make bench-gpu` build for it and run with the Python that has
@@ -30,6 +30,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
 		CS_KERNELS_CUDA="$${CS_KERNELS_CUDA-$$(command -v nvcc > /dev/null && echo 1 || echo 0)}" \
 		$(PYTHON) -m pip install --quiet --constraint constraints.txt \
 		--editable '.[dev,demo,bench]'
+	touch $@
+
+$(VENV)/.demo: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
 	touch $@
 
 # The compilers' output goes to build/wheel.log, for bench/registers.py.
@@ -133,7 +137,8 @@ bench-gpu: install-gpu
 TORCHRUN = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(( $$(nproc) > $(RANKS) ? $$(nproc) / $(RANKS) : 1 ))} \
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node=$(RANKS)
 
-demo: $(VENV)/.ready
+# Who only wants to see the demo does not wait for the tests' packages and for CUDA kernels.
+demo: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.demo)
 	$(if $(RANKS),$(TORCHRUN),$(PYTHON)) examples/demo.py $(if $(QUICK),--quick) $(if $(METHODS),--methods $(METHODS))
 
 clean:
