@@ -14,6 +14,7 @@ import torch
 import torch._dynamo.testing
 import torchvision_operators
 from plain_training import PlainTraining, largest_difference
+from ranks import Ranks
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -414,6 +415,54 @@ def test_with_lightning(float64: None, tmp_path: Path) -> None:
     assert len(module.train(5, **options)[0].history) == 5
 
 
+class _Parts(PlainTraining):
+    """Every part of a batch for itself, as on a rank of its own."""
+
+    def gradients(
+        self, task: str, micro_batches: Sequence[toy.Batch]
+    ) -> dict[nn.Parameter, Tensor]:
+        """Of the mean loss; the running statistics are means over the parts too."""
+        buffers = dict(self.networks[task].named_buffers())
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        total: dict[nn.Parameter, Tensor] = {}
+        sums = {name: torch.zeros_like(buffer) for name, buffer in buffers.items()}
+        for part in micro_batches:
+            for p, grad in super().gradients(task, [part]).items():
+                total[p] = total.get(p, 0) + grad / len(micro_batches)
+            for name, buffer in buffers.items():
+                sums[name] += buffer
+                buffer.copy_(before[name])
+        for name, buffer in buffers.items():
+            buffer.copy_(sums[name] / len(micro_batches))
+        return total
+
+
+def _on_a_rank(rank: int) -> dict[str, Tensor]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        network, history = recipe("on_many_ranks").train()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(history) == 12
+    return network.state_dict()
+
+
+@pytest.mark.xdist_group("ranks")
+def test_on_many_ranks(float64: None, pools: Callable[[int], Ranks]) -> None:
+    given = toy.make_network(), TASKS, loss_of_batch, torch.optim.Adam, PRIORITIZED
+    plain = _Parts(*given, lr=1e-2)
+    for phase in PHASES:
+        for images, targets in toy.make_batches():
+            halves = [slice(rank, None, 2) for rank in range(2)]
+            parts = [(images[half], {t: y[half] for t, y in targets.items()}) for half in halves]
+            plain.step(phase, parts)
+    assert plain.conflicts > 0
+    expected = plain.state()
+    for state in pools(2).run(_on_a_rank):
+        difference = largest_difference(state, expected)
+        assert difference <= stated(recipe("on_many_ranks"))
+
+
 @pytest.mark.parametrize("name", [*NAMES, "toy"])
 def test_recipes_are_short(name: str) -> None:
     assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 80
@@ -431,6 +480,10 @@ def test_recipes_are_scripts(
     tmp_path: Path,
 ) -> None:
     recipe(name)
+    if name == "on_many_ranks":  # As torchrun sets them.
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+        for variable, value in address.items():
+            monkeypatch.setenv(variable, value)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [name, *OPTIONS.get(name, [])])
     runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")

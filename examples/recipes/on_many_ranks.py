@@ -1,0 +1,56 @@
+"""Many processes, each with its part of every batch.
+
+Started by torchrun --nproc-per-node=2 on_many_ranks.py. Parameters and running statistics equal
+those of a plain loop to 1e-12 in float64, which takes every part for itself and the mean gradients
+of all; and all ranks end with the same ones.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
+
+import cs_kernels as cs
+
+BATCH = 4  # Of all ranks together.
+
+
+def make_loader() -> DataLoader:
+    """The parts of this rank."""
+    batches = make_batches(size=BATCH)
+    samples = [
+        (images[n], {task: target[n] for task, target in targets.items()})
+        for images, targets in batches
+        for n in range(len(images))
+    ]
+    sampler = DistributedSampler(samples, shuffle=False)
+    return DataLoader(samples, BATCH // dist.get_world_size(), sampler=sampler)
+
+
+def train(epochs: int = 4) -> tuple[Network, list]:
+    """One line differs from a single process: the group."""
+    network = make_network()  # From the same seed on all ranks, or from a checkpoint.
+    cs.nn.convert_task_batchnorm(network.trunk, TASKS)
+    adam = torch.optim.Adam(network.parameters(), lr=1e-2)
+    given = network.trunk, adam, TASKS
+    opt = cs.MultiTaskOptimizer(*given, schedule=cs.Switch(2), process_group=dist.group.WORLD)
+    loader = make_loader()
+    history = []
+    for epoch in range(epochs):
+        loader.sampler.set_epoch(epoch)
+        opt.start_epoch(epoch)
+        for images, targets in loader:
+            # The losses that it returns are means over the ranks.
+            losses = opt.step(lambda task: loss_of(task, network(images, task), targets[task]))
+            history.append(losses)
+    return network, history
+
+
+if __name__ == "__main__":
+    # On GPUs: "nccl", the network and the batches on device LOCAL_RANK.
+    dist.init_process_group("gloo")
+    trained, history = train()
+    if dist.get_rank() == 0:
+        for losses in history:
+            print(numbers(losses))
+    dist.destroy_process_group()
