@@ -10,18 +10,16 @@ class Elapsed:
 
     def __init__(self, device: torch.device, *, wanted: bool) -> None:
         self._marks: list[float | torch.cuda.Event] = []
-        self._on_gpu = device.type == "cuda"
-        self._wanted = wanted or not self._on_gpu
+        self._device = device
+        self._wanted = wanted
 
     def _mark(self) -> None:
-        if not self._wanted:
-            return
-        if not self._on_gpu:
+        if self._device.type != "cuda":
             self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._marks.append(event)
+        elif self._wanted:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._marks.append(event)
 
     def __enter__(self) -> None:
         self._mark()

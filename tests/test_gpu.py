@@ -177,6 +177,23 @@ def test_replays_do_not_wait(gpu: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.MGDA(groups="layer")], ids=repr)
+@pytest.mark.parametrize("captured", [False, True])
+def test_reports_do_not_wait(gpu: str, method: cs.Method, captured: bool) -> None:
+    """The time of the surgery is known from the step after the first report on, if it is eager."""
+    loop = Loop(method, captured=captured).train(stop=6)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        report = loop.opt.report()
+        for part in ("cosines", "update_norm", "channels", "conflicts", "removed"):
+            getattr(report, part)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert "surgery_ms" not in report.scalars()
+    loop.train(6, 7)
+    assert (loop.opt.report().scalars().get("surgery_ms", 0) > 0) is not captured
+
+
 def test_a_capture_around_a_step_is_refused(gpu: str) -> None:
     loop = Loop(cs.PCGrad(), captured=False).train(stop=3)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
