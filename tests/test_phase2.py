@@ -303,6 +303,19 @@ def test_two_stages(backend: str, dtype: torch.dtype, tasks: int) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(updates, sums, strict=True))
 
 
+def test_products_of_layers_of_several_dtypes(backend: str) -> None:
+    """A GPU has a launch for each dtype; all write into the same tensor."""
+    tasks, dtypes = 3, (torch.float32, torch.bfloat16, torch.float32, torch.float64)
+    layers = [sample(Kind("linear", (8, 5)), tasks, dtype) for dtype in dtypes]
+    arguments = trunk_arguments(layers)
+    products = torch.empty(len(layers), tasks, tasks, dtype=torch.float64)
+    priorities = torch.ops.cs_kernels.phase2_update_(*arguments.values(), products=products)
+    for layer, priority, d in zip(layers, priorities.split(8), products, strict=True):
+        for i in range(tasks):
+            group = layer.grads.double()[:, priority == i].flatten(1)
+            torch.testing.assert_close(d[i], group @ group[i], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("shards", [2, 3])
 def test_stages_over_parts_of_the_channels_inputs(backend: str, shards: int) -> None:
     """Energies and products of parts add up to those of the whole: gradients on several devices."""
