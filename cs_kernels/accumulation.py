@@ -6,7 +6,7 @@ No update must be used twice: an optimizer step after `MultiTaskOptimizer.step` 
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,16 @@ from torch import Tensor, nn
 from cs_kernels.checks import held_parameters
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.step import Step
+
+
+def ends_with_gradient(
+    parameters: Sequence[nn.Parameter],
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The first and the last parameter with a gradient, and these: marks that are seldom large."""
+    for ordered in (parameters, reversed(parameters)):
+        found = next((p for p in ordered if p.grad is not None), None)
+        if found is not None and found.grad is not None:
+            yield found, found.grad
 
 
 class Accumulation:
@@ -32,8 +42,10 @@ class Accumulation:
         """The name of that parameter, if its gradient is in the rows too."""
         self._unused: tuple[nn.Parameter, int] | None = None
         """A parameter with an update of `backward` in `.grad`, and the parameter's version."""
-        self._used: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        """By index of an optimizer that has made a step: a parameter, and its `.grad` then."""
+        self._used: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
+        """By index of an optimizer that has made a step: parameters, and their `.grad` then."""
+        self._passes = False
+        """Whether passes of `MultiTaskOptimizer.step` run."""
         self._notice_steps()
 
     def clear(self) -> None:
@@ -44,11 +56,16 @@ class Accumulation:
     def note_steps(self) -> None:
         """Notes that `MultiTaskOptimizer.step` has stepped the torch optimizers."""
         for n, optimizer in enumerate(self._optimizers):
-            # The last one is likely to be small; it is kept until the next step.
-            for parameter in reversed(held_parameters([optimizer])):
-                if parameter.grad is not None:
-                    self._used[n] = parameter, parameter.grad
-                    break
+            self._used[n] = [*ends_with_gradient(held_parameters([optimizer]))]
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Around the passes of `MultiTaskOptimizer.step`, in which no optimizer may be stepped."""
+        self._passes = True
+        try:
+            yield
+        finally:
+            self._passes = False
 
     def mark(self) -> None:
         """Remembers one gradient in `.grad`, where `zero_grad()` shows."""
@@ -123,11 +140,15 @@ class Accumulation:
         this = weakref.proxy(self)  # The optimizer must not keep this alive.
 
         def refuse(n: int) -> None:
-            used = this._used.get(n)
-            if used is not None and used[0].grad is used[1]:
+            if this._passes:
+                raise RuntimeError(
+                    "closure must not step the optimizer, which step(closure) does after all"
+                    " passes: leave out optimizer.step()"
+                )
+            if any(parameter.grad is grad for parameter, grad in this._used.get(n, ())):
                 raise RuntimeError(
                     "optimizer has made this step in step(closure): leave out optimizer.step(), or"
-                    " call zero_grad() before gradients of your own"
+                    " set gradients to None by zero_grad() before gradients of your own"
                 )
             if this.is_open():
                 raise RuntimeError(

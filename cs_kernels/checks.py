@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from types import FunctionType
 from typing import cast
@@ -75,27 +76,30 @@ def checked_closures(closure: object) -> list[Closure]:
                 f"closure must be a function from a task to its loss, got {described(function)}"
                 f"{hint if isinstance(function, Mapping | Tensor) else ''}"
             )
-    functions = [f for f in closures if isinstance(f, FunctionType)]
-    for n, function in enumerate(functions):
-        if any(_same_function(function, other) for other in functions[:n]):
+    found: dict[object, object] = {}
+    for function in closures:
+        facts = _what_it_reads(function)
+        if facts is not None and found.setdefault(facts, function) is not function:
             raise ValueError(
                 f"closure must be a function for each micro-batch, got {len(closures)} of which two"
-                f" are the same {function.__qualname__}: a function reads variables when it is"
-                " called, so bind the batch, as in functools.partial(loss, batch)"
+                f" are the same {described(function)}: variables are read when it is called, so"
+                " bind the batch, as in functools.partial(loss, batch); or give one function"
+                " several times, [closure] * 2, if it gets its batches itself"
             )
     return cast("list[Closure]", closures)
 
 
-def _same_function(a: FunctionType, b: FunctionType) -> bool:
-    """Whether two function objects have the same code and the same variables."""
-    if a is b or a.__code__ is not b.__code__:
-        return False
-
-    def variables(f: FunctionType) -> list[int]:
-        defaults = *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()
-        return [*map(id, defaults), *map(id, f.__closure__ or ()), id(f.__globals__)]
-
-    return variables(a) == variables(b)
+def _what_it_reads(function: object) -> object:
+    """Equal for two functions with the same code and the same variables; None if unknown."""
+    if isinstance(function, partial):
+        inner = _what_it_reads(function.func)
+        bound = *function.args, *function.keywords.values()
+        return None if inner is None else (inner, *map(id, bound), *function.keywords)
+    if not isinstance(function, FunctionType):
+        return None
+    defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+    cells = function.__closure__ or ()
+    return function.__code__, id(function.__globals__), *map(id, defaults), *map(id, cells)
 
 
 def checked_losses(losses: object) -> dict[str, Tensor]:

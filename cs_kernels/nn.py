@@ -5,6 +5,7 @@ import copy
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, KeysView, Set
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -443,11 +444,16 @@ def _a_graph_a_task(tasks: int) -> contextlib.AbstractContextManager[Any]:
     if tasks == 1 or not compiles:
         return contextlib.nullcontext()
     config = torch._dynamo.config
-    more: contextlib.AbstractContextManager[Any] = config.patch(
-        recompile_limit=tasks * config.recompile_limit,
-        accumulated_recompile_limit=tasks * config.accumulated_recompile_limit,
+    return _limits(tasks * config.recompile_limit, tasks * config.accumulated_recompile_limit)
+
+
+@lru_cache(maxsize=64)
+def _limits(recompile: int, accumulated: int) -> contextlib.AbstractContextManager[Any]:
+    """Sets torch.compile's limits meanwhile. Kept, since torch never frees a patch: 200 bytes."""
+    patch: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
+        recompile_limit=recompile, accumulated_recompile_limit=accumulated
     )
-    return more
+    return patch
 
 
 def active_task(module: nn.Module, task: str) -> contextlib.AbstractContextManager[None]:

@@ -247,7 +247,8 @@ class MultiTaskOptimizer:
 
     def _first_use(self, module: nn.Module, task: str) -> None:
         """Before a module outside the trunk first runs for a task."""
-        if isinstance(module, TaskBatchNorm) and module.active not in (None, task):
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        if isinstance(module, TaskBatchNorm) and trains and module.active not in (None, task):
             raise ValueError(
                 "trunk must contain the task-specific normalizations of its passes, got one outside"
                 f" it with {module.active!r} active in the loss of {task!r}: hand over the whole"
@@ -425,7 +426,8 @@ class MultiTaskOptimizer:
                 self._gradients.skip(task)
                 continue
             watched = task not in self._watcher.tasks
-            self._passes.task_pass(task, closures, step, held)
+            with self._accumulation.passing():
+                self._passes.task_pass(task, closures, step, held)
             if separate:
                 self._collect(task)
             elif len(tasks) == 1:
@@ -672,7 +674,8 @@ class MultiTaskOptimizer:
         """What the last step did: losses, task weights, cosines, channel groups, conflicts.
 
         It is made from numbers that the step has kept anyway, without a host synchronization;
-        `report.scalars()` and `print(report)` wait for the device, once.
+        `report.scalars()` and `print(report)` wait for the device, once. In a hook of the torch
+        optimizer, it is still that of the step before.
 
             for name, value in opt.report().scalars().items():
                 writer.add_scalar(name, value, step)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from cs_kernels.accumulation import ends_with_gradient
 from cs_kernels.checks import Closure, checked_loss
 from cs_kernels.distributed import Ranks, all_sharded_modules, is_sharded, sharded_parameters
 from cs_kernels.gradients import TaskGradients
@@ -116,8 +117,16 @@ class Passes:
         # Active in the backward pass too: checkpointing recomputes the trunk there.
         with active(self._norms, task):
             for number, closure in enumerate(closures, 1):
+                # Losses of earlier passes: there are gradients, and the search for one is short.
+                left = ends_with_gradient(held) if step.recent.losses else ()
+                marks = [(p, grad, grad._version) for p, grad in left]
                 with self._watcher.passing(task):
                     loss = checked_loss(closure(task), task)
+                if any(p.grad is not grad or grad._version != n for p, grad, n in marks):
+                    raise RuntimeError(
+                        "closure must leave the gradients of earlier passes alone, got changed ones"
+                        f" after that of {task!r}: leave out zero_grad() and backward()"
+                    )
                 if any(norm.active != task for norm in self._norms):
                     raise ValueError(
                         f"closure must leave {task!r} active in trunk, got another one: use"
@@ -234,8 +243,8 @@ def _hint_at_backward() -> Iterator[None]:
     except RuntimeError as error:
         if "through the graph a second time" in str(error) and sys.version_info >= (3, 11):
             error.add_note(
-                "step(closure) takes a forward pass for each task: with losses of one forward pass,"
-                " call backward({task: loss})"
+                "step(closure) takes a forward pass for each task, and makes the backward passes:"
+                " with losses of one forward pass, call backward({task: loss}) in its place"
             )
         raise
 
@@ -243,6 +252,6 @@ def _hint_at_backward() -> Iterator[None]:
 def no_shared_parameter(task: str) -> ValueError:
     """The error for a loss from another network than the trunk."""
     return ValueError(
-        f"closure must return a loss that depends on a parameter of trunk, got one for {task!r}"
-        " that depends on none: was it computed with a copy of the trunk, or without gradients?"
+        f"a loss must depend on a parameter of trunk, got one for {task!r} that depends on none:"
+        " was it computed with a copy of the trunk, or without gradients?"
     )

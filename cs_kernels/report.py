@@ -28,13 +28,13 @@ class Done(NamedTuple):
     phase: Phase
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Report:
     """What one step did, made by `MultiTaskOptimizer.report`.
 
-    Gradients are those of the weighted losses, without the factor of a scaler; on many ranks, they
-    are means over the ranks. L is the number of layers, K that of `rows`. Tensors stay on the
-    gradients' device: reading one waits for the device, the report itself does not.
+    Gradients are those of the weighted losses, without the factor of a scaler or of `backward=`; on
+    many ranks, they are means over the ranks. L is the number of layers, K that of `rows`. Tensors
+    stay on the gradients' device: reading one waits for the device, the report itself does not.
     """
 
     step: int
@@ -83,7 +83,10 @@ class Report:
 
     @cached_property
     def update_norm(self) -> Tensor | None:
-        """Gramian methods: the norm of the update, a scalar or [L]."""
+        """Gramian methods: the norm of the update, a scalar or [L].
+
+        From the Gramian, so where gradients cancel it is exact to 1e-8 of their norms only.
+        """
         if self.gramian is None or self.task_weights is None:
             return None
         weights = self.task_weights.to(self.gramian)
@@ -137,9 +140,9 @@ class Report:
         groups="layer", the mean over the layers), "update_norm".
 
         `ConnectionStrength`: "channel_share/TASK", the fraction of the prioritized channels with
-        this top-priority task; "conflict_share", the fraction in conflict among the pairs of a
-        channel group and another task; "removed_norm/TASK", the norm of what projections took from
-        the task's gradient.
+        this top-priority task. Of the tasks that take part: "conflict_share", the fraction in
+        conflict among the pairs of a channel group and another task; "removed_norm/TASK", the norm
+        of what projections took from the task's gradient.
 
         In joint steps: "surgery_ms", milliseconds from the gradients to the update (on a GPU, from
         the step after the first report on).
@@ -174,15 +177,17 @@ class Report:
     def _of_channel_groups(self) -> dict[str, Tensor]:
         if self.channels is None or self.removed is None or self.conflicts is None:
             return {}
-        share = self.channels.sum(0) / self.channels.sum()
+        if not self.layers:  # All are frozen.
+            return {}
+        channels = self.channels.double()
+        share = channels.sum(0) / channels.sum()
         removed = self.removed.sum((0, 1)).sqrt()
-        took_part = [task in self.tasks for task in self.rows]
-        other = torch.tensor(took_part, device=share.device).expand(len(self.rows), -1).clone()
-        pairs = other.fill_diagonal_(False) & (self.channels > 0).unsqueeze(-1)
-        found = {"conflict_share": (self.conflicts & pairs).sum() / pairs.sum()}
-        for i, task in enumerate(self.rows):
-            found[f"channel_share/{task}"] = share[i]
-            found[f"removed_norm/{task}"] = removed[i]
+        present = [i for i, task in enumerate(self.rows) if task in self.tasks]
+        found = {f"channel_share/{task}": share[i] for i, task in enumerate(self.rows)}
+        found |= {f"removed_norm/{self.rows[i]}": removed[i] for i in present}
+        if len(present) > 1:
+            groups = (channels[:, present] > 0).double().sum()
+            found["conflict_share"] = self.conflicts.double().sum() / (groups * (len(present) - 1))
         return found
 
     def __str__(self) -> str:

@@ -580,7 +580,7 @@ def _misspelt(loop: Loop) -> None:
         ),
         (
             lambda: _a_copy_of_the_trunk(frozen=True),
-            "closure must return a loss that depends on a parameter of trunk",
+            "a loss must depend on a parameter of trunk",
         ),
         (_another_task_in_the_closure, "closure must leave"),
         (lambda: (o := Loop()).opt.step(o.loss, tasks=["c"]), "tasks must be among"),

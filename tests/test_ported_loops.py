@@ -1,5 +1,6 @@
 """Mistakes that loops bring along, which would train on without a word."""
 
+import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -68,6 +69,16 @@ def test_several_optimizers_and_one_more_step() -> None:
         pair[0].step()
 
 
+def test_a_second_step_with_other_gradients_for_the_heads() -> None:
+    """The trunk's update would be applied twice."""
+    setup, opt = started()
+    opt.step(setup.closure(0))
+    setup.heads.zero_grad()
+    sum(p.sum() for p in setup.heads.parameters()).backward()
+    with refused(partial(setup.state, False), RuntimeError, "optimizer has made this step in step"):
+        setup.optimizer.step()
+
+
 class Two(nn.Module):
     """A convolution whose result goes on through a decoder, both with normalization."""
 
@@ -104,12 +115,14 @@ def test_a_normalization_outside_the_trunk() -> None:
     cs.MultiTaskOptimizer(network, sgd_of(network), AB).step(loss)
 
 
-@pytest.mark.parametrize("kind", ["list", "generator", "loop"])
+@pytest.mark.parametrize("kind", ["list", "partial", "generator", "loop"])
 def test_closures_that_read_the_last_batch(kind: str) -> None:
     setup, opt = started()
     made: Any = None
     if kind == "list":
         made = [lambda task: setup.closure(n)(task) for n in range(3)]
+    elif kind == "partial":
+        made = [partial(lambda scale, task: scale * setup.closure(n)(task), 1) for n in range(3)]
     elif kind == "generator":
         made = (lambda task: setup.closure(n)(task) for n in range(3))
     else:
@@ -161,6 +174,94 @@ def test_losses_of_one_forward_pass_in_a_closure() -> None:
         opt.step(lambda task: losses[task])
     notes = getattr(caught.value, "__notes__", ["call backward({task: loss})"])  # Python 3.11 on.
     assert "call backward({task: loss})" in notes[-1]
+
+
+def _zero_grad(setup: Setup, task: str) -> None:
+    setup.optimizer.zero_grad()
+
+
+def _fill_with_zeros(setup: Setup, task: str) -> None:
+    setup.optimizer.zero_grad(set_to_none=False)
+
+
+def _zero_grad_of_heads(setup: Setup, task: str) -> None:
+    setup.heads.zero_grad()
+
+
+@pytest.mark.parametrize("change", [_zero_grad, _fill_with_zeros, _zero_grad_of_heads])
+@pytest.mark.parametrize("method", [cs.Sum(), cs.ConnectionStrength(), cs.PCGrad()], ids=repr)
+def test_a_closure_that_changes_gradients(
+    method: cs.Method, change: Callable[[Setup, str], None]
+) -> None:
+    """Heads and normalizations of all tasks but the last would not train."""
+    setup, opt = started(method)
+
+    def closure(task: str) -> Tensor:
+        change(setup, task)
+        return setup.closure(0)(task)
+
+    with refused(partial(setup.state, False), RuntimeError, "closure must leave the gradients"):
+        opt.step(closure)
+    assert all(p.grad is None for p in setup.parameters())
+    opt.step(setup.closure(0))
+
+
+def test_a_closure_that_changes_gradients_between_micro_batches() -> None:
+    setup, opt = started(schedule=cs.Sequential())
+
+    def closure(task: str) -> Tensor:
+        setup.optimizer.zero_grad()
+        return setup.closure(0)(task)
+
+    opt.step(closure)  # Nothing is lost: every task has a step of its own.
+    opt.step([closure, setup.closure(1)])
+    with pytest.raises(RuntimeError, match="closure must leave the gradients of earlier passes"):
+        opt.step([setup.closure(1), closure])
+
+
+@BOTH_PHASES
+def test_a_closure_that_steps_the_optimizer(schedule: cs.Schedule) -> None:
+    setup, opt = started(schedule=schedule)
+
+    def closure(task: str) -> Tensor:
+        loss = setup.closure(0)(task)
+        setup.optimizer.step()
+        return loss
+
+    with refused(partial(setup.state, False), RuntimeError, "closure must not step the optimizer"):
+        opt.step(closure)
+    opt.step(setup.closure(0))
+
+
+def test_a_frozen_teacher_with_another_task() -> None:
+    """Converted too, and run for one task, whichever is trained."""
+    setup, opt = started()
+    teacher = copy.deepcopy(setup.trunk).requires_grad_(False)
+
+    def closure(task: str) -> Tensor:
+        with torch.no_grad(), cs.nn.active_task(teacher, "depth"):
+            features = teacher(setup.batches[0][0])
+        return (
+            setup.closure(0)(task) + (setup.trunk(setup.batches[0][0]) - features).square().mean()
+        )
+
+    opt.step(closure)
+
+
+def test_steps_leave_no_memory_behind() -> None:
+    """Torch never frees a patch of its compiler's limits."""
+    import torch._dynamo
+
+    setup, opt = started()
+    made = []
+    original = torch._dynamo.config.patch
+    opt.step(setup.closure(0))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(torch._dynamo.config), "patch", lambda *a, **o: made.append(o))
+        for _ in range(3):
+            opt.step(setup.closure(0))
+    assert made == []
+    assert torch._dynamo.config.patch == original
 
 
 @BOTH_PHASES

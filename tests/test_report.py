@@ -149,9 +149,13 @@ def test_tasks_that_take_no_part() -> None:
     assert not report.conflicts[:, 1].any()
     assert not report.conflicts[:, :, 1].any()
     held = report.channels > 0
-    pairs = held[:, 0].sum() + 2 * held[:, 1].sum() + held[:, 2].sum()
-    share = report.conflicts.sum() / pairs
-    assert report.scalars()["conflict_share"] == pytest.approx(float(share))
+    share = report.conflicts.sum() / (held[:, 0].sum() + held[:, 2].sum())
+    scalars = report.scalars()
+    assert scalars["conflict_share"] == pytest.approx(float(share))
+    assert "removed_norm/normals" not in scalars
+    assert scalars["channel_share/normals"] > 0
+    opt.step(setup.closure(1), tasks=["edges"])
+    assert "conflict_share" not in opt.report().scalars()
 
 
 def test_without_surgery() -> None:
@@ -265,6 +269,26 @@ def test_a_report_changes_nothing(name: str) -> None:
         str(asked.opt.report())
     silent.train(0, 6)
     assert_equal(asked.setup.state(), silent.setup.state())
+
+
+def test_nothing_prioritized_that_trains() -> None:
+    setup, opt = started()
+    opt.step(setup.closure(0))
+    for weight in ("stem", "block.first.0", "block.second", "up"):
+        setup.trunk.get_submodule(weight).requires_grad_(False)
+    opt.step(setup.closure(0))
+    report = opt.report()
+    assert report.layers == ()
+    assert not any("share" in name for name in report.scalars())
+
+
+def test_reports_are_compared_by_identity() -> None:
+    setup, opt = started()
+    opt.step(setup.closure(0))
+    report = opt.report()
+    assert report == report
+    assert report != opt.report()
+    assert len({report, opt.report()}) == 2
 
 
 def test_as_text() -> None:

@@ -290,3 +290,16 @@ def test_nash_mtl_of_other_layers() -> None:
     method.weights(gramians[0], cs.Step(0, ("a", "b"), layers=("first",)))
     second = method.weights(gramians[1], cs.Step(1, ("a", "b"), layers=("second",)))
     torch.testing.assert_close(second, torch.tensor([[1 / 3, 1 / 5]]).double())
+
+
+@pytest.mark.parametrize("tasks", [2, 3])
+def test_opposed_gradients_of_16_bits(backend: str, tasks: int) -> None:
+    """Rounding makes their Gramian indefinite: a cosine is below -1, by more than Nash's ridge."""
+    gramian = torch.eye(tasks, dtype=torch.float64) * 2072.0
+    gramian[:2, :2] = torch.tensor(
+        [[2071.9355775117874, -2071.9355770349503], [-2071.9355770349503, 2071.9355759620667]]
+    )
+    methods = [cs.NashMTL(), cs.CAGrad(), cs.MGDA(), cs.UPGrad(), cs.IMTLG(), cs.AlignedMTL()]
+    for method in methods:
+        assert method.weights(gramian).isfinite().all(), method
+    assert (cs.NashMTL().weights(gramian) > 0).all()

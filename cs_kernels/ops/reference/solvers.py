@@ -42,6 +42,7 @@ def _correlations(g: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
     nonzero = (g.diagonal() > 0).nonzero().flatten()
     length = g.diagonal()[nonzero].sqrt()
     c = g[nonzero][:, nonzero] / length.unsqueeze(1) / length
+    c.clamp_(-1, 1)  # Products of 16-bit gradients are rounded by more than the ridge.
     c.fill_diagonal_(1 + ridge)
     return c, length, nonzero
 

@@ -85,6 +85,8 @@ def _correlations(g, data, ridge, tasks, TASKS: constexpr):
     # A literal would be float32, which rounds 1 + 1e-12 to 1.
     diagonal = 1 + nonzero.to(tl.float64) * ridge
     c = g * inverse[:, None] * inverse[None, :]
+    # Products of 16-bit gradients are rounded by more than the ridge.
+    c = tl.minimum(tl.maximum(c, -1.0), 1.0)
     return tl.where(_identity(TASKS), diagonal[None, :], c), length, inverse, nonzero
 
 

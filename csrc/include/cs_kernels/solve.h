@@ -76,10 +76,16 @@ struct Correlations {
     team.sync_parts();
     for (int i = team.part(); i < size; i += team.parts())
       for (int j = team.lane(); j < size; j += team.lanes())
-        matrix(i, j) = i == j ? 1 + ridge : gramian(task[i], task[j]) / length[i] / length[j];
+        matrix(i, j) = i == j ? 1 + ridge : correlation(gramian, i, j);
     team.sync_parts();
   }
   CS_HOST_DEVICE double operator()(int i, int j) const { return matrix(i, j); }
+
+  // At most 1: products of 16-bit gradients are rounded by more than the ridge.
+  CS_HOST_DEVICE double correlation(const Gramian& gramian, int i, int j) const {
+    const double c = gramian(task[i], task[j]) / length[i] / length[j];
+    return c > 1 ? 1 : c < -1 ? -1 : c;
+  }
 };
 
 // min 1/2 x'Cx - f'x over x >= 0, by the active-set method of Lawson and Hanson from zero. The
