@@ -247,8 +247,12 @@ class MultiTaskOptimizer:
 
     def _first_use(self, module: nn.Module, task: str) -> None:
         """Before a module outside the trunk first runs for a task."""
-        trains = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-        if isinstance(module, TaskBatchNorm) and trains and module.active not in (None, task):
+        if (
+            isinstance(module, TaskBatchNorm)
+            and module.active not in (None, task)
+            and torch.is_grad_enabled()
+            and any(p.requires_grad for p in module.parameters())
+        ):
             raise ValueError(
                 "trunk must contain the task-specific normalizations of its passes, got one outside"
                 f" it with {module.active!r} active in the loss of {task!r}: hand over the whole"

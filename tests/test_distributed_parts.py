@@ -258,7 +258,7 @@ def test_the_graph_of_a_loss_of_shards_is_checked(group: dist.ProcessGroup) -> N
         opt.step(lambda task: head(trunk(x)).sum())
     sgd.add_param_group({"params": head.parameters()})
     opt.step(lambda task: head(trunk(x)).sum())
-    with pytest.raises(ValueError, match="depends on a parameter of trunk, got one for 'a'"):
+    with pytest.raises(ValueError, match="depend on a parameter of trunk, got one for 'a'"):
         cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad()).step(
             lambda task: head(x.new_ones(1, 4)).sum()
         )

@@ -110,7 +110,7 @@ def test_a_loss_from_another_copy(method: cs.Method, schedule: cs.Schedule) -> N
             with cs.nn.active_task(other.trunk, task):
                 return other.closure(1)(task)
 
-        with pytest.raises(ValueError, match=r"depends on a parameter of trunk.*'edges'"):
+        with pytest.raises(ValueError, match=r"depend on a parameter of trunk.*'edges'"):
             opt.step(loss)
 
 
@@ -118,7 +118,7 @@ def test_a_loss_from_another_copy_in_backward() -> None:
     model, loss, *_ = problem()
     twin, other, *_ = problem()
     opt = cs.MultiTaskOptimizer(model, sgd_of(model, twin), AB, cs.PCGrad())
-    with pytest.raises(ValueError, match=r"depends on a parameter of trunk.*'b'"):
+    with pytest.raises(ValueError, match=r"depend on a parameter of trunk.*'b'"):
         opt.backward({"a": loss("a"), "b": other("b")})
 
 
@@ -129,7 +129,7 @@ def test_parameters_that_were_replaced(method: cs.Method, schedule: cs.Schedule)
     setup, opt = started(method, schedule)
     opt.step(setup.closure(0))
     setup.trunk.load_state_dict(copy.deepcopy(setup.trunk.state_dict()), assign=True)
-    with pytest.raises(ValueError, match="depends on a parameter of trunk"):
+    with pytest.raises(ValueError, match="depend on a parameter of trunk"):
         opt.step(setup.closure(0))
 
 
