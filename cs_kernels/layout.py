@@ -133,6 +133,8 @@ class Coverage:
     own: dict[str, str]
     """By name of the parameter: the only task that has ever reached it."""
     numel: dict[str, int] = field(repr=False)
+    frozen: frozenset[str] = frozenset()
+    """The names of the prioritized ones that require no gradient now."""
 
     def __str__(self) -> str:
         shared = [name for name in self.numel if name not in self.own]
@@ -144,7 +146,8 @@ class Coverage:
         ]
         width = max((len(name) for name in self.numel), default=0)
         for name, norm in self.prioritized.items():
-            lines.append(f"  {name:{width}}  prioritized by {norm}")
+            frozen = "frozen; " if name in self.frozen else ""
+            lines.append(f"  {name:{width}}  {frozen}prioritized by {norm}")
         for name, reason in self.plain.items():
             lines.append(f"  {name:{width}}  plain sum: {reason}")
         for name, task in self.own.items():
@@ -252,6 +255,7 @@ def find_layout(
             },
             own=dict(own),
             numel={name: p.numel() for name, p in parameters.items()},
+            frozen=frozenset(name for name in prioritized if not parameters[name].requires_grad),
         ),
     )
 

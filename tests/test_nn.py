@@ -474,3 +474,8 @@ def test_coverage_shows_what_is_frozen_now() -> None:
     opt.step(lambda task: trunk(torch.randn(8, 3)).square().mean())
     trunk[2].requires_grad_(False)
     assert opt.coverage().plain["2.weight"].startswith("frozen; ")
+    assert "0.weight  prioritized by 1" in str(opt.coverage())
+    trunk[0].weight.requires_grad_(False)
+    coverage = opt.coverage()
+    assert coverage.prioritized == {"0.weight": "1"}
+    assert "0.weight  frozen; prioritized by 1" in str(coverage)
