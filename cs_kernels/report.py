@@ -177,7 +177,7 @@ class Report:
     def _of_channel_groups(self) -> dict[str, Tensor]:
         if self.channels is None or self.removed is None or self.conflicts is None:
             return {}
-        if not self.layers:  # All are frozen.
+        if not self.layers:  # All prioritized ones are frozen.
             return {}
         channels = self.channels.double()
         share = channels.sum(0) / channels.sum()
