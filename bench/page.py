@@ -46,7 +46,7 @@ COMMANDS = {
     "gpu": "make bench-gpu",
     "gpu_steps": "make bench-gpu",
 }
-"""What appends a record to each file."""
+"""By name of a record file, the command that appends to it."""
 
 
 def records(name: str) -> list[Record]:

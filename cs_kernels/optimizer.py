@@ -362,7 +362,7 @@ class MultiTaskOptimizer:
         return self._returned(losses, chosen)
 
     def _call(self, phase: Phase, kind: int, passes: int) -> Call:
-        """What all ranks have to do alike in this step."""
+        """The facts of this step that must be equal on all ranks."""
         epoch = -1 if self._epoch is None else self._epoch
         held = len(held_parameters(self._optimizers))
         return Call(self._steps, phase, epoch, held, kind, passes)

@@ -1,4 +1,4 @@
-"""What the site has beside the files of this folder: pictures, and a check of the API pages."""
+"""Hooks of the site: pictures from other folders, and a check of the API pages."""
 
 import re
 from pathlib import Path

@@ -104,7 +104,7 @@ class Ranks:
 
 
 def start_ranks() -> Ranks:
-    """Those that torchrun started, or this process alone."""
+    """The processes that torchrun started, or this process alone."""
     if "WORLD_SIZE" not in os.environ:
         return Ranks()
     dist.init_process_group("gloo")

@@ -57,7 +57,7 @@ def make_network(device: torch.device, *, sharded: bool) -> nn.ModuleDict:
 def parts(
     network: nn.Module, adam: torch.optim.Optimizer, opt: cs.MultiTaskOptimizer
 ) -> dict[str, Any]:
-    """What a checkpoint has, under names that do not depend on the ranks."""
+    """The parts of a checkpoint, under names that do not depend on the ranks."""
     model, optimizer = get_state_dict(network, adam)
     return {"model": model, "adam": optimizer, "opt": opt}
 

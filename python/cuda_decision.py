@@ -101,7 +101,7 @@ def installed_torch(folders: Iterable[Path]) -> Torch | None:
 
 
 def _constants(path: Path) -> dict[str, object]:
-    """What a module assigns to its names, where that is written out."""
+    """The literal values that a module assigns to its names."""
     try:
         module = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):

@@ -145,6 +145,6 @@ class PlainTraining:
 
 
 def largest_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Of any element of two state dicts, which must have the same entries."""
+    """The largest difference of two state dicts, which must have the same entries."""
     assert found.keys() == expected.keys()
     return max((found[name] - expected[name]).abs().max().item() for name in expected)

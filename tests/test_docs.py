@@ -33,7 +33,7 @@ opt = cs.MultiTaskOptimizer(trunk, optimizer, tasks, METHOD)
 def losses_of(batch):
     return {task: loss_of[task](heads[task](trunk(batch)), targets[task]) for task in tasks}
 """
-"""What fragments (marked py) are a part of."""
+"""The loop to which fragments (marked py) belong."""
 
 
 def _blocks(page: str) -> list[tuple[str, str]]:
@@ -74,7 +74,7 @@ def test_python_runs(page: str, number: int) -> None:
 
 @pytest.mark.parametrize(("page", "number"), _marked("py"))
 def test_fragments_run(page: str, number: int) -> None:
-    """Those that are not a file of the repository, which has a test of its own."""
+    """A fragment that is a file of the repository has a test of its own."""
     code = _blocks(page)[number][1]
     if included := INCLUDED.fullmatch(code):
         assert (ROOT / included[1]).exists()

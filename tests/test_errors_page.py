@@ -1,310 +1,55 @@
 """docs/errors.md has every message that the package raises, and no other one."""
 
-import ast
-import builtins
 import copy
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import cache
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from networks import AB, optimizer_of, sgd_of
+from raised_messages import (
+    HOLE,
+    PAGE,
+    Entry,
+    Message,
+    UnreadableError,
+    count_literals,
+    cpp_messages,
+    find_misses,
+    patterns_of,
+    read_entries,
+    read_sources,
+    section_of,
+    shown,
+    squeezed,
+)
 from torch import Tensor, nn
 
 import cs_kernels as cs
 
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "errors.md"
-
-HOLE = "\0"
-"""A value that is inserted into a message."""
-
-REASONS = {
-    "cs_kernels/layout.py": {"_norm_of", "_unfit"},
-    "cs_kernels/ops/backends.py": {"_no_triton"},
-    "cs_kernels/ops/cuda.py": {"unavailable"},
-}
-"""Functions that return a part of a report or of a message, which somebody may search for."""
-
-
-class Message(NamedTuple):
-    where: str
-    template: str
-
-
-def _squeezed(template: str) -> str:
-    """One space for all white space, one hole for adjacent ones."""
-    return re.sub(f"{HOLE}+", HOLE, " ".join(template.split()))
-
-
-# --- What the package raises --------------------------------------------------------------------
-
-
-class UnreadableError(Exception):
-    """A message is built in a way that `Module` cannot read."""
-
-
-class Module:
-    """The messages of one Python file."""
-
-    def __init__(self, name: str, source: str, functions: dict[str, list[ast.FunctionDef]]) -> None:
-        self.name = name
-        self.source = source
-        self._functions = functions
-        """Of the whole package, by name."""
-
-    def messages(self) -> Iterator[Message]:
-        for node in _nodes(self.source):
-            where = f"{self.name}:{getattr(node, 'lineno', 0)}"
-            if isinstance(node, ast.Raise) and node.exc is not None:
-                found = self._raised(node.exc, where)
-            elif isinstance(node, ast.Call) and (
-                self._is_exception(node.func) or self._is_note(node.func)
-            ):
-                # Also one that is returned, or kept in a variable and raised later.
-                found = self._of_arguments(node, where)
-            elif isinstance(node, ast.FunctionDef) and node.name in REASONS.get(self.name, ()):
-                found = self._returned(node, where)
-            else:
-                continue
-            yield from (Message(where, _squeezed(template)) for template in found)
-
-    @staticmethod
-    def _is_note(function: ast.expr) -> bool:
-        return isinstance(function, ast.Attribute) and function.attr == "add_note"
-
-    @staticmethod
-    def _is_exception(function: ast.expr) -> bool:
-        name = function.attr if isinstance(function, ast.Attribute) else None
-        name = function.id if isinstance(function, ast.Name) else name
-        known = getattr(builtins, name or "", None)
-        is_builtin = isinstance(known, type) and issubclass(known, BaseException)
-        return is_builtin or bool(name and re.fullmatch(r"[A-Z]\w*(Error|Exception)", name))
-
-    def _raised(self, raised: ast.expr, where: str) -> list[str]:
-        """The messages of a `raise`; none where a class, or an exception from elsewhere, is."""
-        if isinstance(raised, ast.Name):
-            return []
-        if not isinstance(raised, ast.Call):
-            raise UnreadableError(f"{where}: raise {ast.unparse(raised)}")
-        if self._is_exception(raised.func):
-            return []  # A call, which is found as one.
-        if isinstance(raised.func, ast.Name) and raised.func.id in self._functions:
-            return []  # It makes the exception, by a call that is found where it is.
-        return self._of_arguments(raised, where)  # The class is an argument of the function.
-
-    def _of_arguments(self, call: ast.Call, where: str) -> list[str]:
-        if not call.args and not call.keywords:
-            return []
-        return self._templates(call.args[0], where)
-
-    def _templates(self, text: ast.expr, where: str) -> list[str]:
-        """A literal, or what a function of the package returns."""
-        if isinstance(text, ast.Call):
-            name = getattr(text.func, "attr", getattr(text.func, "id", ""))
-            found = [t for f in self._functions.get(name, ()) for t in self._returned(f, where)]
-            if found:
-                return found
-        template = self._template(text)
-        if not template.replace(HOLE, "").strip():
-            raise UnreadableError(f"{where}: {ast.unparse(text)}")
-        return [template]
-
-    def _returned(self, function: ast.FunctionDef, where: str) -> list[str]:
-        """The strings that a function returns, alone or in a tuple."""
-        found = []
-        for node in ast.walk(function):
-            if isinstance(node, ast.Return) and node.value is not None:
-                value = node.value
-                parts = value.elts if isinstance(value, ast.Tuple) else [value]
-                strings = (p for p in parts if isinstance(p, ast.Constant | ast.JoinedStr))
-                found += [self._template(part) for part in strings if self._template(part)]
-        return found
-
-    def _template(self, text: ast.expr) -> str:
-        if isinstance(text, ast.Constant):
-            return text.value if isinstance(text.value, str) else ""
-        if isinstance(text, ast.JoinedStr):
-            return "".join(map(self._template, text.values))
-        if isinstance(text, ast.BinOp) and isinstance(text.op, ast.Add):
-            return self._template(text.left) + self._template(text.right)
-        return HOLE
-
-
-@cache
-def _nodes(source: str) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(source)))
-
-
-@cache
-def _words(source: str) -> set[str]:
-    """Every string that may be inserted into a message."""
-    nodes = _nodes(source)
-    parts = {id(p) for node in nodes if isinstance(node, ast.JoinedStr) for p in node.values}
-    constants = (n for n in nodes if isinstance(n, ast.Constant) and id(n) not in parts)
-    return {_squeezed(node.value) for node in constants if isinstance(node.value, str)}
-
-
-_CPP_EXCEPTION = re.compile(
-    r"(?:std|py)::(?!error_already)\w*(?:error|argument|range)\s*\("
-    r"((?:\"(?:[^\"\\]|\\.)*\"|[^\";])*);"
-)
-"""An exception with all of its arguments, in which a literal may have a semicolon."""
-
-
-def _cpp_messages(name: str, source: str) -> Iterator[Message]:
-    """The literals of exceptions, with holes for what stands between them."""
-    for match in _CPP_EXCEPTION.finditer(source):
-        where = f"{name}:{1 + source.count(chr(10), 0, match.start())}"
-        pieces = re.split(r'"((?:[^"\\]|\\.)*)"', match[1])
-        if len(pieces) == 1:
-            raise UnreadableError(f"{where}: {match[0]}")
-        between = (re.sub(r"std::string\(|[\s+()]", "", piece) for piece in pieces[::2])
-        pieces[::2] = [HOLE if code else "" for code in between]
-        yield Message(where, _squeezed("".join(pieces)))
-
-
-@cache
-def _sources() -> dict[str, str]:
-    files = sorted((ROOT / "cs_kernels").rglob("*.py"))
-    return {str(file.relative_to(ROOT)): file.read_text() for file in files}
-
-
-def _modules(sources: dict[str, str]) -> list[Module]:
-    functions: dict[str, list[ast.FunctionDef]] = {}
-    for source in sources.values():
-        for node in _nodes(source):
-            if isinstance(node, ast.FunctionDef):
-                functions.setdefault(node.name, []).append(node)
-    return [Module(name, source, functions) for name, source in sources.items()]
-
-
-def _raised(sources: dict[str, str]) -> list[Message]:
-    found = [message for module in _modules(sources) for message in module.messages()]
-    for file in sorted((ROOT / "python").glob("*.*")):
-        found += _cpp_messages(str(file.relative_to(ROOT)), file.read_text())
-    return found
-
-
-# --- What the page has --------------------------------------------------------------------------
-
-
-class Entry(NamedTuple):
-    line: int
-    section: str
-    template: str
-
-
-@cache
-def _entries() -> list[Entry]:
-    """The messages in ```text blocks, which blank lines separate."""
-    text, found, section = PAGE.read_text(), [], ""
-    for match in re.finditer(r"^## ([^\n]+)$|^```text\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        if match[1]:
-            section = match[1]
-            continue
-        start = 2 + text.count("\n", 0, match.start())
-        for message in match[2].split("\n\n"):
-            template = re.sub(r"\{\w+\}", HOLE, message)
-            found.append(Entry(start, section, _squeezed(template)))
-            start += message.count("\n") + 2
-    return found
-
-
-@cache
-def _patterns(template: str) -> list[re.Pattern[str]]:
-    """Two, as where a hole ends may be ambiguous: the first holes short, or long."""
-    literals = [re.escape(literal) for literal in template.split(HOLE)]
-    return [re.compile(value.join(literals), re.DOTALL) for value in ("(.+?)", "(.+)")]
-
-
-@cache
-def _filled(template: str, entry: str) -> list[set[str]]:
-    """What an entry has in place of the holes of a message; none if it is another message."""
-    found = []
-    if all(literal in entry for literal in template.split(HOLE)):
-        for match in (pattern.fullmatch(entry) for pattern in _patterns(template)):
-            if match is None:
-                break
-            values = (value for filled in match.groups() for value in filled.split(HOLE))
-            found.append({_squeezed(value) for value in values if value.strip()})
-    return found
-
-
-def _literals(template: str) -> int:
-    """How specific a template is."""
-    return len(template.replace(HOLE, ""))
-
-
-def _fits(template: str, entry: str, words: set[str]) -> bool:
-    """Whether an entry is the message, perhaps with words of the package in place of a hole."""
-    return any(values <= words for values in _filled(template, entry))
-
-
-def _misses(sources: dict[str, str], entries: list[Entry]) -> tuple[list[Message], list[Entry]]:
-    """The messages that have no entry, and the entries that have no message.
-
-    Several templates may fit an entry, since "{name} must be {kind}, got {value}" fits many. It is
-    that of the most specific ones.
-    """
-    messages = _raised(sources)
-    words = set().union(*map(_words, sources.values()))
-    templates = {message.template for message in messages}
-    found: set[str] = set()
-    stale = []
-    for entry in entries:
-        fitting = [t for t in templates if _fits(t, entry.template, words)]
-        most = max(map(_literals, fitting), default=0)
-        found.update(t for t in fitting if _literals(t) == most)
-        if not fitting:
-            stale.append(entry)
-    return [message for message in messages if message.template not in found], stale
-
-
-def _shown(template: str) -> str:
-    return template.replace(HOLE, "{...}")
-
-
-def _section_of(where: str, sources: dict[str, str]) -> str:
-    """The section with most of the other messages of a file."""
-    name = where.split(":")[0]
-    words = set().union(*map(_words, sources.values()))
-    of_file = [m.template for m in _raised(sources) if m.where.startswith(f"{name}:")]
-    sections = Counter(
-        entry.section
-        for entry in _entries()
-        if any(_fits(template, entry.template, words) for template in of_file)
-    )
-    return f'"{sections.most_common(1)[0][0]}"' if sections else "one that fits"
-
-
-# --- Every message, and no other one ------------------------------------------------------------
-
 
 def test_every_message_has_an_entry() -> None:
-    missing, _ = _misses(_sources(), _entries())
+    missing, _ = find_misses(read_sources(), read_entries())
     if missing:
         pytest.fail(
             "\n".join(
-                f"{message.where} raises `{_shown(message.template)}`, which docs/errors.md lacks:"
+                f"{message.where} raises `{shown(message.template)}`, which docs/errors.md lacks:"
                 f" add a ```text block with it, its cause and its remedy, in the section"
-                f" {_section_of(message.where, _sources())}"
+                f" {section_of(message.where, read_sources())}"
                 for message in missing
             )
         )
 
 
 def test_every_entry_is_a_message() -> None:
-    _, stale = _misses(_sources(), _entries())
+    _, stale = find_misses(read_sources(), read_entries())
     if stale:
         pytest.fail(
             "\n".join(
-                f"docs/errors.md:{entry.line} has `{_shown(entry.template)}`, which nothing in the"
+                f"docs/errors.md:{entry.line} has `{shown(entry.template)}`, which nothing in the"
                 " package raises any more: change it, or remove it with its text"
                 for entry in stale
             )
@@ -313,7 +58,7 @@ def test_every_entry_is_a_message() -> None:
 
 def test_entries_are_distinct_and_say_something() -> None:
     """Holes alone would be everything."""
-    entries = _entries()
+    entries = read_entries()
     assert len(entries) > 200
     assert all(len(re.findall(r"[A-Za-z_]{2,}", entry.template)) >= 3 for entry in entries)
     assert {e: n for e, n in Counter(entry.template for entry in entries).items() if n > 1} == {}
@@ -337,9 +82,10 @@ def test_links_lead_to_headings() -> None:
 
 def _with(name: str, code: str) -> list[Message]:
     """The messages that have no entry when a file has some code more, and only then."""
-    sources = {**_sources(), name: _sources().get(name, "") + "\n\n" + textwrap.dedent(code)}
-    known = {message.template for message in _misses(_sources(), _entries())[0]}
-    return [m for m in _misses(sources, _entries())[0] if m.template not in known]
+    now, entries = read_sources(), read_entries()
+    sources = {**now, name: now.get(name, "") + "\n\n" + textwrap.dedent(code)}
+    known = {message.template for message in find_misses(now, entries)[0]}
+    return [m for m in find_misses(sources, entries)[0] if m.template not in known]
 
 
 @pytest.mark.parametrize(
@@ -404,7 +150,7 @@ def test_an_entry_that_nothing_raises_is_noticed() -> None:
         f"epoch must be an integer of the Gregorian calendar, got {HOLE}",
         f"ranks must have the same colour: rank {HOLE} has {HOLE}, rank {HOLE} has {HOLE}",
     ):
-        _, stale = _misses(_sources(), [Entry(0, "", template)])
+        _, stale = find_misses(read_sources(), [Entry(0, "", template)])
         assert [entry.template for entry in stale] == [template]
 
 
@@ -417,21 +163,18 @@ def test_messages_in_cpp() -> None:
         throw py::error_already_set();
     """
     expected = [f"a; b {HOLE}, got {HOLE}", f"cannot {HOLE}: it is late", "c"]
-    assert [m.template for m in _cpp_messages("x.cpp", source)] == expected
+    assert [m.template for m in cpp_messages("x.cpp", source)] == expected
     with pytest.raises(UnreadableError, match=r"x\.cpp:1: "):
-        list(_cpp_messages("x.cpp", "throw std::runtime_error(message);"))
-
-
-# --- Mistakes that are made ---------------------------------------------------------------------
+        list(cpp_messages("x.cpp", "throw std::runtime_error(message);"))
 
 
 def _entry_of(text: str) -> str:
     """The most specific entry that an error's text fits."""
     fitting = [
-        e.template for e in _entries() if _patterns(e.template)[1].fullmatch(_squeezed(text))
+        e.template for e in read_entries() if patterns_of(e.template)[1].fullmatch(squeezed(text))
     ]
     assert fitting, text
-    return _shown(max(fitting, key=_literals))
+    return shown(max(fitting, key=count_literals))
 
 
 class Loop:

@@ -121,7 +121,7 @@ def trained_in_mixed_precision(
 
 
 MIXED_PHASES = [1, 1, 1, 1, 2, 1, 2, 1, 2, 2, 2, 2]
-"""Those of Mixed(epochs=4, seed=0, draw="step") in four epochs of three steps."""
+"""The phases of Mixed(epochs=4, seed=0, draw="step") in four epochs of three steps."""
 
 
 def test_plain_loop(float64: None, tmp_path: Path) -> None:

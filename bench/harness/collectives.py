@@ -38,7 +38,7 @@ _OPERATORS = {
 """The kind of each operator, and the argument that has the whole tensor, or all parts of it."""
 
 PARTS = ("gradients", "parameters", "other gradients", "sums", "control")
-"""What collectives are for: the gradients of the shared parameters and their updates; the whole
+"""The purposes of collectives: the gradients of the shared parameters and their updates; the whole
 parameters of `fully_shard`; the gradients of the heads and of the normalizations; products, losses
 and statistics; messages between the hosts."""
 

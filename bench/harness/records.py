@@ -26,7 +26,7 @@ def append(name: str, record: dict[str, Any]) -> Path:
 
 
 OWN_FILES = ("bench/results", "docs/benchmarks.md")
-"""What benchmarks write themselves: a change there says nothing about what ran."""
+"""Files that benchmarks write: a change in them does not change the code that ran."""
 
 
 def origin() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What ranks tell each other about a step: its tasks, failures, what the networks have shown.
+"""The messages of the ranks about a step: its tasks, failures, what the networks have shown.
 
 These messages are few numbers between the hosts, in a gloo group of their own: no device waits for
 them. A rank sends one before its first pass of a step and one after its last, before it changes a
@@ -183,7 +183,7 @@ class Control:
                     raise kind(self._difference(name, rank, first, other[name]))
 
     def _difference(self, name: str, rank: int, first: Any, other: Any) -> str:
-        """What differs; in long lists, the first entries that do."""
+        """The message for two values that differ; of long lists, the first entries that do."""
         if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
             first, other = next(
                 pair for pair in zip(first, other, strict=True) if pair[0] != pair[1]

@@ -55,7 +55,7 @@ class PartialGradients(TaskGradients):
         self.version = 0
         """Increases when this rank has other parts of the parameters."""
         self.phase2_plan: object = None
-        """What Phase 2 keeps from step to step."""
+        """Phase 2's plan, kept from step to step."""
         super().__init__(parameters, tasks)
         self.shared_reach = SharedReach(parameters, tasks)
         self.reach = self.shared_reach
@@ -66,7 +66,7 @@ class PartialGradients(TaskGradients):
         return crc32(repr(self.options()).encode(), crc32(trains))
 
     def planned(self) -> dict[str, list[object]]:
-        """What the collectives and the update of the next step depend on."""
+        """The facts that the collectives and the update of the next step depend on."""
         named = zip(self.names, self.parameters, strict=True)
         return {
             "shared parameters that require a gradient": [
@@ -161,7 +161,7 @@ class PartialGradients(TaskGradients):
                 parameter.grad = part.view(parameter.shape)
 
     _others_scale: float = 1.0
-    """What is left to multiply the sums by."""
+    """The factor by which the sums have still to be multiplied."""
 
     def _average_numbers(self, step: Step, before: Losses, statistics: Statistics) -> None:
         """One collective for all losses and statistics, in float64."""
@@ -207,7 +207,7 @@ class PartialGradients(TaskGradients):
     def _alike(self, statistics: Statistics) -> list[tuple[list[Tensor], float]]:
         """The running statistics of one task and dtype, with this rank's weight, on every rank.
 
-        Those of heads are among them.
+        The gradients of heads are among them.
         """
         assert self.shown is not None
         ranks_of, like = self.control.facts.ranks_of, self.like()

@@ -12,7 +12,7 @@ class RankError(RuntimeError):
 
 
 class Call(NamedTuple):
-    """What all ranks have to do alike in a step."""
+    """The facts of a step that must be equal on all ranks."""
 
     number: int
     """The number of steps made before."""
@@ -28,7 +28,7 @@ class Call(NamedTuple):
 
 
 class Facts:
-    """What the ranks agree on before the passes of a step."""
+    """The facts on which the ranks agree before the passes of a step."""
 
     def __init__(self, tasks: Sequence[str], ranks_of: Mapping[str, Sequence[int]]) -> None:
         self.tasks = tuple(tasks)
@@ -105,7 +105,7 @@ class Alone:
 
 
 class Shown(Protocol):
-    """What passes have shown on a rank, to be made equal on all."""
+    """Facts that passes have shown on a rank, to be made equal on all."""
 
     def changed(self) -> bool:
         """Whether the last passes have shown something that was not sent."""
@@ -126,7 +126,7 @@ class RankPasses(Protocol):
         """A number that differs if `planned` does."""
 
     def planned(self) -> dict[str, list[object]]:
-        """What the collectives and the update of the next step depend on."""
+        """The facts that the collectives and the update of the next step depend on."""
 
     def drain(self) -> None:
         """Takes part in the collectives of passes that have failed."""

@@ -57,7 +57,7 @@ class ReplicatedGradients(PartialGradients):
         self._trains: list[object] | None = None
         self._separate = True
         self._tasks: tuple[str, ...] = ()
-        """Those of the passes before the ranks' next message."""
+        """The tasks of the passes before the ranks' next message."""
         self._expected: list[str] = []
         """The names of the rounds before the ranks' next message."""
         self._orders: dict[object, list[int]] = {}

@@ -1,4 +1,4 @@
-"""What passes have shown on a rank, made equal on all: the layers and the parameters reached."""
+"""Facts that passes show on a rank, made equal on all: the layers and the parameters reached."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -69,7 +69,7 @@ class SharedReach(Reach):
 
 
 class Shown:
-    """What the passes of a step have shown.
+    """The facts that the passes of a step have shown.
 
     Args:
         reach: The parameters reached.

@@ -379,7 +379,7 @@ class Operands:
     def check_products(self, products: Tensor, layers: int, *, written: bool = False) -> None:
         """Raises a ValueError for other products than float64 [layers, K, K] on this device.
 
-        Those that are written must be contiguous too.
+        Products to be written must be contiguous too.
         """
         shape = (layers, self.tasks, self.tasks)
         self.check_device(products, "products")
