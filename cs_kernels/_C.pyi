@@ -111,5 +111,13 @@ def drop_signs(
     threads: int,
 ) -> None: ...
 def solve(
-    solver: int, gramians: int, count: int, tasks: int, weights: int, option: int, counter: int
+    solver: int,
+    gramians: int,
+    count: int,
+    tasks: int,
+    weights: int,
+    option: int,
+    counter: int,
+    rate: float,
+    similarities: int,
 ) -> None: ...

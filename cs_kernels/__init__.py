@@ -9,12 +9,17 @@ from cs_kernels.capture import CapturedStep
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import Coverage, Layer, Layout
 from cs_kernels.methods import (
+    DBMTL,
     IMTLG,
     MGDA,
+    NTKMTL,
     AlignedMTL,
     CAGrad,
+    ConFIG,
     ConnectionStrength,
+    FairGrad,
     GradDrop,
+    GradVac,
     GramianMethod,
     Method,
     NashMTL,
@@ -38,17 +43,22 @@ from cs_kernels.weightings import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "DBMTL",
     "IMTLG",
     "MGDA",
+    "NTKMTL",
     "AlignedMTL",
     "CAGrad",
     "CapturedStep",
+    "ConFIG",
     "ConnectionStrength",
     "Coverage",
     "DynamicWeightAverage",
     "EqualWeights",
+    "FairGrad",
     "FixedWeights",
     "GradDrop",
+    "GradVac",
     "GramianMethod",
     "Joint",
     "Layer",

@@ -157,12 +157,14 @@ void drop_signs(const Operands& operands, const std::vector<double>& leaks, std:
 }
 
 void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32_t tasks,
-           Address weights, std::uint64_t option, Address counter) {
+           Address weights, std::uint64_t option, Address counter, double rate,
+           Address similarities) {
   // Few small problems take less time than another thread would get.
   std::optional<py::gil_scoped_release> release;
   if (count * tasks > 64)
     release.emplace();
-  cpu::solve({static_cast<Solver>(solver), gramians, count, tasks, weights, option, counter});
+  cpu::solve({static_cast<Solver>(solver), gramians, count, tasks, weights, option, counter, rate,
+              similarities});
 }
 
 } // namespace
@@ -173,7 +175,7 @@ void define_cpu(py::module_& module) {
          "normalize", "strength");
   define(module, "task_priority", &task_priority, "strength", "tasks", "rows", "priority");
   define(module, "solve", &solve, "solver", "gramians", "count", "tasks", "weights", "option",
-         "counter");
+         "counter", "rate", "similarities");
   const auto define_parallel = [&](const char* name, auto* function, const auto*... names) {
     define<py::call_guard<py::gil_scoped_release>>(module, name, function, names..., "threads");
   };

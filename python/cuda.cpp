@@ -60,8 +60,10 @@ std::optional<std::string> unavailable() {
 }
 
 void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32_t tasks,
-           Address weights, std::uint64_t option, Address counter, Address stream) {
-  check(cuda::solve({static_cast<Solver>(solver), gramians, count, tasks, weights, option, counter},
+           Address weights, std::uint64_t option, Address counter, double rate,
+           Address similarities, Address stream) {
+  check(cuda::solve({static_cast<Solver>(solver), gramians, count, tasks, weights, option, counter,
+                     rate, similarities},
                     stream),
         "a solver");
 }
@@ -173,5 +175,5 @@ void define_cuda(py::module_ module) {
   define_on_gradients("drop_signs", "sign dropping", &cuda::drop_signs, Pointer{"leaks"},
                       Word{"state"}, Pointer{"counter"});
   define(module, "solve", &solve, "solver", "gramians", "count", "tasks", "weights", "option",
-         "counter", "stream");
+         "counter", "rate", "similarities", "stream");
 }

@@ -29,8 +29,20 @@ def emulate() -> None:
     backends._BACKENDS["cuda"] = backends.Backend("cs_kernels.ops.cuda", ("cpu",), lambda: None)
 
 
-SOLVER_OPTIONS = {"pcgrad": (1, 2), "cagrad": (0.4,), "aligned_mtl": ("median",)}
+SOLVER_OPTIONS = {
+    "pcgrad": (1, 2),
+    "cagrad": (0.4,),
+    "aligned_mtl": ("median",),
+    "fair_grad": (2.0,),
+}
 """Arguments of the solvers' operators after the Gramian, where there are some."""
+
+
+def solver_options(name: str, gramian: Tensor) -> tuple[Any, ...]:
+    """Those of `SOLVER_OPTIONS`; and for GradVac, which changes its targets, new ones."""
+    if name == "gradvac":
+        return torch.full_like(gramian, 0.3, dtype=torch.float64), 0.1, 1, 2
+    return SOLVER_OPTIONS.get(name, ())
 
 
 @dataclass(frozen=True)

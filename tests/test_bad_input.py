@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import cs_kernels as cs
 from cs_kernels.ops import operands
 from cs_kernels.ops.gpu import GpuOperators
-from cs_kernels.ops.operands import check_counter, option_word
+from cs_kernels.ops.operands import check_counter, checked_options
 
 
 def _with(**options: Any) -> cs.MultiTaskOptimizer:
@@ -337,11 +337,11 @@ def test_bad_values(call: Callable[[], object], message: str) -> None:
         (lambda: combine(G, torch.ones(2).long()), "coefficients must be one of"),
         # A new solver's options, say: they must not be taken for none.
         (
-            lambda: option_word(W.device, 1.0, 2.0),
+            lambda: checked_options(W, 1.0, 2.0),
             "options must be none, a scale, a number or a seed",
         ),
-        (lambda: option_word(W.device, 5), "options must be none, a scale, a number or a seed"),
-        (lambda: option_word(W.device, None), "options must be none, a scale, a number or a seed"),
+        (lambda: checked_options(W, 5), "options must be none, a scale, a number or a seed"),
+        (lambda: checked_options(W, None), "options must be none, a scale, a number or a seed"),
     ],
 )
 def test_wrong_types(call: Callable[[], object], message: str) -> None:

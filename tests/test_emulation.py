@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layers import EMULATION, KINDS, SOLVER_OPTIONS, laid_out, sample, trunk_arguments
+from layers import EMULATION, KINDS, laid_out, sample, solver_options, trunk_arguments
 from networks import assert_equal
 from torch import Tensor
 
@@ -141,7 +141,8 @@ def test_solvers_in_any_order(solver: str, tasks: int) -> None:
 
     def run() -> Tensor:
         with cs.use_backend("cuda"):
-            return solve(rows @ rows.mT, *SOLVER_OPTIONS.get(solver, ()))
+            gramian = rows @ rows.mT
+            return solve(gramian, *solver_options(solver, gramian))
 
     _assert_same_in_any_order(tasks, run)
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from layers import KINDS, SOLVER_OPTIONS, Kind, sample, trunk_arguments
+from layers import KINDS, Kind, sample, solver_options, trunk_arguments
 from loops import CASES, Loop
 from networks import Setup, assert_equal, refused
 from torch import Tensor
@@ -43,17 +43,18 @@ def _calls(tasks: int = 3, counter: Tensor | None = None) -> dict[str, Callable[
         _ops.drop_signs_(updates, grads, [0.1] * tasks, 1, 2, tasks, counter)
         return updates
 
-    def gramian_method(name: str, *options: object) -> Callable[[], list[Tensor]]:
+    def gramian_method(name: str, *more: object) -> Callable[[], list[Tensor]]:
         def run() -> list[Tensor]:
             gramian = _ops.gramian(grads, zeros, 1, tasks)
-            solved = getattr(_ops, f"{name}_weights")(gramian, *options)
+            options = solver_options(name, gramian)
+            solved = getattr(_ops, f"{name}_weights")(gramian, *options, *more)
             _ops.combine_(updates, grads, solved, zeros, tasks)
-            return [*updates, gramian, solved]
+            return [*updates, gramian, solved, *(o for o in options if isinstance(o, Tensor))]
 
         return run
 
-    solvers = {name: gramian_method(name, *SOLVER_OPTIONS.get(name, ())) for name in SOLVERS}
-    solvers["pcgrad"] = gramian_method("pcgrad", *SOLVER_OPTIONS["pcgrad"], counter)
+    drawing = ("pcgrad", "gradvac")
+    solvers = {n: gramian_method(n, *([counter] if n in drawing else [])) for n in SOLVERS}
     return {"phase2": phase2, "drop": drop, **solvers}
 
 
@@ -105,7 +106,7 @@ def test_capture_and_replay(gpu: str, name: str) -> None:
         assert_equal(written, expected)
 
 
-@pytest.mark.parametrize("name", ["drop", "pcgrad"])
+@pytest.mark.parametrize("name", ["drop", "pcgrad", "gradvac"])
 def test_a_counter_draws_anew_in_replays(gpu: str, name: str) -> None:
     """As eager calls of the next steps, which differ; the host does not read it."""
     counter = torch.zeros(1, dtype=torch.int64)

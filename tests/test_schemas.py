@@ -1,7 +1,7 @@
 """torch.library's own checks of every operator."""
 
 import torch
-from layers import KINDS, SOLVER_OPTIONS, sample, trunk_arguments
+from layers import KINDS, sample, solver_options, trunk_arguments
 
 import cs_kernels as cs
 from cs_kernels.ops.solvers import SOLVERS
@@ -31,9 +31,10 @@ def test_schemas_and_fakes() -> None:
         "combine_": (updates, grads, torch.rand(2, 2), [1, 0], 2),
         "drop_signs_": (updates, grads, [0.0, 0.5], 1, 2, 2),
     }
-    counted = "drop_signs_", "pcgrad_weights"
+    counted = "drop_signs_", "pcgrad_weights", "gradvac_weights"
     for name in SOLVERS:
-        calls[f"{name}_weights"] = gramians.get(name, torch.eye(3)), *SOLVER_OPTIONS.get(name, ())
+        gramian = gramians.get(name, torch.eye(3))
+        calls[f"{name}_weights"] = gramian, *solver_options(name, gramian)
     assert set(calls) == set(cs.ops.backends.OPERATORS)
     for name, call in calls.items():
         operator = getattr(torch.ops.cs_kernels, name)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import cs_kernels as cs
 from cs_kernels.ops.random import random_key, splitmix64
-from cs_kernels.ops.reference.solvers import pcgrad_order
+from cs_kernels.ops.reference.solvers import random_order
 from cs_kernels.ops.solvers import NASH_RIDGE
 
 CONFLICT = torch.tensor([[1.0, -1.0], [-1.0, 4.0]], dtype=torch.float64)
@@ -42,6 +42,20 @@ ORTHOGONAL = torch.diag(torch.tensor([4.0, 1.0], dtype=torch.float64))
         (cs.CAGrad(0.4, rescale=1), torch.eye(2), [0.7 / 1.16, 0.7 / 1.16]),
         (cs.CAGrad(0.4, rescale=2), torch.eye(2), [0.5, 0.5]),
         (cs.CAGrad(0.0), CONFLICT, [0.5, 0.5]),
+        # C a = 1 has a = (2, 2); the length is (1 + 2) times the cosine, |a_1 u_1 + a_2 u_2| = 2.
+        (cs.ConFIG(), CONFLICT, [1.5, 0.75]),
+        (cs.FairGrad(), CONFLICT, [2**0.5, 0.5**0.5]),
+        # 4 w = w^(-1 / alpha).
+        (cs.FairGrad(2), ORTHOGONAL, [4 ** (-1 / 1.5), 1.0]),
+        (cs.FairGrad(0.5), ORTHOGONAL, [4 ** (-1 / 3), 1.0]),
+        (cs.FairGrad(16), ORTHOGONAL, [4 ** (-16 / 17), 1.0]),
+        # Equal lengths at a right angle less d: (1 + sin) w = w^(-1 / alpha).
+        (cs.FairGrad(10), torch.tensor([[1.0, 0.6], [0.6, 1.0]]), [1.6 ** (-1 / 1.1)] * 2),
+        (cs.NTKMTL(), CONFLICT, [5**0.5, 1.25**0.5]),
+        # Zero is PCGrad's target. The cosine is -1/2: |g_i| / |g_j| of the other one make it 1/2.
+        (cs.GradVac(0), CONFLICT, [2.0, 1.25]),
+        (cs.GradVac(0.5), CONFLICT, [3.0, 1.5]),
+        (cs.GradVac(), CONFLICT, [2.0, 1.25]),
     ],
     ids=repr,
 )
@@ -52,8 +66,14 @@ def test_hand_computed_weights(
     torch.testing.assert_close(method.weights(gramian), expected_weights, rtol=1e-8, atol=1e-8)
 
 
-DETERMINISTIC = [method for method in GRAMIAN_METHODS if not isinstance(method, cs.PCGrad)]
+DRAWING = [cs.PCGrad(), cs.GradVac(0.3)]
+DETERMINISTIC = [
+    method
+    for method in GRAMIAN_METHODS
+    if not isinstance(method, cs.PCGrad | cs.GradVac | cs.DBMTL)  # DB-MTL needs losses.
+]
 DETERMINISTIC += [cs.MGDA("l2"), cs.AlignedMTL("median"), cs.AlignedMTL("rmse")]
+DETERMINISTIC += [cs.FairGrad(0.25), cs.FairGrad(4)]
 
 
 def _random_rows(tasks: int, seed: int) -> Tensor:
@@ -75,7 +95,7 @@ def test_permuting_tasks_permutes_weights(
 
 @pytest.mark.parametrize("rank", ["full", "half"])
 @pytest.mark.parametrize("tasks", [6] if SMALL else [6, 40])
-@pytest.mark.parametrize("method", [cs.PCGrad(), *DETERMINISTIC], ids=repr)
+@pytest.mark.parametrize("method", [*DRAWING, *DETERMINISTIC], ids=repr)
 def test_updates_of_many_tasks(
     backend: str, method: cs.GramianMethod, tasks: int, rank: str
 ) -> None:
@@ -106,7 +126,7 @@ def test_rounded_gramians_of_dependent_gradients(
 
 
 @pytest.mark.parametrize("scale", [1e-15, 1e-3, 1e15])
-@pytest.mark.parametrize("method", [cs.PCGrad(), *DETERMINISTIC], ids=repr)
+@pytest.mark.parametrize("method", [*DRAWING, *DETERMINISTIC], ids=repr)
 def test_scaling_all_gradients(backend: str, method: cs.GramianMethod, scale: float) -> None:
     """The weights stay: the update scales. Nash-MTL's, whose norm is fixed, scale inversely."""
     rows = _random_rows(4, 0)
@@ -114,12 +134,19 @@ def test_scaling_all_gradients(backend: str, method: cs.GramianMethod, scale: fl
     scaled = method.weights((scale * rows) @ (scale * rows).T)
     if isinstance(method, cs.NashMTL):
         scaled = scaled * scale
+    if isinstance(method, cs.FairGrad):  # s^2 G w = w^(-1 / alpha)
+        scaled = scaled * scale ** (2 / (1 + 1 / method.alpha))
     torch.testing.assert_close(scaled, direct, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("seed", range(4 if SMALL else 20))
 @pytest.mark.parametrize(
-    "method", [cs.UPGrad(), cs.MGDA(), cs.MGDA("l2"), cs.NashMTL(), cs.CAGrad(1.0)], ids=repr
+    "method",
+    [
+        *(cs.UPGrad(), cs.MGDA(), cs.MGDA("l2"), cs.NashMTL(), cs.CAGrad(1.0), cs.ConFIG()),
+        *(cs.FairGrad(0.25), cs.FairGrad(), cs.FairGrad(4)),
+    ],
+    ids=repr,
 )
 def test_update_in_conflict_with_no_task(backend: str, method: cs.GramianMethod, seed: int) -> None:
     """These methods promise it; MGDA with normalized gradients, for the normalized ones."""
@@ -132,12 +159,12 @@ def test_update_in_conflict_with_no_task(backend: str, method: cs.GramianMethod,
 
 
 def test_impartial_and_bargaining_ignore_lengths(backend: str) -> None:
-    """IMTL-G's direction and Nash-MTL's update do not change when one gradient is scaled."""
+    """IMTL-G's and ConFIG's direction and Nash-MTL's update are those of a scaled gradient too."""
     rows = _random_rows(3, 1)
     longer = rows * torch.tensor([[1.0], [1e3], [1.0]], dtype=torch.float64)
-    for method in (cs.NashMTL(), cs.IMTLG()):
+    for method in (cs.NashMTL(), cs.IMTLG(), cs.ConFIG()):
         updates = [method.weights(r @ r.T) @ r for r in (rows, longer)]
-        if isinstance(method, cs.IMTLG):
+        if not isinstance(method, cs.NashMTL):
             updates = [update / update.norm() for update in updates]
         torch.testing.assert_close(*updates, rtol=1e-6, atol=1e-9)
 
@@ -152,6 +179,11 @@ def test_impartial_and_bargaining_ignore_lengths(backend: str) -> None:
         (cs.NashMTL(), 0.0),
         (cs.IMTLG(), 0.0),
         (cs.AlignedMTL(), 1.0),
+        (cs.FairGrad(2), 0.0),
+        (cs.FairGrad(0.5), 0.0),
+        (cs.ConFIG(), 0.0),
+        (cs.NTKMTL(), 0.0),
+        (cs.GradVac(0.5), 1.0),
     ],
     ids=repr,
 )
@@ -165,14 +197,16 @@ def test_one_gradient_of_zero(backend: str) -> None:
     gramian = torch.diag(torch.tensor([4.0, 0.0, 1.0], dtype=torch.float64))
     assert cs.MGDA().weights(gramian).tolist() == [0.0, 1.0, 0.0]
     assert cs.NashMTL().weights(gramian)[1] == 0
-    assert cs.IMTLG().weights(gramian)[1] == 0
+    for method in (cs.IMTLG(), cs.FairGrad(), cs.ConFIG(), cs.NTKMTL()):
+        assert method.weights(gramian)[1] == 0
+    assert cs.GradVac(0.5).weights(gramian)[1] == 1
     assert cs.PCGrad().weights(gramian).tolist() == [1.0, 1.0, 1.0]
     for method in DETERMINISTIC:
         assert method.weights(gramian).isfinite().all()
 
 
 @pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
-@pytest.mark.parametrize("method", [cs.PCGrad(), *DETERMINISTIC], ids=repr)
+@pytest.mark.parametrize("method", [*DRAWING, *DETERMINISTIC], ids=repr)
 def test_degenerate_gramians_give_finite_weights(
     backend: str, method: cs.GramianMethod, scale: float
 ) -> None:
@@ -188,7 +222,7 @@ def test_degenerate_gramians_give_finite_weights(
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
-@pytest.mark.parametrize("method", [cs.PCGrad(), *DETERMINISTIC], ids=repr)
+@pytest.mark.parametrize("method", [*DRAWING, *DETERMINISTIC], ids=repr)
 def test_what_is_not_finite_reaches_the_weights(
     backend: str, method: cs.GramianMethod, wrong: float
 ) -> None:
@@ -233,7 +267,7 @@ def test_pcgrad_orders_are_uniform() -> None:
     counts: dict[tuple[int, ...], int] = {}
     for step in range(4000):
         for i in range(4):
-            order = pcgrad_order(splitmix64(random_key(0, step)), 4, i)
+            order = random_order(splitmix64(random_key(0, step)), 4, i)
             relative = tuple((j - i) % 4 for j in order)
             counts[relative] = counts.get(relative, 0) + 1
     assert len(counts) == 6
@@ -299,7 +333,195 @@ def test_opposed_gradients_of_16_bits(backend: str, tasks: int) -> None:
     gramian[:2, :2] = torch.tensor(
         [[2071.9355775117874, -2071.9355770349503], [-2071.9355770349503, 2071.9355759620667]]
     )
-    methods = [cs.NashMTL(), cs.CAGrad(), cs.MGDA(), cs.UPGrad(), cs.IMTLG(), cs.AlignedMTL()]
-    for method in methods:
+    for method in [*DRAWING, *DETERMINISTIC]:
         assert method.weights(gramian).isfinite().all(), method
     assert (cs.NashMTL().weights(gramian) > 0).all()
+
+
+def fair_error(gramian: Tensor, weights: Tensor, alpha: float) -> float:
+    """How far G w and w^(-1 / alpha) are apart, relative to the terms of G w.
+
+    The difference alone: where gradients of very different lengths are in conflict and alpha is
+    small, gains have to be smaller than the rounding of these terms.
+    """
+    assert weights.min() > 0
+    ridge = NASH_RIDGE * gramian.diagonal() * weights  # Part of the definition.
+    error = gramian @ weights + ridge - weights ** (-1 / alpha)
+    return float((error.abs() / (gramian.abs() @ weights)).max())
+
+
+@pytest.mark.parametrize("alpha", [0.1, 1.0, 4.0] if SMALL else [1 / 16, 0.1, 0.5, 1, 2, 5, 10, 16])
+@pytest.mark.parametrize("tasks", [2, 5] if SMALL else [2, 3, 8, 40])
+def test_fair_grad_by_its_definition(backend: str, tasks: int, alpha: float) -> None:
+    """Of gradients at all angles, also of which some are a hundred times as long as others."""
+    for seed in range(2 if SMALL else 8):
+        rows = _random_rows(tasks, seed)
+        if seed % 2:
+            rows = rows * 10.0 ** torch.linspace(-1, 1, tasks, dtype=torch.float64).unsqueeze(1)
+        gramian = rows @ rows.T
+        weights = cs.FairGrad(alpha).weights(gramian)
+        assert fair_error(gramian, weights, alpha) < 1e-8
+
+
+@pytest.mark.parametrize(("tasks", "rank"), [(5, 1), (16, 9)] if SMALL else [(16, 9), (64, 33)])
+@pytest.mark.parametrize("alpha", [0.5, 2.0])
+def test_fair_grad_of_dependent_gradients(
+    backend: str, alpha: float, tasks: int, rank: int
+) -> None:
+    """Their sum is zero, so no direction is good for all: the update is short."""
+    factors = torch.randn(tasks, rank, dtype=torch.float64)
+    rows = (factors - factors.mean(0)) @ torch.randn(rank, 3 * tasks, dtype=torch.float64)
+    weights = cs.FairGrad(alpha).weights(rows @ rows.T)
+    assert (weights > 0).all()
+    assert (weights @ rows).norm() < 1e-3 * (weights @ rows.norm(dim=1))
+
+
+def test_fair_grad_between_the_sum_and_the_least_gain(backend: str) -> None:
+    """The least gain, relative to the update, grows with alpha."""
+    rows = _random_rows(4, 2) + torch.tensor(0.5)
+    rows *= torch.tensor([[10.0], [3.0], [1.0], [0.3]], dtype=torch.float64)
+    gains = []
+    for alpha in (1 / 16, 0.5, 1, 4, 16):
+        update = cs.FairGrad(alpha).weights(rows @ rows.T) @ rows
+        gains.append(float((rows @ update).min() / update.norm()))
+    assert gains == sorted(gains)
+    plain = torch.nn.functional.cosine_similarity(
+        cs.FairGrad(1 / 16).weights(rows @ rows.T) @ rows, rows.sum(0), dim=0
+    )
+    assert plain > 0.95
+    least = cs.MGDA().weights(rows @ rows.T) @ rows  # its gain is the greatest least one
+    assert gains[-1] > 0.9 * float((rows @ least).min() / least.norm())
+
+
+def test_config_has_equal_cosines(backend: str) -> None:
+    """And the length is the sum of the gradients' components along the update."""
+    for seed in range(4):
+        rows = _random_rows(3 + seed, seed)
+        update = cs.ConFIG().weights(rows @ rows.T) @ rows
+        unit = update / update.norm()
+        cosines = rows @ unit / rows.norm(dim=1)
+        torch.testing.assert_close(cosines, cosines.mean().expand(len(rows)), rtol=1e-8, atol=0)
+        torch.testing.assert_close(update.norm(), (rows @ unit).sum(), rtol=1e-8, atol=0)
+
+
+def test_config_without_a_common_direction(backend: str) -> None:
+    """Opposed and cancelling gradients have none; three in a plane have a least-squares one."""
+    angles = torch.arange(3, dtype=torch.float64) * (2 * math.pi / 3)
+    cancelling = torch.stack([angles.cos(), angles.sin()], 1)
+    for rows in (cancelling, torch.tensor([[1.0, 2.0], [-2.0, -4.0]]).double()):
+        assert not cs.ConFIG().weights(rows @ rows.T).any()
+    rows = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]]).double()
+    unit = rows / rows.norm(dim=1, keepdim=True)
+    direction = torch.linalg.pinv(unit).sum(1)
+    direction /= direction.norm()
+    update = cs.ConFIG().weights(rows @ rows.T) @ rows
+    torch.testing.assert_close(update, (rows @ direction).sum() * direction)
+
+
+def _step(number: int = 0, **losses: float) -> cs.Step:
+    weighted = {task: torch.tensor(loss) for task, loss in losses.items()}
+    return cs.Step(number, tuple(losses), weighted_losses=weighted)
+
+
+def test_db_mtl_by_hand() -> None:
+    """The gradients of log losses have lengths 1/2 and 2: both are scaled to 2."""
+    method = cs.DBMTL()
+    step = _step(a=2.0, b=1.0)
+    expected = torch.tensor([2.0, 1.0]).double()
+    torch.testing.assert_close(method.weights(CONFLICT, step), expected, rtol=1e-7, atol=0)
+    both = method.weights(torch.stack([CONFLICT, 4 * CONFLICT]), step)
+    torch.testing.assert_close(both, expected.expand(2, 2), rtol=1e-7, atol=0)
+    # Nothing changes if a loss is multiplied by a number: its gradient is too.
+    scaled = CONFLICT * torch.tensor([[9.0, 3.0], [3.0, 1.0]]).double()
+    updates = method.weights(scaled, _step(a=6.0, b=1.0)) * torch.tensor([3.0, 1.0])
+    torch.testing.assert_close(updates, expected, rtol=1e-7, atol=0)
+    assert method.weights(torch.zeros(2, 2).double(), step).tolist() == [0.0, 0.0]
+    assert method.weights(CONFLICT, _step(a=-1.0, b=1.0)).isnan().all()
+    assert method.weights(torch.full((2, 2), math.nan).double(), step).isnan().all()
+    with pytest.raises(ValueError, match=r"step must have the losses for DBMTL\(\)"):
+        method.weights(CONFLICT)
+
+
+def test_gradvac_follows_the_cosines(backend: str) -> None:
+    """The second step's target is half of the first step's cosine, -1/2."""
+    method = cs.GradVac(beta=0.5)
+    first = method.weights(CONFLICT, _step(a=1.0, b=1.0))
+    torch.testing.assert_close(first, torch.tensor([2.0, 1.25]).double())
+    added = 0.5 - 0.25 * (0.75 / (1 - 0.25**2)) ** 0.5
+    second = method.weights(CONFLICT, _step(1, a=1.0, b=1.0))
+    torch.testing.assert_close(second, torch.tensor([1 + 2 * added, 1 + added / 2]).double())
+    targets = method.state_dict()["targets"]
+    expected = torch.tensor([[[0.0, -0.375], [-0.375, 0.0]]]).double()
+    torch.testing.assert_close(targets, expected)
+    assert (
+        method.weights(torch.full((2, 2), math.inf).double(), _step(2, a=1.0, b=1.0)).isnan().all()
+    )
+    assert torch.equal(method.state_dict()["targets"], targets)
+
+
+def test_gradvac_keeps_targets_of_absent_tasks(backend: str) -> None:
+    """Pairs, also of layers, have targets of their own, in whatever steps they turn up."""
+    rows = torch.randn(6, 2, 3, 7, dtype=torch.float64)
+    names, layers = ("a", "b", "c"), ("first", "second")
+    method, alone = cs.GradVac(beta=0.3, groups="layer"), cs.GradVac(beta=0.3)
+    for number, of_step in enumerate(rows):
+        chosen = [[0, 1], [0, 1, 2], [2, 0], [1, 2], [0, 1, 2], [0, 1]][number]
+        modules = [[0], [0, 1], [1], [1, 0], [0, 1], [1]][number]
+        gramian = of_step @ of_step.mT
+        part = gramian[modules][:, chosen][:, :, chosen]
+        step = cs.Step(
+            number, tuple(names[i] for i in chosen), layers=tuple(layers[i] for i in modules)
+        )
+        before = method.state_dict()
+        given = {(i, j, m): 0.0 for i in names for j in names for m in layers}
+        if before["targets"] is not None:
+            for m, layer in enumerate(before["layers"]):
+                for i, a in enumerate(before["tasks"]):
+                    for j, b in enumerate(before["tasks"]):
+                        given[a, b, layer] = float(before["targets"][m, i, j])
+        targets = torch.tensor(
+            [[[given[a, b, m] for b in step.tasks] for a in step.tasks] for m in step.layers],
+            dtype=torch.float64,
+        )
+        expected = torch.ops.cs_kernels.gradvac_weights(part, targets, 0.3, 0, number)
+        assert torch.equal(method.weights(part, step), expected)
+        after = method.state_dict()
+        where = [after["layers"].index(m) for m in step.layers]
+        rows_of = [after["tasks"].index(t) for t in step.tasks]
+        assert torch.equal(after["targets"][where][:, rows_of][:, :, rows_of], targets)
+        resumed = cs.GradVac(beta=0.3, groups="layer")
+        resumed.load_state_dict(before)
+        assert torch.equal(resumed.weights(part, step), expected)
+    assert alone.state_dict()["targets"] is None
+
+
+def test_gradvac_orders(backend: str) -> None:
+    """They change with the step and the seed; a counter adds to the step."""
+    rows = _random_rows(8, 3) - 0.5
+    gramian = rows @ rows.T
+
+    def weights(seed: int, step: int, counter: int | None = None) -> Tensor:
+        targets = torch.full_like(gramian, 0.3)
+        of_step = None if counter is None else torch.tensor([counter])
+        solve = torch.ops.cs_kernels.gradvac_weights
+        solved: Tensor = solve(gramian, targets, 0.1, seed, step, of_step)
+        return solved
+
+    assert torch.equal(weights(1, 5), weights(1, 3, 2))
+    assert not torch.equal(weights(1, 5), weights(1, 6))
+    assert not torch.equal(weights(1, 5), weights(2, 5))
+    # In the orders of PCGrad, which is its case of zero targets.
+    zero = torch.ops.cs_kernels.gradvac_weights(gramian, torch.zeros_like(gramian), 0.0, 1, 5)
+    pcgrad = torch.ops.cs_kernels.pcgrad_weights(gramian, 1, 5)
+    torch.testing.assert_close(zero, pcgrad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0])
+def test_gradvac_of_equal_gradients(backend: str, beta: float) -> None:
+    """Targets reach one; gradients that differ in the last bits are not turned by these."""
+    rows = torch.ones(3, 4, dtype=torch.float64)
+    method = cs.GradVac(beta=beta)
+    for number in range(30):
+        noise = 1e-15 * torch.randn(3, 4, dtype=torch.float64)
+        weights = method.weights((rows + noise) @ (rows + noise).T, _step(number, a=1, b=1, c=1))
+        torch.testing.assert_close(weights, torch.ones(3).double())

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import cs_kernels as cs
 from cs_kernels.ops.random import random_key, splitmix64
-from cs_kernels.ops.reference.solvers import pcgrad_order
+from cs_kernels.ops.reference.solvers import random_order
 
 CAGRAD = 0.4
 
@@ -116,13 +116,44 @@ def imtl_g_error(rows: Tensor, weights: Tensor) -> float:
     return float(1 - cosine + abs(weights.sum() - 1))
 
 
+def fair_error(alpha: float) -> Callable[[Tensor, Tensor], float]:
+    """How far G w and w^(-1 / alpha) are apart, relative to the terms of G w.
+
+    Where a combination of the gradients vanishes, there is no solution: then the update must be
+    short.
+    """
+
+    def error(rows: Tensor, weights: Tensor) -> float:
+        if not (weights > 0).all():
+            return math.inf
+        terms = (rows @ rows.T).abs() @ weights
+        if stationary(rows):
+            lengths = weights @ rows.norm(dim=1)
+            return 0.0 if (weights @ rows).norm() <= 1e-3 * lengths else 1.0
+        gains = rows @ (weights @ rows)
+        return float(((gains - weights ** (-1 / alpha)).abs() / terms).max())
+
+    return error
+
+
+def config_error(rows: Tensor, weights: Tensor) -> float:
+    """The distance from the update by a pseudoinverse of the unit gradients, relative."""
+    unit = rows / rows.norm(dim=1, keepdim=True)
+    direction = torch.linalg.pinv(unit, rtol=1e-7).sum(1)
+    scale = float(rows.norm(dim=1).sum())
+    if (unit @ direction).norm() < 1e-9:
+        return float((weights @ rows).norm()) / scale  # Gradients are opposed: no update.
+    direction = direction / direction.norm()
+    return float((weights @ rows - (rows @ direction).sum() * direction).norm()) / scale
+
+
 def pcgrad_error(rows: Tensor, weights: Tensor) -> float:
     """The distance from Algorithm 1 of its paper on the vectors themselves, in the same orders."""
     key = splitmix64(random_key(5, 0))
     total = torch.zeros_like(rows[0])
     for i, g in enumerate(rows):
         own = g.clone()
-        for j in pcgrad_order(key, len(rows), i):
+        for j in random_order(key, len(rows), i):
             if own @ rows[j] < -1e-12 * own.norm() * rows[j].norm():
                 own -= (own @ rows[j]) / (rows[j] @ rows[j]) * rows[j]
         total += own
@@ -138,7 +169,7 @@ class _OurOrders:
         self.next = 0
 
     def __call__(self, n: int) -> Tensor:
-        order = pcgrad_order(self.key, n, self.next)
+        order = random_order(self.key, n, self.next)
         self.next += 1
         return torch.tensor(order)
 
@@ -156,6 +187,16 @@ CASES = {
     "UPGrad": (cs.UPGrad(), lambda k: torchjd.aggregation.UPGrad(), 1, upgrad_error),
     "NashMTL": (cs.NashMTL(), lambda k: torchjd.aggregation.NashMTL(k), 1, nash_error),
     "IMTLG": (cs.IMTLG(), lambda k: torchjd.aggregation.IMTLG(), 1, imtl_g_error),
+    "ConFIG": (cs.ConFIG(), lambda k: torchjd.aggregation.ConFIG(), 1, config_error),
+    **{
+        f"FairGrad-{alpha}": (
+            cs.FairGrad(alpha),
+            lambda k, alpha=alpha: torchjd.aggregation.FairGrad(alpha),
+            1,
+            fair_error(alpha),
+        )
+        for alpha in (0.5, 1.0, 2.0)
+    },
     **{
         f"AlignedMTL-{scale}": (
             cs.AlignedMTL(scale),
@@ -175,6 +216,8 @@ def _theirs(make: Callable[[int], torch.nn.Module], rows: Tensor) -> Tensor | No
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            if isinstance(aggregator, torchjd.aggregation.ConFIG):  # It gives the update alone.
+                return torch.linalg.pinv(rows.T) @ aggregator(rows)
             return weighting(rows @ rows.T) if weighting is not None else aggregator.weighting(rows)
     except Exception:
         return None
@@ -207,3 +250,48 @@ def test_equal_to_torchjd_or_better(
         better += 1
     assert equal + better == len(sample)
     assert equal >= len(sample) // 5
+
+
+class _OthersInOurOrders:
+    """In place of torch.randperm in TorchJD's GradVac, which draws positions among the others."""
+
+    def __init__(self, tasks: int, step: int) -> None:
+        self.tasks = tasks
+        self.key = splitmix64(random_key(5, step))
+        self.next = 0
+
+    def __call__(self, n: int) -> Tensor:
+        others = [j for j in range(self.tasks) if j != self.next]
+        order = random_order(self.key, self.tasks, self.next)
+        self.next += 1
+        return torch.tensor([others.index(j) for j in order], dtype=torch.int64)
+
+
+def test_gradvac_equal_to_torchjd(
+    backend: str, full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three steps with the state of both, in the same orders.
+
+    Of equal or opposed gradients, nothing is left or nothing is missing, but for rounding: these
+    are tested by hand.
+    """
+    compared = 0
+    for n, rows in enumerate(matrices()[:: 1 if full else 23 if SMALL else 5]):
+        if torch.linalg.matrix_rank(rows / rows.norm(dim=1, keepdim=True)) < min(3, len(rows)):
+            continue
+        ours, theirs = cs.GradVac(beta=0.5, seed=5), torchjd.aggregation.GradVac(0.5, eps=0.0)
+        tasks = tuple(map(str, range(len(rows))))
+        for number in range(3):
+            noise = torch.Generator().manual_seed(3 * n + number)
+            turned = rows + 0.3 * rows.abs() * torch.randn(
+                rows.shape, dtype=torch.float64, generator=noise
+            )
+            monkeypatch.setattr(torch, "randperm", _OthersInOurOrders(len(rows), number))
+            expected = theirs.gramian_weighting(turned @ turned.T) @ turned
+            monkeypatch.undo()
+            update = ours.weights(turned @ turned.T, cs.Step(number, tasks)) @ turned
+            assert (update - expected).norm() <= 1e-6 * turned.norm(dim=1).sum()
+        targets = ours.state_dict()["targets"][0]
+        torch.testing.assert_close(targets, theirs.gramian_weighting._phi_t, rtol=1e-6, atol=1e-7)
+        compared += 1
+    assert compared >= 5

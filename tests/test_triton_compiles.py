@@ -3,6 +3,7 @@
 No GPU takes part: Triton brings the assembler, and its disassembler says what a kernel holds.
 """
 
+import itertools
 import re
 import subprocess
 from collections.abc import Callable
@@ -36,16 +37,24 @@ TYPES = {
     torch.float16: "*fp16",
 }
 TASKS = [2, 4, 8, 64]
-SOLVERS = [(name,) for name in solver_table.SOLVERS if name != "aligned_mtl"]
-SOLVERS += [("aligned_mtl", scale) for scale in solver_table.ALIGNED_SCALES]
+CONSTANTS: dict[str, dict[str, list[Any]]] = {
+    "aligned_mtl": {"SCALE": list(solver_table.ALIGNED_SCALES)},
+    "fair_grad": {"OF_SUMS": [False, True]},
+}
+SOLVERS = [
+    (name, dict(zip(options, values, strict=True)))
+    for name in solver_table.SOLVERS
+    for options in [CONSTANTS.get(name, {})]
+    for values in itertools.product(*options.values())
+]
 
 # The types of pointers, and the names of their arguments.
 _NAMES = {
     "*i32": "items ticket counters",
     "*i64": "tensors tensor table drawn",
     "*fp32": "gamma variance",
-    "*fp64": "energy epsilon item_products products coefficients factor leaks gramian weights"
-    " strength",
+    "*fp64": "energy epsilon item_products products coefficients factor fairness leaks gramian"
+    " weights similarities strength",
 }
 _POINTERS = {name: pointer for pointer, names in _NAMES.items() for name in names.split()}
 _NUMBERS = {"tasks": "i32", "rows": "i32"}
@@ -132,9 +141,9 @@ def test_priority(check: Callable[..., None], tasks: int) -> None:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("tasks", [2, 4, 8, 16, 32, 64])
-@pytest.mark.parametrize("solver", SOLVERS, ids="-".join)
-def test_solvers(check: Callable[..., None], solver: tuple[str, ...], tasks: int) -> None:
-    name, *scale = solver
-    constants: dict[str, Any] = {"TASKS": tasks, **dict(zip(("SCALE",), scale, strict=False))}
+@pytest.mark.parametrize(("name", "options"), SOLVERS, ids=str)
+def test_solvers(
+    check: Callable[..., None], name: str, options: dict[str, Any], tasks: int
+) -> None:
     kernel = getattr(solvers, f"{name}_kernel")
-    check(kernel, {"out": "*fp64"}, constants, solver_options(tasks))
+    check(kernel, {"out": "*fp64"}, {"TASKS": tasks, **options}, solver_options(tasks))

@@ -17,6 +17,12 @@ from cs_kernels.step import Step, Surgery
 Groups = Literal["all", "layer"]
 
 
+def nan_unless_finite(weights: Tensor, gramian: Tensor) -> Tensor:
+    """The weights; NaN for a Gramian that is not finite."""
+    finite = gramian.isfinite().all(-1).all(-1, keepdim=True)
+    return torch.where(finite, weights, torch.nan)
+
+
 class GramianMethod(Method):
     """The update is a weighted sum of the gradients, with task weights from their K x K products.
 

@@ -15,7 +15,7 @@ from cs_kernels.ops.operands import (
     Option,
     address_of,
     check_gramian,
-    option_word,
+    checked_options,
 )
 
 _IN_PLACE = {TYPES[torch.float32], TYPES[torch.float64]}
@@ -175,15 +175,17 @@ class CpuOperators(Phase2Operators, CombineOperators):
         tasks = gramian.shape[-1]
         gramians = _in_double(gramian)
         weights = torch.empty(gramians.shape[:-1], dtype=torch.float64)
-        option, counter = option_word(gramian.device, *options)
+        given = checked_options(gramian, *options)
         _C.solve(
             SOLVER_NUMBERS[name],
             gramians.data_ptr(),
             weights.numel() // tasks,
             tasks,
             weights.data_ptr(),
-            option,
-            address_of(counter),
+            given.word,
+            address_of(given.counter),
+            given.rate,
+            address_of(given.similarities),
         )
         return weights
 

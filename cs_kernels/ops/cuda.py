@@ -29,7 +29,7 @@ from cs_kernels.ops.operands import (
     Operands,
     Option,
     address_of,
-    option_word,
+    checked_options,
 )
 
 if TYPE_CHECKING:
@@ -244,15 +244,17 @@ class CudaOperators(GpuOperators):
         """One block for each Gramian."""
         gramians = gramian.to(torch.float64)
         tasks = gramian.shape[-1]
-        option, counter = option_word(gramian.device, *options)
+        given = checked_options(gramian, *options)
         _kernels.solve(
             solver=SOLVER_NUMBERS[name],
             gramians=gramians.data_ptr(),
             count=weights.numel() // tasks,
             tasks=tasks,
             weights=weights.data_ptr(),
-            option=option,
-            counter=address_of(counter),
+            option=given.word,
+            counter=address_of(given.counter),
+            rate=given.rate,
+            similarities=address_of(given.similarities),
             stream=stream_of(gramian.device),
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from struct import pack, unpack
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -236,33 +236,59 @@ def check_tasks(tasks: int) -> None:
         raise ValueError(f"tasks must be in [1, {MOST_TASKS}], got {tasks}")
 
 
-def option_word(device: torch.device, *options: Option) -> tuple[int, Tensor | None]:
-    """The options of a solver as kernels take them.
+class SolverOptions(NamedTuple):
+    """The options of a solver as kernels take them."""
 
-    Returns:
-        64 bits, a random state, a number or a scale; and the counter that adds to the state.
+    word: int = 0
+    """64 bits: a random state, a number or the number of a scale."""
+    counter: Tensor | None = None
+    """It adds to the random state."""
+    rate: float = 0.0
+    similarities: Tensor | None = None
+
+
+def checked_options(gramian: Tensor, *options: Option) -> SolverOptions:
+    """The options of a solver for Gramians.
 
     Raises:
-        ValueError: The scale is not one of `ALIGNED_SCALES`, or the counter not one on the device.
+        ValueError: The scale is not one of `ALIGNED_SCALES`, the counter not one on the device, or
+            the similarities are not like the Gramians.
         TypeError: They are of another kind.
 
     """
     match options:
         case ():
-            return 0, None
+            return SolverOptions()
         case (int() as seed, int() as step, *rest) if len(rest) < 2:
             counter = cast("Tensor | None", rest[0] if rest else None)
-            check_counter(counter, device)
-            return random_state(seed, step), counter
+            check_counter(counter, gramian.device)
+            return SolverOptions(random_state(seed, step), counter)
         case (float() as number,):
-            return unpack("Q", pack("d", number))[0], None
+            return SolverOptions(unpack("Q", pack("d", number))[0])
         case (str() as scale,):
             if scale not in ALIGNED_SCALES:
                 raise ValueError(f"scale must be one of {ALIGNED_SCALES}, got {scale!r}")
-            return ALIGNED_SCALES.index(scale), None
+            return SolverOptions(ALIGNED_SCALES.index(scale))
+        case (Tensor() as similarities, float() as rate, *seeds):
+            check_similarities(similarities, gramian)
+            word, counter, *_ = checked_options(gramian, *seeds)
+            return SolverOptions(word, counter, rate, similarities)
     raise TypeError(
-        f"options must be none, a scale, a number or a seed, a step and a counter, got {options}"
+        "options must be none, a scale, a number, a seed, a step and a counter, or similarities, a"
+        f" rate and these, got {options}"
     )
+
+
+def check_similarities(similarities: Tensor, gramian: Tensor) -> None:
+    """Raises a ValueError for similarities that kernels cannot update in place."""
+    check_device(similarities, gramian.device, "similarities")
+    if similarities.dtype is not torch.float64 or similarities.shape != gramian.shape:
+        raise ValueError(
+            f"similarities must be float64 of shape {tuple(gramian.shape)}, got"
+            f" {similarities.dtype} of shape {tuple(similarities.shape)}"
+        )
+    if not similarities.is_contiguous():
+        raise ValueError(f"similarities must be contiguous, got strides {similarities.stride()}")
 
 
 @dataclass(frozen=True)

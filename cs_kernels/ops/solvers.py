@@ -12,6 +12,9 @@ SOLVERS = {
     "nash_mtl": "",
     "imtl_g": "",
     "upgrad": "",
+    "fair_grad": "float alpha",
+    "config": "",
+    "gradvac": "Tensor(a!) similarities, float rate, int seed, int step, Tensor? counter=None",
 }
 """By name: the options in the operator's schema, after the Gramian."""
 
@@ -33,10 +36,24 @@ STATIONARY = 1e10
 ZERO_SUM = 1e-12
 """Weights whose sum is up to this part of their absolute sum cannot sum to one."""
 EPSILON = 2.220446049250313e-16
+NO_COSINE = 1e-20
+"""A squared length up to this one, a task, counts as zero: ConFIG has no direction."""
+FAIR_STOP = 1e-9
+"""FairGrad's last Newton step, relative, times the power of its equation."""
+FAIR_FULL = 0.1
+"""FairGrad's Newton steps are full below this one."""
+FAIR_LEAST = 1e-290
+"""FairGrad's least right-hand side, relative to the greatest."""
+MOST_SIMILAR = 1 - 1e-6
+"""GradVac's greatest target."""
+VANISHED = 1e-7
+"""GradVac changes a gradient no more that has kept only this part of its length."""
 
 
 def tolerances() -> dict[str, float]:
     """The constants above, by name."""
     nash = ("nash_ridge", "nash_stop", "nash_full")
-    names = ("ridge", *nash, "slope", "stationary", "zero_sum", "epsilon")
-    return {name: globals()[name.upper()] for name in names}
+    fair = ("fair_stop", "fair_full", "fair_least")
+    gradvac = ("most_similar", "vanished")
+    names = ("ridge", *nash, "slope", "stationary", "zero_sum", "epsilon", "no_cosine")
+    return {name: globals()[name.upper()] for name in (*names, *fair, *gradvac)}

@@ -10,17 +10,23 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cs_kernels.ops.operands import check_counter
+from cs_kernels.ops.operands import check_counter, check_similarities
 from cs_kernels.ops.random import random_key, splitmix64
 from cs_kernels.ops.solvers import (
     EPSILON,
+    FAIR_FULL,
+    FAIR_LEAST,
+    FAIR_STOP,
+    MOST_SIMILAR,
     NASH_FULL,
     NASH_RIDGE,
     NASH_STOP,
+    NO_COSINE,
     RIDGE,
     SLOPE,
     SOLVERS,
     STATIONARY,
+    VANISHED,
     ZERO_SUM,
 )
 
@@ -87,7 +93,7 @@ def _non_negative(c: Tensor, f: Tensor) -> Tensor:
     return x
 
 
-def pcgrad_order(key: int, tasks: int, i: int) -> list[int]:
+def random_order(key: int, tasks: int, i: int) -> list[int]:
     """The order in which task i meets the others: a Fisher-Yates shuffle."""
     others = [j for j in range(tasks) if j != i]
     order = []
@@ -110,7 +116,7 @@ def pcgrad_weights(gramian: Tensor, seed: int, step: int, counter: Tensor | None
         for i in range(len(g)):
             own = torch.zeros_like(weights)
             own[i] = 1
-            for j in pcgrad_order(of_gramian, len(g), i):
+            for j in random_order(of_gramian, len(g), i):
                 conflict = own @ g[j]
                 if conflict < 0 and g[j, j] > 0:
                     own[j] -= conflict / g[j, j]
@@ -118,6 +124,52 @@ def pcgrad_weights(gramian: Tensor, seed: int, step: int, counter: Tensor | None
         return weights
 
     return _each(gramian, solve)
+
+
+def gradvac_weights(
+    gramian: Tensor,
+    similarities: Tensor,
+    rate: float,
+    seed: int,
+    step: int,
+    counter: Tensor | None = None,
+) -> Tensor:
+    """GradVac: each gradient, in random order, turned toward the originals that it is far from.
+
+    Where the cosine of two gradients is below its target, so much of the original other one is
+    added that it reaches the target. The targets, `similarities`, follow the cosines at the rate.
+    """
+    check_counter(counter, gramian.device)
+    check_similarities(similarities, gramian)
+    key = random_key(seed, step, counter)
+    targets = similarities.cpu().reshape(-1, *gramian.shape[-2:])
+
+    def solve(g: Tensor, n: int) -> Tensor:
+        of_gramian = splitmix64((key + n) % (1 << 64))
+        lengths = g.diagonal().clamp(min=0).sqrt()
+        weights = torch.zeros(len(g), dtype=torch.float64)
+        for i in range(len(g)):
+            own = torch.zeros_like(weights)
+            own[i] = 1
+            length = lengths[i]
+            for j in random_order(of_gramian, len(g), i):
+                if lengths[j] == 0 or length <= VANISHED * lengths[i]:
+                    continue
+                cosine = (own @ g[j] / length / lengths[j]).clamp(-1, 1)
+                wanted = targets[n, i, j].clamp(max=MOST_SIMILAR)
+                if cosine < wanted:
+                    # The component across g_j stays; the one along it makes the angle.
+                    across = ((1 - cosine) * (1 + cosine)).sqrt()
+                    sine = ((1 - wanted) * (1 + wanted)).sqrt()
+                    own[j] += length / lengths[j] * (wanted * across / sine - cosine)
+                    length = length * across / sine
+                targets[n, i, j] += rate * (cosine - targets[n, i, j])
+            weights += own
+        return weights
+
+    weights = _each(gramian, solve)
+    similarities.copy_(targets.reshape(similarities.shape))
+    return weights
 
 
 def mgda_weights(gramian: Tensor) -> Tensor:
@@ -204,24 +256,130 @@ def _nash_length(shares: Tensor, decrement: Tensor) -> Tensor:
     return length
 
 
+def _bargain(c: Tensor) -> Tensor:
+    """C v = 1 / v, the minimum of 1/2 v'Cv - sum log v_i, by a damped Newton method."""
+    v = torch.ones(len(c), dtype=torch.float64)
+    before = torch.tensor(1.0)
+    for _ in range(100):
+        slope = c @ v - 1 / v
+        step = torch.linalg.solve(c + torch.diag(v**-2), slope)
+        decrement = (slope @ step).clamp(min=0).sqrt()
+        v = v - step * (1 if decrement < NASH_FULL else _nash_length(step / v, decrement))
+        # Full steps square it, until rounding is left.
+        if decrement < NASH_STOP or (before < NASH_FULL and not decrement < before / 2):
+            break
+        before = decrement
+    return v
+
+
 def nash_mtl_weights(gramian: Tensor) -> Tensor:
-    """NashMTL: G a = 1 / a, the minimum of 1/2 a'Ga - sum log a_i, by a damped Newton method."""
+    """NashMTL: G a = 1 / a."""
 
     def solve(g: Tensor, n: int) -> Tensor:
         c, length, nonzero = _correlations(g, NASH_RIDGE)
-        v = torch.ones_like(length)
-        before = torch.tensor(1.0)
-        for _ in range(100):
-            slope = c @ v - 1 / v
-            step = torch.linalg.solve(c + torch.diag(v**-2), slope)
-            decrement = (slope @ step).clamp(min=0).sqrt()
-            v = v - step * (1 if decrement < NASH_FULL else _nash_length(step / v, decrement))
-            # Full steps square it, until rounding is left.
-            if decrement < NASH_STOP or (before < NASH_FULL and not decrement < before / 2):
-                break
-            before = decrement
         weights = torch.zeros(len(g), dtype=torch.float64)
-        weights[nonzero] = v / length
+        weights[nonzero] = _bargain(c) / length
+        return weights
+
+    return _each(gramian, solve)
+
+
+def _fair_length(
+    shares: Tensor, parts: Tensor, power: float, linear: Tensor, quadratic: Tensor
+) -> Tensor:
+    """The length of FairGrad's Newton step at which its objective is least along it, about.
+
+    -linear + length * quadratic + sum parts * shares (1 - length * shares)^-power is zero there.
+    """
+    greatest = shares.max()
+    low, high = torch.zeros(()), 1 / greatest if greatest > 0 else torch.tensor(torch.inf)
+    length = (0.9 * high).clamp(max=1.0)
+    for _ in range(30):
+        left = 1 - length * shares
+        terms = parts * shares * left**-power
+        slope = terms.sum() + length * quadratic - linear
+        if slope.abs() <= 0.1 * linear:
+            break
+        low, high = (low, length) if slope > 0 else (length, high)
+        length = length - slope / (power * (terms * shares / left).sum() + quadratic)
+        if not low < length < high:
+            length = (low + high) / 2 if high < torch.inf else 2 * low
+    return length
+
+
+def fair_grad_weights(gramian: Tensor, alpha: float) -> Tensor:
+    """FairGrad: w > 0 with G w = w^-p, p = 1 / alpha.
+
+    With w = v / d it is C v = b v^-p, b = d^(p-1). For p >= 1 the unknown is v, the minimum of
+    1/2 v'Cv + sum b v^(1-p) / (p-1); for p < 1 it is s = C v, the minimum of 1/2 s'C^-1 s + sum k
+    s^(1-alpha) / (alpha-1), k = b^alpha, whose Newton steps need no inverse. Either function grows
+    without bound where an unknown falls to zero, so Newton's method converges fast, and NashMTL's
+    solution is inside for both.
+    """
+    of_sums = alpha > 1  # s is the unknown
+    power = alpha if of_sums else 1 / alpha
+
+    def solve(g: Tensor, n: int) -> Tensor:
+        c, length, nonzero = _correlations(g, NASH_RIDGE)
+        weights = torch.zeros(len(g), dtype=torch.float64)
+        if len(nonzero) == 0:
+            return weights
+        v = _bargain(c)
+        s = 1 / v
+        # Relative to the length with the greatest b.
+        unit = length.min() if of_sums else length.max()
+        b = (length / unit) ** (1 - alpha if of_sums else power - 1)
+        b = b.clamp(min=FAIR_LEAST)
+        # The multiple of the start that is best.
+        scale = ((b * (s if of_sums else v) ** (1 - power)).mean()) ** (1 / (1 + power))
+        v, s = v * scale, s * scale
+        before = torch.inf
+        for _ in range(100):
+            x, y = (s, v) if of_sums else (v, s)
+            target = b * x**-power  # of y
+            diagonal = x / (power * target) if of_sums else power * target / x
+            slope = (target - y) * (diagonal if of_sums else 1)
+            step = torch.linalg.solve(c + torch.diag(diagonal), slope)
+            image = c @ step
+            shares = -(image if of_sums else step) / x
+            largest = power * float(shares.abs().max())
+            stride: Tensor | float = 1.0
+            if largest >= FAIR_FULL:
+                stride = _fair_length(shares, target * x, power, -(s @ step), image @ step)
+            v, s = v + stride * step, s + stride * image
+            if not largest >= FAIR_STOP or (before < FAIR_FULL and not largest < before / 2):
+                break
+            before = largest
+        found = b * s**-power if of_sums else v
+        weights[nonzero] = unit ** ((1 / alpha - 1) / (1 / alpha + 1)) * found / length
+        return weights
+
+    return _each(gramian, solve)
+
+
+def _equal_cosines(c: Tensor) -> tuple[Tensor, Tensor]:
+    """Y = C^+ 1, and C y, which is ones if C is regular."""
+    values, vectors = _eigen(c)
+    kept = values > 8 * values.max() * len(c) * EPSILON
+    values, vectors = values[kept], vectors[:, kept]
+    return vectors @ (vectors.sum(0) / values), vectors @ vectors.sum(0)
+
+
+def config_weights(gramian: Tensor) -> Tensor:
+    """ConFIG: the update has the same cosine to every gradient.
+
+    Its length is the sum of their components along it. If there is no such direction, it is the
+    least-squares one; if that is none, zero.
+    """
+
+    def solve(g: Tensor, n: int) -> Tensor:
+        c, length, nonzero = _correlations(g, 0.0)
+        weights = torch.zeros(len(g), dtype=torch.float64)
+        if len(nonzero) == 0:
+            return weights
+        y, cosines = _equal_cosines(c)
+        if cosines.square().sum() > NO_COSINE * len(nonzero):
+            weights[nonzero] = (length @ cosines) / (y @ cosines) * y / length
         return weights
 
     return _each(gramian, solve)
@@ -235,9 +393,7 @@ def imtl_g_weights(gramian: Tensor) -> Tensor:
         weights = torch.zeros(len(g), dtype=torch.float64)
         if len(nonzero) == 0:
             return weights
-        values, vectors = _eigen(c)
-        kept = values > 8 * values.max() * len(nonzero) * EPSILON
-        y = vectors[:, kept] @ (vectors[:, kept].sum(0) / values[kept]) * length[0] / length
+        y = _equal_cosines(c)[0] * length[0] / length
         if y.sum().abs() > ZERO_SUM * y.abs().sum():
             weights[nonzero] = y / y.sum()
         return weights

@@ -1,7 +1,8 @@
 """The backend "triton": kernels for a GPU, or for Triton's interpreter on the CPU."""
 
 from dataclasses import dataclass
-from typing import Any
+from struct import pack, unpack
+from typing import Any, cast
 
 import torch
 import triton.language as tl
@@ -10,7 +11,7 @@ from torch import Tensor
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.device import VECTOR_BYTES, upload
 from cs_kernels.ops.gpu.phase2_plan import Phase2Plan, Tiling, power_of_two
-from cs_kernels.ops.operands import Option, address_of, option_word
+from cs_kernels.ops.operands import Option, address_of, checked_options
 from cs_kernels.ops.solvers import SOLVERS
 from cs_kernels.ops.triton import combine, phase2, solvers
 
@@ -83,10 +84,12 @@ DROP_PARTS = 4
 """Sign dropping holds five sums, so its tiles are smaller."""
 
 
-def _in_memory(device: torch.device, word: int, counter: Tensor | None) -> Tensor:
-    """Int64 [2]: 64 bits and an address. Triton specializes kernels on some scalar values."""
+def _in_memory(
+    device: torch.device, word: int, counter: Tensor | None, rate: float = 0.0
+) -> Tensor:
+    """Int64 [3]: 64 bits, an address, a number. Kernels are specialized on some scalar values."""
     signed = word - (1 << 64) if word >> 63 else word
-    return upload([signed, address_of(counter)], device)
+    return upload([signed, address_of(counter), *unpack("q", pack("d", rate))], device)
 
 
 class TritonOperators(GpuOperators):
@@ -188,14 +191,17 @@ class TritonOperators(GpuOperators):
         tasks = gramian.shape[-1]
         rounded = max(2, power_of_two(tasks))
         tensors, constants = [gramian, weights], solver_options(rounded)
-        option = option_word(gramian.device, *options)
+        given = checked_options(gramian, *options)
+        if given.similarities is not None:
+            tensors.append(given.similarities)
         match options:
             case (str() as scale,):
                 constants["SCALE"] = scale
-            case (float(),):
-                tensors.append(_in_memory(gramian.device, *option).view(torch.float64))
-            case (int(), *_):
-                tensors.append(_in_memory(gramian.device, *option))
+            case (first, *_):
+                words = _in_memory(gramian.device, given.word, given.counter, given.rate)
+                tensors.append(words.view(torch.float64) if isinstance(first, float) else words)
+        if name == "fair_grad":
+            constants["OF_SUMS"] = cast("float", options[0]) > 1
         _SOLVERS[name][(weights.numel() // tasks,)](*tensors, tasks, TASKS=rounded, **constants)
 
 

@@ -23,6 +23,12 @@ _SLOPE = constexpr(numbers.SLOPE)
 _STATIONARY = constexpr(numbers.STATIONARY)
 _ZERO_SUM = constexpr(numbers.ZERO_SUM)
 _EPSILON = constexpr(numbers.EPSILON)
+_NO_COSINE = constexpr(numbers.NO_COSINE)
+_FAIR_STOP = constexpr(numbers.FAIR_STOP)
+_FAIR_FULL = constexpr(numbers.FAIR_FULL)
+_FAIR_LEAST = constexpr(numbers.FAIR_LEAST)
+_MOST_SIMILAR = constexpr(numbers.MOST_SIMILAR)
+_VANISHED = constexpr(numbers.VANISHED)
 _INFINITY = constexpr(float("inf"))
 
 
@@ -218,23 +224,38 @@ def _components_of_ones(vectors, factor):
     return tl.sum(vectors * (factor * tl.sum(vectors, 0))[None, :], 1)
 
 
+@triton.jit
+def _begin_orders(drawn, TASKS: constexpr):
+    """The key of the orders in which each task, a row, meets the others; and the others."""
+    number = tl.program_id(0).to(tl.uint64)
+    of_gramian = splitmix64(step_key(drawn) + number)
+    position = tl.arange(0, TASKS)[None, :]
+    others = position + tl.where(position >= tl.arange(0, TASKS)[:, None], 1, 0)
+    return of_gramian, others
+
+
+@triton.jit
+def _draw_other(of_gramian, others, left, tasks, TASKS: constexpr):
+    """The task j [TASKS] that each meets when `left` are left, and the others without it."""
+    i = tl.arange(0, TASKS)
+    position = i[None, :]
+    index = splitmix64(of_gramian + (i * tasks + left).to(tl.uint64)) % left.to(tl.uint64)
+    at_drawn = position == index.to(tl.int32)[:, None]
+    j = tl.sum(tl.where(at_drawn, others, 0), 1)
+    last = tl.sum(tl.where(position == left - 1, others, 0), 1)
+    return j, tl.where(at_drawn, last[:, None], others)
+
+
 @triton.jit(do_not_specialize=["tasks"])
 def pcgrad_kernel(gramian, out, drawn, tasks, TASKS: constexpr):
     """PCGrad. Row i is task i, which meets the others in random order; `drawn` as in `step_key`."""
     g, finite = _gramian(gramian, tasks, TASKS)
-    number = tl.program_id(0).to(tl.uint64)
-    of_gramian = splitmix64(step_key(drawn) + number)
     i = tl.arange(0, TASKS)
     position = tl.arange(0, TASKS)[None, :]
     own = tl.where(_identity(TASKS), 1.0, 0.0).to(tl.float64)
-    others = position + tl.where(position >= i[:, None], 1, 0)
+    of_gramian, others = _begin_orders(drawn, TASKS)
     for done in range(tasks - 1):
-        left = tasks - 1 - done
-        index = splitmix64(of_gramian + (i * tasks + left).to(tl.uint64)) % left.to(tl.uint64)
-        at_drawn = position == index.to(tl.int32)[:, None]
-        j = tl.sum(tl.where(at_drawn, others, 0), 1)
-        last = tl.sum(tl.where(position == left - 1, others, 0), 1)
-        others = tl.where(at_drawn, last[:, None], others)
+        j, others = _draw_other(of_gramian, others, tasks - 1 - done, tasks, TASKS)
         met = position == j[:, None]
         # Row j of the Gramian, for every i; it is symmetric.
         index = tl.broadcast_to(tl.minimum(j, TASKS - 1)[:, None], [TASKS, TASKS])
@@ -244,6 +265,42 @@ def pcgrad_kernel(gramian, out, drawn, tasks, TASKS: constexpr):
         projects = (conflict < 0) & (square > 0)
         share = tl.where(projects, conflict / tl.where(square > 0, square, 1.0), 0.0)
         own -= tl.where(met, share[:, None], 0.0)
+    weights = tl.sum(tl.where(i[:, None] < tasks, own, 0.0), 0)
+    _write(out, weights, finite, tasks, TASKS)
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def gradvac_kernel(gramian, out, similarities, drawn, tasks, TASKS: constexpr):
+    """GradVac. Row i is task i; `drawn` as in `step_key`, then the bits of the rate."""
+    g, finite = _gramian(gramian, tasks, TASKS)
+    length, inverse, nonzero = _lengths(gramian, tasks, TASKS)
+    i = tl.arange(0, TASKS)
+    position = tl.arange(0, TASKS)[None, :]
+    rate = tl.load(drawn + 2).to(tl.float64, bitcast=True)
+    at = similarities + tl.program_id(0).to(tl.int64) * tasks * tasks + i * tasks
+    own = tl.where(_identity(TASKS), 1.0, 0.0).to(tl.float64)
+    current = tl.where(nonzero, length, 0.0)
+    usable = tl.where(finite, tasks, 0)
+    of_gramian, others = _begin_orders(drawn, TASKS)
+    for done in range(tasks - 1):
+        j, others = _draw_other(of_gramian, others, tasks - 1 - done, tasks, TASKS)
+        j = tl.minimum(j, TASKS - 1)
+        g_j = tl.gather(g, tl.broadcast_to(j[:, None], [TASKS, TASKS]), 0)
+        inverse_j = tl.gather(inverse, j, 0)
+        turns = (i < usable) & (inverse_j > 0) & (current > _VANISHED * length)
+        divisor = tl.where(current > 0, current, 1.0)
+        cosine = tl.sum(own * g_j, 1) / divisor * inverse_j
+        cosine = tl.minimum(tl.maximum(cosine, -1.0), 1.0)
+        target = tl.load(at + j, turns, other=0.0)
+        wanted = tl.minimum(target, _MOST_SIMILAR)
+        # The component across g_j stays; the one along it makes the angle.
+        across = tl.sqrt((1 - cosine) * (1 + cosine))
+        ratio = across / tl.sqrt((1 - wanted) * (1 + wanted))
+        changes = turns & (cosine < wanted)
+        added = tl.where(changes, current * inverse_j * (wanted * ratio - cosine), 0.0)
+        own += tl.where(position == j[:, None], added[:, None], 0.0)
+        current *= tl.where(changes, ratio, 1.0)
+        tl.store(at + j, target + rate * (cosine - target), turns)
     weights = tl.sum(tl.where(i[:, None] < tasks, own, 0.0), 0)
     _write(out, weights, finite, tasks, TASKS)
 
@@ -357,11 +414,9 @@ def _nash_length(shares, decrement):
     return length
 
 
-@triton.jit(do_not_specialize=["tasks"])
-def nash_mtl_kernel(gramian, out, tasks, TASKS: constexpr):
-    """NashMTL: G a = 1 / a, the minimum of 1/2 a'Ga - sum log a_i, by a damped Newton method."""
-    g, finite = _gramian(gramian, tasks, TASKS)
-    c, _, inverse, nonzero = _correlations(g, gramian, _NASH_RIDGE, tasks, TASKS)
+@triton.jit
+def _bargain(c, nonzero, finite, tasks, TASKS: constexpr):
+    """C v = 1 / v, the minimum of 1/2 v'Cv - sum log v_i, by a damped Newton method."""
     v = tl.zeros([TASKS], tl.float64) + 1
     before = tl.max(v, 0)
     turn = 0
@@ -379,13 +434,127 @@ def nash_mtl_kernel(gramian, out, tasks, TASKS: constexpr):
         falls = (before >= _NASH_FULL) | (decrement < before / 2)
         searching = (decrement >= _NASH_STOP) & falls & (turn < 100)
         before = decrement
-    _write(out, v * inverse, finite, tasks, TASKS)
+    return v
 
 
 @triton.jit(do_not_specialize=["tasks"])
-def imtl_g_kernel(gramian, out, tasks, TASKS: constexpr):
-    """IMTL-G: the update's components along all gradients are equal, the weights sum to one."""
+def nash_mtl_kernel(gramian, out, tasks, TASKS: constexpr):
+    """NashMTL: G a = 1 / a."""
     g, finite = _gramian(gramian, tasks, TASKS)
+    c, _, inverse, nonzero = _correlations(g, gramian, _NASH_RIDGE, tasks, TASKS)
+    v = _bargain(c, nonzero, finite, tasks, TASKS)
+    _write(out, v * inverse, finite, tasks, TASKS)
+
+
+@triton.jit
+def _power(x, exponent):
+    """The power of a positive number."""
+    return tl.exp(exponent * tl.log(x))
+
+
+@triton.jit
+def _fair_length(shares, parts, power, linear, quadratic, searching):
+    """The length of FairGrad's Newton step at which its objective is least along it, about.
+
+    -linear + length * quadratic + sum parts * shares (1 - length * shares)^-power is zero there.
+    """
+    greatest = tl.max(shares, 0)
+    low = linear * 0
+    high = tl.where(greatest > 0, 1 / tl.where(greatest > 0, greatest, 1.0), _INFINITY)
+    length = tl.where(searching, tl.minimum(0.9 * high, 1.0), 1.0)
+    turn = 0
+    while searching:
+        left = 1 - length * shares
+        terms = parts * shares * _power(left, -power)
+        slope = tl.sum(terms, 0) + length * quadratic - linear
+        curvature = power * tl.sum(terms * shares / left, 0) + quadratic
+        found = tl.abs(slope) <= 0.1 * linear
+        high = tl.where(slope > 0, length, high)
+        low = tl.where(slope > 0, low, length)
+        next_one = length - slope / curvature
+        within = (next_one > low) & (next_one < high)
+        other = tl.where(high < _INFINITY, 0.5 * (low + high), 2 * low)
+        length = tl.where(found, length, tl.where(within, next_one, other))
+        turn += 1
+        searching = (found == 0) & (turn < 30)
+    return length
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def fair_grad_kernel(gramian, out, fairness, tasks, OF_SUMS: constexpr, TASKS: constexpr):
+    """FairGrad: w > 0 with G w = w^-p, p = 1 / alpha; the reference explains.
+
+    fairness: float64 [1], alpha. OF_SUMS: whether it is above 1.
+    """
+    g, finite = _gramian(gramian, tasks, TASKS)
+    c, length, inverse, nonzero = _correlations(g, gramian, _NASH_RIDGE, tasks, TASKS)
+    alpha = tl.load(fairness)
+    v = _bargain(c, nonzero, finite, tasks, TASKS)
+    s = 1 / v
+    # Relative to the length with the greatest b.
+    if OF_SUMS:
+        power = alpha
+        unit = tl.min(tl.where(nonzero, length, _INFINITY), 0)
+        unit = tl.where(unit < _INFINITY, unit, 1.0)
+        b = _power(tl.where(nonzero, length / unit, 1.0), 1 - alpha)
+        begin = _power(s, 1 - power)
+    else:
+        power = 1 / alpha
+        unit = tl.max(tl.where(nonzero, length, 0.0), 0)
+        unit = tl.where(unit > 0, unit, 1.0)
+        b = _power(tl.where(nonzero, length / unit, 1.0), power - 1)
+        begin = _power(v, 1 - power)
+    b = tl.maximum(b, _FAIR_LEAST)
+    present = tl.sum(tl.where(nonzero, 1.0, 0.0), 0)
+    mean = tl.sum(tl.where(nonzero, b * begin, 0.0), 0) / tl.maximum(present, 1.0)
+    # The multiple of the start that is best.
+    scale = _power(tl.where(present > 0, mean, 1.0), 1 / (1 + power))
+    v *= scale
+    s *= scale
+    before = tl.max(b, 0) * 0 + _INFINITY
+    turn = 0
+    searching = finite & (present > 0)
+    while searching:
+        if OF_SUMS:
+            target = b * _power(s, -power)
+            diagonal = s / (power * target)
+            slope = (target - v) * diagonal
+        else:
+            target = b * _power(v, -power)
+            diagonal = power * target / v
+            slope = target - s
+        slope = tl.where(nonzero, slope, 0.0)
+        diagonal = tl.where(nonzero, diagonal, 0.0)
+        hessian = c + tl.where(_identity(TASKS), diagonal[None, :], 0.0)
+        step = _solve(hessian, slope, tasks, TASKS)
+        image = _times(c, step)
+        if OF_SUMS:
+            shares = -image / s
+            parts = target * s
+        else:
+            shares = -step / v
+            parts = target * v
+        parts = tl.where(nonzero, parts, 0.0)
+        shares = tl.where(nonzero, shares, 0.0)
+        largest = power * tl.max(tl.abs(shares), 0)
+        linear = -tl.sum(s * step, 0)
+        quadratic = tl.sum(image * step, 0)
+        stride = _fair_length(shares, parts, power, linear, quadratic, largest >= _FAIR_FULL)
+        v += stride * step
+        s += stride * image
+        turn += 1
+        falls = (before >= _FAIR_FULL) | (largest < before / 2)
+        searching = (largest >= _FAIR_STOP) & falls & (turn < 100)
+        before = largest
+    if OF_SUMS:
+        v = b * _power(s, -power)
+    back = _power(unit, (1 / alpha - 1) / (1 / alpha + 1))
+    _write(out, tl.where(nonzero, back * v * inverse, 0.0), finite, tasks, TASKS)
+
+
+@triton.jit
+def _equal_cosines(g, gramian, finite, tasks, TASKS: constexpr):
+    """Y = C^+ 1 and C y, which is ones if C is regular; lengths, inverses, which are nonzero."""
     length, inverse, nonzero = _lengths(gramian, tasks, TASKS)
     c = tl.where(finite, g, 0.0) * inverse[:, None] * inverse[None, :]
     c = tl.where(_identity(TASKS), nonzero.to(tl.float64)[None, :], c)
@@ -393,6 +562,28 @@ def imtl_g_kernel(gramian, out, tasks, TASKS: constexpr):
     values, vectors = _eigen(c, TASKS)
     kept = values > 8 * tl.max(values, 0) * present * _EPSILON
     y = _components_of_ones(vectors, tl.where(kept, 1 / tl.where(kept, values, 1.0), 0.0))
+    cosines = _components_of_ones(vectors, tl.where(kept, 1.0, 0.0))
+    return y, cosines, length, inverse, nonzero
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def config_kernel(gramian, out, tasks, TASKS: constexpr):
+    """ConFIG: the update has the same cosine to every gradient, the sum of their components."""
+    g, finite = _gramian(gramian, tasks, TASKS)
+    y, cosines, length, inverse, nonzero = _equal_cosines(g, gramian, finite, tasks, TASKS)
+    present = tl.sum(tl.where(nonzero, 1.0, 0.0), 0)
+    exists = tl.sum(cosines * cosines, 0) > _NO_COSINE * present
+    along = tl.sum(tl.where(nonzero, length * cosines, 0.0), 0)
+    square = tl.sum(y * cosines, 0)
+    scale = tl.where(exists, along / tl.where(exists, square, 1.0), 0.0)
+    _write(out, scale * y * inverse, finite, tasks, TASKS)
+
+
+@triton.jit(do_not_specialize=["tasks"])
+def imtl_g_kernel(gramian, out, tasks, TASKS: constexpr):
+    """IMTL-G: the update's components along all gradients are equal, the weights sum to one."""
+    g, finite = _gramian(gramian, tasks, TASKS)
+    y, _, length, inverse, nonzero = _equal_cosines(g, gramian, finite, tasks, TASKS)
     # In units of the first length, as a sum of weights has none.
     first = tl.argmax(tl.where(nonzero, 1, 0), 0)
     y *= _at(length, first, TASKS) * inverse

@@ -27,9 +27,15 @@ constexpr double kNashStop = 1e-9;   // its last Newton decrement
 constexpr double kNashFull = 0.25;   // from this decrement on, Newton steps are full
 constexpr double kSlope = 1e-14;     // of the sum of absolute terms: a slope of zero
 constexpr double kStationary =
-    1e10;                          // 1 / squared norm in the hull of unit gradients: none descends
-constexpr double kZeroSum = 1e-12; // of the sum of absolute weights: they cannot sum to one
+    1e10;                           // 1 / squared norm in the hull of unit gradients: none descends
+constexpr double kZeroSum = 1e-12;  // of the sum of absolute weights: they cannot sum to one
+constexpr double kNoCosine = 1e-20; // of the number of tasks: a squared length of zero
 constexpr double kEpsilon = 2.220446049250313e-16;
+constexpr double kFairStop = 1e-9;        // FairGrad's last Newton step, relative, times the power
+constexpr double kFairFull = 0.1;         // below this one, Newton steps are full
+constexpr double kFairLeast = 1e-290;     // its least right-hand side, relative to the greatest
+constexpr double kMostSimilar = 1 - 1e-6; // GradVac's greatest target
+constexpr double kVanished = 1e-7;        // of a gradient's length: nothing is left of it
 
 // Doubles in the workspace of a part of a team, in UPGrad: a matrix and some vectors.
 CS_INLINE_SOLVER constexpr int part_size(int tasks) {
@@ -40,6 +46,18 @@ CS_INLINE_SOLVER constexpr int part_size(int tasks) {
 CS_INLINE_SOLVER constexpr int workspace_size(int tasks, int parts = 1) {
   return tasks * row_stride(tasks) + 12 * (tasks + 1) + parts * (part_size(tasks) + tasks);
 }
+
+struct Options {
+  std::uint64_t word;   // a random state, the bits of a number, or the number of a scale
+  double rate;          // GradVac's
+  double* similarities; // [K, K], GradVac's
+
+  CS_HOST_DEVICE double number() const {
+    double bits;
+    memcpy(&bits, &word, sizeof(bits));
+    return bits;
+  }
+};
 
 struct Gramian {
   const double* data;
@@ -219,13 +237,14 @@ struct NonNegative {
   }
 };
 
-// PCGrad (Yu et al. 2020): in a random order of the others, each gradient loses its component along
-// every original one that it conflicts with; then the sum. A lane has a gradient.
-template <class Team>
-CS_INLINE_SOLVER void pcgrad(const Team& team, const Gramian& g, std::uint64_t state,
-                             double* weights, Workspace workspace) {
+// Gradients that meet the original others in random orders, and change; then their sum. A lane has
+// a gradient, a row of `own`, the weights of the originals in it. `begin(i)` gives a state for
+// gradient i, with which `meet(state, i, j)` adds to own(i, j).
+template <class Team, class Begin, class Meet>
+CS_INLINE_SOLVER void in_random_order(const Team& team, const Gramian& g, std::uint64_t state,
+                                      const Matrix& own, double* weights, Workspace workspace,
+                                      const Begin& begin, const Meet& meet) {
   const std::uint64_t key = splitmix64(splitmix64(state) + static_cast<std::uint64_t>(g.index));
-  const Matrix own(g.tasks, workspace);
   const Matrix orders(g.tasks, workspace);
   for (int i = team.lane(); i < g.tasks; i += team.lanes()) {
     int* order = reinterpret_cast<int*>(orders.row(i));
@@ -235,14 +254,13 @@ CS_INLINE_SOLVER void pcgrad(const Team& team, const Gramian& g, std::uint64_t s
       if (j != i)
         order[others++] = j;
     }
+    auto of_gradient = begin(i);
     for (int n = others; n > 0; --n) { // Fisher-Yates, one step at a time
       const std::uint64_t drawn = splitmix64(key + static_cast<std::uint64_t>(i * g.tasks + n));
       const int k = static_cast<int>(drawn % static_cast<std::uint64_t>(n));
       const int j = order[k];
       order[k] = order[n - 1];
-      const double conflict = dot(own.row(i), g.row(j), g.tasks);
-      if (conflict < 0 && g(j, j) > 0)
-        own(i, j) -= conflict / g(j, j);
+      meet(of_gradient, i, j);
     }
   }
   team.sync();
@@ -253,10 +271,54 @@ CS_INLINE_SOLVER void pcgrad(const Team& team, const Gramian& g, std::uint64_t s
   }
 }
 
+// PCGrad (Yu et al. 2020): each gradient loses its component along every original one that it
+// conflicts with.
+template <class Team>
+CS_INLINE_SOLVER void pcgrad(const Team& team, const Gramian& g, const Options& options,
+                             double* weights, Workspace workspace) {
+  const Matrix own(g.tasks, workspace);
+  in_random_order(
+      team, g, options.word, own, weights, workspace, [](int) { return 0; },
+      [&](int, int i, int j) {
+        const double conflict = dot(own.row(i), g.row(j), g.tasks);
+        if (conflict < 0 && g(j, j) > 0)
+          own(i, j) -= conflict / g(j, j);
+      });
+}
+
+// GradVac (Wang et al. 2021): where the cosine of two gradients is below its target, so much of the
+// original other one is added that it reaches the target. The targets follow the cosines at the
+// given rate.
+template <class Team>
+CS_INLINE_SOLVER void gradvac(const Team& team, const Gramian& g, const Options& options,
+                              double* weights, Workspace workspace) {
+  const Matrix own(g.tasks, workspace);
+  in_random_order(
+      team, g, options.word, own, weights, workspace,
+      [&](int i) { return std::sqrt(std::fmax(g(i, i), 0.0)); },
+      [&](double& length, int i, int j) {
+        if (!(g(j, j) > 0) || !(length > kVanished * std::sqrt(g(i, i))))
+          return;
+        const double other = std::sqrt(g(j, j));
+        const double product = dot(own.row(i), g.row(j), g.tasks) / length / other;
+        const double cosine = std::fmax(-1.0, std::fmin(product, 1.0));
+        double& target = options.similarities[i * g.tasks + j];
+        const double wanted = std::fmin(target, kMostSimilar);
+        if (cosine < wanted) {
+          // The component across g_j stays; the one along it makes the angle.
+          const double across = std::sqrt((1 - cosine) * (1 + cosine));
+          const double sine = std::sqrt((1 - wanted) * (1 + wanted));
+          own(i, j) += length / other * (wanted * across / sine - cosine);
+          length *= across / sine;
+        }
+        target += options.rate * (cosine - target);
+      });
+}
+
 // MGDA (Sener and Koltun 2018): the point of least norm in the convex hull of the gradients. With
 // x >= 0 the minimizer of 1/2 x'Gx - 1'x, it is x / sum x. A gradient of zero is such a point.
 template <class Team>
-CS_INLINE_SOLVER void mgda(const Team& team, const Gramian& g, std::uint64_t, double* weights,
+CS_INLINE_SOLVER void mgda(const Team& team, const Gramian& g, const Options&, double* weights,
                            Workspace workspace) {
   const Correlations c(team, g, kRidge, workspace);
   if (c.size < g.tasks) {
@@ -284,7 +346,7 @@ CS_INLINE_SOLVER void mgda(const Team& team, const Gramian& g, std::uint64_t, do
 // UPGrad (Quinton and Rey 2024): each gradient is projected onto the dual cone of all, the vectors
 // that conflict with none; then the mean. The parts of the team take a gradient in turn.
 template <class Team>
-CS_INLINE_SOLVER void upgrad(const Team& team, const Gramian& g, std::uint64_t, double* weights,
+CS_INLINE_SOLVER void upgrad(const Team& team, const Gramian& g, const Options&, double* weights,
                              Workspace workspace) {
   const Correlations c(team, g, kRidge, workspace);
   double* sums = workspace.numbers(team.parts() * c.size);
@@ -317,10 +379,9 @@ CS_INLINE_SOLVER void upgrad(const Team& team, const Gramian& g, std::uint64_t, 
 // at least mu is a projection onto a polyhedron. Its length is convex in mu, which is found where
 // the length is r. If no direction is good for all tasks, mu is at most zero.
 template <class Team>
-CS_INLINE_SOLVER void cagrad(const Team& team, const Gramian& g, std::uint64_t bits_of_c,
+CS_INLINE_SOLVER void cagrad(const Team& team, const Gramian& g, const Options& options,
                              double* weights, Workspace workspace) {
-  double c;
-  memcpy(&c, &bits_of_c, sizeof(c));
+  const double c = options.number();
   const int tasks = g.tasks;
   fill(team, weights, tasks, 1.0 / tasks);
   double* along = workspace.numbers(tasks); // g_i.g_0
@@ -438,20 +499,15 @@ CS_INLINE_SOLVER double nash_length(const Team& team, const double* shares, int 
   return length;
 }
 
-// NashMTL (Navon et al. 2022): G a = 1 / a, a > 0, the minimum of 1/2 a'Ga - sum log a_i. The
-// function is self-concordant: damped Newton steps converge from any start, and the best lengths
-// along them take a fifth of the rounds where gradients depend on each other. A task without a
-// gradient gets no weight.
+// v > 0 with C v = 1 / v, the minimum of 1/2 v'Cv - sum log v_i. The function is self-concordant:
+// damped Newton steps converge from any start, and the best lengths along them take a fifth of the
+// rounds where gradients depend on each other.
 template <class Team>
-CS_INLINE_SOLVER void nash_mtl(const Team& team, const Gramian& g, std::uint64_t, double* weights,
-                               Workspace workspace) {
-  const Correlations c(team, g, kNashRidge, workspace);
+CS_INLINE_SOLVER void bargain(const Team& team, const Correlations& c, double* v,
+                              const Matrix& hessian, Workspace workspace) {
   const int n = c.size;
-  fill(team, weights, g.tasks, 0);
-  double* v = workspace.numbers(n);
   double* step = workspace.numbers(n);
   double* slope = workspace.numbers(n);
-  const Matrix hessian(n, workspace);
   fill(team, v, n, 1);
   team.sync();
   double before = 1;
@@ -481,8 +537,147 @@ CS_INLINE_SOLVER void nash_mtl(const Team& team, const Gramian& g, std::uint64_t
       break;
     before = decrement;
   }
-  for (int i = team.lane(); i < n; i += team.lanes())
+}
+
+// NashMTL (Navon et al. 2022): G a = 1 / a, a > 0. A task without a gradient gets no weight.
+template <class Team>
+CS_INLINE_SOLVER void nash_mtl(const Team& team, const Gramian& g, const Options&, double* weights,
+                               Workspace workspace) {
+  const Correlations c(team, g, kNashRidge, workspace);
+  fill(team, weights, g.tasks, 0);
+  double* v = workspace.numbers(c.size);
+  const Matrix hessian(c.size, workspace);
+  bargain(team, c, v, hessian, workspace);
+  for (int i = team.lane(); i < c.size; i += team.lanes())
     weights[c.task[i]] = v[i] / c.length[i];
+}
+
+// The length of FairGrad's Newton step at which its objective is least along it, about:
+// -linear + length * quadratic + sum parts * shares (1 - length * shares)^-power is zero there.
+template <class Team>
+CS_INLINE_SOLVER double fair_length(const Team& team, const double* shares, const double* parts,
+                                    int n, double power, double linear, double quadratic) {
+  double greatest = 0;
+  for (int i = team.lane(); i < n; i += team.lanes())
+    greatest = std::fmax(greatest, shares[i]);
+  greatest = -team.least(-greatest);
+  double low = 0;
+  double high = greatest > 0 ? 1 / greatest : INFINITY;
+  double length = std::fmin(1.0, 0.9 * high);
+  for (int turn = 0; turn < 30; ++turn) {
+    double slope = 0;
+    double curvature = 0;
+    for (int i = team.lane(); i < n; i += team.lanes()) {
+      const double left = 1 - length * shares[i];
+      const double part = parts[i] * shares[i] * std::exp(-power * std::log(left));
+      slope += part;
+      curvature += power * part * shares[i] / left;
+    }
+    slope = team.sum(slope) + length * quadratic - linear;
+    curvature = team.sum(curvature) + quadratic;
+    if (std::fabs(slope) <= 0.1 * linear)
+      break;
+    (slope > 0 ? high : low) = length;
+    const double next = length - slope / curvature;
+    length = next > low && next < high ? next : high < INFINITY ? 0.5 * (low + high) : 2 * length;
+  }
+  return length;
+}
+
+// FairGrad (Ban and Ji 2024): w > 0 with G w = w^-p, p = 1 / alpha. With w = v / d it is C v = b
+// v^-p, b = d^(p-1). For p >= 1 the unknown is v, the minimum of 1/2 v'Cv + sum b v^(1-p) / (p-1);
+// for p < 1 it is s = C v, the minimum of 1/2 s'C^-1 s + sum k s^(1-alpha) / (alpha-1), k =
+// b^alpha, whose Newton steps need no inverse. Either function grows without bound where an unknown
+// falls to zero, so Newton's method converges fast, and NashMTL's solution is inside for both.
+template <class Team>
+CS_INLINE_SOLVER void fair_grad(const Team& team, const Gramian& g, const Options& options,
+                                double* weights, Workspace workspace) {
+  const Correlations c(team, g, kNashRidge, workspace);
+  const int n = c.size;
+  fill(team, weights, g.tasks, 0);
+  const double alpha = options.number();
+  const bool of_sums = alpha > 1; // s is the unknown
+  const double power = of_sums ? alpha : 1 / alpha;
+  const Matrix hessian(n, workspace);
+  double* v = workspace.numbers(n);
+  double* s = workspace.numbers(n);
+  double* b = workspace.numbers(n);
+  double* target = workspace.numbers(n);
+  double* diagonal = workspace.numbers(n);
+  double* step = workspace.numbers(n);
+  double* image = workspace.numbers(n); // C step
+  bargain(team, c, v, hessian, workspace);
+  // Relative to the length with the greatest b.
+  double unit = INFINITY;
+  for (int i = team.lane(); i < n; i += team.lanes())
+    unit = std::fmin(unit, of_sums ? c.length[i] : -c.length[i]);
+  unit = std::fabs(team.least(unit));
+  double* x = of_sums ? s : v;
+  const double* y = of_sums ? v : s;
+  double square = 0;
+  double sum = 0;
+  for (int i = team.lane(); i < n; i += team.lanes()) {
+    s[i] = 1 / v[i];
+    const double exponent = of_sums ? 1 - alpha : power - 1;
+    b[i] = std::fmax(std::pow(c.length[i] / unit, exponent), kFairLeast);
+    square += 1; // v_i s_i
+    sum += b[i] * std::pow(x[i], 1 - power);
+  }
+  square = team.sum(square);
+  sum = team.sum(sum);
+  // The multiple of the start that is best.
+  const double scale = n > 0 ? std::pow(sum / square, 1 / (1 + power)) : 1;
+  team.sync();
+  for (int i = team.lane(); i < n; i += team.lanes()) {
+    v[i] *= scale;
+    s[i] *= scale;
+  }
+  team.sync();
+  double before = INFINITY;
+  for (int round = 0; round < 100; ++round) {
+    for (int i = team.lane(); i < n; i += team.lanes()) {
+      target[i] = b[i] * std::exp(-power * std::log(x[i])); // of y
+      diagonal[i] = of_sums ? x[i] / (power * target[i]) : power * target[i] / x[i];
+      step[i] = (target[i] - y[i]) * (of_sums ? diagonal[i] : 1);
+      for (int j = 0; j <= i; ++j)
+        hessian(i, j) = c(i, j);
+      hessian(i, i) += diagonal[i];
+    }
+    team.sync();
+    cholesky(team, hessian, n);
+    cholesky_solve(team, hessian, n, step);
+    double largest = 0;
+    double quadratic = 0;
+    double linear = 0;
+    for (int i = team.lane(); i < n; i += team.lanes()) {
+      image[i] = dot(c.matrix.row(i), step, n);
+      quadratic += image[i] * step[i];
+      linear -= s[i] * step[i];
+      // From here on, what the step takes of x, and what `fair_length` needs beside it.
+      diagonal[i] = -(of_sums ? image[i] : step[i]) / x[i];
+      target[i] *= x[i];
+      largest = std::fmax(largest, std::fabs(diagonal[i]));
+    }
+    largest = -power * team.least(-largest);
+    quadratic = team.sum(quadratic);
+    linear = team.sum(linear);
+    team.sync();
+    const double length =
+        largest < kFairFull ? 1 : fair_length(team, diagonal, target, n, power, linear, quadratic);
+    for (int i = team.lane(); i < n; i += team.lanes()) {
+      v[i] += length * step[i];
+      s[i] += length * image[i];
+    }
+    team.sync();
+    if (!(largest >= kFairStop) || (before < kFairFull && !(largest < before / 2)))
+      break;
+    before = largest;
+  }
+  const double back = std::pow(unit, (1 / alpha - 1) / (1 / alpha + 1));
+  for (int i = team.lane(); i < n; i += team.lanes()) {
+    const double found = of_sums ? b[i] * std::exp(-power * std::log(s[i])) : v[i];
+    weights[c.task[i]] = back * found / c.length[i];
+  }
 }
 
 // out += factor v (v'1) for eigenvector k.
@@ -505,23 +700,66 @@ CS_INLINE_SOLVER double rank_tolerance(const Matrix& diagonal, int n) {
   return greatest * n * kEpsilon;
 }
 
-// IMTL-G (Liu et al. 2021): the update has the same component along every gradient, and the weights
-// sum to one. If several weights do, those of least norm, each times its gradient's length; if they
-// cannot sum to one, zeros.
+// y = C^+ 1 and, unless null, cosines = C y, which are ones if C is regular. C becomes its
+// eigenvalues.
 template <class Team>
-CS_INLINE_SOLVER void imtl_g(const Team& team, const Gramian& g, std::uint64_t, double* weights,
+CS_INLINE_SOLVER void equal_cosines(const Team& team, const Correlations& c, double* y,
+                                    double* cosines, Workspace workspace) {
+  const int n = c.size;
+  const Matrix vectors(n, workspace);
+  eigen(team, c.matrix, n, vectors);
+  const double tolerance = 8 * rank_tolerance(c.matrix, n);
+  fill(team, y, n, 0);
+  if (cosines != nullptr)
+    fill(team, cosines, n, 0);
+  for (int k = 0; k < n; ++k)
+    if (c(k, k) > tolerance) {
+      add_component_of_ones(team, vectors, n, k, 1 / c(k, k), y);
+      if (cosines != nullptr)
+        add_component_of_ones(team, vectors, n, k, 1, cosines);
+    }
+}
+
+// ConFIG (Liu et al. 2024): the update has the same cosine to every gradient, and its length is the
+// sum of their components along it. If there is no such direction, the least-squares one; if that
+// is none, zeros.
+template <class Team>
+CS_INLINE_SOLVER void config(const Team& team, const Gramian& g, const Options&, double* weights,
                              Workspace workspace) {
   const Correlations c(team, g, 0, workspace);
   const int n = c.size;
   fill(team, weights, g.tasks, 0);
-  const Matrix vectors(n, workspace);
   double* y = workspace.numbers(n);
-  fill(team, y, n, 0);
-  eigen(team, c.matrix, n, vectors);
-  const double tolerance = 8 * rank_tolerance(c.matrix, n);
-  for (int k = 0; k < n; ++k)
-    if (c(k, k) > tolerance)
-      add_component_of_ones(team, vectors, n, k, 1 / c(k, k), y);
+  double* cosines = workspace.numbers(n);
+  equal_cosines(team, c, y, cosines, workspace);
+  double size = 0;
+  double square = 0;
+  double along = 0;
+  for (int i = team.lane(); i < n; i += team.lanes()) {
+    size += cosines[i] * cosines[i];
+    square += y[i] * cosines[i];
+    along += c.length[i] * cosines[i];
+  }
+  size = team.sum(size);
+  square = team.sum(square);
+  along = team.sum(along);
+  team.sync();
+  if (size > kNoCosine * n)
+    for (int i = team.lane(); i < n; i += team.lanes())
+      weights[c.task[i]] = along / square * y[i] / c.length[i];
+}
+
+// IMTL-G (Liu et al. 2021): the update has the same component along every gradient, and the weights
+// sum to one. If several weights do, those of least norm, each times its gradient's length; if they
+// cannot sum to one, zeros.
+template <class Team>
+CS_INLINE_SOLVER void imtl_g(const Team& team, const Gramian& g, const Options&, double* weights,
+                             Workspace workspace) {
+  const Correlations c(team, g, 0, workspace);
+  const int n = c.size;
+  fill(team, weights, g.tasks, 0);
+  double* y = workspace.numbers(n);
+  equal_cosines(team, c, y, nullptr, workspace);
   double total = 0;
   double size = 0;
   for (int i = team.lane(); i < n; i += team.lanes()) {
@@ -543,9 +781,9 @@ enum class AlignedScale : std::uint64_t { kMin = 0, kMedian = 1, kRmse = 2 };
 // (the least, the lower median or the root mean square of their lengths); then the sum. Without any
 // gradient, ones.
 template <class Team>
-CS_INLINE_SOLVER void aligned_mtl(const Team& team, const Gramian& g, std::uint64_t scale_number,
+CS_INLINE_SOLVER void aligned_mtl(const Team& team, const Gramian& g, const Options& options,
                                   double* weights, Workspace workspace) {
-  const auto scale = static_cast<AlignedScale>(scale_number);
+  const auto scale = static_cast<AlignedScale>(options.word);
   const int n = g.tasks;
   const Matrix a(n, workspace);
   const Matrix vectors(n, workspace);
@@ -594,9 +832,11 @@ CS_INLINE_SOLVER void solve_one(const Team& team, const SolverArguments& argumen
   for (int i = team.lane(); i < arguments.tasks * arguments.tasks; i += team.lanes())
     if (!std::isfinite(gramian.data[i]))
       bad = 1;
+  const Options options{
+      advanced(arguments.option, arguments.counter), arguments.rate,
+      arguments.similarities == nullptr ? nullptr : arguments.similarities + n * tasks * tasks};
   if (team.sum(bad) == 0)
-    function(team, gramian, advanced(arguments.option, arguments.counter), weights,
-             Workspace(memory));
+    function(team, gramian, options, weights, Workspace(memory));
   else if (team.part() == 0)
     fill(team, weights, arguments.tasks, NAN);
 }
@@ -606,8 +846,8 @@ template <class Run> CS_INLINE_SOLVER void with_solver(Solver solver, const Run&
   switch (solver) {
 #define CS_SOLVER(name)                                                                            \
   case Solver::name:                                                                               \
-    return run([](const auto& team, const Gramian& g, std::uint64_t option, double* weights,       \
-                  Workspace workspace) { name(team, g, option, weights, workspace); });
+    return run([](const auto& team, const Gramian& g, const Options& options, double* weights,     \
+                  Workspace workspace) { name(team, g, options, weights, workspace); });
     CS_SOLVERS(CS_SOLVER)
 #undef CS_SOLVER
   }

@@ -9,7 +9,7 @@ namespace cs_kernels {
 // Every solver by the name of its function in solve.h and of its operator.
 #define CS_SOLVERS(solver)                                                                         \
   solver(pcgrad) solver(cagrad) solver(mgda) solver(aligned_mtl) solver(nash_mtl) solver(imtl_g)   \
-      solver(upgrad)
+      solver(upgrad) solver(fair_grad) solver(config) solver(gradvac)
 
 #define CS_SOLVER(name) name,
 enum class Solver : std::int32_t { CS_SOLVERS(CS_SOLVER) };
@@ -25,8 +25,10 @@ struct SolverArguments {
   std::int64_t count;
   std::int32_t tasks;
   double* weights;
-  std::uint64_t option;        // PCGrad's random state, the bits of CAGrad's c, Aligned-MTL's scale
+  std::uint64_t option; // a random state, the bits of a number (c, alpha), Aligned-MTL's scale
   const std::int64_t* counter; // steps to add to the random state; null for none
+  double rate;                 // GradVac's, by which targets follow cosines
+  double* similarities;        // [count, tasks, tasks], its targets, which change; null for none
 };
 
 namespace cpu {

@@ -1,0 +1,21 @@
+"""ConFIG."""
+
+import torch
+from torch import Tensor
+
+from cs_kernels.methods.gramian import GramianMethod
+from cs_kernels.step import Step
+
+
+class ConFIG(GramianMethod):
+    """Conflict-free inverse gradients (Liu et al., 2024).
+
+    The update has the same cosine to every gradient, and its length is the sum of their components
+    along it. Where no direction has equal cosines, the least-squares one takes its place; the
+    update is zero if that is none (opposed gradients).
+    """
+
+    def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
+        """In closed form; some may be negative."""
+        weights: Tensor = torch.ops.cs_kernels.config_weights(gramian)
+        return weights

@@ -1,0 +1,44 @@
+"""FairGrad."""
+
+import torch
+from torch import Tensor
+
+from cs_kernels.methods.gramian import GramianMethod, Groups
+from cs_kernels.options import is_finite_number
+from cs_kernels.step import Step
+
+_LEAST, _GREATEST = 1 / 16, 16
+"""Beyond, powers of the gradients' lengths leave the range of float64."""
+
+
+class FairGrad(GramianMethod):
+    """Fair resource allocation (Ban and Ji, 2024): each task's gain is a resource to share.
+
+    The task weights w > 0 solve (G w)_i = w_i^(-1 / alpha), up to a ridge of 1e-10 on the
+    gradients' correlations: the update is best for the sum of the tasks' alpha-fair utilities. The
+    weight of a task with a zero gradient is zero.
+
+    Args:
+        alpha: The fairness, in [1/16, 16]. Near 0, the plain sum; 1 is proportional fairness, the
+            condition of Nash-MTL without its `max_norm`; the larger, the nearer to the greatest
+            gain of the task that gains least.
+        groups: "all" or "layer".
+
+    Raises:
+        ValueError: `alpha` is out of range, or `groups` something else.
+
+    """
+
+    def __init__(self, alpha: float = 1.0, groups: Groups = "all") -> None:
+        super().__init__(groups)
+        if not (is_finite_number(alpha) and _LEAST <= alpha <= _GREATEST):
+            raise ValueError(f"alpha must lie in [1/16, 16], got {alpha!r}")
+        self.alpha = alpha
+
+    def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
+        """Positive."""
+        weights: Tensor = torch.ops.cs_kernels.fair_grad_weights(gramian, float(self.alpha))
+        return weights
+
+    def __repr__(self) -> str:
+        return self._repr(alpha=self.alpha)

@@ -1,0 +1,140 @@
+"""GradVac."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs_kernels.methods.gramian import GramianMethod, Groups
+from cs_kernels.options import checked_seed, is_finite_number
+from cs_kernels.step import Step
+
+
+class GradVac(GramianMethod):
+    """Gradient vaccine (Wang et al., 2021): PCGrad with a target for every cosine in place of zero.
+
+    Each task's gradient is compared with the original gradients of the other tasks in a random
+    order. Where the cosine of the two is below the target of this pair, so much of the other one is
+    added that it reaches the target. Then all are added.
+
+    Targets are moving averages of the cosines that were met, from zero on. Those of tasks that take
+    no part in a step stay as they are; so do all if a gradient is not finite. A target above
+    1 - 1e-6 counts as that.
+
+    Args:
+        target: One fixed target for all pairs, in [-1, 1); None for moving averages.
+        beta: The part of a step in the moving averages, in [0, 1].
+        seed: The seed of the orders, which are a function of it and of the number of the step.
+        groups: "all", or "layer" with targets for each layer, as in the paper.
+
+    Raises:
+        ValueError: `target` or `beta` is out of range, `groups` something else, or the seed outside
+            [0, 2^63).
+
+    """
+
+    def __init__(
+        self,
+        target: float | None = None,
+        beta: float = 0.01,
+        seed: int = 0,
+        groups: Groups = "all",
+    ) -> None:
+        super().__init__(groups)
+        if target is not None and not (is_finite_number(target) and -1 <= target < 1):
+            raise ValueError(f"target must be None or lie in [-1, 1), got {target!r}")
+        if not (is_finite_number(beta) and 0 <= beta <= 1):
+            raise ValueError(f"beta must lie in [0, 1], got {beta!r}")
+        self.target = target
+        self.beta = beta
+        self.seed = checked_seed(seed)
+        self._tasks: tuple[str, ...] = ()
+        self._layers: tuple[str, ...] = ()
+        self._targets: Tensor | None = None
+        """Float64 [layers, tasks, tasks], of all tasks and layers so far."""
+        self._indices: dict[tuple[tuple[str, ...], ...], tuple[Tensor, ...]] = {}
+        """Where some tasks and layers are in the targets, on their device."""
+
+    def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
+        """The task weights of the changed gradients; every step draws new orders.
+
+        Without a step, the moving averages are those of a first step, and are not kept.
+        """
+        number, counter = (0, None) if step is None else step.draw
+        kept, where = None, None
+        if self.target is None and step is not None:
+            kept, where = self._find(gramian, step)
+        if kept is None:
+            targets = torch.full_like(gramian, self.target or 0.0, dtype=torch.float64)
+        else:
+            targets = (kept if where is None else kept[where]).reshape(gramian.shape)
+        weights: Tensor = torch.ops.cs_kernels.gradvac_weights(
+            gramian,
+            targets,
+            0.0 if kept is None else float(self.beta),
+            self.seed,
+            number,
+            counter,
+        )
+        if kept is not None and where is not None:
+            kept[where] = targets.reshape(-1, *gramian.shape[-2:])
+        return weights
+
+    def _find(self, gramian: Tensor, step: Step) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """The targets of all tasks, and where those of a step are in them; None: everywhere."""
+        tasks = step.tasks or tuple(map(str, range(gramian.shape[-1])))
+        layers = step.layers or ("",)
+        if not (set(tasks) <= set(self._tasks) and set(layers) <= set(self._layers)):
+            self._grow(tasks, layers)
+        if self._targets is None or self._targets.device != gramian.device:
+            self._targets = self._grown(gramian.device)
+            self._indices.clear()
+        if (tasks, layers) == (self._tasks, self._layers):
+            return self._targets, None
+        if (tasks, layers) not in self._indices:
+            rows = _positions(tasks, self._tasks, gramian.device)
+            modules = _positions(layers, self._layers, gramian.device)
+            self._indices[tasks, layers] = modules[:, None, None], rows[:, None], rows
+        return self._targets, self._indices[tasks, layers]
+
+    def _grow(self, tasks: Sequence[str], layers: Sequence[str]) -> None:
+        """Adds tasks and layers; new targets are zero."""
+        self._tasks = tuple(dict.fromkeys([*self._tasks, *tasks]))
+        self._layers = tuple(dict.fromkeys([*self._layers, *layers]))
+        if self._targets is not None:
+            self._targets = self._grown(self._targets.device)
+        self._indices.clear()
+
+    def _grown(self, device: torch.device) -> Tensor:
+        shape = len(self._layers), len(self._tasks), len(self._tasks)
+        targets = torch.zeros(shape, dtype=torch.float64, device=device)
+        if self._targets is not None:
+            layers, tasks, _ = self._targets.shape
+            targets[:layers, :tasks, :tasks] = self._targets
+        return targets
+
+    def state_dict(self) -> dict[str, Any]:
+        """The moving averages, with their tasks and layers."""
+        targets = None if self._targets is None else self._targets.clone()
+        return {"tasks": self._tasks, "layers": self._layers, "targets": targets}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the moving averages."""
+        targets = state["targets"]
+        self._tasks, self._layers = tuple(state["tasks"]), tuple(state["layers"])
+        self._targets = None if targets is None else targets.clone()
+        self._indices.clear()
+
+    def captured_state(self) -> list[Tensor]:
+        """The moving averages, which change in place."""
+        return [] if self._targets is None else [self._targets]
+
+    def __repr__(self) -> str:
+        if self.target is None:
+            return self._repr(beta=self.beta, seed=self.seed)
+        return self._repr(target=self.target, seed=self.seed)
+
+
+def _positions(names: Sequence[str], among: Sequence[str], device: torch.device) -> Tensor:
+    return torch.tensor([among.index(name) for name in names], device=device)
