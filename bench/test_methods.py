@@ -32,6 +32,9 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
     "NashMTL": cs.NashMTL,
     "IMTLG": cs.IMTLG,
     "UPGrad": cs.UPGrad,
+    "FairGrad": cs.FairGrad,
+    "ConFIG": cs.ConFIG,
+    "GradVac": cs.GradVac,
     "GradDrop": cs.GradDrop,
 }
 
@@ -165,12 +168,12 @@ def test_methods(report: Any, quick: bool, network: str, tasks: int) -> None:
         )
 
 
-@pytest.mark.parametrize("tasks", [2, 4, 8, 16])
+@pytest.mark.parametrize("tasks", [2, 4, 8, 16, 40])
 def test_solvers(report: Any, quick: bool, tasks: int) -> None:
     """From the Gramian to the weights, also of a singular one."""
     torch.manual_seed(0)
     microseconds = {}
-    for name, make in METHODS.items():
+    for name, make in {**METHODS, "NTKMTL": cs.NTKMTL}.items():
         method = make()
         if not isinstance(method, cs.GramianMethod):
             continue

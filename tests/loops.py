@@ -86,6 +86,8 @@ CASES: dict[str, Callable[..., Loop]] = {
     "NashMTL": lambda **o: Loop(cs.NashMTL(), **o),
     "NashMTL-layer": lambda **o: Loop(cs.NashMTL(groups="layer"), **o),
     "CAGrad": lambda **o: Loop(cs.CAGrad(), **o),
+    "GradVac": lambda **o: Loop(cs.GradVac(beta=0.3, groups="layer"), **o),
+    "DBMTL": lambda **o: Loop(cs.DBMTL(), None, cs.DynamicWeightAverage(), **o),
     "MGDA": lambda **o: Loop(cs.MGDA("loss+"), **o),
     "Dynamic": lambda **o: Loop(cs.GradDrop(), None, cs.DynamicWeightAverage(), **o),
     "Uncertainty": lambda **o: Loop(cs.UPGrad(), None, cs.UncertaintyWeights(KINDS), **o),

@@ -221,6 +221,12 @@ T65 = [f"t{i}" for i in range(65)]
 strength, project = cs.functional.connection_strength, cs.functional.project_conflicts
 update, priority = cs.functional.phase2_update, cs.functional.task_priority
 gramian, combine = cs.functional.gramian, cs.functional.combine
+EYE = torch.eye(2, dtype=torch.float64)
+
+
+def gradvac(similarities: Tensor) -> Tensor:
+    weights: Tensor = torch.ops.cs_kernels.gradvac_weights(EYE, similarities, 0.1, 1, 2)
+    return weights
 
 
 @pytest.mark.parametrize(
@@ -231,6 +237,14 @@ gramian, combine = cs.functional.gramian, cs.functional.combine
         (lambda: cs.PCGrad(seed=-1), r"seed must lie in \[0, 2\^63\), got -1"),
         (lambda: cs.CAGrad(-1.0), "c must be finite and at least 0, got -1.0"),
         (lambda: cs.CAGrad("x"), "c must be finite and at least 0, got 'x'"),
+        (lambda: cs.FairGrad(0), r"alpha must lie in \[1/16, 16\], got 0"),
+        (lambda: cs.FairGrad("1"), r"alpha must lie in \[1/16, 16\], got '1'"),
+        (lambda: cs.GradVac(1.0), r"target must be None or lie in \[-1, 1\), got 1.0"),
+        (lambda: cs.GradVac(beta=1.5), r"beta must lie in \[0, 1\], got 1.5"),
+        (lambda: cs.GradVac(seed=-1), r"seed must lie in \[0, 2\^63\), got -1"),
+        (lambda: gradvac(EYE.float()), "similarities must be float64 of shape .2, 2.*float32"),
+        (lambda: gradvac(torch.zeros(2, 3).double()), r"similarities must.*shape \(2, 3\)"),
+        (lambda: gradvac(torch.zeros(2, 4).double()[:, ::2]), "contiguous, got strides .4, 2"),
         (lambda: cs.CAGrad(rescale=3), "rescale must be 0, 1 or 2, got 3"),
         (lambda: cs.MGDA("l1"), r"normalize must be None, 'l2', 'loss' or 'loss\+', got 'l1'"),
         (lambda: cs.AlignedMTL("max"), "scale must be 'min', 'median' or 'rmse', got 'max'"),
@@ -338,10 +352,10 @@ def test_bad_values(call: Callable[[], object], message: str) -> None:
         # A new solver's options, say: they must not be taken for none.
         (
             lambda: checked_options(W, 1.0, 2.0),
-            "options must be none, a scale, a number or a seed",
+            "options must be none, a scale, a number, a seed",
         ),
-        (lambda: checked_options(W, 5), "options must be none, a scale, a number or a seed"),
-        (lambda: checked_options(W, None), "options must be none, a scale, a number or a seed"),
+        (lambda: checked_options(W, 5), "options must be none, a scale, a number, a seed"),
+        (lambda: checked_options(W, None), "options must be none, a scale, a number, a seed"),
     ],
 )
 def test_wrong_types(call: Callable[[], object], message: str) -> None:

@@ -35,6 +35,11 @@ METHODS: dict[str, Callable[..., cs.Method]] = {
     "NashMTL": lambda **options: cs.NashMTL(update_every=2, **options),
     "IMTLG": cs.IMTLG,
     "UPGrad": cs.UPGrad,
+    "FairGrad": lambda **options: cs.FairGrad(2.0, **options),
+    "ConFIG": cs.ConFIG,
+    "NTKMTL": cs.NTKMTL,
+    "DBMTL": cs.DBMTL,
+    "GradVac": lambda **options: cs.GradVac(beta=0.3, **options),
 }
 EVERY = {**METHODS, "GradDrop": lambda: cs.GradDrop(0.1, seed=4), "Sum": cs.Sum}
 
@@ -84,12 +89,14 @@ def test_update_is_the_weighted_sum(backend: str, name: str) -> None:
     for number in range(3):
         rows = setup.shared_rows()
         gramian = rows @ rows.T
-        losses = torch.stack([setup.loss(task).detach() for task in TASKS])
+        of_tasks = {task: setup.loss(task).detach() for task in TASKS}
+        losses = torch.stack([*of_tasks.values()])
         divisors = {"MGDA-loss": losses, "MGDA-loss+": losses * gramian.diagonal().sqrt()}
         if name in divisors:
             weights = cs.MGDA().weights(gramian / divisors[name] / divisors[name].unsqueeze(1))
         else:
-            weights = other.weights(gramian, cs.Step(number, tuple(TASKS)))
+            step = cs.Step(number, tuple(TASKS), weighted_losses=of_tasks)
+            weights = other.weights(gramian, step)
         opt.step(setup.loss)
         torch.testing.assert_close(setup.shared_update(), weights @ rows, rtol=1e-9, atol=1e-12)
 

@@ -18,6 +18,9 @@ TORCHJD: dict[str, Callable[[int], aggregation.Aggregator]] = {
     "NashMTL": lambda tasks: aggregation.NashMTL(tasks),
     "IMTLG": lambda tasks: aggregation.IMTLG(),
     "UPGrad": lambda tasks: aggregation.UPGrad(),
+    "FairGrad": lambda tasks: aggregation.FairGrad(1.0),
+    "ConFIG": lambda tasks: aggregation.ConFIG(),
+    "GradVac": lambda tasks: aggregation.GradVac(),
     "GradDrop": lambda tasks: aggregation.GradDrop(),
 }
 

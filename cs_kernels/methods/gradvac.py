@@ -84,7 +84,7 @@ class GradVac(GramianMethod):
     def _find(self, gramian: Tensor, step: Step) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """The targets of all tasks, and where those of a step are in them; None: everywhere."""
         tasks = step.tasks or tuple(map(str, range(gramian.shape[-1])))
-        layers = step.layers or ("",)
+        layers = step.layers or tuple(map(str, range(gramian.shape[:-2].numel())))
         if not (set(tasks) <= set(self._tasks) and set(layers) <= set(self._layers)):
             self._grow(tasks, layers)
         if self._targets is None or self._targets.device != gramian.device:
