@@ -43,6 +43,7 @@ from cs_kernels.distributed.networks import digests
 from cs_kernels.distributed.phase2 import task_priorities
 from cs_kernels.distributed.shown import Shown
 from cs_kernels.elapsed import Elapsed
+from cs_kernels.features import Features
 from cs_kernels.layout import (
     Coverage,
     Layout,
@@ -507,7 +508,13 @@ class MultiTaskOptimizer:
         """
         return CapturedStep(self, checked_closures(closure), self._chosen(tasks), warmup)
 
-    def backward(self, losses: Mapping[str, Tensor], *, update: bool = True) -> dict[str, Tensor]:
+    def backward(
+        self,
+        losses: Mapping[str, Tensor],
+        *,
+        update: bool = True,
+        features: Tensor | Iterable[Tensor] | None = None,
+    ) -> dict[str, Tensor]:
         """The joint update of losses that come from one forward pass, into `.grad`.
 
         For networks without task-specific normalization: one forward pass for all tasks, a backward
@@ -526,10 +533,22 @@ class MultiTaskOptimizer:
         `optimizer.zero_grad()` in between drops these gradients. After an exception in the backward
         passes or later, all gradients are None, also those of `update=False`.
 
+        With `features`, outputs of the trunk on which all heads build, the method combines the
+        gradients of the losses with respect to them: K backward passes of the heads and one of the
+        trunk, and K gradients of the features in memory (MGDA-UB, Sener and Koltun 2018). What has
+        led to the features gets one gradient, the combination's; parameters behind them get that of
+        their own losses:
+
+            z = trunk(x)
+            opt.backward({task: loss_of(heads[task](z)) for task in tasks}, features=z)
+
         Args:
             losses: A scalar with a graph for each task that the batch has labels for. Losses of
                 micro-batches add up: divide by their number for a mean.
             update: Whether to make the update now.
+            features: A tensor that the trunk returned in the forward pass of the losses, or a
+                sequence of them. Every loss depends on some, and on what has led to them through
+                them alone. A shared parameter may lie behind them if only one loss reaches it.
 
         Returns:
             The losses, detached.
@@ -537,11 +556,12 @@ class MultiTaskOptimizer:
         Raises:
             ValueError: A task is unknown, a loss is not a scalar, has no graph, depends on a
                 parameter that the optimizer does not hold or on none of the trunk, or the trunk has
-                task-specific normalization.
-            TypeError: `losses` is not a mapping, or a loss not a tensor.
+                task-specific normalization; or `features` does not separate the losses from the
+                trunk, or does not go with the method, `update=False`, `backward=` or many ranks.
+            TypeError: `losses` is not a mapping, or a loss or a feature not a tensor.
             RuntimeError: The schedule is in Phase 1, which takes a forward pass a task; or the
                 last update was neither used by the optimizer nor set to zero; or a CUDA graph is
-                captured around it.
+                captured around it; or gradients of `update=False` wait and there are features.
 
         """
         self._wrappers.switch_off()
@@ -549,16 +569,56 @@ class MultiTaskOptimizer:
             losses = checked_losses(losses)
             chosen = self._chosen(losses)
             refuse_capture(self._shared[0].device)
+            if features is not None:
+                self._check_takes_features(update=update)
             if self._norms:
                 raise ValueError(
                     "trunk must have no task-specific normalization for backward, which takes"
                     f" one forward pass for all tasks, got {len(self._norms)} of them: use"
                     " step(closure)"
                 )
-            return self._make_update(losses, chosen, update=update)
+            if features is None:
+                return self._make_update(losses, chosen, update=update)
+            names_of = self._watcher.names_of
+            found = Features(features, losses, self.tasks, self._shared, names_of)
+            with contextlib.closing(found):
+                return self._make_update(losses, chosen, update=True, features=found)
+
+    def _check_takes_features(self, *, update: bool) -> None:
+        """Raises where `backward` cannot stop at features."""
+        if self.method.prioritizes:
+            raise ValueError(
+                "method must take gradients of any tensors for backward with features, got"
+                f" {self.method!r}, which takes those of weights"
+            )
+        if self._backward is not None:
+            raise ValueError(
+                "backward must be None for backward with features, whose passes end there, got"
+                f" {self._backward!r}"
+            )
+        if self._ranks.size > 1 or isinstance(self._gradients, PartialGradients):
+            raise ValueError(
+                "process_group must be None for backward with features, got"
+                f" {self._ranks.size} ranks"
+            )
+        if not update:
+            raise ValueError(
+                "update must be True for backward with features, which change from one micro-batch"
+                f" to the next, got {update!r}"
+            )
+        if self._accumulation.is_open():
+            raise RuntimeError(
+                "backward with features would forget the gradients of backward(..., update=False):"
+                " end these with backward(...), or forget them by optimizer.zero_grad(), first"
+            )
 
     def _make_update(
-        self, losses: Mapping[str, Tensor], chosen: Sequence[str], *, update: bool
+        self,
+        losses: Mapping[str, Tensor],
+        chosen: Sequence[str],
+        *,
+        update: bool,
+        features: Features | None = None,
     ) -> dict[str, Tensor]:
         accumulation = self._accumulation
         is_open = accumulation.is_open()
@@ -586,9 +646,12 @@ class MultiTaskOptimizer:
             step.tasks = tuple(task for task in self.tasks if task in taking_part)
             self._gradients.expect(chosen, separate=separate, adds_up=not update)
             collect = self._collect if separate else None
-            self._passes.backward_passes(chosen, losses, step, held, collect)
+            features = features if separate else None  # A sum of gradients needs no stop.
+            self._passes.backward_passes(chosen, losses, step, held, collect, features)
             self._share(chosen, step, before, held, adds_up=not update)
-            if update:
+            if features is not None:
+                self._combine_at(features, step)
+            elif update:
                 self._combine(step)
         accumulation.step = None if update else step
         if update:
@@ -852,6 +915,14 @@ class MultiTaskOptimizer:
                     " call gradients.assign(parameters) in it"
                 )
         step.elapsed = elapsed if eager else None
+
+    def _combine_at(self, features: Features, step: Step) -> None:
+        """Combines the gradients of features, and takes the combination through the trunk."""
+        elapsed = Elapsed(self._shared[0].device, wanted=self._reported)
+        with record_function("cs_kernels.surgery"), torch.no_grad(), elapsed:
+            features.combine(self.method, step)
+        step.elapsed = elapsed
+        features.trunk_pass()
 
     def _check_reached(self, task: str, reached: bool) -> None:
         """Raises for a loss that reaches nothing of the trunk, unless the trunk is frozen."""

@@ -15,6 +15,7 @@ from torch.autograd.function import BackwardCFunction
 from cs_kernels.accumulation import ends_with_gradient
 from cs_kernels.checks import Closure, checked_loss
 from cs_kernels.distributed import Ranks, all_sharded_modules, is_sharded, sharded_parameters
+from cs_kernels.features import Features
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.nn import active, task_norms
 from cs_kernels.step import Step
@@ -149,10 +150,12 @@ class Passes:
         step: Step,
         held: Sequence[nn.Parameter],
         collect: Callable[[str], None] | None,
+        features: Features | None = None,
     ) -> None:
         """The backward passes of losses with a common graph; the last one frees it.
 
-        `collect` is called after the backward pass of each task; without it, gradients add up.
+        `collect` is called after the backward pass of each task; without it, gradients add up. With
+        features, the passes end there.
         Other ranks may have losses for more tasks.
 
         Raises:
@@ -164,7 +167,10 @@ class Passes:
                 self._check_graph(task, losses[task], held)
         weighted = {task: self._weighted(task, loss, step) for task, loss in losses.items()}
         present = [task for task in tasks if task in losses]
-        if collect is None:
+        if features is not None:
+            scale = (lambda loss: loss) if self._scaler is None else self._scaler.scale
+            features.head_passes({task: scale(weighted[task]) for task in present})
+        elif collect is None:
             if present:
                 first, *others = (weighted[task] for task in present)
                 self._gradients.arm(present[-1])
