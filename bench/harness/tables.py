@@ -203,6 +203,31 @@ def _steps_aims(cases: Cases) -> Iterator[str]:
             yield _aim(f"{c['method']}, host synchronizations", waits, waits == 0, "0")
 
 
+def features(cases: Cases) -> Table:
+    """Gradients of all shared parameters against those of features."""
+    c = cases[0]
+    pictures = f"{c['batch']} pictures of {c['size']} x {c['size']}"
+    return Table(
+        f"`backward` of {c['network']} ({millions(c['numel'])}) and its heads, {c['method']},"
+        f" {pictures}",
+        [
+            *("K", "plain ms", "ms", "at features, ms", "x", "x plain", "checks, ms"),
+            *("plain MB", "MB", "at features, MB", "of these, rows"),
+        ],
+        [
+            [
+                str(c["tasks"]),
+                *(f"{c['milliseconds'][way]:.1f}" for way in ("plain", "all", "features")),
+                *(f"{c[name]:.2f}" for name in ("ratio", "over_plain", "check_milliseconds")),
+                *(f"{c['peak_bytes'][way] / 1e6:.1f}" for way in ("plain", "all", "features")),
+                f"{c['feature_bytes'] / 1e6:.2f}",
+            ]
+            for c in cases
+        ],
+        ["x: time of backward(losses) over that of backward(losses, features=z)"],
+    )
+
+
 def host(cases: Cases) -> Table:
     """The host's part of a step's surgery on a GPU."""
     c = cases[0]
@@ -306,6 +331,7 @@ TABLES: dict[str, Callable[[Cases], Table]] = {
     "methods": methods,
     "solvers": solvers,
     "steps": steps,
+    "features": features,
     "host": host,
     "ranks": ranks,
     "gpu": gpu,
