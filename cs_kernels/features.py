@@ -65,6 +65,10 @@ def _is_part(grad: Tensor) -> bool:
     return grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
 
 
+def _is_leaf(node: object) -> bool:
+    return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
+
+
 class _Reached(NamedTuple):
     """What the graph of a loss has behind the features, or the features' own graph."""
 
@@ -76,12 +80,12 @@ class _Reached(NamedTuple):
     @property
     def leaves(self) -> dict[Tensor, Any]:
         """The leaves on the way, parameters above all, and their nodes."""
-        return {node.variable: node for node in self.nodes if hasattr(node, "variable")}
+        return {node.variable: node for node in self.nodes if _is_leaf(node)}
 
     @property
     def inner(self) -> set[Any]:
         """The nodes that keep tensors for a backward pass, which frees them: those of no leaf."""
-        return {node for node in self.nodes if not hasattr(node, "variable")}
+        return {node for node in self.nodes if not _is_leaf(node)}
 
 
 def _edge(tensor: Tensor) -> Edge:
@@ -123,10 +127,9 @@ def _checked(features: object) -> list[Tensor]:
             )
         if z.grad_fn is None:
             raise ValueError(
-                "features must be outputs of trunk with a graph, got features[{}] of shape {} {}:"
-                " hand over the tensor that the trunk returned, not a detached copy".format(
-                    i, tuple(z.shape), "that is a leaf" if z.requires_grad else "without one"
-                )
+                f"features must be outputs of trunk with a graph, got features[{i}] of shape"
+                f" {tuple(z.shape)} {'that is a leaf' if z.requires_grad else 'without one'}: hand"
+                " over the tensor that the trunk returned, not a detached copy"
             )
         if z._backward_hooks:
             raise ValueError(
@@ -136,6 +139,14 @@ def _checked(features: object) -> list[Tensor]:
             )
         checked.append(z)
     return checked
+
+
+def _without_trunk(i: int, z: Tensor) -> ValueError:
+    return ValueError(
+        f"features must depend on a shared parameter of trunk, got features[{i}] of shape"
+        f" {tuple(z.shape)} that depends on none: was it computed without the trunk, or with a copy"
+        " of it?"
+    )
 
 
 class Features:
@@ -169,8 +180,9 @@ class Features:
         self._names_of = names_of
         self._check_distinct()
         self._trunk = self._graph_of_trunk()
-        self._heads = {task: self._reached_by(task, loss) for task, loss in losses.items()}
-        self._check_shared(self._heads)
+        heads = {task: self._reached_by(task, loss) for task, loss in losses.items()}
+        self._check_shared(heads)
+        self._behind = {leaf for reached in heads.values() for leaf in reached.leaves}
         self.gradients = FeatureGradients(self._features, tasks)
 
     def _check_distinct(self) -> None:
@@ -198,11 +210,7 @@ class Features:
             # A `torch.autograd.Function` can hide parameters: reentrant checkpointing does.
             hidden = any(isinstance(n, BackwardCFunction) for n in (node, *reached.nodes))
             if not hidden and self._shared.isdisjoint(reached.leaves):
-                raise ValueError(
-                    "features must depend on a shared parameter of trunk, got"
-                    f" features[{i}] of shape {tuple(self._features[i].shape)} that depends on"
-                    " none: was it computed without the trunk, or with a copy of it?"
-                )
+                raise _without_trunk(i, self._features[i])
         return nodes
 
     def _reached_by(self, task: str, loss: Tensor) -> _Reached:
@@ -215,7 +223,7 @@ class Features:
             )
         past = reached.nodes & self._trunk
         if past:
-            leaves = {node.variable for node in past if hasattr(node, "variable")}
+            leaves = {node.variable for node in past if _is_leaf(node)}
             raise ValueError(
                 "losses must depend on what leads to features through features alone, or a part of"
                 f" its gradient would not be weighed: that of {task!r} depends on"
@@ -228,7 +236,7 @@ class Features:
         """One of some leaves, a parameter if there is one."""
         parameters = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
         if parameters:
-            return self._names_of(parameters)[0]
+            return min(self._names_of(parameters))
         shapes = [f"a leaf of shape {tuple(leaf.shape)}" for leaf in leaves]
         return (shapes or ["an output of trunk"])[0]
 
@@ -294,9 +302,16 @@ class Features:
             )
 
     def trunk_pass(self) -> None:
-        """The backward pass of the trunk, which frees its graph."""
+        """The backward pass of the trunk, which frees its graph.
+
+        Raises:
+            ValueError: It reaches no shared parameter; without hidden ones, that was seen before.
+
+        """
         combined = self.gradients.combined
         torch.autograd.backward([self._features[i] for i in combined], [*combined.values()])
+        if all(p.grad is None for p in self._shared - self._behind):
+            raise _without_trunk(min(combined), self._features[min(combined)])
         combined.clear()
 
     def close(self) -> None:

@@ -36,6 +36,7 @@ from cs_kernels.distributed import (
     PartialGradients,
     Wrappers,
     find_ranks,
+    is_sharded,
     reshard,
     unwrapped,
 )
@@ -600,6 +601,12 @@ class MultiTaskOptimizer:
             raise ValueError(
                 "process_group must be None for backward with features, got"
                 f" {self._ranks.size} ranks"
+            )
+        sharded = sum(map(is_sharded, held_parameters(self._optimizers)))
+        if sharded:
+            raise ValueError(
+                "optimizer must hold whole parameters for backward with features, got"
+                f" {sharded} after fully_shard"
             )
         if not update:
             raise ValueError(

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from networks import AB, assert_equal, problem, refused, sgd_of
+from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -805,6 +807,15 @@ def test_features_from_elsewhere() -> None:
         opt.backward(network.losses([z]), features=z)
 
 
+def test_features_from_elsewhere_that_hide_it() -> None:
+    network, other = Network("residual"), Network("residual")
+    opt = cs.MultiTaskOptimizer(network.trunk, sgd_of(network, other), ABC, cs.MGDA())
+    (z,) = checkpoint(other.trunk, other.x.requires_grad_(), use_reentrant=True)
+    with pytest.raises(ValueError, match=r"a shared parameter of trunk, got features\[0\]"):
+        opt.backward(network.losses([z]), features=z)
+    assert all(p.grad is None for p in [*network.parameters(), *other.parameters()])
+
+
 def test_an_unheld_head() -> None:
     network = Network("residual")
     opt = cs.MultiTaskOptimizer(network.trunk, sgd_of(network.trunk), ABC, cs.MGDA())
@@ -912,3 +923,32 @@ def test_a_loss_without_a_gradient_of_the_features() -> None:
     with pytest.raises(ValueError, match="gradient with respect to features, got none for 'b'"):
         opt.backward(losses, features=z)
     assert all(p.grad is None for p in network.parameters())
+
+
+def _refused_on_a_rank(rank: int) -> list[str]:
+    """Replicated, then with heads after `fully_shard` behind a trunk that is not."""
+    from torch.distributed.fsdp import fully_shard
+
+    found = []
+    for sharded in (False, True):
+        network = Network("residual")
+        if sharded:
+            for head in network.heads.values():
+                fully_shard(head[0], mesh=dist.init_device_mesh("cpu", (2,)))
+        group = None if sharded else dist.group.WORLD
+        opt = network.start(cs.MGDA(), process_group=group)
+        (z,) = network.features()
+        losses = {"a": z.square().mean()}
+        with pytest.raises(ValueError, match="backward with features") as raised:
+            opt.backward(losses, features=z)
+        found.append(str(raised.value))
+    return found
+
+
+@pytest.mark.xdist_group("ranks")
+def test_many_ranks(pools: Callable[[int], Ranks]) -> None:
+    for replicated, sharded in pools(2).run(_refused_on_a_rank):
+        assert replicated.startswith("process_group must be None")
+        assert "got 2 ranks" in replicated
+        assert sharded.startswith("optimizer must hold whole parameters")
+        assert "got 6 after fully_shard" in sharded
