@@ -456,6 +456,35 @@ def test_gradients_with_one_memory() -> None:
     torch.testing.assert_close(scale.grad, 2 * other.grad)
 
 
+def test_gradients_that_the_next_pass_overwrites() -> None:
+    """As those in the memory of a CUDA graph, parts of one allocation."""
+    memory = torch.empty(2, 20).double()
+
+    class Reused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, z: Tensor) -> Tensor:
+            return z.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return memory[1].view(5, 4).copy_(grad).detach()
+
+    trunk = nn.Linear(3, 4).double()
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, cs.MGDA())
+    x = torch.randn(5, 3).double()
+
+    def losses(z: Tensor) -> dict[str, Tensor]:
+        return {"a": z.square().mean(), "b": (z.cumsum(0) - 1).square().mean()}
+
+    z = trunk(x)
+    opt.backward({t: losses(Reused.apply(z))[t] for t in AB}, features=z)
+    found, gramian = trunk.weight.grad.clone(), opt.report().gramian
+    opt.optimizer.zero_grad()
+    opt.backward(losses(z := trunk(x)), features=z)
+    assert_equal(gramian, opt.report().gramian)
+    assert_equal(found, trunk.weight.grad)
+
+
 def test_hooks_of_parameters_run_once() -> None:
     network = Network("residual", AB)
     calls: list[str] = []
@@ -530,9 +559,11 @@ def test_graphs_are_freed() -> None:
     (z,) = network.features()
     losses = network.losses([z])
     network.start(cs.MGDA()).backward(losses, features=z)
-    for tensor in (*losses.values(), z.sum()):
+    for task, loss in losses.items():  # The heads' alone.
         with pytest.raises(RuntimeError, match="second time"):
-            tensor.backward()
+            torch.autograd.grad(loss, network.heads[task][0].weight)
+    with pytest.raises(RuntimeError, match="second time"):
+        z.sum().backward()
 
 
 def test_features_keep_no_gradient() -> None:
