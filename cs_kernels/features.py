@@ -92,8 +92,11 @@ def _edge(tensor: Tensor) -> Edge:
     return tensor.grad_fn, tensor.output_nr
 
 
-def _walk(roots: Iterable[Edge], features: Set[Edge]) -> _Reached:
-    """Follows graphs from their roots to the leaves, but no further than to the features."""
+def _walk(roots: Iterable[Edge], features: Set[Edge], known: Set[Any] = frozenset()) -> _Reached:
+    """Follows graphs from their roots to the leaves.
+
+    The walk goes no further than to the features and to known nodes.
+    """
     reached = _Reached(set(), set())
     edges = list(roots)
     while edges:
@@ -103,7 +106,8 @@ def _walk(roots: Iterable[Edge], features: Set[Edge]) -> _Reached:
         elif edge[0] is not None and edge[0] not in reached.nodes:
             # The set keeps nodes alive: each has one Python object, however often it is reached.
             reached.nodes.add(edge[0])
-            edges.extend(edge[0].next_functions)
+            if edge[0] not in known:
+                edges.extend(edge[0].next_functions)
     return reached
 
 
@@ -200,17 +204,18 @@ class Features:
         """The nodes that have led to the features."""
         nodes: set[Any] = set()
         for (node, _), i in self._edges.items():
-            reached = _walk(node.next_functions, self._edges.keys())
+            reached = _walk(node.next_functions, self._edges.keys(), nodes)
             for other in reached.features:
                 raise ValueError(
                     "features must not be computed from each other, or gradients would count twice,"
                     f" got features[{i}] that depends on features[{self._edges[other]}]"
                 )
-            nodes |= reached.nodes | {node}
             # A `torch.autograd.Function` can hide parameters: reentrant checkpointing does.
             hidden = any(isinstance(n, BackwardCFunction) for n in (node, *reached.nodes))
-            if not hidden and self._shared.isdisjoint(reached.leaves):
+            joins = not nodes.isdisjoint(reached.nodes)  # What led to an earlier feature.
+            if not (hidden or joins) and self._shared.isdisjoint(reached.leaves):
                 raise _without_trunk(i, self._features[i])
+            nodes |= reached.nodes | {node}
         return nodes
 
     def _reached_by(self, task: str, loss: Tensor) -> _Reached:

@@ -836,6 +836,10 @@ def test_features_from_elsewhere() -> None:
     match = r"shared parameter of trunk, got features\[0\] of shape \(4, 6, 6, 6\) that"
     with _refused(network, opt, ValueError, match):
         opt.backward(network.losses([z]), features=z)
+    (first,) = network.features()
+    match = r"shared parameter of trunk, got features\[1\]"
+    with _refused(network, opt, ValueError, match):
+        opt.backward(network.losses([first + z]), features=[first, z])
 
 
 def test_features_from_elsewhere_that_hide_it() -> None:
