@@ -17,6 +17,7 @@ from networks import (
     refused,
     restore,
     saved,
+    sgd_of,
     started_problem,
     step_by_hand,
 )
@@ -405,3 +406,33 @@ def test_methods_that_break_their_word() -> None:
         opt.step(loss)
         updates.append(flat_grad(model.trunk))
     assert torch.equal(*updates)
+
+
+def test_a_sum_of_separate_gradients() -> None:
+    """It trains as the sum does, and its reports have cosines."""
+    states, reports = [], []
+    for separate in (False, True):
+        setup = Setup()
+        opt = setup.start(cs.Sum(separate))
+        for number in range(5):
+            opt.step(setup.closure(number))
+        states.append(setup.state())
+        reports.append(opt.report())
+    torch.testing.assert_close(*states, rtol=1e-10, atol=1e-12)
+    assert reports[0].cosines is None
+    assert reports[1].cosines.shape == (3, 3)
+    assert reports[1].task_weights.tolist() == [1, 1, 1]
+    assert reports[1].method == "Sum(separate=True)"
+
+
+def test_sum_is_as_it_was() -> None:
+    many = [f"t{n}" for n in range(65)]
+    trunk = nn.Linear(2, 2)
+    cs.MultiTaskOptimizer(trunk, sgd_of(trunk), many, cs.Sum())
+    with pytest.raises(ValueError, match=r"at most 64 for Sum\(separate=True\), got 65"):
+        cs.MultiTaskOptimizer(trunk, sgd_of(trunk), many, cs.Sum(separate=True))
+    assert repr(cs.Sum()) == "Sum()"
+    assert (cs.Sum.separate_gradients, cs.Sum().has_gramian) == (False, False)
+    names = {type(m).__name__ for m in (cs.Sum(), cs.Sum(separate=True))}
+    assert names == {"Sum"}
+    assert not issubclass(cs.Sum, cs.GramianMethod)

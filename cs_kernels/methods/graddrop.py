@@ -1,7 +1,6 @@
 """GradDrop."""
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 
@@ -32,7 +31,7 @@ class GradDrop(Method):
 
     """
 
-    most_tasks: ClassVar[int | None] = MOST_TASKS
+    most_tasks = MOST_TASKS
 
     def __init__(self, leak: float | Sequence[float] = 0.0, seed: int = 0) -> None:
         for value in leak if isinstance(leak, Sequence) else [leak]:

@@ -3,7 +3,7 @@
 import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,7 +38,8 @@ class GramianMethod(Method):
 
     """
 
-    most_tasks: ClassVar[int | None] = MOST_TASKS
+    has_gramian = True
+    most_tasks = MOST_TASKS
     groups: Groups = "all"
 
     def __init__(self, groups: Groups = "all") -> None:

@@ -13,13 +13,16 @@ from cs_kernels.step import Step
 class Method(Stateful, ABC):
     """Turns the gradients of all tasks into one update, in a joint step (Phase 2)."""
 
-    separate_gradients: ClassVar[bool] = True
+    separate_gradients: bool = True
     """Whether it needs the tasks' gradients one by one; else they add up in `.grad`."""
 
     prioritizes: ClassVar[bool] = False
     """Whether it needs layers with a task-specific normalization behind them."""
 
-    most_tasks: ClassVar[int | None] = None
+    has_gramian: bool = False
+    """Whether its steps leave the Gramian of the gradients in `step.surgery`."""
+
+    most_tasks: int | None = None
     """The greatest number of tasks, if there is a limit."""
 
     def check(self, tasks: Sequence[str]) -> None:

@@ -1,7 +1,10 @@
 """Plain gradient descent on the sum of the losses."""
 
+from torch import Tensor
+
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import Layout
+from cs_kernels.methods.gramian import GramianMethod
 from cs_kernels.methods.method import Method
 from cs_kernels.step import Step
 
@@ -10,9 +13,34 @@ class Sum(Method):
     """Plain gradient descent on the sum of the losses: the baseline, at its true cost.
 
     The tasks' gradients add up in `.grad` during the backward passes; no K gradients are kept.
+
+    Args:
+        separate: Whether to keep them one by one and to add them afterwards, by the kernels of the
+            Gramian methods: reports then have norms and cosines, and `GradNorm` works.
+
     """
 
     separate_gradients = False
+    _added: GramianMethod | None = None
+
+    def __init__(self, separate: bool = False) -> None:
+        if separate:
+            self._added = _Ones()
+            self.separate_gradients = self.has_gramian = True
+            self.most_tasks = self._added.most_tasks
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
-        """Nothing to do: autograd has added the gradients."""
+        """Nothing to do where autograd has added the gradients."""
+        if self._added is not None:
+            self._added.combine(gradients, layout, step)
+
+    def __repr__(self) -> str:
+        return "Sum(separate=True)" if self.separate_gradients else "Sum()"
+
+
+class _Ones(GramianMethod):
+    """The plain sum, with the Gramian."""
+
+    def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
+        """One for each task."""
+        return gramian.new_ones(gramian.shape[:-1])
