@@ -1,0 +1,17 @@
+"""Equal weights."""
+
+from torch import Tensor
+
+from cs_kernels.step import Step
+from cs_kernels.weightings.weighting import Weighting
+
+
+class EqualWeights(Weighting):
+    """Every loss with weight 1."""
+
+    def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
+        """The loss itself."""
+        return loss
+
+    def __repr__(self) -> str:
+        return "EqualWeights()"

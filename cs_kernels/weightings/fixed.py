@@ -1,0 +1,42 @@
+"""Fixed weights."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from cs_kernels.options import is_finite_number
+from cs_kernels.step import Step
+from cs_kernels.weightings.weighting import Weighting, check_mapping
+
+
+class FixedWeights(Weighting):
+    """Every loss times a number, such as the manually tuned ones of the paper's tables.
+
+    Args:
+        weights: A number for every task.
+
+    Raises:
+        ValueError: One is not finite.
+
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        check_mapping("weights", weights)
+        for task, weight in weights.items():
+            if not is_finite_number(weight):
+                raise ValueError(f"weights must be finite, got {weight!r} for {task!r}")
+        self.weights = dict(weights)
+
+    def check(self, tasks: Sequence[str]) -> None:
+        """Every task must have a weight, and every weight a task."""
+        if set(self.weights) != set(tasks):
+            raise ValueError(
+                f"weighting must have a weight for each of {list(tasks)}, got {list(self.weights)}"
+            )
+
+    def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
+        """The loss times its weight."""
+        return loss * self.weights[task]
+
+    def __repr__(self) -> str:
+        return f"FixedWeights({self.weights})"

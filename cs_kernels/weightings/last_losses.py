@@ -1,0 +1,99 @@
+"""The base of weightings that need the losses of all tasks."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs_kernels.step import Step
+from cs_kernels.weightings.weighting import Weighting, weighed
+
+
+def on_device(states: dict[str, Tensor], task: str, device: torch.device) -> Tensor | None:
+    """The state of a task, moved to a device: a checkpoint may have been loaded to another one."""
+    state = states.get(task)
+    if state is not None and state.device != device:
+        state = states[task] = state.to(device)
+    return state
+
+
+def add_losses(totals: dict[str, Tensor], losses: Mapping[str, Tensor]) -> None:
+    """Adds losses that are finite to the sums and the numbers of losses, float64 [2] a task."""
+    for task, loss in losses.items():
+        value = loss.double()
+        finite = value.isfinite()
+        pair = torch.stack([torch.where(finite, value, 0.0), finite.double()])
+        total = on_device(totals, task, pair.device)
+        if total is None:
+            total = totals[task] = torch.zeros_like(pair)
+        total += pair
+
+
+class LastLosses(Weighting):
+    """Weighs by the losses of all tasks of a step.
+
+    The losses that are not known before a backward pass are those of the task's last step: of other
+    tasks in `step`, of all tasks on many ranks and with micro-batches. Where a task has none yet,
+    it counts with the loss that is weighed. A loss that is not finite does not replace the last.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, Tensor] = {}
+        """The last finite loss of each task, float64 on its device; infinite before."""
+        self._found: tuple[dict[str, Tensor], Tensor] | None = None
+        """The losses known to all tasks of a step, and the weights from these."""
+
+    @abstractmethod
+    def weights(self, losses: Tensor, step: Step) -> Tensor:
+        """The weights of a step's tasks from their losses: both float64 [K]."""
+
+    def losses_of(self, loss: Tensor, step: Step) -> Tensor:
+        """The losses of the step's tasks, float64 [K]: known ones, else last ones, else `loss`."""
+        own = loss.detach().double()
+        last = [self._last_of(other, own) for other in step.tasks]
+        pairs = zip(step.tasks, last, strict=True)
+        known = torch.stack([step.known.get(other, x).to(own) for other, x in pairs])
+        fallback = torch.stack(last)
+        fallback = torch.where(fallback.isfinite(), fallback, own)
+        return torch.where(known.isfinite(), known, fallback)
+
+    def _last_of(self, task: str, own: Tensor) -> Tensor:
+        last = on_device(self._last, task, own.device)
+        return own if last is None else last
+
+    def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
+        """The loss times its weight, which has no gradient."""
+        number = step.tasks.index(task)
+        if self._found is not None and self._found[0] is step.known:
+            return weighed(loss, self._found[1][number].to(loss.device))
+        with torch.no_grad():
+            weights = self.weights(self.losses_of(loss, step), step)
+        if set(step.known) >= set(step.tasks):  # They are the same for all tasks.
+            self._found = step.known, weights
+        return weighed(loss, weights[number])
+
+    def observe(self, step: Step) -> None:
+        """Keeps the losses, in place."""
+        self._found = None
+        for task, loss in step.losses.items():
+            value = loss.double()
+            last = on_device(self._last, task, value.device)
+            if last is None:
+                last = self._last[task] = torch.full_like(value, inf)
+            last.copy_(torch.where(value.isfinite(), value, last))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last loss of each task."""
+        return {"last": {task: last.clone() for task, last in self._last.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`."""
+        self._last = {task: last.clone() for task, last in state["last"].items()}
+        self._found = None
+
+    def captured_state(self) -> list[Tensor]:
+        """The last losses, which `observe` writes in place."""
+        return [*self._last.values()]

@@ -1,0 +1,77 @@
+"""Uncertainty weights."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from cs_kernels.step import Step
+from cs_kernels.weightings.weighting import Weighting, check_mapping
+
+
+class UncertaintyWeights(Weighting):
+    """Learns to weigh each loss by the task's homoscedastic uncertainty (Kendall et al., 2018).
+
+    `L / (2 sigma^2) + log sigma` for a regression, `L / sigma^2 + log sigma` for a classification.
+    The learned parameters are log sigma; give `parameters()` to the torch optimizer.
+
+    Args:
+        tasks: For each task, "regression" or "classification".
+        device: The device of the parameters.
+
+    Raises:
+        ValueError: A task is neither.
+
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, Literal["regression", "classification"]],
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_mapping("tasks", tasks)
+        for task, kind in tasks.items():
+            if kind not in ("regression", "classification"):
+                raise ValueError(
+                    f"tasks must be 'regression' or 'classification', got {kind!r} for {task!r}"
+                )
+        self.tasks = dict(tasks)
+        self.log_sigma = {task: nn.Parameter(torch.zeros((), device=device)) for task in tasks}
+
+    def check(self, tasks: Sequence[str]) -> None:
+        """Every task must have a kind, and every kind a task."""
+        if set(self.tasks) != set(tasks):
+            raise ValueError(
+                f"weighting must have a kind for each of {list(tasks)}, got {list(self.tasks)}"
+            )
+
+    def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
+        """The loss divided by 2 sigma^2 or sigma^2, as in the paper's appendix."""
+        half = 0.5 if self.tasks[task] == "regression" else 1.0
+        return half * torch.exp(-2 * self.log_sigma[task]) * loss
+
+    def regularizer(self, task: str) -> Tensor:
+        """Log sigma."""
+        return self.log_sigma[task]
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Log sigma of each task."""
+        return list(self.log_sigma.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Log sigma of each task."""
+        return {task: value.detach().clone() for task, value in self.log_sigma.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Copies the state into the same parameters."""
+        with torch.no_grad():
+            for task, value in self.log_sigma.items():
+                value.copy_(state[task])
+
+    def captured_state(self) -> list[Tensor]:
+        """None but the parameters, which the torch optimizer updates in place."""
+        return []
+
+    def __repr__(self) -> str:
+        return f"UncertaintyWeights({self.tasks})"

@@ -1,0 +1,68 @@
+"""The interface of a weighting."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cs_kernels.stateful import Stateful
+from cs_kernels.step import Step
+
+
+class Weighting(Stateful, ABC):
+    """Weighs the loss of each task, in every phase and with every method."""
+
+    needs_gramian: bool = False
+    """Whether it reads the Gramian of the gradients, `step.surgery.gramian`, in `observe`."""
+
+    reevaluates: bool = False
+    """Whether `MultiTaskOptimizer.step` computes the losses again after it: `step.losses_after`."""
+
+    def check(self, tasks: Sequence[str]) -> None:
+        """Raises ValueError if it does not fit the tasks."""
+        del tasks
+
+    @abstractmethod
+    def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
+        """The weighted loss of a task, for its backward pass; called once a micro-batch.
+
+        Args:
+            task: The task.
+            loss: Its loss, with its graph.
+            step: The tasks that take part, the number of the step. On many ranks, the losses here
+                are this rank's, and `observe` gets their means.
+
+        """
+
+    def regularizer(self, task: str) -> Tensor | None:
+        """A term to add to a task's weighted loss, once a step, or None."""
+        del task
+        return None
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters of learned weights, for the torch optimizer."""
+        return []
+
+    def start_epoch(self, epoch: int) -> None:
+        """Called when an epoch begins."""
+        del epoch
+
+    def observe(self, step: Step) -> None:
+        """Called after a step; `step.losses` are the unweighted losses of its tasks.
+
+        They are means over the ranks, and sums over the micro-batches.
+        """
+        del step
+
+
+def check_mapping(name: str, value: object) -> None:
+    """Raises TypeError for anything but a mapping."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a mapping by task, got {value!r}")
+
+
+def weighed(loss: Tensor, weight: Tensor) -> Tensor:
+    """A loss times a number on the device; half precision is multiplied in float32."""
+    wide = torch.promote_types(loss.dtype, torch.float32)
+    return (loss.to(wide) * weight.to(wide)).to(loss.dtype)
