@@ -33,9 +33,13 @@ from cs_kernels.report import Report
 from cs_kernels.schedules import Joint, Mixed, Schedule, Sequential, Switch
 from cs_kernels.step import Step
 from cs_kernels.weightings import (
+    FAMO,
     DynamicWeightAverage,
     EqualWeights,
     FixedWeights,
+    GradNorm,
+    RandomWeights,
+    SmoothTchebycheff,
     UncertaintyWeights,
     Weighting,
 )
@@ -44,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DBMTL",
+    "FAMO",
     "IMTLG",
     "MGDA",
     "NTKMTL",
@@ -58,6 +63,7 @@ __all__ = [
     "FairGrad",
     "FixedWeights",
     "GradDrop",
+    "GradNorm",
     "GradVac",
     "GramianMethod",
     "Joint",
@@ -68,9 +74,11 @@ __all__ = [
     "MultiTaskOptimizer",
     "NashMTL",
     "PCGrad",
+    "RandomWeights",
     "Report",
     "Schedule",
     "Sequential",
+    "SmoothTchebycheff",
     "Step",
     "Sum",
     "Switch",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from cs_kernels.checks import Closure, held_parameters
+from cs_kernels.checks import Closure, held_parameters, refuse_reevaluation
 from cs_kernels.distributed import Alone
 from cs_kernels.ops.gpu.device import captured_tables
 from cs_kernels.options import checked_integer
@@ -311,6 +311,7 @@ def _check_replays(opt: "MultiTaskOptimizer") -> None:
                 "trunk must have batch normalization with a momentum for a captured step, got"
                 f" momentum=None in {name}: the factor of its average is a number on the host"
             )
+    refuse_reevaluation(opt.weighting, "in a captured step")
     opt.method.captured_state()
     opt.weighting.captured_state()
 

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from cs_kernels.distributed.ranks import Alone, Ranks
 from cs_kernels.distributed.sharded import is_sharded
 from cs_kernels.layout import channels_of, shared_parameters
 from cs_kernels.methods import Method
@@ -125,6 +126,26 @@ def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
             f"trunk must have task-specific normalization for {method!r}: convert it with"
             f" cs.nn.convert_task_batchnorm; got {type(trunk).__name__} with none"
         )
+
+
+def refuse_reevaluation(weighting: Weighting, where: str) -> None:
+    """Raises ValueError if a weighting needs the losses after a step."""
+    if weighting.reevaluates:
+        raise ValueError(
+            f"weighting must not compute losses again {where}, got {weighting!r}: use"
+            " FAMO(reevaluate=False)"
+        )
+
+
+def check_weighting(weighting: Weighting, method: Method, ranks: Ranks) -> None:
+    """The method and the ranks have what the weighting reads after a step."""
+    if weighting.needs_gramian and not method.has_gramian:
+        raise ValueError(
+            f"method must be a Gramian method for {weighting!r}, got {method!r}: for the plain sum,"
+            " use Sum(separate=True)"
+        )
+    if not isinstance(ranks, Alone):
+        refuse_reevaluation(weighting, f"on {ranks.size} ranks")
 
 
 def check_devices(shared: Mapping[str, nn.Parameter], tasks: Sequence[str], method: Method) -> None:

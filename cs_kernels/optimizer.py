@@ -23,6 +23,7 @@ from cs_kernels.checks import (
     check_scales,
     check_steps_now,
     check_trunk,
+    check_weighting,
     checked_closures,
     checked_losses,
     checked_optimizers,
@@ -30,6 +31,7 @@ from cs_kernels.checks import (
     described,
     held_parameters,
     numeric_options,
+    refuse_reevaluation,
 )
 from cs_kernels.distributed import (
     Call,
@@ -173,6 +175,7 @@ class MultiTaskOptimizer:
         self.weighting.check(self.tasks)
         self.method.check(self.tasks)
         self._optimizers = checked_optimizers(self.optimizer)
+        check_weighting(self.weighting, self.method, self._ranks)
         check_trunk(inner, self.tasks, self.method)
         check_devices(shared, self.tasks, self.method)
         self._overrides = checked_overrides(inner, layers)
@@ -412,8 +415,25 @@ class MultiTaskOptimizer:
                     self._check_covered()
                     self._combine(step)
                     self._optimizer_step()
-            self._finish(step, phase)
+            try:
+                if self.weighting.reevaluates:
+                    step.losses_after = self._losses_again(chosen, closures)
+            finally:  # The step has been made.
+                self._finish(step, phase)
         return step.losses
+
+    def _losses_again(self, tasks: Sequence[str], closures: Sequence[Closure]) -> dict[str, Tensor]:
+        """The losses after a step, on the same batch; buffers and random numbers are restored."""
+        device = self._shared[0].device
+        devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+        with (
+            torch.random.fork_rng(devices, device_type=kind),
+            self._statistics.restored_on_error(tasks, always=True),
+            self._accumulation.passing(),
+        ):
+            losses = {task: self._passes.evaluate(task, closures) for task in tasks}
+        torch.clear_autocast_cache()  # As after the step: weights may be changed before the next.
+        return losses
 
     def _make_passes(
         self,
@@ -488,8 +508,8 @@ class MultiTaskOptimizer:
             ValueError: Replays would go wrong: an optimizer without `capturable=True` where it has
                 that option, a scaler with an optimizer that is not fused, `backward=`, batch
                 normalization with momentum=None in the trunk, a method or weighting whose state
-                cannot be captured (`NashMTL(update_every=2)`), parameters on several devices; or
-                `tasks` or `warmup` does not fit.
+                cannot be captured (`NashMTL(update_every=2)`, `RandomWeights()`, `FAMO()`),
+                parameters on several devices; or `tasks` or `warmup` does not fit.
             TypeError: A closure is not a function, or `warmup` not an integer.
             RuntimeError: `backward` has left gradients or an update to be used first.
 
@@ -557,8 +577,9 @@ class MultiTaskOptimizer:
         Raises:
             ValueError: A task is unknown, a loss is not a scalar, has no graph, depends on a
                 parameter that the optimizer does not hold or on none of the trunk, or the trunk has
-                task-specific normalization; or `features` does not separate the losses from the
-                trunk, or does not go with the method, `update=False`, `backward=` or many ranks.
+                task-specific normalization, or the weighting computes losses again (`FAMO()`); or
+                `features` does not separate the losses from the trunk, or does not go with the
+                method, `update=False`, `backward=` or many ranks.
             TypeError: `losses` is not a mapping, or a loss or a feature not a tensor.
             RuntimeError: The schedule is in Phase 1, which takes a forward pass a task; or the
                 last update was neither used by the optimizer nor set to zero; or a CUDA graph is
@@ -570,6 +591,7 @@ class MultiTaskOptimizer:
             losses = checked_losses(losses)
             chosen = self._chosen(losses)
             refuse_capture(self._shared[0].device)
+            refuse_reevaluation(self.weighting, "after backward, which has no closure")
             if features is not None:
                 self._check_takes_features(update=update)
             if self._norms:
@@ -654,7 +676,8 @@ class MultiTaskOptimizer:
             self._gradients.expect(chosen, separate=separate, adds_up=not update)
             collect = self._collect if separate else None
             features = features if separate else None  # A sum of gradients needs no stop.
-            self._passes.backward_passes(chosen, losses, step, held, collect, features)
+            whole = update and not is_open
+            self._passes.backward_passes(chosen, losses, step, held, collect, features, whole=whole)
             self._share(chosen, step, before, held, adds_up=not update)
             if features is not None:
                 self._combine_at(features, step)

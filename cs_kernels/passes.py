@@ -100,6 +100,12 @@ class Passes:
                 self._check_graph(task, loss, held)
                 self._checked.add(task)
 
+    def evaluate(self, task: str, closures: Sequence[Closure]) -> Tensor:
+        """The loss of one task, without gradients."""
+        with active(self._norms, task), torch.no_grad():
+            losses = [closure(task).detach().reshape(()) for closure in closures]
+            return sum(losses[1:], losses[0])
+
     def task_pass(
         self,
         task: str,
@@ -135,6 +141,8 @@ class Passes:
                     )
                 if task not in self._checked:
                     self._check_graph(task, loss, held)
+                alone = len(closures) == 1 and self._ranks.size == 1
+                step.known = {task: loss.detach()} if alone else {}
                 weighted = self._weighted(task, loss, step)
                 if number == len(closures):
                     self._gradients.arm(task)
@@ -151,12 +159,14 @@ class Passes:
         held: Sequence[nn.Parameter],
         collect: Callable[[str], None] | None,
         features: Features | None = None,
+        *,
+        whole: bool = True,
     ) -> None:
         """The backward passes of losses with a common graph; the last one frees it.
 
         `collect` is called after the backward pass of each task; without it, gradients add up. With
-        features, the passes end there.
-        Other ranks may have losses for more tasks.
+        features, the passes end there. Other ranks may have losses for more tasks. `whole` says
+        that there is one micro-batch.
 
         Raises:
             ValueError: As `task_pass`.
@@ -165,6 +175,8 @@ class Passes:
         for task in losses:
             if task not in self._checked:
                 self._check_graph(task, losses[task], held)
+        alone = whole and self._ranks.size == 1
+        step.known = {task: loss.detach() for task, loss in losses.items()} if alone else {}
         weighted = {task: self._weighted(task, loss, step) for task, loss in losses.items()}
         present = [task for task in tasks if task in losses]
         if features is not None:

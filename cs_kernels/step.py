@@ -52,6 +52,11 @@ class Step:
     """The loss of each task, detached, a scalar; micro-batches added up."""
     weighted_losses: dict[str, Tensor] = field(default_factory=dict)
     """The same after weighting; the gradients are theirs, times the loss scale."""
+    known: dict[str, Tensor] = field(default_factory=dict)
+    """The losses of this step that are known before a task's backward pass, detached: in `backward`
+    those of all tasks, in `step` the task's own. None on many ranks and with micro-batches."""
+    losses_after: dict[str, Tensor] = field(default_factory=dict)
+    """The losses on the same batch after the step, for a weighting that `reevaluates`."""
     layers: tuple[str, ...] = ()
     """The modules of the per-layer Gramians, with groups="layer"."""
     loss_scale: Tensor | None = None

@@ -130,3 +130,19 @@ class Recorder:
             tape.replay()
 
         return replay
+
+
+class Reads(TorchDispatchMode):
+    """Counts the operators that read a number on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().partition(".")[0] in {
+            *("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::item"),
+            *("aten::is_nonzero", "aten::masked_select", "aten::bincount", "aten::unique_dim"),
+        }:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))

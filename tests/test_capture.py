@@ -40,12 +40,14 @@ def test_replays_are_steps(graphs: type[Recorder], name: str) -> None:
     """Losses, parameters, buffers, gradients and states; after the warm-up all are replays."""
     captured = CASES[name](captured=True).train()
     assert_alike(captured, CASES[name](captured=False).train())
-    phases = 2 if name in ("Switch", "Mixed") else 1
+    phases = 2 if name in ("Switch", "Mixed", "FAMO") else 1
     assert graphs.captures == phases
     assert graphs.replays == STEPS - 2 * phases
 
 
-@pytest.mark.parametrize("name", ["PCGrad", "GradDrop", "Mixed", "Uncertainty"])
+@pytest.mark.parametrize(
+    "name", ["PCGrad", "GradDrop", "Mixed", "Uncertainty", "Tchebycheff", "FAMO", "GradNorm"]
+)
 def test_a_captured_run_resumes(graphs: type[Recorder], name: str) -> None:
     """In both ways, captured and eager; what was saved does not change in later replays."""
     first = CASES[name](captured=True).train(0, 7)

@@ -1,7 +1,6 @@
 """`MultiTaskOptimizer.report`: its numbers against a plain loop's, and what asking for it costs."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -9,9 +8,8 @@ from layers import Kind
 from loops import CASES, Loop
 from networks import TASKS, Setup, assert_equal, gradient_rows, started, started_problem
 from plain import rows
-from recorder import Recorder
+from recorder import Reads, Recorder
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import cs_kernels as cs
 from cs_kernels import capture
@@ -235,26 +233,10 @@ def test_replays_report_as_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert (first.step, first.epoch, first.phase) == (second.step, second.epoch, second.phase)
 
 
-class _Reads(TorchDispatchMode):
-    """Counts the operators that read a number on the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name().partition(".")[0] in {
-            *("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::item"),
-            *("aten::is_nonzero", "aten::masked_select", "aten::bincount", "aten::unique_dim"),
-        }:
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", ["ConnectionStrength", "PCGrad", "NashMTL-layer", "Sum"])
 def test_a_report_reads_nothing_on_the_host(name: str) -> None:
     loop = CASES[name](captured=False).train(0, 2)
-    with _Reads() as reads:
+    with Reads() as reads:
         report = loop.opt.report()
         for part in ("cosines", "update_norm", "channels", "conflicts", "removed"):
             getattr(report, part)

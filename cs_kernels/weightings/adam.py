@@ -1,0 +1,37 @@
+"""One step of Adam for numbers of tasks, without a host synchronization."""
+
+import torch
+from torch import Tensor
+
+BETAS, EPS = (0.9, 0.999), 1e-8
+"""Torch's defaults."""
+
+
+def start(like: Tensor, value: float) -> Tensor:
+    """The state of one number: float64 [4] on the device of a loss."""
+    state = torch.zeros(4, dtype=torch.float64, device=like.device)
+    state[0] = value
+    return state
+
+
+def adam_step(states: Tensor, gradients: Tensor, lr: float, weight_decay: float = 0.0) -> Tensor:
+    """The states after a step, as of `torch.optim.Adam`.
+
+    Args:
+        states: [K, 4], of each task the number, both moments and how many steps there were.
+        gradients: [K].
+        lr: The learning rate.
+        weight_decay: As an L2 penalty.
+
+    Returns:
+        [K, 4], new.
+
+    """
+    value, first, second, steps = states.unbind(1)
+    gradients = gradients + weight_decay * value
+    steps = steps + 1
+    first = first + (gradients - first) * (1 - BETAS[0])
+    second = BETAS[1] * second + (1 - BETAS[1]) * gradients.square()
+    unbiased = second.sqrt() / (1 - BETAS[1] ** steps).sqrt()
+    value = value - lr / (1 - BETAS[0] ** steps) * first / (unbiased + EPS)
+    return torch.stack([value, first, second, steps], 1)

@@ -1,0 +1,160 @@
+"""FAMO."""
+
+from collections.abc import Mapping, Sequence
+from math import inf, nan
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs_kernels.options import is_finite_number
+from cs_kernels.step import Step
+from cs_kernels.weightings.adam import adam_step, start
+from cs_kernels.weightings.last_losses import LastLosses, on_device
+from cs_kernels.weightings.weighting import check_mapping
+
+_TINY = 1e-8
+"""The authors add it to a loss above its minimum."""
+
+
+class FAMO(LastLosses):
+    """Makes all losses fall at the same rate, by fast adaptive optimization (Liu et al., 2023).
+
+    With z the softmax of a logit for each task of the step and D_i = L_i - min_i + 1e-8, task i has
+    the weight `(z_i / D_i) / sum_j (z_j / D_j)`. The logits learn from what a step has changed: by
+    one step of Adam along the gradient of `sum_i z_i log(D_i before / D_i after)`, a task whose
+    loss has fallen by less than the mean gets more weight.
+
+    With `reevaluate=True`, as published, `MultiTaskOptimizer.step` computes the losses again after
+    the step, by the same closures, without gradients: a forward pass a task more. Buffers and
+    torch's random numbers are restored. A closure that draws its own batches must not be used then:
+    the losses would be those of other batches. If a closure raises there, the step has been made
+    and counts, and the logits stay. With `reevaluate=False`, the losses after a step are those of
+    the task's next step: needed for `backward`, on many ranks and in captured steps.
+
+    In `backward` of one process and one batch, the losses are those of this step, which the logits
+    have learned from before; in `step`, the task's own is. All others are of the task's last step,
+    also on many ranks and with micro-batches. A task without any counts as equal.
+
+    A loss below its minimum has the weight NaN. A loss that is not finite leaves its task out of
+    the update of the logits.
+
+    Args:
+        lr: The learning rate of the logits.
+        decay: Their weight decay.
+        reevaluate: Whether to compute the losses again after a step.
+        minima: The least value of each task's loss; 0 for a task that has no entry.
+
+    Raises:
+        ValueError: `lr` is not positive and finite, `decay` not finite and at least 0, or a minimum
+            not finite.
+        TypeError: `minima` is not a mapping.
+
+    """
+
+    def __init__(
+        self,
+        lr: float = 0.025,
+        decay: float = 0.01,
+        reevaluate: bool = True,
+        minima: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__()
+        if not (is_finite_number(lr) and lr > 0):
+            raise ValueError(f"lr must be positive and finite, got {lr!r}")
+        if not (is_finite_number(decay) and decay >= 0):
+            raise ValueError(f"decay must be finite and at least 0, got {decay!r}")
+        if minima is not None:
+            check_mapping("minima", minima)
+            for task, minimum in minima.items():
+                if not is_finite_number(minimum):
+                    raise ValueError(f"minima must be finite, got {minimum!r} for {task!r}")
+        self.lr = lr
+        self.decay = decay
+        self.reevaluates = bool(reevaluate)
+        self.minima = dict(minima or {})
+        self._logits: dict[str, Tensor] = {}
+        """The logit of each task with the state of Adam, float64 [4]."""
+
+    def check(self, tasks: Sequence[str]) -> None:
+        """Every minimum must have a task."""
+        for task in self.minima:
+            if task not in tasks:
+                raise ValueError(f"minima must be of tasks among {list(tasks)}, got {task!r}")
+
+    def weights(self, losses: Tensor, step: Step) -> Tensor:
+        """(z / D) / sum(z / D), float64 [K]."""
+        logits = self._states(step.tasks, losses)
+        if not self.reevaluates and set(step.known) >= set(step.tasks):
+            # `observe` will keep the same; a step that fails keeps nothing.
+            after = torch.stack([step.known[task].to(losses) for task in step.tasks])
+            logits = self._learned(logits, step.tasks, self._lasts(step.tasks, losses), after)
+        gaps = self._gaps(losses, step.tasks)
+        shares = torch.softmax(logits[:, 0], 0) / torch.where(gaps > 0, gaps, nan)
+        return shares / shares.sum()
+
+    def _gaps(self, losses: Tensor, tasks: Sequence[str]) -> Tensor:
+        """D, [K]."""
+        if self.minima:
+            pairs = zip(losses.unbind(), tasks, strict=True)
+            losses = torch.stack([loss - self.minima.get(task, 0.0) for loss, task in pairs])
+        return losses + _TINY
+
+    def _states(self, tasks: Sequence[str], like: Tensor) -> Tensor:
+        """[K, 4], a copy; new tasks begin with logit 0."""
+        for task in tasks:
+            if on_device(self._logits, task, like.device) is None:
+                self._logits[task] = start(like, 0.0)
+        return torch.stack([self._logits[task] for task in tasks])
+
+    def _lasts(self, tasks: Sequence[str], like: Tensor) -> Tensor:
+        """The last losses, [K]; infinite for tasks without one."""
+        found = [on_device(self._last, task, like.device) for task in tasks]
+        return torch.stack([like.new_full((), inf) if last is None else last for last in found])
+
+    def _learned(
+        self, logits: Tensor, tasks: Sequence[str], before: Tensor, after: Tensor
+    ) -> Tensor:
+        """The states after one update, [K, 4]; tasks without both losses keep theirs."""
+        delta = self._gaps(before, tasks).log() - self._gaps(after, tasks).log()
+        counts = delta.isfinite()
+        delta = torch.where(counts, delta, 0.0)
+        z = torch.softmax(torch.where(counts, logits[:, 0], -inf), 0)
+        updated = adam_step(logits, z * (delta - (z * delta).sum()), self.lr, self.decay)
+        return torch.where(counts.unsqueeze(1), updated, logits)
+
+    def observe(self, step: Step) -> None:
+        """Updates the logits, in place, and keeps the losses."""
+        tasks = [task for task in step.tasks if task in step.losses]
+        again = not self.reevaluates or set(step.losses_after) >= set(tasks)
+        if tasks and again:
+            losses = torch.stack([step.losses[task].double() for task in tasks])
+            logits = self._states(tasks, losses)
+            if self.reevaluates:
+                before = losses
+                after = torch.stack([step.losses_after[task].to(losses) for task in tasks])
+            else:
+                before, after = self._lasts(tasks, losses), losses
+            learned = self._learned(logits, tasks, before, after)
+            for task, state in zip(tasks, learned, strict=True):
+                self._logits[task].copy_(state)
+        super().observe(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last losses, and the logits with the state of Adam."""
+        logits = {task: state.clone() for task, state in self._logits.items()}
+        return {**super().state_dict(), "logits": logits}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`."""
+        super().load_state_dict(state)
+        self._logits = {task: logit.clone() for task, logit in state["logits"].items()}
+
+    def captured_state(self) -> list[Tensor]:
+        """The last losses, and the logits with the state of Adam."""
+        return [*super().captured_state(), *self._logits.values()]
+
+    def __repr__(self) -> str:
+        minima = f", minima={self.minima}" if self.minima else ""
+        options = f"lr={self.lr}, decay={self.decay}, reevaluate={self.reevaluates}"
+        return f"FAMO({options}{minima})"

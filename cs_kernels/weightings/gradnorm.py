@@ -1,0 +1,109 @@
+"""GradNorm."""
+
+from collections.abc import Mapping
+from math import inf, nan
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs_kernels.options import is_finite_number
+from cs_kernels.step import Step
+from cs_kernels.weightings.adam import adam_step, start
+from cs_kernels.weightings.last_losses import on_device
+from cs_kernels.weightings.weighting import Weighting, weighed
+
+_LEAST = 1e-3
+"""The least weight after a step of Adam: a negative one would ascend the loss, and stay."""
+
+
+class GradNorm(Weighting):
+    """Makes the tasks' gradients equal in norm, but for how fast each trains (Chen et al., 2018).
+
+    G_i is the norm of the gradient of w_i L_i over the shared parameters, and r_i = L_i / L_i(0)
+    divided by its mean over the tasks, with L_i(0) the loss of the task's first step. After a joint
+    step, the weights w_i make one step of Adam on `sum_i |G_i - mean_j(G_j) r_i^alpha|`, whose
+    second term is held constant. Then they are at least 0.001, and are scaled to the sum that they
+    had: that of all is their number.
+
+    The norms come from a Gramian method, such as `Sum(separate=True)` for the plain sum. In Phase 1
+    there is no Gramian, and the weights stay; so they do after a step with a loss or a gradient
+    that is not finite, or a loss whose ratio to the first one is negative.
+
+    Args:
+        alpha: How much more weight tasks get that train slowly; 0 for equal norms.
+        lr: The learning rate of the weights.
+
+    Raises:
+        ValueError: `alpha` is not finite and at least 0, or `lr` not positive and finite.
+
+    """
+
+    needs_gramian = True
+
+    def __init__(self, alpha: float = 1.5, lr: float = 0.025) -> None:
+        if not (is_finite_number(alpha) and alpha >= 0):
+            raise ValueError(f"alpha must be finite and at least 0, got {alpha!r}")
+        if not (is_finite_number(lr) and lr > 0):
+            raise ValueError(f"lr must be positive and finite, got {lr!r}")
+        self.alpha = alpha
+        self.lr = lr
+        self._weights: dict[str, Tensor] = {}
+        """The weight of each task with the state of Adam, float64 [4]."""
+        self._first: dict[str, Tensor] = {}
+        """The first finite loss of each task, float64; infinite before."""
+
+    def _weight(self, task: str, like: Tensor) -> Tensor:
+        state = on_device(self._weights, task, like.device)
+        if state is None:
+            state = self._weights[task] = start(like, 1.0)
+        return state
+
+    def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
+        """The loss times its weight, which has no gradient."""
+        return weighed(loss, self._weight(task, loss)[0])
+
+    def observe(self, step: Step) -> None:
+        """Updates the weights from the Gramian of a joint step, in place."""
+        for task, loss in step.losses.items():
+            value = loss.double()
+            first = on_device(self._first, task, value.device)
+            if first is None:
+                first = self._first[task] = torch.full_like(value, inf)
+            first.copy_(torch.where(first.isinf() & value.isfinite(), value, first))
+        gramian, tasks = step.surgery.gramian, step.surgery.rows
+        if gramian is None:
+            return
+        squares = gramian.diagonal(dim1=-2, dim2=-1).reshape(-1, len(tasks)).sum(0)
+        norms = squares.double().sqrt()
+        states = torch.stack([self._weight(task, norms) for task in tasks])
+        rates = torch.stack([(step.losses[t].double() / self._first[t]).to(norms) for t in tasks])
+        rates = torch.where(rates < 0, nan, rates)
+        targets = norms.mean() * (rates / rates.mean()) ** self.alpha
+        weights = states[:, 0]
+        learned = adam_step(states, (norms - targets).sign() * norms / weights, self.lr)
+        after = learned[:, 0].clamp(min=_LEAST)
+        learned[:, 0] = after * (weights.sum() / after.sum())
+        finite = targets.isfinite().all() & learned.isfinite().all()
+        learned = torch.where(finite, learned, states)
+        for task, state in zip(tasks, learned, strict=True):
+            self._weights[task].copy_(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights with the state of Adam, and the first losses."""
+        return {
+            "weights": {task: state.clone() for task, state in self._weights.items()},
+            "first": {task: loss.clone() for task, loss in self._first.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`."""
+        self._weights = {task: weight.clone() for task, weight in state["weights"].items()}
+        self._first = {task: loss.clone() for task, loss in state["first"].items()}
+
+    def captured_state(self) -> list[Tensor]:
+        """The weights with the state of Adam, and the first losses."""
+        return [*self._weights.values(), *self._first.values()]
+
+    def __repr__(self) -> str:
+        return f"GradNorm(alpha={self.alpha}, lr={self.lr})"

@@ -1,0 +1,125 @@
+"""Smooth Tchebycheff scalarization."""
+
+from collections.abc import Mapping
+from math import inf, nan
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs_kernels.options import checked_integer, is_finite_number
+from cs_kernels.step import Step
+from cs_kernels.weightings.last_losses import LastLosses, add_losses, on_device
+
+_TINY = 1e-20
+"""The authors add it to a loss before its logarithm."""
+
+
+class SmoothTchebycheff(LastLosses):
+    """Descends on a smooth maximum of the losses, each relative to its nadir (Lin et al., 2024).
+
+    Up to and including epoch `warmup`, the loss is `sum_i log L_i`: task i has the weight `1 /
+    L_i`. The mean loss of task i in epoch `warmup` is its nadir n_i. Afterwards, the loss is `K mu
+    log sum_i exp(log(L_i / n_i) / mu)` over the K tasks of a step: task i has the weight `K
+    softmax_i(log(L_i / n_i) / mu) / L_i`.
+
+    A task without a nadir, because it has had no loss in that epoch, counts with L_i = n_i; the
+    first later epoch in which it has one gives its nadir. The weight of a negative loss, which has
+    no logarithm, is NaN, and that of a loss of zero 1e20.
+
+    In `backward` of one process and one batch, the losses are those of this step; in `step`, the
+    task's own is. All others are of the task's last step, also on many ranks and with
+    micro-batches. In the very first step, each rank and micro-batch then weighs by its own loss: of
+    n micro-batches, each with 1 / n of the mean loss, the sum has n times the weight.
+
+    Args:
+        mu: How smooth the maximum is; towards 0 it is that of the largest loss alone.
+        warmup: The epoch of the nadirs, counted from 0.
+
+    Raises:
+        ValueError: `mu` is not positive and finite, or `warmup` negative.
+        TypeError: `warmup` is not an integer.
+
+    """
+
+    def __init__(self, mu: float = 1.0, warmup: int = 4) -> None:
+        super().__init__()
+        if not (is_finite_number(mu) and mu > 0):
+            raise ValueError(f"mu must be positive and finite, got {mu!r}")
+        self.mu = mu
+        self.warmup = checked_integer("warmup", warmup, 0)
+        self._epoch: int | None = None
+        self._totals: dict[str, Tensor] = {}
+        """Sum and number of this epoch's losses, on their device."""
+        self._nadirs: dict[str, Tensor] = {}
+        """Float64 scalars; infinite where there is none yet."""
+
+    def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
+        """The loss times its weight.
+
+        Raises:
+            RuntimeError: No epoch has begun.
+
+        """
+        if self._epoch is None:
+            raise RuntimeError(f"{self!r} depends on the epoch: call start_epoch(epoch) first")
+        return super().weigh(task, loss, step)
+
+    def weights(self, losses: Tensor, step: Step) -> Tensor:
+        """K softmax(log(L / n) / mu) / L, float64 [K]; 1 / L before there are nadirs."""
+        found = [on_device(self._nadirs, task, losses.device) for task in step.tasks]
+        nadirs = torch.stack([losses.new_full((), inf) if n is None else n for n in found])
+        logarithms = (losses + _TINY).log() - (nadirs + _TINY).log()
+        logarithms = torch.where(nadirs.isinf(), 0.0, logarithms)
+        shares = len(losses) * torch.softmax(logarithms / self.mu, 0)
+        return torch.where(losses < 0, nan, shares / (losses + _TINY))
+
+    def start_epoch(self, epoch: int) -> None:
+        """Takes the nadirs from an epoch that ends; starting one again changes nothing.
+
+        Going back into the warm-up forgets them.
+        """
+        if epoch == self._epoch:
+            return
+        ended, self._epoch = self._epoch, epoch
+        self._found = None
+        for task, total in self._totals.items():
+            nadir = on_device(self._nadirs, task, total.device)
+            assert nadir is not None
+            if epoch <= self.warmup:
+                nadir.fill_(inf)
+            elif ended is not None and ended >= self.warmup:
+                mean = torch.where(total[1] > 0, total[0] / total[1], inf)
+                nadir.copy_(torch.where(nadir.isinf(), mean, nadir))
+            total.zero_()
+
+    def observe(self, step: Step) -> None:
+        """Keeps the losses, and adds them to the means of this epoch."""
+        super().observe(step)
+        add_losses(self._totals, step.losses)
+        for task in step.losses:
+            if task not in self._nadirs:
+                self._nadirs[task] = torch.full_like(self._last[task], inf)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last losses, the nadirs, and the losses of this epoch so far."""
+        return {
+            **super().state_dict(),
+            "epoch": self._epoch,
+            "totals": {task: total.clone() for task, total in self._totals.items()},
+            "nadirs": {task: nadir.clone() for task, nadir in self._nadirs.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`, also in the middle of an epoch."""
+        super().load_state_dict(state)
+        self._epoch = state["epoch"]
+        self._totals = {task: total.clone() for task, total in state["totals"].items()}
+        self._nadirs = {task: nadir.clone() for task, nadir in state["nadirs"].items()}
+
+    def captured_state(self) -> list[Tensor]:
+        """The last losses, the sums of this epoch's, and the nadirs."""
+        return [*super().captured_state(), *self._totals.values(), *self._nadirs.values()]
+
+    def __repr__(self) -> str:
+        return f"SmoothTchebycheff(mu={self.mu}, warmup={self.warmup})"

@@ -1,0 +1,882 @@
+"""Loss weights from the losses of all tasks: against their definitions, written out in torch."""
+
+import copy
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from loops import STEPS, Loop, numbers
+from networks import (
+    BOTH_PHASES,
+    TASKS,
+    Setup,
+    assert_equal,
+    gradient_rows,
+    problem,
+    restore,
+    saved,
+    sgd_of,
+    started,
+)
+from rank_networks import Network, assert_near, both_phases
+from ranks import Ranks
+from recorder import Reads
+from torch import Tensor, nn
+
+import cs_kernels as cs
+
+PER_EPOCH = 3
+MINIMA = {"edges": -0.5}
+Numbers = dict[str, Tensor]
+
+
+class Tchebycheff:
+    """K mu log sum exp(log(L / n) / mu), after sum log L."""
+
+    def __init__(self, mu: float = 0.3, warmup: int = 1) -> None:
+        self.mu, self.warmup = mu, warmup
+        self.seen: dict[int, list[Numbers]] = {}
+
+    def made(self) -> cs.Weighting:
+        return cs.SmoothTchebycheff(self.mu, self.warmup)
+
+    def weights(self, losses: Numbers, epoch: int, last: Numbers, *, whole: bool) -> Numbers:
+        nadirs = {t: x for t in losses if (x := self._nadir(t, epoch)) is not None}
+        vector = torch.stack([*losses.values()]).requires_grad_()
+        of_task = dict(zip(losses, vector.unbind(), strict=True))
+        if epoch <= self.warmup or not nadirs:
+            loss = vector.log().sum()
+        else:
+            ratios = torch.stack([x / nadirs.get(t, x.detach()) for t, x in of_task.items()])
+            loss = len(losses) * self.mu * torch.logsumexp(ratios.log() / self.mu, 0)
+        return dict(zip(losses, torch.autograd.grad(loss, vector)[0].unbind(), strict=True))
+
+    def _nadir(self, task: str, epoch: int) -> Tensor | None:
+        """The mean in the first epoch from the warm-up's last on, that has ended."""
+        for past in range(self.warmup, epoch):
+            found = [losses[task] for losses in self.seen.get(past, []) if task in losses]
+            if found:
+                return torch.stack(found).mean()
+        return None
+
+    def observe(self, losses: Numbers, after: Numbers, epoch: int, last: Numbers) -> None:
+        finite = {task: loss for task, loss in losses.items() if loss.isfinite()}
+        self.seen.setdefault(epoch, []).append(finite)
+
+
+class Famo:
+    """Logits in a torch.optim.Adam, with gradients from autograd."""
+
+    def __init__(self, *, reevaluate: bool = True) -> None:
+        self.reevaluate = reevaluate
+        self.logits = {t: nn.Parameter(torch.zeros((), dtype=torch.float64)) for t in TASKS}
+        self.adam = torch.optim.Adam(self.logits.values(), lr=0.025, weight_decay=0.01)
+
+    def made(self) -> cs.Weighting:
+        return cs.FAMO(reevaluate=self.reevaluate, minima=MINIMA)
+
+    @staticmethod
+    def _gap(task: str, loss: Tensor) -> Tensor:
+        return loss - MINIMA.get(task, 0.0) + 1e-8
+
+    def _learn(self, before: Numbers, after: Numbers) -> None:
+        both = [t for t in after if t in before and before[t].isfinite() and after[t].isfinite()]
+        if not both:
+            return
+        self.adam.zero_grad()
+        z = torch.softmax(torch.stack([self.logits[t] for t in both]), 0)
+        ratios = [self._gap(t, before[t]).log() - self._gap(t, after[t]).log() for t in both]
+        (z * torch.stack(ratios)).sum().backward()
+        self.adam.step()
+
+    def weights(self, losses: Numbers, epoch: int, last: Numbers, *, whole: bool) -> Numbers:
+        if whole and not self.reevaluate:  # As the authors' toy loop: before weighting.
+            self._learn(last, losses)
+        gaps = torch.stack([self._gap(t, x) for t, x in losses.items()]).requires_grad_()
+        z = torch.softmax(torch.stack([self.logits[t].detach() for t in losses]), 0)
+        loss = (z * gaps.log()).sum() / (z / gaps.detach()).sum()
+        return dict(zip(losses, torch.autograd.grad(loss, gaps)[0].unbind(), strict=True))
+
+    def observe(self, losses: Numbers, after: Numbers, epoch: int, last: Numbers) -> None:
+        if self.reevaluate:
+            self._learn(losses, after)
+        elif last:
+            self._learn(last, losses)
+
+
+class FamoAtOnce(Famo):
+    """Where all losses are known before: the update is made with the weights."""
+
+    def observe(self, losses: Numbers, after: Numbers, epoch: int, last: Numbers) -> None:
+        assert not self.reevaluate
+
+
+Rule = Tchebycheff | Famo
+
+
+def _some(number: int) -> list[str]:
+    """Partial labels: the first step lacks a task, the warm-up's last epoch another one."""
+    if number == 0:
+        return TASKS[:2]
+    if number // PER_EPOCH == 1:
+        return TASKS[1:]
+    return [TASKS, TASKS[:1], [TASKS[2], TASKS[0]]][number % 3]
+
+
+def _all(number: int) -> list[str]:
+    return TASKS
+
+
+def trained_by_hand(
+    rule: Rule, way: str, steps: int, labels: Callable[[int], Sequence[str]] = _all
+) -> tuple[list[Tensor], list[Numbers]]:
+    """The parameters after training, and the weights of each step."""
+    model, loss, *_ = problem(tasks=TASKS)
+    sgd, last, history = sgd_of(model, lr=0.01), Numbers(), []
+    for number in range(steps):
+        epoch = number // PER_EPOCH
+        tasks = [task for task in TASKS if task in labels(number)]
+        found, losses = Numbers(), Numbers()
+        if way == "backward":
+            losses = {task: loss(task).detach() for task in tasks}
+            found = rule.weights(losses, epoch, last, whole=True)
+        for task in [t for t in labels(number) if t in tasks]:
+            if way != "backward":
+                own = loss(task).detach()
+                losses[task] = own
+                known = {task: own} if way != "micro-batches" else {}
+                all_losses = {t: {**last, **known}.get(t, own) for t in tasks}
+                found[task] = rule.weights(all_losses, epoch, last, whole=False)[task]
+            (found[task] * loss(task)).backward()
+            if way == "sequential":
+                sgd.step()
+                sgd.zero_grad()
+        if way != "sequential":
+            sgd.step()
+            sgd.zero_grad()
+        rule.observe(losses, {t: loss(t).detach() for t in tasks}, epoch, last)
+        last.update(losses)
+        history.append({task: found[task] for task in tasks})
+    return list(model.parameters()), history
+
+
+def trained(
+    weighting: cs.Weighting,
+    way: str,
+    steps: int,
+    labels: Callable[[int], Sequence[str]] = _all,
+    order: Sequence[str] = TASKS,
+    parts: int = 1,
+) -> tuple[list[Tensor], list[Numbers]]:
+    """The same by the package."""
+    model, loss, *_ = problem(tasks=TASKS)
+    sgd, history = sgd_of(model, lr=0.01), []
+    schedule = cs.Sequential() if way == "sequential" else cs.Joint()
+    opt = cs.MultiTaskOptimizer(model, sgd, order, cs.Sum(), schedule, weighting=weighting)
+    for number in range(steps):
+        opt.start_epoch(number // PER_EPOCH)
+        if way == "backward":
+            opt.backward({task: loss(task) for task in labels(number)})
+            sgd.step()
+        else:
+            closures = [lambda task: loss(task) / parts] * parts
+            opt.step(closures, tasks=labels(number))
+        report = opt.report()
+        history.append({t: report.weighted_losses[t] / report.losses[t] for t in report.tasks})
+    return list(model.parameters()), history
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+RULES: dict[str, Callable[[str], Rule]] = {
+    "SmoothTchebycheff": lambda way: Tchebycheff(),
+    "FAMO": lambda way: (FamoAtOnce if way == "backward" else Famo)(reevaluate=False),
+    "FAMO-again": lambda way: Famo(),
+}
+WAYS = [
+    (rule, way)
+    for rule in RULES
+    for way in ("backward", "joint", "sequential", "micro-batches")
+    if (rule, way) != ("FAMO-again", "backward")
+]
+
+
+@pytest.mark.parametrize("labels", [_all, _some], ids=["all", "some"])
+@pytest.mark.parametrize(("name", "way"), [w for w in WAYS if w[1] != "micro-batches"])
+def test_definitions(name: str, way: str, labels: Callable[[int], Sequence[str]]) -> None:
+    """Twelve steps, four epochs: weights and parameters."""
+    rule = RULES[name](way)
+    expected = trained_by_hand(rule, way, 12, labels)
+    found = trained(RULES[name](way).made(), way, 12, labels)
+    assert_close(found, expected)
+    spread = [max(w.values()) / min(w.values()) for w in expected[1] if len(w) > 1]
+    assert max(spread) > 1.5
+
+
+@pytest.mark.parametrize("name", [name for name, way in WAYS if way == "micro-batches"])
+def test_micro_batches_weigh_by_the_last_step(name: str) -> None:
+    """One batch of the definition with the losses of the last step; in four parts as in two.
+
+    The first step has no last one: it is made as one batch.
+    """
+    rule = RULES[name]("joint")
+    states, last = [], Numbers()
+    model, loss, *_ = problem(tasks=TASKS)
+    sgd = sgd_of(model, lr=0.01)
+    for parts in (1, 2, 4):
+        weighting = rule.made()
+        other, closure, *_ = problem(tasks=TASKS)
+        opt = cs.MultiTaskOptimizer(
+            other, sgd_of(other, lr=0.01), TASKS, cs.Sum(), weighting=weighting
+        )
+        for number in range(12):
+            opt.start_epoch(number // PER_EPOCH)
+            n = 1 if number == 0 else parts
+            opt.step([lambda task, n=n, f=closure: f(task) / n] * n)
+        states.append([p.detach() for p in other.parameters()])
+    for number in range(12):
+        losses = {task: loss(task).detach() for task in TASKS}
+        weights = [
+            rule.weights(
+                last or dict.fromkeys(TASKS, losses[task]), number // PER_EPOCH, last, whole=False
+            )[task]
+            for task in TASKS
+        ]
+        sgd.zero_grad()
+        sum(w * loss(t) for w, t in zip(weights, TASKS, strict=True)).backward()
+        sgd.step()
+        after = {task: loss(task).detach() for task in TASKS}
+        rule.observe(losses, after, number // PER_EPOCH, last)
+        last.update(losses)
+    expected = [p.detach() for p in model.parameters()]
+    assert_close(states[1], expected)
+    assert_close(states[2], expected)
+    assert any((a - b).abs().max() > 1e-6 for a, b in zip(states[0], expected, strict=True))
+
+
+WEIGHTINGS: dict[str, Callable[[], cs.Weighting]] = {
+    "RandomWeights": partial(cs.RandomWeights, 3),
+    "SmoothTchebycheff": partial(cs.SmoothTchebycheff, 0.3, 1),
+    "FAMO": partial(cs.FAMO, reevaluate=False),
+    "FAMO-again": cs.FAMO,
+    "GradNorm": cs.GradNorm,
+}
+EVERY = pytest.mark.parametrize("name", WEIGHTINGS)
+
+
+@EVERY
+@pytest.mark.parametrize("labels", [_all, _some], ids=["all", "some"])
+def test_the_order_of_the_tasks(name: str, labels: Callable[[int], Sequence[str]]) -> None:
+    """With a Gramian method, whose update does not depend on it either."""
+    results = []
+    for order in (TASKS, TASKS[::-1]):
+        model, loss, *_ = problem(tasks=TASKS)
+        sgd = sgd_of(model, lr=0.01)
+        method = cs.Sum(separate=True)
+        opt = cs.MultiTaskOptimizer(model, sgd, order, method, weighting=WEIGHTINGS[name]())
+        for number in range(10):
+            opt.start_epoch(number // PER_EPOCH)
+            opt.step(loss, tasks=labels(number))
+        results.append(list(model.parameters()))
+    assert_close(*results)
+
+
+def _loop(name: str, schedule: cs.Schedule | None = None, **options: Any) -> Loop:
+    method = cs.Sum(separate=True)
+    return Loop(method, schedule, WEIGHTINGS[name](), **{"captured": False, **options})
+
+
+@EVERY
+@BOTH_PHASES
+def test_a_resumed_run(name: str, schedule: cs.Schedule) -> None:
+    """Bit by bit, from the middle of the epoch of the nadirs."""
+    first = _loop(name, schedule).train(0, 6)
+    states = saved(first.setup, first.opt)
+    straight = first.train(6, STEPS)
+    resumed = _loop(name, schedule)
+    restore(copy.deepcopy(states), resumed.setup, resumed.opt)
+    resumed.train(6, STEPS)
+    assert_equal(resumed.setup.state(), straight.setup.state())
+    assert numbers(resumed.opt) == numbers(straight.opt)
+
+
+@EVERY
+def test_a_state_from_another_device(name: str) -> None:
+    """Tensors move to the losses; a state on `meta` has no values to compare."""
+    weighting = WEIGHTINGS[name]()
+    weighting.start_epoch(0)
+    step = cs.Step(losses=_losses(), tasks=tuple(TASKS), losses_after=_losses())
+    weighting.observe(step)
+    there = torch.utils._pytree.tree_map(
+        lambda x: x.to("meta") if isinstance(x, Tensor) else x, weighting.state_dict()
+    )
+    moved = [loss.to("meta") for loss in _losses().values()]
+    step = cs.Step(losses=dict(zip(TASKS, moved, strict=True)), tasks=tuple(TASKS))
+    weighting.load_state_dict(there)
+    assert weighting.weigh("depth", moved[0], step).device.type == "meta"
+    weighting.observe(step)
+    weighting.start_epoch(1)
+    assert name == "RandomWeights" or weighting.captured_state()
+
+
+def _losses() -> Numbers:
+    return {task: torch.tensor(1.0 + n) for n, task in enumerate(TASKS)}
+
+
+@EVERY
+@BOTH_PHASES
+def test_nothing_is_read_on_the_host(name: str, schedule: cs.Schedule) -> None:
+    """Neither in steps nor between epochs."""
+    loop = _loop(name, schedule).train(0, 2)
+    with Reads() as reads:
+        loop.train(2, 10)
+    assert reads.names == []
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_losses_in_half_precision(name: str, dtype: torch.dtype) -> None:
+    """The product has one rounding; the state is kept in float64."""
+    weighting = WEIGHTINGS[name]()
+    weighting.start_epoch(0)
+    for number in range(3):
+        losses = {task: (loss + number / 3).to(dtype) for task, loss in _losses().items()}
+        step = cs.Step(number, tuple(TASKS), losses, known=losses, losses_after=losses)
+        for task in TASKS:
+            weighted = weighting.weigh(task, losses[task], step)
+            wide = weighting.weigh(task, losses[task].double(), step)
+            assert weighted.dtype is dtype
+            rtol = 0.501 * torch.finfo(dtype).eps
+            torch.testing.assert_close(weighted.double(), wide, rtol=rtol, atol=0)
+        weighting.observe(step)
+    if name != "RandomWeights":
+        assert all(x.dtype is torch.float64 for x in weighting.captured_state())
+
+
+def _is_finite(weighting: cs.Weighting) -> bool:
+    """All that later weights depend on; nadirs are infinite until they are known."""
+    parts = {name: part for name, part in weighting.state_dict().items() if name != "nadirs"}
+    state = torch.utils._pytree.tree_leaves(parts)
+    return all(bool(x.isfinite().all()) for x in state if isinstance(x, Tensor))
+
+
+@EVERY
+@pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
+def test_a_loss_that_is_not_finite(name: str, wrong: float) -> None:
+    """Its own step is spoilt, which a scaler would skip; neither the state nor later weights."""
+    model, loss, *_ = problem(tasks=TASKS)
+    sgd = sgd_of(model, lr=0.01)
+    weighting = WEIGHTINGS[name]()
+    opt = cs.MultiTaskOptimizer(model, sgd, TASKS, cs.Sum(separate=True), weighting=weighting)
+    kept = copy.deepcopy(model.state_dict())
+    for number in range(8):
+        opt.start_epoch(number // PER_EPOCH)
+        factor = wrong if number in (0, 4) else 1.0
+        opt.step(lambda task, x=factor: loss(task) * (x if task == "normals" else 1.0))
+        weighted = opt.report().weighted_losses
+        if number in (0, 4):
+            assert not weighted["normals"].isfinite()
+            assert number == 0 or _is_finite(weighting)
+            model.load_state_dict(kept)
+        else:
+            assert all(x.isfinite() for x in weighted.values())
+            kept = copy.deepcopy(model.state_dict())
+    assert _is_finite(weighting)
+
+
+def test_a_task_without_a_finite_loss_learns_nothing() -> None:
+    """FAMO's other logits learn as if it had taken no part."""
+    found = []
+    for bad in (True, False):
+        weighting = cs.FAMO(reevaluate=True)
+        for number in range(10):
+            losses = {t: x * 0.9**number for t, x in _losses().items()}
+            after = {t: x * (0.8 + 0.1 * n) for n, (t, x) in enumerate(losses.items())}
+            tasks = tuple(TASKS)
+            if number % 3 == 1 and bad:
+                after["edges"] = after["edges"] * torch.inf
+            if number % 3 == 1 and not bad:
+                tasks = tasks[:2]
+                losses.pop("edges")
+            weighting.observe(cs.Step(number, tasks, losses, losses_after=after))
+        found.append(numbers(weighting)[0]["logits"])
+    assert found[0] == found[1]
+    assert found[0]["edges"][3] == 7 != found[0]["depth"][3] == 10
+
+
+def test_a_step_that_fails_teaches_nothing() -> None:
+    """FAMO weighs by logits that have learned from the step, and keeps them when it succeeds."""
+    found = []
+    for fails in (False, True):
+        model, loss, *_ = problem(tasks=TASKS)
+        sgd = sgd_of(model, lr=0.01)
+        weighting = cs.FAMO(reevaluate=False)
+        opt = cs.MultiTaskOptimizer(model, sgd, TASKS, cs.Sum(), weighting=weighting)
+        for number in range(6):
+            losses = {task: loss(task) for task in TASKS}
+            if fails and number == 3:
+                losses["edges"].register_hook(lambda grad: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    opt.backward(losses)
+                losses = {task: loss(task) for task in TASKS}
+            opt.backward(losses)
+            sgd.step()
+        found.append((list(model.parameters()), weighting.state_dict()))
+    assert_equal(*found)
+
+
+def test_negative_losses_are_loud() -> None:
+    """They have no logarithm: the weight is NaN, at any time."""
+    for weighting in (cs.SmoothTchebycheff(warmup=0), cs.FAMO(), cs.FAMO(minima={"depth": -1.0})):
+        weighting.start_epoch(0)
+        for epoch in range(3):
+            weighting.start_epoch(epoch)
+            losses = _losses()
+            losses["depth"] = torch.tensor(-2.0)
+            step = cs.Step(epoch, tuple(TASKS), losses, known=losses)
+            assert weighting.weigh("depth", losses["depth"], step).isnan()
+            weighting.observe(step)
+    losses["depth"] = torch.tensor(-0.5)
+    step = cs.Step(3, tuple(TASKS), losses, known=losses)
+    assert weighting.weigh("depth", losses["depth"], step).isfinite()
+
+
+def test_a_weight_beyond_half_precision() -> None:
+    """The weight of a small loss has no float16, its product has."""
+    weighting = cs.SmoothTchebycheff()
+    weighting.start_epoch(0)
+    loss = torch.tensor(1e-6, dtype=torch.float16)
+    assert weighting.weigh("a", loss, cs.Step(tasks=("a",), known={"a": loss})) == 1
+
+
+def test_a_loss_of_zero_has_a_finite_weight() -> None:
+    weighting = cs.SmoothTchebycheff()
+    weighting.start_epoch(0)
+    loss = torch.zeros((), requires_grad=True)
+    weighted = weighting.weigh("a", loss, cs.Step(tasks=("a",), known={"a": loss.detach()}))
+    (grad,) = torch.autograd.grad(weighted, loss)
+    assert grad.item() == pytest.approx(1e20)
+
+
+def test_tchebycheff_begins_anew() -> None:
+    """Going back into the warm-up forgets the nadirs; an epoch without losses has none."""
+    weighting = cs.SmoothTchebycheff(mu=0.5, warmup=1)
+    step = cs.Step(0, ("a", "b"), {"a": torch.tensor(2.0), "b": torch.tensor(3.0)})
+    other = cs.Step(0, ("a", "b"), known={"a": torch.tensor(8.0), "b": torch.tensor(1.0)})
+
+    def weight(epoch: int) -> float:
+        weighting.start_epoch(epoch)
+        weighting.start_epoch(epoch)
+        return weighting.weigh("a", torch.tensor(1.0, dtype=torch.float64), other).item()
+
+    assert weight(0) == 1 / 8
+    weighting.observe(step)
+    assert weight(1) == 1 / 8
+    assert weight(2) == 1 / 8  # The losses of epoch 0 do not count, and epoch 1 had none.
+    weighting.observe(step)
+    share = 16 / (16 + 1 / 9)
+    for epoch in (3, 4):
+        assert weight(epoch) == pytest.approx(2 * share / 8)
+    assert weight(1) == 1 / 8
+
+
+def test_the_epoch_must_have_begun() -> None:
+    setup, opt = started(weighting=cs.SmoothTchebycheff())
+    with pytest.raises(RuntimeError, match=r"mu=1.0, warmup=4\) depends on the epoch: call start_"):
+        opt.step(setup.closure(0))
+
+
+# --- what a step tells of its losses ---
+
+
+class Noting(cs.Weighting):
+    """Notes what is known."""
+
+    def __init__(self) -> None:
+        self.known: list[set[str]] = []
+
+    def weigh(self, task: str, loss: Tensor, step: cs.Step) -> Tensor:
+        assert not any(x.requires_grad for x in step.known.values())
+        assert step.known.get(task, loss) == loss
+        self.known.append(set(step.known))
+        return loss
+
+
+def test_known_losses() -> None:
+    model, loss, *_ = problem(tasks=TASKS)
+    sgd, noting = sgd_of(model), Noting()
+    opt = cs.MultiTaskOptimizer(model, sgd, TASKS, cs.PCGrad(), weighting=noting)
+    losses = lambda: {task: loss(task) for task in TASKS}  # noqa: E731
+
+    def known(call: Callable[[], object]) -> list[set[str]]:
+        noting.known.clear()
+        call()
+        return noting.known
+
+    assert known(lambda: opt.step(loss)) == [{task} for task in TASKS]
+    assert (
+        known(lambda: opt.step([lambda task, n=n: loss(task) * n for n in (1, 2)])) == [set()] * 6
+    )
+    assert known(lambda: opt.backward(losses(), update=False)) == [set()] * 3
+    assert known(lambda: opt.backward(losses())) == [set()] * 3
+    sgd.step()
+    assert known(lambda: opt.backward(losses())) == [set(TASKS)] * 3
+
+
+@BOTH_PHASES
+def test_losses_are_computed_again(schedule: cs.Schedule) -> None:
+    """On the batch of the step, in the task's life; nothing else of the step is another one."""
+    states, after = [], []
+    for reevaluate in (True, False):
+        setup = Setup()
+        opt = setup.start(cs.PCGrad(), schedule, weighting=cs.FAMO(reevaluate=reevaluate))
+
+        def loss(task: str, batch: int, setup: Setup = setup) -> Tensor:
+            return nn.functional.dropout(setup.closure(batch)(task).expand(9), 0.5).mean()
+
+        closures = [partial(loss, batch=batch) for batch in (0, 1)]
+        torch.manual_seed(5)
+        opt.step(closures)
+        states.append([*setup.state(), torch.get_rng_state()])
+        assert opt._done is not None
+        after.append(opt._done.step.losses_after)
+        again = {}
+        with torch.no_grad():
+            for task in TASKS:
+                with cs.nn.active_task(setup.trunk, task):
+                    again[task] = closures[0](task) + closures[1](task)
+    assert_equal(*states)
+    assert_equal(after[0], again)
+    assert after[1] == {}
+
+
+def test_a_closure_that_fails_after_the_step() -> None:
+    """The step has been made and counts; buffers are as after it, and the next step works."""
+    setup, opt = started(cs.PCGrad(), weighting=cs.FAMO())
+    calls = []
+
+    def closure(task: str) -> Tensor:
+        calls.append(task)
+        if len(calls) == 5:
+            raise ArithmeticError
+        return setup.closure(0)(task)
+
+    with pytest.raises(ArithmeticError):
+        opt.step(closure)
+    other, reference = started(cs.PCGrad(), weighting=cs.FAMO())
+    reference.step(other.closure(0))
+    assert_equal(setup.state(), other.state())
+    assert opt.state_dict()["steps"] == 1
+    assert all(logit[3] == 0 for logit in numbers(opt.weighting)[0]["logits"].values())
+    assert calls == [*TASKS, *TASKS[:2]]
+    opt.step(closure)
+
+
+def test_autocast_around_a_step() -> None:
+    """Its cache does not keep the weights of the losses after the step."""
+    model = problem(tasks=TASKS)[0].float()
+    opt = cs.MultiTaskOptimizer(model, sgd_of(model), TASKS, cs.PCGrad(), weighting=cs.FAMO())
+    x = torch.ones(3, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        opt.step(lambda task: model(x, task).float().square().mean())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert all((model(x, task) == 0).all() for task in TASKS)
+
+
+def _refused_again(opt: cs.MultiTaskOptimizer, call: Callable[[], object], where: str) -> None:
+    message = rf"not compute losses again {where}.*FAMO\(.*use FAMO\(reevaluate=False"
+    before = numbers(opt)
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert numbers(opt) == before
+
+
+def test_losses_cannot_be_computed_again() -> None:
+    model, loss, *_ = problem(tasks=TASKS)
+    opt = cs.MultiTaskOptimizer(model, sgd_of(model), TASKS, cs.PCGrad(), weighting=cs.FAMO())
+    losses = {task: loss(task) for task in TASKS}
+    _refused_again(opt, lambda: opt.backward(losses), "after backward")
+    _refused_again(opt, lambda: opt.capture(loss), "in a captured step")
+    losses["depth"].backward()  # The graph is whole.
+
+
+def _refused_on_ranks(rank: int, size: int) -> str:
+    with pytest.raises(ValueError, match="must not compute losses again on 2 ranks") as raised:
+        Network("replicated", rank, size).start(cs.PCGrad(), weighting=cs.FAMO())
+    return str(raised.value)
+
+
+@pytest.mark.xdist_group("ranks")
+def test_losses_cannot_be_computed_again_on_ranks(pools: Callable[[int], Ranks]) -> None:
+    first, second = pools(2).run(_refused_on_ranks, 2)
+    assert first == second
+
+
+# --- random weights ---
+
+
+def test_random_weights_are_a_softmax_of_normal_numbers() -> None:
+    """They sum to one; their logarithms' differences have the variance 2."""
+    weighting, one = cs.RandomWeights(seed=5), torch.tensor(1.0, dtype=torch.float64)
+    drawn = torch.stack(
+        [
+            torch.stack([weighting.weigh(t, one, cs.Step(n, tuple(TASKS))) for t in TASKS])
+            for n in range(4000)
+        ]
+    )
+    assert_close(drawn.sum(1), torch.ones(4000, dtype=torch.float64))
+    logs = drawn.log()
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        difference = (logs[:, i] - logs[:, j]) / 2**0.5
+        assert abs(difference.mean()) < 4 / 4000**0.5
+        assert abs(difference.var() - 1) < 4 * (2 / 4000) ** 0.5
+        assert abs((difference.abs() < 0.6745).double().mean() - 0.5) < 2 / 4000**0.5
+    of_steps = (logs[1:, 0] - logs[1:, 1]) * (logs[:-1, 0] - logs[:-1, 1])
+    assert abs(of_steps.mean()) < 4 * 2 / 4000**0.5
+    assert len(set(map(tuple, drawn.tolist()))) == 4000
+
+
+def test_random_weights_depend_on_seed_step_and_names() -> None:
+    one = torch.tensor(1.0)
+
+    def ratio(seed: int, number: int, tasks: Iterable[str], first: str, second: str) -> float:
+        weighting, step = cs.RandomWeights(seed), cs.Step(number, tuple(tasks))
+        return (weighting.weigh(first, one, step) / weighting.weigh(second, one, step)).item()
+
+    base = ratio(0, 7, ["a", "b"], "a", "b")
+    assert ratio(0, 7, ["b", "c", "a"], "a", "b") == pytest.approx(base)
+    for other in (
+        ratio(1, 7, ["a", "b"], "a", "b"),
+        ratio(0, 8, ["a", "b"], "a", "b"),
+        ratio(0, 7, ["a", "ba"], "a", "ba"),
+        ratio(0, 7, ["b", "ba"], "b", "ba"),
+    ):
+        assert other != pytest.approx(base)
+
+
+@BOTH_PHASES
+def test_random_weights_and_micro_batches(schedule: cs.Schedule) -> None:
+    states = []
+    for parts in (1, 4):
+        setup = Setup(optimizer=torch.optim.SGD)
+        setup.trunk.eval()
+        opt = setup.start(cs.Sum(), schedule, weighting=cs.RandomWeights(2))
+        for number in range(3):
+            closure = setup.closure(number)
+            opt.step([lambda t, f=closure, n=parts: f(t) / n] * parts)
+        states.append(setup.state(grads=False))
+    torch.testing.assert_close(*states, rtol=1e-12, atol=1e-13)
+
+
+def test_random_weights_are_not_captured() -> None:
+    _, opt = started(weighting=cs.RandomWeights(4))
+    with pytest.raises(ValueError, match=r"in a captured step, got RandomWeights\(seed=4\)"):
+        opt.capture(lambda task: torch.ones(()))
+
+
+# --- GradNorm ---
+
+
+def _gradnorm_by_hand(
+    way: str, steps: int, labels: Callable[[int], Sequence[str]]
+) -> tuple[list[Tensor], list[Numbers]]:
+    """|G_i - target_i| by autograd through the weights, torch.optim.Adam, the sum restored."""
+    model, loss, *_ = problem(tasks=TASKS)
+    sgd, shared = sgd_of(model, lr=0.01), list(model.trunk.parameters())
+    weights = {t: nn.Parameter(torch.ones((), dtype=torch.float64)) for t in TASKS}
+    adam = torch.optim.Adam(weights.values(), lr=0.025)
+    first, history = Numbers(), []
+    for number in range(steps):
+        tasks = [task for task in TASKS if task in labels(number)]
+        used = {t: weights[t].detach().clone() for t in tasks}
+        joint = way != "sequential"
+        losses = {t: loss(t) for t in tasks} if joint else {}
+        if joint:
+            rows = gradient_rows(shared, losses.values())
+            norms = torch.stack([weights[t] for t in tasks]) * rows.norm(dim=1)
+            values = torch.stack([losses[t].detach() for t in tasks])
+        for task in tasks if joint else labels(number):
+            own = losses[task] if joint else loss(task)
+            losses[task] = own.detach()
+            (used[task] * own).backward()
+            if not joint:
+                sgd.step()
+                sgd.zero_grad()
+        if joint:
+            sgd.step()
+            sgd.zero_grad()
+        for task in tasks:
+            first.setdefault(task, losses[task])
+        if joint:
+            rates = values / torch.stack([first[t] for t in tasks])
+            targets = norms.detach().mean() * (rates / rates.mean()) ** 1.5
+            adam.zero_grad()
+            (norms - targets).abs().sum().backward(inputs=[weights[t] for t in tasks])
+            adam.step()
+            with torch.no_grad():
+                scale = sum(used.values()) / sum(weights[t] for t in tasks)
+                for t in tasks:
+                    weights[t].mul_(scale)
+        history.append(used)
+    return list(model.parameters()), history
+
+
+@pytest.mark.parametrize("labels", [_all, _some], ids=["all", "some"])
+@pytest.mark.parametrize("way", ["backward", "joint", "sequential"])
+@pytest.mark.parametrize("groups", ["sum", "all", "layer"])
+def test_gradnorm_by_hand(way: str, labels: Callable[[int], Sequence[str]], groups: str) -> None:
+    """The method that makes the Gramian may have layers; here its weights are all one."""
+
+    class Ones(cs.GramianMethod):
+        def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
+            return torch.ones_like(gramian[..., 0])
+
+    expected = _gradnorm_by_hand(way, 12, labels)
+    model, loss, *_ = problem(tasks=TASKS)
+    sgd, history = sgd_of(model, lr=0.01), []
+    method = cs.Sum(separate=True) if groups == "sum" else Ones(groups)
+    schedule = cs.Sequential() if way == "sequential" else cs.Joint()
+    weighting = cs.GradNorm()
+    opt = cs.MultiTaskOptimizer(model.trunk, sgd, TASKS, method, schedule, weighting=weighting)
+    for number in range(12):
+        if way == "backward":
+            opt.backward({task: loss(task) for task in labels(number)})
+            sgd.step()
+        else:
+            opt.step(loss, tasks=labels(number))
+        report = opt.report()
+        history.append({t: report.weighted_losses[t] / report.losses[t] for t in report.tasks})
+    torch.testing.assert_close(list(model.parameters()), expected[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(history, expected[1], rtol=1e-12, atol=0)
+    assert (max(history[-1].values()) > 1.05) == (way != "sequential")
+    total = sum(float(state[0]) for state in weighting.state_dict()["weights"].values())
+    assert total == pytest.approx(len(TASKS), rel=1e-12)
+
+
+def test_gradnorm_with_micro_batches_and_a_scaler() -> None:
+    """The Gramian is that of the whole batch, without the scale."""
+    states = []
+    for parts, scaler in ((1, None), (4, None), (1, torch.amp.GradScaler("cpu"))):
+        loop = _loop("GradNorm", parts=1, scaler=scaler)
+        loop.setup.trunk.eval()
+        whole = loop._loss
+        closures = [lambda task, n=parts, f=whole: f(task) / n] * parts
+        loop.step = lambda opt=loop.opt, c=closures: opt.step(c)
+        loop.train(0, 6)
+        states.append([*loop.setup.state(grads=False), *loop.opt.weighting.captured_state()])
+    torch.testing.assert_close(states[0], states[1], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(states[0], states[2], rtol=1e-9, atol=1e-12)
+
+
+def test_gradnorm_weights_stay_positive() -> None:
+    """A task whose gradient should be far smaller than it is: Adam would go below zero."""
+    weighting = cs.GradNorm(alpha=3.0, lr=0.5)
+    least = []
+    for number in range(30):
+        values = {"a": torch.tensor(1.0 if number == 0 else 1e-3), "b": torch.tensor(1.0)}
+        weights = [weighting.weigh(t, torch.tensor(1.0), cs.Step()).item() for t in "ab"]
+        gramian = torch.diag(torch.tensor([w**2 for w in weights], dtype=torch.float64))
+        surgery = type(cs.Step().surgery)(rows=("a", "b"), gramian=gramian)
+        weighting.observe(cs.Step(number, ("a", "b"), values, surgery=surgery))
+        least.append(min(weights))
+        assert sum(weights) == pytest.approx(2)
+    assert 0 < min(least) < 5e-3
+
+
+def test_gradnorm_learns_nothing_from_a_loss_that_has_changed_its_sign() -> None:
+    weighting, states = cs.GradNorm(alpha=2.0), []  # The square of a negative ratio is positive.
+    for number, loss in enumerate((1.0, 0.9, -0.5, 0.8)):
+        values = {"a": torch.tensor(loss), "b": torch.tensor(2.0), "c": torch.tensor(1.0)}
+        gramian = torch.diag(torch.tensor([1.0, 4.0, 9.0], dtype=torch.float64))
+        surgery = type(cs.Step().surgery)(rows=tuple("abc"), gramian=gramian)
+        weighting.observe(cs.Step(number, tuple("abc"), values, surgery=surgery))
+        states.append(numbers(weighting)[0]["weights"])
+    assert states[1] == states[2] != states[3] != states[0] != states[1]
+
+
+@pytest.mark.parametrize("method", [cs.Sum(), cs.GradDrop(), cs.ConnectionStrength()], ids=repr)
+def test_gradnorm_needs_a_gramian(method: cs.Method) -> None:
+    with pytest.raises(ValueError, match=r"a Gramian method for GradNorm\(.*Sum\(separate=T"):
+        Setup().start(method, weighting=cs.GradNorm())
+
+
+# --- many ranks ---
+
+
+def _on_ranks(rank: int, size: int, kind: str, name: str) -> list[Any]:
+    """Alone, two micro-batches; all have losses before the first step."""
+    network = Network(kind, rank, size)
+    weighting = WEIGHTINGS[name]()
+    schedule = both_phases() if name != "GradNorm" else None
+    opt = network.start(cs.Sum(separate=True), schedule, weighting=weighting)
+    opt.start_epoch(0)
+    losses = {"depth": 2.0, "normals": 5.0, "edges": 1.0}
+    values = {task: torch.tensor(x, dtype=torch.float64) for task, x in losses.items()}
+    weighting.observe(cs.Step(0, tuple(TASKS), values))
+    found = []
+    halves = [slice(0, 6), slice(6, 12)]
+    for step in range(8):
+        opt.start_epoch(1 + step // 4)
+        closures: Any = partial(network.loss, step)
+        if kind == "alone":
+            closures = [
+                lambda task, s=half, n=step: network.loss(n, task, s) / 2 for half in halves
+            ]
+        found.append(opt.step(closures))
+    return [network.state(), found, weighting.state_dict()]
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
+@pytest.mark.parametrize("name", [name for name in WEIGHTINGS if name != "FAMO-again"])
+def test_ranks_weigh_as_one_process(pools: Callable[[int], Ranks], kind: str, name: str) -> None:
+    first, *others = pools(2).run(_on_ranks, 2, kind, name)
+    for other in others:
+        assert_equal(other, first)
+    expected = _on_ranks(0, 2, "alone", name)
+    assert_near(first[:2], expected[:2])
+    torch.testing.assert_close(first[2], expected[2], rtol=1e-4, atol=1e-5)
+
+
+# --- options ---
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: cs.RandomWeights(-1), ValueError, r"seed must lie in \[0, 2\^63\), got -1"),
+        (lambda: cs.RandomWeights(1.5), TypeError, "seed must be an integer, got 1.5"),
+        (lambda: cs.SmoothTchebycheff(mu=0), ValueError, "mu must be positive and finite, got 0"),
+        (lambda: cs.SmoothTchebycheff(warmup=-1), ValueError, "warmup must be at least 0, got -1"),
+        (lambda: cs.FAMO(lr=float("nan")), ValueError, "lr must be positive and finite, got nan"),
+        (lambda: cs.FAMO(decay=-1), ValueError, "decay must be finite and at least 0, got -1"),
+        (lambda: cs.FAMO(minima=[0.0]), TypeError, r"minima must be a mapping.*\[0.0\]"),
+        (lambda: cs.FAMO(minima={"a": "x"}), ValueError, "minima must be finite, got 'x' for 'a'"),
+        (
+            lambda: started(weighting=cs.FAMO(minima={"a": 0.5})),
+            ValueError,
+            r"minima must be of tasks among \['depth', 'normals', 'edges'\], got 'a'",
+        ),
+        (lambda: cs.GradNorm(alpha=-0.5), ValueError, "alpha must be finite and at least 0"),
+        (lambda: cs.GradNorm(lr=0), ValueError, "lr must be positive and finite, got 0"),
+    ],
+)
+def test_options(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_representations() -> None:
+    """They are compared between ranks, and with those of captured steps."""
+    for kind in (cs.RandomWeights, cs.SmoothTchebycheff, cs.FAMO, cs.GradNorm):
+        parameters = inspect.signature(kind).parameters
+        shown = repr(kind(**({"minima": {"a": 1.0}} if kind is cs.FAMO else {})))
+        assert shown.startswith(kind.__name__)
+        assert all(f"{name}=" in shown for name in parameters)
