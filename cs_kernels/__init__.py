@@ -6,6 +6,7 @@ for Multi-Task Optimization", CVPR 2024). Start at `MultiTaskOptimizer`.
 
 from cs_kernels import functional, nn
 from cs_kernels.capture import CapturedStep
+from cs_kernels.conflicts import Conflicts
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.layout import Coverage, Layer, Layout
 from cs_kernels.methods import (
@@ -56,6 +57,7 @@ __all__ = [
     "CAGrad",
     "CapturedStep",
     "ConFIG",
+    "Conflicts",
     "ConnectionStrength",
     "Coverage",
     "DynamicWeightAverage",

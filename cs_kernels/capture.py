@@ -256,7 +256,10 @@ class CapturedStep:
             [repr(part) for part in parts],
             [*_hooks(opt._optimizers)],
         ]
-        return values, tensors + [t for part in parts for t in part.captured_state()]
+        states = [t for part in parts for t in part.captured_state()]
+        if phase == 2 and opt._conflicts is not None:
+            states += opt._conflicts.captured_state()
+        return values, tensors + states
 
     def __repr__(self) -> str:
         return f"CapturedStep(tasks={list(self._tasks)}, captured phases={sorted(self._graphs)})"

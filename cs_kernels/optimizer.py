@@ -33,6 +33,7 @@ from cs_kernels.checks import (
     numeric_options,
     refuse_reevaluation,
 )
+from cs_kernels.conflicts import ConflictCounter, Conflicts
 from cs_kernels.distributed import (
     Call,
     PartialGradients,
@@ -59,7 +60,7 @@ from cs_kernels.layout import (
 )
 from cs_kernels.methods import ConnectionStrength, Method
 from cs_kernels.nn import TaskBatchNorm, check_tasks, task_norms
-from cs_kernels.ops.operands import Entries
+from cs_kernels.ops.operands import MOST_TASKS, Entries
 from cs_kernels.options import checked_integer
 from cs_kernels.passes import Backward, Passes, no_shared_parameter
 from cs_kernels.report import Done, Report, report_of
@@ -217,6 +218,8 @@ class MultiTaskOptimizer:
         """The last step."""
         self._reported = False
         """Whether a report has been asked for."""
+        self._conflicts: ConflictCounter | None = None
+        """If `count_conflicts` was called."""
         self._searched = False
         """Whether `backward` has looked for wrappers around its losses' network."""
 
@@ -788,6 +791,64 @@ class MultiTaskOptimizer:
         self._reported = True
         return report_of(self._done, self.method, self.weighting)
 
+    def count_conflicts(self, threshold: float = 0.0) -> None:
+        """Counts, from the next joint step on, in which parameters the tasks' gradients conflict.
+
+        A joint step then reads the gradients once more, without a host synchronization; the update
+        stays the same, bit for bit. Called again, it begins anew with its threshold. `state_dict`
+        has the counts: a resumed run calls this first, then `load_state_dict`. On many ranks, all
+        have to call it.
+
+        Args:
+            threshold: Two gradients are in conflict where their cosine is below it, in [-1, 1].
+
+        Raises:
+            ValueError: The threshold is outside of [-1, 1], there are more than 64 tasks, or the
+                method does not keep the tasks' gradients one by one.
+
+        Examples:
+            >>> trunk = torch.nn.Linear(4, 8)
+            >>> sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
+            >>> opt = cs.MultiTaskOptimizer(trunk, sgd, ["a", "b"], cs.PCGrad())
+            >>> opt.count_conflicts()
+            >>> for x in torch.randn(5, 16, 4):
+            ...     y = trunk(x).mean()
+            ...     _ = opt.backward({"a": y, "b": -y})
+            ...     sgd.step()
+            >>> print(opt.conflicts())
+            cosines below 0 among those of all pairs of tasks and all steps
+              weight  5 of 5, 100.0 %
+              bias    5 of 5, 100.0 %
+
+        """
+        if not self.method.separate_gradients:
+            raise ValueError(
+                "method must keep the tasks' gradients one by one for count_conflicts, got"
+                f" {self.method!r}, which adds them up: for the plain sum, use"
+                " cs.Sum(separate=True)"
+            )
+        if len(self.tasks) > MOST_TASKS:
+            raise ValueError(
+                f"tasks must be at most {MOST_TASKS} for count_conflicts, got {len(self.tasks)}"
+            )
+        self._conflicts = ConflictCounter(self._gradients, threshold)
+        if isinstance(self._gradients, PartialGradients):
+            self._gradients.threshold = self._conflicts.threshold
+
+    def conflicts(self) -> Conflicts:
+        """The cosines of the last joint step and the counts since `count_conflicts`, by parameter.
+
+        Steps of Phase 1 have no joint gradients and are not counted. Asking does not wait for the
+        device; reading a number does.
+
+        Raises:
+            RuntimeError: `count_conflicts` was not called.
+
+        """
+        if self._conflicts is None:
+            raise RuntimeError("conflicts are not counted: call count_conflicts() before the steps")
+        return self._conflicts.conflicts()
+
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs beside those of the network and the torch optimizer.
 
@@ -797,7 +858,7 @@ class MultiTaskOptimizer:
         """
         # Distributed checkpoints store a tuple as it is, and a dictionary entry by entry, which
         # would need the same entries in the one that they are loaded into.
-        return {
+        state = {
             "tasks": list(self.tasks),
             "epoch": self._epoch,
             "steps": self._steps,
@@ -805,13 +866,19 @@ class MultiTaskOptimizer:
             "method": _named_state(self.method),
             "weighting": _named_state(self.weighting),
         }
+        if self._conflicts is not None:
+            state["conflicts"] = (self._conflicts.state_dict(),)
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict`; gradients that wait for their update are dropped.
 
+        If conflicts are counted, their counts go on from those of the state, or from 0 if it has
+        none. If they are not, those of the state are left out.
+
         Raises:
-            ValueError: It is of other tasks, another trunk, method or weighting, or not whole. The
-                state before is kept.
+            ValueError: It is of other tasks, another trunk, method or weighting, has conflicts
+                counted with another threshold, or is not whole. The state before is kept.
 
         """
         self._check_state(state)
@@ -828,7 +895,7 @@ class MultiTaskOptimizer:
         self._ranks.recheck_networks()
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
-        expected = self.state_dict()
+        expected = {key: of for key, of in self.state_dict().items() if key != "conflicts"}
         if not isinstance(state, Mapping) or not set(expected) <= set(state):
             found = list(state) if isinstance(state, Mapping) else type(state).__name__
             raise ValueError(f"state must have {list(expected)}, got {found}")
@@ -849,6 +916,9 @@ class MultiTaskOptimizer:
         self._reach.load_state_dict(reach)
         self.method.load_state_dict(of_method)
         self.weighting.load_state_dict(of_weighting)
+        if self._conflicts is not None:
+            (of_conflicts,) = state.get("conflicts", (None,))
+            self._conflicts.load_state_dict(of_conflicts)
         self._epoch, self._steps = None if epoch is None else int(epoch), steps
 
     def _chosen(self, tasks: Iterable[str] | None) -> tuple[str, ...]:
@@ -904,6 +974,8 @@ class MultiTaskOptimizer:
         self._done = Done(step, self._steps, self._epoch, phase)
         self._steps += 1
         self.weighting.observe(step)
+        if self._conflicts is not None:
+            self._conflicts.add(step)
         if self._seen != self._watcher.version:
             self._seen = self._watcher.version
             self._trainable = self._what_trains()
@@ -932,6 +1004,8 @@ class MultiTaskOptimizer:
         with record_function("cs_kernels.surgery"), torch.no_grad(), elapsed:
             self._gradients.release_own()
             first = self._gradients.first()
+            if self._conflicts is not None:
+                self._conflicts.measure(step)
             try:
                 self.method.combine(self._gradients, self._current_layout(), step)
             except StaleLayoutError:

@@ -50,6 +50,8 @@ class PartialGradients(TaskGradients):
         """By task; mean losses are kept in float64."""
         self.options: Callable[[], list[object]] = list
         """The options of the torch optimizer that are numbers."""
+        self.threshold: float | None = None
+        """That of `count_conflicts`, if it was called: its steps have one more collective."""
         self.scales = False
         """Whether the loss scale shows in the backward passes only."""
         self.version = 0
@@ -63,7 +65,7 @@ class PartialGradients(TaskGradients):
     def plan(self) -> int:
         """A number that differs if `planned` does."""
         trains = bytes(p.requires_grad for p in self.parameters)
-        return crc32(repr(self.options()).encode(), crc32(trains))
+        return crc32(repr((self.options(), self.threshold)).encode(), crc32(trains))
 
     def planned(self) -> dict[str, list[object]]:
         """The facts that the collectives and the update of the next step depend on."""
@@ -73,6 +75,7 @@ class PartialGradients(TaskGradients):
                 (name, p.requires_grad, str(p.dtype)) for name, p in named
             ],
             "options of the optimizer": self.options(),
+            "threshold of count_conflicts": [self.threshold],
         }
 
     @abstractmethod

@@ -1,0 +1,312 @@
+"""Counts, for every shared parameter, the steps in which the gradients of two tasks conflict.
+
+A step reads the gradients once more, for a Gramian of each parameter. All further numbers are
+small tensors on the gradients' device, which nobody waits for before a number is read.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cs_kernels.gradients import TaskGradients
+from cs_kernels.options import is_finite_number
+from cs_kernels.step import Step
+
+_MOST_PATTERNS = 64
+_MOST_LINES = 10
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Conflicts:
+    """The conflicts of each shared parameter, made by `MultiTaskOptimizer.conflicts`.
+
+    P is the number of `names`, K that of `tasks`. Tensors are symmetric in the tasks, copies that
+    later steps do not change, and stay on the gradients' device: reading one waits for it.
+    Gradients are those of the weighted losses; on many ranks, means over the ranks.
+    """
+
+    threshold: float
+    """Two gradients are in conflict where their cosine is below it."""
+    tasks: tuple[str, ...]
+    names: tuple[str, ...]
+    """The parameters, or the modules after `by_module`, in the order of the trunk. Parameters that
+    only one task reaches are that task's own and left out."""
+    gramians: Tensor
+    """The products of the gradients of the last joint step, without the factor of a scaler or of
+    `backward=`, float64 [P, K, K]; NaN where a task had no gradient or took no part."""
+    counts: Tensor
+    """Steps in which the cosine was below the threshold, int64 [P, K, K]; 0 on the diagonal."""
+    steps: Tensor
+    """Steps in which both tasks had a gradient, int64 [P, K, K]. A step is neither here nor in
+    `counts` if the gradient of any shared parameter is not finite, as when a scaler skips it."""
+    _modules: "Conflicts | None" = None
+
+    @cached_property
+    def cosines(self) -> Tensor:
+        """The cosines between the gradients of the last joint step, float64 [P, K, K].
+
+        0 for a zero gradient, which is thus in conflict below a positive threshold; NaN where
+        `gramians` is NaN and for gradients that are not finite.
+        """
+        return _cosines(self.gramians)
+
+    @cached_property
+    def share(self) -> Tensor:
+        """`counts / steps`, float64 [P, K, K]; NaN where there are no steps."""
+        return self.counts / self.steps.double()
+
+    def by_module(self) -> "Conflicts":
+        """The same of the gradients of each module's parameters together.
+
+        The cosines are those of a layer's weight and bias as one vector. Their counts cannot be
+        derived from those of the parameters, and have been taken in the same steps.
+        """
+        return self if self._modules is None else self._modules
+
+    def scores(self) -> dict[str, int]:
+        """By name, highest first: the sum of `counts` over all pairs of tasks; it waits, once.
+
+        With `by_module`, these are the S-conflict scores of Recon (Shi et al., "Recon: Reducing
+        Conflicting Gradients from the Root for Multi-Task Learning", 2023,
+        https://arxiv.org/abs/2302.11289), with S as the threshold. Recon turns the layers with the
+        highest scores into task-specific ones.
+        """
+        return {name: score for name, score, _ in self._ranked()}
+
+    def _ranked(self) -> list[tuple[str, int, int]]:
+        """Highest score first: the name, its score, and the steps of all pairs of tasks."""
+        sums = [numbers.triu(1).sum((1, 2)) for numbers in (self.counts, self.steps)]
+        rows = torch.stack(sums, 1).tolist()
+        named = ((name, *of_name) for name, of_name in zip(self.names, rows, strict=True))
+        return sorted(named, key=lambda entry: -entry[1])
+
+    def __str__(self) -> str:
+        """The highest scores, a line each; it waits for the device."""
+        ranked = self._ranked()
+        first = ranked[:_MOST_LINES]
+        head = f"cosines below {self.threshold:g} among those of all pairs of tasks and all steps"
+        name_width = max((len(name) for name, *_ in first), default=0)
+        width = max((len(str(steps)) for *_, steps in first), default=0)
+        lines = [
+            f"  {name:{name_width}}  {score:{width}} of {steps:{width}}"
+            + (f", {100 * score / steps:5.1f} %" if steps else "")
+            for name, score, steps in first
+        ]
+        if len(ranked) > len(first):
+            lines.append(f"  and {len(ranked) - len(first)} more")
+        return "\n".join([head, *lines])
+
+    def __repr__(self) -> str:
+        tasks, rows = list(self.tasks), len(self.names)
+        return f"Conflicts(threshold={self.threshold!r}, tasks={tasks}, P={rows})"
+
+
+class _Masks(NamedTuple):
+    """Which tasks have a gradient for which parameter."""
+
+    reached: Tensor
+    """The indices of the parameters that any task has a gradient for, int64."""
+    pairs: Tensor
+    """Whether both tasks have one, bool [R, K, K]."""
+    others: Tensor
+    """The same without the diagonal."""
+
+
+class ConflictCounter:
+    """The counts of a run, for R rows: the shared parameters, then the modules.
+
+    Args:
+        gradients: Those of the shared parameters.
+        threshold: The cosine below which two gradients are in conflict.
+
+    Raises:
+        ValueError: The threshold is not in [-1, 1].
+
+    """
+
+    def __init__(self, gradients: TaskGradients, threshold: float) -> None:
+        if not (is_finite_number(threshold) and -1 <= threshold <= 1):
+            raise ValueError(f"threshold must lie in [-1, 1], got {threshold!r}")
+        self.threshold = float(threshold)
+        self._gradients = gradients
+        self._parameters = len(gradients.names)
+        self._module_of, self._modules = gradients.layers(range(self._parameters))
+        members: list[list[int]] = [[] for _ in self._modules]
+        for parameter, module in enumerate(self._module_of):
+            members[module].append(parameter)
+        most = max(map(len, members), default=0)
+        # The parameters of each module; behind the last parameter, there is one without gradients.
+        padded = [of + [self._parameters] * (most - len(of)) for of in members]
+        tasks, device = len(gradients.tasks), gradients.parameters[0].device
+        shape = (self._parameters + len(members), tasks, tasks)
+        self._members = torch.tensor(padded, device=device)
+        self._gramians = torch.full(shape, torch.nan, dtype=torch.float64, device=device)
+        self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._steps = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._known: dict[tuple[bytes, ...], _Masks] = {}
+        self._measured: tuple[Step, Tensor | None, tuple[bytes, ...]] | None = None
+        """The Gramians of a step that has not ended."""
+
+    def measure(self, step: Step) -> None:
+        """Multiplies a step's gradients; to be called before its method, which forgets them."""
+        gradients = self._gradients
+        pattern = tuple(bytes(grad is not None for grad in row) for row in gradients.rows)
+        reached = gradients.reached()
+        if not reached:
+            self._measured = step, None, pattern
+            return
+        groups = list(range(len(reached)))
+        gramians: Tensor = torch.ops.cs_kernels.gramian(
+            gradients.of(reached), groups, len(groups), len(gradients.tasks)
+        )
+        gramians = gradients.sum_over_ranks(gramians)
+        if step.loss_scale is not None:
+            gramians = gramians / step.loss_scale.double() ** 2
+        self._measured = step, gramians, pattern
+
+    def add(self, step: Step) -> None:
+        """Counts a joint step that has ended; one that failed is not counted."""
+        measured, self._measured = self._measured, None
+        if measured is None or measured[0] is not step:
+            return
+        _, gramians, pattern = measured
+        if gramians is None:
+            self._gramians.fill_(torch.nan)
+            return
+        self._follow(gramians.device)
+        reached, pairs, others = self._masks(pattern, captured=step.counter is not None)
+        tasks = gramians.shape[1:]
+        of_parameters = gramians.new_zeros((self._parameters + 1, *tasks))
+        of_parameters.index_copy_(0, reached, gramians)
+        of_members = of_parameters.index_select(0, self._members.flatten())
+        of_modules = of_members.view(*self._members.shape, *tasks).sum(1)
+        products = torch.cat([of_parameters[:-1], of_modules])
+        finite = gramians.isfinite().all()
+        # In place, for the replays of a CUDA graph.
+        self._counts += (_cosines(products) < self.threshold) & others & finite
+        self._steps += pairs & finite
+        self._gramians.copy_(torch.where(pairs, products, torch.nan))
+
+    def _follow(self, device: torch.device) -> None:
+        """Moves to the device of a trunk that was moved."""
+        if self._counts.device != device:
+            self._members, self._gramians, self._counts, self._steps = (
+                tensor.to(device)
+                for tensor in (self._members, self._gramians, self._counts, self._steps)
+            )
+            self._known.clear()
+
+    def _masks(self, pattern: tuple[bytes, ...], *, captured: bool) -> _Masks:
+        """The masks of a pattern; in a capture new ones, which replays write."""
+        if captured:
+            return self._new_masks(pattern)
+        if pattern not in self._known:
+            if len(self._known) == _MOST_PATTERNS:
+                self._known.clear()
+            self._known[pattern] = self._new_masks(pattern)
+        return self._known[pattern]
+
+    def _new_masks(self, pattern: tuple[bytes, ...]) -> _Masks:
+        """Nothing is copied from the host: masks are made of ranges."""
+        device, tasks = self._counts.device, len(pattern)
+        by_any = bytes(any(of_tasks) for of_tasks in zip(*pattern, strict=True))
+        ranges = [torch.arange(first, last, device=device) for first, last in _runs(by_any)]
+        # A row more, as in `_members`.
+        shape = self._parameters + 1, tasks
+        present = torch.zeros(shape, dtype=torch.bool, device=device)
+        for task, row in enumerate(pattern):
+            for first, last in _runs(row):
+                present[first:last, task].fill_(True)
+        of_members = present.index_select(0, self._members.flatten())
+        in_modules = of_members.view(*self._members.shape, tasks).any(1)
+        present = torch.cat([present[:-1], in_modules])
+        pairs = present.unsqueeze(2) & present.unsqueeze(1)
+        same = torch.ones((tasks, tasks), dtype=torch.bool, device=device).triu().tril()
+        return _Masks(torch.cat(ranges), pairs, pairs & ~same)
+
+    def conflicts(self) -> Conflicts:
+        """Copies of the counts, without the parameters that are one task's own."""
+        own = self._gradients.reach.owners()
+        shared = [i for i in range(self._parameters) if i not in own]
+        of_modules = sorted({self._parameters + self._module_of[i] for i in shared})
+        return self._of(shared, self._of(of_modules, None))
+
+    def _of(self, rows: Sequence[int], modules: Conflicts | None) -> Conflicts:
+        """Copies of some rows."""
+        names = [*self._gradients.names, *self._modules]
+        chosen = set(rows)
+        runs = _runs(bytes(row in chosen for row in range(len(names))))
+        gramians, counts, steps = (
+            torch.cat([tensor[:0], *(tensor[first:last] for first, last in runs)])
+            for tensor in (self._gramians, self._counts, self._steps)
+        )
+        shown = tuple(names[row] for row in rows)
+        tasks = self._gradients.tasks
+        return Conflicts(self.threshold, tasks, shown, gramians, counts, steps, modules)
+
+    # --- checkpoints and CUDA graphs ---
+
+    def captured_state(self) -> list[Tensor]:
+        """The tensors that steps update in place."""
+        return [self._gramians, self._counts, self._steps]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts by name; the last step's gradients are not in it."""
+        return {
+            "threshold": self.threshold,
+            "parameters": list(self._gradients.names),
+            "modules": list(self._modules),
+            "counts": self._counts.clone(),
+            "steps": self._steps.clone(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Goes on from a `state_dict`, or begins anew. Parameters that it lacks begin anew.
+
+        Raises:
+            ValueError: It was counted with another threshold, or names other parameters.
+
+        """
+        counts, steps = torch.zeros_like(self._counts), torch.zeros_like(self._steps)
+        if state is not None:
+            if state["threshold"] != self.threshold:
+                raise ValueError(
+                    f"state must have conflicts counted with threshold {self.threshold}, got"
+                    f" {state['threshold']!r}"
+                )
+            rows = self._rows_of(state["parameters"], state["modules"])
+            for mine, saved in ((counts, state["counts"]), (steps, state["steps"])):
+                mine[rows] = saved.to(mine)
+        self._counts.copy_(counts)
+        self._steps.copy_(steps)
+        self._gramians.fill_(torch.nan)
+        self._measured = None
+
+    def _rows_of(self, parameters: Sequence[str], modules: Sequence[str]) -> list[int]:
+        """The rows of a saved state's names."""
+        rows = {name: row for row, name in enumerate(self._gradients.names)}
+        for name in parameters:
+            if name not in rows:
+                raise ValueError(f"state must name shared parameters of trunk, got {name!r}")
+        of_modules = {name: self._parameters + row for row, name in enumerate(self._modules)}
+        return [rows[name] for name in parameters] + [of_modules[name] for name in modules]
+
+
+def _cosines(products: Tensor) -> Tensor:
+    """[..., K, K], 0 for zero gradients."""
+    norms = products.diagonal(dim1=-2, dim2=-1).sqrt()
+    scale = norms.unsqueeze(-1) * norms.unsqueeze(-2)
+    # Rounding may leave the range.
+    return torch.where(scale == 0, 0.0, products / scale).clamp(-1.0, 1.0)
+
+
+def _runs(flags: bytes) -> list[tuple[int, int]]:
+    """The ranges of indices whose flags are set."""
+    changes = enumerate(pairwise(b"\0" + flags + b"\0"))
+    edges = [i for i, (before, after) in changes if before != after]
+    return list(zip(edges[::2], edges[1::2], strict=True))
