@@ -327,8 +327,10 @@ def test_phase_1_and_a_new_start() -> None:
 
 
 def test_a_failed_step_is_not_counted() -> None:
-    setup, opt = started(cs.PCGrad())
+    """Also not by the next step of Phase 1."""
+    setup, opt = started(cs.PCGrad(), cs.Switch(1))
     opt.count_conflicts()
+    opt.start_epoch(1)
 
     def fails(*_: object) -> None:
         raise OSError("no step")
@@ -338,6 +340,10 @@ def test_a_failed_step_is_not_counted() -> None:
         opt.step(setup.closure(0))
     hook.remove()
     assert not opt.conflicts().steps.any()
+    opt.start_epoch(0)
+    opt.step(setup.closure(0))
+    assert not opt.conflicts().steps.any()
+    opt.start_epoch(1)
     opt.step(setup.closure(0))
     assert opt.conflicts().steps.unique().tolist() == [1]
 
@@ -423,6 +429,8 @@ def test_replays_count(method: str, scaled: bool, monkeypatch: pytest.MonkeyPatc
         loops.append(loop)
         if captured:
             assert Recorder.replays >= 8
+            # A graph has masks of its own: those of eager steps may be forgotten.
+            assert "aten::arange.start" in Recorder.operators
     assert_alike(*loops)
     assert_equal(*(_numbers(loop.opt) for loop in loops))
     assert loops[0].opt.conflicts().steps.max() == 4
@@ -443,9 +451,9 @@ def test_a_resumed_run_goes_on() -> None:
     train(*straight, 0, 8)
     train(*interrupted, 0, 5)
     states = saved(*interrupted)
-    kept = copy.deepcopy(states)
+    kept = interrupted[1].state_dict()
     train(*interrupted, 5, 6)
-    assert numbers(states[-1]) == numbers(kept[-1])
+    assert numbers(kept) == numbers(states[-1])  # Later steps have not changed it.
     train(*resumed, 0, 2)
     restore(states, *resumed)
     counts = resumed[1].conflicts()
