@@ -150,6 +150,8 @@ class Run:
         self.priority: list[dict[str, list[int]]] = []
         self.conflicts: list[dict[str, float]] = []
         """By layer, the share of channel groups and other tasks in conflict, in joint steps."""
+        self.modules: list[dict[str, float]] = []
+        """By module, the share of steps and pairs of tasks in conflict, in joint steps."""
         self.cosines: list[dict[str, float]] = []
         """By pair of tasks, of Gramian methods."""
         self.phases: list[int] = []
@@ -169,6 +171,8 @@ class Run:
             self.phases.append(self.opt.phase)
             sums = dict.fromkeys(self.tasks, 0.0)
             reports = []
+            if counts := self.phases[-1] == 2 and self.opt.method.separate_gradients:
+                self.opt.count_conflicts()
             for _ in range(self.settings.steps):
                 for task, value in self.step(self.opt).items():
                     sums[task] += value.item() / self.settings.steps
@@ -181,6 +185,7 @@ class Run:
                 self.losses[task].append(value)
             self.priority.append({k: v.tolist() for k, v in self.opt.priority().items()})
             self.watch(reports)
+            self.modules.append(self.conflict_shares() if counts else {})
             self.rate.step()
 
     def watch(self, reports: list[cs.Report]) -> None:
@@ -203,6 +208,12 @@ class Run:
             }
         self.conflicts.append(conflicts)
         self.cosines.append(cosines)
+
+    def conflict_shares(self) -> dict[str, float]:
+        """The steps of this epoch, in which all tasks took part."""
+        found = self.opt.conflicts().by_module()
+        scores, pairs = found.scores(), len(self.tasks) * (len(self.tasks) - 1) // 2
+        return {name: scores[name] / (pairs * self.settings.steps) for name in found.names}
 
     @torch.no_grad()
     def evaluate(self, scene: Scene) -> dict[str, dict[str, float]]:
@@ -292,6 +303,7 @@ def train_all(
                 "losses": run.losses,
                 "priority": run.priority,
                 "conflicts": run.conflicts,
+                "modules": run.modules,
                 "cosines": run.cosines,
                 "phases": run.phases,
                 "time": run.time(settings.steps),
@@ -402,7 +414,10 @@ def main() -> None:
     plots.losses(last, TASKS, options.out / "losses.png")
     pair = [name for name in ("Phase 1 only", "Mixed") if name in last] or names[:2]
     plots.priority(last, TASKS, pair, options.out / "priority.png")
-    plots.conflicts(last, options.out / "conflicts.png")
+    label = "% of channel groups and other tasks in conflict"
+    plots.heat_maps(last, "conflicts", label, options.out / "conflicts.png")
+    label = "% of steps and pairs of tasks in conflict"
+    plots.heat_maps(last, "modules", label, options.out / "modules.png")
     plots.cosines(last, options.out / "cosines.png")
     pair = [name for name in ("Phase 1 only", "Phase 2 only") if name in last] or names[:2]
     plots.correlation(last, TASKS, pair, options.out / "correlation.png")

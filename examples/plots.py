@@ -54,12 +54,12 @@ def _shares(priority: np.ndarray, tasks: int) -> np.ndarray:
     return 100 * np.bincount(priority, minlength=tasks) / len(priority)
 
 
-def conflicts(runs: dict[str, Any], path: Path) -> None:
-    """Heat maps of the share of conflicts in each layer's channel groups, epoch by epoch.
+def heat_maps(runs: dict[str, Any], key: str, label: str, path: Path) -> None:
+    """Heat maps of a share by layer, epoch by epoch.
 
-    Epochs in Phase 1 are empty. Nothing is drawn if no run had joint steps by connection strength.
+    Epochs without it, such as those in Phase 1, are empty. Nothing is drawn if no run has it.
     """
-    chosen = {name: run["conflicts"] for name, run in runs.items() if any(run.get("conflicts", []))}
+    chosen = {name: run[key] for name, run in runs.items() if any(run.get(key, []))}
     if not chosen:
         return
     figure, axes = plt.subplots(
@@ -72,7 +72,7 @@ def conflicts(runs: dict[str, Any], path: Path) -> None:
         ax.set_yticks(range(len(layers)), layers, fontsize=6)
         ax.set(title=name, xlabel="epoch")
         ax.xaxis.get_major_locator().set_params(integer=True)
-    figure.colorbar(image, ax=axes, label="% of channel groups and other tasks in conflict")
+    figure.colorbar(image, ax=axes, label=label)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
