@@ -56,7 +56,7 @@ def test_micro_batches_of_backward_add_up(backend: str, method: cs.Method) -> No
     """Samples do not interact here, so three thirds equal the whole; surgery happens once."""
     whole, thirds = problem(), problem()
     for (model, _, x, targets), parts in ((whole, 1), (thirds, 3)):
-        opt = optimizer_of(model, method)
+        opt = optimizer_of(model, copy.deepcopy(method))
         x, targets = x[:6], {task: target[:6] for task, target in targets.items()}
         for n, rows in enumerate(torch.arange(6).chunk(parts)):
             features = model.trunk(x[rows])

@@ -3,7 +3,6 @@
 No GPU takes part: Triton brings the assembler, and its disassembler says what a kernel holds.
 """
 
-import itertools
 import re
 import subprocess
 from collections.abc import Callable
@@ -37,15 +36,12 @@ TYPES = {
     torch.float16: "*fp16",
 }
 TASKS = [2, 4, 8, 64]
-CONSTANTS: dict[str, dict[str, list[Any]]] = {
-    "aligned_mtl": {"SCALE": list(solver_table.ALIGNED_SCALES)},
-    "fair_grad": {"OF_SUMS": [False, True]},
+CONSTANTS: dict[str, list[tuple[str, Any]]] = {
+    "aligned_mtl": [("SCALE", scale) for scale in solver_table.ALIGNED_SCALES],
+    "fair_grad": [("OF_SUMS", False), ("OF_SUMS", True)],
 }
 SOLVERS = [
-    (name, dict(zip(options, values, strict=True)))
-    for name in solver_table.SOLVERS
-    for options in [CONSTANTS.get(name, {})]
-    for values in itertools.product(*options.values())
+    (name, *constant) for name in solver_table.SOLVERS for constant in CONSTANTS.get(name, [()])
 ]
 
 # The types of pointers, and the names of their arguments.
@@ -141,9 +137,9 @@ def test_priority(check: Callable[..., None], tasks: int) -> None:
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("tasks", [2, 4, 8, 16, 32, 64])
-@pytest.mark.parametrize(("name", "options"), SOLVERS, ids=str)
-def test_solvers(
-    check: Callable[..., None], name: str, options: dict[str, Any], tasks: int
-) -> None:
+@pytest.mark.parametrize("solver", SOLVERS, ids=str)
+def test_solvers(check: Callable[..., None], solver: tuple[Any, ...], tasks: int) -> None:
+    name, *constant = solver
+    constants = {"TASKS": tasks, **dict([constant] if constant else [])}
     kernel = getattr(solvers, f"{name}_kernel")
-    check(kernel, {"out": "*fp64"}, {"TASKS": tasks, **options}, solver_options(tasks))
+    check(kernel, {"out": "*fp64"}, constants, solver_options(tasks))

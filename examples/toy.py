@@ -1,0 +1,207 @@
+"""Draws the paths of all methods on a problem with two parameters and two losses.
+
+    python examples/toy.py [--out FILE]
+
+The problem is that of CAGrad (Liu et al., 2021, appendix) as Nash-MTL (Navon et al., 2022) draws
+it, with a tenth of the first loss: each loss has a narrow valley in the upper half, where one
+gradient is many times as long as the other, and a bowl in the lower half, where the Pareto front
+is. Five points start at once, and make 100,000 steps of Adam at a rate of 0.001.
+
+DB-MTL needs positive losses and connection strength needs channels, so they are not drawn.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+import numpy as np
+import torch
+
+import cs_kernels as cs
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+Array = np.ndarray
+
+STARTS = np.array([[-8.5, 7.5], [0.0, 0.0], [9.0, 9.0], [-7.5, -0.5], [9.0, -1.0]])
+FIRST = 0.1
+"""The factor of the first loss."""
+RATE = 0.001
+STEPS = 100_000
+KEPT = 200
+"""Every so many steps, the points are kept for the picture."""
+REACHED = 0.5
+"""A path has reached the front if no point of the front is better in both losses by more, the first
+loss without its factor: both fall from about 7 to -20."""
+
+_LEAST = 5e-6
+
+METHODS: dict[str, Callable[[], cs.Method]] = {
+    "Sum": cs.Sum,
+    "PCGrad": cs.PCGrad,
+    "GradVac": cs.GradVac,
+    "UPGrad": cs.UPGrad,
+    "GradDrop": cs.GradDrop,
+    "MGDA": cs.MGDA,
+    "CAGrad": lambda: cs.CAGrad(c=0.5),
+    "AlignedMTL": cs.AlignedMTL,
+    "IMTLG": cs.IMTLG,
+    "ConFIG": cs.ConFIG,
+    "NTKMTL": cs.NTKMTL,
+    "NashMTL": cs.NashMTL,
+    "FairGrad": cs.FairGrad,
+}
+
+
+def losses_and_gradients(points: Array) -> tuple[Array, Array]:
+    """Both losses of points [..., 2], and their gradients: [..., 2] and [..., 2 losses, 2]."""
+    x, y = points[..., 0], points[..., 1]
+    half, whole = np.tanh(0.5 * y), np.tanh(y)
+    slope = 0.5 * (1 - half**2)
+    upper, lower = np.maximum(half, 0), np.maximum(-half, 0)
+    d_upper, d_lower = np.where(y > 0, slope, 0), np.where(y > 0, 0, -slope)
+    losses, gradients = np.empty_like(points), np.empty((*points.shape, 2))
+    valleys = 0.5 * (-x - 7) + whole, 0.5 * (-x + 3) + whole + 2
+    for i, (of_valley, center, factor) in enumerate(zip(valleys, (7, -7), (FIRST, 1), strict=True)):
+        height = np.maximum(np.abs(of_valley), _LEAST)
+        valley = np.log(height) + 6
+        d_valley = np.where(np.abs(of_valley) > _LEAST, np.sign(of_valley) / height, 0)
+        bowl = ((-x + center) ** 2 + 0.1 * (-y - 8) ** 2) / 10 - 20
+        losses[..., i] = factor * (valley * upper + bowl * lower)
+        dx = -0.5 * d_valley * upper - 0.2 * (-x + center) * lower
+        dy = (1 - whole**2) * d_valley * upper + valley * d_upper
+        dy += -0.02 * (-y - 8) * lower + bowl * d_lower
+        gradients[..., i, 0], gradients[..., i, 1] = factor * dx, factor * dy
+    return losses, gradients
+
+
+def pareto_front() -> Array:
+    """Points of the front [P, 2]: for every x between the bowls, the y where no loss can fall."""
+    x, y = np.linspace(-7, 7, 281), np.linspace(-9, -7, 2001)
+    losses = losses_and_gradients(np.stack(np.meshgrid(x, y, indexing="ij"), -1))[0]
+    # The slopes of the bowls along x cancel in this weighted sum, so the front is its least y.
+    weights = np.stack([(7 + x) / FIRST, 7 - x], -1)[:, None]
+    return np.stack([x, y[(losses * weights).sum(-1).argmin(1)]], 1)
+
+
+def have_reached(points: Array) -> Array:
+    """Whether each of some points is near the front or on it, [P]."""
+    front = losses_and_gradients(pareto_front())[0]
+    losses = losses_and_gradients(points)[0]
+    better: Array = ((losses[:, None] - front[None]) / [FIRST, 1]).min(-1)  # in both losses
+    return better.max(1) <= REACHED
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The paths of one method."""
+
+    name: str
+    points: Array
+    """[times, starting points, 2]."""
+
+    @property
+    def reached(self) -> Array:
+        """Which starting points have led to the front."""
+        return have_reached(self.points[-1])
+
+
+def _weights(method: cs.Method, step: cs.Step, gramians: Array) -> Array | float:
+    """The task weights of every point, [P, 2]: each point has a Gramian of its own."""
+    if not isinstance(method, cs.GramianMethod):
+        return 1.0  # The plain sum.
+    return method.weights(torch.from_numpy(gramians), step).numpy()
+
+
+def _drop_signs(method: cs.GradDrop, step: cs.Step, gradients: Array) -> Array:
+    """GradDrop's update of every point, [P, 2], which is no weighted sum."""
+    rows = [torch.from_numpy(np.ascontiguousarray(gradients[:, i])) for i in range(2)]
+    update = torch.empty_like(rows[0])
+    torch.ops.cs_kernels.drop_signs_([update], rows, [0.0, 0.0], method.seed, step.number, 2)
+    return update.numpy()
+
+
+def follow(names: Sequence[str], steps: int = STEPS) -> list[Paths]:
+    """The paths of some methods by Adam, all at once, from all starting points."""
+    torch.set_num_threads(1)
+    methods = [METHODS[name]() for name in names]
+    points = np.stack([STARTS] * len(names))
+    mean, square, weights = np.zeros_like(points), np.zeros_like(points), np.zeros_like(points)
+    kept = [points.copy()]
+    for number in range(steps):
+        step = cs.Step(number, ("first", "second"))
+        gradients = losses_and_gradients(points)[1]
+        gramians = gradients @ gradients.swapaxes(2, 3)
+        for i, method in enumerate(methods):
+            weights[i] = _weights(method, step, gramians[i])
+        update = (weights[..., None, :] @ gradients)[..., 0, :]
+        for i, method in enumerate(methods):
+            if isinstance(method, cs.GradDrop):
+                update[i] = _drop_signs(method, step, gradients[i])
+        mean += 0.1 * (update - mean)
+        square += 0.001 * (update * update - square)
+        rate = RATE / (1 - 0.9 ** (number + 1))
+        points -= rate * mean / (np.sqrt(square / (1 - 0.999 ** (number + 1))) + 1e-8)
+        if (number + 1) % KEPT == 0:
+            kept.append(points.copy())
+    paths = np.stack(kept, 1)
+    return [Paths(name, of_method) for name, of_method in zip(names, paths, strict=True)]
+
+
+def draw(paths: list[Paths], file: Path) -> None:
+    """A sheet with a panel a method: contours of the mean loss, the front, the paths."""
+    x, y = np.linspace(-10, 10, 160), np.linspace(-10, 10, 160)
+    grid = np.stack(np.meshgrid(x, y), -1)
+    mean = losses_and_gradients(grid)[0].mean(-1)
+    front = pareto_front()
+    columns = 5
+    rows = -(-len(paths) // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(2.6 * columns, 2.8 * rows), layout="constrained", squeeze=False
+    )
+    for ax in axes.flat[len(paths) :]:
+        ax.axis("off")
+    for ax, of_method in zip(axes.flat, paths, strict=False):
+        ax.contour(x, y, mean, levels=18, cmap="viridis", linewidths=0.5, alpha=0.6)
+        ax.plot(*front.T, color="0.4", linewidth=4, alpha=0.6, label="Pareto front")
+        for start, reached in enumerate(of_method.reached):
+            path = of_method.points[:, start]
+            ax.plot(*path.T, linewidth=1.1)
+            ax.plot(*path[0], marker="o", color="black", markersize=3)
+            marker, color = ("*", "tab:green") if reached else ("X", "tab:red")
+            ax.plot(*path[-1], marker=marker, color=color, markersize=8, markeredgecolor="white")
+        ax.set(title=f"{of_method.name}: {of_method.reached.sum()} of {len(STARTS)}")
+        ax.set(xlim=(-10, 10), ylim=(-10, 10), xticks=[], yticks=[])
+    figure.savefig(file, dpi=80)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Follows all methods, some in each process, and draws the sheet."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "toy.png")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    names, processes = list(METHODS), os.cpu_count() or 1
+    with ProcessPoolExecutor(processes) as pool:
+        parts = pool.map(follow, [names[i::processes] for i in range(processes)])
+    found = {path.name: path for part in parts for path in part}
+    paths = [found[name] for name in names]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    draw(paths, options.out)
+    for of_method in paths:
+        ends = "  ".join(f"({x:5.2f}, {y:5.2f})" for x, y in of_method.points[-1])
+        print(f"{of_method.name:18} {of_method.reached.sum()} of {len(STARTS)}  {ends}")
+    print(f"written to {options.out} after {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
