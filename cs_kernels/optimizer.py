@@ -633,6 +633,12 @@ class MultiTaskOptimizer:
                 "optimizer must hold whole parameters for backward with features, got"
                 f" {sharded} after fully_shard"
             )
+        if self._conflicts is not None:
+            raise ValueError(
+                "count_conflicts needs gradients of all shared parameters, got features in"
+                " backward, whose passes end there: leave them out, or end counting by"
+                " count_conflicts(None)"
+            )
         if not update:
             raise ValueError(
                 "update must be True for backward with features, which change from one micro-batch"
@@ -791,7 +797,7 @@ class MultiTaskOptimizer:
         self._reported = True
         return report_of(self._done, self.method, self.weighting)
 
-    def count_conflicts(self, threshold: float = 0.0) -> None:
+    def count_conflicts(self, threshold: float | None = 0.0) -> None:
         """Counts, from the next joint step on, in which parameters the tasks' gradients conflict.
 
         A joint step then reads the gradients once more, without a host synchronization; the update
@@ -800,7 +806,8 @@ class MultiTaskOptimizer:
         have to call it.
 
         Args:
-            threshold: Two gradients are in conflict where their cosine is below it, in [-1, 1].
+            threshold: Two gradients are in conflict where their cosine is below it, in [-1, 1];
+                None ends counting, and forgets the counts.
 
         Raises:
             ValueError: The threshold is outside of [-1, 1], there are more than 64 tasks, or the
@@ -821,6 +828,11 @@ class MultiTaskOptimizer:
               bias    5 of 5, 100.0 %
 
         """
+        if threshold is None:
+            self._conflicts = None
+            if isinstance(self._gradients, PartialGradients):
+                self._gradients.threshold = None
+            return
         if not self.method.separate_gradients:
             raise ValueError(
                 "method must keep the tasks' gradients one by one for count_conflicts, got"

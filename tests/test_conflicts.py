@@ -151,6 +151,7 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
     "PCGrad": cs.PCGrad,
     "ConnectionStrength": cs.ConnectionStrength,
     "GradDrop": cs.GradDrop,
+    "Sum": lambda: cs.Sum(separate=True),
     "CAGrad-layer": lambda: cs.CAGrad(groups="layer"),
 }
 
@@ -588,7 +589,7 @@ def test_as_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "threshold", [1.01, -2, math.nan, math.inf, "0", None, torch.tensor(0.0)], ids=repr
+    "threshold", [1.01, -2, math.nan, math.inf, "0", torch.tensor(0.0)], ids=repr
 )
 def test_thresholds_outside_are_refused(threshold: Any) -> None:
     setup, opt = started(cs.PCGrad())
@@ -613,6 +614,20 @@ def test_bad_calls_are_refused() -> None:
     many = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), tasks, Own())
     with pytest.raises(ValueError, match="at most 64 for count_conflicts, got 65"):
         many.count_conflicts()
+
+
+def test_counting_ends() -> None:
+    setup, opt = started(cs.PCGrad())
+    opt.count_conflicts(0.5)
+    opt.step(setup.closure(0))
+    opt.count_conflicts(None)
+    with pytest.raises(RuntimeError, match="conflicts are not counted"):
+        opt.conflicts()
+    assert "conflicts" not in opt.state_dict()
+    opt.step(setup.closure(1))
+    opt.count_conflicts()
+    opt.step(setup.closure(2))
+    assert opt.conflicts().steps.max() == 1
 
 
 class Own(cs.Method):

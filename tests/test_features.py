@@ -886,6 +886,17 @@ def test_micro_batches() -> None:
     opt.backward(network.losses([z]), features=z)
 
 
+def test_counting_conflicts_needs_all_gradients() -> None:
+    network = Network("residual")
+    opt = network.start(cs.MGDA())
+    opt.count_conflicts()
+    (z,) = network.features()
+    with _refused(network, opt, ValueError, "count_conflicts needs gradients of all shared"):
+        opt.backward(network.losses([z]), features=z)
+    opt.count_conflicts(None)
+    opt.backward(network.losses([z]), features=z)
+
+
 def test_a_function_of_a_framework() -> None:
     network = Network("residual")
     opt = network.start(cs.MGDA(), backward=Tensor.backward)

@@ -1,0 +1,83 @@
+"""The problem with two parameters: its gradients, its front, and which methods reach it."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import cs_kernels as cs
+
+sys.path.append(str(Path(__file__).parent.parent / "examples"))
+import toy
+
+
+def _losses(points: torch.Tensor) -> torch.Tensor:
+    """The definition, as in the appendix of CAGrad, with a tenth of the first loss."""
+    x, y = points.unbind(-1)
+    first = (0.5 * (-x - 7) - torch.tanh(-y)).abs().clamp(min=5e-6).log() + 6
+    second = (0.5 * (-x + 3) - torch.tanh(-y) + 2).abs().clamp(min=5e-6).log() + 6
+    upper, lower = torch.tanh(0.5 * y).clamp(min=0), torch.tanh(-0.5 * y).clamp(min=0)
+    bowls = [((-x + c) ** 2 + 0.1 * (-y - 8) ** 2) / 10 - 20 for c in (7, -7)]
+    losses = first * upper + bowls[0] * lower, second * upper + bowls[1] * lower
+    return torch.stack([0.1 * losses[0], losses[1]], -1)
+
+
+def test_losses_and_gradients() -> None:
+    points = 20 * torch.rand(500, 2, dtype=torch.float64) - 10
+    points.requires_grad_()
+    expected = _losses(points)
+    losses, gradients = toy.losses_and_gradients(points.detach().numpy())
+    torch.testing.assert_close(torch.from_numpy(losses), expected.detach())
+    for i in range(2):
+        (gradient,) = torch.autograd.grad(expected[:, i].sum(), points, retain_graph=True)
+        torch.testing.assert_close(torch.from_numpy(gradients[:, i]), gradient)
+
+
+def test_the_front() -> None:
+    """There the gradients are opposed, and at its ends one is zero; elsewhere they are not."""
+    front = toy.pareto_front()
+    assert toy.have_reached(front).all()
+    gradients = torch.from_numpy(toy.losses_and_gradients(front)[1])
+    gramians = gradients @ gradients.mT
+    weights = cs.MGDA().weights(gramians)
+    shortest = (weights.unsqueeze(1) @ gradients)[:, 0].norm(dim=-1)
+    assert (shortest <= 0.02 * gradients.norm(dim=-1).amax(-1)).all()
+    assert not toy.have_reached(np.array([[9.0, 9.0], [0.0, 0.0], [0.0, -2.0], [12.0, -8.4]])).any()
+
+
+@pytest.fixture(scope="module")
+def paths() -> dict[str, toy.Paths]:
+    names = ["Sum", "PCGrad", "CAGrad", "NashMTL", "FairGrad"]
+    return {path.name: path for path in toy.follow(names)}
+
+
+def test_who_reaches_the_front(paths: dict[str, toy.Paths]) -> None:
+    """As in the papers: from (9, 9), plain descent and PCGrad stop short in the valley."""
+    for name in ("Sum", "PCGrad"):
+        assert paths[name].reached.tolist() == [True, True, False, True, True]
+    for name in ("CAGrad", "NashMTL", "FairGrad"):
+        assert paths[name].reached.all()
+
+
+def test_where_on_the_front(paths: dict[str, toy.Paths]) -> None:
+    """CAGrad ends where the mean loss is least, Nash-MTL nearer to the middle."""
+    ends = {name: path.points[-1, :, 0] for name, path in paths.items()}
+    least = toy.losses_and_gradients(toy.pareto_front())[0].mean(1).argmin()
+    assert abs(ends["CAGrad"] - toy.pareto_front()[least, 0]).max() < 1
+    assert abs(ends["Sum"][[0, 1, 3, 4]] - toy.pareto_front()[least, 0]).max() < 0.1
+    assert abs(ends["NashMTL"]).max() < 5
+    np.testing.assert_allclose(ends["NashMTL"], ends["FairGrad"], atol=0.1)
+
+
+@pytest.mark.parametrize("name", toy.METHODS)
+def test_every_method_draws_its_paths(name: str, tmp_path: Path) -> None:
+    (path,) = toy.follow([name], toy.KEPT)
+    assert path.points.shape == (2, len(toy.STARTS), 2)
+    assert (path.points[0] == toy.STARTS).all()
+    # Adam's steps are of the rate's size.
+    assert np.isfinite(path.points).all()
+    assert 0 < abs(path.points[1] - path.points[0]).max() < 2 * toy.KEPT * toy.RATE
+    toy.draw([path], tmp_path / "toy.png")
+    assert (tmp_path / "toy.png").stat().st_size > 1000
