@@ -102,9 +102,17 @@ class Passes:
 
     def evaluate(self, task: str, closures: Sequence[Closure]) -> Tensor:
         """The loss of one task, without gradients."""
-        with active(self._norms, task), torch.no_grad():
-            losses = [closure(task).detach().reshape(()) for closure in closures]
-            return sum(losses[1:], losses[0])
+        try:
+            with active(self._norms, task), torch.no_grad(), self._watcher.noticing(task):
+                losses = [closure(task).detach().reshape(()) for closure in closures]
+                return sum(losses[1:], losses[0])
+        except Exception as error:
+            if sys.version_info >= (3, 11):
+                error.add_note(
+                    f"the step has been made: {self._weighting!r} computes losses again after it,"
+                    " without gradients; with reevaluate=False, it takes those of the next step"
+                )
+            raise
 
     def task_pass(
         self,

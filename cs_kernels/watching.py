@@ -157,6 +157,16 @@ class Watcher:
         finally:
             self._stop()
 
+    @contextlib.contextmanager
+    def noticing(self, task: str) -> Iterator[None]:
+        """Around another forward pass of a task: only new modules outside the trunk are seen."""
+        self.thread = threading.get_ident()
+        try:
+            with self._modules_outside(task):
+                yield
+        finally:
+            self._stop()
+
     def learned(self, task: str) -> None:
         """To be called after a pass of a task that did not fail."""
         self.tasks.add(task)

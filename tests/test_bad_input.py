@@ -237,6 +237,7 @@ def gradvac(similarities: Tensor) -> Tensor:
         (lambda: cs.PCGrad(seed=-1), r"seed must lie in \[0, 2\^63\), got -1"),
         (lambda: cs.CAGrad(-1.0), "c must be finite and at least 0, got -1.0"),
         (lambda: cs.CAGrad("x"), "c must be finite and at least 0, got 'x'"),
+        (lambda: cs.Sum("yes"), "separate must be True or False, got 'yes'"),
         (lambda: cs.FairGrad(0), r"alpha must lie in \[1/16, 16\], got 0"),
         (lambda: cs.FairGrad("1"), r"alpha must lie in \[1/16, 16\], got '1'"),
         (lambda: cs.GradVac(1.0), r"target must be None or lie in \[-1, 1\), got 1.0"),

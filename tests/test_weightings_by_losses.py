@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from recorder import Reads
 from torch import Tensor, nn
 
 import cs_kernels as cs
+from cs_kernels.step import Surgery
 
 PER_EPOCH = 3
 MINIMA = {"edges": -0.5}
@@ -485,6 +487,27 @@ def test_tchebycheff_begins_anew() -> None:
     assert weight(1) == 1 / 8
 
 
+@pytest.mark.parametrize("wrong", [0.0, -10.0])
+def test_tchebycheff_without_a_positive_nadir(wrong: float) -> None:
+    """The task counts with L = n until an epoch gives a positive one."""
+    weighting = cs.SmoothTchebycheff(warmup=0)
+    one = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+
+    def epoch(number: int, a: float, b: float) -> list[float]:
+        weighting.start_epoch(number)
+        values = {"a": torch.tensor(a).double(), "b": torch.tensor(b).double()}
+        step = cs.Step(tasks=("a", "b"), losses=values, known=values)
+        found = [float(weighting.weigh(t, v * one, step).detach()) for t, v in values.items()]
+        weighting.observe(step)
+        return found
+
+    epoch(0, wrong, 4.0)
+    # log(L / n) is 0 for both: each has half of K = 2.
+    assert epoch(1, 3.0, 4.0) == pytest.approx([1.0, 1.0])
+    assert epoch(2, 3.0, 4.0) == pytest.approx([1.0, 1.0])
+    assert epoch(3, 6.0, 4.0) == pytest.approx([4 / 3, 2 / 3])  # Twice its nadir of 3.
+
+
 def test_the_epoch_must_have_begun() -> None:
     setup, opt = started(weighting=cs.SmoothTchebycheff())
     with pytest.raises(RuntimeError, match=r"mu=1.0, warmup=4\) depends on the epoch: call start_"):
@@ -575,6 +598,47 @@ def test_a_closure_that_fails_after_the_step() -> None:
     assert all(logit[3] == 0 for logit in numbers(opt.weighting)[0]["logits"].values())
     assert calls == [*TASKS, *TASKS[:2]]
     opt.step(closure)
+
+
+def test_a_gradient_penalty_fails_after_the_step() -> None:
+    setup, opt = started(cs.PCGrad(), weighting=cs.FAMO())
+
+    def penalized(task: str) -> Tensor:
+        loss = setup.closure(0)(task)
+        gradients = torch.autograd.grad(
+            loss, [*setup.trunk.parameters()], create_graph=True, allow_unused=True
+        )
+        return loss + sum(g.square().sum() for g in gradients if g is not None)
+
+    with pytest.raises(RuntimeError) as caught:
+        opt.step(penalized)
+    if sys.version_info >= (3, 11):
+        assert "with reevaluate=False" in caught.value.__notes__[0]
+
+
+def test_modules_that_first_run_in_a_later_step() -> None:
+    """Their statistics are of the training passes alone, as without FAMO."""
+    counts = []
+    for weighting in (cs.FAMO(), cs.EqualWeights()):
+        setup = Setup()
+        extra = nn.BatchNorm2d(6).double()
+        sgd = sgd_of(setup.trunk, setup.heads, extra)
+        opt = cs.MultiTaskOptimizer(setup.trunk, sgd, TASKS, cs.PCGrad(), weighting=weighting)
+        for number in range(5):
+            late = number >= 2
+
+            def closure(task: str, number: int = number, late: bool = late) -> Tensor:
+                loss = setup.closure(number)(task)
+                if late and task == TASKS[0]:
+                    with torch.random.fork_rng():
+                        torch.manual_seed(number)
+                        loss = loss + extra(torch.randn(4, 6, 2, 2).double()).square().mean()
+                return loss
+
+            opt.step(closure)
+        assert extra.num_batches_tracked == 3
+        counts.append(extra.running_mean.clone())
+    assert torch.equal(*counts)
 
 
 def test_autocast_around_a_step() -> None:
@@ -795,10 +859,28 @@ def test_gradnorm_learns_nothing_from_a_loss_that_has_changed_its_sign() -> None
     for number, loss in enumerate((1.0, 0.9, -0.5, 0.8)):
         values = {"a": torch.tensor(loss), "b": torch.tensor(2.0), "c": torch.tensor(1.0)}
         gramian = torch.diag(torch.tensor([1.0, 4.0, 9.0], dtype=torch.float64))
-        surgery = type(cs.Step().surgery)(rows=tuple("abc"), gramian=gramian)
+        surgery = Surgery(tuple("abc"), gramian=gramian)
         weighting.observe(cs.Step(number, tuple("abc"), values, surgery=surgery))
         states.append(numbers(weighting)[0]["weights"])
     assert states[1] == states[2] != states[3] != states[0] != states[1]
+
+
+@pytest.mark.parametrize("first", [0.0, -1.0])
+def test_gradnorm_begins_with_a_positive_loss(first: float) -> None:
+    """A first loss of 0, say without labels: the weights learn from the next step on."""
+    weighting = cs.GradNorm()
+    gramian = torch.diag(torch.tensor([4.0, 1.0])).double()
+
+    def weights(loss: float) -> list[float]:
+        losses = {"a": torch.tensor(loss).double(), "b": torch.tensor(2.0).double()}
+        surgery = Surgery(("a", "b"), gramian=gramian)
+        weighting.observe(cs.Step(tasks=("a", "b"), losses=losses, surgery=surgery))
+        return [float(w[0]) for w in weighting.state_dict()["weights"].values()]
+
+    assert weights(first) == [1.0, 1.0]
+    learned = weights(3.0)
+    assert learned[0] < 1 < learned[1]
+    assert weighting.state_dict()["first"] == {"a": 3.0, "b": 2.0}
 
 
 @pytest.mark.parametrize("method", [cs.Sum(), cs.GradDrop(), cs.ConnectionStrength()], ids=repr)

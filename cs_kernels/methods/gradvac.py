@@ -84,7 +84,8 @@ class GradVac(GramianMethod):
     def _find(self, gramian: Tensor, step: Step) -> tuple[Tensor, tuple[Tensor, ...] | None]:
         """The targets of all tasks, and where those of a step are in them; None: everywhere."""
         tasks = step.tasks or tuple(map(str, range(gramian.shape[-1])))
-        layers = step.layers or tuple(map(str, range(gramian.shape[:-2].numel())))
+        several = tuple(map(str, range(gramian.shape[:-2].numel())))
+        layers = step.layers or (several if gramian.ndim > 2 else ("",))
         if not (set(tasks) <= set(self._tasks) and set(layers) <= set(self._layers)):
             self._grow(tasks, layers)
         if self._targets is None or self._targets.device != gramian.device:
@@ -117,10 +118,22 @@ class GradVac(GramianMethod):
     def state_dict(self) -> dict[str, Any]:
         """The moving averages, with their tasks and layers."""
         targets = None if self._targets is None else self._targets.clone()
-        return {"tasks": self._tasks, "layers": self._layers, "targets": targets}
+        return {
+            "groups": self.groups,
+            "tasks": self._tasks,
+            "layers": self._layers,
+            "targets": targets,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the moving averages."""
+        """Goes on with the moving averages.
+
+        Raises:
+            ValueError: They are of other groups.
+
+        """
+        if state["groups"] != self.groups:
+            raise ValueError(f"state must be of groups={self.groups!r}, got {state['groups']!r}")
         targets = state["targets"]
         self._tasks, self._layers = tuple(state["tasks"]), tuple(state["layers"])
         self._targets = None if targets is None else targets.clone()

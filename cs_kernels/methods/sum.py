@@ -18,12 +18,17 @@ class Sum(Method):
         separate: Whether to keep them one by one and to add them afterwards, by the kernels of the
             Gramian methods: reports then have norms and cosines, and `GradNorm` works.
 
+    Raises:
+        ValueError: `separate` is neither True nor False.
+
     """
 
     separate_gradients = False
     _added: GramianMethod | None = None
 
     def __init__(self, separate: bool = False) -> None:
+        if separate not in (True, False):
+            raise ValueError(f"separate must be True or False, got {separate!r}")
         if separate:
             self._added = _Ones()
             self.separate_gradients = self.has_gramian = True

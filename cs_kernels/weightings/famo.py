@@ -27,9 +27,10 @@ class FAMO(LastLosses):
 
     With `reevaluate=True`, as published, `MultiTaskOptimizer.step` computes the losses again after
     the step, by the same closures, without gradients: a forward pass a task more. Buffers and
-    torch's random numbers are restored. A closure that draws its own batches must not be used then:
-    the losses would be those of other batches. If a closure raises there, the step has been made
-    and counts, and the logits stay. With `reevaluate=False`, the losses after a step are those of
+    torch's default generators are restored. A closure that draws its own batches, or that needs
+    gradients, as for a gradient penalty, must not be used then: losses would be those of other
+    batches, or it raises. If a closure raises there, the step has been made and counts, and the
+    logits stay. With `reevaluate=False`, the losses after a step are those of
     the task's next step: needed for `backward`, on many ranks and in captured steps.
 
     In `backward` of one process and one batch, the losses are those of this step, which the logits

@@ -21,14 +21,15 @@ class GradNorm(Weighting):
     """Makes the tasks' gradients equal in norm, but for how fast each trains (Chen et al., 2018).
 
     G_i is the norm of the gradient of w_i L_i over the shared parameters, and r_i = L_i / L_i(0)
-    divided by its mean over the tasks, with L_i(0) the loss of the task's first step. After a joint
+    divided by its mean over the tasks, with L_i(0) the task's first positive loss. After a joint
     step, the weights w_i make one step of Adam on `sum_i |G_i - mean_j(G_j) r_i^alpha|`, whose
     second term is held constant. Then they are at least 0.001, and are scaled to the sum that they
     had: that of all is their number.
 
-    The norms come from a Gramian method, such as `Sum(separate=True)` for the plain sum. In Phase 1
-    there is no Gramian, and the weights stay; so they do after a step with a loss or a gradient
-    that is not finite, or a loss whose ratio to the first one is negative.
+    The norms come from a Gramian method, such as `Sum(separate=True)` for the plain sum; after
+    `backward` with features, they are those of the gradients with respect to the features. In Phase
+    1 there is no Gramian, and the weights stay; so they do after a step with a negative loss, with
+    a loss or a gradient that is not finite, or with a task that has had no positive loss yet.
 
     Args:
         alpha: How much more weight tasks get that train slowly; 0 for equal norms.
@@ -51,7 +52,7 @@ class GradNorm(Weighting):
         self._weights: dict[str, Tensor] = {}
         """The weight of each task with the state of Adam, float64 [4]."""
         self._first: dict[str, Tensor] = {}
-        """The first finite loss of each task, float64; infinite before."""
+        """The first positive, finite loss of each task, float64; infinite before."""
 
     def _weight(self, task: str, like: Tensor) -> Tensor:
         state = on_device(self._weights, task, like.device)
@@ -70,7 +71,8 @@ class GradNorm(Weighting):
             first = on_device(self._first, task, value.device)
             if first is None:
                 first = self._first[task] = torch.full_like(value, inf)
-            first.copy_(torch.where(first.isinf() & value.isfinite(), value, first))
+            begins = first.isinf() & value.isfinite() & (value > 0)
+            first.copy_(torch.where(begins, value, first))
         gramian, tasks = step.surgery.gramian, step.surgery.rows
         if gramian is None:
             return
@@ -78,7 +80,8 @@ class GradNorm(Weighting):
         norms = squares.double().sqrt()
         states = torch.stack([self._weight(task, norms) for task in tasks])
         rates = torch.stack([(step.losses[t].double() / self._first[t]).to(norms) for t in tasks])
-        rates = torch.where(rates < 0, nan, rates)
+        begun = torch.stack([self._first[t].to(norms) for t in tasks]).isfinite()
+        rates = torch.where((rates < 0) | ~begun, nan, rates)
         targets = norms.mean() * (rates / rates.mean()) ** self.alpha
         weights = states[:, 0]
         learned = adam_step(states, (norms - targets).sign() * norms / weights, self.lr)

@@ -23,8 +23,9 @@ class SmoothTchebycheff(LastLosses):
     log sum_i exp(log(L_i / n_i) / mu)` over the K tasks of a step: task i has the weight `K
     softmax_i(log(L_i / n_i) / mu) / L_i`.
 
-    A task without a nadir, because it has had no loss in that epoch, counts with L_i = n_i; the
-    first later epoch in which it has one gives its nadir. The weight of a negative loss, which has
+    A task without a nadir, because it has had no loss in that epoch or its mean is not positive,
+    counts with L_i = n_i; the first later epoch with a positive mean gives its nadir. Losses that
+    are not finite are left out of the means. The weight of a negative loss, which has
     no logarithm, is NaN, and that of a loss of zero 1e20.
 
     In `backward` of one process and one batch, the losses are those of this step; in `step`, the
@@ -89,7 +90,7 @@ class SmoothTchebycheff(LastLosses):
             if epoch <= self.warmup:
                 nadir.fill_(inf)
             elif ended is not None and ended >= self.warmup:
-                mean = torch.where(total[1] > 0, total[0] / total[1], inf)
+                mean = torch.where(total[0] > 0, total[0] / total[1], inf)
                 nadir.copy_(torch.where(nadir.isinf(), mean, nadir))
             total.zero_()
 
