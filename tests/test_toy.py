@@ -1,5 +1,6 @@
 """The problem with two parameters: its gradients, its front, and which methods reach it."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -9,8 +10,12 @@ import torch
 
 import cs_kernels as cs
 
-sys.path.append(str(Path(__file__).parent.parent / "examples"))
-import toy
+# The recipes have a module of this name too.
+_spec = importlib.util.spec_from_file_location(
+    "toy_problem", Path(__file__).parent.parent / "examples" / "toy.py"
+)
+toy = sys.modules["toy_problem"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(toy)
 
 
 def _losses(points: torch.Tensor) -> torch.Tensor:
@@ -48,12 +53,12 @@ def test_the_front() -> None:
 
 
 @pytest.fixture(scope="module")
-def paths() -> dict[str, toy.Paths]:
+def paths() -> "dict[str, toy.Paths]":
     names = ["Sum", "PCGrad", "CAGrad", "NashMTL", "FairGrad"]
     return {path.name: path for path in toy.follow(names)}
 
 
-def test_who_reaches_the_front(paths: dict[str, toy.Paths]) -> None:
+def test_who_reaches_the_front(paths: "dict[str, toy.Paths]") -> None:
     """As in the papers: from (9, 9), plain descent and PCGrad stop short in the valley."""
     for name in ("Sum", "PCGrad"):
         assert paths[name].reached.tolist() == [True, True, False, True, True]
@@ -61,7 +66,7 @@ def test_who_reaches_the_front(paths: dict[str, toy.Paths]) -> None:
         assert paths[name].reached.all()
 
 
-def test_where_on_the_front(paths: dict[str, toy.Paths]) -> None:
+def test_where_on_the_front(paths: "dict[str, toy.Paths]") -> None:
     """CAGrad ends where the mean loss is least, Nash-MTL nearer to the middle."""
     ends = {name: path.points[-1, :, 0] for name, path in paths.items()}
     least = toy.losses_and_gradients(toy.pareto_front())[0].mean(1).argmin()
