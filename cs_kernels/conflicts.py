@@ -107,7 +107,7 @@ class Conflicts:
 
 
 class _Masks(NamedTuple):
-    """Which tasks have a gradient for which parameter."""
+    """The parameters that each task has a gradient for."""
 
     reached: Tensor
     """The indices of the parameters that any task has a gradient for, int64."""

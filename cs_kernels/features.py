@@ -70,7 +70,7 @@ def _is_leaf(node: object) -> bool:
 
 
 class _Reached(NamedTuple):
-    """What the graph of a loss has behind the features, or the features' own graph."""
+    """The nodes of a walk from a loss to the features, or from the features to the leaves."""
 
     features: set[Edge]
     """The features where the walk ended."""
@@ -212,14 +212,14 @@ class Features:
                 )
             # A `torch.autograd.Function` can hide parameters: reentrant checkpointing does.
             hidden = any(isinstance(n, BackwardCFunction) for n in (node, *reached.nodes))
-            joins = not nodes.isdisjoint(reached.nodes)  # What led to an earlier feature.
+            joins = not nodes.isdisjoint(reached.nodes)  # The graph of an earlier feature.
             if not (hidden or joins) and self._shared.isdisjoint(reached.leaves):
                 raise _without_trunk(i, self._features[i])
             nodes |= reached.nodes | {node}
         return nodes
 
     def _reached_by(self, task: str, loss: Tensor) -> _Reached:
-        """What lies between a loss and the features."""
+        """The nodes between a loss and the features."""
         reached = _walk([_edge(loss)], self._edges.keys())
         if not reached.features:
             raise ValueError(

@@ -108,7 +108,7 @@ class Paths:
 
     @property
     def reached(self) -> Array:
-        """Which starting points have led to the front."""
+        """Whether the path from each starting point has reached the front, [P]."""
         return have_reached(self.points[-1])
 
 

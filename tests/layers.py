@@ -39,7 +39,7 @@ SOLVER_OPTIONS = {
 
 
 def solver_options(name: str, gramian: Tensor) -> tuple[Any, ...]:
-    """Those of `SOLVER_OPTIONS`; and for GradVac, which changes its targets, new ones."""
+    """The entry of `SOLVER_OPTIONS`; for GradVac, which changes its targets, a new tensor."""
     if name == "gradvac":
         return torch.full_like(gramian, 0.3, dtype=torch.float64), 0.1, 1, 2
     return SOLVER_OPTIONS.get(name, ())

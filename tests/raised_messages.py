@@ -44,7 +44,7 @@ class Module:
         self.name = name
         self.source = source
         self._functions = functions
-        """Of the whole package, by name."""
+        """The functions of the whole package, by name."""
 
     def messages(self) -> Iterator[Message]:
         for node in _nodes(self.source):

@@ -353,7 +353,7 @@ def fair_error(gramian: Tensor, weights: Tensor, alpha: float) -> float:
 @pytest.mark.parametrize("alpha", [0.1, 1.0, 4.0] if SMALL else [1 / 16, 0.1, 0.5, 1, 2, 5, 10, 16])
 @pytest.mark.parametrize("tasks", [2, 5] if SMALL else [2, 3, 8, 40])
 def test_fair_grad_by_its_definition(backend: str, tasks: int, alpha: float) -> None:
-    """Of gradients at all angles, also of which some are a hundred times as long as others."""
+    """The gradients are at all angles; in half of the cases, their lengths differ up to 1:100."""
     for seed in range(2 if SMALL else 8):
         rows = _random_rows(tasks, seed)
         if seed % 2:

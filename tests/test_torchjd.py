@@ -272,7 +272,7 @@ def test_gradvac_equal_to_torchjd(
 ) -> None:
     """Three steps with the state of both, in the same orders.
 
-    Of equal or opposed gradients, nothing is left or nothing is missing, but for rounding: these
+    Equal and opposed gradients are left out: rounding decides what either side adds to them. They
     are tested by hand.
     """
     compared = 0
