@@ -1,7 +1,9 @@
 # Every target sets up .venv by itself. `make test`, `make test-all` (every sample, and on every backend
 # that runs without a GPU), `make lint`, `make docs`, `make docs-serve`, `make bench`, `make demo [QUICK=1] [METHODS="NAME ..."]
-# [RANKS=2]` (on that many processes), and `make wheel` for all GPUs, or for those of CUDAARCHS, and for
-# every Python from 3.10 to 3.13 that is installed, or for those of PYTHONS. On a machine with a GPU,
+# [RANKS=2]` (on that many processes), `make paper TABLE=nyud|pascal|cityscapes|scaling|ablation|order|time
+# [DATA=FOLDER] [SEEDS="0 1 2"] [JOBS=2] [RANKS=2] [PLAN=1] [OPTIONS="..."]` (the paper's experiments), and
+# `make wheel` for all GPUs, or for those of CUDAARCHS, and for every Python from 3.10 to 3.13 that is
+# installed, or for those of PYTHONS. On a machine with a GPU,
 # `make test-gpu`, `make sanitize-gpu` and `make bench-gpu` build for it and run with the Python that has
 # torch with CUDA: GPU_PYTHON, python3 by default. They download nothing.
 VENV := .venv
@@ -17,7 +19,7 @@ GPU_PYTHON ?= python3
 # A group of tests (of many ranks) shares its processes, so it stays on one worker.
 PYTEST := $(PYTHON) -m pytest --numprocesses 2 --dist loadgroup
 
-.PHONY: test test-all test-interpreter test-emulation lint format docs docs-serve bench demo wheel test-gpu \
+.PHONY: test test-all test-interpreter test-emulation lint format docs docs-serve bench demo paper wheel test-gpu \
 	sanitize-gpu bench-gpu install-gpu clean
 
 $(PYTHON):
@@ -29,11 +31,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
 	CUDAARCHS="$${CUDAARCHS-90}" \
 		CS_KERNELS_CUDA="$${CS_KERNELS_CUDA-$$(command -v nvcc > /dev/null && echo 1 || echo 0)}" \
 		$(PYTHON) -m pip install --quiet --constraint constraints.txt \
-		--editable '.[dev,demo,bench]'
+		--editable '.[dev,demo,paper,bench]'
 	touch $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[demo]'
+	touch $@
+
+$(VENV)/.paper: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[paper]'
 	touch $@
 
 # The compilers' output goes to build/wheel.log, for bench/registers.py.
@@ -137,9 +143,14 @@ bench-gpu: install-gpu
 TORCHRUN = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(( $$(nproc) > $(RANKS) ? $$(nproc) / $(RANKS) : 1 ))} \
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node=$(RANKS)
 
-# Who only wants to see the demo does not wait for the tests' packages and for CUDA kernels.
+# The demo alone needs neither the tests' packages nor CUDA kernels.
 demo: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.demo)
 	$(if $(RANKS),$(TORCHRUN),$(PYTHON)) examples/demo.py $(if $(QUICK),--quick) $(if $(METHODS),--methods $(METHODS))
+
+paper: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.paper)
+	cd examples && $(CURDIR)/$(PYTHON) -m paper $(TABLE) $(if $(DATA),--data $(abspath $(DATA))) \
+		$(if $(SEEDS),--seeds $(SEEDS)) $(if $(JOBS),--jobs $(JOBS)) $(if $(RANKS),--ranks $(RANKS)) \
+		$(if $(PLAN),--plan) $(OPTIONS)
 
 clean:
 	rm -rf $(VENV) build *.egg-info cs_kernels/_C*.so

@@ -10,7 +10,8 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURES = [ROOT / "bench" / "results", ROOT / "examples" / "results"]
+RESULTS = ROOT / "examples" / "results"
+PICTURES = [ROOT / "bench" / "results", RESULTS, RESULTS / "paper"]
 MODULES = ["cs_kernels", "cs_kernels.nn", "cs_kernels.functional"]
 """Their `__all__` is what is public."""
 

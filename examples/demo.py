@@ -23,15 +23,17 @@ from typing import Any
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # The profiler's own messages.
 
-import metrics
 import plots
 import torch
 import torch.distributed as dist
 from network import Head, Trunk
+from paper.losses import loss
+from paper.metrics import delta_m, make_metric
+from paper.tasks import IGNORE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
-from stereo import CHANNELS, TASKS, Crops, Scene, load, stack
+from stereo import DISPARITY_SCALE, MEASURES, TASKS, Crops, Scene, load, stack
+from table import cell, markdown, show
 from torch import nn
 
 import cs_kernels as cs
@@ -137,7 +139,7 @@ class Run:
         self.ranks = ranks
         self.settings = settings
         self.trunk = cs.nn.convert_task_batchnorm(Trunk(), tasks)
-        heads = {task: Head(channels) for task, channels in CHANNELS.items()}
+        heads = {name: Head(task.channels) for name, task in TASKS.items()}
         self.heads = nn.ModuleDict({task: heads[task] for task in tasks})
         weighting = row.weighting()
         self.adam = torch.optim.Adam(
@@ -157,6 +159,7 @@ class Run:
         self.crops = Crops(scene, settings.crop, settings.batch, seed, ranks.rank, ranks.size)
         self.losses: dict[str, list[float]] = {task: [] for task in tasks}
         self.priority: list[dict[str, list[int]]] = []
+        """By epoch and layer, the number of channels with each task as their top-priority task."""
         self.conflicts: list[dict[str, float]] = []
         """By layer, the share of channel groups and other tasks in conflict, in joint steps."""
         self.modules: list[dict[str, float]] = []
@@ -168,9 +171,12 @@ class Run:
     def step(self, opt: cs.MultiTaskOptimizer) -> dict[str, torch.Tensor]:
         """One step on a new batch of crops."""
         batch = self.crops.draw()
-        return opt.step(
-            lambda task: metrics.loss(task, self.heads[task](self.trunk(batch.picture)), batch)
-        )
+
+        def closure(task: str) -> torch.Tensor:
+            output = self.heads[task](self.trunk(batch.picture))
+            return loss(TASKS[task], output, batch.targets[task])
+
+        return opt.step(closure)
 
     def train(self, name: str, progress: Progress) -> None:
         """All epochs, with a bar."""
@@ -192,7 +198,12 @@ class Run:
                 progress.update(bar, advance=1, status=f"phase {self.phases[-1]}  {status}")
             for task, value in sums.items():
                 self.losses[task].append(value)
-            self.priority.append({k: v.tolist() for k, v in self.opt.priority().items()})
+            self.priority.append(
+                {
+                    layer: priority.bincount(minlength=len(self.tasks)).tolist()
+                    for layer, priority in self.opt.priority().items()
+                }
+            )
             self.watch(reports)
             self.modules.append(self.conflict_shares() if counts else {})
             self.rate.step()
@@ -233,7 +244,14 @@ class Run:
         for task in self.tasks:
             with cs.nn.active_task(self.trunk, task):
                 output = self.heads[task](self.trunk(batch.picture))
-            result[task] = metrics.evaluate(task, output, batch)
+            target = batch.targets[task]
+            if task == "disparity":
+                known = target != IGNORE
+                output, target = output * DISPARITY_SCALE, target * DISPARITY_SCALE
+                target = target.where(known, IGNORE)
+            metric = make_metric(TASKS[task], all_ranks=False)
+            metric.update(output, target)
+            result[task] = metric.compute()
         self.trunk.train()
         return result
 
@@ -305,7 +323,7 @@ def train_all(
             "time": {key: sum(t[key] for t in timing) for key in timing[0]},
         }
         for name in names:
-            run = Run(TASKS, ROWS[name], settings, seed, train, ranks)
+            run = Run(list(TASKS), ROWS[name], settings, seed, train, ranks)
             run.train(name, progress)
             results[name] = {
                 "metrics": run.evaluate(test) if is_first else {},
@@ -323,39 +341,20 @@ def train_all(
         return {}
     results[names[-1]]["coverage"] = str(run.opt.coverage())
     for result in results.values():
-        result["delta_m"] = metrics.delta_m(result["metrics"], alone)
+        result["delta_m"] = delta_m(result["metrics"], alone, MEASURES)
     return results
-
-
-HEADINGS = {
-    "disparity": {"rmse": "rmse*↓", "abs_rel": "abs rel↓"},
-    "normals": {
-        "mean": "mean*↓",
-        "median": "median↓",
-        "<11.25": "<11.25↑",
-        "<22.5": "<22.5↑",
-        "<30": "<30↑",
-    },
-    "edges": {"F": "F*↑"},
-}
 
 
 def table_rows(runs: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Headings and rows; a mean over seeds, with the deviation where there are several."""
-
-    def cell(values: list[float], digits: int, sign: str = "") -> str:
-        text = f"{statistics.mean(values):{sign}.{digits}f}"
-        return text if len(values) == 1 else f"{text}±{statistics.stdev(values):.{digits}f}"
-
-    head = ["method", *(h for names in HEADINGS.values() for h in names.values())]
+    head = ["method", *(measure.title for measure in MEASURES)]
     head += ["Δm %↑", "fwd+bwd ms", "surgery ms", "surgery %"]
     rows = []
     for name in runs[0]:
         row = [name]
-        for task, names in HEADINGS.items():
-            for key in names:
-                values = [run[name]["metrics"][task][key] for run in runs]
-                row.append(cell(values, 3 if key == "abs_rel" else 2))
+        for measure in MEASURES:
+            values = [run[name]["metrics"][measure.task][measure.name] for run in runs]
+            row.append(cell(values, measure.digits))
         row.append(cell([run[name]["delta_m"] for run in runs], 2, "+"))
         spent = [run[name]["time"] for run in runs]
         row.append(cell([t["forward_backward"] for t in spent], 1))
@@ -394,14 +393,8 @@ def main() -> None:
         return
 
     head, rows = table_rows(runs)
-    table = Table(
-        title="Evaluation part; disparity in pixels, normals in degrees and %, edges in %"
-    )
-    for i, heading in enumerate(head):
-        table.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=max(160, console.width)).print(table)
+    title = "Evaluation part; disparity in pixels, normals in degrees and %, edges in %"
+    show(console, title, head, rows)
     console.print(
         "* the task's primary metric; ↓ lower is better, ↑ higher; Δm is against Single-task."
     )
@@ -417,19 +410,18 @@ def main() -> None:
         "runs": runs,
     }
     (options.out / "results.json").write_text(json.dumps(record, indent=1))
-    markdown = ["| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *rows]]
-    (options.out / "results.md").write_text("\n".join(markdown) + "\n")
+    (options.out / "results.md").write_text(markdown(head, rows))
     last = runs[-1]
-    plots.losses(last, TASKS, options.out / "losses.png")
+    plots.losses(last, list(TASKS), options.out / "losses.png")
     pair = [name for name in ("Phase 1 only", "Mixed") if name in last] or names[:2]
-    plots.priority(last, TASKS, pair, options.out / "priority.png")
+    plots.priority(last, list(TASKS), pair, options.out / "priority.png")
     label = "% of channel groups and other tasks in conflict"
     plots.heat_maps(last, "conflicts", label, options.out / "conflicts.png")
     label = "% of steps and pairs of tasks in conflict"
     plots.heat_maps(last, "modules", label, options.out / "modules.png")
     plots.cosines(last, options.out / "cosines.png")
     pair = [name for name in ("Phase 1 only", "Phase 2 only") if name in last] or names[:2]
-    plots.correlation(last, TASKS, pair, options.out / "correlation.png")
+    plots.correlation(last, list(TASKS), pair, options.out / "correlation.png")
     console.print(f"written to {options.out} after {time.perf_counter() - start:.0f} s")
 
 

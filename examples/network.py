@@ -64,6 +64,5 @@ class Head(nn.Module):
         self.output = nn.Conv2d(24, channels, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, 24, H/2, W/2] -> [B, channels, H, W]; three channels are a unit vector."""
-        y = functional.interpolate(self.output(x), scale_factor=2, mode="bilinear")
-        return functional.normalize(y, dim=1) if y.shape[1] == 3 else y
+        """[B, 24, H/2, W/2] -> [B, channels, H, W]."""
+        return functional.interpolate(self.output(x), scale_factor=2, mode="bilinear")

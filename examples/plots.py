@@ -1,5 +1,6 @@
-"""The demo's pictures."""
+"""Pictures of training runs: of the demo and of the paper's experiments."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +27,30 @@ def losses(runs: dict[str, Any], tasks: list[str], path: Path) -> None:
 
 
 def priority(runs: dict[str, Any], tasks: list[str], names: list[str], path: Path) -> None:
-    """The share of channels that each task has priority over: by epoch, and by layer at the end."""
+    """The share of channels that each task has priority over: by epoch, and by layer at the end.
+
+    `runs[name]["priority"]` has, by epoch and layer, the number of channels of each task.
+    """
     figure, axes = plt.subplots(
         2, len(names), figsize=(5 * len(names), 6.4), layout="constrained", squeeze=False
     )
     for column, name in enumerate(names):
         history = runs[name]["priority"]
-        overall = np.array([_shares(np.concatenate(list(e.values())), len(tasks)) for e in history])
+        overall = np.array([_shares(np.array(list(epoch.values())).sum(0)) for epoch in history])
         axes[0, column].stackplot(range(len(overall)), overall.T, labels=tasks, alpha=0.85)
         axes[0, column].set(title=name, xlabel="epoch", ylim=(0, 100))
         layers = history[-1]
-        by_layer = np.array([_shares(np.array(layers[layer]), len(tasks)) for layer in layers])
+        by_layer = np.array([_shares(np.array(counts)) for counts in layers.values()])
         bottom = np.zeros(len(layers))
+        few = len(layers) <= 40
         for i, task in enumerate(tasks):
-            axes[1, column].barh(range(len(layers)), by_layer[:, i], left=bottom, label=task)
-            bottom += by_layer[:, i]
-        axes[1, column].set_yticks(range(len(layers)), list(layers), fontsize=6)
+            width, height = by_layer[:, i], 0.8 if few else 1.0
+            axes[1, column].barh(range(len(layers)), width, height, left=bottom, label=task)
+            bottom += width
+        if few:
+            axes[1, column].set_yticks(range(len(layers)), list(layers), fontsize=6)
+        else:
+            axes[1, column].set_ylabel("layer")
         axes[1, column].invert_yaxis()
         axes[1, column].set(xlabel="% of the layer's channels, last epoch", xlim=(0, 100))
     axes[0, 0].set_ylabel("% of channels")
@@ -50,8 +59,49 @@ def priority(runs: dict[str, Any], tasks: list[str], names: list[str], path: Pat
     plt.close(figure)
 
 
-def _shares(priority: np.ndarray, tasks: int) -> np.ndarray:
-    return 100 * np.bincount(priority, minlength=tasks) / len(priority)
+def _shares(counts: np.ndarray) -> np.ndarray:
+    return 100 * counts / counts.sum()
+
+
+def priority_by_layer(run: Any, tasks: list[str], path: Path, layers: int = 12) -> None:
+    """The share of channels by top-priority task over the epochs, of layers at equal distances."""
+    names = list(run["priority"][-1])
+    chosen = [names[i] for i in np.linspace(0, len(names) - 1, layers).astype(int)]
+    figure, axes = plt.subplots(
+        layers // 4, 4, figsize=(14, 2.4 * (layers // 4)), layout="constrained", sharey=True
+    )
+    for ax, name in zip(axes.flat, chosen, strict=True):
+        history = np.array([_shares(np.array(epoch[name])) for epoch in run["priority"]])
+        ax.stackplot(range(len(history)), history.T, labels=tasks, alpha=0.85)
+        ax.set_title(name, fontsize=7)
+        ax.set(ylim=(0, 100), xlim=(0, max(1, len(history) - 1)))
+    axes[0, 0].legend(fontsize=7, loc="lower left")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def final_losses(
+    finals: Mapping[str, Mapping[str, list[float]]], tasks: list[str], path: Path
+) -> None:
+    """The last epoch's training loss of each task and their mean: a bar a method, over seeds."""
+    figure, axes = plt.subplots(
+        1, len(tasks) + 1, figsize=(2.6 * (len(tasks) + 1), 3.2), layout="constrained"
+    )
+    names = list(finals)
+    for ax, task in zip(axes, [*tasks, "mean"], strict=True):
+        values = [
+            np.mean([run[t] for t in tasks], axis=0) if task == "mean" else np.array(run[task])
+            for run in finals.values()
+        ]
+        means = [value.mean() for value in values]
+        colors = [f"C{i}" for i in range(len(names))]
+        deviations = [value.std(ddof=len(value) > 1) for value in values]
+        ax.bar(names, means, yerr=deviations, color=colors)
+        ax.set(title=task)
+        ax.tick_params("x", rotation=90, labelsize=8)
+    axes[0].set_ylabel("training loss, last epoch")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def heat_maps(runs: dict[str, Any], key: str, label: str, path: Path) -> None:

@@ -2,7 +2,7 @@
 
 scikit-image ships it. The left picture is the input; the targets are
 
-- disparity, in pixels divided by 32, where the scan has it;
+- disparity, in pixels divided by 32, where the scan has it (kind "depth", which grows towards us);
 - surface normals: (-dx, -dy, 1) divided by its length, from the slopes of the smoothed disparity in
   pixels a pixel times 4, where the scan is dense;
 - edges: where disparity jumps by more than 2 pixels within 3 x 3.
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from paper.tasks import ANGLES, IGNORE, Measure, Task
 from scipy import ndimage
 from skimage.data import stereo_motorcycle
 from torch import Tensor
@@ -22,25 +23,32 @@ from torch import Tensor
 TRAIN_COLUMNS = slice(0, 480)
 TEST_COLUMNS = slice(500, 740)
 ROWS = slice(0, 496)  # A multiple of the network's stride.
-CHANNELS = {"disparity": 1, "normals": 3, "edges": 1}
-TASKS = list(CHANNELS)
+TASKS = {
+    "disparity": Task("depth", 1),
+    "normals": Task("normals", 3),
+    "edges": Task("edges", 1),
+}
+MEASURES = [
+    Measure("disparity", "rmse", "rmse↓", 2, lower=True, counts=True),
+    Measure("disparity", "abs_rel", "abs rel↓", 3, lower=True, counts=False),
+    *ANGLES,
+    Measure("edges", "F", "F↑", 2, lower=False, counts=True),
+]
 DISPARITY_SCALE = 32.0
 
 
 @dataclass
 class Scene:
-    """A picture [3, H, W]; for each task its target [C, H, W] and where it is known [1, H, W]."""
+    """A picture [3, H, W], and for each task its target [C, H, W], 255 where it is unknown."""
 
     picture: Tensor
     targets: dict[str, Tensor]
-    known: dict[str, Tensor]
 
     def crop(self, rows: slice, columns: slice) -> "Scene":
         """A part of the scene."""
         return Scene(
             self.picture[:, rows, columns],
             {task: target[:, rows, columns] for task, target in self.targets.items()},
-            {task: known[:, rows, columns] for task, known in self.known.items()},
         )
 
 
@@ -49,12 +57,11 @@ def stack(scenes: list[Scene]) -> Scene:
     return Scene(
         torch.stack([scene.picture for scene in scenes]),
         {task: torch.stack([scene.targets[task] for scene in scenes]) for task in TASKS},
-        {task: torch.stack([scene.known[task] for scene in scenes]) for task in TASKS},
     )
 
 
-def load() -> tuple[Scene, Scene]:
-    """The part to train on and the part to evaluate on."""
+def read() -> tuple[np.ndarray, Scene]:
+    """The whole photograph, uint8 [H, W, 3], and its scene."""
     left, _, disparity = stereo_motorcycle()
     scanned = np.isfinite(disparity)
     # The nearest scanned pixel fills a hole: filters need a value everywhere.
@@ -70,7 +77,8 @@ def load() -> tuple[Scene, Scene]:
     picture = left.astype(np.float32) / 255
     picture = (picture - picture.mean((0, 1))) / picture.std((0, 1))
 
-    def maps(array: np.ndarray) -> Tensor:
+    def maps(array: np.ndarray, known: np.ndarray | bool = True) -> Tensor:
+        array = np.where(known, array, IGNORE)
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32)).reshape(
             -1, *scanned.shape
         )
@@ -78,17 +86,18 @@ def load() -> tuple[Scene, Scene]:
     scene = Scene(
         maps(picture.transpose(2, 0, 1)),
         {
-            "disparity": maps(filled / DISPARITY_SCALE),
-            "normals": maps(normals),
-            "edges": maps(jump > 2),
-        },
-        {
-            "disparity": maps(scanned),
-            "normals": maps(ndimage.binary_erosion(scanned, iterations=2)),
+            "disparity": maps(filled / DISPARITY_SCALE, scanned),
+            "normals": maps(normals, ndimage.binary_erosion(scanned, iterations=2)),
             # Holes follow the jumps, so an edge counts as known up to two pixels into a hole.
-            "edges": maps(holes <= 2),
+            "edges": maps(jump > 2, holes <= 2),
         },
     )
+    return left, scene
+
+
+def load() -> tuple[Scene, Scene]:
+    """The part to train on and the part to evaluate on."""
+    _, scene = read()
     return scene.crop(ROWS, TRAIN_COLUMNS), scene.crop(ROWS, TEST_COLUMNS)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import cs_kernels as cs
 
 FOLDER = Path(__file__).parent.parent / "examples" / "recipes"
-sys.path.append(str(FOLDER))  # As that of a script is.
+sys.path.insert(0, str(FOLDER))  # As that of a script is.
 
 import toy  # noqa: E402
 

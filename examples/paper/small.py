@@ -1,0 +1,251 @@
+"""A small real data set in the layout of each archive, from the stereo photograph of the demo.
+
+It is no substitute for the data of the paper: it lets the whole of an experiment run, with targets
+that were measured and not drawn at random. `stereo.py` says where they come from.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from scipy.io import savemat
+from stereo import DISPARITY_SCALE, ROWS, TEST_COLUMNS, TRAIN_COLUMNS, read
+
+from paper.datasets import DATASETS, FOLDERS, IGNORE, NORMALS_CLASSES, PARTS, PERSON, nearest
+
+BANDS = 6
+SHORT_SIDE = 128
+UNKNOWN_CLASS = 360
+"""A class of PASCAL-Context without valid normals: the sky."""
+BOTTLE = 5
+MOST_DISPARITY = 60 / DISPARITY_SCALE
+"""The photograph has up to 59.9 pixels."""
+VERSION = 1
+"""Another number when the same settings write other files."""
+
+
+@dataclass
+class _Maps:
+    """The whole photograph, or a crop of it; the arrays are [H, W] or [H, W, 3]."""
+
+    picture: np.ndarray
+    """uint8"""
+    disparity: np.ndarray
+    """In pixels divided by 32; 0 where unknown."""
+    band: np.ndarray
+    """0, the farthest, to 5, the nearest; -1 where disparity is unknown."""
+    normals: np.ndarray
+    """0 where unknown."""
+    edge: np.ndarray
+    low: np.ndarray
+    """Whether a pixel is in the lowest fifth of the photograph."""
+
+    def crop(self, top: int, left: int, side: tuple[int, int], size: tuple[int, int]) -> "_Maps":
+        """A part of `side` pixels, reduced to `size`: the picture filtered, the maps sampled."""
+        part = (slice(top, top + side[0]), slice(left, left + side[1]))
+        rows = nearest(0, side[0], size[0], side[0])
+        columns = nearest(0, side[1], size[1], side[1])
+        picture = Image.fromarray(self.picture[part]).resize(size[::-1], Image.Resampling.BICUBIC)
+        maps = (self.disparity, self.band, self.normals, self.edge, self.low)
+        return _Maps(np.asarray(picture), *(array[part][np.ix_(rows, columns)] for array in maps))
+
+
+def make_small(
+    root: Path, name: str, *, train: int = 32, val: int = 12, size: tuple[int, int] = (64, 64)
+) -> None:
+    """Write a small data set that `open_dataset(name, root, ...)` opens.
+
+    The crops have the proportions of `size` and a short side of 128 pixels, or less where the part
+    of the photograph is narrower. Training crops are from its left part, the others from its right
+    part. A second call with the same settings changes nothing. Disparity, in pixels divided by 32,
+    is divided into six bands of equal area; the targets are
+
+    - nyud: as depth the disparity itself, which is not metres and grows towards the camera; as
+      classes the bands; normals and edges as the demo has them;
+    - pascal: as classes the bands, with the farthest as background; as salient the two nearest
+      bands; as "human parts" six directions of the slope of the nearest band, none in every fourth
+      picture and where that band is absent; normals; edges between the bands and around what is
+      unknown;
+    - cityscapes: as classes the bands, and one for the lowest fifth of the photograph; as inverse
+      depth the disparity, scaled to [0, 0.5].
+
+    Args:
+        root: The folder in which the data set's folder is made.
+        name: "nyud", "pascal" or "cityscapes".
+        train: The number of training pictures.
+        val: The number of pictures for evaluation.
+        size: Their height and width.
+
+    Raises:
+        FileExistsError: The folder exists and was not written with these settings.
+        ValueError: The name is none of these, or a number is not positive.
+
+    """
+    if name not in DATASETS:
+        raise ValueError(f"name must be one of {', '.join(DATASETS)}, got {name!r}")
+    if min(train, val, *size) < 1:
+        raise ValueError(f"train, val and size must be positive, got {train}, {val} and {size}")
+    settings = {"name": name, "train": train, "val": val, "size": list(size), "version": VERSION}
+    folder = Path(root) / FOLDERS[name]
+    if _exists(folder, settings):
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # A name that no reader looks for; an interrupted write leaves nothing else behind.
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        whole = temporary / folder.name
+        _write(whole, name, {"train": train, "val": val}, size)
+        (whole / "settings.json").write_text(json.dumps(settings) + "\n")
+        try:
+            whole.rename(folder)
+        except OSError:
+            # Another process may have finished first.
+            if not _exists(folder, settings):
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _exists(folder: Path, settings: dict[str, Any]) -> bool:
+    if not folder.exists():
+        return False
+    path = folder / "settings.json"
+    found = json.loads(path.read_text()) if path.is_file() else None
+    if found != settings:
+        raise FileExistsError(
+            f"{folder} exists with "
+            + ("no settings of a small data set" if found is None else f"the settings {found}")
+            + f", asked for {settings}"
+        )
+    return True
+
+
+def _write(folder: Path, name: str, counts: dict[str, int], size: tuple[int, int]) -> None:
+    maps = _measure()
+    draws = np.random.default_rng(0)
+    write = WRITERS[name]
+    number = 0
+    for split, columns in (("train", TRAIN_COLUMNS), ("val", TEST_COLUMNS)):
+        height, width = ROWS.stop - ROWS.start, columns.stop - columns.start
+        factor = min(SHORT_SIDE / min(size), height / size[0], width / size[1])
+        side = (max(1, int(size[0] * factor)), max(1, int(size[1] * factor)))
+        names = []
+        for index in range(counts[split]):
+            top = ROWS.start + int(draws.integers(height - side[0] + 1))
+            left = columns.start + int(draws.integers(width - side[1] + 1))
+            names.append(write(folder, split, index, number, maps.crop(top, left, side, size)))
+            number += 1
+        if name in SPLITS:
+            path = _made(folder / SPLITS[name] / f"{split}.txt")
+            path.write_text("".join(f"{name}\n" for name in names))
+
+
+def _measure() -> _Maps:
+    picture, scene = read()
+    disparity = scene.targets["disparity"][0].numpy()
+    scanned = disparity != IGNORE
+    limits = np.quantile(disparity[scanned], np.arange(1, BANDS) / BANDS)
+    normals = scene.targets["normals"].numpy().transpose(1, 2, 0)
+    low = np.zeros(scanned.shape, bool)
+    low[scanned.shape[0] * 4 // 5 :] = True
+    return _Maps(
+        picture,
+        np.where(scanned, disparity, 0),
+        np.where(scanned, np.searchsorted(limits, disparity), -1),
+        np.where(normals != IGNORE, normals, 0),
+        # The file has no label for unknown: edges are marked where they are known.
+        scene.targets["edges"][0].numpy() == 1,
+        low,
+    )
+
+
+def _made(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _png(path: Path, array: np.ndarray) -> None:
+    Image.fromarray(array.astype(np.uint8)).save(_made(path))
+
+
+def _npy(path: Path, array: np.ndarray) -> None:
+    np.save(_made(path), array)
+
+
+def _write_nyud(folder: Path, split: str, index: int, number: int, maps: _Maps) -> str:
+    name = f"{number:04d}"
+    Image.fromarray(maps.picture).save(_made(folder / "images" / f"{name}.jpg"), quality=95)
+    _png(folder / "segmentation" / f"{name}.png", maps.band + 1)
+    _npy(folder / "depth" / f"{name}.npy", maps.disparity.astype(np.float32))
+    _npy(folder / "normals" / f"{name}.npy", maps.normals.astype(np.float32))
+    _npy(folder / "edge" / f"{name}.npy", maps.edge.astype(np.float32))
+    return name
+
+
+def _write_pascal(folder: Path, split: str, index: int, number: int, maps: _Maps) -> str:
+    name = f"{number:06d}"
+    known = maps.band >= 0
+    Image.fromarray(maps.picture).save(_made(folder / "JPEGImages" / f"{name}.jpg"), quality=95)
+    _png(folder / "semseg" / "VOC12" / f"{name}.png", np.where(known, maps.band, IGNORE))
+    _png(folder / "sal_distill" / f"{name}.png", np.where(maps.band >= BANDS - 2, 255, 0))
+    _png(folder / "normals_distill" / f"{name}.png", np.rint((maps.normals + 1) / 2 * 255))
+    classes = np.array(NORMALS_CLASSES[:BANDS])[maps.band]
+    classes = np.where(known & maps.normals.any(-1), classes, UNKNOWN_CLASS)
+    path = _made(folder / "pascal-context" / "trainval" / f"{name}.mat")
+    savemat(path, {"LabelMap": classes.astype(np.uint16)}, do_compression=True)
+
+    person = index % 4 != 3
+    mask = maps.band == BANDS - 1
+    thing = (
+        "person" if person else "bottle",
+        float(PERSON if person else BOTTLE),
+        mask.astype(np.uint8),
+        _structs(("part_name", "mask"), _slopes(maps, mask)) if person else np.zeros((0, 0)),
+    )
+    things = _structs(("class", "class_ind", "mask", "parts"), [thing])
+    anno = _structs(("imname", "objects"), [(name, things)])
+    path = _made(folder / "human_parts" / f"{name}.mat")
+    savemat(path, {"anno": anno}, do_compression=True)
+    return name
+
+
+def _slopes(maps: _Maps, mask: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """Parts of the mask by the direction of the slope, in six sectors; one part of each group."""
+    names = {group: part for part, group in PARTS.items()}
+    angle = np.arctan2(maps.normals[..., 1], maps.normals[..., 0])  # In [-pi, pi].
+    sector = np.clip(np.floor((angle + np.pi) / (2 * np.pi) * 6), 0, 5).astype(int) + 1
+    mask = mask & maps.normals.any(-1)
+    return [
+        (names[group], (mask & (sector == group)).astype(np.uint8))
+        for group in range(1, 7)
+        if (mask & (sector == group)).any()
+    ]
+
+
+def _structs(fields: tuple[str, ...], rows: list[tuple[object, ...]]) -> np.ndarray:
+    """A structure array [1, rows], as `savemat` takes it."""
+    return np.array([rows], [(field, object) for field in fields])
+
+
+def _write_cityscapes(folder: Path, split: str, index: int, number: int, maps: _Maps) -> str:
+    folder = folder / split
+    classes = np.where((maps.band >= 0) & maps.low, BANDS, maps.band)
+    _npy(folder / "image" / f"{index}.npy", maps.picture.astype(np.float32) / 255)
+    _npy(folder / "label_7" / f"{index}.npy", classes.astype(np.float32))
+    depth = maps.disparity * (0.5 / MOST_DISPARITY)
+    _npy(folder / "depth" / f"{index}.npy", depth[..., None].astype(np.float32))
+    return str(index)
+
+
+WRITERS: dict[str, Callable[[Path, str, int, int, _Maps], str]] = {
+    "nyud": _write_nyud,
+    "pascal": _write_pascal,
+    "cityscapes": _write_cityscapes,
+}
+SPLITS = {"nyud": "gt_sets", "pascal": "ImageSets/Context"}

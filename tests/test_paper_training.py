@@ -1,0 +1,558 @@
+"""The paper's experiments: a run's training, interruption, and the runs of a table."""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from paper import recon, runner
+from paper.experiments import SMALL, TABLES, Run, Settings, table
+from paper.losses import total_loss
+from paper.networks import make_network
+from paper.small import make_small
+from paper.tasks import IGNORE, MEASURES, TASKS
+from paper.train import Training
+from rich.console import Console
+
+import cs_kernels as cs
+
+EXAMPLES = Path(runner.__file__).parents[1]
+SETTINGS = Settings(
+    epochs=1,
+    batch=2,
+    rate=1e-3,
+    size=(32, 64),
+    width=1 / 16,
+    pretrained=False,
+    workers=0,
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("data")
+    for name in TASKS:
+        make_small(root, name, train=5, val=3, size=(32, 64))
+    return root
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(request, monkeypatch):
+    """Where bits are compared; the kernels of a GPU may add in another order."""
+    if "cuda" not in request.node.name:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def make_run(
+    row: str = "Mixed", data: str = "cityscapes", network: str = "segnet", **changes
+) -> Run:
+    run = {"tasks": tuple(TASKS[data]), "weighting": "equal", "seed": 0}
+    run |= {name: changes.pop(name) for name in list(changes) if name in run}
+    if network == "hrnet18":
+        changes["width"] = 1.0
+    return Run(data, network, row, settings=dataclasses.replace(SETTINGS, **changes), **run)
+
+
+def train(run: Run, folder: Path, data: Path, **options) -> dict:
+    folder.mkdir(exist_ok=True)
+    return Training(run, folder, data, **options).train()
+
+
+def same(a: dict, b: dict) -> bool:
+    """Whether two results are equal but for their times and settings."""
+    a, b = (json.loads(json.dumps(result)) for result in (a, b))
+    for result in (a, b):
+        result.pop("run")  # How it is trained.
+        result.pop("epoch_seconds")
+        for epoch in result["history"]:
+            epoch.pop("seconds")
+    return a == b
+
+
+def states_equal(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(
+            states_equal(a[key], b[key]) for key in a if key not in ("seconds",)
+        )
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(states_equal, a, b))
+    return a == b or (a != a and b != b)
+
+
+SCORES = {"encoder.0.0": 3, "decoder.0.0": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "network", "row", "weighting"),
+    [
+        ("nyud", "hrnet18", "Mixed", "tuned"),
+        ("nyud", "resnet18", "PCGrad", "dwa"),
+        ("pascal", "hrnet18", "GD", "uncertainty"),
+        ("cityscapes", "segnet", "GD", "equal"),
+        ("cityscapes", "segnet", "Cross-Stitch", "equal"),
+        ("cityscapes", "segnet", "RotoGrad", "equal"),
+        ("cityscapes", "segnet", "Mixed", "uncertainty"),
+    ],
+)
+def test_an_epoch_of_each_network(tmp_path, data, name, network, row, weighting):
+    run = make_run(row, name, network, weighting=weighting)
+    training = Training(run, tmp_path, data)
+    before = {key: value.clone() for key, value in training.network.state_dict().items()}
+    result = training.train()
+    for measure in MEASURES[name]:
+        assert math.isfinite(result["metrics"][measure.task][measure.name])
+    assert list(result["history"][0]["losses"]) == list(TASKS[name])
+    assert all(math.isfinite(loss) for loss in result["history"][0]["losses"].values())
+    assert json.loads(json.dumps(result)) == json.loads((tmp_path / "result.json").read_text())
+    assert list((tmp_path / "tensorboard").iterdir())
+    # Each task's head and the trunk have been trained.
+    after = training.network.state_dict()
+    for part in ["trunk.", *(f"heads.{task}." for task in TASKS[name])]:
+        assert any(key.startswith(part) and not before[key].equal(after[key]) for key in before)
+    assert bool(result["history"][0]["shares"]) == (row == "Mixed")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("amp", [None, "float16"])
+@pytest.mark.parametrize(
+    ("name", "network", "row"),
+    [("nyud", "hrnet18", "Mixed"), ("pascal", "hrnet18", "PCGrad"), ("cityscapes", "segnet", "GD")],
+)
+def test_an_epoch_on_cuda(tmp_path, data, name, network, row, amp):
+    training = Training(make_run(row, name, network, amp=amp), tmp_path, data)
+    assert next(training.network.parameters()).is_cuda
+    metrics = training.train()["metrics"]
+    for measure in MEASURES[name]:
+        assert math.isfinite(metrics[measure.task][measure.name])
+
+
+def test_an_epoch_of_a_single_task(tmp_path, data):
+    run = make_run("Single-task", "nyud", "hrnet18", tasks=("normals",))
+    assert not run.task_norm
+    result = train(run, tmp_path, data)
+    assert list(result["metrics"]) == ["normals"]
+
+
+@pytest.mark.parametrize("task_norm", [False, True])
+def test_gradient_descent_equals_a_plain_loop(tmp_path, data, task_norm):
+    """A weighted sum of losses; with task-specific normalization, a pass a task."""
+    name, network = ("nyud", "resnet18") if task_norm else ("cityscapes", "segnet")
+    run = make_run("GD", name, network, weighting="tuned", epochs=2, weight_decay=1e-4)
+    training = Training(run, tmp_path, data)
+    expected = []
+
+    torch.manual_seed(0)
+    tasks = TASKS[name]
+    plain = make_network(network, tasks, width=SETTINGS.width, task_norm=task_norm)
+    adam = torch.optim.Adam(plain.parameters(), lr=1e-3, weight_decay=1e-4)
+    for epoch in range(2):
+        training.sampler.set_epoch(epoch)
+        training.train_set.set_epoch(epoch)
+        for group in adam.param_groups:
+            group["lr"] = 1e-3 * (1 - epoch / 2) ** 0.9
+        sums = dict.fromkeys(tasks, 0.0)
+        for batch in training.loader:
+            adam.zero_grad()
+            for task, what in tasks.items():
+                if task_norm or task == next(iter(tasks)):
+                    if task_norm:
+                        cs.nn.set_task(plain.trunk, task)
+                    predictions = plain(batch["picture"])
+                loss = total_loss(what, predictions[task], batch[task])
+                (what.weight * loss).backward(retain_graph=True)
+                sums[task] += loss.item() / len(training.loader)
+            adam.step()
+        expected.append(sums)
+    result = training.train()
+    for epoch, losses in zip(result["history"], expected, strict=True):
+        # Adam divides rounding by rounding where a gradient is zero, as of biases that a
+        # normalization takes off, and statistics of few pixels enlarge rounding.
+        assert epoch["losses"] == pytest.approx(losses, rel=5e-3 if task_norm else 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("row", "weighting"),
+    [
+        ("Mixed", "uncertainty"),
+        ("GD", "dwa"),
+        ("GradDrop", "equal"),
+        ("PCGrad + Recon", "equal"),
+        ("RotoGrad", "equal"),
+    ],
+)
+def test_a_resumed_run_equals_one_that_was_not_interrupted(
+    tmp_path, data, monkeypatch, row, weighting
+):
+    monkeypatch.setattr(recon, "SHARE", 0.75)  # Conflicts are counted in three epochs.
+    run = make_run(row, weighting=weighting, epochs=4, workers=2 if row == "GradDrop" else 0)
+    options = {"conflicts": SCORES} if "Recon" in row else {}
+    whole = train(run, tmp_path / "whole", data, **options)
+
+    step, steps = Training.step, []
+
+    def failing(self, batch):
+        steps.append(1)
+        if len(steps) == 2 * 2 + 2:  # In the middle of the third epoch.
+            raise KeyboardInterrupt
+        return step(self, batch)
+
+    monkeypatch.setattr(Training, "step", failing)
+    with pytest.raises(KeyboardInterrupt):
+        train(run, tmp_path / "parts", data, **options)
+    monkeypatch.setattr(Training, "step", step)
+    torch.manual_seed(123)  # Another process has other random numbers.
+    parts = train(run, tmp_path / "parts", data, **options)
+    assert same(whole, parts)
+    files = ["checkpoint.pt", *(["conflicts.json"] if row == "GD" else [])]
+    for file in files:
+        a, b = (tmp_path / name / file for name in ("whole", "parts"))
+        if file.endswith("json"):
+            assert a.read_text() == b.read_text()
+            assert any(json.loads(a.read_text()).values())
+        else:
+            assert states_equal(torch.load(a), torch.load(b))
+    assert states_equal(whole["history"][2]["losses"], parts["history"][2]["losses"])
+
+
+def test_a_killed_process_goes_on(tmp_path, data):
+    """By SIGKILL, as of a machine that runs out of memory."""
+    run = make_run(epochs=400)
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    (folder / "run.json").write_text(run.to_json())
+    command = [sys.executable, "-m", "paper.train", str(folder), "--data", str(data)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
+    # Convolutions add in another order with other threads.
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    process = subprocess.Popen(command, env=environment)
+    while not (folder / "checkpoint.pt").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    reached = torch.load(folder / "checkpoint.pt")["epoch"]
+    assert 1 <= reached < 400
+
+    resumed = Training(run, folder, data)
+    assert resumed.epoch == reached
+    whole = Training(run, tmp_path / "whole", data)
+    while whole.epoch < reached + 1:
+        whole._train_epoch(None, lambda: None)
+    resumed._train_epoch(None, lambda: None)
+    assert states_equal(whole.network.state_dict(), resumed.network.state_dict())
+    assert states_equal(whole.opt.state_dict(), resumed.opt.state_dict())
+
+
+def test_seeds_draw_apart(tmp_path, data):
+    """Batches, initial weights, and the draws of the method and of the schedule."""
+    trainings = [
+        Training(make_run(row, seed=seed), tmp_path / f"{row}{seed}", data)
+        for row in ("PCGrad", "Mixed")
+        for seed in (0, 1)
+    ]
+    methods = [repr(training.opt.method) for training in trainings[:2]]
+    assert ["seed=0" in methods[0], "seed=1" in methods[1]] == [True, True]
+    schedules = [repr(training.opt.schedule) for training in trainings[2:]]
+    assert ["seed=0" in schedules[0], "seed=1" in schedules[1]] == [True, True]
+    orders = []
+    for training in trainings[:2]:
+        for epoch in range(40):
+            training.sampler.set_epoch(epoch)
+            orders.append(tuple(training.sampler))
+    # Neighbouring epochs of one are not those of the other; some orders recur by chance.
+    assert orders[1:40] != orders[40:79]
+    weights = [training.network.trunk.encoder[0][0].weight for training in trainings[:2]]
+    assert not torch.equal(*weights)
+
+
+def test_orders_of_tasks_begin_with_the_same_weights(tmp_path, data):
+    tasks = list(TASKS["nyud"])
+    orders = [tuple(tasks), tuple(reversed(tasks))]
+    runs = [make_run("Mixed", "nyud", "resnet18", tasks=order) for order in orders]
+    a, b = (Training(run, tmp_path / str(i), data) for i, run in enumerate(runs))
+    assert states_equal(dict(a.network.state_dict()), dict(b.network.state_dict()))
+    assert [opt.tasks for opt in (a.opt, b.opt)] == orders
+
+
+def test_batches_without_labels_of_a_task(tmp_path, data):
+    """Its head is left alone, also by Adam's momentum; a batch without labels is no step."""
+    training = Training(make_run("GD"), tmp_path, data)
+    training.opt.start_epoch(0)
+    batch = next(iter(training.loader))
+    training.step(batch)
+    heads = training.network.heads
+    before = {t: heads[t].state_dict() for t in heads}
+    before = {t: {k: v.clone() for k, v in state.items()} for t, state in before.items()}
+    batch["depth"] = torch.full_like(batch["depth"], IGNORE)
+    assert list(training.step(batch)) == ["semseg"]
+    assert states_equal(before["depth"], dict(heads["depth"].state_dict()))
+    assert not states_equal(before["semseg"], dict(heads["semseg"].state_dict()))
+    trunk = {k: v.clone() for k, v in training.network.trunk.state_dict().items()}
+    batch["semseg"] = torch.full_like(batch["semseg"], IGNORE)
+    assert training.step(batch) == {}
+    assert states_equal(trunk, dict(training.network.trunk.state_dict()))
+
+
+def test_ranks_without_labels(tmp_path, data):
+    """A batch in which no rank has labels is no step, on all of them."""
+    folder = tmp_path / "NYUD_MT"
+    shutil.copytree(data / "NYUD_MT", folder)
+    numbers = (folder / "gt_sets" / "train.txt").read_text().split()
+    for number in numbers[:3]:
+        path = folder / "depth" / f"{number}.npy"
+        np.save(path, np.zeros_like(np.load(path)))
+    place = runner.Place(tmp_path, tmp_path / "runs")
+    run = make_run("Single-task", "nyud", "resnet18", tasks=("depth",), ranks=2, epochs=4)
+    runner.run_all([run], place, jobs=1, console=Console(quiet=True))
+    history = json.loads((place.folder(run) / "result.json").read_text())["history"]
+    assert any(math.isfinite(epoch["losses"]["depth"]) for epoch in history)
+
+
+@pytest.mark.parametrize("row", ["Mixed", "PCGrad"])
+@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
+def test_mixed_precision(tmp_path, data, row, amp):
+    """Losses are near those of float32, and are not the same."""
+    exact = train(make_run(row, epochs=2), tmp_path / "exact", data)
+    mixed = train(make_run(row, epochs=2, amp=amp), tmp_path / "mixed", data)
+    for a, b in zip(exact["history"], mixed["history"], strict=True):
+        for task, loss in a["losses"].items():
+            assert b["losses"][task] == pytest.approx(loss, rel=0.1)
+            assert b["losses"][task] != loss
+
+
+def test_compiled(tmp_path, data, monkeypatch):
+    plain = train(make_run(epochs=2), tmp_path / "plain", data)
+    compiled = []
+    compile_of = torch.compile
+
+    def compile_eagerly(module):
+        compiled.append(module)
+        return compile_of(module, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    result = train(make_run(epochs=2, compile=True), tmp_path / "compiled", data)
+    assert len(compiled) == 1
+    assert same(plain, result)
+
+
+def test_a_batch_larger_than_the_data(tmp_path, data):
+    with pytest.raises(ValueError, match="a batch of 8 needs as many pictures, got 5"):
+        Training(make_run(batch=8), tmp_path, data)
+
+
+def test_recon_needs_conflicts(tmp_path, data):
+    with pytest.raises(ValueError, match="needs the conflicts of cityscapes/segnet/equal/GD/seed0"):
+        Training(make_run("GD + Recon"), tmp_path, data)
+
+
+@pytest.mark.parametrize("name", [name for name in TABLES if name != "time"])
+@pytest.mark.parametrize("small", [True, False])
+def test_every_run_of_a_table_is_one_folder(name, small):
+    """No two runs share one, and a run that is read back is the same."""
+    runs = {run for part in table(name, [0, 1], small=small, changes={}) for run in part.runs()}
+    assert len({run.name for run in runs}) == len(runs)
+    for run in runs:
+        assert Run.from_json(run.to_json()) == run
+        assert all(part and " " not in part for part in run.name.split("/"))
+
+
+def test_rotograd_trains_in_one_process():
+    [part] = table("cityscapes", [0], small=True, changes={"ranks": 2, "amp": "bfloat16"})
+    settings = {row: runs[0].settings for row, runs in part.rows.items()}
+    assert (settings["RotoGrad"].ranks, settings["RotoGrad"].amp) == (1, None)
+    assert (settings["Ours"].ranks, settings["Ours"].amp) == (2, "bfloat16")
+
+
+def test_tables_share_runs():
+    def names(name):
+        parts = table(name, [0], small=True, changes={})
+        return {run for part in parts for run in part.runs()}
+
+    assert names("nyud") < names("scaling")
+    assert names("pascal") < names("scaling")
+    assert names("nyud") & names("ablation") & names("order")
+
+
+def test_an_unknown_table():
+    with pytest.raises(ValueError, match=r"table must be one of .*, got 'coco'"):
+        table("coco", [0], small=True, changes={})
+
+
+def test_a_folder_of_another_run(tmp_path, data):
+    """Other settings or other data are refused, whatever is in the folder."""
+    place = runner.Place(data, tmp_path / "runs")
+    run = make_run("GD")
+    folder = place.folder(run)
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(make_run("GD", epochs=7).to_json())
+    assert not place.is_done(run)  # Nothing has been trained.
+    train(run, folder, data)
+    (folder / "run.json").unlink()
+    assert place.is_done(run)
+    assert place.is_done(make_run("GD", workers=3))
+    with pytest.raises(ValueError, match="expected and found epochs 7 and 1"):
+        place.is_done(make_run("GD", epochs=7))
+
+    make_small(tmp_path / "other", "cityscapes", train=4, val=3, size=(32, 64))
+    with pytest.raises(ValueError, match=r"is of another run.*: expected and found the data"):
+        runner.Place(tmp_path / "other", tmp_path / "runs").is_done(run)
+    (folder / "result.json").unlink()
+    (folder / "run.json").write_text(run.to_json())
+    with pytest.raises(ValueError, match=r"checkpoint.pt is of other data"):
+        Training(run, folder, tmp_path / "other")
+    with pytest.raises(ValueError, match=r"expected and found rate 0.5 and 0.001"):
+        place.is_done(make_run("GD", rate=0.5))
+
+
+def test_missing_data_are_found_before_any_run(tmp_path):
+    parts = table("cityscapes", [0], small=True, changes={})
+    with pytest.raises(FileNotFoundError, match="cityscapes is no folder"):
+        runner.missing(parts, runner.Place(tmp_path, tmp_path / "runs"))
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path, data):
+    (tmp_path / "checkpoint.pt").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"checkpoint.pt cannot be read: delete it"):
+        Training(make_run("GD"), tmp_path, data)
+
+
+def test_a_diverged_network_has_no_metrics(tmp_path, data):
+    training = Training(make_run("GD"), tmp_path, data)
+    with torch.no_grad():
+        training.network.heads["semseg"][-1].bias.fill_(torch.nan)
+    metrics = training.evaluate()
+    assert all(math.isnan(value) for value in metrics["semseg"].values())
+    assert all(math.isfinite(value) for value in metrics["depth"].values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_runs_end_with_the_command(tmp_path, data, ranks):
+    """Also if it is killed."""
+    run = make_run(epochs=2000, ranks=ranks)
+    code = f"""
+from pathlib import Path
+from paper import runner
+from paper.experiments import Run
+from rich.console import Console
+run = Run.from_json({run.to_json()!r})
+place = runner.Place(Path({str(data)!r}), Path({str(tmp_path)!r}))
+if __name__ == "__main__":
+    runner.run_all([run], place, 1, Console(quiet=True))
+"""
+    script = tmp_path / "command.py"
+    script.write_text(code)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
+    command = subprocess.Popen([sys.executable, str(script)], env=environment)
+    folder = tmp_path / run.name
+    while not (folder / "checkpoint.pt").exists():
+        assert command.poll() is None
+        time.sleep(0.05)
+    command.send_signal(signal.SIGKILL)
+    command.wait()
+    with (folder / "lock").open() as lock:
+        while True:  # The run of 2000 epochs would take longer than the limit of the tests.
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.05)
+            assert not (folder / "result.json").exists()
+    assert not (folder / "result.json").exists()
+
+
+def test_missing_runs_come_after_those_that_they_need(tmp_path):
+    make_small(tmp_path, "cityscapes", train=4, val=3, size=(32, 64))
+    parts = table("cityscapes", [0], small=True, changes={})
+    rows = [run.row for run in runner.missing(parts, runner.Place(tmp_path, tmp_path / "runs"))]
+    assert rows.index("GD") < rows.index("CAGrad + Recon")
+    assert len(rows) == len(set(rows)) + 1  # Two single-task networks.
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_runs_in_processes(tmp_path, data, ranks):
+    """The conflicts of one run reach another; of two ranks, one writes."""
+    place = runner.Place(data, tmp_path / "runs")
+    runs = [make_run("GD", ranks=ranks), make_run("PCGrad + Recon", ranks=ranks)]
+    runner.run_all(runs[::-1], place, jobs=2, console=Console(quiet=True))
+    for run in runs:
+        assert place.is_done(run)
+        result = json.loads((place.folder(run) / "result.json").read_text())
+        assert result["ranks"] == ranks
+        assert math.isfinite(result["metrics"]["semseg"]["mIoU"])
+        assert "mIoU" in (place.folder(run) / "log.txt").read_text()
+
+
+def test_the_exit_codes_of_many_short_runs(tmp_path, monkeypatch):
+    """Each is read by one thread: another one that starts a run asks for it too."""
+    monkeypatch.setattr(runner, "_train_here", print)
+    runs = [make_run(seed=seed) for seed in range(60)]
+    runner.run_all(runs, runner.Place(tmp_path, tmp_path), jobs=6, console=Console(quiet=True))
+
+
+def test_a_failing_run_is_named(tmp_path, data):
+    """The others are trained."""
+    place = runner.Place(data, tmp_path / "runs")
+    runs = [make_run(batch=8), make_run("GD")]
+    with pytest.raises(RuntimeError, match=r"Mixed/seed0 ended with 1(.|\n)*as many pictures"):
+        runner.run_all(runs, place, jobs=1, console=Console(quiet=True))
+    assert [place.is_done(run) for run in runs] == [False, True]
+
+
+def test_one_process_trains_a_run(tmp_path, data):
+    """Such as one that outlived the command, and another one of the same command."""
+    place = runner.Place(data, tmp_path / "runs")
+    run = make_run("GD")
+    place.folder(run).mkdir(parents=True)
+    with (place.folder(run) / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(RuntimeError, match="is being trained by another process"):
+            runner.run_all([run], place, jobs=1, console=Console(quiet=True))
+    runner.run_all([run], place, jobs=1, console=Console(quiet=True))
+    assert place.is_done(run)
+
+
+def test_recon_does_not_begin_without_its_conflicts(tmp_path, data):
+    place = runner.Place(data, tmp_path / "runs")
+    runs = [make_run("GD", batch=8), make_run("GD + Recon", batch=8), make_run("PCGrad")]
+    with pytest.raises(RuntimeError, match=r"GD_\+_Recon/seed0 needs .*GD/seed0/conflicts.json"):
+        runner.run_all(runs, place, jobs=1, console=Console(quiet=True))
+    assert [place.is_done(run) for run in runs] == [False, False, True]
+
+
+def test_runs_do_not_begin_after_an_interruption(tmp_path, monkeypatch):
+    begun = []
+
+    def interrupted(self, run, gpu=None):
+        begun.append(run)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner.Place, "train", interrupted)
+    monkeypatch.setattr(Console, "print", interrupted)
+    runs = [make_run(seed=seed) for seed in range(5)]
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_all(runs, runner.Place(tmp_path, tmp_path), 1, Console(quiet=True))
+    assert len(begun) < 5
+
+
+def test_small_settings_have_a_row_for_every_published_table():
+    networks = {
+        run.data + "/" + run.network
+        for name in TABLES
+        if name != "time"
+        for part in table(name, [0], small=True, changes={})
+        for run in part.runs()
+    }
+    assert networks == set(SMALL)
