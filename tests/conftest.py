@@ -8,6 +8,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+import torchvision_operators
 from layers import EMULATION, INTERPRETED, SMALL, emulate
 from pairwise import deselect
 from ranks import Ranks
@@ -36,6 +37,21 @@ def _poisoned_memory() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def accelerate() -> Iterator[Any]:
+    """The package, without the state that it keeps of one accelerator for the next."""
+    torchvision_operators.define()
+    package = pytest.importorskip("accelerate")
+
+    def forget() -> None:
+        package.state.AcceleratorState._reset_state(reset_partial_state=True)
+        package.state.GradientState._reset_state()
+
+    forget()
+    yield package
+    forget()
 
 
 class Elsewhere:

@@ -271,9 +271,7 @@ def test_a_backward_that_scales(method: cs.Method, way: str) -> None:
 
 @WAYS
 @METHODS
-def test_accelerate(method: cs.Method, way: str) -> None:
-    torchvision_operators.define()
-    accelerate = pytest.importorskip("accelerate")
+def test_accelerate(method: cs.Method, way: str, accelerate: Any) -> None:
     x = torch.randn(7, 5)
     expected = _trained_plainly(method, x, way)
     accelerator = accelerate.Accelerator(cpu=True)
@@ -448,10 +446,8 @@ def test_a_backward_that_scales_beside_a_scaler() -> None:
     torch.testing.assert_close(*norms)
 
 
-def test_accumulation_of_accelerate() -> None:
+def test_accumulation_of_accelerate(accelerate: Any) -> None:
     """Inside `accumulate`, the optimizer's steps do nothing until the last micro-batch."""
-    torchvision_operators.define()
-    accelerate = pytest.importorskip("accelerate")
     x = torch.randn(8, 5)
     plain, sgd = _dense()
     opt = cs.MultiTaskOptimizer(plain.trunk, sgd, AB, cs.PCGrad())
@@ -461,14 +457,11 @@ def test_accumulation_of_accelerate() -> None:
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, sgd = accelerator.prepare(*_dense())
     opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, cs.PCGrad(), backward=accelerator.backward)
-    try:
-        for n, part in enumerate(x.chunk(2)):
-            with accelerator.accumulate(model):
-                if n == 0:
-                    with pytest.raises(RuntimeError, match="optimizer must make a step now"):
-                        opt.step(lambda task: model.losses(x)[task])
-                opt.backward(model.losses(part), update=accelerator.sync_gradients)
-                sgd.step()
-    finally:
-        accelerate.state.GradientState._reset_state()
+    for n, part in enumerate(x.chunk(2)):
+        with accelerator.accumulate(model):
+            if n == 0:
+                with pytest.raises(RuntimeError, match="optimizer must make a step now"):
+                    opt.step(lambda task: model.losses(x)[task])
+            opt.backward(model.losses(part), update=accelerator.sync_gradients)
+            sgd.step()
     _assert_alike(model, plain)

@@ -670,12 +670,14 @@ def test_small_crops_keep_to_their_part(tmp_path: Path, monkeypatch: pytest.Monk
     """The photograph is replaced by one whose red channel tells the part."""
     photograph, scene = stereo.read()
     marked = np.zeros_like(photograph)
-    marked[:, stereo.TRAIN_COLUMNS] = 100
-    marked[:, stereo.TEST_COLUMNS] = 200
+    marked[:, :230] = 80
+    marked[:, 250:490] = 160
+    marked[:, 510:740] = 240
     monkeypatch.setattr(small, "read", lambda: (marked, scene))
     make_small(tmp_path, "cityscapes", train=20, val=20, size=(32, 64))
-    for split, value in (("train", 100), ("val", 200)):
-        for item in open_dataset("cityscapes", tmp_path, split, size=(32, 64)):
+    for split, values in (("train", [80, 240] * 10), ("val", [160] * 20)):
+        data = open_dataset("cityscapes", tmp_path, split, size=(32, 64))
+        for item, value in zip(data, values, strict=True):
             equal(item["picture"], torch.full((3, 32, 64), value / 255))
 
 

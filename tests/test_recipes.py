@@ -351,12 +351,8 @@ def test_with_fabric_in_mixed_precision() -> None:
 
 
 @pytest.fixture
-def accelerate_recipe() -> Iterator[Any]:
-    """Accelerate keeps the state of an accelerator for the next one."""
-    yield recipe("with_accelerate")
-    accelerate = importlib.import_module("accelerate")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    accelerate.state.GradientState._reset_state()
+def accelerate_recipe(accelerate: Any) -> Any:
+    return recipe("with_accelerate")
 
 
 @pytest.mark.parametrize("batches", [6, 5])
