@@ -7,7 +7,7 @@ K gradients of all shared parameters.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,10 @@ from torch.autograd.function import BackwardCFunction
 
 from cs_kernels.checks import described
 from cs_kernels.gradients import TaskGradients
+from cs_kernels.graphs import Reached, edge_of, is_leaf, walk
 from cs_kernels.layout import Coverage, Layout
 from cs_kernels.methods import Method
 from cs_kernels.step import Step
-
-Edge = tuple[Any, int]
-"""A node of autograd's graph, and the index of one of its outputs: one tensor."""
 
 _NO_LAYERS = Layout((), Coverage({}, {}, {}, {}))
 """A combination of gradients of features knows no layers."""
@@ -63,52 +61,6 @@ class FeatureGradients(TaskGradients):
 
 def _is_part(grad: Tensor) -> bool:
     return grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
-
-
-def _is_leaf(node: object) -> bool:
-    return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
-
-
-class _Reached(NamedTuple):
-    """The nodes of a walk from a loss to the features, or from the features to the leaves."""
-
-    features: set[Edge]
-    """The features where the walk ended."""
-    nodes: set[Any]
-    """All nodes on the way; a leaf's node accumulates its gradient."""
-
-    @property
-    def leaves(self) -> dict[Tensor, Any]:
-        """The leaves on the way, parameters above all, and their nodes."""
-        return {node.variable: node for node in self.nodes if _is_leaf(node)}
-
-    @property
-    def inner(self) -> set[Any]:
-        """The nodes that keep tensors for a backward pass, which frees them: those of no leaf."""
-        return {node for node in self.nodes if not _is_leaf(node)}
-
-
-def _edge(tensor: Tensor) -> Edge:
-    return tensor.grad_fn, tensor.output_nr
-
-
-def _walk(roots: Iterable[Edge], features: Set[Edge], known: Set[Any] = frozenset()) -> _Reached:
-    """Follows graphs from their roots to the leaves.
-
-    The walk goes no further than to the features and to known nodes.
-    """
-    reached = _Reached(set(), set())
-    edges = list(roots)
-    while edges:
-        edge = edges.pop()
-        if edge in features:
-            reached.features.add(edge)
-        elif edge[0] is not None and edge[0] not in reached.nodes:
-            # The set keeps nodes alive: each has one Python object, however often it is reached.
-            reached.nodes.add(edge[0])
-            if edge[0] not in known:
-                edges.extend(edge[0].next_functions)
-    return reached
 
 
 def _checked(features: object) -> list[Tensor]:
@@ -179,7 +131,7 @@ class Features:
         names_of: Callable[[Iterable[nn.Parameter]], list[str]],
     ) -> None:
         self._features = _checked(features)
-        self._edges = {_edge(z): i for i, z in enumerate(self._features)}
+        self._edges = {edge_of(z): i for i, z in enumerate(self._features)}
         self._shared: set[Tensor] = set(shared)
         self._names_of = names_of
         self._check_distinct()
@@ -191,10 +143,10 @@ class Features:
 
     def _check_distinct(self) -> None:
         for i, z in enumerate(self._features):
-            if self._edges[_edge(z)] != i:
+            if self._edges[edge_of(z)] != i:
                 raise ValueError(
                     f"features must be different tensors, got one as features[{i}] and as"
-                    f" features[{self._edges[_edge(z)]}]"
+                    f" features[{self._edges[edge_of(z)]}]"
                 )
         if len(devices := {z.device for z in self._features}) > 1:
             found = ", ".join(sorted(map(str, devices)))
@@ -204,7 +156,7 @@ class Features:
         """The nodes that have led to the features."""
         nodes: set[Any] = set()
         for (node, _), i in self._edges.items():
-            reached = _walk(node.next_functions, self._edges.keys(), nodes)
+            reached = walk(node.next_functions, self._edges.keys(), nodes)
             for other in reached.features:
                 raise ValueError(
                     "features must not be computed from each other, or gradients would count twice,"
@@ -218,9 +170,9 @@ class Features:
             nodes |= reached.nodes | {node}
         return nodes
 
-    def _reached_by(self, task: str, loss: Tensor) -> _Reached:
+    def _reached_by(self, task: str, loss: Tensor) -> Reached:
         """The nodes between a loss and the features."""
-        reached = _walk([_edge(loss)], self._edges.keys())
+        reached = walk([edge_of(loss)], self._edges.keys())
         if not reached.features:
             raise ValueError(
                 f"a loss must depend on features, got one for {task!r} that depends on none: were"
@@ -228,7 +180,7 @@ class Features:
             )
         past = reached.nodes & self._trunk
         if past:
-            leaves = {node.variable for node in past if _is_leaf(node)}
+            leaves = {node.variable for node in past if is_leaf(node)}
             raise ValueError(
                 "losses must depend on what leads to features through features alone, or a part of"
                 f" its gradient would not be weighed: that of {task!r} depends on"
@@ -245,7 +197,7 @@ class Features:
         shapes = [f"a leaf of shape {tuple(leaf.shape)}" for leaf in leaves]
         return (shapes or ["an output of trunk"])[0]
 
-    def _check_shared(self, heads: Mapping[str, _Reached]) -> None:
+    def _check_shared(self, heads: Mapping[str, Reached]) -> None:
         """A shared parameter behind the features is a task's own, as in a trunk with its heads."""
         found: dict[Tensor, str] = {}
         for task, reached in heads.items():

@@ -69,6 +69,8 @@ class TaskBatchNorm(nn.Module):
         super().__init__()
         self.active: str | None = None
         """The task whose normalization runs; None before one is chosen."""
+        self._stack: Any = None
+        """The `StackedPass` that runs, in which all tasks are active."""
         for task in check_tasks(norms):
             self._check_new(task)
             self.add_module(task, norms[task])
@@ -101,6 +103,9 @@ class TaskBatchNorm(nn.Module):
             RuntimeError: No task is active, or torch.fx or torch.jit traces the network.
 
         """
+        if self._stack is not None:
+            stacked: Tensor = self._stack.normalize(self, *args, **kwargs)
+            return stacked
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if tracing or (args and isinstance(args[0], torch.fx.Proxy)):
             raise RuntimeError(

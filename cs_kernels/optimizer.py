@@ -5,12 +5,15 @@ A joint step: losses -> gradients of every task -> one operator call -> `.grad` 
 """
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.profiler import record_function
 
 from cs_kernels.accumulation import Accumulation
@@ -65,9 +68,10 @@ from cs_kernels.options import checked_integer
 from cs_kernels.passes import Backward, Passes, no_shared_parameter
 from cs_kernels.report import Done, Report, report_of
 from cs_kernels.schedules import Joint, Phase, Schedule
+from cs_kernels.stacked import Forward, StackedPass, run_of_one
 from cs_kernels.statistics import RunningStatistics
 from cs_kernels.step import GraphStep, Losses, Step
-from cs_kernels.watching import Watcher
+from cs_kernels.watching import LAYERS, Watcher
 from cs_kernels.weightings import EqualWeights, Weighting
 
 _GRAPHS_EVERY = 32
@@ -204,6 +208,8 @@ class MultiTaskOptimizer:
         self._scaled_by = None if self._backward is not None else self.scaler
         """The scaler whose factor is known before a step; that of `backward` shows in the step."""
         self._layout: tuple[object, Layout] | None = None
+        self._whole_layout: tuple[int, Layout] | None = None
+        """The watcher's version, and the layers with one task's own."""
         self._covered = 0
         """The watcher's version for which a prioritized layer was found."""
         self._own = Entries(norm._modules for norm in self._norms)
@@ -427,16 +433,21 @@ class MultiTaskOptimizer:
 
     def _losses_again(self, tasks: Sequence[str], closures: Sequence[Closure]) -> dict[str, Tensor]:
         """The losses after a step, on the same batch; buffers and random numbers are restored."""
+        with self._restored(tasks), self._accumulation.passing():
+            return {task: self._passes.evaluate(task, closures) for task in tasks}
+
+    @contextlib.contextmanager
+    def _restored(self, tasks: Sequence[str]) -> Iterator[None]:
+        """Around passes that leave buffers and random numbers as they were."""
         device = self._shared[0].device
         devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
         with (
             torch.random.fork_rng(devices, device_type=kind),
             self._statistics.restored_on_error(tasks, always=True),
-            self._accumulation.passing(),
         ):
-            losses = {task: self._passes.evaluate(task, closures) for task in tasks}
-        torch.clear_autocast_cache()  # As after the step: weights may be changed before the next.
-        return losses
+            yield
+        # Weights may be changed before the next pass, and this one may have had no graph.
+        torch.clear_autocast_cache()
 
     def _make_passes(
         self,
@@ -479,6 +490,164 @@ class MultiTaskOptimizer:
             self._ranks.passed()
             statistics = self._statistics.of_norms(tasks)
             self._gradients.average(step, before, statistics, adds_up=adds_up)
+
+    def step_together(
+        self, forward: Forward, tasks: Iterable[str] | None = None
+    ) -> dict[str, Tensor]:
+        """`step` with one forward and one backward pass for all tasks in Phase 2.
+
+        The batch of every task is stacked: the trunk runs once, on K times the batch; each
+        task-specific normalization treats a task's part with that task's module; and each
+        prioritized layer makes its update as soon as the backward pass has its K gradients. The
+        update is that of `step`. Memory holds the activations of K passes at once, but the
+        gradients of one update and of one layer in place of K + 1 of all layers.
+
+            losses = opt.step_together(
+                lambda run: {task: loss_of[task](heads[task](z)) for task, z in run(x).items()}
+            )
+
+        Phase 1 is that of `step`: `forward` is called for each task in turn, and `run` gives the
+        output for that task alone. So it takes the tasks from `run`, as above.
+
+        Compiled modules run eagerly. The batch is in dimension 0 of the trunk's tensor arguments
+        and of all tensors behind them, and nothing is computed over it but task-specific
+        normalization. To see that, the first step, the first after parts were frozen or unfrozen,
+        and every 32nd make one more forward pass of the trunk.
+
+        Args:
+            forward: Called with `run`, a function of the trunk's arguments that runs the trunk for
+                the tasks and gives each its output. Returns the loss of each task, which depends on
+                the outputs of this task alone.
+            tasks: As in `step`.
+
+        Returns:
+            As `step`.
+
+        Raises:
+            ValueError: As `step`; or the method is neither `ConnectionStrength()` nor `Sum()`, the
+                trunk has batch normalization in training that is not task-specific, changes other
+                buffers, or uses a prioritized weight in several layers or in another way; or a
+                task's loss depends on another task's outputs; or there are many ranks, or conflicts
+                are counted. `step` takes all these.
+            TypeError: A loss is not a tensor, or `forward` not a function.
+            RuntimeError: As `step`.
+
+        Examples:
+            >>> trunk = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+            >>> trunk = cs.nn.convert_task_batchnorm(trunk, ["a", "b"])
+            >>> sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
+            >>> opt = cs.MultiTaskOptimizer(trunk, sgd, ["a", "b"])
+            >>> x = torch.randn(16, 4)
+            >>> losses = opt.step_together(
+            ...     lambda run: {task: z.square().mean() for task, z in run(x).items()}
+            ... )
+            >>> list(losses)
+            ['a', 'b']
+
+        """
+        if not callable(forward):
+            raise TypeError(
+                "forward must be a function of run that returns the losses, got"
+                f" {described(forward)}"
+            )
+        self._check_stacks()
+        if self.phase == 1:
+            return self.step(partial(self._loss_alone, forward), tasks)
+        chosen = self._chosen(tasks)
+        self._check_ready()
+        losses = self._make_stacked_step(forward, chosen)
+        return {task: losses[task] for task in chosen}
+
+    def _loss_alone(self, forward: Forward, task: str) -> Tensor:
+        """The loss of one task, from the outputs for it alone."""
+        try:
+            losses = checked_losses(forward(run_of_one(self.trunk, task)))
+        except KeyError as error:
+            if sys.version_info >= (3, 11) and error.args[:1] != (task,):
+                error.add_note("in Phase 1, run gives one task's output: iterate over its items()")
+            raise
+        if task not in losses:
+            raise ValueError(f"forward must return the loss of {task!r}, got those of {[*losses]}")
+        return losses[task]
+
+    def _check_stacks(self) -> None:
+        """Raises where one pass of the trunk cannot serve all tasks."""
+        takes_layers = type(self.method).combine is ConnectionStrength.combine
+        if self.method.separate_gradients and not takes_layers:
+            raise ValueError(
+                "method must be ConnectionStrength() or Sum() for step_together, which never has"
+                f" all gradients of the tasks, got {self.method!r}: use step"
+            )
+        sharded = any(map(is_sharded, held_parameters(self._optimizers)))
+        if self._ranks.size > 1 or isinstance(self._gradients, PartialGradients) or sharded:
+            raise ValueError(
+                "process_group must be None and no parameter sharded for step_together, got"
+                f" {self._ranks.size} ranks: use step"
+            )
+        refuse_reevaluation(self.weighting, "in step_together")
+        if self._conflicts is not None:
+            raise ValueError(
+                "count_conflicts needs all gradients of the tasks, got step_together, which never"
+                " has them: use step, or end counting by count_conflicts(None)"
+            )
+        own = {module for norm in self._norms for module in norm.modules()}
+        for name, module in self._inner.named_modules():
+            if module not in own and isinstance(module, _BatchNorm) and module.training:
+                raise ValueError(
+                    "trunk must have no batch normalization in training but task-specific ones for"
+                    f" step_together, got {name}: convert it, set it to eval(), or use step"
+                )
+
+    def _make_stacked_step(self, forward: Forward, chosen: Sequence[str]) -> dict[str, Tensor]:
+        with record_function("cs_kernels.step"):
+            step = self._new_step(chosen)
+            stacked = StackedPass(
+                self.trunk,
+                self._norms,
+                self.tasks,
+                step,
+                self.method,
+                self._weights_of_layers(),
+                self._layout_of_all,
+            )
+            restored = partial(self._restored, step.tasks)
+            with self._restored_on_error(step.tasks, step) as held:
+                with self._accumulation.passing():
+                    self._passes.stacked_pass(stacked, forward, step, held, restored)
+                self._check_covered()
+                step.surgery = stacked.surgery()
+                self._optimizer_step()
+            self._finish(step, 2)
+        return step.losses
+
+    def _weights_of_layers(self) -> dict[nn.Parameter, str]:
+        """The weights with names that a stacked pass may find to be prioritized."""
+        if not self.method.prioritizes:
+            return {}
+        prioritized = {layer.weight for layer in self._layout_of_all().layers}
+        plain = {
+            self._inner.get_submodule(name)._parameters.get("weight")
+            for name in self._watcher.norms
+        } - prioritized
+        names = {p: n for n, p in zip(self._gradients.names, self._shared, strict=True)}
+        candidates = {
+            module._parameters.get("weight")
+            for module in self._inner.modules()
+            if isinstance(module, LAYERS)
+        } | set(self._overrides)
+        return {
+            p: names[p]
+            for p in (candidates - plain) & names.keys()
+            if p is not None and p.requires_grad
+        }
+
+    def _layout_of_all(self) -> Layout:
+        """The layers for gradients of all tasks: for one that is None, there are zeros."""
+        version = self._watcher.version
+        if self._whole_layout is None or self._whole_layout[0] != version:
+            layout = find_layout(self._inner, self.tasks, self._watcher, self._overrides, {})
+            self._whole_layout = version, layout
+        return self._whole_layout[1]
 
     def capture(
         self,
@@ -973,7 +1142,7 @@ class MultiTaskOptimizer:
         self._passes.forget()
         self._gradients.forget_passes()
         self._statistics.find(self._inner)
-        self._layout = None
+        self._layout = self._whole_layout = None
         self._covered = 0
 
     def _find_parameters_of_norms(self) -> None:
@@ -1073,7 +1242,7 @@ class MultiTaskOptimizer:
         """Raises if the method needs prioritized layers and there are none; a task's own count."""
         if not self.method.prioritizes or self._covered == self._watcher.version:
             return
-        layout = find_layout(self._inner, self.tasks, self._watcher, self._overrides, {})
+        layout = self._layout_of_all()
         if not layout.layers:
             self._passes.forget()
             raise ValueError(

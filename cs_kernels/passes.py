@@ -7,46 +7,24 @@ caller's forward pass for all tasks (`backward_passes`). The gradients are left 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 
 from cs_kernels.accumulation import ends_with_gradient
-from cs_kernels.checks import Closure, checked_loss
+from cs_kernels.checks import Closure, checked_loss, checked_losses
 from cs_kernels.distributed import Ranks, all_sharded_modules, is_sharded, sharded_parameters
 from cs_kernels.features import Features
 from cs_kernels.gradients import TaskGradients
+from cs_kernels.graphs import reached_parameters
 from cs_kernels.nn import active, task_norms
+from cs_kernels.stacked import Forward, StackedPass
 from cs_kernels.step import Step
-from cs_kernels.watching import Watcher
+from cs_kernels.watching import Watcher, eager
 from cs_kernels.weightings import Weighting
 
 Backward = Callable[..., object]
-
-
-def reached_parameters(loss: Tensor) -> tuple[list[nn.Parameter], bool]:
-    """The parameters in the graph of a loss, and whether there may be others.
-
-    A `torch.autograd.Function` can hide parameters: reentrant checkpointing does.
-    """
-    if isinstance(loss, nn.Parameter):
-        return [loss], False
-    nodes, found, hidden = [loss.grad_fn], [], False
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if node is None:
-            continue
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter):
-            found.append(variable)
-        hidden = hidden or isinstance(node, BackwardCFunction)
-        # `seen` keeps the nodes alive: each has one Python object, however often it is reached.
-        new = {following for following, _ in node.next_functions} - seen
-        seen |= new
-        nodes.extend(new)
-    return found, hidden
 
 
 class Passes:
@@ -73,6 +51,8 @@ class Passes:
         self._backward = backward
         self._checked: set[str] = set()
         """The tasks whose graph was checked."""
+        self._stacks_checked = False
+        """Whether a stacked pass was checked."""
         self._known: set[str] = set()
         """The tasks that have once reached the trunk, which may have been frozen since."""
 
@@ -84,6 +64,7 @@ class Passes:
     def check_graphs(self) -> None:
         """Checks the graph of every task's next loss again."""
         self._checked.clear()
+        self._stacks_checked = False
 
     def trace(self, task: str, closure: Closure, held: Sequence[nn.Parameter]) -> None:
         """A watched forward pass without a backward pass.
@@ -205,6 +186,55 @@ class Passes:
                     self._gradients.skip(task)
         self._checked.update(losses)
 
+    def stacked_pass(
+        self,
+        stacked: StackedPass,
+        forward: Forward,
+        step: Step,
+        held: Sequence[nn.Parameter],
+        restored: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        """One forward and one backward pass for all tasks of a step.
+
+        `restored` gives the context of a forward pass that leaves nothing behind.
+
+        Raises:
+            ValueError: As `task_pass`; or the tasks' parts do not stay apart.
+            TypeError: A loss is not a tensor.
+
+        """
+        tasks = step.tasks
+        with self._watcher.passing(*tasks) as watched, eager(), stacked.in_trunk():
+            if watched:
+                self._stacks_checked = False
+
+            def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
+                if not self._stacks_checked:
+                    with restored():
+                        stacked.marked_run(*args, **kwargs)
+                return stacked.run(*args, **kwargs)
+
+            losses = checked_losses(forward(run))
+        if set(losses) != set(tasks):
+            raise ValueError(
+                f"forward must return the loss of every task, {list(tasks)}, got those of"
+                f" {list(losses)}"
+            )
+        stacked.find_layers()
+        trains = any(p.requires_grad for p in self._trunk)
+        stacked.check_losses(losses, trains=trains)
+        if not self._stacks_checked:
+            inside = stacked.check_uses()
+            for task, loss in losses.items():
+                self._check_held(task, [*inside, *reached_parameters(loss)[0]], held)
+        step.known = {task: losses[task].detach() for task in tasks}
+        first, *others = (self._weighted(task, losses[task], step) for task in tasks)
+        with stacked.in_trunk():
+            self._run_backward(sum(others, first), step)
+        for task in tasks:
+            self._watcher.learned(task)
+        self._stacks_checked = True
+
     def _weighted(self, task: str, loss: Tensor, step: Step) -> Tensor:
         weighted = self._weighting.weigh(task, loss, step)
         if not isinstance(weighted, Tensor) or not weighted.requires_grad:
@@ -237,6 +267,19 @@ class Passes:
     def _check_graph(self, task: str, loss: Tensor, held: Sequence[nn.Parameter]) -> None:
         """A loss depends on parameters that the optimizer holds, and on some of the trunk."""
         reached, hidden = reached_parameters(loss)
+        reached = self._check_held(task, reached, held)
+        if hidden:
+            return
+        trains = any(p.requires_grad for p in self._trunk) and task not in self._known
+        if trains and self._trunk.isdisjoint(reached):
+            raise no_shared_parameter(task)
+        self._known.add(task)
+        self._gradients.reach.note_graph(task, reached)
+
+    def _check_held(
+        self, task: str, reached: list[nn.Parameter], held: Sequence[nn.Parameter]
+    ) -> list[nn.Parameter]:
+        """The optimizer holds the parameters of a graph; returns them, sharded ones as such."""
         sharded = sharded_parameters((*self._modules, *self._watcher.outside))
         reached = [sharded.get(parameter, parameter) for parameter in reached]
         unheld = list(set(reached) - set(held))
@@ -252,13 +295,7 @@ class Passes:
                 f" depends on {names[0]} and {len(unheld) - 1} others that it does not hold; hand"
                 " them to it (or to a second one), or freeze them"
             )
-        if hidden:
-            return
-        trains = any(p.requires_grad for p in self._trunk) and task not in self._known
-        if trains and self._trunk.isdisjoint(reached):
-            raise no_shared_parameter(task)
-        self._known.add(task)
-        self._gradients.reach.note_graph(task, reached)
+        return reached
 
 
 @contextlib.contextmanager

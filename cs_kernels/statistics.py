@@ -195,7 +195,7 @@ class RunningStatistics:
     @contextlib.contextmanager
     def restored_on_error(self, tasks: Sequence[str], always: bool = False) -> Iterator[None]:
         """Restores the buffers if the `with` block raises, or always."""
-        self._taken = [self._take(task) for task in (None, *tasks)]
+        before, self._taken = self._taken, [self._take(task) for task in (None, *tasks)]
         raised = True
         try:
             yield
@@ -205,4 +205,4 @@ class RunningStatistics:
                 # A module of several tasks has several copies; the first has the values before.
                 for snapshot in reversed(self._taken):
                     snapshot.put_back()
-            self._taken = None
+            self._taken = before

@@ -143,15 +143,18 @@ class Watcher:
         return bool(self._norms)
 
     @contextlib.contextmanager
-    def passing(self, task: str) -> Iterator[bool]:
-        """Around a forward pass: watches it if no pass of the task was; yields whether it does."""
-        watched = task not in self.tasks
+    def passing(self, *tasks: str) -> Iterator[bool]:
+        """Around a forward pass of a task, or of several at once.
+
+        Watches it if no pass of one of them was; yields whether it does.
+        """
+        watched = not self.tasks.issuperset(tasks)
         self.thread = threading.get_ident()
         try:
             with contextlib.ExitStack() as whole_pass:
                 if watched:
                     whole_pass.enter_context(eager())
-                    whole_pass.enter_context(self._modules_outside(task))
+                    whole_pass.enter_context(self._modules_outside(*tasks))
                     self.watch_rest()
                 yield watched
         finally:
@@ -254,15 +257,17 @@ class Watcher:
         (self.norms if same else self.other_channels)[produced.layer].add(norm)
 
     @contextlib.contextmanager
-    def _modules_outside(self, task: str) -> Iterator[None]:
-        used = self._used.setdefault(task, weakref.WeakSet())
+    def _modules_outside(self, *tasks: str) -> Iterator[None]:
+        used = {task: self._used.setdefault(task, weakref.WeakSet()) for task in tasks}
 
         def see(module: nn.Module, args: object) -> None:
-            same_thread = self.thread == threading.get_ident()
-            if same_thread and module not in self._inside and module not in used:
-                used.add(module)
-                self.outside.add(module)
-                self._on_first_use(module, task)
+            if self.thread != threading.get_ident() or module in self._inside:
+                return
+            self.outside.add(module)
+            for task, modules in used.items():
+                if module not in modules:
+                    modules.add(module)
+                    self._on_first_use(module, task)
 
         hook = register_module_forward_pre_hook(see)
         try:

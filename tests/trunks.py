@@ -84,8 +84,11 @@ class Setup:
         self.x = torch.randn(2, 3, case.size, case.size).double()
 
     def loss(self, task: str) -> Tensor:
+        """`loss_of` the trunk's output."""
+        return self.loss_of(self.trunk(self.x), task)
+
+    def loss_of(self, output: object, task: str) -> Tensor:
         """The mean of the outputs, times random numbers that lean against the first task's."""
-        output = self.trunk(self.x)
         maps = [*output.values()] if isinstance(output, dict) else output
         total = torch.zeros((), dtype=torch.float64)
         for n, y in enumerate(maps if isinstance(maps, list | tuple) else [maps]):

@@ -36,19 +36,25 @@ class ConnectionStrength(Method):
         if isinstance(gradients, PartialGradients):
             priorities, products = phase2_of_parts(gradients, lists, order, step)
         else:
-            priorities, products = self._update(gradients, lists, order)
+            updates, grads = gradients.updates(order), gradients.of(order)
+            priorities, products = self._update(updates, grads, lists, len(gradients.rows))
         gradients.assign(order)
         step.surgery = Surgery(
             gradients.tasks, prioritized=lists, priorities=priorities, products=products
         )
 
+    def update_layer(
+        self, layer: LayerLists, grads: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One operator call for the layer."""
+        update = torch.empty_like(layer.weights[0], requires_grad=False)
+        return update, *self._update([update], grads, layer, len(grads))
+
     @staticmethod
     def _update(
-        gradients: TaskGradients, lists: LayerLists, order: Sequence[int]
+        updates: Sequence[Tensor], grads: Sequence[Tensor | None], lists: LayerLists, tasks: int
     ) -> tuple[Tensor, Tensor]:
         """Writes the updates; returns priorities and products."""
-        updates, grads = gradients.updates(order), gradients.of(order)
-        tasks = len(gradients.rows)
         products = updates[0].new_empty((len(lists.layers), tasks, tasks), dtype=torch.float64)
         of_trunk = direct("phase2_of_trunk_", updates[0].device)
         priorities: Tensor | None = None

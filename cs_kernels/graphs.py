@@ -1,0 +1,83 @@
+"""Walks through autograd's graphs."""
+
+from collections.abc import Iterable, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+Edge = tuple[Any, int]
+"""A node of autograd's graph, and the index of one of its outputs: one tensor."""
+
+
+def is_leaf(node: object) -> bool:
+    """Whether a node accumulates the gradient of a leaf."""
+    return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
+
+
+class Reached(NamedTuple):
+    """The nodes of a walk from a loss to some features, or to the leaves."""
+
+    features: set[Edge]
+    """The features where the walk ended."""
+    nodes: set[Any]
+    """All nodes on the way; a leaf's node accumulates its gradient."""
+
+    @property
+    def leaves(self) -> dict[Tensor, Any]:
+        """The leaves on the way, parameters above all, and their nodes."""
+        return {node.variable: node for node in self.nodes if is_leaf(node)}
+
+    @property
+    def inner(self) -> set[Any]:
+        """The nodes that keep tensors for a backward pass, which frees them: those of no leaf."""
+        return {node for node in self.nodes if not is_leaf(node)}
+
+
+def edge_of(tensor: Tensor) -> Edge:
+    """The edge that leads to a tensor."""
+    return tensor.grad_fn, tensor.output_nr
+
+
+def walk(roots: Iterable[Edge], features: Set[Edge], known: Set[Any] = frozenset()) -> Reached:
+    """Follows graphs from their roots to the leaves.
+
+    The walk goes no further than to the features and to known nodes.
+    """
+    reached = Reached(set(), set())
+    edges = list(roots)
+    while edges:
+        edge = edges.pop()
+        if edge in features:
+            reached.features.add(edge)
+        elif edge[0] is not None and edge[0] not in reached.nodes:
+            # The set keeps nodes alive: each has one Python object, however often it is reached.
+            reached.nodes.add(edge[0])
+            if edge[0] not in known:
+                edges.extend(edge[0].next_functions)
+    return reached
+
+
+def reached_parameters(loss: Tensor) -> tuple[list[nn.Parameter], bool]:
+    """The parameters in the graph of a loss, and whether there may be others.
+
+    A `torch.autograd.Function` can hide parameters: reentrant checkpointing does.
+    """
+    if isinstance(loss, nn.Parameter):
+        return [loss], False
+    nodes, found, hidden = [loss.grad_fn], [], False
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node is None:
+            continue
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            found.append(variable)
+        hidden = hidden or isinstance(node, BackwardCFunction)
+        # `seen` keeps the nodes alive: each has one Python object, however often it is reached.
+        new = {following for following, _ in node.next_functions} - seen
+        seen |= new
+        nodes.extend(new)
+    return found, hidden

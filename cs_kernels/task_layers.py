@@ -1,0 +1,269 @@
+"""Convolutions and linear layers in a stacked pass: their backward pass makes the weight's update.
+
+In a stacked pass, dimension 0 of a tensor holds the batch of one task after the other. Such a layer
+computes the weight's gradient of every task from that task's part, and hands autograd one update:
+memory holds the K gradients of one layer at a time.
+
+Memory traffic: forward and input-gradient kernels read the weight once for all tasks; the
+weight-gradient kernels of all tasks together read inputs and output gradients once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
+
+UpdateOf = Callable[[list[Tensor]], Tensor]
+"""Makes the update of a weight from the gradients of the tasks, in the order of the parts."""
+
+
+class Kind(NamedTuple):
+    """The numbers of a convolution, as torch.convolution takes them."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    output_padding: tuple[int, ...]
+    groups: int
+
+
+@dataclass
+class Stack:
+    """What the layers of a stacked pass know of it."""
+
+    parts: int
+    """The number of tasks that take part."""
+    update_of: Callable[[nn.Parameter], UpdateOf | None]
+    """Gives the function that makes a weight's update; None for the sum of its gradients."""
+    check: Callable[[Tensor, str], None]
+    """Called with the input and the name of a layer: raises if its parts are not the tasks'."""
+    inputs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """By `id` of a repeated input of the trunk: this, and what was repeated."""
+    other_uses: dict[nn.Parameter, str] = field(default_factory=dict)
+    """The weights that were used outside of layers, with the names of functions."""
+
+
+class TaskWeight(Tensor):
+    """Stands for the weight of a layer during a stacked pass.
+
+    A convolution or linear layer with it runs as `_TaskLayer`. Any other function gets the
+    parameter itself, and is noted.
+    """
+
+    parameter: nn.Parameter
+    label: str
+    stack: Stack
+
+    @staticmethod
+    def of(parameter: nn.Parameter, label: str, stack: Stack) -> "TaskWeight":
+        """The stand-in of a parameter with a name."""
+        weight = Tensor._make_subclass(TaskWeight, parameter.detach())
+        weight.parameter, weight.label, weight.stack = parameter, label, stack
+        return weight
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Runs a layer, or another function with the parameter."""
+        kwargs = kwargs or {}
+        with DisableTorchFunctionSubclass():
+            layer = _LAYERS.get(func)
+            if layer is not None and _is_weight_alone(*args, **kwargs):
+                return layer(*args, **kwargs)
+
+            def parameter_of(weight: TaskWeight) -> nn.Parameter:
+                if func not in _FACTS:
+                    name = str(getattr(func, "__name__", func))
+                    weight.stack.other_uses[weight.parameter] = name
+                return weight.parameter
+
+            args, kwargs = tree_map_only(TaskWeight, parameter_of, (args, kwargs))
+            return func(*args, **kwargs)
+
+
+def _is_weight_alone(x: object, weight: object, *args: object, **kwargs: object) -> bool:
+    others = (x, *args, *kwargs.values())
+    return isinstance(weight, TaskWeight) and not any(isinstance(a, TaskWeight) for a in others)
+
+
+_FACTS = {
+    getattr(Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")
+} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__}
+"""Functions that do not depend on the values."""
+
+
+def _sizes(size: Any, dims: int) -> tuple[int, ...]:
+    sizes = tuple(size) if isinstance(size, tuple | list) else (size,)
+    return sizes * dims if len(sizes) == 1 else sizes
+
+
+def _convolution(dims: int) -> Callable[..., Tensor]:
+    def convolution(
+        x: Tensor,
+        weight: TaskWeight,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        dilation = _sizes(dilation, dims)
+        if padding == "same":
+            totals = [
+                d * (k - 1) for d, k in zip(dilation, weight.parameter.shape[2:], strict=True)
+            ]
+            padding = tuple(total // 2 for total in totals)
+            if any(total % 2 for total in totals):  # One more at the end.
+                x = functional.pad(x, [n for total in reversed(totals) for n in (0, total % 2)])
+        padding = _sizes(0 if padding == "valid" else padding, dims)
+        kind = Kind(_sizes(stride, dims), padding, dilation, False, (0,) * dims, groups)
+        return _run(x, weight, bias, kind)
+
+    return convolution
+
+
+def _transposed_convolution(dims: int) -> Callable[..., Tensor]:
+    def convolution(
+        x: Tensor,
+        weight: TaskWeight,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Tensor:
+        strides, pads, dilations, out = (
+            _sizes(n, dims) for n in (stride, padding, dilation, output_padding)
+        )
+        return _run(x, weight, bias, Kind(strides, pads, dilations, True, out, groups))
+
+    return convolution
+
+
+def _linear(x: Tensor, weight: TaskWeight, bias: Tensor | None = None) -> Tensor:
+    return _run(x, weight, bias, None)
+
+
+_LAYERS: dict[Any, Callable[..., Tensor]] = {
+    functional.linear: _linear,
+    functional.conv1d: _convolution(1),
+    functional.conv2d: _convolution(2),
+    functional.conv3d: _convolution(3),
+    functional.conv_transpose1d: _transposed_convolution(1),
+    functional.conv_transpose2d: _transposed_convolution(2),
+    functional.conv_transpose3d: _transposed_convolution(3),
+}
+
+
+def _run(x: Tensor, weight: TaskWeight, bias: Tensor | None, kind: Kind | None) -> Tensor:
+    """Runs a layer; for a linear one, `kind` is None."""
+    stack, parameter = weight.stack, weight.parameter
+    stack.check(x, weight.label)
+    repeated = stack.inputs.get(id(x))
+    once = repeated is not None and repeated[0] is x
+    if repeated is not None and once:
+        x = repeated[1]
+    device = x.device.type
+    dtype = None
+    if torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        x = x.to(dtype)
+    y: Tensor = _TaskLayer.apply(x, parameter, bias, kind, stack, once, dtype)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _TaskLayer(torch.autograd.Function):
+    """A layer; `once` says that the tasks have the same input, which was not repeated."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: Tensor | None,
+        kind: Kind | None,
+        stack: Stack,
+        once: bool,
+        dtype: torch.dtype | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        # Not saved as a tensor: checkpointing would hand over a copy of the parameter.
+        ctx.parameter, ctx.version = weight, weight._version
+        ctx.kind, ctx.stack, ctx.once, ctx.dtype = kind, stack, once, dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        with torch.autocast(x.device.type, enabled=False):
+            # In autocast's type, as autocast would cast them.
+            cast_weight = weight if dtype is None else weight.to(dtype)
+            cast_bias = bias if bias is None or dtype is None else bias.to(dtype)
+            if kind is None:
+                y = functional.linear(x, cast_weight, cast_bias)
+            else:
+                y = torch.convolution(x, cast_weight, cast_bias, *kind)
+        return y.repeat(stack.parts, *[1] * (y.dim() - 1)) if once else y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        kind, stack, parameter = ctx.kind, ctx.stack, ctx.parameter
+        if parameter._version != ctx.version:
+            raise RuntimeError(
+                "closure must leave the weights of trunk alone until the step is made, got one of"
+                f" shape {tuple(parameter.shape)} that was changed in place"
+            )
+        weight = parameter if ctx.dtype is None else parameter.to(ctx.dtype)
+        of_input = of_weight = of_bias = None
+        grads = grad.chunk(stack.parts)
+        if ctx.once:
+            grad = sum(grads[1:], grads[0])
+        if ctx.needs_input_grad[1]:
+            make_update = stack.update_of(parameter)
+            if make_update is None:
+                of_weight = _of_weight(grad, x, weight, kind).to(parameter.dtype)
+            else:
+                inputs = [x] * stack.parts if ctx.once else x.chunk(stack.parts)
+                of_weight = make_update(
+                    [
+                        _of_weight(of_output, part, weight, kind).to(parameter.dtype)
+                        for of_output, part in zip(grads, inputs, strict=True)
+                    ]
+                )
+        if ctx.needs_input_grad[0]:
+            of_input = grad @ weight if kind is None else _backward(grad, x, weight, kind, 0)
+        if ctx.needs_input_grad[2]:
+            outputs = [d for d in range(grad.dim()) if d != (grad.dim() - 1 if kind is None else 1)]
+            of_bias = grad.sum(outputs).to(ctx.bias_dtype)
+        return of_input, of_weight, of_bias, None, None, None, None
+
+
+def is_task_layer(node: object) -> bool:
+    """Whether a node of autograd's graph is such a layer."""
+    return isinstance(node, _TaskLayer._backward_cls)
+
+
+def _of_weight(grad: Tensor, x: Tensor, weight: Tensor, kind: Kind | None) -> Tensor:
+    if kind is None:
+        return grad.flatten(0, -2).t() @ x.flatten(0, -2)
+    return _backward(grad, x, weight, kind, 1)
+
+
+def _backward(grad: Tensor, x: Tensor, weight: Tensor, kind: Kind, which: int) -> Tensor:
+    """The gradient of a convolution with respect to its input, 0, or weight, 1."""
+    mask = [which == 0, which == 1, False]
+    found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
+        grad, x, weight, None, *kind, mask
+    )
+    return found[which]
