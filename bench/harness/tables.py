@@ -228,6 +228,42 @@ def features(cases: Cases) -> Table:
     )
 
 
+def together(cases: Cases) -> Table:
+    """One pass for all tasks against a pass a task."""
+
+    def gradients(c: dict[str, Any]) -> list[str]:
+        if not c["gradient_bytes"]:
+            return ["", "", ""]
+        found = c["gradient_bytes"]
+        return [f"{n / 1e6:.1f}" for n in (found["step"], found["together"], c["aim_bytes"])]
+
+    return Table(
+        "`step_together` against `step`: a whole training step",
+        [
+            *("network", "N", "K", "batch", "step ms", "together ms", "together / step"),
+            *("gradients MB", "together MB", "N + K layers MB"),
+            *("process MB", "together, process MB"),
+        ],
+        [
+            [
+                c["network"],
+                millions(c["numel"]),
+                str(c["tasks"]),
+                str(c["batch"]),
+                *(f"{c['milliseconds'][way]:.0f}" for way in ("step", "together")),
+                f"{c['ratio']:.2f}",
+                *gradients(c),
+                *(f"{c['resident_bytes'][way] / 1e6:.0f}" for way in ("step", "together")),
+            ]
+            for c in cases
+        ],
+        [
+            "N + K layers: one update, and K gradients of the largest layer",
+            "process: growth of the resident memory of a fresh process in three steps",
+        ],
+    )
+
+
 def host(cases: Cases) -> Table:
     """The host's part of a step's surgery on a GPU."""
     c = cases[0]
@@ -332,6 +368,7 @@ TABLES: dict[str, Callable[[Cases], Table]] = {
     "solvers": solvers,
     "steps": steps,
     "features": features,
+    "together": together,
     "host": host,
     "ranks": ranks,
     "gpu": gpu,
