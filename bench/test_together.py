@@ -53,6 +53,9 @@ class Training:
         torch.manual_seed(0)
         names = [str(task) for task in range(tasks)]
         self.trunk = cs.nn.convert_task_batchnorm(_network(name), names)
+        for norm in cs.nn.task_norms(self.trunk):  # Else rounding decides between the tasks.
+            for child in norm.children():
+                nn.init.uniform_(child.weight, 0.5, 1.5)
         self.sgd = torch.optim.SGD(self.trunk.parameters(), lr=1e-4)
         self.opt = cs.MultiTaskOptimizer(self.trunk, self.sgd, names)
         shape = (WIDTH,) if name == "linear" else (3, SIZE, SIZE)
