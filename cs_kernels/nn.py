@@ -65,12 +65,13 @@ class TaskBatchNorm(nn.Module):
 
     """
 
+    _stack: ClassVar[Any] = None
+    """Of an instance, during `step_together`: the `StackedPass`, in which all tasks are active."""
+
     def __init__(self, norms: dict[str, nn.Module]) -> None:
         super().__init__()
         self.active: str | None = None
         """The task whose normalization runs; None before one is chosen."""
-        self._stack: Any = None
-        """The `StackedPass` that runs, in which all tasks are active."""
         for task in check_tasks(norms):
             self._check_new(task)
             self.add_module(task, norms[task])

@@ -263,7 +263,7 @@ class MultiTaskOptimizer:
         """Before a module outside the trunk first runs for a task."""
         if (
             isinstance(module, TaskBatchNorm)
-            and module.active not in (None, task)
+            and module.active not in (None, task, *self._watcher.passing_tasks)
             and torch.is_grad_enabled()
             and any(p.requires_grad for p in module.parameters())
         ):
@@ -512,7 +512,7 @@ class MultiTaskOptimizer:
         Compiled modules run eagerly. The batch is in dimension 0 of the trunk's tensor arguments
         and of all tensors behind them, and nothing is computed over it but task-specific
         normalization. To see that, the first step, the first after parts were frozen or unfrozen,
-        and every 32nd make one more forward pass of the trunk.
+        and every 32nd make three more forward passes of the trunk.
 
         Args:
             forward: Called with `run`, a function of the trunk's arguments that runs the trunk for
@@ -608,10 +608,10 @@ class MultiTaskOptimizer:
                 step,
                 self.method,
                 self._weights_of_layers(),
-                self._layout_of_all,
+                self._current_layout,
             )
             restored = partial(self._restored, step.tasks)
-            with self._restored_on_error(step.tasks, step) as held:
+            with self._restored_on_error(step.tasks, step) as held, contextlib.closing(stacked):
                 with self._accumulation.passing():
                     self._passes.stacked_pass(stacked, forward, step, held, restored)
                 self._check_covered()
@@ -638,7 +638,7 @@ class MultiTaskOptimizer:
         return {
             p: names[p]
             for p in (candidates - plain) & names.keys()
-            if p is not None and p.requires_grad
+            if p is not None and p.requires_grad and p.is_floating_point()
         }
 
     def _layout_of_all(self) -> Layout:

@@ -19,7 +19,7 @@ from cs_kernels.features import Features
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.graphs import reached_parameters
 from cs_kernels.nn import active, task_norms
-from cs_kernels.stacked import Forward, StackedPass
+from cs_kernels.stacked import Forward, Pattern, StackedPass
 from cs_kernels.step import Step
 from cs_kernels.watching import Watcher, eager
 from cs_kernels.weightings import Weighting
@@ -51,8 +51,9 @@ class Passes:
         self._backward = backward
         self._checked: set[str] = set()
         """The tasks whose graph was checked."""
-        self._stacks_checked = False
-        """Whether a stacked pass was checked."""
+        self._unreached: dict[Pattern, list[nn.Parameter]] = {}
+        """By the outputs on which the losses of a checked stacked pass depend: the parameters of
+        normalizations that their tasks do not reach."""
         self._known: set[str] = set()
         """The tasks that have once reached the trunk, which may have been frozen since."""
 
@@ -64,7 +65,7 @@ class Passes:
     def check_graphs(self) -> None:
         """Checks the graph of every task's next loss again."""
         self._checked.clear()
-        self._stacks_checked = False
+        self._unreached.clear()
 
     def trace(self, task: str, closure: Closure, held: Sequence[nn.Parameter]) -> None:
         """A watched forward pass without a backward pass.
@@ -206,34 +207,67 @@ class Passes:
         tasks = step.tasks
         with self._watcher.passing(*tasks) as watched, eager(), stacked.in_trunk():
             if watched:
-                self._stacks_checked = False
+                self._unreached.clear()
+            checks, version = not self._unreached, self._watcher.version
 
             def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
-                if not self._stacks_checked:
-                    with restored():
-                        stacked.marked_run(*args, **kwargs)
+                nonlocal checks
+                if checks:  # In the first call alone: it would change what that has saved.
+                    checks = False
+                    stacked.check_parts(restored, *args, **kwargs)
                 return stacked.run(*args, **kwargs)
 
             losses = checked_losses(forward(run))
+        if self._watcher.version != version:  # A layer has first run.
+            self._unreached.clear()
+        if any(p.grad is not None for p in held):
+            raise RuntimeError(
+                "forward must leave gradients alone, got some: leave out backward() in it"
+            )
         if set(losses) != set(tasks):
             raise ValueError(
                 f"forward must return the loss of every task, {list(tasks)}, got those of"
                 f" {list(losses)}"
             )
-        stacked.find_layers()
         trains = any(p.requires_grad for p in self._trunk)
-        stacked.check_losses(losses, trains=trains)
-        if not self._stacks_checked:
-            inside = stacked.check_uses()
-            for task, loss in losses.items():
-                self._check_held(task, [*inside, *reached_parameters(loss)[0]], held)
+        pattern = stacked.find_outputs(losses, trains=trains)
+        is_new = pattern not in self._unreached
+        unreached = self._note_stack(stacked, pattern, held) if is_new else self._unreached[pattern]
+        stacked.find_layers(counts=is_new)
         step.known = {task: losses[task].detach() for task in tasks}
         first, *others = (self._weighted(task, losses[task], step) for task in tasks)
-        with stacked.in_trunk():
+        with stacked.in_trunk(recomputes=True):
             self._run_backward(sum(others, first), step)
+        for parameter in unreached:
+            parameter.grad = None  # In place of zeros, which have an effect in an optimizer.
         for task in tasks:
             self._watcher.learned(task)
-        self._stacks_checked = True
+        self._unreached[pattern] = unreached
+
+    def _note_stack(
+        self, stacked: StackedPass, pattern: Pattern, held: Sequence[nn.Parameter]
+    ) -> list[nn.Parameter]:
+        """Checks the graph of a stacked pass, and notes which task reaches what.
+
+        Returns:
+            The parameters of normalizations of tasks that do not reach them.
+
+        """
+        leaves, hidden = stacked.reached_by_tasks(pattern)
+        for task, found in leaves.items():
+            reached = [leaf for leaf in found if isinstance(leaf, nn.Parameter)]
+            reached = self._check_held(task, reached, held)
+            if not hidden:
+                self._gradients.reach.note_graph(task, reached)
+        if hidden:
+            return []
+        return [
+            parameter
+            for norm in self._norms
+            for task, found in leaves.items()
+            for parameter in norm.of(task).parameters()
+            if parameter not in found
+        ]
 
     def _weighted(self, task: str, loss: Tensor, step: Step) -> Tensor:
         weighted = self._weighting.weigh(task, loss, step)

@@ -9,13 +9,16 @@ import contextlib
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cs_kernels.graphs import Edge, edge_of, is_leaf, walk
+from cs_kernels.checks import described
+from cs_kernels.graphs import Edge, Reached, edge_of, is_leaf, walk
 from cs_kernels.layout import Layer, LayerLists, Layout
 from cs_kernels.methods import Method
 from cs_kernels.nn import TaskBatchNorm
@@ -35,6 +38,84 @@ def run_of_one(trunk: nn.Module, task: str) -> Run:
         return {task: trunk(*args, **kwargs)}
 
     return run
+
+
+Pattern = tuple[frozenset[int], ...]
+"""For each task, the numbers of the outputs on which its loss depends."""
+
+_PLAIN = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+def _check_leaves(tree: Any, who: str) -> None:
+    """Tensors are found in nests that torch knows, and not in other objects."""
+    for leaf in tree_leaves(tree):
+        if not isinstance(leaf, _PLAIN):
+            raise ValueError(
+                f"{who} tensors in lists, tuples and dictionaries for step_together, got"
+                f" {described(leaf)}: use step"
+            )
+
+
+class Separation:
+    """Whether a part of any tensor depends on other parts, from forward passes.
+
+    After one as it is, all parts but the first are changed in inputs and behind normalizations,
+    then all but the last: the part that was not changed must come out the same everywhere.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self._parts = parts
+        self._kept: int | None = None
+        self._seen: list[tuple[Tensor, Tensor]] = []
+        """The first and the last part of every tensor, in the order of the pass."""
+        self._next = 0
+
+    def begin(self, kept: int | None) -> None:
+        """Begins a pass: None for the first one, or the part that is not changed."""
+        self._kept, self._next = kept, 0
+
+    def changed(self, x: Tensor) -> Tensor:
+        """A normalized tensor with other numbers in the other parts."""
+        scale, offset = (0.5, 1.0) if self._kept == 0 else (2.0, -1.0)
+        return self._with(x, lambda part: part * scale + offset)
+
+    def changed_input(self, x: Tensor) -> Tensor:
+        """An input with other numbers in the other parts, of the same signs and kinds."""
+        if x.is_floating_point():
+            return self._with(x, lambda part: part * 0.5)
+        return self._with(x, lambda part: part.flip(0))
+
+    def _with(self, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        if self._kept is None:
+            return x
+        parts = enumerate(self._split(x))
+        return torch.cat([part if n == self._kept else change(part) for n, part in parts])
+
+    def _split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.chunk(self._parts)
+
+    def keeps(self, x: Tensor) -> bool:
+        """Whether the part that was not changed is the same in this tensor."""
+        first, *_, last = self._split(x)
+        if self._kept is None:
+            self._seen.append((first.clone(), last.clone()))
+            return True
+        if self._next == len(self._seen):
+            return False
+        before = self._seen[self._next][self._kept > 0]
+        self._next += 1
+        return _alike(first if self._kept == 0 else last, before)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    if not (one.is_floating_point() and one.numel()):
+        return torch.equal(one, other)
+    # A GPU may add in another order.
+    tolerance = 1e-4 if one.dtype.itemsize > 2 else 1e-2
+    scale = other.abs().nan_to_num(posinf=0.0).max().item()
+    return torch.allclose(one, other, rtol=0, atol=tolerance * scale, equal_nan=True)
 
 
 class StackedPass:
@@ -74,19 +155,23 @@ class StackedPass:
         """By weight, the prioritized layers."""
         self._updated: dict[Tensor, tuple[Tensor, Tensor]] = {}
         """By weight, priorities and products of the updates that are made."""
-        self._edges: dict[Edge, str] = {}
-        """The task of each output."""
+        self._edges: dict[Edge, tuple[str, int] | None] = {}
+        """The task and the number of each output's parts; None for tensors inside the trunk."""
         self._outputs: list[Tensor] = []
-        self._marks_parts = False
-        """Whether the first part of every tensor is NaN, to show where parts mix."""
-        self._stack = Stack(self._parts, self._update_of, self._check_parts)
+        self._reached: dict[str, Reached] = {}
+        """By task, the graph between its loss and the outputs."""
+        self._batch = 0
+        self._separation: Separation | None = None
+        """While passes are made that show whether the parts stay apart."""
+        self._stack = Stack(self._parts, self._update_of, self._problem_of)
 
     @contextlib.contextmanager
-    def in_trunk(self) -> Iterator[None]:
+    def in_trunk(self, *, recomputes: bool = False) -> Iterator[None]:
         """Around the passes: layers make their updates, normalizations treat tasks' parts.
 
         Around the backward pass too: checkpointing recomputes the trunk there.
         """
+        self._stack.runs = recomputes
         entries = [
             (module._parameters, key, parameter, self._weights[parameter])
             for module in self._trunk.modules()
@@ -105,20 +190,34 @@ class StackedPass:
             for parameters, key, parameter, _ in entries:
                 parameters[key] = parameter
             for norm in self._norms:
-                object.__setattr__(norm, "_stack", None)
+                norm.__dict__.pop("_stack", None)
+
+    def close(self) -> None:
+        """Forgets the graph, which knows this object: Python cannot collect such a circle."""
+        for kept in (self._outputs, self._edges, self._reached, self._layers, self._updated):
+            kept.clear()
+        for of_stack in (self._stack.inputs, self._stack.other_uses, self._stack.problems):
+            of_stack.clear()
 
     def run(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The outputs of the trunk by task, in one forward pass."""
+        _check_leaves((args, kwargs), "run must get")
         sizes = {t.shape[:1] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         if len(sizes) != 1 or () in sizes:
             raise ValueError(
                 "run must get tensors with the batch in dimension 0, got the sizes"
                 f" {sorted(map(tuple, sizes))} there"
             )
+        ((self._batch,),) = sizes
         args, kwargs = tree_map_only(Tensor, self._repeated, (args, kwargs))
         before = [(name, buffer, buffer._version) for name, buffer in self._buffers()]
-        outputs = self._trunk(*args, **kwargs)
+        self._stack.runs = True
+        try:
+            outputs = self._trunk(*args, **kwargs)
+        finally:
+            self._stack.runs = False
         self._check_unchanged(before)
+        _check_leaves(outputs, "trunk must return")
         parts = {id(t): self._parts_of(t) for t in tree_leaves(outputs) if isinstance(t, Tensor)}
 
         def output_of(number: int) -> Any:
@@ -133,7 +232,7 @@ class StackedPass:
             if module._buffers and module not in own:
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
-                        yield f"{prefix}.{name}", buffer
+                        yield f"{prefix}.{name}".removeprefix("."), buffer
 
     def _check_unchanged(self, before: Sequence[tuple[str, Tensor, int]]) -> None:
         now = dict(self._buffers())
@@ -146,116 +245,177 @@ class StackedPass:
 
     def _repeated(self, x: Tensor) -> Tensor:
         repeated = x.repeat(self._parts, *[1] * (x.dim() - 1))
-        if self._marks_parts:
-            return self._marked(repeated)
-        self._stack.inputs[id(repeated)] = repeated, x
+        if self._separation is not None:
+            return self._separation.changed_input(repeated)
+        self._stack.inputs[id(repeated)] = repeated, repeated._version, x, x._version
         return repeated
 
     def _parts_of(self, output: Tensor) -> tuple[Tensor, ...]:
-        self._check_parts(output, "the output of trunk")
+        self._check_parts(output, "the output of trunk", self._batch)
         parts = output.chunk(self._parts)
         if output.requires_grad:
-            self._outputs.append(output)
             for part, task in zip(parts, self._chosen, strict=True):
-                self._edges[edge_of(part)] = task
+                self._edges[edge_of(part)] = task, len(self._outputs)
+            self._outputs.append(output)
         return parts
 
-    def marked_run(self, *args: Any, **kwargs: Any) -> None:
-        """A forward pass that raises if a task's part of a tensor depends on another task's.
+    def check_parts(
+        self, restored: Callable[[], AbstractContextManager[None]], *args: Any, **kwargs: Any
+    ) -> None:
+        """Forward passes that raise if a task's part of a tensor depends on another task's.
 
-        Dimension 0 could come to hold the batch in another order, or the trunk may compute
-        something over the whole batch. The first part of inputs and of normalized tensors is NaN
-        here, and must not get into another one.
+        Args:
+            restored: Gives the context of a pass that leaves nothing behind.
+            *args: As of `run`.
+            **kwargs: As of `run`.
+
         """
-        self._marks_parts = True
+        if self._parts == 1:
+            return
+        self._separation = separation = Separation(self._parts)
         try:
-            with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # The pass itself warns; checkpointing of no_grad.
-                self.run(*args, **kwargs)
+            for kept in (None, 0, self._parts - 1):
+                separation.begin(kept)
+                # The pass itself warns; and checkpointing warns of no_grad.
+                with restored(), torch.no_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self.run(*args, **kwargs)
         finally:
-            self._marks_parts = False
+            self._separation = None
 
-    def _marked(self, x: Tensor) -> Tensor:
-        if not x.is_floating_point():
-            return x
-        first = x.shape[0] // self._parts
-        return torch.cat([torch.full_like(x[:first], torch.nan), x[first:]])
+    def _check_parts(self, x: Tensor, name: str, batch: int = 1) -> None:
+        problem = self._problem_of(x, name, batch)
+        if problem is not None:
+            raise problem
 
-    def _check_parts(self, x: Tensor, name: str) -> None:
-        if x.dim() < 1 or x.shape[0] % self._parts:
-            raise ValueError(
-                f"trunk must keep the batches of the tasks one after the other in dimension 0, got"
-                f" {name} with a tensor of shape {tuple(x.shape)} for {self._parts} tasks:"
-                " use step"
+    def _problem_of(self, x: Tensor, name: str, batch: int = 1) -> Exception | None:
+        if x.dim() < 1 or x.shape[0] % max(1, self._parts * batch):
+            return ValueError(
+                "trunk must keep the batches of the tasks one after the other in dimension 0, got"
+                f" {name} with a tensor of shape {tuple(x.shape)} for {self._parts} tasks: use step"
             )
-        if self._marks_parts and x.is_floating_point():
-            rest = x[x.shape[0] // self._parts :]
-            if rest.isnan().any():
-                raise ValueError(
-                    "trunk must keep the batches of the tasks one after the other in dimension 0"
-                    f" and compute nothing over them, got {name} with a tensor of shape"
-                    f" {tuple(x.shape)} in which one task's part depends on another's: use step"
-                )
+        if self._separation is not None and not self._separation.keeps(x):
+            return ValueError(
+                "trunk must keep the batches of the tasks one after the other in dimension 0 and"
+                f" compute nothing over them, got {name} with a tensor of shape {tuple(x.shape)} in"
+                " which one task's part depends on another's: use step"
+            )
+        return None
 
-    def normalize(self, norm: TaskBatchNorm, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def normalize(self, norm: TaskBatchNorm, *args: Any, **kwargs: Any) -> Tensor:
         """Normalizes each task's part with that task's module."""
+        if not self._stack.runs:
+            raise ValueError(
+                "forward must run trunk by run, which repeats the batch for every task, got a"
+                " task-specific normalization that was run in another way"
+            )
+        given = (kwargs.pop("input"),) if "input" in kwargs else args
+        x, rest = given[0], given[1:]
         self._check_parts(x, "a task-specific normalization")
         parts = zip(self._chosen, x.chunk(self._parts), strict=True)
-        normalized = [norm.of(task)(part, *args, **kwargs) for task, part in parts]
+        normalized = [norm.of(task)(part, *rest, **kwargs) for task, part in parts]
         result = torch.cat(normalized)
-        return self._marked(result) if self._marks_parts else result
+        if self._separation is not None:
+            return self._separation.changed(result)
+        if result.requires_grad:
+            self._edges[edge_of(result)] = None
+        return result
 
-    def find_layers(self) -> None:
-        """Finds the prioritized layers, after the forward pass.
-
-        Raises:
-            ValueError: A weight of one was used in another way than by a layer.
-
-        """
-        if self._method.prioritizes:
-            self._layers = {layer.weight: layer for layer in self._find_layout().layers}
-        for weight, function in self._stack.other_uses.items():
-            if weight in self._layers:
-                raise _used_otherwise(self._layers[weight].name, f"in {function}")
-
-    def check_losses(self, losses: Mapping[str, Tensor], *, trains: bool) -> None:
-        """Each loss depends on its own task's outputs alone.
+    def find_outputs(self, losses: Mapping[str, Tensor], *, trains: bool) -> Pattern:
+        """The outputs on which the losses depend; each loss depends on its own task's alone.
 
         Args:
             losses: By task.
             trains: Whether a parameter of the trunk requires a gradient.
 
         """
-        for task, loss in losses.items():
-            reached = walk([edge_of(loss)], self._edges.keys())
-            others = {self._edges[edge] for edge in reached.features} - {task}
+        pattern = []
+        for task in self._chosen:
+            reached = self._reached[task] = walk([edge_of(losses[task])], self._edges.keys())
+            ends = [self._edges[edge] for edge in reached.features]
+            if None in ends or any(map(is_task_layer, reached.nodes)):
+                raise ValueError(
+                    f"a loss must depend on the trunk through what run returns, got one for"
+                    f" {task!r} that depends on another tensor of the trunk, which has the batches"
+                    " of all tasks: let the trunk return it, or use step"
+                )
+            others = {end[0] for end in ends if end is not None} - {task}
             if others:
                 raise ValueError(
                     "a loss must depend on the outputs of its own task for step_together, got one"
                     f" for {task!r} that depends on those of {min(others)!r}: use step"
                 )
-            if not reached.features and trains:
+            if not ends and trains:
                 raise ValueError(
                     f"a loss must depend on an output of run, got one for {task!r} that depends on"
                     " none"
                 )
-            for leaf in reached.leaves:
-                if leaf in self._layers:
-                    raise _used_otherwise(self._layers[leaf].name, f"by the loss of {task!r}")
+            pattern.append(frozenset(end[1] for end in ends if end is not None))
+        return tuple(pattern)
 
-    def check_uses(self) -> list[nn.Parameter]:
-        """The parameters in the graph of the outputs; a prioritized weight is there once."""
-        reached = walk(map(edge_of, self._outputs), frozenset())
+    def reached_by_tasks(self, pattern: Pattern) -> tuple[dict[str, set[Tensor]], bool]:
+        """The leaves that each loss reaches, and whether there may be others."""
+        graphs = [walk([edge_of(output)], frozenset()) for output in self._outputs]
+        hidden = any(
+            isinstance(node, BackwardCFunction) and not is_task_layer(node)
+            for graph in (*graphs, *self._reached.values())
+            for node in graph.nodes
+        )
+        found = {}
+        for task, numbers in zip(self._chosen, pattern, strict=True):
+            others = {t for t in self._chosen if t != task}
+            of_others = {p for n in self._norms for t in others for p in n.of(t).parameters()}
+            inside = {leaf for number in numbers for leaf in graphs[number].leaves}
+            found[task] = (inside - of_others) | self._reached[task].leaves.keys()
+        return found, hidden
+
+    def find_layers(self, *, counts: bool) -> None:
+        """Finds the prioritized layers, after the forward pass.
+
+        Args:
+            counts: Whether to count the uses of weights in the graph.
+
+        Raises:
+            ValueError: A weight of one was used in another way than by one layer.
+
+        """
+        if not self._method.prioritizes:
+            return
+        layers: dict[Tensor, Layer] = {w.weight: w for w in self._find_layout().layers}
+        for weight, how in self._stack.other_uses.items():
+            if weight in layers:
+                raise _used_otherwise(layers[weight].name, how)
+        for weight, problem in self._stack.problems.items():
+            if weight in layers:
+                raise problem
+        for task, reached in self._reached.items():
+            for leaf in reached.leaves:
+                if leaf in layers:
+                    raise _used_otherwise(layers[leaf].name, f"by the loss of {task!r}")
+        for weight in self._weights:
+            hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+            if hooks and weight in layers:
+                raise ValueError(
+                    f"trunk must have no hook on the weight of {layers[weight].name} for"
+                    " step_together, which gives it the update in place of the tasks' gradients:"
+                    " use step"
+                )
+        if counts:
+            uses = self._uses()
+            for leaf, layer in layers.items():
+                if uses[leaf] > 1:
+                    raise _used_otherwise(layer.name, "several times or in another way")
+        self._layers = layers
+
+    def _uses(self) -> Counter[Tensor]:
+        """How often the graph of the outputs uses each leaf; twice if not in a layer."""
         uses: Counter[Tensor] = Counter()
-        for node in reached.nodes:
+        for node in walk(map(edge_of, self._outputs), frozenset()).nodes:
             count = 1 if is_task_layer(node) else 2
             for following, _ in node.next_functions:
                 if following is not None and is_leaf(following):
                     uses[following.variable] += count
-        for weight, layer in self._layers.items():
-            if uses[weight] > 1:
-                raise _used_otherwise(layer.name, "several times or in another way")
-        return [leaf for leaf in reached.leaves if isinstance(leaf, nn.Parameter)]
+        return uses
 
     def _update_of(self, weight: nn.Parameter) -> UpdateOf | None:
         layer = self._layers.get(weight)

@@ -41,12 +41,16 @@ class Stack:
     """The number of tasks that take part."""
     update_of: Callable[[nn.Parameter], UpdateOf | None]
     """Gives the function that makes a weight's update; None for the sum of its gradients."""
-    check: Callable[[Tensor, str], None]
-    """Called with the input and the name of a layer: raises if its parts are not the tasks'."""
-    inputs: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """By `id` of a repeated input of the trunk: this, and what was repeated."""
+    problem_of: Callable[[Tensor, str], Exception | None]
+    """Called with the input and the name of a layer: an error if its parts are not the tasks'."""
+    runs: bool = False
+    """Whether the trunk runs on the batches of all tasks."""
+    inputs: dict[int, tuple[Tensor, int, Tensor, int]] = field(default_factory=dict)
+    """By `id` of a repeated input of the trunk: this, what was repeated, and their versions."""
     other_uses: dict[nn.Parameter, str] = field(default_factory=dict)
-    """The weights that were used outside of layers, with the names of functions."""
+    """The weights that were used outside of layers, and how."""
+    problems: dict[nn.Parameter, Exception] = field(default_factory=dict)
+    """The weights of layers whose inputs have no parts of the tasks."""
 
 
 class TaskWeight(Tensor):
@@ -63,8 +67,11 @@ class TaskWeight(Tensor):
     @staticmethod
     def of(parameter: nn.Parameter, label: str, stack: Stack) -> "TaskWeight":
         """The stand-in of a parameter with a name."""
-        weight = Tensor._make_subclass(TaskWeight, parameter.detach())
+        # Not detached: some functions, such as scripted ones, do not ask a subclass.
+        with torch.enable_grad():
+            weight = parameter.as_subclass(TaskWeight)
         weight.parameter, weight.label, weight.stack = parameter, label, stack
+        weight._is_param = True  # For isinstance(weight, nn.Parameter).
         return weight
 
     @classmethod
@@ -79,28 +86,51 @@ class TaskWeight(Tensor):
         kwargs = kwargs or {}
         with DisableTorchFunctionSubclass():
             layer = _LAYERS.get(func)
-            if layer is not None and _is_weight_alone(*args, **kwargs):
-                return layer(*args, **kwargs)
+            if layer is not None:
+                if "input" in kwargs:
+                    args, kwargs = (kwargs["input"], *args), {**kwargs}
+                    del kwargs["input"]
+                if _is_weight_of_layer(*args, **kwargs):
+                    return layer(*args, **kwargs)
+
+            # Of a tensor that another one is cast to, nothing but the type is read.
+            casts = func in (Tensor.to, Tensor.type_as) and not isinstance(args[0], TaskWeight)
 
             def parameter_of(weight: TaskWeight) -> nn.Parameter:
-                if func not in _FACTS:
+                if func not in _FACTS and layer is None and not casts:
                     name = str(getattr(func, "__name__", func))
-                    weight.stack.other_uses[weight.parameter] = name
+                    weight.stack.other_uses[weight.parameter] = f"in {name}"
                 return weight.parameter
 
             args, kwargs = tree_map_only(TaskWeight, parameter_of, (args, kwargs))
             return func(*args, **kwargs)
 
 
-def _is_weight_alone(x: object, weight: object, *args: object, **kwargs: object) -> bool:
+def _is_weight_of_layer(x: Tensor, weight: Tensor, *args: object, **kwargs: object) -> bool:
+    """Whether a layer runs as `_TaskLayer`; if not, it runs as it is, and that is noted."""
     others = (x, *args, *kwargs.values())
-    return isinstance(weight, TaskWeight) and not any(isinstance(a, TaskWeight) for a in others)
+    if not isinstance(weight, TaskWeight) or any(isinstance(a, TaskWeight) for a in others):
+        return False
+    stack, parameter = weight.stack, weight.parameter
+    if not stack.runs:
+        stack.other_uses[parameter] = "outside of run"
+        return False
+    problem = stack.problem_of(x, weight.label)
+    if problem is not None:
+        stack.problems[parameter] = problem
+        return False
+    return True
 
 
 _FACTS = {
     getattr(Tensor, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")
-} | {Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__}
+} | {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
+    *(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor),
+    *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
+    *(torch.rand_like, torch.randn_like),
+}
 """Functions that do not depend on the values."""
 
 
@@ -171,11 +201,11 @@ _LAYERS: dict[Any, Callable[..., Tensor]] = {
 def _run(x: Tensor, weight: TaskWeight, bias: Tensor | None, kind: Kind | None) -> Tensor:
     """Runs a layer; for a linear one, `kind` is None."""
     stack, parameter = weight.stack, weight.parameter
-    stack.check(x, weight.label)
-    repeated = stack.inputs.get(id(x))
-    once = repeated is not None and repeated[0] is x
-    if repeated is not None and once:
-        x = repeated[1]
+    once = False
+    if id(x) in stack.inputs:
+        repeated, version, given, given_version = stack.inputs[id(x)]
+        once = x._version == version and given._version == given_version and repeated is x
+        x = given if once else x
     device = x.device.type
     dtype = None
     if torch.is_autocast_enabled(device) and x.dtype is not torch.float64:

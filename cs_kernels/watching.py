@@ -123,6 +123,8 @@ class Watcher:
         """Modules outside the trunk that ran."""
         self.thread: int | None = None
         """The thread of the forward pass of a step, while one is running."""
+        self.passing_tasks: tuple[str, ...] = ()
+        """The tasks of this pass, or of the last one."""
         self.version = 0
         """Increases when a pass is watched."""
         self._trunk = trunk
@@ -149,7 +151,7 @@ class Watcher:
         Watches it if no pass of one of them was; yields whether it does.
         """
         watched = not self.tasks.issuperset(tasks)
-        self.thread = threading.get_ident()
+        self.thread, self.passing_tasks = threading.get_ident(), tasks
         try:
             with contextlib.ExitStack() as whole_pass:
                 if watched:

@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -491,7 +493,7 @@ def test_state_after_an_error() -> None:
             opt.step_together(forward)
         assert all(p.grad is None for p in setup.parameters())
         assert all(p is q for p, q in zip(setup.trunk.parameters(), parameters, strict=True))
-        assert all(norm._stack is None for norm in cs.nn.task_norms(setup.trunk))
+        assert all("_stack" not in vars(norm) for norm in cs.nn.task_norms(setup.trunk))
     opt.step_together(together(setup, 1))
     again = setup_of_sgd()
     other = again.start()
@@ -522,8 +524,8 @@ class Odd(nn.Module):
             y = y + self.norm(self.layer(x + 1))
         elif self.does == "standardizes":
             y = y + self.norm(nn.functional.linear(x, self.layer.weight - self.layer.weight.mean()))
-        elif self.does == "centers":
-            y = y - y.mean(0)
+        elif self.does in MIXES:
+            y = MIXES[self.does](y)
         elif self.does == "counts":
             self.seen += 1
         elif self.does == "scalar":
@@ -533,12 +535,21 @@ class Odd(nn.Module):
         return y
 
 
+MIXES: dict[str, Callable[[Tensor], Tensor]] = {
+    "centers": lambda y: y - y.mean(0),
+    "next": lambda y: y + torch.cat([y[1:], y[-1:]]).square(),
+    "last": lambda y: y - y[-1:],
+    "halves": lambda y: torch.cat([y.chunk(2)[0] - y.chunk(2)[1], y.chunk(2)[1]]),
+    "median": lambda y: y * (y > y.median()),
+    "nans": lambda y: y - y.nan_to_num().mean(0),
+    "cumsum": lambda y: y.flip(0).cumsum(0).flip(0),
+}
 ODD = {
+    **dict.fromkeys(MIXES, "one task's part depends on another's"),
     "time": "one task's part depends on another's",
     "sorts": "one task's part depends on another's",
     "twice": "several times",
     "standardizes": r"in (sub|__sub__|mean)",
-    "centers": "one task's part depends on another's",
     "counts": "must not change its buffers",
     "scalar": r"got the output of trunk with a tensor of shape \(\)",
     "transposes": "the output of trunk",
@@ -693,14 +704,22 @@ def test_a_task_at_a_time_in_phase_1() -> None:
     assert "iterate over its items" in caught.value.__notes__[0]
 
 
-def test_another_task_norm_outside_trunk() -> None:
-    trunk = small()
-    head = converted(nn.Sequential(nn.BatchNorm2d(5)))
-    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk, head), AB)
-    with pytest.raises(ValueError, match="must contain the task-specific normalizations"):
-        opt.step_together(
-            lambda run: {t: _active(head, t)(z).square().mean() for t, z in run(pictures()).items()}
-        )
+def test_task_norm_in_heads() -> None:
+    states = []
+    for way in ("step", "together"):
+        trunk, head = small(), converted(nn.Sequential(nn.BatchNorm2d(5)))
+        opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk, head), AB)
+        for _ in range(2):
+            if way == "step":
+                opt.step(lambda t: _active(head, t)(trunk(pictures())).sin().mean())
+            else:
+                opt.step_together(
+                    lambda run: {
+                        t: _active(head, t)(z).sin().mean() for t, z in run(pictures()).items()
+                    }
+                )
+        states.append([*trunk.state_dict().values(), *head.state_dict().values()])
+    torch.testing.assert_close(*states, **CLOSE)
 
 
 def _active(module: nn.Module, task: str) -> nn.Module:
@@ -733,12 +752,10 @@ def test_gradients_of_one_layer_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     """When a layer makes its update, no other layer's gradients are there, but updates."""
     trunk = small()
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB)
-    alive: list[Tensor] = []
+    alive: list[weakref.ref[Tensor]] = []
     update_layer = cs.ConnectionStrength.update_layer
 
     def counted(self: cs.ConnectionStrength, layer: Any, grads: list[Tensor]) -> Any:
-        import weakref
-
         for reference in alive:
             assert reference() is None
         alive[:] = [weakref.ref(grad) for grad in grads]
@@ -759,3 +776,259 @@ def test_order_of_tasks_and_a_single_one() -> None:
         torch.testing.assert_close(found, expected, **CLOSE)
     trunk = converted(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), ["a"])
     assert_alike(trunk, torch.randn(5, 3).double(), tasks=["a"])
+
+
+def test_trunk_that_changes_its_input() -> None:
+    """The first layer reads what is there now."""
+    torch.manual_seed(0)
+    trunk = converted(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    x = torch.randn(6, 3).double()
+    states = []
+    for way in ("step", "together"):
+        own = copy.deepcopy(trunk)
+        opt = cs.MultiTaskOptimizer(own, sgd_of(own), AB)
+        for _ in range(2):
+            if way == "step":
+                opt.step(lambda t: (own(x.clone()) - AB.index(t)).square().mean())
+            else:
+                opt.step_together(
+                    lambda run: {
+                        t: (z - AB.index(t)).square().mean() for t, z in run(x.clone()).items()
+                    }
+                )
+        states.append(own.state_dict())
+    torch.testing.assert_close(*states, **CLOSE)
+
+
+@pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.Sum()], ids=repr)
+@pytest.mark.parametrize("inside", [0, 1])
+def test_tensors_past_run(method: cs.Method, inside: int) -> None:
+    """They have the batches of all tasks."""
+    trunk = small()
+    kept: list[Tensor] = []
+    trunk[inside].register_forward_hook(lambda _, __, output: kept.append(output))
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, method)
+    if inside == 0 and isinstance(method, cs.Sum):
+        return  # Before the first normalization, the tasks' batches are the same.
+    with pytest.raises(ValueError, match="another tensor of the trunk"):
+        opt.step_together(
+            lambda run: {
+                t: z.square().mean() + kept[-1].square().mean() for t, z in run(pictures()).items()
+            }
+        )
+
+
+def test_integers_over_the_batch() -> None:
+    class Mixed(Tokens):
+        def forward(self, inputs: dict[str, Tensor], scale: float = 1.0) -> dict[str, Any]:
+            tokens = inputs["tokens"]
+            return super().forward({**inputs, "tokens": (tokens + tokens[:1]) % 9}, scale)
+
+    trunk = converted(Mixed())
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB)
+    with pytest.raises(ValueError, match="depends on another's"):
+        opt.step_together(lambda run: losses_of(run(tokens())))
+
+
+class Branches(nn.Module):
+    """Two outputs, of which a task uses one, or a task both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        self.one = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
+        self.two = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.stem(x)
+        return [self.one(x), self.two(x)]
+
+
+def test_outputs_that_a_task_does_not_use() -> None:
+    """What a task does not reach has no gradient, so momentum and decay leave it alone."""
+    torch.manual_seed(0)
+    trunk = converted(Branches())
+    x = torch.randn(6, 3).double()
+
+    def loss(z: list[Tensor], task: str, step: int) -> Tensor:
+        total = z[0 if task == "a" else 1].sin().mean()
+        return total + z[0].cos().mean() if step > 2 and task == "b" else total
+
+    results = []
+    for way in ("step", "together"):
+        own = copy.deepcopy(trunk)
+        adam = torch.optim.AdamW(own.parameters(), lr=0.01, weight_decay=0.1)
+        opt = cs.MultiTaskOptimizer(own, adam, AB)
+        coverage = []
+        for step in range(6):
+            if way == "step":
+                opt.step(lambda t: loss(own(x), t, step))
+            else:
+                opt.step_together(lambda run: {t: loss(z, t, step) for t, z in run(x).items()})
+            coverage.append(str(opt.coverage()))
+        grads = [p.grad is None for p in own.parameters()]
+        results.append((own.state_dict(), grads, coverage, opt.report().products))
+    assert any(results[0][1])
+    assert results[0][1:3] == results[1][1:3]
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(results[1][3], results[0][3], rtol=1e-7, atol=1e-9)
+
+
+def test_weights_in_functions_that_ask_no_subclass() -> None:
+    class Sign(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.sign()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    class Binary(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, Sign.apply(self.weight), self.bias)
+
+    torch.manual_seed(0)
+    x = torch.randn(6, 3).double()
+    assert_alike(converted(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), Binary(4, 4))), x)
+    trunk = converted(nn.Sequential(Binary(3, 4), nn.BatchNorm1d(4)))
+    with pytest.raises(ValueError, match="the weight of 0 "):
+        trained(trunk, x, "together")
+
+
+def test_arguments_by_name_and_types_of_weights() -> None:
+    class Named(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            assert isinstance(self.weight, nn.Parameter)
+            x = x.float().to(self.weight).type_as(self.weight) + self.weight.new_zeros(3)
+            return nn.functional.linear(input=x, weight=self.weight, bias=self.bias)
+
+    class Trunk(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = Named(3, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.norm(input=self.linear(x))
+            return result
+
+    torch.manual_seed(0)
+    opt = assert_alike(converted(Trunk()), torch.randn(6, 3).double())
+    assert list(opt.coverage().prioritized) == ["linear.weight"]
+
+
+def test_nothing_stays_in_memory() -> None:
+    trunk = small()
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB)
+    alive: list[weakref.ref[Tensor]] = []
+
+    def forward(run: Run, fails: bool) -> dict[str, Tensor]:
+        x = pictures()
+        outputs = run(x)
+        alive.extend(map(weakref.ref, (x, *outputs.values())))
+        if fails:
+            raise ArithmeticError
+        return {t: z.square().mean() for t, z in outputs.items()}
+
+    for fails in (False, True, False):
+        try:
+            opt.step_together(lambda run, fails=fails: forward(run, fails))
+        except ArithmeticError:
+            assert fails
+        assert all(reference() is None for reference in alive)
+    assert all("_stack" not in vars(norm) for norm in cs.nn.task_norms(trunk))
+
+
+def test_hooks_on_weights() -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        trunk = small()
+        getattr(trunk[3].weight, register)(lambda given: None)
+        opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB)
+        with pytest.raises(ValueError, match="no hook on the weight of 3 "):
+            opt.step_together(
+                lambda run: {t: z.square().mean() for t, z in run(pictures()).items()}
+            )
+
+
+def test_forward_that_runs_other_things() -> None:
+    trunk, x = small(), pictures()
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB)
+
+    def direct(run: Run) -> dict[str, Tensor]:
+        return {t: z.square().mean() + trunk(x).mean() for t, z in run(x).items()}
+
+    def steps_back(run: Run) -> dict[str, Tensor]:
+        losses = {t: z.square().mean() for t, z in run(x).items()}
+        losses["a"].backward(retain_graph=True)
+        return losses
+
+    @dataclass
+    class Output:
+        z: Tensor
+
+    for forward, error, match in (
+        (direct, ValueError, "forward must run trunk by run"),
+        (steps_back, RuntimeError, "leave out backward"),
+        (lambda run: run(y for y in [x]), ValueError, "run must get tensors in lists"),
+    ):
+        with pytest.raises(error, match=match):
+            opt.step_together(forward)
+        assert all(p.grad is None for p in trunk.parameters())
+    hook = trunk.register_forward_hook(lambda _, __, output: Output(output))
+    with pytest.raises(ValueError, match="trunk must return tensors in lists"):
+        opt.step_together(lambda run: {t: z.z.mean() for t, z in run(x).items()})
+    hook.remove()
+
+
+def test_run_called_twice() -> None:
+    """Also in the step that checks again; a weight that is prioritized runs once."""
+    trunk = small()
+    x = pictures()
+    states = []
+    for way in ("step", "together"):
+        own = copy.deepcopy(trunk)
+        opt = cs.MultiTaskOptimizer(own, sgd_of(own, lr=1e-3), AB, cs.Sum())
+        for _ in range(34):
+            if way == "step":
+                opt.step(lambda t: own(x).sin().mean() + own(x + 1).cos().mean())
+            else:
+                opt.step_together(
+                    lambda run: {
+                        t: z.sin().mean() + y.cos().mean()
+                        for (t, z), y in zip(run(x).items(), run(x + 1).values(), strict=True)
+                    }
+                )
+        states.append(own.state_dict())
+    torch.testing.assert_close(*states, rtol=1e-9, atol=1e-9)
+
+
+class Head(nn.Module):
+    """A network whose heads are called by the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        self.heads = nn.ModuleDict({t: nn.Linear(4, 1) for t in AB})
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.trunk(x)
+        return result
+
+
+def test_heads_in_trunk() -> None:
+    torch.manual_seed(0)
+    trunk, x = converted(Head()), torch.randn(5, 3).double()  # An odd batch.
+    results = []
+    for way in ("step", "together"):
+        own = copy.deepcopy(trunk)
+        opt = cs.MultiTaskOptimizer(own, sgd_of(own), AB)
+        for _ in range(3):
+            if way == "step":
+                opt.step(lambda t: own.heads[t](own(x)).sin().mean())
+            else:
+                opt.step_together(
+                    lambda run: {t: own.heads[t](z).sin().mean() for t, z in run(x).items()}
+                )
+        results.append((own.state_dict(), str(opt.coverage())))
+    torch.testing.assert_close(results[0][0], results[1][0], **CLOSE)
+    assert results[0][1] == results[1][1]
