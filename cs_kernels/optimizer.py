@@ -550,12 +550,13 @@ class MultiTaskOptimizer:
                 "forward must be a function of run that returns the losses, got"
                 f" {described(forward)}"
             )
-        self._check_stacks()
+        modules = list(self._inner.named_modules())
+        self._check_stacks(modules)
         if self.phase == 1:
             return self.step(partial(self._loss_alone, forward), tasks)
         chosen = self._chosen(tasks)
         self._check_ready()
-        losses = self._make_stacked_step(forward, chosen)
+        losses = self._make_stacked_step(forward, chosen, modules)
         return {task: losses[task] for task in chosen}
 
     def _loss_alone(self, forward: Forward, task: str) -> Tensor:
@@ -570,7 +571,7 @@ class MultiTaskOptimizer:
             raise ValueError(f"forward must return the loss of {task!r}, got those of {[*losses]}")
         return losses[task]
 
-    def _check_stacks(self) -> None:
+    def _check_stacks(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         """Raises where one pass of the trunk cannot serve all tasks."""
         takes_layers = type(self.method).combine is ConnectionStrength.combine
         if self.method.separate_gradients and not takes_layers:
@@ -591,23 +592,26 @@ class MultiTaskOptimizer:
                 " has them: use step, or end counting by count_conflicts(None)"
             )
         own = {module for norm in self._norms for module in norm.modules()}
-        for name, module in self._inner.named_modules():
-            if module not in own and isinstance(module, _BatchNorm) and module.training:
+        for name, module in modules:
+            if isinstance(module, _BatchNorm) and module.training and module not in own:
                 raise ValueError(
                     "trunk must have no batch normalization in training but task-specific ones for"
                     f" step_together, got {name}: convert it, set it to eval(), or use step"
                 )
 
-    def _make_stacked_step(self, forward: Forward, chosen: Sequence[str]) -> dict[str, Tensor]:
+    def _make_stacked_step(
+        self, forward: Forward, chosen: Sequence[str], modules: Sequence[tuple[str, nn.Module]]
+    ) -> dict[str, Tensor]:
         with record_function("cs_kernels.step"):
             step = self._new_step(chosen)
             stacked = StackedPass(
                 self.trunk,
+                modules,
                 self._norms,
                 self.tasks,
                 step,
                 self.method,
-                self._weights_of_layers(),
+                self._weights_of_layers(modules),
                 self._current_layout,
             )
             restored = partial(self._restored, step.tasks)
@@ -620,21 +624,18 @@ class MultiTaskOptimizer:
             self._finish(step, 2)
         return step.losses
 
-    def _weights_of_layers(self) -> dict[nn.Parameter, str]:
+    def _weights_of_layers(
+        self, modules: Sequence[tuple[str, nn.Module]]
+    ) -> dict[nn.Parameter, str]:
         """The weights with names that a stacked pass may find to be prioritized."""
         if not self.method.prioritizes:
             return {}
         prioritized = {layer.weight for layer in self._layout_of_all().layers}
-        plain = {
-            self._inner.get_submodule(name)._parameters.get("weight")
-            for name in self._watcher.norms
-        } - prioritized
+        layers = {name: m for name, m in modules if isinstance(m, LAYERS)}
+        ran = self._watcher.norms.keys() & layers.keys()
+        plain = {layers[name]._parameters.get("weight") for name in ran} - prioritized
         names = {p: n for n, p in zip(self._gradients.names, self._shared, strict=True)}
-        candidates = {
-            module._parameters.get("weight")
-            for module in self._inner.modules()
-            if isinstance(module, LAYERS)
-        } | set(self._overrides)
+        candidates = {m._parameters.get("weight") for m in layers.values()} | set(self._overrides)
         return {
             p: names[p]
             for p in (candidates - plain) & names.keys()

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs_kernels.checks import described
 from cs_kernels.graphs import Edge, Reached, edge_of, is_leaf, walk
-from cs_kernels.layout import Layer, LayerLists, Layout
+from cs_kernels.layout import LayerLists, Layout
 from cs_kernels.methods import Method
 from cs_kernels.nn import TaskBatchNorm
 from cs_kernels.step import Step, Surgery
@@ -123,6 +123,7 @@ class StackedPass:
 
     Args:
         trunk: The shared module.
+        modules: Its modules, by name.
         norms: Its task-specific normalizations.
         tasks: The names of all tasks.
         step: Its tasks take part.
@@ -135,6 +136,7 @@ class StackedPass:
     def __init__(
         self,
         trunk: nn.Module,
+        modules: Sequence[tuple[str, nn.Module]],
         norms: Sequence[TaskBatchNorm],
         tasks: Sequence[str],
         step: Step,
@@ -143,6 +145,16 @@ class StackedPass:
         find_layout: Callable[[], Layout],
     ) -> None:
         self._trunk = trunk
+        own = {module for norm in norms for module in norm.modules()}
+        self._outside = [(name, m) for name, m in modules if m._buffers and m not in own]
+        """The modules with buffers outside task-specific normalization."""
+        self._entries = [
+            (module._parameters, key, parameter, weights[parameter])
+            for _, module in modules
+            for key, parameter in module._parameters.items()
+            if parameter is not None and parameter in weights
+        ]
+        """Where weights of layers are: a module's parameters, the key, the weight and its name."""
         self._parts = len(step.tasks)
         self._norms = norms
         self._tasks = tasks
@@ -151,7 +163,7 @@ class StackedPass:
         self._method = method
         self._weights = weights
         self._find_layout = find_layout
-        self._layers: dict[Tensor, Layer] = {}
+        self._layers: dict[Tensor, LayerLists] = {}
         """By weight, the prioritized layers."""
         self._updated: dict[Tensor, tuple[Tensor, Tensor]] = {}
         """By weight, priorities and products of the updates that are made."""
@@ -172,14 +184,8 @@ class StackedPass:
         Around the backward pass too: checkpointing recomputes the trunk there.
         """
         self._stack.runs = recomputes
-        entries = [
-            (module._parameters, key, parameter, self._weights[parameter])
-            for module in self._trunk.modules()
-            for key, parameter in module._parameters.items()
-            if parameter is not None and parameter in self._weights
-        ]
         try:
-            for parameters, key, parameter, name in entries:
+            for parameters, key, parameter, name in self._entries:
                 # Not a parameter, but what a layer's forward pass reads.
                 stand_in: Any = TaskWeight.of(parameter, name, self._stack)
                 parameters[key] = stand_in
@@ -187,15 +193,16 @@ class StackedPass:
                 object.__setattr__(norm, "_stack", self)
             yield
         finally:
-            for parameters, key, parameter, _ in entries:
+            for parameters, key, parameter, _ in self._entries:
                 parameters[key] = parameter
             for norm in self._norms:
                 norm.__dict__.pop("_stack", None)
 
     def close(self) -> None:
         """Forgets the graph, which knows this object: Python cannot collect such a circle."""
-        for kept in (self._outputs, self._edges, self._reached, self._layers, self._updated):
+        for kept in (self._outputs, self._edges, self._reached, self._updated):
             kept.clear()
+        self._layers = {}
         for of_stack in (self._stack.inputs, self._stack.other_uses, self._stack.problems):
             of_stack.clear()
 
@@ -227,12 +234,10 @@ class StackedPass:
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers outside task-specific normalization."""
-        own = {module for norm in self._norms for module in norm.modules()}
-        for prefix, module in self._trunk.named_modules():
-            if module._buffers and module not in own:
-                for name, buffer in module._buffers.items():
-                    if buffer is not None:
-                        yield f"{prefix}.{name}".removeprefix("."), buffer
+        for prefix, module in self._outside:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield f"{prefix}.{name}".removeprefix("."), buffer
 
     def _check_unchanged(self, before: Sequence[tuple[str, Tensor, int]]) -> None:
         now = dict(self._buffers())
@@ -381,22 +386,22 @@ class StackedPass:
         """
         if not self._method.prioritizes:
             return
-        layers: dict[Tensor, Layer] = {w.weight: w for w in self._find_layout().layers}
+        layers = self._find_layout().by_weight
         for weight, how in self._stack.other_uses.items():
             if weight in layers:
-                raise _used_otherwise(layers[weight].name, how)
+                raise _used_otherwise(layers[weight], how)
         for weight, problem in self._stack.problems.items():
             if weight in layers:
                 raise problem
         for task, reached in self._reached.items():
             for leaf in reached.leaves:
                 if leaf in layers:
-                    raise _used_otherwise(layers[leaf].name, f"by the loss of {task!r}")
+                    raise _used_otherwise(layers[leaf], f"by the loss of {task!r}")
         for weight in self._weights:
             hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
             if hooks and weight in layers:
                 raise ValueError(
-                    f"trunk must have no hook on the weight of {layers[weight].name} for"
+                    f"trunk must have no hook on the weight of {layers[weight].layers[0].name} for"
                     " step_together, which gives it the update in place of the tasks' gradients:"
                     " use step"
                 )
@@ -404,7 +409,7 @@ class StackedPass:
             uses = self._uses()
             for leaf, layer in layers.items():
                 if uses[leaf] > 1:
-                    raise _used_otherwise(layer.name, "several times or in another way")
+                    raise _used_otherwise(layer, "several times or in another way")
         self._layers = layers
 
     def _uses(self) -> Counter[Tensor]:
@@ -422,13 +427,13 @@ class StackedPass:
         if layer is None:
             return None
         if weight in self._updated:
-            raise _used_otherwise(layer.name, "several times")
+            raise _used_otherwise(layer, "several times")
 
         def update(grads: list[Tensor]) -> Tensor:
             of_task = dict(zip(self._chosen, grads, strict=True))
             grads.clear()
             rows = [of_task.pop(task, None) for task in self._tasks]
-            update, *numbers = self._method.update_layer(LayerLists.of([layer]), rows)
+            update, *numbers = self._method.update_layer(layer, rows)
             self._updated[weight] = numbers[0], numbers[1]
             return update
 
@@ -436,7 +441,7 @@ class StackedPass:
 
     def surgery(self) -> Surgery:
         """The numbers of the updates, for a report."""
-        layers = [layer for layer in self._layers.values() if layer.weight in self._updated]
+        layers = [lists.layers[0] for w, lists in self._layers.items() if w in self._updated]
         if not layers:
             return Surgery()
         priorities, products = zip(*(self._updated[layer.weight] for layer in layers), strict=True)
@@ -448,8 +453,8 @@ class StackedPass:
         )
 
 
-def _used_otherwise(name: str, how: str) -> ValueError:
+def _used_otherwise(layer: LayerLists, how: str) -> ValueError:
     return ValueError(
-        f"trunk must use the weight of {name} in one convolution or linear layer for step_together,"
-        f" which makes its update there, got it used {how}: use step"
+        f"trunk must use the weight of {layer.layers[0].name} in one convolution or linear layer"
+        f" for step_together, which makes its update there, got it used {how}: use step"
     )
