@@ -8,6 +8,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+import torch.distributed as dist
 import torchvision_operators
 from layers import EMULATION, INTERPRETED, SMALL, emulate
 from pairwise import deselect
@@ -37,6 +38,14 @@ def _poisoned_memory() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group() -> Iterator[None]:
+    """Frameworks make one where there is none, and leave it to the next test."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture
