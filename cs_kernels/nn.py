@@ -66,7 +66,7 @@ class TaskBatchNorm(nn.Module):
     """
 
     _stack: ClassVar[Any] = None
-    """Of an instance, during `step_together`: the `StackedPass`, in which all tasks are active."""
+    """During `step_together`, each instance has the `StackedPass`, which takes all tasks."""
 
     def __init__(self, norms: dict[str, nn.Module]) -> None:
         super().__init__()

@@ -209,7 +209,7 @@ class MultiTaskOptimizer:
         """The scaler whose factor is known before a step; that of `backward` shows in the step."""
         self._layout: tuple[object, Layout] | None = None
         self._whole_layout: tuple[int, Layout] | None = None
-        """The watcher's version, and the layers with one task's own."""
+        """The watcher's version, and the layout of `_layout_of_all`."""
         self._covered = 0
         """The watcher's version for which a prioritized layer was found."""
         self._own = Entries(norm._modules for norm in self._norms)
@@ -643,7 +643,7 @@ class MultiTaskOptimizer:
         }
 
     def _layout_of_all(self) -> Layout:
-        """The layers for gradients of all tasks: for one that is None, there are zeros."""
+        """The layers of the trunk, also those that only one task reaches."""
         version = self._watcher.version
         if self._whole_layout is None or self._whole_layout[0] != version:
             layout = find_layout(self._inner, self.tasks, self._watcher, self._overrides, {})

@@ -52,8 +52,8 @@ class Passes:
         self._checked: set[str] = set()
         """The tasks whose graph was checked."""
         self._unreached: dict[Pattern, list[nn.Parameter]] = {}
-        """By the outputs on which the losses of a checked stacked pass depend: the parameters of
-        normalizations that their tasks do not reach."""
+        """By the pattern of a checked stacked pass: the parameters of normalizations that their
+        tasks do not reach."""
         self._known: set[str] = set()
         """The tasks that have once reached the trunk, which may have been frozen since."""
 

@@ -22,6 +22,7 @@ from cs_kernels.graphs import Edge, Reached, edge_of, is_leaf, walk
 from cs_kernels.layout import LayerLists, Layout
 from cs_kernels.methods import Method
 from cs_kernels.nn import TaskBatchNorm
+from cs_kernels.separation import Separation
 from cs_kernels.step import Step, Surgery
 from cs_kernels.task_layers import Stack, TaskWeight, UpdateOf, is_task_layer
 
@@ -40,8 +41,8 @@ def run_of_one(trunk: nn.Module, task: str) -> Run:
     return run
 
 
-Pattern = tuple[frozenset[int], ...]
-"""For each task, the numbers of the outputs on which its loss depends."""
+Pattern = frozenset[tuple[str, frozenset[int]]]
+"""Each task that takes part, and the numbers of the outputs on which its loss depends."""
 
 _PLAIN = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
@@ -54,68 +55,6 @@ def _check_leaves(tree: Any, who: str) -> None:
                 f"{who} tensors in lists, tuples and dictionaries for step_together, got"
                 f" {described(leaf)}: use step"
             )
-
-
-class Separation:
-    """Whether a part of any tensor depends on other parts, from forward passes.
-
-    After one as it is, all parts but the first are changed in inputs and behind normalizations,
-    then all but the last: the part that was not changed must come out the same everywhere.
-    """
-
-    def __init__(self, parts: int) -> None:
-        self._parts = parts
-        self._kept: int | None = None
-        self._seen: list[tuple[Tensor, Tensor]] = []
-        """The first and the last part of every tensor, in the order of the pass."""
-        self._next = 0
-
-    def begin(self, kept: int | None) -> None:
-        """Begins a pass: None for the first one, or the part that is not changed."""
-        self._kept, self._next = kept, 0
-
-    def changed(self, x: Tensor) -> Tensor:
-        """A normalized tensor with other numbers in the other parts."""
-        scale, offset = (0.5, 1.0) if self._kept == 0 else (2.0, -1.0)
-        return self._with(x, lambda part: part * scale + offset)
-
-    def changed_input(self, x: Tensor) -> Tensor:
-        """An input with other numbers in the other parts, of the same signs and kinds."""
-        if x.is_floating_point():
-            return self._with(x, lambda part: part * 0.5)
-        return self._with(x, lambda part: part.flip(0))
-
-    def _with(self, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-        if self._kept is None:
-            return x
-        parts = enumerate(self._split(x))
-        return torch.cat([part if n == self._kept else change(part) for n, part in parts])
-
-    def _split(self, x: Tensor) -> tuple[Tensor, ...]:
-        return x.chunk(self._parts)
-
-    def keeps(self, x: Tensor) -> bool:
-        """Whether the part that was not changed is the same in this tensor."""
-        first, *_, last = self._split(x)
-        if self._kept is None:
-            self._seen.append((first.clone(), last.clone()))
-            return True
-        if self._next == len(self._seen):
-            return False
-        before = self._seen[self._next][self._kept > 0]
-        self._next += 1
-        return _alike(first if self._kept == 0 else last, before)
-
-
-def _alike(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape or one.dtype is not other.dtype:
-        return False
-    if not (one.is_floating_point() and one.numel()):
-        return torch.equal(one, other)
-    # A GPU may add in another order.
-    tolerance = 1e-4 if one.dtype.itemsize > 2 else 1e-2
-    scale = other.abs().nan_to_num(posinf=0.0).max().item()
-    return torch.allclose(one, other, rtol=0, atol=tolerance * scale, equal_nan=True)
 
 
 class StackedPass:
@@ -159,7 +98,6 @@ class StackedPass:
         self._norms = norms
         self._tasks = tasks
         self._chosen = step.tasks
-        self._step = step
         self._method = method
         self._weights = weights
         self._find_layout = find_layout
@@ -334,7 +272,7 @@ class StackedPass:
             trains: Whether a parameter of the trunk requires a gradient.
 
         """
-        pattern = []
+        pattern = set()
         for task in self._chosen:
             reached = self._reached[task] = walk([edge_of(losses[task])], self._edges.keys())
             ends = [self._edges[edge] for edge in reached.features]
@@ -355,8 +293,8 @@ class StackedPass:
                     f"a loss must depend on an output of run, got one for {task!r} that depends on"
                     " none"
                 )
-            pattern.append(frozenset(end[1] for end in ends if end is not None))
-        return tuple(pattern)
+            pattern.add((task, frozenset(end[1] for end in ends if end is not None)))
+        return frozenset(pattern)
 
     def reached_by_tasks(self, pattern: Pattern) -> tuple[dict[str, set[Tensor]], bool]:
         """The leaves that each loss reaches, and whether there may be others."""
@@ -367,7 +305,7 @@ class StackedPass:
             for node in graph.nodes
         )
         found = {}
-        for task, numbers in zip(self._chosen, pattern, strict=True):
+        for task, numbers in pattern:
             others = {t for t in self._chosen if t != task}
             of_others = {p for n in self._norms for t in others for p in n.of(t).parameters()}
             inside = {leaf for number in numbers for leaf in graphs[number].leaves}

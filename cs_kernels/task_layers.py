@@ -35,7 +35,7 @@ class Kind(NamedTuple):
 
 @dataclass
 class Stack:
-    """What the layers of a stacked pass know of it."""
+    """Shared by the layers of a stacked pass."""
 
     parts: int
     """The number of tasks that take part."""
@@ -93,7 +93,7 @@ class TaskWeight(Tensor):
                 if _is_weight_of_layer(*args, **kwargs):
                     return layer(*args, **kwargs)
 
-            # Of a tensor that another one is cast to, nothing but the type is read.
+            # x.to(weight) reads only the type and the device.
             casts = func in (Tensor.to, Tensor.type_as) and not isinstance(args[0], TaskWeight)
 
             def parameter_of(weight: TaskWeight) -> nn.Parameter:

@@ -27,7 +27,7 @@ BOTTLE = 5
 MOST_DISPARITY = 60 / DISPARITY_SCALE
 """The photograph has up to 59.9 pixels."""
 COLUMNS = {"train": (slice(0, 230), slice(510, 740)), "val": (slice(250, 490),)}
-"""Of the photograph; the columns between them separate the filters of the targets."""
+"""Parts of the photograph; the columns between them separate the filters of the targets."""
 VERSION = 2
 """Another number when the same settings write other files."""
 
