@@ -35,6 +35,8 @@ class TaskGradients:
         self.rows: list[list[Tensor | None]] = []
         """For each task, in order: a gradient or None for every parameter."""
         self._updates: list[Tensor | None] = [None] * len(self.parameters)
+        self.modules: tuple[str, ...] = ()
+        """The modules of a step whose gradients come a few modules at a time."""
         self.ahead: Sequence[str] = ()
         """The task of the next passes of this step, in Phase 1."""
         self.collected: set[str] = set()
@@ -127,6 +129,10 @@ class TaskGradients:
             row[i] = None if grad is None else grad.clone()
         return self._put(task, row, unreached)
 
+    def put_one(self, task: str, index: int, grad: Tensor) -> None:
+        """Puts the gradient of one parameter into a task's row."""
+        self.rows[self.tasks.index(task)][index] = grad
+
     def _put(self, task: str, row: list[Tensor | None], unreached: list[int]) -> bool:
         """Makes gradients a task's row, or adds them to it; returns whether there is any."""
         n = self.tasks.index(task)
@@ -184,9 +190,12 @@ class TaskGradients:
         return [row[i] for i in parameters for row in rows]
 
     def layers(self, parameters: Sequence[int]) -> tuple[list[int], tuple[str, ...]]:
-        """The index of each parameter's module among theirs, and the names of these modules."""
+        """The index of each parameter's module, and the names of the modules.
+
+        These are the modules of the given parameters, or of all of the step.
+        """
         modules = [self.names[i].rpartition(".")[0] for i in parameters]
-        numbers = {module: n for n, module in enumerate(dict.fromkeys(modules))}
+        numbers = {module: n for n, module in enumerate(self.modules or dict.fromkeys(modules))}
         return [numbers[module] for module in modules], tuple(numbers)
 
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:

@@ -178,11 +178,6 @@ class Layout:
         """The lists of all layers."""
         return LayerLists.of(self.layers)
 
-    @cached_property
-    def by_weight(self) -> dict[Tensor, LayerLists]:
-        """The lists of each layer alone, by its weight."""
-        return {layer.weight: LayerLists.of([layer]) for layer in self.layers}
-
     def lists_of(self, parameters: Container[int]) -> LayerLists:
         """The lists of the layers whose weights are among these shared parameters."""
         lists = self.lists

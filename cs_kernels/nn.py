@@ -390,6 +390,21 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return module if inner is None else inner
 
 
+def modules_outside_norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that are no task-specific normalization and in none, with names, each once."""
+    seen: set[nn.Module] = set()
+    found = [("", module)]
+    while found:
+        prefix, parent = found.pop()
+        if parent in seen or isinstance(parent, TaskBatchNorm):
+            continue
+        seen.add(parent)
+        yield prefix, parent
+        dot = prefix and f"{prefix}."
+        children = reversed(parent._modules.items())
+        found += [(dot + name, child) for name, child in children if child is not None]
+
+
 def task_norms(module: nn.Module) -> list[TaskBatchNorm]:
     """The task-specific normalizations in a module.
 

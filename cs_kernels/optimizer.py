@@ -51,6 +51,7 @@ from cs_kernels.distributed.phase2 import task_priorities
 from cs_kernels.distributed.shown import Shown
 from cs_kernels.elapsed import Elapsed
 from cs_kernels.features import Features
+from cs_kernels.layer_updates import LayerUpdates
 from cs_kernels.layout import (
     Coverage,
     Layout,
@@ -61,11 +62,11 @@ from cs_kernels.layout import (
     running_vars,
     shared_parameters,
 )
-from cs_kernels.methods import ConnectionStrength, Method
-from cs_kernels.nn import TaskBatchNorm, check_tasks, task_norms
+from cs_kernels.methods import ConnectionStrength, GramianMethod, Method
+from cs_kernels.nn import TaskBatchNorm, check_tasks, modules_outside_norms, task_norms
 from cs_kernels.ops.operands import MOST_TASKS, Entries
 from cs_kernels.options import checked_integer
-from cs_kernels.passes import Backward, Passes, no_shared_parameter
+from cs_kernels.passes import Backward, Passes, Seen, no_shared_parameter
 from cs_kernels.report import Done, Report, report_of
 from cs_kernels.schedules import Joint, Phase, Schedule
 from cs_kernels.stacked import Forward, StackedPass, run_of_one
@@ -497,10 +498,10 @@ class MultiTaskOptimizer:
         """`step` with one forward and one backward pass for all tasks in Phase 2.
 
         The batch of every task is stacked: the trunk runs once, on K times the batch; each
-        task-specific normalization treats a task's part with that task's module; and each
-        prioritized layer makes its update as soon as the backward pass has its K gradients. The
-        update is that of `step`. Memory holds the activations of K passes at once, but the
-        gradients of one update and of one layer in place of K + 1 of all layers.
+        task-specific normalization treats a task's part with that task's module; and updates are
+        made during the backward pass, a few layers at a time. They are those of `step`. Memory
+        holds the activations of K passes at once, but the gradients of one update and K of the
+        largest layer, in place of K + 1 of all layers.
 
             losses = opt.step_together(
                 lambda run: {task: loss_of[task](heads[task](z)) for task, z in run(x).items()}
@@ -524,10 +525,11 @@ class MultiTaskOptimizer:
             As `step`.
 
         Raises:
-            ValueError: As `step`; or the method is neither `ConnectionStrength()` nor `Sum()`, the
-                trunk has batch normalization in training that is not task-specific, changes other
-                buffers, or uses a prioritized weight in several layers or in another way; or a
-                task's loss depends on another task's outputs; or there are many ranks, or conflicts
+            ValueError: As `step`; or the method is neither `ConnectionStrength()` nor `Sum()` nor a
+                Gramian one with groups="layer"; the trunk has batch normalization in training that
+                is not task-specific, changes other buffers, or uses a prioritized weight in several
+                layers or in another way (with groups="layer": any shared parameter that trains); a
+                task's loss depends on another task's outputs; there are many ranks, or conflicts
                 are counted. `step` takes all these.
             TypeError: A loss is not a tensor, or `forward` not a function.
             RuntimeError: As `step`.
@@ -550,7 +552,7 @@ class MultiTaskOptimizer:
                 "forward must be a function of run that returns the losses, got"
                 f" {described(forward)}"
             )
-        modules = list(self._inner.named_modules())
+        modules = list(modules_outside_norms(self._inner))
         self._check_stacks(modules)
         if self.phase == 1:
             return self.step(partial(self._loss_alone, forward), tasks)
@@ -573,11 +575,13 @@ class MultiTaskOptimizer:
 
     def _check_stacks(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
         """Raises where one pass of the trunk cannot serve all tasks."""
-        takes_layers = type(self.method).combine is ConnectionStrength.combine
-        if self.method.separate_gradients and not takes_layers:
+        # Another `combine` may look at all layers.
+        known = type(self.method).combine in (ConnectionStrength.combine, GramianMethod.combine)
+        if self.method.separate_gradients and not (known and self.method.layerwise):
             raise ValueError(
-                "method must be ConnectionStrength() or Sum() for step_together, which never has"
-                f" all gradients of the tasks, got {self.method!r}: use step"
+                "method must be ConnectionStrength(), Sum() or one with groups='layer' for"
+                " step_together, which never has all gradients of the tasks, got"
+                f" {self.method!r}: use step"
             )
         sharded = any(map(is_sharded, held_parameters(self._optimizers)))
         if self._ranks.size > 1 or isinstance(self._gradients, PartialGradients) or sharded:
@@ -591,9 +595,8 @@ class MultiTaskOptimizer:
                 "count_conflicts needs all gradients of the tasks, got step_together, which never"
                 " has them: use step, or end counting by count_conflicts(None)"
             )
-        own = {module for norm in self._norms for module in norm.modules()}
         for name, module in modules:
-            if isinstance(module, _BatchNorm) and module.training and module not in own:
+            if isinstance(module, _BatchNorm) and module.training:
                 raise ValueError(
                     "trunk must have no batch normalization in training but task-specific ones for"
                     f" step_together, got {name}: convert it, set it to eval(), or use step"
@@ -604,43 +607,59 @@ class MultiTaskOptimizer:
     ) -> dict[str, Tensor]:
         with record_function("cs_kernels.step"):
             step = self._new_step(chosen)
-            stacked = StackedPass(
-                self.trunk,
-                modules,
-                self._norms,
-                self.tasks,
-                step,
-                self.method,
-                self._weights_of_layers(modules),
-                self._current_layout,
-            )
+            by_module = not self.method.prioritizes
+            updates = LayerUpdates(self._gradients, step, self._combine_rows, by_module=by_module)
+            candidates = self._parameters_of_layers(modules)
+            stacked = StackedPass(self.trunk, modules, self._norms, step, updates, candidates)
             restored = partial(self._restored, step.tasks)
             with self._restored_on_error(step.tasks, step) as held, contextlib.closing(stacked):
                 with self._accumulation.passing():
-                    self._passes.stacked_pass(stacked, forward, step, held, restored)
+                    self._passes.stacked_pass(stacked, forward, step, held, restored, self._take)
                 self._check_covered()
-                step.surgery = stacked.surgery()
+                step.surgery = updates.surgery()
                 self._optimizer_step()
             self._finish(step, 2)
         return step.losses
 
-    def _weights_of_layers(
+    def _parameters_of_layers(
         self, modules: Sequence[tuple[str, nn.Module]]
     ) -> dict[nn.Parameter, str]:
-        """The weights with names that a stacked pass may find to be prioritized."""
-        if not self.method.prioritizes:
+        """The parameters, with names, whose update the method may make in a stacked pass."""
+        if not self.method.separate_gradients:
             return {}
-        prioritized = {layer.weight for layer in self._layout_of_all().layers}
         layers = {name: m for name, m in modules if isinstance(m, LAYERS)}
-        ran = self._watcher.norms.keys() & layers.keys()
-        plain = {layers[name]._parameters.get("weight") for name in ran} - prioritized
-        names = {p: n for n, p in zip(self._gradients.names, self._shared, strict=True)}
         candidates = {m._parameters.get("weight") for m in layers.values()} | set(self._overrides)
+        if self.method.prioritizes:
+            prioritized = {layer.weight for layer in self._layout_of_all().layers}
+            ran = self._watcher.norms.keys() & layers.keys()
+            candidates -= {layers[n]._parameters.get("weight") for n in ran} - prioritized
+        else:
+            candidates |= {m._parameters.get("bias") for m in layers.values()}
+        names = {p: n for n, p in zip(self._gradients.names, self._shared, strict=True)}
         return {
             p: names[p]
-            for p in (candidates - plain) & names.keys()
+            for p in candidates & names.keys()
             if p is not None and p.requires_grad and p.is_floating_point()
         }
+
+    def _take(self, seen: Seen) -> dict[Tensor, int]:
+        """The parameters whose update the method makes, and their indices.
+
+        Raises:
+            ValueError: The method needs the gradients of others too.
+
+        """
+        if not self.method.separate_gradients:
+            return {}
+        if self.method.prioritizes:
+            return {layer.weight: layer.weight_index for layer in self._current_layout().layers}
+        if seen.unknown:
+            raise ValueError(
+                "trunk must show which task reaches which parameters for step_together with"
+                f" {self.method!r}, got a torch.autograd.Function that may hide some, and a loss"
+                " that does not depend on every output of run: use step"
+            )
+        return {self._shared[i]: i for i in seen.shared}
 
     def _layout_of_all(self) -> Layout:
         """The layers of the trunk, also those that only one task reaches."""
@@ -1188,12 +1207,7 @@ class MultiTaskOptimizer:
             first = self._gradients.first()
             if self._conflicts is not None:
                 self._conflicts.measure(step)
-            try:
-                self.method.combine(self._gradients, self._current_layout(), step)
-            except StaleLayoutError:
-                self._layout = None
-                self.method.combine(self._gradients, self._current_layout(), step)
-            self._gradients.clear()
+            self._combine_rows(step)
             self._gradients.publish()
             if first is not None and self._shared[first[0]].grad is None:
                 raise RuntimeError(
@@ -1201,6 +1215,15 @@ class MultiTaskOptimizer:
                     " call gradients.assign(parameters) in it"
                 )
         step.elapsed = elapsed if eager else None
+
+    def _combine_rows(self, step: Step) -> None:
+        """Writes the updates of the gradients in the rows into `.grad`, and empties the rows."""
+        try:
+            self.method.combine(self._gradients, self._current_layout(), step)
+        except StaleLayoutError:
+            self._layout = None
+            self.method.combine(self._gradients, self._current_layout(), step)
+        self._gradients.clear()
 
     def _combine_at(self, features: Features, step: Step) -> None:
         """Combines the gradients of features, and takes the combination through the trunk."""

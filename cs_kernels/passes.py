@@ -7,7 +7,7 @@ caller's forward pass for all tasks (`backward_passes`). The gradients are left 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,19 @@ from cs_kernels.watching import Watcher, eager
 from cs_kernels.weightings import Weighting
 
 Backward = Callable[..., object]
+
+
+class Seen(NamedTuple):
+    """What the graph of a stacked pass has shown."""
+
+    unreached: list[nn.Parameter]
+    """The parameters of normalizations that their tasks do not reach."""
+    reached: dict[str, set[Tensor]]
+    """By task, the leaves that its loss reaches; empty if there may be others."""
+    shared: list[int]
+    """The indices of the shared parameters that several tasks may reach."""
+    unknown: bool
+    """Whether a task may not reach what others reach, and what that is is not known."""
 
 
 class Passes:
@@ -51,9 +64,8 @@ class Passes:
         self._backward = backward
         self._checked: set[str] = set()
         """The tasks whose graph was checked."""
-        self._unreached: dict[Pattern, list[nn.Parameter]] = {}
-        """By the pattern of a checked stacked pass: the parameters of normalizations that their
-        tasks do not reach."""
+        self._seen: dict[Pattern, Seen] = {}
+        """By the pattern of a checked stacked pass."""
         self._known: set[str] = set()
         """The tasks that have once reached the trunk, which may have been frozen since."""
 
@@ -65,7 +77,7 @@ class Passes:
     def check_graphs(self) -> None:
         """Checks the graph of every task's next loss again."""
         self._checked.clear()
-        self._unreached.clear()
+        self._seen.clear()
 
     def trace(self, task: str, closure: Closure, held: Sequence[nn.Parameter]) -> None:
         """A watched forward pass without a backward pass.
@@ -194,10 +206,17 @@ class Passes:
         step: Step,
         held: Sequence[nn.Parameter],
         restored: Callable[[], contextlib.AbstractContextManager[None]],
+        take: Callable[[Seen], Mapping[Tensor, int]],
     ) -> None:
         """One forward and one backward pass for all tasks of a step.
 
-        `restored` gives the context of a forward pass that leaves nothing behind.
+        Args:
+            stacked: The pass.
+            forward: Makes the losses.
+            step: Its tasks take part.
+            held: The torch optimizer's parameters.
+            restored: Gives the context of a forward pass that leaves nothing behind.
+            take: Gives the parameters whose update the method makes, and their indices.
 
         Raises:
             ValueError: As `task_pass`; or the tasks' parts do not stay apart.
@@ -207,8 +226,8 @@ class Passes:
         tasks = step.tasks
         with self._watcher.passing(*tasks) as watched, eager(), stacked.in_trunk():
             if watched:
-                self._unreached.clear()
-            checks, version = not self._unreached, self._watcher.version
+                self._seen.clear()
+            checks, version = not self._seen, self._watcher.version
 
             def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
                 nonlocal checks
@@ -219,7 +238,7 @@ class Passes:
 
             losses = checked_losses(forward(run))
         if self._watcher.version != version:  # A layer has first run.
-            self._unreached.clear()
+            self._seen.clear()
         if any(p.grad is not None for p in held):
             raise RuntimeError(
                 "forward must leave gradients alone, got some: leave out backward() in it"
@@ -231,43 +250,47 @@ class Passes:
             )
         trains = any(p.requires_grad for p in self._trunk)
         pattern = stacked.find_outputs(losses, trains=trains)
-        is_new = pattern not in self._unreached
-        unreached = self._note_stack(stacked, pattern, held) if is_new else self._unreached[pattern]
-        stacked.find_layers(counts=is_new)
+        is_new = pattern not in self._seen
+        seen = self._note_stack(stacked, pattern, held) if is_new else self._seen[pattern]
+        stacked.begin_updates(take(seen), seen.reached, counts=is_new)
         step.known = {task: losses[task].detach() for task in tasks}
         first, *others = (self._weighted(task, losses[task], step) for task in tasks)
         with stacked.in_trunk(recomputes=True):
             self._run_backward(sum(others, first), step)
-        for parameter in unreached:
+        stacked.end_updates()
+        for parameter in seen.unreached:
             parameter.grad = None  # In place of zeros, which have an effect in an optimizer.
         for task in tasks:
             self._watcher.learned(task)
-        self._unreached[pattern] = unreached
+        self._seen[pattern] = seen
 
     def _note_stack(
         self, stacked: StackedPass, pattern: Pattern, held: Sequence[nn.Parameter]
-    ) -> list[nn.Parameter]:
-        """Checks the graph of a stacked pass, and notes which task reaches what.
-
-        Returns:
-            The parameters of normalizations of tasks that do not reach them.
-
-        """
+    ) -> Seen:
+        """Checks the graph of a stacked pass, and notes which task reaches what."""
         leaves, hidden = stacked.reached_by_tasks(pattern)
         for task, found in leaves.items():
             reached = [leaf for leaf in found if isinstance(leaf, nn.Parameter)]
             reached = self._check_held(task, reached, held)
             if not hidden:
                 self._gradients.reach.note_graph(task, reached)
+        owners = self._gradients.reach.owners()
+        of_any = set[Tensor]().union(*leaves.values())
+        shared = [
+            i
+            for i, p in enumerate(self._gradients.parameters)
+            if p.requires_grad and i not in owners and (hidden or p in of_any)
+        ]
         if hidden:
-            return []
-        return [
+            return Seen([], {}, shared, unknown=not stacked.uses_all(pattern))
+        unreached = [
             parameter
             for norm in self._norms
             for task, found in leaves.items()
             for parameter in norm.of(task).parameters()
             if parameter not in found
         ]
+        return Seen(unreached, leaves, shared, unknown=False)
 
     def _weighted(self, task: str, loss: Tensor, step: Step) -> Tensor:
         weighted = self._weighting.weigh(task, loss, step)
@@ -294,9 +317,11 @@ class Passes:
         probe = torch.zeros((), device=weighted.device, requires_grad=True)
         weighted = weighted + probe
         loss = weighted if scaler is None else scaler.scale(weighted)
+        if step.loss_scale is None:  # Known before any layer's backward pass.
+            probe.register_hook(  # type: ignore[no-untyped-call]
+                lambda factor: setattr(step, "loss_scale", factor)
+            )
         backward(loss, **({"retain_graph": True} if retain_graph else {}))
-        if step.loss_scale is None:
-            step.loss_scale = probe.grad
 
     def _check_graph(self, task: str, loss: Tensor, held: Sequence[nn.Parameter]) -> None:
         """A loss depends on parameters that the optimizer holds, and on some of the trunk."""

@@ -1,8 +1,8 @@
 """A stacked pass: one forward and one backward pass of a trunk for several tasks.
 
 The batch is repeated for every task along dimension 0. Each task-specific normalization treats a
-task's part with that task's module, and each prioritized layer makes its update from the tasks'
-gradients as soon as its backward pass has them (`task_layers`).
+task's part with that task's module, and each layer that needs surgery hands over the gradients of
+all tasks as soon as its backward pass has them (`task_layers`, `layer_updates`).
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs_kernels.checks import described
 from cs_kernels.graphs import Edge, Reached, edge_of, is_leaf, walk
-from cs_kernels.layout import LayerLists, Layout
-from cs_kernels.methods import Method
+from cs_kernels.layer_updates import LayerUpdates, used_otherwise
 from cs_kernels.nn import TaskBatchNorm
 from cs_kernels.separation import Separation
-from cs_kernels.step import Step, Surgery
-from cs_kernels.task_layers import Stack, TaskWeight, UpdateOf, is_task_layer
+from cs_kernels.step import Step
+from cs_kernels.task_layers import Stack, TaskWeight, is_task_layer
 
 Run = Callable[..., dict[str, Any]]
 """Takes the arguments of the trunk, and gives each task its output."""
@@ -62,13 +61,11 @@ class StackedPass:
 
     Args:
         trunk: The shared module.
-        modules: Its modules, by name.
+        modules: Its modules outside task-specific normalizations, with names.
         norms: Its task-specific normalizations.
-        tasks: The names of all tasks.
         step: Its tasks take part.
-        method: Makes the update of a layer.
-        weights: By weight, the names of those that may turn out to be of prioritized layers.
-        find_layout: Finds the prioritized layers, after the forward pass.
+        updates: Makes the updates of the parameters that it takes.
+        candidates: By weight or bias of a layer, the names of those that it may take.
 
     """
 
@@ -77,34 +74,29 @@ class StackedPass:
         trunk: nn.Module,
         modules: Sequence[tuple[str, nn.Module]],
         norms: Sequence[TaskBatchNorm],
-        tasks: Sequence[str],
         step: Step,
-        method: Method,
-        weights: Mapping[nn.Parameter, str],
-        find_layout: Callable[[], Layout],
+        updates: LayerUpdates,
+        candidates: Mapping[nn.Parameter, str],
     ) -> None:
         self._trunk = trunk
-        own = {module for norm in norms for module in norm.modules()}
-        self._outside = [(name, m) for name, m in modules if m._buffers and m not in own]
-        """The modules with buffers outside task-specific normalization."""
+        self._parts = len(step.tasks)
+        self._stack = stack = Stack(self._parts, updates, self._problem_of)
+        self._with_buffers = [(name, module) for name, module in modules if module._buffers]
         self._entries = [
-            (module._parameters, key, parameter, weights[parameter])
+            (
+                module._parameters,
+                key,
+                parameter,
+                TaskWeight.of(parameter, candidates[parameter], stack),
+            )
             for _, module in modules
             for key, parameter in module._parameters.items()
-            if parameter is not None and parameter in weights
+            if parameter is not None and parameter in candidates
         ]
-        """Where weights of layers are: a module's parameters, the key, the weight and its name."""
-        self._parts = len(step.tasks)
+        """Where candidates are: a module's parameters, the key, the candidate, its stand-in."""
         self._norms = norms
-        self._tasks = tasks
         self._chosen = step.tasks
-        self._method = method
-        self._weights = weights
-        self._find_layout = find_layout
-        self._layers: dict[Tensor, LayerLists] = {}
-        """By weight, the prioritized layers."""
-        self._updated: dict[Tensor, tuple[Tensor, Tensor]] = {}
-        """By weight, priorities and products of the updates that are made."""
+        self._updates = updates
         self._edges: dict[Edge, tuple[str, int] | None] = {}
         """The task and the number of each output's parts; None for tensors inside the trunk."""
         self._outputs: list[Tensor] = []
@@ -113,20 +105,17 @@ class StackedPass:
         self._batch = 0
         self._separation: Separation | None = None
         """While passes are made that show whether the parts stay apart."""
-        self._stack = Stack(self._parts, self._update_of, self._problem_of)
 
     @contextlib.contextmanager
     def in_trunk(self, *, recomputes: bool = False) -> Iterator[None]:
-        """Around the passes: layers make their updates, normalizations treat tasks' parts.
+        """Around the passes: layers keep tasks' gradients apart, normalizations their parts.
 
         Around the backward pass too: checkpointing recomputes the trunk there.
         """
         self._stack.runs = recomputes
         try:
-            for parameters, key, parameter, name in self._entries:
-                # Not a parameter, but what a layer's forward pass reads.
-                stand_in: Any = TaskWeight.of(parameter, name, self._stack)
-                parameters[key] = stand_in
+            for parameters, key, _, stand_in in self._entries:
+                parameters[key] = cast("nn.Parameter", stand_in)  # Layers read it.
             for norm in self._norms:
                 object.__setattr__(norm, "_stack", self)
             yield
@@ -138,11 +127,13 @@ class StackedPass:
 
     def close(self) -> None:
         """Forgets the graph, which knows this object: Python cannot collect such a circle."""
-        for kept in (self._outputs, self._edges, self._reached, self._updated):
+        stack = self._stack
+        for kept in (self._outputs, self._edges, self._reached, stack.inputs, stack.layers):
             kept.clear()
-        self._layers = {}
-        for of_stack in (self._stack.inputs, self._stack.other_uses, self._stack.problems):
-            of_stack.clear()
+        stack.other_uses.clear()
+        stack.problems.clear()
+        self._entries = []
+        self._updates.close()
 
     def run(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The outputs of the trunk by task, in one forward pass."""
@@ -172,7 +163,7 @@ class StackedPass:
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         """The buffers outside task-specific normalization."""
-        for prefix, module in self._outside:
+        for prefix, module in self._with_buffers:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     yield f"{prefix}.{name}".removeprefix("."), buffer
@@ -296,8 +287,15 @@ class StackedPass:
             pattern.add((task, frozenset(end[1] for end in ends if end is not None)))
         return frozenset(pattern)
 
+    def uses_all(self, pattern: Pattern) -> bool:
+        """Whether every loss depends on all outputs."""
+        return all(len(numbers) == len(self._outputs) for _, numbers in pattern)
+
     def reached_by_tasks(self, pattern: Pattern) -> tuple[dict[str, set[Tensor]], bool]:
-        """The leaves that each loss reaches, and whether there may be others."""
+        """The leaves that each loss reaches, and whether there may be others.
+
+        A `torch.autograd.Function` may hide some.
+        """
         graphs = [walk([edge_of(output)], frozenset()) for output in self._outputs]
         hidden = any(
             isinstance(node, BackwardCFunction) and not is_task_layer(node)
@@ -312,43 +310,69 @@ class StackedPass:
             found[task] = (inside - of_others) | self._reached[task].leaves.keys()
         return found, hidden
 
-    def find_layers(self, *, counts: bool) -> None:
-        """Finds the prioritized layers, after the forward pass.
+    def begin_updates(
+        self, taken: Mapping[Tensor, int], reached: Mapping[str, set[Tensor]], *, counts: bool
+    ) -> None:
+        """To be called before the backward pass.
 
         Args:
-            counts: Whether to count the uses of weights in the graph.
+            taken: The parameters whose update is made, and their indices.
+            reached: By task, the leaves that its loss reaches; empty if there may be others.
+            counts: Whether to count the uses of parameters in the graph.
 
         Raises:
-            ValueError: A weight of one was used in another way than by one layer.
+            ValueError: One was used in another way than by one layer, or parameters of one module
+                by several.
 
         """
-        if not self._method.prioritizes:
-            return
-        layers = self._find_layout().by_weight
-        for weight, how in self._stack.other_uses.items():
-            if weight in layers:
-                raise _used_otherwise(layers[weight], how)
-        for weight, problem in self._stack.problems.items():
-            if weight in layers:
+        self._updates.begin(taken, self._stack.layers, reached)
+        name_of, stack = self._updates.name_of, self._stack
+        for parameter, how in stack.other_uses.items():
+            if parameter in taken:
+                raise used_otherwise(name_of(parameter), how)
+        for parameter, problem in stack.problems.items():
+            if parameter in taken:
                 raise problem
-        for task, reached in self._reached.items():
-            for leaf in reached.leaves:
-                if leaf in layers:
-                    raise _used_otherwise(layers[leaf], f"by the loss of {task!r}")
-        for weight in self._weights:
-            hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
-            if hooks and weight in layers:
+        for task, of_loss in self._reached.items():
+            for leaf in of_loss.leaves:
+                if leaf in taken:
+                    raise used_otherwise(name_of(leaf), f"by the loss of {task!r}")
+        for leaf in taken:
+            if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
                 raise ValueError(
-                    f"trunk must have no hook on the weight of {layers[weight].layers[0].name} for"
-                    " step_together, which gives it the update in place of the tasks' gradients:"
-                    " use step"
+                    f"trunk must have no hook on {name_of(leaf)} for step_together, which"
+                    " gives it the update in place of the tasks' gradients: use step"
                 )
         if counts:
+            if self._updates.by_module:
+                self._check_modules(taken)
             uses = self._uses()
-            for leaf, layer in layers.items():
+            for leaf in taken:
                 if uses[leaf] > 1:
-                    raise _used_otherwise(layer, "several times or in another way")
-        self._layers = layers
+                    raise used_otherwise(name_of(leaf), "several times or in another way")
+
+    def end_updates(self) -> None:
+        """To be called after the backward pass."""
+        self._updates.flush()
+
+    def _check_modules(self, taken: Mapping[Tensor, int]) -> None:
+        """Raises if a module's parameters are not those of one layer."""
+        layer_of: dict[Tensor, tuple[Tensor, ...]] = {
+            p: layer for layer in self._stack.layers for p in layer
+        }
+        modules: dict[str, set[Tensor]] = {}
+        for parameter in taken:
+            module = self._updates.name_of(parameter).rpartition(".")[0]
+            modules.setdefault(module, set()).add(parameter)
+        for parameters in modules.values():
+            first = next(iter(parameters))
+            if not parameters.issubset(layer_of.get(first, ())):
+                other = next((p for p in parameters if p not in layer_of), first)
+                raise ValueError(
+                    "trunk must have all parameters that train in convolutions and linear layers,"
+                    " those of a module in one, for step_together with groups='layer', got"
+                    f" {self._updates.name_of(other)} elsewhere: use step, or freeze it"
+                )
 
     def _uses(self) -> Counter[Tensor]:
         """How often the graph of the outputs uses each leaf; twice if not in a layer."""
@@ -359,40 +383,3 @@ class StackedPass:
                 if following is not None and is_leaf(following):
                     uses[following.variable] += count
         return uses
-
-    def _update_of(self, weight: nn.Parameter) -> UpdateOf | None:
-        layer = self._layers.get(weight)
-        if layer is None:
-            return None
-        if weight in self._updated:
-            raise _used_otherwise(layer, "several times")
-
-        def update(grads: list[Tensor]) -> Tensor:
-            of_task = dict(zip(self._chosen, grads, strict=True))
-            grads.clear()
-            rows = [of_task.pop(task, None) for task in self._tasks]
-            update, *numbers = self._method.update_layer(layer, rows)
-            self._updated[weight] = numbers[0], numbers[1]
-            return update
-
-        return update
-
-    def surgery(self) -> Surgery:
-        """The numbers of the updates, for a report."""
-        layers = [lists.layers[0] for w, lists in self._layers.items() if w in self._updated]
-        if not layers:
-            return Surgery()
-        priorities, products = zip(*(self._updated[layer.weight] for layer in layers), strict=True)
-        return Surgery(
-            tuple(self._tasks),
-            prioritized=LayerLists.of(layers),
-            priorities=torch.cat(priorities),
-            products=torch.cat(products),
-        )
-
-
-def _used_otherwise(layer: LayerLists, how: str) -> ValueError:
-    return ValueError(
-        f"trunk must use the weight of {layer.layers[0].name} in one convolution or linear layer"
-        f" for step_together, which makes its update there, got it used {how}: use step"
-    )

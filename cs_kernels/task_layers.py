@@ -1,8 +1,8 @@
-"""Convolutions and linear layers in a stacked pass: their backward pass makes the weight's update.
+"""Convolutions and linear layers in a stacked pass, which keep the tasks' gradients apart.
 
 In a stacked pass, dimension 0 of a tensor holds the batch of one task after the other. Such a layer
-computes the weight's gradient of every task from that task's part, and hands autograd one update:
-memory holds the K gradients of one layer at a time.
+computes the gradients of its weight and bias for every task from that task's part, and hands them
+to `LayerUpdates`; those that need no surgery are autograd's.
 
 Memory traffic: forward and input-gradient kernels read the weight once for all tasks; the
 weight-gradient kernels of all tasks together read inputs and output gradients once.
@@ -18,8 +18,7 @@ from torch._C import DisableTorchFunctionSubclass
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-UpdateOf = Callable[[list[Tensor]], Tensor]
-"""Makes the update of a weight from the gradients of the tasks, in the order of the parts."""
+from cs_kernels.layer_updates import LayerUpdates
 
 
 class Kind(NamedTuple):
@@ -39,22 +38,23 @@ class Stack:
 
     parts: int
     """The number of tasks that take part."""
-    update_of: Callable[[nn.Parameter], UpdateOf | None]
-    """Gives the function that makes a weight's update; None for the sum of its gradients."""
+    updates: LayerUpdates
     problem_of: Callable[[Tensor, str], Exception | None]
     """Called with the input and the name of a layer: an error if its parts are not the tasks'."""
     runs: bool = False
     """Whether the trunk runs on the batches of all tasks."""
     inputs: dict[int, tuple[Tensor, int, Tensor, int]] = field(default_factory=dict)
     """By `id` of a repeated input of the trunk: this, what was repeated, and their versions."""
+    layers: set[tuple[nn.Parameter, ...]] = field(default_factory=set)
+    """The parameters, weight or bias or both, of the layers that ran."""
     other_uses: dict[nn.Parameter, str] = field(default_factory=dict)
-    """The weights that were used outside of layers, and how."""
+    """The parameters that were used outside of layers, and how."""
     problems: dict[nn.Parameter, Exception] = field(default_factory=dict)
-    """The weights of layers whose inputs have no parts of the tasks."""
+    """The parameters of layers whose inputs have no parts of the tasks."""
 
 
 class TaskWeight(Tensor):
-    """Stands for the weight of a layer during a stacked pass.
+    """Stands for the weight or bias of a layer during a stacked pass.
 
     A convolution or linear layer with it runs as `_TaskLayer`. Any other function gets the
     parameter itself, and is noted.
@@ -90,7 +90,7 @@ class TaskWeight(Tensor):
                 if "input" in kwargs:
                     args, kwargs = (kwargs["input"], *args), {**kwargs}
                     del kwargs["input"]
-                if _is_weight_of_layer(*args, **kwargs):
+                if _runs_as_layer(*args, **kwargs):
                     return layer(*args, **kwargs)
 
             # x.to(weight) reads only the type and the device.
@@ -106,19 +106,22 @@ class TaskWeight(Tensor):
             return func(*args, **kwargs)
 
 
-def _is_weight_of_layer(x: Tensor, weight: Tensor, *args: object, **kwargs: object) -> bool:
+def _runs_as_layer(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: object, **kwargs: object
+) -> bool:
     """Whether a layer runs as `_TaskLayer`; if not, it runs as it is, and that is noted."""
-    others = (x, *args, *kwargs.values())
-    if not isinstance(weight, TaskWeight) or any(isinstance(a, TaskWeight) for a in others):
+    stand_ins = [tensor for tensor in (weight, bias) if isinstance(tensor, TaskWeight)]
+    if not stand_ins or any(isinstance(a, TaskWeight) for a in (x, *args, *kwargs.values())):
         return False
-    stack, parameter = weight.stack, weight.parameter
+    stack, parameters = stand_ins[0].stack, tuple(s.parameter for s in stand_ins)
     if not stack.runs:
-        stack.other_uses[parameter] = "outside of run"
+        stack.other_uses.update(dict.fromkeys(parameters, "outside of run"))
         return False
-    problem = stack.problem_of(x, weight.label)
+    problem = stack.problem_of(x, stand_ins[0].label)
     if problem is not None:
-        stack.problems[parameter] = problem
+        stack.problems.update(dict.fromkeys(parameters, problem))
         return False
+    stack.layers.add(parameters)
     return True
 
 
@@ -142,7 +145,7 @@ def _sizes(size: Any, dims: int) -> tuple[int, ...]:
 def _convolution(dims: int) -> Callable[..., Tensor]:
     def convolution(
         x: Tensor,
-        weight: TaskWeight,
+        weight: Tensor,
         bias: Tensor | None = None,
         stride: Any = 1,
         padding: Any = 0,
@@ -151,9 +154,7 @@ def _convolution(dims: int) -> Callable[..., Tensor]:
     ) -> Tensor:
         dilation = _sizes(dilation, dims)
         if padding == "same":
-            totals = [
-                d * (k - 1) for d, k in zip(dilation, weight.parameter.shape[2:], strict=True)
-            ]
+            totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
             padding = tuple(total // 2 for total in totals)
             if any(total % 2 for total in totals):  # One more at the end.
                 x = functional.pad(x, [n for total in reversed(totals) for n in (0, total % 2)])
@@ -167,7 +168,7 @@ def _convolution(dims: int) -> Callable[..., Tensor]:
 def _transposed_convolution(dims: int) -> Callable[..., Tensor]:
     def convolution(
         x: Tensor,
-        weight: TaskWeight,
+        weight: Tensor,
         bias: Tensor | None = None,
         stride: Any = 1,
         padding: Any = 0,
@@ -183,7 +184,7 @@ def _transposed_convolution(dims: int) -> Callable[..., Tensor]:
     return convolution
 
 
-def _linear(x: Tensor, weight: TaskWeight, bias: Tensor | None = None) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return _run(x, weight, bias, None)
 
 
@@ -198,9 +199,11 @@ _LAYERS: dict[Any, Callable[..., Tensor]] = {
 }
 
 
-def _run(x: Tensor, weight: TaskWeight, bias: Tensor | None, kind: Kind | None) -> Tensor:
+def _run(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Kind | None) -> Tensor:
     """Runs a layer; for a linear one, `kind` is None."""
-    stack, parameter = weight.stack, weight.parameter
+    (stack, *_) = (t.stack for t in (weight, bias) if isinstance(t, TaskWeight))
+    weight = weight.parameter if isinstance(weight, TaskWeight) else weight
+    bias = bias.parameter if isinstance(bias, TaskWeight) else bias
     once = False
     if id(x) in stack.inputs:
         repeated, version, given, given_version = stack.inputs[id(x)]
@@ -211,7 +214,7 @@ def _run(x: Tensor, weight: TaskWeight, bias: Tensor | None, kind: Kind | None) 
     if torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device)
         x = x.to(dtype)
-    y: Tensor = _TaskLayer.apply(x, parameter, bias, kind, stack, once, dtype)  # type: ignore[no-untyped-call]
+    y: Tensor = _TaskLayer.apply(x, weight, bias, kind, stack, once, dtype)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -222,7 +225,7 @@ class _TaskLayer(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: nn.Parameter,
+        weight: Tensor,
         bias: Tensor | None,
         kind: Kind | None,
         stack: Stack,
@@ -231,9 +234,8 @@ class _TaskLayer(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x)
         # Not saved as a tensor: checkpointing would hand over a copy of the parameter.
-        ctx.parameter, ctx.version = weight, weight._version
+        ctx.weight, ctx.bias, ctx.version = weight, bias, weight._version
         ctx.kind, ctx.stack, ctx.once, ctx.dtype = kind, stack, once, dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
         with torch.autocast(x.device.type, enabled=False):
             # In autocast's type, as autocast would cast them.
             cast_weight = weight if dtype is None else weight.to(dtype)
@@ -248,34 +250,37 @@ class _TaskLayer(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        kind, stack, parameter = ctx.kind, ctx.stack, ctx.parameter
-        if parameter._version != ctx.version:
+        kind, stack, given, bias = ctx.kind, ctx.stack, ctx.weight, ctx.bias
+        if given._version != ctx.version:
             raise RuntimeError(
                 "closure must leave the weights of trunk alone until the step is made, got one of"
-                f" shape {tuple(parameter.shape)} that was changed in place"
+                f" shape {tuple(given.shape)} that was changed in place"
             )
-        weight = parameter if ctx.dtype is None else parameter.to(ctx.dtype)
+        weight = given if ctx.dtype is None else given.to(ctx.dtype)
         of_input = of_weight = of_bias = None
         grads = grad.chunk(stack.parts)
         if ctx.once:
             grad = sum(grads[1:], grads[0])
+        updates = stack.updates
+        takes_weight = ctx.needs_input_grad[1] and given in updates.taken
+        takes_bias = ctx.needs_input_grad[2] and bias in updates.taken
+        updates.make_room([given] * takes_weight + [bias] * takes_bias)
         if ctx.needs_input_grad[1]:
-            make_update = stack.update_of(parameter)
-            if make_update is None:
-                of_weight = _of_weight(grad, x, weight, kind).to(parameter.dtype)
-            else:
+            if takes_weight:
                 inputs = [x] * stack.parts if ctx.once else x.chunk(stack.parts)
-                of_weight = make_update(
-                    [
-                        _of_weight(of_output, part, weight, kind).to(parameter.dtype)
-                        for of_output, part in zip(grads, inputs, strict=True)
-                    ]
-                )
+                parts = zip(grads, inputs, strict=True)
+                of_tasks = [_of_weight(g, part, weight, kind) for g, part in parts]
+                updates.hand_over(given, of_tasks)
+            else:
+                of_weight = _of_weight(grad, x, weight, kind).to(given.dtype)
         if ctx.needs_input_grad[0]:
             of_input = grad @ weight if kind is None else _backward(grad, x, weight, kind, 0)
         if ctx.needs_input_grad[2]:
-            outputs = [d for d in range(grad.dim()) if d != (grad.dim() - 1 if kind is None else 1)]
-            of_bias = grad.sum(outputs).to(ctx.bias_dtype)
+            others = [d for d in range(grad.dim()) if d != (grad.dim() - 1 if kind is None else 1)]
+            if takes_bias:
+                updates.hand_over(bias, [g.sum(others) for g in grads])
+            else:
+                of_bias = grad.sum(others).to(bias.dtype)
         return of_input, of_weight, of_bias, None, None, None, None
 
 

@@ -23,6 +23,7 @@ class ConnectionStrength(Method):
     """
 
     prioritizes = True
+    layerwise = True
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
         """One operator call for the whole trunk."""
@@ -36,25 +37,19 @@ class ConnectionStrength(Method):
         if isinstance(gradients, PartialGradients):
             priorities, products = phase2_of_parts(gradients, lists, order, step)
         else:
-            updates, grads = gradients.updates(order), gradients.of(order)
-            priorities, products = self._update(updates, grads, lists, len(gradients.rows))
+            priorities, products = self._update(gradients, lists, order)
         gradients.assign(order)
         step.surgery = Surgery(
             gradients.tasks, prioritized=lists, priorities=priorities, products=products
         )
 
-    def update_layer(
-        self, layer: LayerLists, grads: Sequence[Tensor | None]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """One operator call for the layer."""
-        update = torch.empty_like(layer.weights[0], requires_grad=False)
-        return update, *self._update([update], grads, layer, len(grads))
-
     @staticmethod
     def _update(
-        updates: Sequence[Tensor], grads: Sequence[Tensor | None], lists: LayerLists, tasks: int
+        gradients: TaskGradients, lists: LayerLists, order: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Writes the updates; returns priorities and products."""
+        updates, grads = gradients.updates(order), gradients.of(order)
+        tasks = len(gradients.rows)
         products = updates[0].new_empty((len(lists.layers), tasks, tasks), dtype=torch.float64)
         of_trunk = direct("phase2_of_trunk_", updates[0].device)
         priorities: Tensor | None = None

@@ -47,6 +47,12 @@ class GramianMethod(Method):
             raise ValueError(f"groups must be 'all' or 'layer', got {groups!r}")
         self.groups = groups
 
+    @property
+    def layerwise(self) -> bool:
+        """With groups="layer"; a method with a state has to say so itself."""
+        stateless = type(self).state_dict is GramianMethod.state_dict
+        return self.groups == "layer" and stateless
+
     def check(self, tasks: Sequence[str]) -> None:
         """Checks as every method, and that `weights` takes a step.
 
@@ -70,7 +76,8 @@ class GramianMethod(Method):
         Args:
             gramian: Float64 [K, K], the products of the gradients; with groups="layer"
                 [layers, K, K]. It is not finite where a gradient is not: the weights must then be
-                NaN.
+                NaN. `step_together` makes several calls a step, each with zeros for the layers of
+                the others.
             step: The tasks of the Gramian's rows, their losses, the number of the step; None
                 outside a training loop, where the same Gramian always has the same weights.
 
@@ -92,7 +99,8 @@ class GramianMethod(Method):
         gramian_of = [0] * len(parameters)
         if per_layer:
             gramian_of, step.layers = gradients.layers(parameters)
-        gramian = torch.ops.cs_kernels.gramian(grads, gramian_of, max(gramian_of) + 1, tasks)
+        gramians = len(step.layers) if per_layer else 1
+        gramian = torch.ops.cs_kernels.gramian(grads, gramian_of, gramians, tasks)
         gramian = gradients.sum_over_ranks(gramian)
         if step.loss_scale is not None:
             gramian = gramian / step.loss_scale.double() ** 2

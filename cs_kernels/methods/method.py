@@ -4,10 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from torch import Tensor
-
 from cs_kernels.gradients import TaskGradients
-from cs_kernels.layout import LayerLists, Layout
+from cs_kernels.layout import Layout
 from cs_kernels.stateful import Stateful
 from cs_kernels.step import Step
 
@@ -27,6 +25,14 @@ class Method(Stateful, ABC):
     most_tasks: int | None = None
     """The greatest number of tasks, if there is a limit."""
 
+    @property
+    def layerwise(self) -> bool:
+        """Whether the updates of a module depend on its own gradients alone.
+
+        A step may then call `combine` several times, each for some modules (`step_together`).
+        """
+        return False
+
     def check(self, tasks: Sequence[str]) -> None:
         """Raises ValueError if it does not fit the tasks."""
         if self.most_tasks is not None and len(tasks) > self.most_tasks:
@@ -45,21 +51,6 @@ class Method(Stateful, ABC):
             step: The tasks that take part, their losses, the number of the step.
 
         """
-
-    def update_layer(
-        self, layer: LayerLists, grads: Sequence[Tensor | None]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The update of one prioritized layer, for methods that `prioritizes`.
-
-        Args:
-            layer: The lists of this layer alone.
-            grads: Its gradients, in the order of all tasks; None for one that takes no part.
-
-        Returns:
-            The update, the priorities int64 [O], the products float64 [1, K, K].
-
-        """
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

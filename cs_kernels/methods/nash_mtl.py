@@ -44,6 +44,11 @@ class NashMTL(GramianMethod):
         self._kept: dict[str, Any] = {"number": 0, "tasks": (), "layers": (), "weights": None}
         """The weights before `max_norm`, with their step, tasks and layers."""
 
+    @property
+    def layerwise(self) -> bool:
+        """Unless weights are kept."""
+        return self.groups == "layer" and self.update_every == 1
+
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
         """Positive; solved anew every `update_every` steps, and for other tasks or layers."""
         weights = self._keep(gramian, step) if step is not None else self._solved(gramian)

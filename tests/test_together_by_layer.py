@@ -1,0 +1,289 @@
+"""`step_together` with Gramian methods by layer, and the memory of the gradients that wait."""
+
+import copy
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from networks import AB, assert_equal, sgd_of
+from stacking import (
+    CLOSE,
+    Branches,
+    Checkpointed,
+    Head,
+    assert_alike,
+    assert_trains_alike,
+    converted,
+    pictures,
+    setup_of_sgd,
+    small,
+    together,
+    trained,
+)
+from torch import Tensor, nn
+from trunks import CASES
+from trunks import Setup as TrunkSetup
+
+import cs_kernels as cs
+from cs_kernels.layer_updates import LayerUpdates
+
+METHODS = [
+    cs.PCGrad(seed=3, groups="layer"),
+    cs.PCGrad("mean", groups="layer"),
+    cs.CAGrad(groups="layer"),
+    cs.MGDA(groups="layer"),
+    cs.AlignedMTL(groups="layer"),
+    cs.NashMTL(groups="layer"),
+    cs.IMTLG(groups="layer"),
+    cs.UPGrad(groups="layer"),
+    cs.FairGrad(groups="layer"),
+    cs.ConFIG(groups="layer"),
+    cs.GradVac(beta=0.3, groups="layer"),
+    cs.GradVac(target=0.2, groups="layer"),
+]
+
+
+def assert_same_gramians(one: cs.MultiTaskOptimizer, other: cs.MultiTaskOptimizer) -> None:
+    first, second = one.report(), other.report()
+    assert first.layers == second.layers
+    assert len(first.layers) > 1
+    scale = first.gramian.abs().max().item()
+    torch.testing.assert_close(second.gramian, first.gramian, rtol=1e-9, atol=1e-12 * scale)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_trains_as_step(method: cs.GramianMethod) -> None:
+    """Biases too, and draws by the number of the layer."""
+    opt = assert_trains_alike(method)
+    assert opt.report().conflicts.any()
+
+
+def test_partial_labels() -> None:
+    """The state of a method too."""
+    chosen = [("edges",), ("normals", "depth"), None, ("depth", "edges"), ("normals",)]
+    method = cs.GradVac(beta=0.5, groups="layer")
+    first, second = setup_of_sgd(), setup_of_sgd()
+    one, other = (setup.start(copy.deepcopy(method)) for setup in (first, second))
+    for n in range(10):
+        one.step(first.closure(n % 8), chosen[n % 5])
+        other.step_together(together(second, n % 8), chosen[n % 5])
+        torch.testing.assert_close(second.state(), first.state(), **CLOSE)
+        assert_same_gramians(one, other)
+        states = [opt.method.state_dict() for opt in (one, other)]
+        torch.testing.assert_close(states[1].pop("targets"), states[0].pop("targets"), **CLOSE)
+        assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "hrnet_w18"])
+def test_trunks(name: str) -> None:
+    torch.use_deterministic_algorithms(False)  # Takes five times as long in these.
+    first, second = TrunkSetup(CASES[name]), TrunkSetup(CASES[name])
+    for setup in (first, second):
+        setup.method = cs.UPGrad(groups="layer")
+    one, other = first.optimizer(), second.optimizer()
+    for _ in range(2):
+        losses = one.step(first.loss)
+        found = other.step_together(
+            lambda run: {t: second.loss_of(z, t) for t, z in run(second.x).items()}
+        )
+        torch.testing.assert_close(found, losses, **CLOSE)
+        states = [setup.trunk.state_dict() for setup in (first, second)]
+        torch.testing.assert_close(states[1], states[0], rtol=1e-9, atol=1e-10)
+    assert_same_gramians(one, other)
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias"])
+def test_frozen_weight_or_bias(frozen: str) -> None:
+    trunk = small()
+    getattr(trunk[3], frozen).requires_grad_(False)
+    assert_alike(trunk, pictures(), method=cs.MGDA(groups="layer"))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing(reentrant: bool) -> None:
+    x = pictures().requires_grad_(reentrant)
+    assert_alike(Checkpointed(small(), reentrant), x, method=cs.MGDA(groups="layer"))
+
+
+def test_factors_of_the_loss() -> None:
+    """`max_norm` is one of gradients without the factor, which the backward pass shows."""
+
+    def factor(loss: Tensor, **options: bool) -> None:
+        (loss * 3).backward(**options)
+
+    trunk, x = small().float(), pictures().float()
+    for options in (
+        {"backward": factor},
+        {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0)},
+        {"backward": factor, "scaler": torch.amp.GradScaler("cpu", init_scale=8.0)},
+    ):
+        found = [
+            trained(
+                trunk, x, way, method=cs.NashMTL(max_norm=0.01, groups="layer"),
+                **copy.deepcopy(options),
+            )
+            for way in ("step", "together")
+        ]  # fmt: skip
+        torch.testing.assert_close(found[1][1], found[0][1], rtol=1e-4, atol=1e-6)
+        norms = [opt.report().update_norm for opt, _ in found]
+        torch.testing.assert_close(norms[1], norms[0], rtol=1e-4, atol=1e-6)
+
+
+def test_parameters_of_one_task() -> None:
+    """They get that task's gradient, as in `step`: heads, and branches that others do not use."""
+    torch.manual_seed(0)
+    heads, branches = converted(Head()), converted(Branches())
+    x = torch.randn(6, 3).double()
+
+    def of_head(trunk: nn.Module, z: Any, task: str) -> Tensor:
+        return trunk.heads[task](z).sin().mean()
+
+    def of_branch(trunk: nn.Module, z: Any, task: str) -> Tensor:
+        return z[AB.index(task)].sin().mean() + (z[1].cos().mean() if task == "b" else 0)
+
+    for trunk, loss in ((heads, of_head), (branches, of_branch)):
+        results = []
+        for way in ("step", "together"):
+            own = copy.deepcopy(trunk)
+            opt = cs.MultiTaskOptimizer(own, sgd_of(own), AB, cs.MGDA(groups="layer"))
+            for _ in range(3):
+                if way == "step":
+                    opt.step(lambda task: loss(own, own(x), task))
+                else:
+                    opt.step_together(lambda run: {t: loss(own, z, t) for t, z in run(x).items()})
+            results.append((own.state_dict(), opt.coverage().own))
+        torch.testing.assert_close(results[1][0], results[0][0], **CLOSE)
+        assert results[0][1] == results[1][1]
+        assert results[0][1]
+
+
+class Odd(nn.Module):
+    """A trunk of which one parameter or weight is used in another way."""
+
+    def __init__(self, does: str) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.norm = nn.LayerNorm(3)
+        self.does = does
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.one(x))
+        if self.does == "scale":
+            x = x * self.scale
+        elif self.does == "norm":
+            x = self.norm(x)
+        elif self.does == "split":
+            return nn.functional.linear(x, self.two.weight) + self.two.bias
+        elif self.does == "mixed":
+            x = nn.functional.linear(x, self.two.weight, self.one.bias)
+        elif self.does == "twice":
+            x = nn.functional.linear(self.two(x), self.two.weight.clone(), self.two.bias)
+        return self.two(x)
+
+
+@pytest.mark.parametrize(
+    ("does", "match"),
+    [
+        ("scale", "got scale elsewhere: use step, or freeze it"),
+        ("norm", "got norm.weight elsewhere: use step"),
+        ("split", "two.bias .* used in "),
+        ("mixed", "got two.weight elsewhere"),
+        ("twice", "two.weight .* used in clone"),
+    ],
+)
+def test_refuses_trunks(does: str, match: str) -> None:
+    torch.manual_seed(0)
+    trunk, x = Odd(does).double(), torch.randn(6, 3).double()
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, cs.MGDA(groups="layer"))
+
+    def losses(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {t: (z - n).square().mean() for n, (t, z) in enumerate(outputs.items())}
+
+    before = [p.clone() for p in trunk.parameters()]
+    with pytest.raises(ValueError, match=match):
+        opt.step_together(lambda run: losses(run(x)))
+    assert_equal([*trunk.parameters()], before)
+    if does in ("scale", "norm"):
+        own = trunk.scale if does == "scale" else trunk.norm
+        own.requires_grad_(False)
+        opt.step_together(lambda run: losses(run(x)))
+        assert not torch.equal(trunk.one.weight, before[1 if does == "scale" else 0])
+
+
+def test_refuses_methods() -> None:
+    trunk = small()
+
+    class Remembers(cs.MGDA):
+        def state_dict(self) -> dict[str, Any]:
+            return {"calls": 0}
+
+    class Combines(cs.MGDA):
+        def combine(self, *arguments: Any) -> None:
+            super().combine(*arguments)
+
+    for method in (
+        cs.NashMTL(update_every=2, groups="layer"),
+        Remembers(groups="layer"),
+        Combines(groups="layer"),
+        cs.MGDA(),
+        cs.GradDrop(),
+    ):
+        opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, method)
+        with pytest.raises(ValueError, match="groups='layer' for step_together"):
+            opt.step_together(lambda run: {t: z.mean() for t, z in run(pictures()).items()})
+
+
+def test_unknown_reach() -> None:
+    """If a function may hide parameters, all losses must depend on the same outputs."""
+    trunk = converted(Branches())
+    x = torch.randn(6, 3).double().requires_grad_()
+    trunk.one, trunk.two = (nn.Sequential(nn.Linear(4, 4)).double() for _ in AB)
+    trunk.one = Checkpointed(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double(), True)
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, cs.MGDA(groups="layer"))
+    with pytest.raises(ValueError, match="must show which task reaches"):
+        opt.step_together(
+            lambda run: {t: z[AB.index(t)].square().mean() for t, z in run(x).items()}
+        )
+    opt.step_together(lambda run: {t: sum(y.square().mean() for y in z) for t, z in run(x).items()})
+
+
+@pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.MGDA(groups="layer")], ids=repr)
+def test_memory_of_gradients(monkeypatch: pytest.MonkeyPatch, method: cs.Method) -> None:
+    """Gradients of no more than the largest layer wait; small layers are combined in one call."""
+    torch.manual_seed(0)
+    widths = [3, 4, 4, 40, 40, 4, 4, 4, 4]
+    pairs = itertools.pairwise(widths)
+    trunk = converted(
+        nn.Sequential(
+            *(module for m, n in pairs for module in (nn.Linear(m, n), nn.BatchNorm1d(n)))
+        )
+    )
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, method)
+    x = torch.randn(5, 3).double()
+    alive: list[weakref.ref[Tensor]] = []
+    most, calls = 0, 0
+    hand_over, combine = LayerUpdates.hand_over, type(method).combine
+
+    def counted(self: LayerUpdates, parameter: Tensor, grads: Sequence[Tensor]) -> None:
+        nonlocal most
+        alive.extend(map(weakref.ref, grads))
+        present = [grad for grad in (reference() for reference in alive) if grad is not None]
+        most = max(most, sum(grad.numel() for grad in present))
+        hand_over(self, parameter, grads)
+
+    def counts(*arguments: Any) -> None:
+        nonlocal calls
+        calls += 1
+        combine(*arguments)
+
+    monkeypatch.setattr(LayerUpdates, "hand_over", counted)
+    monkeypatch.setattr(type(method), "layerwise", True)
+    monkeypatch.setattr(method, "combine", lambda *arguments: counts(method, *arguments))
+    opt.step_together(lambda run: {t: (z - 1).square().mean() for t, z in run(x).items()})
+    largest = 40 * 40 + (0 if method.prioritizes else 40)
+    assert most == 2 * largest
+    assert calls == 3
