@@ -9,11 +9,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from cs_kernels.distributed.ranks import Alone, Ranks
 from cs_kernels.distributed.sharded import is_sharded
 from cs_kernels.layout import channels_of, shared_parameters
-from cs_kernels.methods import Method
+from cs_kernels.methods import ConnectionStrength, GramianMethod, Method
 from cs_kernels.nn import TaskBatchNorm, task_norms
 from cs_kernels.ops.operands import MOST_TASKS
 from cs_kernels.schedules import Schedule
@@ -135,6 +136,34 @@ def refuse_reevaluation(weighting: Weighting, where: str) -> None:
             f"weighting must not compute losses again {where}, got {weighting!r}: use"
             " FAMO(reevaluate=False)"
         )
+
+
+def check_stackable(
+    method: Method, weighting: Weighting, modules: Iterable[tuple[str, nn.Module]]
+) -> None:
+    """Raises where one pass of the trunk cannot serve all tasks.
+
+    Args:
+        method: Combines the gradients.
+        weighting: Weighs the losses.
+        modules: Those of the trunk outside task-specific normalizations, with names.
+
+    """
+    # Another `combine` may look at all layers.
+    known = type(method).combine in (ConnectionStrength.combine, GramianMethod.combine)
+    if method.separate_gradients and not (known and method.layerwise):
+        raise ValueError(
+            "method must be ConnectionStrength(), Sum() or one with groups='layer' for"
+            " step_together, which never has all gradients of the tasks, got"
+            f" {method!r}: use step"
+        )
+    refuse_reevaluation(weighting, "in step_together")
+    for name, module in modules:
+        if isinstance(module, _BatchNorm) and module.training:
+            raise ValueError(
+                "trunk must have no batch normalization in training but task-specific ones for"
+                f" step_together, got {name}: convert it, set it to eval(), or use step"
+            )
 
 
 def check_weighting(weighting: Weighting, method: Method, ranks: Ranks) -> None:

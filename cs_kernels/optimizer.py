@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.profiler import record_function
 
 from cs_kernels.accumulation import Accumulation
@@ -24,6 +23,7 @@ from cs_kernels.checks import (
     check_held,
     check_kinds,
     check_scales,
+    check_stackable,
     check_steps_now,
     check_trunk,
     check_weighting,
@@ -62,7 +62,7 @@ from cs_kernels.layout import (
     running_vars,
     shared_parameters,
 )
-from cs_kernels.methods import ConnectionStrength, GramianMethod, Method
+from cs_kernels.methods import ConnectionStrength, Method
 from cs_kernels.nn import TaskBatchNorm, check_tasks, modules_outside_norms, task_norms
 from cs_kernels.ops.operands import MOST_TASKS, Entries
 from cs_kernels.options import checked_integer
@@ -553,7 +553,8 @@ class MultiTaskOptimizer:
                 f" {described(forward)}"
             )
         modules = list(modules_outside_norms(self._inner))
-        self._check_stacks(modules)
+        check_stackable(self.method, self.weighting, modules)
+        self._check_stacks()
         if self.phase == 1:
             return self.step(partial(self._loss_alone, forward), tasks)
         chosen = self._chosen(tasks)
@@ -573,34 +574,19 @@ class MultiTaskOptimizer:
             raise ValueError(f"forward must return the loss of {task!r}, got those of {[*losses]}")
         return losses[task]
 
-    def _check_stacks(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        """Raises where one pass of the trunk cannot serve all tasks."""
-        # Another `combine` may look at all layers.
-        known = type(self.method).combine in (ConnectionStrength.combine, GramianMethod.combine)
-        if self.method.separate_gradients and not (known and self.method.layerwise):
-            raise ValueError(
-                "method must be ConnectionStrength(), Sum() or one with groups='layer' for"
-                " step_together, which never has all gradients of the tasks, got"
-                f" {self.method!r}: use step"
-            )
+    def _check_stacks(self) -> None:
+        """Raises where a stacked pass cannot have all gradients of the tasks."""
         sharded = any(map(is_sharded, held_parameters(self._optimizers)))
         if self._ranks.size > 1 or isinstance(self._gradients, PartialGradients) or sharded:
             raise ValueError(
                 "process_group must be None and no parameter sharded for step_together, got"
                 f" {self._ranks.size} ranks: use step"
             )
-        refuse_reevaluation(self.weighting, "in step_together")
         if self._conflicts is not None:
             raise ValueError(
                 "count_conflicts needs all gradients of the tasks, got step_together, which never"
                 " has them: use step, or end counting by count_conflicts(None)"
             )
-        for name, module in modules:
-            if isinstance(module, _BatchNorm) and module.training:
-                raise ValueError(
-                    "trunk must have no batch normalization in training but task-specific ones for"
-                    f" step_together, got {name}: convert it, set it to eval(), or use step"
-                )
 
     def _make_stacked_step(
         self, forward: Forward, chosen: Sequence[str], modules: Sequence[tuple[str, nn.Module]]

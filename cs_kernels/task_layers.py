@@ -10,7 +10,7 @@ weight-gradient kernels of all tasks together read inputs and output gradients o
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -210,12 +210,12 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Kind | None) -> T
         once = x._version == version and given._version == given_version and repeated is x
         x = given if once else x
     device = x.device.type
-    dtype = None
-    if torch.is_autocast_enabled(device) and x.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(device)
-        x = x.to(dtype)
-    y: Tensor = _TaskLayer.apply(x, weight, bias, kind, stack, once, dtype)  # type: ignore[no-untyped-call]
-    return y
+    if not torch.is_autocast_enabled(device):
+        return _apply(x, weight, bias, kind, stack, once, None)
+    dtype = None if x.dtype is torch.float64 else torch.get_autocast_dtype(device)
+    x = x if dtype is None else x.to(dtype)
+    with torch.autocast(device, enabled=False):  # `_TaskLayer` casts as autocast would.
+        return _apply(x, weight, bias, kind, stack, once, dtype)
 
 
 class _TaskLayer(torch.autograd.Function):
@@ -236,14 +236,12 @@ class _TaskLayer(torch.autograd.Function):
         # Not saved as a tensor: checkpointing would hand over a copy of the parameter.
         ctx.weight, ctx.bias, ctx.version = weight, bias, weight._version
         ctx.kind, ctx.stack, ctx.once, ctx.dtype = kind, stack, once, dtype
-        with torch.autocast(x.device.type, enabled=False):
-            # In autocast's type, as autocast would cast them.
-            cast_weight = weight if dtype is None else weight.to(dtype)
-            cast_bias = bias if bias is None or dtype is None else bias.to(dtype)
-            if kind is None:
-                y = functional.linear(x, cast_weight, cast_bias)
-            else:
-                y = torch.convolution(x, cast_weight, cast_bias, *kind)
+        cast_weight = weight if dtype is None else weight.to(dtype)
+        cast_bias = bias if bias is None or dtype is None else bias.to(dtype)
+        if kind is None:
+            y = functional.linear(x, cast_weight, cast_bias)
+        else:
+            y = torch.convolution(x, cast_weight, cast_bias, *kind)
         return y.repeat(stack.parts, *[1] * (y.dim() - 1)) if once else y
 
     @staticmethod
@@ -282,6 +280,9 @@ class _TaskLayer(torch.autograd.Function):
             else:
                 of_bias = grad.sum(others).to(bias.dtype)
         return of_input, of_weight, of_bias, None, None, None, None
+
+
+_apply = cast("Callable[..., Tensor]", _TaskLayer.apply)
 
 
 def is_task_layer(node: object) -> bool:
