@@ -137,6 +137,7 @@ sanitize-gpu: install-gpu
 bench-gpu: install-gpu
 	$(GPU_PYTEST) --quiet bench/test_gpu.py
 	$(GPU_PYTEST) --quiet "bench/test_steps.py::test_training_steps[hrnet18]"
+	$(GPU_PYTEST) --quiet bench/test_together.py::test_together_on_a_gpu
 	$(GPU_PYTHON) bench/page.py
 
 # The processes share the cores: torchrun alone would give each of them one thread.

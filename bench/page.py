@@ -47,6 +47,7 @@ COMMANDS = {
     "ranks": ".venv/bin/python bench/ranks.py",
     "gpu": "make bench-gpu",
     "gpu_steps": "make bench-gpu",
+    "gpu_together": "make bench-gpu",
 }
 """By name of a record file, the command that appends to it."""
 
@@ -229,7 +230,7 @@ def ranks() -> Iterator[str]:
 
 
 def gpu() -> Iterator[str]:
-    found = {name: last(name) for name in ("gpu", "gpu_steps")}
+    found = {name: last(name) for name in ("gpu", "gpu_steps", "gpu_together")}
     for name, record in found.items():
         if record is not None:
             yield from recorded(name, record)

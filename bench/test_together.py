@@ -11,11 +11,13 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness.device import launches_and_synchronizations, milliseconds
 from harness.gradient_memory import GradientMemory
 from harness.timing import median_ratio, seconds
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ import torchvision_operators
 
 WAYS = ("step", "together")
 SIZE = 64
+GPU_SIZE = 256
 WIDTH, DEPTH = 4096, 6
 TOLERANCE = 1e-9
 """The largest difference of updates in float64, relative to their largest element."""
@@ -50,24 +53,31 @@ class Training:
     """A converted trunk, whose outputs are the predictions, and a batch."""
 
     def __init__(
-        self, name: str, tasks: int, batch: int, dtype: torch.dtype = torch.float32
+        self,
+        name: str,
+        tasks: int,
+        batch: int,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        size: int = SIZE,
     ) -> None:
         torch.manual_seed(0)
         names = [str(task) for task in range(tasks)]
-        self.trunk = cs.nn.convert_task_batchnorm(_network(name), names).to(dtype)
+        self.trunk = cs.nn.convert_task_batchnorm(_network(name), names).to(device, dtype)
         for norm in cs.nn.task_norms(self.trunk):  # Else rounding decides between the tasks.
             for child in norm.children():
                 nn.init.uniform_(child.weight, 0.5, 1.5)
         self.sgd = torch.optim.SGD(self.trunk.parameters(), lr=1e-4)
         self.opt = cs.MultiTaskOptimizer(self.trunk, self.sgd, names)
-        shape = (WIDTH,) if name == "linear" else (3, SIZE, SIZE)
-        self.x = torch.randn(batch, *shape, dtype=dtype)
+        shape = (WIDTH,) if name == "linear" else (3, size, size)
+        self.x = torch.randn(batch, *shape, dtype=dtype).to(device)
 
     def loss(self, output: Any, task: str) -> Tensor:
         maps = output if isinstance(output, list) else [output]
         total = output.new_zeros(()) if isinstance(output, Tensor) else output[0].new_zeros(())
         for z in maps:
-            lean = torch.linspace(-1, 1 + int(task), z.numel(), dtype=z.dtype).view(z.shape)
+            ends = -1, 1 + int(task)
+            lean = torch.linspace(*ends, z.numel(), dtype=z.dtype, device=z.device).view(z.shape)
             total = total + (z * lean).tanh().mean()
         return total
 
@@ -165,6 +175,54 @@ def test_together(report: Any, quick: bool, name: str, tasks: int, batch: int) -
         gradient_bytes=gradients,
         aim_bytes=4 * (total + tasks * largest),
         resident_bytes={way: resident(way, name, tasks, batch) for way in WAYS},
+    )
+
+
+GPU_CASES = [
+    *(("resnet18", 4, batch) for batch in (1, 4, 16)),
+    *(("hrnet_w18", 4, batch) for batch in (2, 8)),
+    *(("hrnet_w18", tasks, 8) for tasks in (2, 8)),
+]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize(("name", "tasks", "batch"), GPU_CASES)
+def test_together_on_a_gpu(report: Any, quick: bool, name: str, tasks: int, batch: int) -> None:
+    if find_spec("timm") is None:
+        pytest.skip("timm is not installed")
+    if quick and (name, tasks, batch) != GPU_CASES[0]:
+        pytest.skip("one small network")
+    Training(name, tasks, 2, torch.float64, "cuda", SIZE).check()
+    training = Training(name, tasks, batch, device="cuda", size=GPU_SIZE)
+    steps = training.steps()
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    on_device: dict[str, dict[str, int]] = {}
+    for way in WAYS:
+        for _ in range(3):
+            steps[way]()
+        training.sgd.zero_grad()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        steps[way]()
+        peak = torch.cuda.max_memory_allocated() - before
+        launches, waits = launches_and_synchronizations(steps[way])
+        on_device[way] = {"peak_bytes": peak, "launches": launches, "synchronizations": waits}
+    for _ in range(2 if quick else 15):
+        for way in WAYS:
+            times[way].append(milliseconds(steps[way], torch.cuda.synchronize))
+    total, largest = training.numel()
+    report.add(
+        "gpu_together",
+        network=name,
+        tasks=tasks,
+        batch=batch,
+        size=GPU_SIZE,
+        numel=total,
+        largest=largest,
+        milliseconds={way: statistics.median(times[way]) for way in WAYS},
+        ratio=median_ratio(times["together"], times["step"]),
+        on_device=on_device,
     )
 
 

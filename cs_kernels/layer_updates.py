@@ -5,7 +5,7 @@ layer would not fit beside them; then the method combines what waits. So memory 
 them than the largest layer has, and small layers share one call of an operator.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -123,12 +123,18 @@ class LayerUpdates:
             return first
         gramian, weights = torch.zeros_like(first.gramian), torch.zeros_like(first.task_weights)
         for parameters, surgery in self._surgeries:
-            numbers = sorted(set(self._gradients.layers(parameters)[0]))
             assert surgery.gramian is not None
             assert surgery.task_weights is not None
-            gramian[numbers] = surgery.gramian[numbers]
-            weights[numbers] = surgery.task_weights[numbers]
+            for n in _ranges(set(self._gradients.layers(parameters)[0])):
+                gramian[n], weights[n] = surgery.gramian[n], surgery.task_weights[n]
         return Surgery(first.rows, first.layers, gramian=gramian, task_weights=weights)
+
+
+def _ranges(numbers: Set[int]) -> Iterator[slice]:
+    """Numbers as slices: an index of them would make the host wait for a GPU."""
+    starts = sorted(n for n in numbers if n - 1 not in numbers)
+    stops = sorted(n + 1 for n in numbers if n + 1 not in numbers)
+    return map(slice, starts, stops)
 
 
 def _of_prioritized(surgeries: Sequence[Surgery]) -> Surgery:

@@ -45,7 +45,7 @@ class Stack:
     """Whether the trunk runs on the batches of all tasks."""
     inputs: dict[int, tuple[Tensor, int, Tensor, int]] = field(default_factory=dict)
     """By `id` of a repeated input of the trunk: this, what was repeated, and their versions."""
-    layers: set[tuple[nn.Parameter, ...]] = field(default_factory=set)
+    layers: list[tuple[nn.Parameter, ...]] = field(default_factory=list)
     """The parameters, weight or bias or both, of the layers that ran."""
     other_uses: dict[nn.Parameter, str] = field(default_factory=dict)
     """The parameters that were used outside of layers, and how."""
@@ -121,7 +121,7 @@ def _runs_as_layer(
     if problem is not None:
         stack.problems.update(dict.fromkeys(parameters, problem))
         return False
-    stack.layers.add(parameters)
+    stack.layers.append(parameters)
     return True
 
 

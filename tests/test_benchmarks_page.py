@@ -246,6 +246,19 @@ def test_records_of_a_gpu_become_tables(copy: Path) -> None:
         "launches": 17,
         "synchronizations": 0,
     }
+    of_together = {
+        "network": "hrnet_w18",
+        "tasks": 4,
+        "batch": 8,
+        "size": 256,
+        "milliseconds": {"step": 80.25, "together": 20.0},
+        "ratio": 0.25,
+        "on_device": {
+            way: {"peak_bytes": 7_000_000, "launches": 1234, "synchronizations": 0}
+            for way in ("step", "together")
+        },
+    }
+    _edit(copy, "gpu_together", lambda found: taken(found, [of_together]))
     _edit(copy, "gpu", lambda found: taken(found, [of_gpu]))
     _edit(copy, "gpu_steps", lambda found: taken(found, [of_steps]))
     (copy / "bench" / "results" / "gpu.png").write_bytes(b"a plot")
@@ -259,6 +272,7 @@ def test_records_of_a_gpu_become_tables(copy: Path) -> None:
     assert cells[0, "replayed ms"] == "0.125"
     assert cells[0, "x TorchJD step"] == "-"
     assert cells[1, "launches"] == "17"
+    assert cells[2, "together / step"] == "0.25"
 
 
 def test_records_and_tables_do_not_make_a_checkout_dirty(tmp_path: Path) -> None:

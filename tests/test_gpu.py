@@ -1,5 +1,7 @@
 """Tests that need a GPU; the operators' own run there through the `backend` fixture."""
 
+import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -8,6 +10,7 @@ import torch
 from layers import KINDS, Kind, sample, solver_options, trunk_arguments
 from loops import CASES, Loop
 from networks import Setup, assert_equal, refused
+from stacking import together
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -27,6 +30,16 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.use_deterministic_algorithms(False)
     with cs.use_backend(request.param), torch.device("cuda"):
         yield request.param
+
+
+@contextlib.contextmanager
+def never_waits() -> Iterator[None]:
+    """Raises where the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def _calls(tasks: int = 3, counter: Tensor | None = None) -> dict[str, Callable[[], list[Tensor]]]:
@@ -77,11 +90,8 @@ def test_never_waits(gpu: str, name: str) -> None:
     """There is no host synchronization from the gradients to the update."""
     run = _calls()[name]
     run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waits():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -171,11 +181,8 @@ def test_captured_again_after_a_change(gpu: str) -> None:
 
 def test_replays_do_not_wait(gpu: str) -> None:
     loop = Loop(cs.NashMTL(), weighting=cs.DynamicWeightAverage(), captured=True).train()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waits():
         loop.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.MGDA(groups="layer")], ids=repr)
@@ -183,13 +190,10 @@ def test_replays_do_not_wait(gpu: str) -> None:
 def test_reports_do_not_wait(gpu: str, method: cs.Method, captured: bool) -> None:
     """The time of the surgery is known from the step after the first report on, if it is eager."""
     loop = Loop(method, captured=captured).train(stop=6)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waits():
         report = loop.opt.report()
         for part in ("cosines", "update_norm", "channels", "conflicts", "removed"):
             getattr(report, part)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert "surgery_ms" not in report.scalars()
     loop.train(6, 7)
     assert (loop.opt.report().scalars().get("surgery_ms", 0) > 0) is not captured
@@ -287,6 +291,18 @@ def test_training_as_on_the_cpu(gpu: str, method: cs.Method) -> None:
                 opt.step(setup.closure(batch))
         networks.append([p.detach().cpu() for p in setup.parameters()])
     torch.testing.assert_close(*networks, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.MGDA(groups="layer")], ids=repr)
+def test_step_together(gpu: str, method: cs.Method) -> None:
+    """Three steps in float64, as `step`; after the first, which checks the trunk, none waits."""
+    first, second = Setup(), Setup()
+    one, other = first.start(method), second.start(copy.deepcopy(method))
+    for batch in range(3):
+        one.step(first.closure(batch))
+        with never_waits() if batch else contextlib.nullcontext():
+            other.step_together(together(second, batch))
+    torch.testing.assert_close(second.parameters(), first.parameters(), rtol=1e-6, atol=1e-9)
 
 
 def test_a_step_that_fails(gpu: str) -> None:

@@ -191,7 +191,7 @@ class Odd(nn.Module):
         ("scale", "got scale elsewhere: use step, or freeze it"),
         ("norm", "got norm.weight elsewhere: use step"),
         ("split", "two.bias .* used in "),
-        ("mixed", "got two.weight elsewhere"),
+        ("mixed", "several times"),
         ("twice", "two.weight .* used in clone"),
     ],
 )

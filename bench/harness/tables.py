@@ -237,6 +237,9 @@ def together(cases: Cases) -> Table:
         found = c["gradient_bytes"]
         return [f"{n / 1e6:.1f}" for n in (found["step"], found["together"], c["aim_bytes"])]
 
+    time = max(c["ratio"] for c in cases)
+    counted = [c for c in cases if c["gradient_bytes"]]
+    memory = max(c["gradient_bytes"]["together"] / c["aim_bytes"] for c in counted)
     return Table(
         "`step_together` against `step`: a whole training step",
         [
@@ -260,6 +263,43 @@ def together(cases: Cases) -> Table:
         [
             "N + K layers: one update, and K gradients of the largest layer",
             "process: growth of the resident memory of a fresh process in three steps",
+        ],
+        [
+            _aim("the largest together / step", time, time <= 1, "<= 1"),
+            _aim("the largest gradients / (N + K layers)", memory, memory <= 1.05, "<= 1.05"),
+        ],
+    )
+
+
+def gpu_together(cases: Cases) -> Table:
+    """One pass for all tasks against a pass a task, on a GPU."""
+
+    def both(c: dict[str, Any], key: str, unit: float = 1) -> list[str]:
+        return [f"{c['on_device'][way][key] / unit:.0f}" for way in ("step", "together")]
+
+    aims = [c for c in cases if (c["network"], c["batch"], c["tasks"]) == ("hrnet_w18", 8, 4)]
+    return Table(
+        "`step_together` against `step` on a GPU: a whole training step",
+        [
+            *("network", "K", "batch", "size", "step ms", "together ms", "together / step"),
+            *("launches", "together, launches", "waits", "together, waits"),
+            *("peak MB", "together, peak MB"),
+        ],
+        [
+            [
+                *(c["network"], str(c["tasks"]), str(c["batch"]), str(c["size"])),
+                *(f"{c['milliseconds'][way]:.1f}" for way in ("step", "together")),
+                f"{c['ratio']:.2f}",
+                *both(c, "launches"),
+                *both(c, "synchronizations"),
+                *both(c, "peak_bytes", 1e6),
+            ]
+            for c in cases
+        ],
+        ["peak: of a step, beyond what stays"],
+        [
+            _aim("hrnet_w18 at batch 8, together / step", c["ratio"], c["ratio"] <= 0.5, "<= 0.5")
+            for c in aims
         ],
     )
 
@@ -369,6 +409,7 @@ TABLES: dict[str, Callable[[Cases], Table]] = {
     "steps": steps,
     "features": features,
     "together": together,
+    "gpu_together": gpu_together,
     "host": host,
     "ranks": ranks,
     "gpu": gpu,
