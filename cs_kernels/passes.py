@@ -34,8 +34,10 @@ class Seen(NamedTuple):
     """The parameters of normalizations that their tasks do not reach."""
     reached: dict[str, set[Tensor]]
     """By task, the leaves that its loss reaches; empty if there may be others."""
+    owners: dict[int, str]
+    """The indices of the shared parameters that only one task has ever reached, and that task."""
     shared: list[int]
-    """The indices of the shared parameters that several tasks may reach."""
+    """The indices of the others that are reached."""
     unknown: bool
     """Whether a task may not reach what others reach, and what that is is not known."""
 
@@ -250,9 +252,11 @@ class Passes:
             )
         trains = any(p.requires_grad for p in self._trunk)
         pattern = stacked.find_outputs(losses, trains=trains)
-        is_new = pattern not in self._seen
-        seen = self._note_stack(stacked, pattern, held) if is_new else self._seen[pattern]
-        stacked.begin_updates(take(seen), seen.reached, counts=is_new)
+        known = self._seen.get(pattern)
+        if known is not None and known.owners != self._gradients.reach.owners():
+            known = None
+        seen = known or self._note_stack(stacked, pattern, held)
+        stacked.begin_updates(take(seen), seen.reached, counts=known is None)
         step.known = {task: losses[task].detach() for task in tasks}
         first, *others = (self._weighted(task, losses[task], step) for task in tasks)
         with stacked.in_trunk(recomputes=True):
@@ -282,7 +286,7 @@ class Passes:
             if p.requires_grad and i not in owners and (hidden or p in of_any)
         ]
         if hidden:
-            return Seen([], {}, shared, unknown=not stacked.uses_all(pattern))
+            return Seen([], {}, owners, shared, unknown=not stacked.uses_all(pattern))
         unreached = [
             parameter
             for norm in self._norms
@@ -290,7 +294,7 @@ class Passes:
             for parameter in norm.of(task).parameters()
             if parameter not in found
         ]
-        return Seen(unreached, leaves, shared, unknown=False)
+        return Seen(unreached, leaves, owners, shared, unknown=False)
 
     def _weighted(self, task: str, loss: Tensor, step: Step) -> Tensor:
         weighted = self._weighting.weigh(task, loss, step)

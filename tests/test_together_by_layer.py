@@ -160,6 +160,33 @@ def test_parameters_of_one_task() -> None:
         assert results[0][1]
 
 
+def test_parameters_that_another_task_reaches_later() -> None:
+    """They are shared from then on, also in steps where one task alone reaches them."""
+    torch.manual_seed(0)
+    trunk, x = converted(Branches()), torch.randn(6, 3).double()
+
+    def loss(z: list[Tensor], task: str, step: int) -> Tensor:
+        total = z[AB.index(task)].sin().mean()
+        return total + z[0].cos().mean() if step == 2 and task == "b" else total
+
+    states = []
+    for way in ("step", "together", "both"):
+        own = copy.deepcopy(trunk)
+        opt = cs.MultiTaskOptimizer(own, sgd_of(own), AB, cs.MGDA(groups="layer"))
+        owned = []
+        for step in range(5):
+            if way == "step" or (way == "both" and step == 2):
+                opt.step(lambda t: loss(own(x), t, step))
+            else:
+                opt.step_together(lambda run: {t: loss(z, t, step) for t, z in run(x).items()})
+            owned.append(len(opt.coverage().own))
+        states.append([own.state_dict(), owned])
+    assert states[0][1][1] > states[0][1][2]
+    for found, owned in states[1:]:
+        torch.testing.assert_close(found, states[0][0], **CLOSE)
+        assert owned == states[0][1]
+
+
 class Odd(nn.Module):
     """A trunk of which one parameter or weight is used in another way."""
 
