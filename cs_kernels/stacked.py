@@ -127,13 +127,10 @@ class StackedPass:
 
     def close(self) -> None:
         """Forgets the graph, which knows this object: Python cannot collect such a circle."""
-        stack = self._stack
-        for kept in (self._outputs, self._edges, self._reached, stack.inputs, stack.layers):
+        for kept in (self._outputs, self._edges, self._reached, self._stack.inputs):
             kept.clear()
-        stack.other_uses.clear()
-        stack.problems.clear()
-        self._entries = []
         self._updates.close()
+        del self._stack, self._entries  # They know each other too.
 
     def run(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The outputs of the trunk by task, in one forward pass."""

@@ -1,6 +1,7 @@
 """`step_together`: one pass of the trunk for all tasks, against `step` with a pass a task."""
 
 import copy
+import gc
 import itertools
 import weakref
 from collections.abc import Callable
@@ -801,6 +802,30 @@ def test_nothing_stays_in_memory() -> None:
             assert fails
         assert all(reference() is None for reference in alive)
     assert all("_stack" not in vars(norm) for norm in cs.nn.task_norms(trunk))
+
+
+@pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.MGDA(groups="layer")], ids=repr)
+def test_no_circles_are_left(method: cs.Method) -> None:
+    """Python frees the tensors of a step at once, and not when it next looks for circles."""
+    trunk = small()
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, method)
+
+    def tensors() -> int:
+        return sum(issubclass(type(found), Tensor) for found in gc.get_objects())
+
+    def step() -> None:
+        opt.step_together(lambda run: {t: z.square().mean() for t, z in run(pictures()).items()})
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        step()
+        before = tensors()
+        step()
+        assert tensors() == before
+    finally:
+        gc.enable()
 
 
 def test_hooks_on_weights() -> None:
