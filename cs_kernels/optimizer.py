@@ -5,6 +5,7 @@ A joint step: losses -> gradients of every task -> one operator call -> `.grad` 
 """
 
 import contextlib
+import contextvars
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
@@ -593,8 +594,10 @@ class MultiTaskOptimizer:
     ) -> dict[str, Tensor]:
         with record_function("cs_kernels.step"):
             step = self._new_step(chosen)
+            # On a GPU, autograd calls it from a thread that does not know `use_backend`.
+            combine = partial(contextvars.copy_context().run, self._combine_rows)
             by_module = not self.method.prioritizes
-            updates = LayerUpdates(self._gradients, step, self._combine_rows, by_module=by_module)
+            updates = LayerUpdates(self._gradients, step, combine, by_module=by_module)
             candidates = self._parameters_of_layers(modules)
             stacked = StackedPass(self.trunk, modules, self._norms, step, updates, candidates)
             restored = partial(self._restored, step.tasks)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from trunks import Setup as TrunkSetup
 
 import cs_kernels as cs
 from cs_kernels.layer_updates import LayerUpdates
+from cs_kernels.ops import backends
 
 METHODS = [
     cs.PCGrad(seed=3, groups="layer"),
@@ -276,6 +278,28 @@ def test_unknown_reach() -> None:
             lambda run: {t: z[AB.index(t)].square().mean() for t, z in run(x).items()}
         )
     opt.step_together(lambda run: {t: sum(y.square().mean() for y in z) for t, z in run(x).items()})
+
+
+def test_backend_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, autograd makes the backward pass in a thread of its own."""
+    trunk = small()
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB)
+    combine, found, flush = cs.ConnectionStrength.combine, set[str | None](), LayerUpdates.flush
+
+    def watched(self: cs.ConnectionStrength, *arguments: Any) -> None:
+        found.add(backends._requested.get())
+        combine(self, *arguments)
+
+    def elsewhere(self: LayerUpdates) -> None:
+        thread = threading.Thread(target=flush, args=(self,))
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(cs.ConnectionStrength, "combine", watched)
+    monkeypatch.setattr(LayerUpdates, "flush", elsewhere)
+    with cs.use_backend("reference"):
+        opt.step_together(lambda run: {t: z.square().mean() for t, z in run(pictures()).items()})
+    assert found == {"reference"}
 
 
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.MGDA(groups="layer")], ids=repr)
