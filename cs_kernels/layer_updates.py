@@ -31,7 +31,7 @@ class LayerUpdates:
         self,
         gradients: TaskGradients,
         step: Step,
-        combine: Callable[[Step], None],
+        combine: Callable[[], None],
         *,
         by_module: bool,
     ) -> None:
@@ -107,7 +107,7 @@ class LayerUpdates:
         if self._waiting:
             with record_function("cs_kernels.surgery"), torch.no_grad():
                 self._gradients.release_own()
-                self._combine(self._step)
+                self._combine()
             self._surgeries.append((self._waiting, self._step.surgery))
         self._waiting, self._bytes = [], 0
 

@@ -595,8 +595,8 @@ class MultiTaskOptimizer:
         with record_function("cs_kernels.step"):
             step = self._new_step(chosen)
             # On a GPU, autograd calls it from a thread that does not know `use_backend`.
-            combine = partial(contextvars.copy_context().run, self._combine_rows)
-            by_module = not self.method.prioritizes
+            context, by_module = contextvars.copy_context(), not self.method.prioritizes
+            combine = partial(context.run, partial(self._combine_rows, step))
             updates = LayerUpdates(self._gradients, step, combine, by_module=by_module)
             candidates = self._parameters_of_layers(modules)
             stacked = StackedPass(self.trunk, modules, self._norms, step, updates, candidates)
