@@ -1,5 +1,6 @@
 """Gramian, weighted sum and sign dropping against the float64 oracle."""
 
+import numpy as np
 import pytest
 import torch
 import torchjd.aggregation
@@ -49,7 +50,8 @@ def test_gramian(backend: str, dtype: torch.dtype, tasks: int, memory: str, miss
     grads = _trunk(tasks, dtype, memory, missing)
     result = _ops.gramian(grads, [0] * len(SHAPES), 1, tasks)[0]
     rows = _rows(grads, tasks, dtype)
-    exact = rows.double() @ rows.double().T
+    wide = rows.double().numpy().astype(np.longdouble)
+    exact = torch.from_numpy((wide @ wide.T).astype(np.float64))
     plain = (rows @ rows.T).double()
     # The plain product may happen to be exact; then the roundings of its sums are allowed.
     rounding = 8 * torch.finfo(torch.float64).eps * exact.abs().max()

@@ -20,7 +20,9 @@ def gramian(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
         if present:
             rows = torch.stack([grad.double().flatten() for grad in of_tensor if grad is not None])
             tasks_of = torch.tensor(present, device=like.device)
-            result[group, tasks_of.unsqueeze(1), tasks_of] += rows @ rows.T
+            products = rows @ rows.T
+            # A matrix product may round the two halves in other ways.
+            result[group, tasks_of.unsqueeze(1), tasks_of] += (products + products.T) / 2
     return result
 
 
