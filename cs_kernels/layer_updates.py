@@ -2,7 +2,7 @@
 
 The backward passes of layers hand over the gradients of all tasks. They wait until those of another
 layer would not fit beside them; then the method combines what waits. So memory holds no more of
-them than the largest layer has, and small layers share one call of an operator.
+them than K times the largest layer has, and small layers share one call of an operator.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -23,7 +23,8 @@ class LayerUpdates:
         gradients: Those of the waiting parameters are in its rows.
         step: Its tasks take part.
         combine: Makes the updates of the parameters in the rows, and leaves the rows empty.
-        by_module: Whether the updates of a module's parameters must be made together.
+        by_module: Whether the method takes all gradients of a module together, and numbers the
+            modules of a step.
 
     """
 
@@ -76,7 +77,7 @@ class LayerUpdates:
 
     def close(self) -> None:
         """Forgets the parameters."""
-        self.taken, self._reached = {}, {}
+        self.taken, self._reached, self._surgeries = {}, {}, []
         self._gradients.modules = ()
 
     def _size(self, parameters: Sequence[Tensor]) -> int:
@@ -91,8 +92,8 @@ class LayerUpdates:
             self.flush()
         self._bytes += size
 
-    def hand_over(self, parameter: Tensor, grads: Sequence[Tensor]) -> None:
-        """Takes a parameter's gradients, in the order of the step's tasks."""
+    def hand_over(self, parameter: Tensor, grads: Iterable[Tensor]) -> None:
+        """Takes a parameter's gradients, one after the other, in the order of the step's tasks."""
         index = self.taken[parameter]
         if index in self._handed:
             raise used_otherwise(self.name_of(parameter), "several times")
@@ -106,16 +107,18 @@ class LayerUpdates:
         """Makes the updates of the waiting parameters."""
         if self._waiting:
             with record_function("cs_kernels.surgery"), torch.no_grad():
+                self._step.surgery = Surgery()
                 self._gradients.release_own()
                 self._combine()
-            self._surgeries.append((self._waiting, self._step.surgery))
+            if self._step.surgery.rows:  # Not if all that waited were one task's own.
+                self._surgeries.append((self._waiting, self._step.surgery))
         self._waiting, self._bytes = [], 0
 
     def surgery(self) -> Surgery:
         """What the method did, as if in one call."""
         self._step.surgery = Surgery()
         if not self._surgeries:
-            return self._step.surgery
+            return self._step.surgery if self.by_module else self._of_no_layer()
         _, first = self._surgeries[0]
         if first.prioritized is not None:
             return _of_prioritized([surgery for _, surgery in self._surgeries])
@@ -128,6 +131,17 @@ class LayerUpdates:
             for n in _ranges(set(self._gradients.layers(parameters)[0])):
                 gramian[n], weights[n] = surgery.gramian[n], surgery.task_weights[n]
         return Surgery(first.rows, first.layers, gramian=gramian, task_weights=weights)
+
+    def _of_no_layer(self) -> Surgery:
+        """All prioritized layers are frozen."""
+        tasks = self._gradients.tasks
+        like = self._gradients.parameters[0]
+        return Surgery(
+            tasks,
+            prioritized=LayerLists.of([]),
+            priorities=like.new_empty(0, dtype=torch.int64),
+            products=like.new_empty((0, len(tasks), len(tasks)), dtype=torch.float64),
+        )
 
 
 def _ranges(numbers: Set[int]) -> Iterator[slice]:
@@ -147,8 +161,6 @@ def _of_prioritized(surgeries: Sequence[Surgery]) -> Surgery:
         priorities = torch.split(surgery.priorities, surgery.prioritized.channels)
         found += zip(surgery.prioritized.layers, priorities, surgery.products, strict=True)
     found.sort(key=lambda of_layer: of_layer[0].weight_index)
-    if not found:
-        return surgeries[0]
     layers, priorities, products = zip(*found, strict=True)
     return Surgery(
         surgeries[0].rows,

@@ -602,8 +602,15 @@ class MultiTaskOptimizer:
             stacked = StackedPass(self.trunk, modules, self._norms, step, updates, candidates)
             restored = partial(self._restored, step.tasks)
             with self._restored_on_error(step.tasks, step) as held, contextlib.closing(stacked):
-                with self._accumulation.passing():
-                    self._passes.stacked_pass(stacked, forward, step, held, restored, self._take)
+                before = self.method.state_dict()
+                try:
+                    with self._accumulation.passing():
+                        self._passes.stacked_pass(
+                            stacked, forward, step, held, restored, self._take
+                        )
+                except BaseException:
+                    self.method.load_state_dict(before)  # It may have made a part of the updates.
+                    raise
                 self._check_covered()
                 step.surgery = updates.surgery()
                 self._optimizer_step()
@@ -1078,6 +1085,7 @@ class MultiTaskOptimizer:
         except Exception as error:
             self._load(before)
             raise ValueError(f"state must be a whole state_dict, got one with {error!r}") from error
+        self._passes.check_graphs()  # They may show what this state has not noted.
         if self._accumulation.step is not None:
             self._clear(held_parameters(self._optimizers))
         self._accumulation.clear()

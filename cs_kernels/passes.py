@@ -6,6 +6,7 @@ caller's forward pass for all tasks (`backward_passes`). The gradients are left 
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ class Seen(NamedTuple):
     unreached: list[nn.Parameter]
     """The parameters of normalizations that their tasks do not reach."""
     reached: dict[str, set[Tensor]]
-    """By task, the leaves that its loss reaches; empty if there may be others."""
+    """By task, the parameters that its loss reaches; empty if there may be others."""
     owners: dict[int, str]
     """The indices of the shared parameters that only one task has ever reached, and that task."""
     shared: list[int]
@@ -273,28 +274,32 @@ class Passes:
     ) -> Seen:
         """Checks the graph of a stacked pass, and notes which task reaches what."""
         leaves, hidden = stacked.reached_by_tasks(pattern)
+        reached: dict[str, set[Tensor]] = {}
         for task, found in leaves.items():
-            reached = [leaf for leaf in found if isinstance(leaf, nn.Parameter)]
-            reached = self._check_held(task, reached, held)
+            parameters = [leaf for leaf in found if isinstance(leaf, nn.Parameter)]
+            reached[task] = set(parameters)
+            parameters = self._check_held(task, parameters, held)
             if not hidden:
-                self._gradients.reach.note_graph(task, reached)
+                self._gradients.reach.note_graph(task, parameters)
         owners = self._gradients.reach.owners()
-        of_any = set[Tensor]().union(*leaves.values())
+        tasks_of = Counter(p for found in reached.values() for p in found)
+        # A parameter in the graph of one loss alone may be a head's.
+        least, of_layers = (min(2, len(reached)), stacked.layers) if hidden else (1, {})
         shared = [
             i
             for i, p in enumerate(self._gradients.parameters)
-            if p.requires_grad and i not in owners and (hidden or p in of_any)
+            if p.requires_grad and i not in owners and (tasks_of[p] >= least or p in of_layers)
         ]
         if hidden:
             return Seen([], {}, owners, shared, unknown=not stacked.uses_all(pattern))
         unreached = [
             parameter
             for norm in self._norms
-            for task, found in leaves.items()
+            for task, found in reached.items()
             for parameter in norm.of(task).parameters()
             if parameter not in found
         ]
-        return Seen(unreached, leaves, owners, shared, unknown=False)
+        return Seen(unreached, reached, owners, shared, unknown=False)
 
     def _weighted(self, task: str, loss: Tensor, step: Step) -> Tensor:
         weighted = self._weighting.weigh(task, loss, step)

@@ -10,7 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,14 @@ def run_of_one(trunk: nn.Module, task: str) -> Run:
     return run
 
 
-Pattern = frozenset[tuple[str, frozenset[int]]]
-"""Each task that takes part, and the numbers of the outputs on which its loss depends."""
+class Pattern(NamedTuple):
+    """What may differ between the graphs of stacked passes."""
+
+    outputs: frozenset[tuple[str, frozenset[int]]]
+    """Each task that takes part, and the numbers of the outputs on which its loss depends."""
+    ran: frozenset[object]
+    """The parameters of each layer, and the normalizations, that have run."""
+
 
 _PLAIN = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
@@ -102,7 +108,9 @@ class StackedPass:
         self._outputs: list[Tensor] = []
         self._reached: dict[str, Reached] = {}
         """By task, the graph between its loss and the outputs."""
-        self._batch = 0
+        self._norms_ran: set[TaskBatchNorm] = set()
+        self._batches: set[int] = set()
+        """The sizes of the batches."""
         self._separation: Separation | None = None
         """While passes are made that show whether the parts stay apart."""
 
@@ -141,7 +149,8 @@ class StackedPass:
                 "run must get tensors with the batch in dimension 0, got the sizes"
                 f" {sorted(map(tuple, sizes))} there"
             )
-        ((self._batch,),) = sizes
+        ((batch,),) = sizes
+        self._batches.add(batch)
         args, kwargs = tree_map_only(Tensor, self._repeated, (args, kwargs))
         before = [(name, buffer, buffer._version) for name, buffer in self._buffers()]
         self._stack.runs = True
@@ -151,7 +160,8 @@ class StackedPass:
             self._stack.runs = False
         self._check_unchanged(before)
         _check_leaves(outputs, "trunk must return")
-        parts = {id(t): self._parts_of(t) for t in tree_leaves(outputs) if isinstance(t, Tensor)}
+        leaves = {id(t): t for t in tree_leaves(outputs) if isinstance(t, Tensor)}
+        parts = {key: self._parts_of(output) for key, output in leaves.items()}
 
         def output_of(number: int) -> Any:
             return tree_map_only(Tensor, lambda output: parts[id(output)][number], outputs)
@@ -182,7 +192,7 @@ class StackedPass:
         return repeated
 
     def _parts_of(self, output: Tensor) -> tuple[Tensor, ...]:
-        self._check_parts(output, "the output of trunk", self._batch)
+        self._check_parts(output, "the output of trunk")
         parts = output.chunk(self._parts)
         if output.requires_grad:
             for part, task in zip(parts, self._chosen, strict=True):
@@ -213,14 +223,17 @@ class StackedPass:
                     self.run(*args, **kwargs)
         finally:
             self._separation = None
+            self._stack.layers.clear()
+            self._norms_ran.clear()
 
-    def _check_parts(self, x: Tensor, name: str, batch: int = 1) -> None:
-        problem = self._problem_of(x, name, batch)
+    def _check_parts(self, x: Tensor, name: str) -> None:
+        problem = self._problem_of(x, name)
         if problem is not None:
             raise problem
 
-    def _problem_of(self, x: Tensor, name: str, batch: int = 1) -> Exception | None:
-        if x.dim() < 1 or x.shape[0] % max(1, self._parts * batch):
+    def _problem_of(self, x: Tensor, name: str) -> Exception | None:
+        parts = [self._parts * max(1, batch) for batch in self._batches]
+        if x.dim() < 1 or all(x.shape[0] % number for number in parts):
             return ValueError(
                 "trunk must keep the batches of the tasks one after the other in dimension 0, got"
                 f" {name} with a tensor of shape {tuple(x.shape)} for {self._parts} tasks: use step"
@@ -243,6 +256,7 @@ class StackedPass:
         given = (kwargs.pop("input"),) if "input" in kwargs else args
         x, rest = given[0], given[1:]
         self._check_parts(x, "a task-specific normalization")
+        self._norms_ran.add(norm)
         parts = zip(self._chosen, x.chunk(self._parts), strict=True)
         normalized = [norm.of(task)(part, *rest, **kwargs) for task, part in parts]
         result = torch.cat(normalized)
@@ -253,14 +267,14 @@ class StackedPass:
         return result
 
     def find_outputs(self, losses: Mapping[str, Tensor], *, trains: bool) -> Pattern:
-        """The outputs on which the losses depend; each loss depends on its own task's alone.
+        """What runs, and the outputs on which losses depend: each on those of its own task alone.
 
         Args:
             losses: By task.
             trains: Whether a parameter of the trunk requires a gradient.
 
         """
-        pattern = set()
+        outputs = set()
         for task in self._chosen:
             reached = self._reached[task] = walk([edge_of(losses[task])], self._edges.keys())
             ends = [self._edges[edge] for edge in reached.features]
@@ -281,12 +295,12 @@ class StackedPass:
                     f"a loss must depend on an output of run, got one for {task!r} that depends on"
                     " none"
                 )
-            pattern.add((task, frozenset(end[1] for end in ends if end is not None)))
-        return frozenset(pattern)
+            outputs.add((task, frozenset(end[1] for end in ends if end is not None)))
+        return Pattern(frozenset(outputs), frozenset([*self._stack.layers, *self._norms_ran]))
 
     def uses_all(self, pattern: Pattern) -> bool:
         """Whether every loss depends on all outputs."""
-        return all(len(numbers) == len(self._outputs) for _, numbers in pattern)
+        return all(len(numbers) == len(self._outputs) for _, numbers in pattern.outputs)
 
     def reached_by_tasks(self, pattern: Pattern) -> tuple[dict[str, set[Tensor]], bool]:
         """The leaves that each loss reaches, and whether there may be others.
@@ -300,7 +314,7 @@ class StackedPass:
             for node in graph.nodes
         )
         found = {}
-        for task, numbers in pattern:
+        for task, numbers in pattern.outputs:
             others = {t for t in self._chosen if t != task}
             of_others = {p for n in self._norms for t in others for p in n.of(t).parameters()}
             inside = {leaf for number in numbers for leaf in graphs[number].leaves}
@@ -348,27 +362,31 @@ class StackedPass:
                 if uses[leaf] > 1:
                     raise used_otherwise(name_of(leaf), "several times or in another way")
 
+    @property
+    def layers(self) -> dict[Tensor, tuple[nn.Parameter, ...]]:
+        """By parameter that a layer has used: the parameters of this layer."""
+        return {parameter: layer for layer in self._stack.layers for parameter in layer}
+
     def end_updates(self) -> None:
         """To be called after the backward pass."""
         self._updates.flush()
 
     def _check_modules(self, taken: Mapping[Tensor, int]) -> None:
         """Raises if a module's parameters are not those of one layer."""
-        layer_of: dict[Tensor, tuple[Tensor, ...]] = {
-            p: layer for layer in self._stack.layers for p in layer
-        }
-        modules: dict[str, set[Tensor]] = {}
+        name_of, layer_of = self._updates.name_of, self.layers
+        uses = Counter(parameter for layer in self._stack.layers for parameter in layer)
+        modules: dict[str, list[Tensor]] = {}
         for parameter in taken:
-            module = self._updates.name_of(parameter).rpartition(".")[0]
-            modules.setdefault(module, set()).add(parameter)
+            if uses[cast("nn.Parameter", parameter)] > 1:
+                raise used_otherwise(name_of(parameter), "several times")
+            modules.setdefault(name_of(parameter).rpartition(".")[0], []).append(parameter)
         for parameters in modules.values():
-            first = next(iter(parameters))
-            if not parameters.issubset(layer_of.get(first, ())):
-                other = next((p for p in parameters if p not in layer_of), first)
+            if not set(layer_of.get(parameters[0], ())).issuperset(parameters):
+                other = next((p for p in parameters if p not in layer_of), parameters[0])
                 raise ValueError(
-                    "trunk must have all parameters that train in convolutions and linear layers,"
-                    " those of a module in one, for step_together with groups='layer', got"
-                    f" {self._updates.name_of(other)} elsewhere: use step, or freeze it"
+                    "trunk must have all parameters that train in modules that are convolutions or"
+                    " linear layers, each used once, for step_together with groups='layer', got"
+                    f" {name_of(other)} elsewhere: use step, or freeze it"
                 )
 
     def _uses(self) -> Counter[Tensor]:

@@ -267,8 +267,7 @@ class _TaskLayer(torch.autograd.Function):
             if takes_weight:
                 inputs = [x] * stack.parts if ctx.once else x.chunk(stack.parts)
                 parts = zip(grads, inputs, strict=True)
-                of_tasks = [_of_weight(g, part, weight, kind) for g, part in parts]
-                updates.hand_over(given, of_tasks)
+                updates.hand_over(given, (_of_weight(g, part, weight, kind) for g, part in parts))
             else:
                 of_weight = _of_weight(grad, x, weight, kind).to(given.dtype)
         if ctx.needs_input_grad[0]:
@@ -276,7 +275,7 @@ class _TaskLayer(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             others = [d for d in range(grad.dim()) if d != (grad.dim() - 1 if kind is None else 1)]
             if takes_bias:
-                updates.hand_over(bias, [g.sum(others) for g in grads])
+                updates.hand_over(bias, (g.sum(others) for g in grads))
             else:
                 of_bias = grad.sum(others).to(bias.dtype)
         return of_input, of_weight, of_bias, None, None, None, None

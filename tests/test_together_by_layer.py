@@ -4,7 +4,7 @@ import copy
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -45,6 +45,8 @@ METHODS = [
     cs.ConFIG(groups="layer"),
     cs.GradVac(beta=0.3, groups="layer"),
     cs.GradVac(target=0.2, groups="layer"),
+    cs.NTKMTL(groups="layer"),
+    cs.DBMTL(groups="layer"),
 ]
 
 
@@ -107,7 +109,7 @@ def test_frozen_weight_or_bias(frozen: str) -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpointing(reentrant: bool) -> None:
     x = pictures().requires_grad_(reentrant)
-    assert_alike(Checkpointed(small(), reentrant), x, method=cs.MGDA(groups="layer"))
+    assert_alike(Checkpointed(small(), reentrant), x, method=cs.PCGrad(groups="layer"))
 
 
 def test_factors_of_the_loss() -> None:
@@ -189,6 +191,155 @@ def test_parameters_that_another_task_reaches_later() -> None:
         assert owned == states[0][1]
 
 
+class Blocks(nn.Module):
+    """The second block does not always run, and may be hidden in a function."""
+
+    def __init__(self, hides: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(3)
+        )
+        self.heads = nn.ModuleDict({t: nn.Linear(3, 1) for t in "abc"})
+        self.never = nn.Linear(3, 3)
+        self.skips, self.hides = False, hides
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.blocks[0](x).tanh()
+        if not self.skips:
+            x = x + self.blocks[1](x).tanh()
+        x = Twice.apply(x) if self.hides else x
+        x = self.blocks[2](x)
+        return [x, x]
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize(
+    "method",
+    [cs.ConnectionStrength(), cs.MGDA(groups="layer"), cs.PCGrad(groups="layer")],
+    ids=repr,
+)
+def test_layers_that_do_not_always_run(method: cs.Method, hides: bool) -> None:
+    """Also if the graph of a step without them is the one that was searched."""
+    torch.manual_seed(0)
+    tasks = ["a", "b", "c"]
+    trunk, x = converted(Blocks(hides), tasks), torch.randn(6, 3).double()
+
+    def loss(trunk: nn.Module, z: list[Tensor], task: str) -> Tensor:
+        return (trunk.heads[task](z[1]) - tasks.index(task)).sin().square().mean()
+
+    skipped = {0, 33, 34, 64}
+    results = []
+    for way in ("step", "together"):
+        own = copy.deepcopy(trunk)
+        opt = cs.MultiTaskOptimizer(own, sgd_of(own), tasks, copy.deepcopy(method))
+        found = []
+        for step in range(66):
+            own.skips = step in skipped
+            if way == "step":
+                opt.step(lambda t: loss(own, own(x), t))
+            else:
+                opt.step_together(lambda run: {t: loss(own, z, t) for t, z in run(x).items()})
+            found.append([p.grad for p in own.parameters()])
+        results.append((found, [*own.state_dict().values()], opt.report().layers))
+    torch.testing.assert_close(results[1][:2], results[0][:2], rtol=1e-8, atol=1e-10)
+    assert results[0][2] == results[1][2]
+
+
+def test_method_after_an_error() -> None:
+    """The state of a method is that of before, even if it has made a part of the updates."""
+    torch.manual_seed(0)
+    trunk, x = converted(Blocks()), torch.randn(6, 3).double()
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, cs.GradVac(beta=0.5, groups="layer"))
+
+    def step() -> None:
+        opt.step_together(
+            lambda run: {t: trunk.heads[t](z[0]).square().mean() for t, z in run(x).items()}
+        )
+
+    step()
+    before = copy.deepcopy(opt.method.state_dict())
+    assert before["targets"].any()
+
+    def fails(grad: Tensor) -> None:
+        raise ArithmeticError
+
+    def watch(module: nn.Module, given: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(fails)
+
+    hook = trunk.blocks[0][1].register_forward_hook(watch)
+    with pytest.raises(ArithmeticError):
+        step()
+    hook.remove()
+    after = opt.method.state_dict()
+    torch.testing.assert_close(after.pop("targets"), before.pop("targets"), rtol=0, atol=0)
+    assert after == before
+
+
+@pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.MGDA(groups="layer")], ids=repr)
+def test_layer_of_a_constant(method: cs.Method) -> None:
+    """The rows of a tensor that is not of the batch are no tasks'."""
+
+    class Grid(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("grid", torch.randn(4, 2))
+            self.at, self.layer, self.norm = nn.Linear(2, 3), nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.norm(self.layer(x) + self.at(self.grid).mean(0))
+            return result
+
+    torch.manual_seed(0)
+    trunk, x = converted(Grid()), torch.randn(6, 3).double()
+    layers = {"at": "norm"} if method.prioritizes else None
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, method, layers=layers)
+    with pytest.raises(ValueError, match=r"got at\.weight with a tensor of shape \(4, 2\)"):
+        opt.step_together(lambda run: {t: z.square().mean() for t, z in run(x).items()})
+
+
+def test_inputs_are_not_kept() -> None:
+    trunk = small()
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, cs.MGDA(groups="layer"))
+    inputs = [pictures().requires_grad_()]
+    opt.step_together(lambda run: {t: z.square().mean() for t, z in run(inputs[0]).items()})
+    alive = weakref.ref(inputs.pop())
+    assert alive() is None
+
+
+def test_method_of_ones_own() -> None:
+    class Shorter(cs.GramianMethod):
+        layerwise = True
+
+        def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
+            length = gramian.diagonal(dim1=-2, dim2=-1).sqrt()
+            return torch.where(length > 0, 1 / length, 0.0)
+
+    assert_alike(small(), pictures(), method=Shorter(groups="layer"))
+
+
+def test_report_without_a_layer() -> None:
+    reports = []
+    for way in ("step", "together"):
+        trunk = small()
+        trunk[0].weight.requires_grad_(False)
+        trunk[3].weight.requires_grad_(False)
+        opt, _ = trained(trunk, pictures(), way)
+        reports.append(opt.report())
+    assert reports[0].rows == reports[1].rows == tuple(AB)
+    assert reports[0].products.shape == reports[1].products.shape == (0, 2, 2)
+
+
 class Odd(nn.Module):
     """A trunk of which one parameter or weight is used in another way."""
 
@@ -209,6 +360,8 @@ class Odd(nn.Module):
             return nn.functional.linear(x, self.two.weight) + self.two.bias
         elif self.does == "mixed":
             x = nn.functional.linear(x, self.two.weight, self.one.bias)
+        elif self.does == "tied":
+            x = nn.functional.linear(self.two(x), self.two.weight)
         elif self.does == "twice":
             x = nn.functional.linear(self.two(x), self.two.weight.clone(), self.two.bias)
         return self.two(x)
@@ -221,6 +374,7 @@ class Odd(nn.Module):
         ("norm", "got norm.weight elsewhere: use step"),
         ("split", "two.bias .* used in "),
         ("mixed", "several times"),
+        ("tied", "two.weight .* several times"),
         ("twice", "two.weight .* used in clone"),
     ],
 )
@@ -246,9 +400,9 @@ def test_refuses_trunks(does: str, match: str) -> None:
 def test_refuses_methods() -> None:
     trunk = small()
 
-    class Remembers(cs.MGDA):
-        def state_dict(self) -> dict[str, Any]:
-            return {"calls": 0}
+    class Weighs(cs.GradVac):
+        def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
+            return super().weights(gramian, step)
 
     class Combines(cs.MGDA):
         def combine(self, *arguments: Any) -> None:
@@ -256,7 +410,7 @@ def test_refuses_methods() -> None:
 
     for method in (
         cs.NashMTL(update_every=2, groups="layer"),
-        Remembers(groups="layer"),
+        Weighs(groups="layer"),
         Combines(groups="layer"),
         cs.MGDA(),
         cs.GradDrop(),
@@ -319,12 +473,16 @@ def test_memory_of_gradients(monkeypatch: pytest.MonkeyPatch, method: cs.Method)
     most, calls = 0, 0
     hand_over, combine = LayerUpdates.hand_over, type(method).combine
 
-    def counted(self: LayerUpdates, parameter: Tensor, grads: Sequence[Tensor]) -> None:
-        nonlocal most
-        alive.extend(map(weakref.ref, grads))
-        present = [grad for grad in (reference() for reference in alive) if grad is not None]
-        most = max(most, sum(grad.numel() for grad in present))
-        hand_over(self, parameter, grads)
+    def counted(self: LayerUpdates, parameter: Tensor, grads: Iterable[Tensor]) -> None:
+        def noted() -> Iterator[Tensor]:
+            nonlocal most
+            for grad in grads:
+                alive.append(weakref.ref(grad))
+                present = [found for found in (known() for known in alive) if found is not None]
+                most = max(most, sum(found.numel() for found in present))
+                yield grad
+
+        hand_over(self, parameter, noted())
 
     def counts(*arguments: Any) -> None:
         nonlocal calls

@@ -56,11 +56,6 @@ class GradVac(GramianMethod):
         self._indices: dict[tuple[tuple[str, ...], ...], tuple[Tensor, ...]] = {}
         """Where some tasks and layers are in the targets, on their device."""
 
-    @property
-    def layerwise(self) -> bool:
-        """The targets of layers with zeros stay as they are."""
-        return self.groups == "layer"
-
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
         """The task weights of the changed gradients; every step draws new orders.
 

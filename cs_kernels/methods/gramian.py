@@ -49,9 +49,9 @@ class GramianMethod(Method):
 
     @property
     def layerwise(self) -> bool:
-        """With groups="layer"; a method with a state has to say so itself."""
-        stateless = type(self).state_dict is GramianMethod.state_dict
-        return self.groups == "layer" and stateless
+        """With groups="layer"; a method with other `weights` than those here says so itself."""
+        known = type(self).weights.__module__.startswith("cs_kernels.")
+        return self.groups == "layer" and known
 
     def check(self, tasks: Sequence[str]) -> None:
         """Checks as every method, and that `weights` takes a step.

@@ -47,11 +47,12 @@ class NashMTL(GramianMethod):
     @property
     def layerwise(self) -> bool:
         """Unless weights are kept."""
-        return self.groups == "layer" and self.update_every == 1
+        return super().layerwise and self.update_every == 1
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
         """Positive; solved anew every `update_every` steps, and for other tasks or layers."""
-        weights = self._keep(gramian, step) if step is not None else self._solved(gramian)
+        keeps = step is not None and self.update_every > 1
+        weights = self._keep(gramian, step) if step and keeps else self._solved(gramian)
         if self.max_norm == 0:
             return weights
         norm = (weights.unsqueeze(-2) @ gramian @ weights.unsqueeze(-1)).squeeze(-1)
@@ -63,8 +64,7 @@ class NashMTL(GramianMethod):
         same = (self._kept["tasks"], self._kept["layers"]) == (step.tasks, step.layers)
         if kept is not None and (not same or kept.shape != gramian.shape[:-1]):
             kept = None
-        # With `update_every` of 1, nothing depends on the number, which a CUDA graph has not.
-        number = step.number if self.update_every > 1 else 0
+        number = step.number
         if kept is not None and 0 < number - self._kept["number"] < self.update_every:
             return kept.to(gramian, copy=True)
         weights = self._solved(gramian)
