@@ -42,7 +42,7 @@ class NashMTL(GramianMethod):
         self.update_every = checked_integer("update_every", update_every, 1)
         self.max_norm = max_norm
         self._kept: dict[str, Any] = {"number": 0, "tasks": (), "layers": (), "weights": None}
-        """The weights before `max_norm`, with their step, tasks and layers."""
+        """With `update_every` > 1, the weights before `max_norm`, their step, tasks and layers."""
 
     @property
     def layerwise(self) -> bool:
@@ -70,14 +70,11 @@ class NashMTL(GramianMethod):
         weights = self._solved(gramian)
         # Weights that are not finite are not kept: the next steps would use them.
         before = torch.ones_like(weights) if kept is None else kept.to(weights)
-        after = torch.where(weights.isfinite().all(), weights, before)
-        if before is kept:
-            after = before.copy_(after)  # In place, for the replays of a CUDA graph.
         self._kept = {
             "number": number,
             "tasks": step.tasks,
             "layers": step.layers,
-            "weights": after,
+            "weights": torch.where(weights.isfinite().all(), weights, before),
         }
         return weights
 
@@ -97,7 +94,7 @@ class NashMTL(GramianMethod):
         self._kept = {"number": state["number"], **tuples, "weights": weights}
 
     def captured_state(self) -> list[Tensor]:
-        """The kept weights.
+        """None: with `update_every` of 1, nothing is kept.
 
         Raises:
             ValueError: `update_every` is above 1: the steps differ.
@@ -107,8 +104,7 @@ class NashMTL(GramianMethod):
             raise ValueError(
                 f"update_every must be 1 in a captured step, got {self.update_every} by {self!r}"
             )
-        kept = self._kept["weights"]
-        return [] if kept is None else [kept]
+        return []
 
     def __repr__(self) -> str:
         return self._repr(update_every=self.update_every, max_norm=self.max_norm)
