@@ -41,7 +41,7 @@ def run_of_one(trunk: nn.Module, task: str) -> Run:
 
 
 class Pattern(NamedTuple):
-    """What may differ between the graphs of stacked passes."""
+    """What a stacked pass used: passes with the same pattern have the same graph."""
 
     outputs: frozenset[tuple[str, frozenset[int]]]
     """Each task that takes part, and the numbers of the outputs on which its loss depends."""
@@ -267,11 +267,15 @@ class StackedPass:
         return result
 
     def find_outputs(self, losses: Mapping[str, Tensor], *, trains: bool) -> Pattern:
-        """What runs, and the outputs on which losses depend: each on those of its own task alone.
+        """The pattern of the pass, from the graphs of the losses.
 
         Args:
             losses: By task.
             trains: Whether a parameter of the trunk requires a gradient.
+
+        Raises:
+            ValueError: A loss depends on an output of another task, on a tensor inside the trunk,
+                or, if the trunk trains, on no output.
 
         """
         outputs = set()

@@ -51,8 +51,10 @@ class NashMTL(GramianMethod):
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
         """Positive; solved anew every `update_every` steps, and for other tasks or layers."""
-        keeps = step is not None and self.update_every > 1
-        weights = self._keep(gramian, step) if step and keeps else self._solved(gramian)
+        if step is None or self.update_every == 1:
+            weights = self._solved(gramian)
+        else:
+            weights = self._keep(gramian, step)
         if self.max_norm == 0:
             return weights
         norm = (weights.unsqueeze(-2) @ gramian @ weights.unsqueeze(-1)).squeeze(-1)
@@ -64,14 +66,13 @@ class NashMTL(GramianMethod):
         same = (self._kept["tasks"], self._kept["layers"]) == (step.tasks, step.layers)
         if kept is not None and (not same or kept.shape != gramian.shape[:-1]):
             kept = None
-        number = step.number
-        if kept is not None and 0 < number - self._kept["number"] < self.update_every:
+        if kept is not None and 0 < step.number - self._kept["number"] < self.update_every:
             return kept.to(gramian, copy=True)
         weights = self._solved(gramian)
         # Weights that are not finite are not kept: the next steps would use them.
         before = torch.ones_like(weights) if kept is None else kept.to(weights)
         self._kept = {
-            "number": number,
+            "number": step.number,
             "tasks": step.tasks,
             "layers": step.layers,
             "weights": torch.where(weights.isfinite().all(), weights, before),
@@ -94,7 +95,7 @@ class NashMTL(GramianMethod):
         self._kept = {"number": state["number"], **tuples, "weights": weights}
 
     def captured_state(self) -> list[Tensor]:
-        """None: with `update_every` of 1, nothing is kept.
+        """Empty: with `update_every` of 1, nothing is kept.
 
         Raises:
             ValueError: `update_every` is above 1: the steps differ.
