@@ -1,6 +1,6 @@
 """Gradient surgery for multi-task learning in PyTorch, at the speed of memory.
 
-The reference implementation of connection-strength-based optimization ("Quantifying Task Priority
+An independent implementation of connection-strength-based optimization ("Quantifying Task Priority
 for Multi-Task Optimization", CVPR 2024). Start at `MultiTaskOptimizer`.
 """
 

@@ -1,12 +1,14 @@
 """Gradients of `backward(update=False)` that wait for their update, and updates not yet used.
 
 They must not get lost: an optimizer step before the update raises, and so does a missing one after.
-No update must be used twice: an optimizer step after `MultiTaskOptimizer.step` raises.
+No update must be used twice: an optimizer step after `MultiTaskOptimizer.step` raises. An exception
+in `backward` drops all gradients that wait, and the next call says so.
 """
 
 import contextlib
+import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +36,16 @@ class Accumulation:
     ) -> None:
         self.step: Step | None = None
         """The step that `backward(update=False)` has begun."""
+        self.calls = 0
+        """The calls of `backward(update=False)` whose gradients wait."""
+        self._dropped = ""
+        """The gradients that an exception has dropped, until a call says so."""
         self._gradients = gradients
         self._optimizers = optimizers
-        self._mark: tuple[nn.Parameter, Tensor, int] | None = None
-        """A parameter, its gradient in `.grad`, and the gradient's version."""
-        self._lent: str | None = None
-        """The name of that parameter, if its gradient is in the rows too."""
+        self._marks: list[tuple[nn.Parameter, Tensor | None, int]] = []
+        """All parameters, their gradients in `.grad`, and the gradients' versions."""
+        self._lent: nn.Parameter | None = None
+        """The first of them, if its gradient is in the rows too."""
         self._unused: tuple[nn.Parameter, int] | None = None
         """A parameter with an update of `backward` in `.grad`, and the parameter's version."""
         self._used: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
@@ -50,11 +56,48 @@ class Accumulation:
 
     def clear(self) -> None:
         """Forgets gradients that wait for their update, and an update that was not used."""
-        self.step = self._mark = self._lent = self._unused = None
+        self.step = self._lent = self._unused = None
+        self.calls = 0
+        self._marks = []
         self._used.clear()
+
+    def restart(self) -> None:
+        """As `clear`, and does not say what an exception has dropped."""
+        self.clear()
+        self._dropped = ""
+
+    def begin(self) -> None:
+        """Begins a new update; warns if an exception has dropped the gradients of the last one."""
+        self.clear()
+        if self._dropped:
+            dropped, self._dropped = self._dropped, ""
+            warnings.warn(f"{dropped}: this call begins a new update", stacklevel=4)
+
+    def wait(self, step: Step) -> None:
+        """Keeps the gradients of a call of `backward(update=False)` for the next one."""
+        self.step = step
+        self.calls += 1
+        self.mark()
+
+    @contextlib.contextmanager
+    def dropped_on_error(self, drop: Callable[[], None]) -> Iterator[None]:
+        """Around `backward`: an exception drops the gradients that wait."""
+        calls = self.calls
+        try:
+            calls *= self.is_open()
+            yield
+        except BaseException as error:
+            if calls:
+                drop()
+                self._dropped = (
+                    f"{type(error).__name__} in backward has dropped the gradients of {calls}"
+                    " calls with update=False before it"
+                )
+            raise
 
     def note_steps(self) -> None:
         """Notes that `MultiTaskOptimizer.step` has stepped the torch optimizers."""
+        self._dropped = ""
         for n, optimizer in enumerate(self._optimizers):
             self._used[n] = [*ends_with_gradient(held_parameters([optimizer]))]
 
@@ -68,25 +111,21 @@ class Accumulation:
             self._passes = False
 
     def mark(self) -> None:
-        """Remembers one gradient in `.grad`, where `zero_grad()` shows."""
+        """Remembers the gradients in `.grad`, and puts one there, so that `zero_grad()` shows."""
         lent = self._gradients.lend()
+        held = held_parameters(self._optimizers)
         if lent is not None:
-            parameter, grad = self._gradients.parameters[lent[0]], lent[1]
-            self._lent = self._gradients.names[lent[0]]
-            parameter.grad = grad
-            self._mark = parameter, grad, grad._version
-            return
-        for parameter in held_parameters(self._optimizers):
-            held = parameter.grad
-            if held is not None and held.layout is torch.strided:
-                self._mark = parameter, held, held._version
-                return
+            self._lent = self._gradients.parameters[lent[0]]
+            self._lent.grad = lent[1]
+            held.insert(0, self._lent)
+        grads = ((parameter, parameter.grad) for parameter in held)
+        self._marks = [(p, grad, 0 if grad is None else grad._version) for p, grad in grads]
 
     def unmark(self) -> None:
         """Takes a gradient of the rows out of `.grad` again."""
-        if self._mark is not None and self._lent is not None:
-            self._mark[0].grad = None
-        self._mark = self._lent = None
+        if self._lent is not None:
+            self._lent.grad = None
+        self._marks, self._lent = [], None
 
     def is_open(self) -> bool:
         """Whether gradients wait for their update, and `zero_grad()` has not dropped them.
@@ -95,21 +134,27 @@ class Accumulation:
             RuntimeError: They were changed, but not set to zero.
 
         """
-        if self.step is None or self._mark is None:
+        dense = (
+            p for p, grad, _ in self._marks if grad is not None and grad.layout is torch.strided
+        )
+        first = next(dense, None)
+        if self.step is None or first is None:
             return self.step is not None
-        parameter, grad, version = self._mark
-        if parameter.grad is not grad:
-            return False
-        if grad._version == version:
+        changed = [
+            p
+            for p, grad, version in self._marks
+            if p.grad is not grad or (grad is not None and grad._version != version)
+        ]
+        if not changed:
             return True
-        if not grad.any():
+        if first.grad is None or (any(p is first for p in changed) and not first.grad.any()):
             return False
-        if self._lent is not None:
-            raise RuntimeError(
-                "the gradients of backward(..., update=False) must stay as they are until their"
-                f" update, got a changed one for {self._lent}: clip or unscale after the update"
-            )
-        return True
+        names = dict(zip(self._gradients.parameters, self._gradients.names, strict=True))
+        name = names.get(changed[0], f"a parameter of shape {tuple(changed[0].shape)}")
+        raise RuntimeError(
+            "the gradients of backward(..., update=False) must stay as they are until their update,"
+            f" got a changed one for {name}: clip or unscale after the update"
+        )
 
     def note_update(self) -> None:
         """Notes that the update is in `.grad`, for the torch optimizer to use."""
@@ -160,7 +205,7 @@ class Accumulation:
                 this._gradients.clear()
 
         def used(*_: object) -> None:
-            this._unused = None
+            this._unused, this._dropped = None, ""
 
         for n, optimizer in enumerate(self._optimizers):
             inner = getattr(optimizer, "optimizer", optimizer)  # A wrapper has one inside.

@@ -140,7 +140,8 @@ class CapturedStep:
         self._closures = closures
         self._tasks = tuple(tasks)
         self._warmup = checked_integer("warmup", warmup, 1)
-        self._modules = list(opt._inner.modules())
+        self._modules: tuple[object, list[nn.Module]] = None, []
+        """Those of `_modules_that_run`, and the versions for which they were found."""
         self._graphs: dict[Phase, _Graph] = {}
         self._warm: Counter[Phase] = Counter()
         """Steps of each phase since its last capture."""
@@ -236,7 +237,8 @@ class CapturedStep:
         held = held_parameters(opt._optimizers)
         parts = [opt.weighting] if phase == 1 else [opt.weighting, opt.method]
         options = [*_options(opt._optimizers)]
-        buffers = (b for module in self._modules for b in module._buffers.values())
+        modules = self._modules_that_run()
+        buffers = (b for module in modules for b in module._buffers.values())
         state = (value for _, value in _state(opt._optimizers))
         candidates = [*held, *opt._shared, *options, *buffers, *state]
         tensors = [value for value in candidates if isinstance(value, Tensor)]
@@ -248,9 +250,9 @@ class CapturedStep:
         ]
         values += [
             opt._trainable,
-            opt._own.version,
+            opt._submodules.version,
             [parameter.data_ptr() for parameter in (*held, *opt._shared)],
-            [module.training for module in self._modules],
+            [module.training for module in modules],
             opt._watcher.version,
             dict(opt._reach.owners()),
             [repr(part) for part in parts],
@@ -260,6 +262,15 @@ class CapturedStep:
         if phase == 2 and opt._conflicts is not None:
             states += opt._conflicts.captured_state()
         return values, tensors + states
+
+    def _modules_that_run(self) -> list[nn.Module]:
+        """Those of the trunk, and the heads and others that a watched pass has run."""
+        watcher = self._opt._watcher
+        version = self._opt._submodules.version, watcher.version, len(watcher.outside)
+        if self._modules[0] != version:
+            outside = sorted(watcher.outside, key=id)
+            self._modules = version, [*self._opt._inner.modules(), *outside]
+        return self._modules[1]
 
     def __repr__(self) -> str:
         return f"CapturedStep(tasks={list(self._tasks)}, captured phases={sorted(self._graphs)})"

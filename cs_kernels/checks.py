@@ -16,7 +16,7 @@ from cs_kernels.distributed.sharded import is_sharded
 from cs_kernels.layout import channels_of, shared_parameters
 from cs_kernels.methods import ConnectionStrength, GramianMethod, Method
 from cs_kernels.nn import TaskBatchNorm, task_norms
-from cs_kernels.ops.operands import MOST_TASKS
+from cs_kernels.ops.operands import DTYPES, MOST_TASKS
 from cs_kernels.schedules import Schedule
 from cs_kernels.weightings import Weighting
 
@@ -190,6 +190,23 @@ def check_devices(shared: Mapping[str, nn.Parameter], tasks: Sequence[str], meth
         raise ValueError(f"tasks must be at most {MOST_TASKS} on a GPU, got {len(tasks)}")
 
 
+def check_dtypes(shared: Mapping[str, nn.Parameter], method: Method) -> None:
+    """The method takes gradients of the types of all shared parameters that train."""
+    if not method.separate_gradients:
+        return
+    for name, parameter in shared.items():
+        is_complex, dtype = parameter.is_complex(), parameter.dtype.to_real()
+        if parameter.requires_grad and (
+            dtype not in DTYPES or (is_complex and not method.takes_complex)
+        ):
+            kinds = ", ".join(str(kind) for kind in DTYPES)
+            pairs = ", or complex pairs of these" if method.takes_complex else ""
+            raise ValueError(
+                f"trunk must have shared parameters of {kinds}{pairs} for {method!r}, got {name} of"
+                f" {parameter.dtype}: use Sum()"
+            )
+
+
 def checked_overrides(
     trunk: nn.Module, layers: Mapping[str, str | None]
 ) -> dict[nn.Parameter, str | None]:
@@ -213,10 +230,10 @@ def checked_overrides(
             )
         if norm is None:
             continue
-        if weight.dim() < 2:
+        if weight.dim() < 2 or weight.is_complex():
             raise ValueError(
-                f"layers must name layers with output channels, got {layer!r} with a weight of"
-                f" shape {tuple(weight.shape)}"
+                f"layers must name layers with real output channels, got {layer!r} with a"
+                f" {weight.dtype} weight of shape {tuple(weight.shape)}"
             )
         follower = modules.get(norm)
         if not isinstance(follower, TaskBatchNorm):

@@ -2,7 +2,8 @@
 
 Autograd hands over its own buffer when `.grad` is None, so a task's row holds the tensors that its
 backward pass left in `.grad`: nothing is copied or added. The updates have buffers that are kept
-from step to step and become `.grad`.
+from step to step and become `.grad`. Methods see a complex gradient as pairs of real numbers, whose
+products are the real inner product.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,11 @@ from torch import Tensor, nn
 
 from cs_kernels.ops.operands import misfits
 from cs_kernels.reach import Reach
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as pairs of real numbers, of shape [..., 2]; a view. Others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 class TaskGradients:
@@ -32,6 +38,7 @@ class TaskGradients:
         self.parameters = list(parameters.values())
         self.tasks = tuple(tasks)
         self.reach = Reach(parameters, tasks)
+        self._has_complex = any(p.is_complex() for p in self.parameters)
         self.rows: list[list[Tensor | None]] = []
         """For each task, in order: a gradient or None for every parameter."""
         self._updates: list[Tensor | None] = [None] * len(self.parameters)
@@ -187,7 +194,8 @@ class TaskGradients:
         rows = self.rows
         if tasks is not None:
             rows = [rows[self.tasks.index(task)] for task in tasks]
-        return [row[i] for i in parameters for row in rows]
+        grads = [row[i] for i in parameters for row in rows]
+        return [g if g is None else as_real(g) for g in grads] if self._has_complex else grads
 
     def layers(self, parameters: Sequence[int]) -> tuple[list[int], tuple[str, ...]]:
         """The index of each parameter's module, and the names of the modules.
@@ -199,12 +207,16 @@ class TaskGradients:
         return [numbers[module] for module in modules], tuple(numbers)
 
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:
-        """The buffers for the updates of some parameters."""
+        """The buffers for the updates of some parameters, real as their gradients in `of`."""
         likes = [self.parameters[i] for i in parameters]
         # A buffer is missing; or the parameter, or its `.grad`, the last update, was moved or cast.
         for n in misfits([self._updates[i] for i in parameters], likes):
             self._updates[parameters[n]] = torch.empty_like(likes[n], requires_grad=False)
-        return [cast("Tensor", self._updates[i]) for i in parameters]
+        return self._real_updates(parameters)
+
+    def _real_updates(self, parameters: Sequence[int]) -> list[Tensor]:
+        updates = [cast("Tensor", self._updates[i]) for i in parameters]
+        return list(map(as_real, updates)) if self._has_complex else updates
 
     def assign(self, parameters: Sequence[int]) -> None:
         """Makes the updates of some parameters their `.grad`, and forgets the rows."""

@@ -227,6 +227,8 @@ def find_layout(
         kinds = {channels_of(modules[name], weight) for name in names}
         channels, out_channel_dim, groups = min(kinds)
         reasons[weight] = _unfit(norm_name, norms, channels)
+        if weight.is_complex():
+            reasons[weight] = f"its weight is {weight.dtype}"
         if len(kinds) > 1:
             reasons[weight] = f"{', '.join(names)} have other dimensions for their outputs"
         if reasons[weight]:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, KeysView, Set
 from functools import lru_cache
@@ -104,6 +105,8 @@ class TaskBatchNorm(nn.Module):
             RuntimeError: No task is active, or torch.fx or torch.jit traces the network.
 
         """
+        if not torch.compiler.is_compiling():
+            _note_run(self, args, kwargs)
         if self._stack is not None:
             stacked: Tensor = self._stack.normalize(self, *args, **kwargs)
             return stacked
@@ -139,6 +142,31 @@ class TaskBatchNorm(nn.Module):
                     own = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
                     state_dict.setdefault(f"{prefix}{task}.{name}", own)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+Run = tuple[tuple[int, object], ...]
+"""The normalizations that ran, in order: the id of each, and the kind of autograd's node that has
+made its input, None if that is not known."""
+
+_recorded = threading.local()
+
+
+@contextlib.contextmanager
+def recorded_norms() -> Iterator[list[tuple[int, object]]]:
+    """The entries of a `Run`, of this thread and the `with` block; compiled code makes none."""
+    before = getattr(_recorded, "ran", None)
+    _recorded.ran = []
+    try:
+        yield _recorded.ran
+    finally:
+        _recorded.ran = before
+
+
+def _note_run(norm: TaskBatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    ran = getattr(_recorded, "ran", None)
+    if ran is not None:
+        x = args[0] if args else kwargs.get("input")
+        ran.append((id(norm), None if norm._stack is not None else type(getattr(x, "grad_fn", 0))))
 
 
 class _FromFeatures(TaskBatchNorm):
@@ -335,7 +363,9 @@ def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
     """Recomputes the running statistics of one task over a data set.
 
     Use it for averaged weights, or after training with too small batches. It works as
-    `torch.optim.swa_utils.update_bn`, which resets the statistics of all tasks.
+    `torch.optim.swa_utils.update_bn`, which resets the statistics of all tasks. Batch normalization
+    in `eval()` is frozen, and keeps its statistics; but in a trunk that is in `eval()` as a whole,
+    those of the task are recomputed.
 
     Args:
         loader: Yields inputs of the trunk, or lists and tuples that begin with one, on the trunk's
@@ -344,8 +374,8 @@ def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
         task: The task, which is active meanwhile; the statistics of the others do not change.
 
     Raises:
-        ValueError: The trunk has no task-specific normalization, one does not know the task, or the
-            loader yields nothing.
+        ValueError: The trunk has no task-specific normalization, one does not know the task, all
+            are frozen, or the loader yields nothing.
 
             After any exception, the statistics are as they were before.
 
@@ -356,11 +386,24 @@ def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
         for child in norm.of(task).modules()
         if isinstance(child, _BatchNorm)
     ]
+    if any(module.training for module in trunk.modules()):
+        norms = [norm for norm in norms if norm.training]
+    if not norms:
+        raise ValueError(
+            f"trunk must have a normalization of {task!r} in training, got all of them in eval()"
+        )
+    frozen = [
+        module
+        for module in trunk.modules()
+        if isinstance(module, _BatchNorm) and not module.training and module not in norms
+    ]
     modes = [(module, module.training) for module in trunk.modules()]
     before = [(norm, norm.momentum, copy.deepcopy(norm._buffers)) for norm in norms]
     batches = 0
     try:
         trunk.train()
+        for norm in frozen:
+            norm.eval()
         for norm in norms:
             norm.reset_running_stats()
             norm.momentum = None  # The mean over all batches.

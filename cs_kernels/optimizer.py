@@ -6,10 +6,10 @@ A joint step: losses -> gradients of every task -> one operator call -> `.grad` 
 
 import contextlib
 import contextvars
-import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from cs_kernels.capture import CapturedStep, refuse_capture
 from cs_kernels.checks import (
     Closure,
     check_devices,
+    check_dtypes,
     check_held,
     check_kinds,
     check_scales,
@@ -65,6 +66,7 @@ from cs_kernels.layout import (
 )
 from cs_kernels.methods import ConnectionStrength, Method
 from cs_kernels.nn import TaskBatchNorm, check_tasks, modules_outside_norms, task_norms
+from cs_kernels.notes import add_note, noted
 from cs_kernels.ops.operands import MOST_TASKS, Entries
 from cs_kernels.options import checked_integer
 from cs_kernels.passes import Backward, Passes, Seen, no_shared_parameter
@@ -112,9 +114,10 @@ class MultiTaskOptimizer:
             `MultiTaskOptimizer.backward` is used. It may multiply the loss by a factor.
         process_group: The ranks that hold the same network, each with batches of its own, such as
             `torch.distributed.group.WORLD`. The gradient of a task is then that of its mean loss
-            over the ranks. Default: that of the DistributedDataParallel around the trunk, if there
-            is one. The ranks of a trunk after `fully_shard` are found from its parameters; a rank
-            that fails there leaves the others in a collective until the timeout of their group.
+            over the ranks. Default: that of `trunk`, if it is a DistributedDataParallel. Of one
+            around the trunk and the heads, hand over the wrapped network as `trunk`. The ranks of a
+            trunk after `fully_shard` are found from its parameters; a rank that fails there leaves
+            the others in a collective until the timeout of their group.
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.
@@ -157,15 +160,18 @@ class MultiTaskOptimizer:
         self.weighting = EqualWeights() if weighting is None else weighting
         self.scaler = scaler
         self._backward = backward
+        self._layers = layers
         if not isinstance(trunk, nn.Module):
             raise TypeError(f"trunk must be a torch.nn.Module, got {described(trunk)}")
+        self._wrappers = Wrappers()
+        for module in trunk.modules():
+            self._wrappers.take(module)
         inner = unwrapped(trunk)
         shared = shared_parameters(inner)
-        self._wrappers = Wrappers(shared.values())
-        self._wrappers.find()
         self._ranks, self._gradients = find_ranks(
             inner, shared, self.tasks, process_group, self._wrappers
         )
+        weakref.finalize(self, self._ranks.close).atexit = False  # The default group may be gone.
         with self._ranks.building():
             self._build(inner, shared, layers or {})
         if isinstance(self._gradients, PartialGradients):
@@ -185,6 +191,7 @@ class MultiTaskOptimizer:
         check_weighting(self.weighting, self.method, self._ranks)
         check_trunk(inner, self.tasks, self.method)
         check_devices(shared, self.tasks, self.method)
+        check_dtypes(shared, self.method)
         self._overrides = checked_overrides(inner, layers)
         check_held(inner, shared, set(held_parameters(self._optimizers)), self.weighting)
 
@@ -194,12 +201,15 @@ class MultiTaskOptimizer:
         self._inner = inner
         self._norms = task_norms(inner)
         self._shared = self._gradients.parameters
+        self._shared_set = set(self._shared)
         self._reach = self._gradients.reach
         self._accumulation = Accumulation(self._gradients, self._optimizers)
         self._statistics = RunningStatistics(inner)
-        self._watcher = Watcher(inner, self._first_use)
+        this = weakref.proxy(self)  # Freed at once when it goes, and its ranks' groups with it.
+        self._watcher = Watcher(inner, lambda module, task: this._first_use(module, task))
         self._passes = Passes(
             inner,
+            self._norms,
             self._watcher,
             self._gradients,
             self._ranks,
@@ -214,8 +224,8 @@ class MultiTaskOptimizer:
         """The watcher's version, and the layout of `_layout_of_all`."""
         self._covered = 0
         """The watcher's version for which a prioritized layer was found."""
-        self._own = Entries(norm._modules for norm in self._norms)
-        """The normalizations of the tasks."""
+        self._submodules = Entries(module._modules for module in inner.modules())
+        """The modules of the trunk, to see when one is exchanged."""
         self._find_parameters_of_norms()
         self._trainable = self._what_trains()
         self._seen = self._watcher.version
@@ -228,8 +238,6 @@ class MultiTaskOptimizer:
         """Whether a report has been asked for."""
         self._conflicts: ConflictCounter | None = None
         """If `count_conflicts` was called."""
-        self._searched = False
-        """Whether `backward` has looked for wrappers around its losses' network."""
 
     def _agree(self, gradients: PartialGradients) -> None:
         """Checks that all ranks train the same, and tells them what passes show from now on."""
@@ -237,7 +245,8 @@ class MultiTaskOptimizer:
         others = [p for p in held_parameters(self._optimizers) if p not in shared]
         gradients.shown = Shown(gradients.shared_reach, self._watcher, self._statistics)
         gradients.scales = self._backward is not None
-        gradients.options = lambda: numeric_options(self._optimizers)
+        optimizers, inner = self._optimizers, self._inner  # Ranks must not keep this alive.
+        gradients.options = lambda: numeric_options(optimizers)
         gradients.control.agree(
             {
                 "tasks, in this order": list(self.tasks),
@@ -258,7 +267,7 @@ class MultiTaskOptimizer:
             },
             self.tasks,
             gradients,
-            lambda: digests(self._inner, held_parameters(self._optimizers)),
+            lambda: digests(inner, held_parameters(optimizers)),
         )
 
     def _first_use(self, module: nn.Module, task: str) -> None:
@@ -275,25 +284,7 @@ class MultiTaskOptimizer:
                 " converted network, or run that part inside active_task(part, task)"
             )
         self._statistics.first_use(module, task)
-        self._take_wrapper(module)
-
-    def _take_wrapper(self, module: nn.Module | None = None) -> None:
-        """Switches off the reductions of a DistributedDataParallel, or of all.
-
-        Raises:
-            ValueError: The ranks are not known.
-
-        """
-        if module is None:
-            self._wrappers.find()
-        else:
-            self._wrappers.take(module)
-        if self._wrappers.group() is not None and not isinstance(self._gradients, PartialGradients):
-            raise ValueError(
-                "process_group must be that of the DistributedDataParallel network, which was built"
-                " after MultiTaskOptimizer, got None: wrap the network first, or do not wrap it and"
-                " give process_group=torch.distributed.group.WORLD"
-            )
+        self._wrappers.take(module)
 
     def __repr__(self) -> str:
         names = " + ".join(type(optimizer).__name__ for optimizer in self._optimizers)
@@ -304,6 +295,49 @@ class MultiTaskOptimizer:
             f" tasks={list(self.tasks)}, method={self.method!r}, schedule={self.schedule!r},"
             f" weighting={self.weighting!r})"
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The arguments and the state: a copy is built from them, as a resumed run is."""
+        if "_copied" in self.__dict__:
+            return dict(self.__dict__["_copied"])
+        if self._accumulation.is_open():
+            raise RuntimeError(
+                "MultiTaskOptimizer must have no gradients of backward(..., update=False) that wait"
+                " when it is copied or pickled, which would lose them: end them with backward(...)"
+            )
+        if self._ranks.size > 1 or isinstance(self._gradients, PartialGradients):
+            raise TypeError(
+                f"MultiTaskOptimizer must be in one process to be copied or pickled, got"
+                f" {self._ranks.size} ranks: save its state_dict()"
+            )
+        names = "trunk", "optimizer", "tasks", "method", "schedule", "weighting", "scaler"
+        arguments = {name: getattr(self, name) for name in names}
+        return {
+            "arguments": {**arguments, "layers": self._layers, "backward": self._backward},
+            "threshold": None if self._conflicts is None else self._conflicts.threshold,
+            "state": self.state_dict(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Builds a copy; if its trunk holds it and is not complete yet, when it is first used."""
+        self.__dict__["_copied"] = state
+        if hasattr(state["arguments"]["trunk"], "_modules"):
+            self._build_copy()
+
+    def _build_copy(self) -> None:
+        state = self.__dict__.pop("_copied")
+        MultiTaskOptimizer.__init__(self, **state["arguments"])
+        self.count_conflicts(state["threshold"])
+        self.load_state_dict(state["state"])
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The first use of a copy that is not built yet."""
+            if "_copied" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            self._build_copy()
+            return getattr(self, name)
 
     @property
     def phase(self) -> Phase:
@@ -327,8 +361,9 @@ class MultiTaskOptimizer:
             TypeError: It is not an integer.
 
         """
-        self._epoch = checked_integer("epoch", epoch, 0)
-        self.weighting.start_epoch(self._epoch)
+        number = checked_integer("epoch", epoch, 0)
+        self.weighting.start_epoch(number)
+        self._epoch = number
 
     def step(
         self, closure: Closure | Iterable[Closure], tasks: Iterable[str] | None = None
@@ -413,7 +448,11 @@ class MultiTaskOptimizer:
             step = self._new_step(chosen, counter)
             if phase == 1:
                 for n, task in enumerate(chosen, 1):
-                    with self._restored_on_error([task], step) as held:
+                    made = f"in Phase 1, the updates of {list(chosen[: n - 1])} have been made"
+                    with (
+                        noted(made if n > 1 else ""),
+                        self._restored_on_error([task], step) as held,
+                    ):
                         self._make_passes([task], closures, step, held, separate=False)
                         if self._watcher.norms_ran:
                             self._check_covered()
@@ -568,8 +607,8 @@ class MultiTaskOptimizer:
         try:
             losses = checked_losses(forward(run_of_one(self.trunk, task)))
         except KeyError as error:
-            if sys.version_info >= (3, 11) and error.args[:1] != (task,):
-                error.add_note("in Phase 1, run gives one task's output: iterate over its items()")
+            if error.args[:1] != (task,):
+                add_note(error, "in Phase 1, run gives one task's output: iterate over its items()")
             raise
         if task not in losses:
             raise ValueError(f"forward must return the loss of {task!r}, got those of {[*losses]}")
@@ -739,8 +778,8 @@ class MultiTaskOptimizer:
                 opt.backward(losses_of(batch), update=i + 1 == len(batches))
             optimizer.step()
 
-        `optimizer.zero_grad()` in between drops these gradients. After an exception in the backward
-        passes or later, all gradients are None, also those of `update=False`.
+        `optimizer.zero_grad()` in between drops these gradients. So does any exception here: all
+        gradients are None, and the next call begins a new update and warns that it does.
 
         With `features`, outputs of the trunk on which all heads build, the method combines the
         gradients of the losses with respect to them: K backward passes of the heads and one of the
@@ -775,7 +814,7 @@ class MultiTaskOptimizer:
 
         """
         self._wrappers.switch_off()
-        with self._ranks.together():
+        with self._ranks.together(), self._accumulation.dropped_on_error(self._drop):
             losses = checked_losses(losses)
             chosen = self._chosen(losses)
             refuse_capture(self._shared[0].device)
@@ -831,8 +870,8 @@ class MultiTaskOptimizer:
             )
         if self._accumulation.is_open():
             raise RuntimeError(
-                "backward with features would forget the gradients of backward(..., update=False):"
-                " end these with backward(...), or forget them by optimizer.zero_grad(), first"
+                "features must be None in a call that ends those with update=False, whose gradients"
+                " are dropped now: end them without features, or call optimizer.zero_grad() first"
             )
 
     def _make_update(
@@ -851,10 +890,7 @@ class MultiTaskOptimizer:
                     f"backward makes joint updates, but {self.schedule!r} is in Phase 1: use step"
                 )
             accumulation.check_update_used()
-            accumulation.clear()
-        if not self._searched:
-            self._searched = True
-            self._take_wrapper()
+            accumulation.begin()
         kind = 1 + (not update) + 2 * is_open
         chosen = self._ranks.begin(chosen, self._call(2, kind, 1))
         step = accumulation.step or self._new_step(chosen)
@@ -877,12 +913,12 @@ class MultiTaskOptimizer:
                 self._combine_at(features, step)
             elif update:
                 self._combine(step)
-        accumulation.step = None if update else step
         if update:
+            accumulation.clear()
             self._finish(step, 2)
             accumulation.note_update()
         else:
-            accumulation.mark()
+            accumulation.wait(step)
         return self._returned(step.recent.losses, chosen)
 
     def trace(self, closure: Closure) -> Coverage:
@@ -1014,9 +1050,9 @@ class MultiTaskOptimizer:
 
         """
         if threshold is None:
-            self._conflicts = None
             if isinstance(self._gradients, PartialGradients):
                 self._gradients.threshold = None
+            self._conflicts = None
             return
         if not self.method.separate_gradients:
             raise ValueError(
@@ -1088,7 +1124,7 @@ class MultiTaskOptimizer:
         self._passes.check_graphs()  # They may show what this state has not noted.
         if self._accumulation.step is not None:
             self._clear(held_parameters(self._optimizers))
-        self._accumulation.clear()
+        self._accumulation.restart()
         self._done = None
         self._ranks.recheck_networks()
 
@@ -1146,15 +1182,32 @@ class MultiTaskOptimizer:
 
     def _notice_changes(self) -> bool:
         """Whether other parameters train than in the last step, or a normalization was replaced."""
-        replaced, trains = self._own.changed(), self._what_trains()
+        replaced, trains = self._submodules.changed(), self._what_trains()
         if not replaced and trains == self._trainable:
             return False
+        self._check_parameters()
+        if replaced:
+            self._submodules.watch(module._modules for module in self._inner.modules())
         self._forget_passes()
         self._trainable = self._what_trains()
         return True
 
+    def _check_parameters(self) -> None:
+        """Raises if the trunk has other parameters than those that the gradients are of."""
+        reshard(self._inner)
+        now = shared_parameters(self._inner)
+        other = [name for name, p in now.items() if p not in self._shared_set]
+        if other or len(now) != len(self._shared):
+            self._trainable = []  # The next step looks again.
+            raise ValueError(
+                "trunk must keep the parameters that it had when MultiTaskOptimizer was built, got"
+                f" {f'another one as {other[0]}' if other else 'fewer'}: build a new one, and load"
+                " the state_dict of this one if the names are the same"
+            )
+
     def _forget_passes(self) -> None:
         """Looks at the next passes anew: other parameters may train, other modules may run."""
+        self._norms[:] = task_norms(self._inner)
         self._find_parameters_of_norms()
         self._passes.forget()
         self._gradients.forget_passes()
@@ -1164,9 +1217,11 @@ class MultiTaskOptimizer:
 
     def _find_parameters_of_norms(self) -> None:
         """Finds them, and those among them that the torch optimizer does not hold."""
-        held = set(held_parameters(self._optimizers))
+        held = held_parameters(self._optimizers)
+        of_optimizer = set(held)
         self._of_norms = [p for norm in self._norms for p in norm.parameters()]
-        self._not_held = [p for p in self._of_norms if p not in held]
+        self._not_held = [p for p in self._of_norms if p not in of_optimizer]
+        self._passes.watch_gradients(held)
 
     def _finish(self, step: Step, phase: Phase) -> None:
         self._done = Done(step, self._steps, self._epoch, phase)
@@ -1184,7 +1239,7 @@ class MultiTaskOptimizer:
         In a compiled network no hook shows it, but the first gradient of the layer's weight does.
         """
         if self._reach.has_new and not watched:
-            self._watcher.forget_tasks()
+            self._watcher.forget()
         self._reach.has_new = False
 
     def _collect(self, task: str) -> None:
@@ -1315,9 +1370,14 @@ class MultiTaskOptimizer:
             yield held
             kept.clear()
         except BaseException:
-            self._clear(held)
-            self._gradients.recover(held)
+            self._drop()
             raise
+
+    def _drop(self) -> None:
+        """Drops all gradients after an exception."""
+        held = held_parameters(self._optimizers)
+        self._clear(held)
+        self._gradients.recover(held)
 
     def _clear(self, held: Sequence[nn.Parameter]) -> None:
         self._gradients.clear()

@@ -5,7 +5,6 @@ caller's forward pass for all tasks (`backward_passes`). The gradients are left 
 """
 
 import contextlib
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cs_kernels.accumulation import ends_with_gradient
 from cs_kernels.checks import Closure, checked_loss, checked_losses
 from cs_kernels.distributed import Ranks, all_sharded_modules, is_sharded, sharded_parameters
 from cs_kernels.features import Features
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.graphs import reached_parameters
-from cs_kernels.nn import active, task_norms
+from cs_kernels.nn import TaskBatchNorm, active
+from cs_kernels.notes import add_note
 from cs_kernels.stacked import Forward, Pattern, StackedPass
 from cs_kernels.step import Step
 from cs_kernels.watching import Watcher, eager
@@ -49,6 +48,7 @@ class Passes:
     def __init__(
         self,
         trunk: nn.Module,
+        norms: Sequence[TaskBatchNorm],
         watcher: Watcher,
         gradients: TaskGradients,
         ranks: Ranks,
@@ -58,7 +58,7 @@ class Passes:
     ) -> None:
         self._trunk = set(trunk.parameters())
         self._modules = list(trunk.modules())
-        self._norms = task_norms(trunk)
+        self._norms = norms
         self._watcher = watcher
         self._gradients = gradients
         self._ranks = ranks
@@ -69,12 +69,22 @@ class Passes:
         """The tasks whose graph was checked."""
         self._seen: dict[Pattern, Seen] = {}
         """By the pattern of a checked stacked pass."""
+        self._witnesses: Sequence[nn.Parameter] = ()
+        """Closures must leave their gradients alone."""
         self._known: set[str] = set()
         """The tasks that have once reached the trunk, which may have been frozen since."""
 
+    def watch_gradients(self, held: Sequence[nn.Parameter]) -> None:
+        """Closures must leave the gradients of the torch optimizer's parameters alone.
+
+        Of normalizations, which have most of the parameters, one stands for all.
+        """
+        others = {p for norm in self._norms[1:] for p in norm.parameters()}
+        self._witnesses = [parameter for parameter in held if parameter not in others]
+
     def forget(self) -> None:
         """Watches the next pass of every task again, and checks its graph."""
-        self._watcher.forget_tasks()
+        self._watcher.forget()
         self.check_graphs()
 
     def check_graphs(self) -> None:
@@ -90,7 +100,7 @@ class Passes:
 
         """
         with active(self._norms, task), torch.enable_grad():
-            with self._watcher.passing(task):
+            with _unchanged_gradients(self._witnesses, task), self._watcher.passing(task):
                 loss = closure(task)
             self._watcher.learned(task)
             if isinstance(loss, Tensor) and loss.requires_grad:
@@ -104,11 +114,11 @@ class Passes:
                 losses = [closure(task).detach().reshape(()) for closure in closures]
                 return sum(losses[1:], losses[0])
         except Exception as error:
-            if sys.version_info >= (3, 11):
-                error.add_note(
-                    f"the step has been made: {self._weighting!r} computes losses again after it,"
-                    " without gradients; with reevaluate=False, it takes those of the next step"
-                )
+            add_note(
+                error,
+                f"the step has been made: {self._weighting!r} computes losses again after it,"
+                " without gradients; with reevaluate=False, it takes those of the next step",
+            )
             raise
 
     def task_pass(
@@ -129,16 +139,8 @@ class Passes:
         # Active in the backward pass too: checkpointing recomputes the trunk there.
         with active(self._norms, task):
             for number, closure in enumerate(closures, 1):
-                # Losses of earlier passes: there are gradients, and the search for one is short.
-                left = ends_with_gradient(held) if step.recent.losses else ()
-                marks = [(p, grad, grad._version) for p, grad in left]
-                with self._watcher.passing(task):
+                with _unchanged_gradients(self._witnesses, task), self._watcher.passing(task):
                     loss = checked_loss(closure(task), task)
-                if any(p.grad is not grad or grad._version != n for p, grad, n in marks):
-                    raise RuntimeError(
-                        "closure must leave the gradients of earlier passes alone, got changed ones"
-                        f" after that of {task!r}: leave out zero_grad() and backward()"
-                    )
                 if any(norm.active != task for norm in self._norms):
                     raise ValueError(
                         f"closure must leave {task!r} active in trunk, got another one: use"
@@ -239,7 +241,8 @@ class Passes:
                     stacked.check_parts(restored, *args, **kwargs)
                 return stacked.run(*args, **kwargs)
 
-            losses = checked_losses(forward(run))
+            with _hint_at_step():
+                losses = checked_losses(forward(run))
         if self._watcher.version != version:  # A layer has first run.
             self._seen.clear()
         if any(p.grad is not None for p in held):
@@ -265,8 +268,7 @@ class Passes:
         stacked.end_updates()
         for parameter in seen.unreached:
             parameter.grad = None  # In place of zeros, which have an effect in an optimizer.
-        for task in tasks:
-            self._watcher.learned(task)
+        self._watcher.learned(*tasks)
         self._seen[pattern] = seen
 
     def _note_stack(
@@ -367,15 +369,50 @@ class Passes:
 
 
 @contextlib.contextmanager
+def _unchanged_gradients(parameters: Sequence[nn.Parameter], task: str) -> Iterator[None]:
+    """Around a closure.
+
+    Raises:
+        RuntimeError: It has changed a gradient in `.grad`.
+
+    """
+    # The version shows changes in place.
+    grads = [parameter.grad for parameter in parameters]
+    versions = [grad._version for grad in grads if grad is not None]
+    yield
+    same = all(p.grad is grad for p, grad in zip(parameters, grads, strict=True))
+    if not same or versions != [grad._version for grad in grads if grad is not None]:
+        raise RuntimeError(
+            f"closure must leave gradients alone, got a changed one after that of {task!r}:"
+            " leave out zero_grad() and backward()"
+        )
+
+
+@contextlib.contextmanager
+def _hint_at_step() -> Iterator[None]:
+    """Tasks' outputs are views of one tensor: torch only says that such views must not change."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "is a view and" in str(error) and "inplace" in str(error):
+            raise ValueError(
+                "forward must not change the outputs of run in place, as a head that begins with"
+                " ReLU(inplace=True) does: use step, or leave out inplace"
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
 def _hint_at_backward() -> Iterator[None]:
     """Losses of one forward pass belong into `backward`; torch only says that its graph is gone."""
     try:
         yield
     except RuntimeError as error:
-        if "through the graph a second time" in str(error) and sys.version_info >= (3, 11):
-            error.add_note(
+        if "through the graph a second time" in str(error):
+            add_note(
+                error,
                 "step(closure) takes a forward pass for each task, and makes the backward passes:"
-                " with losses of one forward pass, call backward({task: loss}) in its place"
+                " with losses of one forward pass, call backward({task: loss}) in its place",
             )
         raise
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cs_kernels.checks import described
 from cs_kernels.graphs import Edge, Reached, edge_of, is_leaf, walk
 from cs_kernels.layer_updates import LayerUpdates, used_otherwise
-from cs_kernels.nn import TaskBatchNorm
+from cs_kernels.nn import TaskBatchNorm, recorded_norms
 from cs_kernels.separation import Separation
 from cs_kernels.step import Step
 from cs_kernels.task_layers import Stack, TaskWeight, is_task_layer
@@ -218,7 +218,7 @@ class StackedPass:
             for kept in (None, 0, self._parts - 1):
                 separation.begin(kept)
                 # The pass itself warns; and checkpointing warns of no_grad.
-                with restored(), torch.no_grad(), warnings.catch_warnings():
+                with restored(), recorded_norms(), torch.no_grad(), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     self.run(*args, **kwargs)
         finally:

@@ -154,10 +154,6 @@ class RunningStatistics:
             own.update(norm.modules())
         self._of_task[None] = [m._buffers for m in trunk.modules() if m not in own]
 
-    def __getstate__(self) -> dict[str, object]:
-        """A copy makes its own snapshots."""
-        return {**vars(self), "_snapshots": {}}
-
     def _modules(self, task: str | None) -> list[Buffers]:
         modules = self._of_task.get(task, [])
         outside = self._outside.get(task, []) if task is not None else []

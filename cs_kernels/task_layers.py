@@ -245,8 +245,12 @@ class _TaskLayer(torch.autograd.Function):
         return y.repeat(stack.parts, *[1] * (y.dim() - 1)) if once else y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "losses must not contain gradients that came through trunk for step_together, got a"
+                " backward pass with create_graph=True, as for a gradient penalty: use step"
+            )
         (x,) = ctx.saved_tensors
         kind, stack, given, bias = ctx.kind, ctx.stack, ctx.weight, ctx.bias
         if given._version != ctx.version:

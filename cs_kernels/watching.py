@@ -2,10 +2,13 @@
 
 A layer's output channels are prioritized if a task-specific normalization consumes exactly the
 tensor that the layer returned, or a view of it with the same channels. The first pass of every task
-is watched, and a later one from the first run of a new layer on.
+is watched, and a later one from the first run of a new layer on. After a pass in which other
+normalizations have run than in watched ones, or on what other operations have made, the next pass
+of every task is watched again.
 """
 
 import contextlib
+import copy
 import sys
 import threading
 import warnings
@@ -20,7 +23,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from cs_kernels.nn import TaskBatchNorm
+from cs_kernels.nn import Run, TaskBatchNorm, recorded_norms, uncompiled
 
 LAYERS = (_ConvNd, nn.Linear)
 
@@ -56,6 +59,18 @@ def _channels(tensor: Tensor, dim: int) -> tuple[object, ...]:
     return tensor.storage_offset(), tensor.numel(), size, tensor.stride(dim) if size > 1 else 1
 
 
+_MOST_FRUITLESS = 3
+"""A network that is different in each pass, or compiled in a function, is then left alone."""
+
+
+def _may_equal(run: Run, known: Run) -> bool:
+    """Whether two runs are alike; a stacked pass does not know what has made an input."""
+    return len(run) == len(known) and all(
+        norm == other and (kind is other_kind or None in (kind, other_kind))
+        for (norm, kind), (other, other_kind) in zip(run, known, strict=True)
+    )
+
+
 class _Produced:
     """The output of a layer."""
 
@@ -83,7 +98,14 @@ def _no_hook() -> object:
     return _nothing
 
 
-class _FirstRun:
+class LocalHook:
+    """A hook that copied and pickled networks are without."""
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return _no_hook, ()
+
+
+class _FirstRun(LocalHook):
     """A hook of a layer that has not run yet."""
 
     def __init__(self, watcher: "Watcher") -> None:
@@ -95,9 +117,6 @@ class _FirstRun:
         watcher = self._watcher()
         if watcher is not None and watcher.thread == threading.get_ident():
             watcher.watch_rest()
-
-    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
-        return _no_hook, ()
 
 
 class Watcher:
@@ -128,16 +147,35 @@ class Watcher:
         self.version = 0
         """Increases when a pass is watched."""
         self._trunk = trunk
-        named = list(trunk.named_modules())
-        self._layers = {n: m for n, m in named if isinstance(m, LAYERS)}
-        self._norms = {n: m for n, m in named if isinstance(m, TaskBatchNorm)}
-        self._inside = weakref.WeakSet(module for _, module in named)
         self._on_first_use = on_first_use
         self._used: dict[str, weakref.WeakSet[nn.Module]] = {}
         self._hooks: list[RemovableHandle] = []
         self._first_runs: dict[str, RemovableHandle] = {}
         self._produced: dict[int, _Produced] = {}
         """By `id` of the output's base."""
+        self._outdated: set[str] = set()
+        """The layers whose normalizations are those seen before `forget`: their next watched run
+        replaces these."""
+        self._is_whole = False
+        """Whether this pass is watched from its beginning."""
+        self._has_gap = False
+        """Whether this pass has shown that the layers must be seen anew."""
+        self._runs: set[Run] = set()
+        """The normalizations of watched passes since `forget`."""
+        self._before: tuple[object, object] | None = None
+        """What had been seen before a pass unlike the watched ones, until another is watched."""
+        self._fruitless = 0
+        """How often in a row nothing new was seen after such a pass."""
+        self._is_compiled = False
+        """Whether a module is compiled, whose normalizations cannot be compared."""
+        self._find()
+
+    def _find(self) -> None:
+        """Finds the modules of the trunk, which may have been exchanged."""
+        named = list(self._trunk.named_modules())
+        self._layers = {n: m for n, m in named if isinstance(m, LAYERS)}
+        self._norms = {n: m for n, m in named if isinstance(m, TaskBatchNorm)}
+        self._inside = weakref.WeakSet(module for _, module in named)
 
     @property
     def has_norms(self) -> bool:
@@ -152,13 +190,16 @@ class Watcher:
         """
         watched = not self.tasks.issuperset(tasks)
         self.thread, self.passing_tasks = threading.get_ident(), tasks
+        self._is_whole = watched
         try:
             with contextlib.ExitStack() as whole_pass:
                 if watched:
                     whole_pass.enter_context(eager())
                     whole_pass.enter_context(self._modules_outside(*tasks))
                     self.watch_rest()
+                ran = whole_pass.enter_context(recorded_norms())
                 yield watched
+                self._compare(tuple(ran))
         finally:
             self._stop()
 
@@ -172,9 +213,11 @@ class Watcher:
         finally:
             self._stop()
 
-    def learned(self, task: str) -> None:
-        """To be called after a pass of a task that did not fail."""
-        self.tasks.add(task)
+    def learned(self, *tasks: str) -> None:
+        """To be called after the passes of a task, or of several at once, that did not fail."""
+        if not self._has_gap:
+            self.tasks.update(tasks)
+        self._has_gap = False
 
     def names_of(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """The names and shapes of parameters, for errors."""
@@ -199,9 +242,37 @@ class Watcher:
                     self.version += 1
         self.norms_ran |= norms_ran
 
-    def forget_tasks(self) -> None:
-        """Watches the next pass of each task again."""
+    def forget(self) -> None:
+        """Watches the next pass of each task again, and learns the layers that run in it anew."""
+        self._fruitless, self._is_compiled, self._before = 0, False, None
+        self._forget()
+
+    def _forget(self) -> None:
         self.tasks.clear()
+        self._runs.clear()
+        self._outdated = set(self.norms)
+        self._find()
+
+    def _compare(self, run: Run) -> None:
+        """After a pass: whether a watched one had the same normalizations, on the same inputs."""
+        if self._is_whole:
+            if self._before is not None:
+                same = self._before == (self.norms, self.other_channels)
+                self._before, self._fruitless = None, self._fruitless + 1 if same else 0
+            self._runs.add(run)
+        elif not (
+            run in self._runs
+            or self._is_compiled
+            or self._fruitless == _MOST_FRUITLESS
+            or any(_may_equal(run, known) for known in self._runs)
+        ):
+            modules = (*self._trunk.modules(), *self.outside)
+            self._is_compiled = any(
+                m._compiled_call_impl is not None or uncompiled(m) is not m for m in modules
+            )
+            if not self._is_compiled:
+                self._has_gap, self._before = True, copy.deepcopy((self.norms, self.other_channels))
+                self._forget()
 
     def watch_rest(self) -> None:
         """Watches the rest of a pass."""
@@ -243,8 +314,10 @@ class Watcher:
                 weakref.finalize(self, hook.remove)
 
     def _remember(self, layer: str, output: object, channel_dim: int) -> None:
-        self.norms.setdefault(layer, set())
-        self.other_channels.setdefault(layer, set())
+        for seen in (self.norms, self.other_channels):
+            if layer in self._outdated or layer not in seen:
+                seen[layer] = set()
+        self._outdated.discard(layer)
         if isinstance(output, Tensor):
             self._produced[id(_memory(output))] = _Produced(layer, output, channel_dim)
 

@@ -140,7 +140,11 @@ def restore(states: list[dict[str, Any]], setup: Setup, *others: Any) -> None:
 
 
 @contextmanager
-def refused(state: Callable[[], object], error: type[Exception], match: str) -> Iterator[None]:
+def refused(
+    state: Callable[[], object],
+    error: type[Exception] | tuple[type[Exception], ...],
+    match: str,
+) -> Iterator[None]:
     """Asserts that the block raises and leaves the state as it was."""
     before = copy.deepcopy(state())
     with pytest.raises(error, match=match):

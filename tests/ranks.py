@@ -1,5 +1,7 @@
 """Processes that train together in tests, each a rank, with gloo on this machine."""
 
+import gc
+import itertools
 import multiprocessing
 import tempfile
 import traceback
@@ -19,19 +21,28 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     """Runs the functions that it is sent, until there are no more."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # New tensors are filled with NaN.
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT
-    )
-    while True:
+    gc.freeze()  # What was imported: collections between the functions are short.
+    for number in itertools.count():
         try:
             function, arguments = connection.recv()
         except EOFError:
             return
+        # Anew for each function: its threads end with it.
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}{number}",
+            rank=rank,
+            world_size=size,
+            timeout=TIMEOUT,
+        )
         torch.manual_seed(0)
         try:
-            connection.send((True, function(rank, *arguments)))
+            answer = True, function(rank, *arguments)
         except BaseException:
-            connection.send((False, traceback.format_exc()))
+            answer = False, traceback.format_exc()
+        gc.collect()
+        dist.destroy_process_group()
+        connection.send(answer)
 
 
 class Ranks:

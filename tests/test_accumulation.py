@@ -1,7 +1,9 @@
 """Micro-batches: gradients that add up, and what would lose them."""
 
 import copy
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from networks import (
     GRAMIAN_METHODS,
     TASKS,
     Setup,
+    Whole,
     assert_equal,
     assert_same_gradients,
     flat_grad,
@@ -200,23 +203,123 @@ def test_gradients_that_wait_must_stay_as_they_are() -> None:
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     with pytest.raises(RuntimeError, match="clip or unscale after the update"):
         opt.backward({task: loss(task) for task in AB})
+    with pytest.warns(UserWarning, match="RuntimeError in backward has dropped the gradients"):
+        opt.backward({task: loss(task) for task in AB})
+
+
+def _freed(loss: Callable[[str], Tensor], parameters: list[nn.Parameter]) -> dict[str, Tensor]:
+    broken = loss("a")
+    torch.autograd.grad(broken, parameters)  # Frees its graph.
+    return {"a": broken}
+
+
+@pytest.mark.parametrize("method", [cs.PCGrad(), cs.Sum()], ids=repr)
+@pytest.mark.parametrize(
+    ("failing", "error"),
+    [
+        (_freed, RuntimeError),
+        (lambda loss, _: {"c": loss("a")}, ValueError),
+        (lambda loss, _: {"a": loss("a").detach()}, ValueError),
+        (lambda loss, _: [loss("a")], TypeError),
+    ],
+    ids=["autograd", "unknown task", "no graph", "no mapping"],
+)
+def test_a_failed_micro_batch_ends_the_update(
+    method: cs.Method, failing: Callable[..., Any], error: type[Exception]
+) -> None:
+    """One rule for all causes: what has added up is dropped, and the next call says so, once."""
+    model, loss, opt = started_problem(method)
+    shared = [*model.trunk.parameters()]
+    for _ in range(2):
+        opt.backward({task: loss(task) for task in AB}, update=False)
+    with pytest.raises(error):
+        opt.backward(failing(loss, shared), update=False)
+    assert all(p.grad is None for p in model.parameters())
+    twin, other, straight = started_problem(method)
+    straight.backward({task: other(task) for task in AB})
+    said = rf"{error.__name__} in backward has dropped the gradients of 2 calls"
+    with pytest.warns(UserWarning, match=said) as caught:
+        opt.backward({task: loss(task) for task in AB}, update=False)
+    assert [warning.filename for warning in caught] == [__file__]
     opt.optimizer.zero_grad()
     opt.backward({task: loss(task) for task in AB})
+    assert_same_gradients(model.trunk, twin.trunk)
 
 
-def test_a_failed_micro_batch_ends_the_update() -> None:
+@pytest.mark.parametrize("restart", ["step", "optimizer.step", "load_state_dict", "none waited"])
+def test_what_was_dropped_is_not_said_after_a_new_start(restart: str) -> None:
     model, loss, opt = started_problem(cs.PCGrad())
-    opt.backward({task: loss(task) for task in AB}, update=False)
-    broken = loss("a")
-    torch.autograd.grad(broken, [*model.trunk.parameters()])  # Frees its graph.
-    with pytest.raises(RuntimeError, match="second time"):
-        opt.backward({"a": broken}, update=False)
-    assert all(p.grad is None for p in model.parameters())
-    # Nothing of it is left.
+
+    def losses() -> dict[str, Tensor]:
+        return {task: loss(task) for task in AB}
+
+    if restart != "none waited":
+        opt.backward(losses(), update=False)
+    with pytest.raises(TypeError):
+        opt.backward(losses, update=False)
+    if restart == "step":
+        opt.step(loss)
+    elif restart == "optimizer.step":
+        opt.optimizer.step()
+    elif restart == "load_state_dict":
+        opt.load_state_dict(opt.state_dict())
+    opt.backward(losses())
     twin, other, straight = started_problem(cs.PCGrad())
-    opt.backward({task: loss(task) for task in AB})
+    if restart == "step":
+        straight.step(other)
     straight.backward({task: other(task) for task in AB})
     assert_same_gradients(model.trunk, twin.trunk)
+
+
+@pytest.mark.parametrize("method", [cs.PCGrad(), cs.Sum()], ids=repr)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.heads.zero_grad(),
+        lambda model: nn.utils.clip_grad_norm_(model.heads.parameters(), 1e-3),
+        lambda model: model.heads["a"](torch.ones(1, 6).double()).sum().backward(),
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+        lambda model: model.trunk[2](torch.ones(1, 8).double()).sum().backward(),
+    ],
+    ids=["zero_grad of heads", "clipped heads", "backward", "clipped", "backward of a layer"],
+)
+def test_every_gradient_must_stay_as_it_is(
+    method: cs.Method, change: Callable[[Whole], object]
+) -> None:
+    """Also a head's, and with methods that keep no rows."""
+    model, loss, *_ = problem()
+    opt = cs.MultiTaskOptimizer(
+        model.trunk, sgd_of(model.trunk, model.heads), AB, copy.deepcopy(method)
+    )
+    opt.backward({task: loss(task) for task in AB}, update=False)
+    change(model)
+    with pytest.raises(RuntimeError, match="must stay as they are until their update"):
+        opt.backward({task: loss(task) for task in AB})
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
+def test_a_copy_would_lose_gradients_that_wait(copied: Callable[[object], object]) -> None:
+    model, loss, opt = started_problem(cs.PCGrad())
+    opt.backward({task: loss(task) for task in AB}, update=False)
+    with pytest.raises(RuntimeError, match="when it is copied or pickled"):
+        copied((model, opt))
+    opt.backward({task: loss(task) for task in AB})
+    copied((model, opt))
+
+
+def test_refusals_that_protect_an_update_do_not_drop_it() -> None:
+    model, loss, opt = started_problem(cs.PCGrad())
+    opt.backward({task: loss(task) for task in AB})
+    update = flat_grad(model.trunk)
+    with pytest.raises(RuntimeError, match=r"still in \.grad"):
+        opt.backward({task: loss(task) for task in AB})
+    assert torch.equal(update, flat_grad(model.trunk))
+    opt.optimizer.step()
+    opt.backward({task: loss(task) for task in AB}, update=False)
+    with pytest.raises(RuntimeError, match="step would forget"):
+        opt.step(loss)
+    opt.backward({task: loss(task) for task in AB})
 
 
 def test_a_refused_checkpoint_leaves_micro_batches_alone() -> None:

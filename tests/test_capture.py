@@ -143,6 +143,28 @@ def _evaluate(loop: Loop) -> Callable[[int], None]:
     return lambda number: loop.setup.trunk.train(number < 5) and None
 
 
+def _with_normalized_heads(loop: Loop) -> None:
+    """Whose statistics a step changes, and whose normalization is another one in evaluation."""
+    for task, head in loop.setup.heads.items():
+        loop.setup.heads[task] = nn.Sequential(nn.BatchNorm2d(6, affine=False).double(), head)
+
+
+def _evaluate_heads(loop: Loop) -> Callable[[int], None]:
+    _with_normalized_heads(loop)
+    return lambda number: loop.setup.heads.train(number < 5) and None
+
+
+def _replace_buffer_of_a_head(loop: Loop) -> Callable[[int], None]:
+    _with_normalized_heads(loop)
+
+    def call(number: int) -> None:
+        norm = loop.setup.heads["depth"][0]
+        if number == 5:
+            norm.running_mean = norm.running_mean + 1
+
+    return call
+
+
 def _replace_buffer(loop: Loop) -> Callable[[int], None]:
     def call(number: int) -> None:
         norm = next(iter(cs.nn.task_norms(loop.setup.trunk))).of("depth")
@@ -203,7 +225,9 @@ def _swap(loop: Loop) -> Callable[[int], None]:
         _move,
         _reload,
         _evaluate,
+        _evaluate_heads,
         _replace_buffer,
+        _replace_buffer_of_a_head,
         _replace_norm,
         _clip,
         _option,

@@ -1,11 +1,14 @@
 """State dictionaries: a resumed run goes on bit by bit, and one that does not fit is refused."""
 
 import copy
+import io
+import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from networks import Setup, assert_equal, restore, saved, started_problem
+from networks import TASKS, Setup, assert_equal, restore, saved, started_problem
 
 import cs_kernels as cs
 
@@ -48,6 +51,89 @@ def test_resumed_run_is_bit_equal(
     assert_equal(straight[0].state(), resumed[0].state())
     assert straight[1].state_dict() == resumed[1].state_dict()
     assert straight[0].optimizer.param_groups[0]["lr"] == options["lr"] * 0.5**4
+
+
+def _through_a_file(parts: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(parts, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+KINDS = dict.fromkeys(TASKS, "regression")
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda parts: pickle.loads(pickle.dumps(parts)), _through_a_file],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+@pytest.mark.parametrize(
+    ("method", "schedule", "weighting"),
+    [
+        (cs.ConnectionStrength(), cs.Mixed(4, seed=1), cs.FAMO()),
+        (cs.PCGrad(seed=2), cs.Joint(), cs.DynamicWeightAverage()),
+        (cs.NashMTL(update_every=3), cs.Joint(), cs.UncertaintyWeights(KINDS)),
+        (cs.GradVac(), cs.Switch(1), cs.RandomWeights(3)),
+    ],
+    ids=repr,
+)
+def test_a_copy_trains_on_bit_equal(
+    copied: Callable[[Any], Any], method: cs.Method, schedule: cs.Schedule, weighting: cs.Weighting
+) -> None:
+    """The whole object, with the network and the torch optimizer."""
+    setup = Setup()
+    method, weighting = copy.deepcopy((method, weighting))
+    if weighting.parameters():
+        setup.optimizer.add_param_group({"params": weighting.parameters()})
+    layers = {"bare": None, "stem": "stem_norm"}
+    opt = setup.start(method, schedule, weighting=weighting, layers=layers)
+    opt.count_conflicts(0.1)
+    opt.start_epoch(0)
+    for step in range(4):
+        opt.step(setup.closure(step))
+    twin, other = copied((setup, opt))
+    states = []
+    for parts, optimizer in ((setup, opt), (twin, other)):
+        for step in range(4, 8):
+            optimizer.start_epoch(step // 2)
+            optimizer.step(parts.closure(step))
+        states.append((parts.state(), str(optimizer.state_dict()), str(optimizer.conflicts())))
+    assert other.trunk is twin.trunk
+    assert_equal(states[0][0], states[1][0])
+    assert states[0][1:] == states[1][1:]
+
+
+class Own(torch.nn.Module):
+    """A network that holds its own optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2).double()
+        self.sgd = torch.optim.SGD(self.parameters(), lr=0.1)
+        self.opt = cs.MultiTaskOptimizer(self, self.sgd, ["a", "b"], cs.PCGrad())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layer(x)
+        return result
+
+    def train_step(self, x: torch.Tensor) -> None:
+        self.opt.step(lambda task: (self(x) - (1 if task == "a" else -1)).square().mean())
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda own: pickle.loads(pickle.dumps(own))], ids=["copy", "pickle"]
+)
+def test_a_network_that_holds_its_optimizer(copied: Callable[[Any], Any], twice: bool) -> None:
+    own, x = Own(), torch.randn(5, 3, dtype=torch.float64)
+    own.train_step(x)
+    twin = copied(copied(own)) if twice else copied(own)
+    for network in (own, twin):
+        network.train_step(x)
+    assert twin.opt.trunk is twin
+    assert_equal([*own.parameters()], [*twin.parameters()])
+    assert twin.opt.state_dict() == own.opt.state_dict()
 
 
 def test_checkpoints_that_do_not_fit_are_refused_whole() -> None:

@@ -1,7 +1,13 @@
 """Many ranks: the bits of each other, and what one process gives on the whole batch."""
 
+import gc
+import pickle
 import re
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -177,7 +183,7 @@ def _one_forward_pass(
         fully_shard(plain, mesh=mesh)
     parameters = list(plain.parameters())
     sgd = torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=0.1)
-    opt = cs.MultiTaskOptimizer(plain, sgd, TASKS, METHODS[method](), **options)
+    opt = cs.MultiTaskOptimizer(network, sgd, TASKS, METHODS[method](), **options)
     batches = torch.randn(5, 12, 5)
     returned = []
     for batch in batches:
@@ -275,8 +281,8 @@ def _forgotten(rank: int, size: int, kind: str) -> list[Tensor]:
             parameter.grad.mul_(0.5)
     with pytest.raises(RuntimeError, match="clip or unscale after the update"):
         opt.backward(trunk(mine[1]))
-    sgd.zero_grad()
-    opt.backward(trunk(mine[1]))
+    with pytest.warns(UserWarning, match="has dropped the gradients of 1 calls"):
+        opt.backward(trunk(mine[1]))
     sgd.step()
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters]
     return [p.detach().clone() for p in whole]
@@ -305,36 +311,241 @@ def _inside_ddp(rank: int, size: int, kind: str) -> Any:
     torch.manual_seed(0)
     plain = Whole()
     network: nn.Module = plain
-    if kind in ("find_unused_parameters", "static_graph"):
-        network = nn.parallel.DistributedDataParallel(plain, **{kind: True})
+    if size > 1:
+        flags = {} if kind == "no group" else {kind: True}
+        network = nn.parallel.DistributedDataParallel(plain, **flags)
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-    try:
-        opt = cs.MultiTaskOptimizer(plain.trunk, sgd, TASKS, cs.PCGrad())
-    except ValueError as error:
-        return str(error)
-    if kind == "after":
-        network = nn.parallel.DistributedDataParallel(plain)
+    options = {} if size == 1 or kind == "no group" else {"process_group": dist.group.WORLD}
+    with pytest.warns(UserWarning, match="missing on 2") if kind == "no group" else nullcontext():
+        opt = cs.MultiTaskOptimizer(plain.trunk, sgd, TASKS, cs.PCGrad(), **options)
     x = torch.randn(4, 12, 5)
     try:
         for batch in x:
-            mine = batch if kind == "alone" else batch.chunk(size)[rank]
-            if kind == "after, backward":
-                network = nn.parallel.DistributedDataParallel(plain)
-                opt.backward({task: network(mine, task) for task in TASKS})
+            mine = batch if size == 1 else batch.chunk(size)[rank]
             opt.step(lambda task, mine=mine: network(mine, task))
             if kind == "find_unused_parameters":
                 network.require_backward_grad_sync = True  # As Lightning does after its step.
-    except ValueError as error:
+    except (RuntimeError, ValueError) as error:
         return str(error)
     return [p.detach().clone() for p in plain.parameters()]
 
 
 def test_a_wrapper_around_trunk_and_heads(pools: Callable[[int], Ranks]) -> None:
+    """`step` sees it in its first pass."""
     first, second = pools(2).run(_inside_ddp, 2, "find_unused_parameters")
     assert_equal(first, second)
     assert_near(first, _inside_ddp(0, 1, "alone"))
     for text in pools(2).run(_inside_ddp, 2, "static_graph"):
         assert re.match("DistributedDataParallel must be built without static_graph=True", text)
-    for kind in ("after", "after, backward"):
-        for text in pools(2).run(_inside_ddp, 2, kind):
-            assert re.match("process_group must be that of the DistributedDataParallel", text)
+    for text in pools(2).run(_inside_ddp, 2, "no group"):
+        assert re.match("process_group must be that of the DistributedDataParallel", text)
+
+
+def _handed_over_plain(rank: int, size: int) -> list[Tensor]:
+    """The trunk's own forward pass shows the wrapper around it; ranks have other tasks."""
+    buckets.BUCKET_BYTES = 100
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 7))
+    heads = nn.ModuleDict({task: nn.Linear(7, 3) for task in TASKS})
+    network = plain if size == 1 else nn.parallel.DistributedDataParallel(plain)
+    parameters = [*plain.parameters(), *heads.parameters()]
+    sgd = torch.optim.SGD(parameters, lr=0.1)
+    group = None if size == 1 else dist.group.WORLD
+    opt = cs.MultiTaskOptimizer(plain, sgd, TASKS, cs.PCGrad(), process_group=group)
+    for batch in torch.randn(6, 12, 5):
+        losses = {}
+        for n, part in enumerate(batch.chunk(2)):  # Each part has labels for some tasks.
+            if size == 1 or n == rank:
+                z = network(part)
+                for task in TASKS[n : n + 2]:
+                    loss = (heads[task](z) - TASKS.index(task)).square().mean()
+                    losses[task] = (losses[task] + loss) / 2 if task in losses else loss
+        opt.backward(losses)
+        sgd.step()
+    return [p.detach().clone() for p in parameters]
+
+
+def test_a_wrapped_trunk_that_is_handed_over_plain(pools: Callable[[int], Ranks]) -> None:
+    first, second = pools(2).run(_handed_over_plain, 2)
+    assert_equal(first, second)
+    assert_near(first, _handed_over_plain(0, 1))
+
+
+def _wrapped_without_a_group(rank: int, size: int) -> str:
+    plain = nn.Linear(3, 2)
+    network = nn.parallel.DistributedDataParallel(plain)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="missing on 2 ranks"):
+        opt = cs.MultiTaskOptimizer(plain, sgd, TASKS, cs.PCGrad())
+    try:
+        y = network(torch.ones(2, 3)).square().mean()
+        opt.backward(dict.fromkeys(TASKS, y))
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_wrapper_without_a_group_in_backward(pools: Callable[[int], Ranks]) -> None:
+    for text in pools(2).run(_wrapped_without_a_group, 2):
+        assert text.startswith("process_group must be that of the DistributedDataParallel")
+
+
+def _wrapped_for_two(rank: int, size: int) -> list[tuple[bool, bool]]:
+    """Two optimizers on one wrapper, as in a cell of a notebook that is run twice."""
+    network = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+    sgd = torch.optim.SGD(network.parameters(), lr=0.1)
+    found = []
+
+    def note() -> None:
+        found.append((network.require_backward_grad_sync, network.require_forward_param_sync))
+
+    first = cs.MultiTaskOptimizer(network, sgd, TASKS, cs.PCGrad())
+    second = cs.MultiTaskOptimizer(network, sgd, TASKS, cs.PCGrad())
+    note()
+    del first
+    note()
+    del second
+    note()
+    return found
+
+
+def test_a_wrapper_is_switched_on_by_its_last_optimizer(pools: Callable[[int], Ranks]) -> None:
+    for found in pools(2).run(_wrapped_for_two, 2):
+        assert found == [(False, False), (False, False), (True, True)]
+
+
+def _other_ranks(rank: int, size: int, wrapped: bool) -> str:
+    """A group that is not the wrapper's."""
+    groups = [dist.new_group([n]) for n in range(size)]
+    plain = nn.Linear(3, 2)
+    network = nn.parallel.DistributedDataParallel(plain)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    trunk = network if wrapped else plain
+    try:
+        opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad(), process_group=groups[rank])
+        opt.step(lambda task: network(torch.ones(2, 3)).square().mean())
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_group_that_is_not_the_wrapper_s(pools: Callable[[int], Ranks], wrapped: bool) -> None:
+    for rank, text in enumerate(pools(2).run(_other_ranks, 2, wrapped)):
+        assert text.startswith("process_group must have the ranks of the DistributedDataParallel")
+        assert text.endswith(f"around trunk, [0, 1], got [{rank}]")
+
+
+def _with_frozen_garbage(rank: int, size: int) -> tuple[list[Tensor], list[Tensor], list[bool]]:
+    """The network is fine-tuned plainly after the optimizer has gone."""
+    torch.manual_seed(0)
+    plain = Dense()
+    network = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
+    gc.freeze()
+    gc.disable()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    opt = cs.MultiTaskOptimizer(network, sgd, TASKS, cs.PCGrad())
+    x = torch.randn(4, 12, 5)
+    for batch in x:
+        mine = batch.chunk(size)[rank]
+        opt.step(lambda task, mine=mine: network(mine)[task])
+    trained = [p.detach().clone() for p in plain.parameters()]
+    flags = [network.require_backward_grad_sync]
+    del opt
+    gc.enable()
+    flags += [network.require_backward_grad_sync, network.require_forward_param_sync]
+    for batch in x:
+        sgd.zero_grad()
+        mine = batch.chunk(size)[rank]
+        sum(network(mine).values()).backward()
+        sgd.step()
+    return trained, [p.detach().clone() for p in plain.parameters()], flags
+
+
+def test_a_wrapper_reduces_again_when_the_optimizer_is_gone(pools: Callable[[int], Ranks]) -> None:
+    first, second = pools(2).run(_with_frozen_garbage, 2)
+    assert_equal(first[:2], second[:2])
+    assert first[2] == [False, True, True]
+
+
+def _threads() -> int:
+    return len([*Path("/proc/self/task").iterdir()])
+
+
+def _groups_of_an_optimizer(rank: int, size: int, fails: bool) -> tuple[int, int, int]:
+    """The threads before an optimizer, with it, and after it has gone; without a collection."""
+    network = Network("replicated", rank, size)
+    gc.collect()
+    gc.disable()
+    before = _threads()
+    if fails:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="layers must name"):
+                network.start(METHODS["PCGrad"](), layers={"nowhere": None})
+        return before, before, _threads()
+    for _ in range(3):  # The groups of each are other ones, under other names.
+        opt = network.start(METHODS["PCGrad"]())
+        opt.step(partial(network.loss, 0))
+        opt.report()
+        during = _threads()
+        del opt, network.opt
+    gc.enable()
+    return before, during, _threads()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_groups_end_with_their_optimizer(pools: Callable[[int], Ranks], fails: bool) -> None:
+    for before, during, after in pools(3).run(_groups_of_an_optimizer, 3, fails):
+        assert before == after
+        assert fails or during > before
+
+
+def _on_another_device(rank: int, size: int) -> list[Tensor]:
+    """Messages stay on the hosts."""
+    results = []
+    for device in ("cpu", "meta"):
+        network = Network("replicated", rank, size)
+        torch.set_default_device(device)
+        try:
+            opt = network.start(METHODS["CAGrad"](), both_phases())
+            opt.start_epoch(1)
+            for step in range(3):
+                opt.step(partial(network.loss, step))
+        finally:
+            torch.set_default_device("cpu")
+        results.append(network.state())
+    assert_equal(*results)
+    return results[0]
+
+
+def test_another_default_device(pools: Callable[[int], Ranks]) -> None:
+    first, second = pools(2).run(_on_another_device, 2)
+    assert_equal(first, second)
+
+
+def _one_warning(rank: int, size: int) -> list[str]:
+    """Ranks that no argument names, and those that one does."""
+    said = []
+    for kind in ("alone", "replicated", "DDP", "fully_shard"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Network(kind, rank, size).start(METHODS["PCGrad"]())
+        said += [str(w.message) for w in caught if "process_group" in str(w.message)]
+    return said
+
+
+def test_ranks_that_nothing_names_are_warned(pools: Callable[[int], Ranks]) -> None:
+    for said in pools(2).run(_one_warning, 2):
+        assert len(said) == 1
+        assert said[0].startswith("process_group= is missing on 2 ranks")
+
+
+def _pickled(rank: int, size: int) -> str:
+    opt = Network("replicated", rank, size).start(METHODS["PCGrad"]())
+    with pytest.raises(TypeError) as caught:
+        pickle.dumps(opt)
+    return str(caught.value)
+
+
+def test_an_optimizer_of_many_ranks_is_not_pickled(pools: Callable[[int], Ranks]) -> None:
+    assert all("save its state_dict()" in text for text in pools(2).run(_pickled, 2))

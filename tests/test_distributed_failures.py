@@ -258,6 +258,7 @@ def _with_sharded_heads(rank: int, size: int, fails: bool) -> list[Tensor]:
     return [p.full_tensor().detach() for p in parameters]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="fully_shard cannot be reset")
 def test_shards_after_a_backward_pass_that_fails(pools: Callable[[int], Ranks]) -> None:
     first, second = pools(2).run(_with_sharded_heads, 2, True)
     assert_equal(first, second)
@@ -426,13 +427,13 @@ def _other_groups(rank: int, size: int) -> str:
     sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
     options: Any = {"process_group": dist.group.WORLD}
     if rank != 1:
-        dist.new_group([0, 2], use_local_synchronization=True)
+        dist.new_group([0, 2])
     try:
         with pytest.raises(RuntimeError) as caught:
             cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad(), **options)
     finally:
         if rank == 1:
-            dist.new_group([1], use_local_synchronization=True)
+            dist.new_group([0, 2])
     cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad(), **options)
     return str(caught.value)
 

@@ -1,7 +1,9 @@
 """A step that fails leaves everything as it was."""
 
 import copy
+import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -216,6 +218,34 @@ def test_snapshots_do_not_pile_up() -> None:
     for tasks in (TASKS, TASKS[::-1], TASKS[:2], TASKS[1:], TASKS[:1], TASKS[2:], TASKS[1::-1]):
         opt.step(setup.closure(0), tasks=tasks)
     assert len(opt._statistics._snapshots) == len(TASKS) + 1
+
+
+def test_phase_1_keeps_the_updates_of_earlier_tasks() -> None:
+    """Each is a step of its own; a note says which have been made, where Python has notes."""
+    (setup, opt), (twin, other) = (started(schedule=cs.Sequential()) for _ in range(2))
+
+    def fails(task: str) -> Tensor:
+        loss = setup.closure(0)(task)
+        if task == TASKS[2]:
+            raise KeyError(task)
+        return loss
+
+    with pytest.raises(KeyError) as caught:
+        opt.step(fails)
+    other.step(twin.closure(0), tasks=TASKS[:2])
+    assert_equal(setup.state(grads=False), twin.state(grads=False))
+    assert all(p.grad is None for p in setup.parameters())
+    if sys.version_info >= (3, 11):
+        said = f"in Phase 1, the updates of {TASKS[:2]} have been made"
+        assert caught.value.__notes__ == [said]
+    # A mistake in the first task's pass, or one that needs no pass, comes before any update.
+    for call in (
+        lambda: opt.step(lambda task: setup.closure(0)(task).detach()),
+        lambda: opt.step([setup.closure(0), None]),
+        lambda: opt.step(setup.closure(0), tasks=[TASKS[0], "flow"]),
+    ):
+        with refused(partial(setup.state, False), (TypeError, ValueError), "closure|tasks"):
+            call()
 
 
 @BOTH_PHASES

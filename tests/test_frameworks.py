@@ -349,7 +349,7 @@ def test_gradients_in_the_buckets_of_ddp(group: None, views: bool) -> None:
         trunk: nn.Module = model.trunk
         if wrapped:
             trunk = nn.parallel.DistributedDataParallel(trunk, gradient_as_bucket_view=views)
-        opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, cs.PCGrad())
+        opt = cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad())
         torch.manual_seed(1)
         x = torch.randn(7, 5)
         for _ in range(3):

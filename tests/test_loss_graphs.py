@@ -133,6 +133,20 @@ def test_parameters_that_were_replaced(method: cs.Method, schedule: cs.Schedule)
         opt.step(setup.closure(0))
 
 
+@pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.PCGrad()], ids=repr)
+def test_a_new_parameter_that_the_optimizer_holds(method: cs.Method) -> None:
+    """It would get the plain sum."""
+    setup, opt = started(method)
+    opt.step(setup.closure(0))
+    stem = setup.trunk.stem
+    stem.weight = nn.Parameter(stem.weight.detach().clone())
+    setup.optimizer.add_param_group({"params": [stem.weight]})
+    for _ in range(2):
+        with refused(partial(setup.state, False), ValueError, r"got another one as stem\.weight"):
+            opt.step(setup.closure(1))
+    setup.start(method).step(setup.closure(1))
+
+
 def test_a_task_whose_part_is_frozen_later() -> None:
     """It reaches no shared parameter then, which is allowed."""
 

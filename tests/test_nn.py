@@ -381,6 +381,36 @@ def test_update_bn() -> None:
         cs.nn.update_bn(loader, trunk, "flow")
 
 
+def test_update_bn_leaves_frozen_normalizations_alone() -> None:
+    """Plain ones and the task's; but a trunk in evaluation is not taken for a frozen one."""
+    loader = [torch.randn(8, 3) for _ in range(3)]
+    layers = [nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3)]
+    trunk = nn.Sequential(*layers, cs.nn.TaskBatchNorm1d(3, TASKS), nn.BatchNorm1d(3))
+    trunk[3].eval()
+    trunk[5].eval()
+    trunk.add_module("6", cs.nn.TaskBatchNorm1d(3, TASKS).eval())
+    for evaluates in (False, True):
+        if evaluates:
+            trunk.eval()
+        before = copy.deepcopy(trunk.state_dict())
+        cs.nn.update_bn(loader, trunk, "depth")
+        after = trunk.state_dict()
+        changed = {name.rpartition(".")[0] for name in after if not after[name].equal(before[name])}
+        assert changed == ({"4.depth", "6.depth"} if evaluates else {"1", "4.depth"})
+        assert not any(trunk[n].training for n in (3, 5, 6))
+    trunk.eval()
+    trunk[5:].train()
+    before = copy.deepcopy(trunk.state_dict())
+    cs.nn.update_bn(loader, trunk, "depth")
+    assert not trunk[6].of("depth").running_mean.equal(before["6.depth.running_mean"])
+    assert trunk[4].of("depth").running_mean.equal(before["4.depth.running_mean"])
+    trunk.train()
+    for norm in cs.nn.task_norms(trunk):
+        norm.eval()
+    with refused(trunk.state_dict, ValueError, "must have a normalization of 'depth' in training"):
+        cs.nn.update_bn(loader, trunk, "depth")
+
+
 def test_a_lazy_normalization_has_to_run_first() -> None:
     module = nn.Sequential(nn.Linear(2, 4), nn.LazyBatchNorm1d())
     with pytest.raises(ValueError, match=r"must have run once.*got 1, a LazyBatchNorm1d"):
@@ -389,7 +419,9 @@ def test_a_lazy_normalization_has_to_run_first() -> None:
     cs.nn.convert_task_batchnorm(module, AB)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit:DeprecationWarning", "ignore:`torch.jit:FutureWarning"
+)
 def test_traces_of_a_converted_network_are_refused() -> None:
     """They would keep one task for good; traces of one task's network are allowed."""
     trunk, x = _trained()

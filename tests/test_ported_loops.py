@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from networks import AB, BOTH_PHASES, Setup, assert_equal, refused, sgd_of, started, started_problem
+from networks import (
+    AB,
+    BOTH_PHASES,
+    EVERY_METHOD,
+    Setup,
+    assert_equal,
+    refused,
+    sgd_of,
+    started,
+    started_problem,
+)
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -200,9 +210,29 @@ def test_a_closure_that_changes_gradients(
         change(setup, task)
         return setup.closure(0)(task)
 
-    with refused(partial(setup.state, False), RuntimeError, "closure must leave the gradients"):
+    with refused(partial(setup.state, False), RuntimeError, "closure must leave gradients"):
         opt.step(closure)
     assert all(p.grad is None for p in setup.parameters())
+    opt.step(setup.closure(0))
+
+
+@BOTH_PHASES
+@EVERY_METHOD
+def test_a_closure_that_makes_its_own_backward_pass(
+    method: cs.Method, schedule: cs.Schedule
+) -> None:
+    """With its graph retained: each gradient would count twice."""
+    setup, opt = started(method, schedule)
+
+    def closure(task: str) -> Tensor:
+        loss = setup.closure(0)(task)
+        loss.backward(retain_graph=True)
+        return loss
+
+    for call in (opt.step, opt.trace):
+        with refused(partial(setup.state, False), RuntimeError, "closure must leave gradients"):
+            call(closure)
+        setup.optimizer.zero_grad()
     opt.step(setup.closure(0))
 
 
@@ -215,7 +245,7 @@ def test_a_closure_that_changes_gradients_between_micro_batches() -> None:
 
     opt.step(closure)  # Nothing is lost: every task has a step of its own.
     opt.step([closure, setup.closure(1)])
-    with pytest.raises(RuntimeError, match="closure must leave the gradients of earlier passes"):
+    with pytest.raises(RuntimeError, match="closure must leave gradients alone"):
         opt.step([setup.closure(1), closure])
 
 

@@ -908,3 +908,49 @@ def test_heads_in_trunk() -> None:
         results.append((own.state_dict(), str(opt.coverage())))
     torch.testing.assert_close(results[0][0], results[1][0], **CLOSE)
     assert results[0][1] == results[1][1]
+
+
+def _normed(head: nn.Module) -> tuple[nn.Module, nn.ModuleDict, cs.MultiTaskOptimizer]:
+    trunk = converted(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
+    heads = nn.ModuleDict({task: copy.deepcopy(head) for task in AB}).double()
+    return trunk, heads, cs.MultiTaskOptimizer(trunk, sgd_of(trunk, heads), AB)
+
+
+def test_a_head_that_begins_in_place() -> None:
+    """Torch's own sentence is about views."""
+    trunk, heads, opt = _normed(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 1)))
+    x = torch.randn(5, 3).double()
+
+    def forward(run: Run) -> dict[str, Tensor]:
+        return {task: heads[task](z).square().mean() for task, z in run(x).items()}
+
+    with refused(trunk.state_dict, ValueError, r"ReLU\(inplace=True\) does: use step"):
+        opt.step_together(forward)
+    opt.step(lambda task: heads[task](trunk(x)).square().mean())
+
+
+@pytest.mark.parametrize("of", ["input", "weight"])
+def test_a_gradient_penalty(of: str) -> None:
+    """It would need the layers' second derivatives."""
+    trunk, heads, opt = _normed(nn.Linear(4, 1))
+    x = torch.randn(5, 3).double()
+
+    def loss(task: str, z: Tensor, x: Tensor) -> Tensor:
+        loss = heads[task](z).square().mean()
+        (grad,) = torch.autograd.grad(
+            loss, x if of == "input" else trunk[0].weight, create_graph=True
+        )
+        result: Tensor = loss + grad.square().sum()
+        return result
+
+    def forward(run: Run) -> dict[str, Tensor]:
+        leaf = x.clone().requires_grad_()
+        return {task: loss(task, z, leaf) for task, z in run(leaf).items()}
+
+    def closure(task: str) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        return loss(task, trunk(leaf), leaf)
+
+    with refused(trunk.state_dict, ValueError, "as for a gradient penalty: use step"):
+        opt.step_together(forward)
+    opt.step(closure)

@@ -273,6 +273,180 @@ def test_a_whole_network_of_tasks() -> None:
     assert str(coverage).startswith("1 of 2 shared parameters are prioritized, 75.0 % of 16")
 
 
+class Exchanged(nn.Module):
+    """Two layers and two normalizations, one behind the other in either order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.one, self.other, self.third = (nn.BatchNorm1d(4) for _ in range(3))
+        self.name = "one"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = getattr(self, self.name)(self.first(x))
+        return self.other(self.second(x)) if self.name == "one" else self.second(x)
+
+
+def _exchanged() -> tuple[nn.Module, cs.MultiTaskOptimizer, Callable[[str], Tensor]]:
+    torch.manual_seed(0)
+    trunk, x = cs.nn.convert_task_batchnorm(Exchanged(), AB), torch.randn(16, 4)
+    scales = torch.tensor([2.0, 2.0, 0.1, 0.1])
+    for norm, flips in ((trunk.one, False), (trunk.third, True)):  # Opposed priorities.
+        for child, flips_more in zip(norm.children(), (False, True), strict=True):
+            child.weight.data = scales.flip(0) if flips != flips_more else scales.clone()
+    return trunk, optimizer_of(trunk), lambda task: _conflict(trunk, x, task)
+
+
+def _by_attribute(trunk: nn.Module) -> None:
+    trunk.one, trunk.third = trunk.third, trunk.one
+
+
+def _by_name(trunk: nn.Module) -> None:
+    trunk.name = "third"
+
+
+@pytest.mark.parametrize("change", [_by_attribute, _by_name])
+@pytest.mark.parametrize("traces", [False, True])
+def test_a_normalization_that_is_exchanged(
+    change: Callable[[nn.Module], None], traces: bool
+) -> None:
+    """Its own scale and variance give the priority from the next step on, or from a trace."""
+    trunk, opt, loss = _exchanged()
+    opt.step(loss)
+    before, priority = {"first.weight": "one", "second.weight": "other"}, opt.priority()["first"]
+    assert opt.coverage().prioritized == before
+    change(trunk)
+    twin = copy.deepcopy(trunk)
+    x = torch.randn(16, 4)
+    fresh = optimizer_of(twin)
+    if traces:
+        opt.trace(lambda task: _conflict(trunk, x, task))
+        fresh.trace(lambda task: _conflict(twin, x, task))
+    else:
+        opt.step(lambda task: _conflict(trunk, x, task))
+        fresh.step(lambda task: _conflict(twin, x, task))
+    assert opt.coverage().prioritized == fresh.coverage().prioritized
+    assert (opt.coverage().prioritized == before) == (change is _by_attribute)
+    assert_equal(opt.priority(), fresh.priority())
+    assert torch.equal(opt.priority()["first"], 1 - priority)
+    assert_equal([*trunk.parameters()], [*twin.parameters()])
+
+
+class Changing(nn.Module):
+    """Two layers and two normalizations, behind one another as `how` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.one, self.other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        self.how = "plain"
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, y = self.first(x), self.second(x)
+        if self.how == "exchanged":
+            return self.other(x) + self.one(y)
+        if self.how == "one for both":
+            return self.one(x) + self.one(y)
+        if self.how == "without":
+            return self.one(x) + y
+        if self.how == "activated":
+            x = torch.relu(x)
+        return self.one(x) + self.other(y)
+
+
+def _step(opt: cs.MultiTaskOptimizer, trunk: nn.Module, x: Tensor, *, together: bool) -> None:
+    def loss(task: str, y: Tensor) -> Tensor:
+        return (1 if task == "a" else -2) * y.sum() + y.square().mean()
+
+    if together:
+        opt.step_together(lambda run: {task: loss(task, y) for task, y in run(x).items()})
+    else:
+        opt.step(lambda task: loss(task, trunk(x)))
+
+
+@pytest.mark.parametrize(
+    ("how", "together"),
+    [
+        ("exchanged", False),
+        ("one for both", False),
+        ("without", False),
+        ("activated", False),
+        ("exchanged", True),
+    ],
+)
+def test_normalizations_that_have_run_before_in_other_places(how: str, together: bool) -> None:
+    """And back: a step sees the layers as a new optimizer would; one pass for all, the next one."""
+    torch.manual_seed(0)
+    trunk, x = cs.nn.convert_task_batchnorm(Changing(), AB), torch.randn(16, 4)
+    opt = optimizer_of(trunk)
+    order = [n for n in ("plain", "exchanged", how, "plain", how) for _ in range(2)]
+    for step, now in enumerate(order):
+        trunk.how = now
+        twin = copy.deepcopy(trunk)
+        fresh = optimizer_of(twin)
+        _step(opt, trunk, x, together=together)
+        _step(fresh, twin, x, together=together)
+        if together and step % 2 == 0:
+            continue
+        found, expected = opt.coverage(), fresh.coverage()
+        assert (found.prioritized, found.plain) == (expected.prioritized, expected.plain)
+        assert_equal([*trunk.parameters()], [*twin.parameters()])
+    version = opt._watcher.version
+    for _ in range(3):  # What was seen goes on to hold.
+        _step(opt, trunk, x, together=together)
+    assert opt._watcher.version == version
+
+
+def test_a_network_that_is_different_in_each_pass() -> None:
+    """It is not watched for ever, if nothing new is seen."""
+    torch.manual_seed(0)
+    trunk, x = cs.nn.convert_task_batchnorm(Deep(), AB), torch.randn(16, 4)
+    opt = optimizer_of(trunk, lr=1e-3)
+    for step in range(40):
+        order = torch.randperm(3, generator=torch.Generator().manual_seed(step)).tolist()
+
+        def loss(task: str, order: list[int] = order) -> Tensor:
+            y = x
+            for n in order:
+                y = torch.relu(trunk.blocks[n](y))
+            return (1 if task == "a" else -2) * y.sum() + y.square().mean()
+
+        opt.step(loss)
+        if step == 20:
+            version = opt._watcher.version
+    assert opt._watcher.version == version
+    assert len(opt.coverage().prioritized) == 3
+
+
+def test_normalizations_that_take_turns() -> None:
+    """A layer has no priority if they change from step to step, and the report says why."""
+    torch.manual_seed(0)
+    trunk, x = cs.nn.convert_task_batchnorm(Changing(), AB), torch.randn(16, 4)
+    opt = optimizer_of(trunk, cs.Sum())
+    for step in range(9):
+        trunk.how = "exchanged" if step % 2 else "plain"
+        opt.step(lambda task: _conflict(trunk, x, task))
+    assert opt.coverage().plain["first.weight"] == "several normalizations follow: one, other"
+
+
+def test_a_normalization_that_is_exchanged_in_the_last_pass_of_a_step() -> None:
+    """It is seen in the next step. Layers that do not run in it keep what was seen before."""
+    trunk, opt, loss = _exchanged()
+    opt.step(loss)
+
+    def later(task: str) -> Tensor:
+        trunk.name = "third" if task == "b" else "one"
+        return loss(task)
+
+    opt.step(later)
+    trunk.name = "third"
+    opt.step(loss)
+    assert opt.coverage().prioritized["first.weight"] == "third"
+    version = opt._watcher.version
+    opt.step(loss)
+    assert opt._watcher.version == version
+
+
 # --- Conversion and a task's life ---------------------------------------------------------------
 
 

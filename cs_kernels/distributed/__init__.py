@@ -7,6 +7,7 @@ the hosts; `replicated` and `sharded` are the gradients, of which a rank holds a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
@@ -53,10 +54,13 @@ def find_ranks(
 ) -> tuple[Ranks, TaskGradients]:
     """The ranks that train a trunk, and this one's gradients of its shared parameters.
 
+    Warns if there are several ranks, and neither a sharded trunk nor a process group says so.
+
     Raises:
         TypeError: `process_group` is not a process group.
-        ValueError: It does not contain this process, or is given for a sharded trunk; or the trunk
-            is sharded in another way than `fully_shard` does.
+        ValueError: It does not contain this process, has other ranks than a wrapper of the trunk,
+            or is given for a sharded trunk; or the trunk is sharded in another way than
+            `fully_shard` does.
 
     """
     if not shared:
@@ -74,6 +78,16 @@ def find_ranks(
         return control, ShardedGradients(shared, tasks, control, mesh, trunk)
     group = wrappers.group() if process_group is None else process_group
     if group is None:
+        is_alone = not (dist.is_available() and dist.is_initialized())
+        if not is_alone:
+            wrappers.watch(trunk, [])
+        if not is_alone and dist.get_world_size() > 1:
+            warnings.warn(
+                f"process_group= is missing on {dist.get_world_size()} ranks: each trains a network"
+                " of its own; give process_group=torch.distributed.group.WORLD, or the"
+                " DistributedDataParallel network as trunk",
+                stacklevel=3,
+            )
         return Alone(), TaskGradients(shared, tasks)
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
@@ -81,12 +95,8 @@ def find_ranks(
             f" torch.distributed.group.WORLD after init_process_group, got {group!r}"
         )
     ranks = dist.get_process_group_ranks(group)
+    wrappers.watch(trunk, ranks)
     control = Control(ranks, group, device, sharded=False)
     # The user's own collectives, as those of SyncBatchNorm, may come in between in any order.
-    own = dist.new_group(
-        ranks,
-        timeout=timeout_of(group, device),
-        backend=dist.get_backend(group),
-        use_local_synchronization=True,
-    )
+    own = control.new_group(ranks, timeout_of(group, device), dist.get_backend(group))
     return control, ReplicatedGradients(shared, tasks, control, own)

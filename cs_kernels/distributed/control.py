@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from cs_kernels.distributed.collectives import all_gather
 from cs_kernels.distributed.ranks import Call, Facts, RankError, RankPasses, Shown
+from cs_kernels.notes import add_note
 
 Kind = Literal["begin", "passed", "failed"]
 _KINDS: tuple[Kind, ...] = ("begin", "passed", "failed")
@@ -42,13 +43,21 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout
 
 
-def _check_names(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises RuntimeError if new groups would have other names on other ranks, and wait for ever.
+def _names_are_counted(ranks: int) -> bool:
+    """Whether a new group of some ranks gets a name that no group before it has had.
 
-    Torch numbers the names by the groups that a rank has.
+    Torch numbers groups of all ranks. Before 2.14, the name of any other group depends on the
+    groups there are: after one was destroyed, the next one would find its entries in the store.
     """
+    return ranks == dist.get_world_size() or torch.__version__ >= "2.14"
+
+
+def _check_names(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises RuntimeError if a new group would have other names on other ranks, and deadlock."""
     world = getattr(dist.distributed_c10d, "_world", None)
-    count = torch.tensor([len(getattr(world, "pg_names", ()))], device=device)
+    counted = _names_are_counted(dist.get_world_size(group))
+    number = getattr(world, "group_count", 0) if counted else len(getattr(world, "pg_names", ()))
+    count = torch.tensor([number], device=device)
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size(group))]
     dist.all_gather(counts, count, group=group)
     found = [int(number) for number in counts]
@@ -97,18 +106,17 @@ class Control:
         self._ranks = list(ranks)
         # A rank that has failed waits here for others, which wait for it in their collectives.
         self._timeout = 2 * timeout_of(group, device) + timedelta(seconds=10)
+        self._made: list[dist.ProcessGroup] = []
         _check_names(group, device)
-        self._group = self._new_group(range(self.size))
+        (self._group,) = self._of_hosts([range(self.size)])
         self._rings = [self._group]
         """The groups to send a message around, one after the other."""
         rows = grid_rows(self.size)
         if rows > 1:
             width = self.size // rows
-            row, column = divmod(self.rank, width)
-            self._rings = [
-                self._new_group(range(row * width, (row + 1) * width)),
-                self._new_group(range(column, self.size, width)),
-            ]
+            of_row = [range(row * width, (row + 1) * width) for row in range(rows)]
+            of_column = [range(column, self.size, width) for column in range(width)]
+            self._rings = [*self._of_hosts(of_row), *self._of_hosts(of_column)]
         self._sharded = sharded
         self._tasks: tuple[str, ...] = ()
         self._passes: RankPasses | None = None
@@ -122,15 +130,34 @@ class Control:
         self._received = False
         """Whether the failure of a step is known to all ranks."""
 
-    def _new_group(self, members: Iterable[int]) -> dist.ProcessGroup:
-        """A group of some of the ranks, by their indices."""
+    def _of_hosts(self, groups: Iterable[Sequence[int]]) -> list[dist.ProcessGroup]:
+        """Of some groups of the ranks, by their indices: those with this rank, for messages."""
+        made = []
+        for members in groups:
+            group = self.new_group([self._ranks[n] for n in members], self._timeout, "gloo")
+            made += [group] if self.rank in members else []
+        return made
+
+    def new_group(
+        self, ranks: Sequence[int], timeout: timedelta, backend: str
+    ) -> dist.ProcessGroup:
+        """A group of some of the ranks, until `close`; all of them call this."""
+        is_whole = self.size == dist.get_world_size()
         group: dist.ProcessGroup = dist.new_group(
-            [self._ranks[n] for n in members],
-            timeout=self._timeout,
-            backend="gloo",
-            use_local_synchronization=True,
+            list(ranks), timeout=timeout, backend=backend, use_local_synchronization=not is_whole
         )
+        if _names_are_counted(self.size) and dist.get_rank() in ranks:
+            self._made.append(group)
         return group
+
+    def close(self) -> None:
+        """Destroys the groups that were made here, and their threads.
+
+        Before torch 2.14, only if they are of all ranks.
+        """
+        while self._made:
+            with contextlib.suppress(ValueError):  # All groups have been destroyed before.
+                dist.destroy_process_group(self._made.pop())
 
     # --- before the first step ---
 
@@ -300,7 +327,7 @@ class Control:
                         f" and others of {self._ranks} did not answer: they have ended, or have"
                         f" not come to this step in time; {_text(error)}"
                     ) from error
-                error.add_note(f"the other ranks of {self._ranks} did not answer")
+                add_note(error, f"the other ranks of {self._ranks} did not answer")
                 raise error from None
             raise
 
@@ -317,7 +344,8 @@ class Control:
         plan = self._passes.plan() if kind == "begin" and self._passes is not None else 0
         padding = [0] * (len(self._tasks) - len(order))
         tail = plan, changed, self._checks > 0, len(order)
-        message = torch.tensor([_KINDS.index(kind), *self._call, *order, *padding, *tail])
+        numbers = _KINDS.index(kind), *self._call, *order, *padding, *tail
+        message = torch.tensor(numbers, device="cpu")
         received = message
         for ring in self._rings:
             sent = received

@@ -247,11 +247,11 @@ class PartialGradients(TaskGradients):
         reached = dict.fromkeys(self.reached())
         own = [i for i in self.reach.owners() if i in reached]
         if own:
-            weights = torch.ones(1, len(self.rows), dtype=torch.float64)
+            device = self.parameters[own[0]].device
             torch.ops.cs_kernels.combine_(
                 self.updates(own),
                 self.of(own),
-                weights.to(self.parameters[own[0]].device),
+                torch.ones(1, len(self.rows), dtype=torch.float64, device=device),
                 [0] * len(own),
                 len(self.rows),
             )

@@ -68,6 +68,9 @@ class Ranks(Protocol):
     def recheck_networks(self) -> None:
         """Checks in the next step that ranks hold the same parameters."""
 
+    def close(self) -> None:
+        """Ends the messages."""
+
 
 class Alone:
     """One process."""
@@ -101,6 +104,9 @@ class Alone:
         return contextlib.nullcontext()
 
     def recheck_networks(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
         """Nothing."""
 
 

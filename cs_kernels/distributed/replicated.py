@@ -194,8 +194,9 @@ class ReplicatedGradients(PartialGradients):
             self._overlap.forget()
             raise RuntimeError(
                 "gradients must not change after they were sent to the other ranks, got another"
-                f" one for {self.names[late[0]]}: its layer ran more often than in the steps"
-                " before, under reentrant checkpointing"
+                f" one for {self.names[late[0]]}: the network is in DistributedDataParallel too"
+                " (hand over the wrapped one as trunk), or its layer ran more often than in the"
+                " steps before, under reentrant checkpointing"
             )
         if now.adds:
             assert now.parts is not None
@@ -286,8 +287,7 @@ class ReplicatedGradients(PartialGradients):
 
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:
         """The parts of the updates, in the buckets."""
-        found = [self._updates[i] for i in parameters]
-        return [update for update in found if update is not None]
+        return self._real_updates(parameters)
 
     def release_own(self) -> None:
         """Every task's own parameters get the plain sum."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from cs_kernels.distributed.control import Control
 from cs_kernels.distributed.partial import PartialGradients
 from cs_kernels.distributed.pieces import ChannelArray
+from cs_kernels.gradients import as_real
 from cs_kernels.statistics import packed
 
 
@@ -239,7 +240,8 @@ class ShardedGradients(PartialGradients):
             update, like = self._updates[i], self.parameters[i]
             if update is None or (update.dtype, update.device) != (like.dtype, like.device):
                 self._updates[i] = torch.empty_like(like, requires_grad=False)
-        return [local_shard(update) for i in parameters if (update := self._updates[i]) is not None]
+        updates = (local_shard(cast("Tensor", self._updates[i])) for i in parameters)
+        return list(map(as_real, updates))
 
     def like(self) -> Tensor:
         """A plain tensor on the gradients' device."""

@@ -22,6 +22,9 @@ class Method(Stateful, ABC):
     has_gramian: bool = False
     """Whether its steps leave the Gramian of the gradients in `step.surgery`."""
 
+    takes_complex: ClassVar[bool] = True
+    """Whether a complex gradient may be taken as pairs of real numbers."""
+
     most_tasks: int | None = None
     """The greatest number of tasks, if there is a limit."""
 
@@ -46,7 +49,8 @@ class Method(Stateful, ABC):
 
         Args:
             gradients: For the parameters of `gradients.reached()`, `of` gives the tasks' gradients,
-                `updates` the tensors to write, and `assign` makes these `.grad`.
+                `updates` the tensors to write, and `assign` makes these `.grad`. Complex gradients
+                come as pairs of real numbers, of shape [..., 2].
             layout: The layers whose output channels are prioritized.
             step: The tasks that take part, their losses, the number of the step.
 

@@ -121,19 +121,19 @@ def misfits(tensors: Grads, likes: Tensors) -> list[int]:
     ]
 
 
-def _never() -> bool:
-    return False
-
-
 class Entries:
     """The values of dictionaries, such as the modules of modules."""
 
     def __init__(self, dictionaries: Iterable[dict[str, Any]]) -> None:
-        self._dictionaries = list(dictionaries)
-        self._same: Callable[[], bool] = _never
         self.version = 0
         """The number of changes seen."""
-        self.changed()
+        self.watch(dictionaries)
+
+    def watch(self, dictionaries: Iterable[dict[str, Any]]) -> None:
+        """Compares the values of these dictionaries from now on."""
+        self._dictionaries = list(dictionaries)
+        self._same = self._comparison()
+        self.version += 1
 
     def changed(self) -> bool:
         """Whether they are other objects, or tensors with other memory, than at the last call."""
@@ -148,10 +148,6 @@ class Entries:
         if unavailable is None:
             return _C.Snapshot(self._dictionaries, [None] * len(values)).take
         return lambda: values == [v for entries in self._dictionaries for v in entries.values()]
-
-    def __getstate__(self) -> dict[str, object]:
-        """A copy compares its own objects."""
-        return {**vars(self), "_same": _never}
 
 
 def first_present(grads: Grads, tensors: int, tasks: int) -> list[Tensor]:
