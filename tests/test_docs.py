@@ -66,10 +66,24 @@ def test_python_runs(page: str, number: int) -> None:
     names, printed = _run(code, page)
     if "print(opt.coverage())" in code:
         assert "1 of 2 shared parameters are prioritized" in printed
+    after = (ROOT / page).read_text().partition(f"{code}```")[2]
+    if shown := re.match(r"\n\nprints\n\n```\n(.*?)```", after, re.DOTALL):
+        assert printed == shown[1]
     if re.search(r"opt\.(step|backward)\(", code) and isinstance(
         names.get("trunk"), torch.nn.Module
     ):
         assert any(p.grad is not None for p in names["trunk"].parameters())
+
+
+@pytest.mark.parametrize(("page", "marker"), [("README.md", "# new"), ("docs/index.md", "# 1:")])
+def test_the_first_example_performs_surgery(page: str, marker: str) -> None:
+    """Its report has the shares of the channels, which only Phase 2 has."""
+    code = next(code for kind, code in _blocks(page) if kind == "python" and marker in code)
+    names, printed = _run(code, page)
+    assert "phase 2, ConnectionStrength()" in printed
+    assert "channel share" in printed
+    shares = [names["opt"].report().scalars()[f"channel_share/{task}"] for task in names["tasks"]]
+    assert sum(shares) == pytest.approx(1)
 
 
 @pytest.mark.parametrize(("page", "number"), _marked("py"))
