@@ -335,27 +335,31 @@ def train_all(
                 "phases": run.phases,
                 "time": run.time(settings.steps),
             }
+            if run.opt.method.prioritizes:
+                results[name]["coverage"] = str(run.opt.coverage())
             if not console.is_terminal:
                 console.print(f"{name}: trained")
     if not is_first:
         return {}
-    results[names[-1]]["coverage"] = str(run.opt.coverage())
     for result in results.values():
         result["delta_m"] = delta_m(result["metrics"], alone, MEASURES)
     return results
 
 
-def table_rows(runs: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows; a mean over seeds, with the deviation where there are several."""
+def table_rows(runs: list[dict[str, Any]], *, gains: bool) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows; a mean over seeds, with the deviation where there are several.
+
+    Without gains, there is no comparison with single-task networks.
+    """
     head = ["method", *(measure.title for measure in MEASURES)]
-    head += ["Δm %↑", "fwd+bwd ms", "surgery ms", "surgery %"]
+    head += ["Δm %↑"] * gains + ["fwd+bwd ms", "surgery ms", "surgery %"]
     rows = []
     for name in runs[0]:
         row = [name]
         for measure in MEASURES:
             values = [run[name]["metrics"][measure.task][measure.name] for run in runs]
             row.append(cell(values, measure.digits))
-        row.append(cell([run[name]["delta_m"] for run in runs], 2, "+"))
+        row += [cell([run[name]["delta_m"] for run in runs], 2, "+")] * gains
         spent = [run[name]["time"] for run in runs]
         row.append(cell([t["forward_backward"] for t in spent], 1))
         row.append(cell([t["surgery"] for t in spent], 2))
@@ -392,14 +396,16 @@ def main() -> None:
     if ranks.rank > 0:
         return
 
-    head, rows = table_rows(runs)
+    # The single-task networks of a quick run have not been trained: nothing is a gain over them.
+    head, rows = table_rows(runs, gains=not options.quick)
     title = "Evaluation part; disparity in pixels, normals in degrees and %, edges in %"
     show(console, title, head, rows)
-    console.print(
-        "* the task's primary metric; ↓ lower is better, ↑ higher; Δm is against Single-task."
-    )
+    baseline = "a quick run has no gains" if options.quick else "Δm is against Single-task"
+    console.print(f"* the task's primary metric; ↓ lower is better, ↑ higher; {baseline}.")
     console.print("A step is one batch for all tasks; surgery includes moving the gradients.")
-    console.print(runs[-1][names[-1]].pop("coverage"))
+    coverages = {row.pop("coverage") for run in runs for row in run.values() if "coverage" in row}
+    for coverage in sorted(coverages):
+        console.print(coverage)
 
     options.out.mkdir(parents=True, exist_ok=True)
     record = {
