@@ -141,7 +141,7 @@ class CapturedStep:
         self._tasks = tuple(tasks)
         self._warmup = checked_integer("warmup", warmup, 1)
         self._modules: tuple[object, list[nn.Module]] = None, []
-        """Those of `_modules_that_run`, and the versions for which they were found."""
+        """The versions for which modules were found, and these modules (`_modules_that_run`)."""
         self._graphs: dict[Phase, _Graph] = {}
         self._warm: Counter[Phase] = Counter()
         """Steps of each phase since its last capture."""
@@ -264,7 +264,7 @@ class CapturedStep:
         return values, tensors + states
 
     def _modules_that_run(self) -> list[nn.Module]:
-        """Those of the trunk, and the heads and others that a watched pass has run."""
+        """The modules of the trunk, and others, as heads, that a watched pass has run."""
         watcher = self._opt._watcher
         version = self._opt._submodules.version, watcher.version, len(watcher.outside)
         if self._modules[0] != version:

@@ -77,7 +77,7 @@ class Passes:
     def watch_gradients(self, held: Sequence[nn.Parameter]) -> None:
         """Closures must leave the gradients of the torch optimizer's parameters alone.
 
-        Of normalizations, which have most of the parameters, one stands for all.
+        One normalization stands for all of them, since they have most of the parameters.
         """
         others = {p for norm in self._norms[1:] for p in norm.parameters()}
         self._witnesses = [parameter for parameter in held if parameter not in others]

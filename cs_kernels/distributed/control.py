@@ -131,7 +131,7 @@ class Control:
         """Whether the failure of a step is known to all ranks."""
 
     def _of_hosts(self, groups: Iterable[Sequence[int]]) -> list[dist.ProcessGroup]:
-        """Of some groups of the ranks, by their indices: those with this rank, for messages."""
+        """Makes groups for messages, by indices of ranks; returns those that contain this rank."""
         made = []
         for members in groups:
             group = self.new_group([self._ranks[n] for n in members], self._timeout, "gloo")

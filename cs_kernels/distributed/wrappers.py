@@ -86,7 +86,7 @@ class Wrappers:
     def __init__(self) -> None:
         self._found: list[Any] = []
         self._ranks: list[int] | None = None
-        """Those that train together, once they are known."""
+        """The ranks that train together, once they are known."""
         weakref.finalize(self, _switch_on, self._found)
 
     def watch(self, trunk: nn.Module, ranks: Sequence[int]) -> None:
