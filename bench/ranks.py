@@ -26,6 +26,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from cs_kernels.distributed import Control
+from cs_kernels.distributed.buckets import BUCKET_BYTES
+from cs_kernels.distributed.control import grid_rows
+from cs_kernels.layout import shared_parameters
 from harness import records, tables
 from harness.collectives import PARTS, Collectives
 from harness.gradient_memory import GradientMemory
@@ -35,10 +39,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
 import cs_kernels as cs
-from cs_kernels.distributed import Control
-from cs_kernels.distributed.buckets import BUCKET_BYTES
-from cs_kernels.distributed.control import grid_rows
-from cs_kernels.layout import shared_parameters
 
 TASKS = ["segmentation", "depth", "normals", "edges"]
 METHODS: dict[str, Callable[[], cs.Method]] = {

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from cs_kernels.features import Features
 from harness.gradient_memory import GradientMemory
 from harness.timing import median_ratio, seconds
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels.features import Features
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import torchvision_operators

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from cs_kernels.layout import find_layout, shared_parameters
+from cs_kernels.statistics import RunningStatistics
+from cs_kernels.watching import Watcher
 from harness.shapes import NETWORKS
 from harness.timing import seconds
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels.layout import find_layout, shared_parameters
 from cs_kernels.ops import backends, cuda
-from cs_kernels.statistics import RunningStatistics
-from cs_kernels.watching import Watcher
 
 TASKS = ["segmentation", "depth", "normals", "edges"]
 METHODS: dict[str, Callable[[], cs.Method]] = {

@@ -5,10 +5,8 @@ for Multi-Task Optimization", CVPR 2024). Start at `MultiTaskOptimizer`.
 """
 
 from cs_kernels import functional, nn
-from cs_kernels.capture import CapturedStep
-from cs_kernels.conflicts import Conflicts
+from cs_kernels.engine.captured import CapturedStep
 from cs_kernels.gradients import TaskGradients
-from cs_kernels.layout import Coverage, Layer, Layout
 from cs_kernels.methods import (
     DBMTL,
     IMTLG,
@@ -28,11 +26,13 @@ from cs_kernels.methods import (
     Sum,
     UPGrad,
 )
+from cs_kernels.monitor.conflicts import Conflicts
+from cs_kernels.monitor.report import Report
 from cs_kernels.ops import available_backends, use_backend
 from cs_kernels.optimizer import MultiTaskOptimizer
-from cs_kernels.report import Report
 from cs_kernels.schedules import Joint, Mixed, Schedule, Sequential, Switch
 from cs_kernels.step import Step
+from cs_kernels.trunk.layers import Coverage, Layer, Layout
 from cs_kernels.weightings import (
     FAMO,
     DynamicWeightAverage,

@@ -12,8 +12,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from cs_kernels.ops.backends import direct
 from cs_kernels.ops.operands import misfits
-from cs_kernels.reach import Reach
+from cs_kernels.trunk.layers import LayerLists, epsilons, gammas, running_vars
+from cs_kernels.trunk.reach import Reach
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -33,77 +35,43 @@ class TaskGradients:
 
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], tasks: Sequence[str]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        tasks: Sequence[str],
+        reach: Reach | None = None,
+    ) -> None:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self.tasks = tuple(tasks)
-        self.reach = Reach(parameters, tasks)
+        self.reach = Reach(parameters, tasks) if reach is None else reach
         self._has_complex = any(p.is_complex() for p in self.parameters)
         self.rows: list[list[Tensor | None]] = []
         """For each task, in order: a gradient or None for every parameter."""
         self._updates: list[Tensor | None] = [None] * len(self.parameters)
+        self.assigned: list[int] = []
+        """The parameters whose updates are written and not yet published."""
         self.modules: tuple[str, ...] = ()
         """The modules of a step whose gradients come a few modules at a time."""
-        self.ahead: Sequence[str] = ()
-        """The task of the next passes of this step, in Phase 1."""
         self.collected: set[str] = set()
         """The tasks whose gradients are in the rows."""
-        self._in_buckets: set[int] = set()
+        self._in_allocations: set[int] = set()
         """The parameters whose gradients are parts of a larger allocation."""
-        self._buckets_found: set[str] = set()
+        self._allocations_known: set[str] = set()
         """The tasks whose gradients were searched for such parts."""
         self.clear()
 
-    # Parts of gradients (cs_kernels.distributed) have other ones of these.
-
-    def expect(self, tasks: Sequence[str], *, separate: bool, adds_up: bool = False) -> None:
-        """To be called before passes.
-
-        Args:
-            tasks: Those of the passes.
-            separate: Whether the tasks' gradients are kept one by one; else they add up in `.grad`.
-            adds_up: Whether the gradients of later passes will be added.
-
-        """
-
-    def arm(self, task: str) -> None:
-        """To be called before the last backward pass of a task."""
-
-    def before_backward(self, *, retains: bool) -> None:
-        """To be called before a backward pass, which retains its graph or not."""
-
-    def skip(self, task: str) -> None:
-        """To be called in place of the passes of a task that only other ranks have labels for."""
-
-    def note(self, task: str) -> bool:
-        """Notes the gradients in `.grad` as a task's; returns whether there is any."""
-        return self.reach.note_gradients(task)
-
-    def recover(self, held: Sequence[nn.Parameter]) -> None:
-        """To be called after a failed step, with the torch optimizer's parameters."""
-
-    def drain(self) -> None:
-        """Takes part in collectives of passes that have failed on this rank."""
-
-    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """The sum over the parts of gradients."""
-        return tensor
-
-    def offsets(self, parameters: Sequence[int]) -> list[int] | None:
-        """The index of each part's first element among those of all whole parameters."""
-        return None
-
-    def publish(self) -> None:
-        """To be called when the updates are written."""
-
-    def lend(self) -> tuple[int, Tensor] | None:
-        """The index of a parameter with a gradient, and a tensor for its `.grad` meanwhile."""
-        return self.first()
+    # --- rows ---
 
     def clear(self) -> None:
         """Forgets the gradients; the buffers of the updates stay."""
         self.rows = [[None] * len(self.parameters) for _ in self.tasks]
         self.collected.clear()
+
+    def drop(self) -> None:
+        """Forgets the gradients, and the updates that are not published."""
+        self.clear()
+        self.assigned = []
 
     def collect(self, task: str) -> bool:
         """Moves every shared `.grad` into a task's row, or adds it to the gradient there.
@@ -115,8 +83,8 @@ class TaskGradients:
             ValueError: A gradient is sparse.
 
         """
-        if task not in self._buckets_found:
-            self._find_buckets(task)
+        if task not in self._allocations_known:
+            self._find_allocations(task)
         row: list[Tensor | None] = [None] * len(self.parameters)
         unreached, strided = [], torch.strided
         for i, parameter in enumerate(self.parameters):
@@ -131,16 +99,20 @@ class TaskGradients:
             # The next pass overwrites a bucket, such as DistributedDataParallel's.
             row[i] = grad if grad._base is None else grad.clone()
             parameter.grad = None
-        for i in self._in_buckets:
+        for i in self._in_allocations:
             grad = row[i]
             row[i] = None if grad is None else grad.clone()
-        return self._put(task, row, unreached)
+        return self.put(task, row, unreached)
 
     def put_one(self, task: str, index: int, grad: Tensor) -> None:
         """Puts the gradient of one parameter into a task's row."""
-        self.rows[self.tasks.index(task)][index] = grad
+        self.row_of(task)[index] = grad
 
-    def _put(self, task: str, row: list[Tensor | None], unreached: list[int]) -> bool:
+    def row_of(self, task: str) -> list[Tensor | None]:
+        """The row of a task."""
+        return self.rows[self.tasks.index(task)]
+
+    def put(self, task: str, row: list[Tensor | None], unreached: list[int]) -> bool:
         """Makes gradients a task's row, or adds them to it; returns whether there is any."""
         n = self.tasks.index(task)
         for i, before in enumerate(self.rows[n] if task in self.collected else ()):
@@ -152,27 +124,19 @@ class TaskGradients:
         self.reach.note(task, unreached)
         return len(unreached) < len(self.parameters)
 
-    def _find_buckets(self, task: str) -> None:
+    def _find_allocations(self, task: str) -> None:
         """Finds gradients in larger allocations that are no views; it is slow, so once a task."""
-        self._buckets_found.add(task)
+        self._allocations_known.add(task)
         for i, parameter in enumerate(self.parameters):
             grad = parameter.grad
             if grad is None or grad.layout is not torch.strided or grad._base is not None:
                 continue
             if grad.untyped_storage().nbytes() > grad.numel() * grad.element_size():
-                self._in_buckets.add(i)
+                self._in_allocations.add(i)
 
-    def forget_passes(self) -> None:
+    def forget_allocations(self) -> None:
         """Looks at the next gradients of every task anew: others may require one now."""
-        self.reach.forget_passes()
-        self._buckets_found.clear()
-
-    def release_own(self) -> None:
-        """Moves the gradients of every task's own parameters from the rows to `.grad`."""
-        for i, task in self.reach.owners().items():
-            row = self.rows[self.tasks.index(task)]
-            if row[i] is not None:
-                self.parameters[i].grad, row[i] = row[i], None
+        self._allocations_known.clear()
 
     def reached(self) -> list[int]:
         """The indices of the parameters that at least one task has a gradient for."""
@@ -206,6 +170,15 @@ class TaskGradients:
         numbers = {module: n for n, module in enumerate(self.modules or dict.fromkeys(modules))}
         return [numbers[module] for module in modules], tuple(numbers)
 
+    # --- the update ---
+
+    def release_own(self) -> None:
+        """Moves the gradients of every task's own parameters from the rows to `.grad`."""
+        for i, task in self.reach.owners().items():
+            row = self.rows[self.tasks.index(task)]
+            if row[i] is not None:
+                self.parameters[i].grad, row[i] = row[i], None
+
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:
         """The buffers for the updates of some parameters, real as their gradients in `of`."""
         likes = [self.parameters[i] for i in parameters]
@@ -219,7 +192,82 @@ class TaskGradients:
         return list(map(as_real, updates)) if self._has_complex else updates
 
     def assign(self, parameters: Sequence[int]) -> None:
-        """Makes the updates of some parameters their `.grad`, and forgets the rows."""
-        for i in parameters:
-            self.parameters[i].grad = self._updates[i]
+        """Says that the updates of some parameters are written, and forgets the rows."""
+        self.assigned += parameters
         self.clear()
+
+    def publish(self) -> None:
+        """Makes the updates that are written `.grad`."""
+        for i in self.assigned:
+            self.parameters[i].grad = self._updates[i]
+        self.assigned = []
+
+    def lend(self) -> tuple[int, Tensor] | None:
+        """A parameter with a gradient, and a tensor for its `.grad` while gradients add up."""
+        return self.first()
+
+    # --- what methods compute: over all ranks, of which each may have a part of every gradient ---
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """The sum over the parts of gradients."""
+        return tensor
+
+    def offsets(self, parameters: Sequence[int]) -> list[int] | None:
+        """The index of each part's first element among those of all whole parameters."""
+        del parameters
+        return None
+
+    def priorities(self, lists: LayerLists) -> list[Tensor]:
+        """The top-priority task of each layer's output channels, int64 [O]."""
+        return [
+            torch.ops.cs_kernels.task_priority(
+                torch.ops.cs_kernels.connection_strength(
+                    layer.weight,
+                    torch.stack(gammas([layer])),
+                    torch.stack(running_vars([layer])),
+                    epsilons([layer]),
+                    True,
+                    layer.out_channel_dim,
+                    layer.groups,
+                )
+            )
+            for layer in lists.layers
+        ]
+
+    def phase2(
+        self, lists: LayerLists, parameters: Sequence[int], tasks: Sequence[str]
+    ) -> tuple[Tensor, Tensor]:
+        """Writes the updates of Phase 2, in one operator call.
+
+        Args:
+            lists: The prioritized layers.
+            parameters: The indices of the weights of these layers, then of others.
+            tasks: Those that take part in the step.
+
+        Returns:
+            The priorities, int64 [O] of one layer after the other, and the products of the channel
+            groups, float64 [layers, K, K].
+
+        """
+        del tasks
+        updates, grads, number = self.updates(parameters), self.of(parameters), len(self.rows)
+        products = updates[0].new_empty((len(lists.layers), number, number), dtype=torch.float64)
+        of_trunk = direct("phase2_of_trunk_", updates[0].device)
+        priorities: Tensor | None = None
+        if of_trunk is not None:
+            priorities = of_trunk(updates, grads, *lists[2:], number, products)
+        if priorities is None:
+            none = [updates[0].new_empty(0)]
+            priorities = torch.ops.cs_kernels.phase2_update_(
+                updates,
+                grads,
+                lists.weights,
+                torch.cat(gammas(lists.layers) or none),
+                torch.cat(running_vars(lists.layers) or none),
+                epsilons(lists.layers),
+                lists.out_channel_dims,
+                lists.groups,
+                number,
+                products,
+            )
+        return priorities, products

@@ -1,12 +1,14 @@
-"""The facts of one step, for methods and weightings."""
+"""The facts of one step, for methods and weightings, and the parts that it is made of."""
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from cs_kernels.elapsed import Elapsed
-from cs_kernels.layout import LayerLists
+from cs_kernels.monitor.elapsed import Elapsed
+from cs_kernels.trunk.layers import LayerLists
 
 
 @dataclass
@@ -21,23 +23,65 @@ class Losses:
 class Surgery:
     """The numbers from which a method made its update; tensors on the gradients' device.
 
-    They are kept for `MultiTaskOptimizer.report`, which says what they mean.
+    They are kept for `MultiTaskOptimizer.report`, which says what they mean. A tensor has a row
+    "per" layer, or the elements of a layer "per" channel: `merge` needs to know.
     """
 
     rows: tuple[str, ...] = ()
     """The tasks, in the order of the rows."""
     layers: tuple[str, ...] = ()
     """The modules of per-layer Gramians, with groups="layer"."""
-    gramian: Tensor | None = None
+    gramian: Tensor | None = field(default=None, metadata={"per": "layer"})
     """Float64 [K, K] or [layers, K, K], without the loss scale."""
-    task_weights: Tensor | None = None
+    task_weights: Tensor | None = field(default=None, metadata={"per": "layer"})
     """[K] or [layers, K]."""
     prioritized: LayerLists | None = None
     """The layers of the priorities and the products."""
-    priorities: Tensor | None = None
+    priorities: Tensor | None = field(default=None, metadata={"per": "channel"})
     """int64 [O] of one layer after the other."""
-    products: Tensor | None = None
+    products: Tensor | None = field(default=None, metadata={"per": "layer"})
     """Float64 [layers, K, K], d_ij of the channel groups, with the square of the loss scale."""
+
+    @classmethod
+    def merge(cls, calls: Sequence["Surgery"], layers_of: Sequence[Set[int]]) -> "Surgery":
+        """The calls for some layers each as if they had been one.
+
+        Args:
+            calls: What the method left in each.
+            layers_of: With per-layer Gramians, which of `layers` each call was for; it has zeros
+                for the others.
+
+        """
+        lists = [call.prioritized for call in calls if call.prioritized is not None]
+        if lists:
+            numbered = [enumerate(of.layers) for of in lists]
+            layers = [(layer, c, n) for c, of in enumerate(numbered) for n, layer in of]
+            layers.sort(key=lambda found: found[0].weight_index)
+            merged = replace(calls[0], prioritized=LayerLists.of([layer for layer, *_ in layers]))
+        else:
+            merged = replace(calls[0])
+        for name, per in ((f.name, f.metadata.get("per")) for f in fields(cls)):
+            tensors = [getattr(call, name) for call in calls]
+            if per is None or tensors[0] is None:
+                continue
+            if lists:
+                sizes = [of.channels if per == "channel" else [1] * len(of.layers) for of in lists]
+                pieces = list(map(torch.split, tensors, sizes))
+                setattr(merged, name, torch.cat([pieces[c][n] for _, c, n in layers]))
+            else:
+                whole = torch.zeros_like(tensors[0])
+                for tensor, numbers in zip(tensors, layers_of, strict=True):
+                    for some in _ranges(numbers):
+                        whole[some] = tensor[some]
+                setattr(merged, name, whole)
+        return merged
+
+
+def _ranges(numbers: Set[int]) -> Iterator[slice]:
+    """Numbers as slices: an index of them would make the host wait for a GPU."""
+    starts = sorted(n for n in numbers if n - 1 not in numbers)
+    stops = sorted(n + 1 for n in numbers if n + 1 not in numbers)
+    return map(slice, starts, stops)
 
 
 @dataclass
@@ -92,7 +136,7 @@ class Step:
             losses[task] = losses[task] + value if task in losses else value
 
 
-class GraphStep(Step):
+class CapturedFacts(Step):
     """The facts of a step in a CUDA graph: one number does not fit all replays."""
 
     def __getattribute__(self, name: str) -> Any:
@@ -108,3 +152,23 @@ class GraphStep(Step):
                 " step.draw for an operator that draws"
             )
         return super().__getattribute__(name)
+
+
+@dataclass
+class Part:
+    """The passes of a step that lead to one update: of one task in Phase 1, of all in Phase 2."""
+
+    step: Step
+    tasks: tuple[str, ...]
+    joint: bool
+    """Whether the method makes the update."""
+    separate: bool
+    """Whether the tasks' gradients are kept one by one; else they add up in `.grad`."""
+    adds_up: bool = False
+    """Whether the gradients of a later call are added before the update."""
+    continues: bool = False
+    """Whether the gradients of an earlier call are in place."""
+    note: str = ""
+    """What has been done before, for exceptions."""
+    before: Losses = field(default_factory=Losses)
+    """The losses of earlier calls."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels.distributed import buckets
+from cs_kernels.ranks import buckets
 
 TASKS = ["depth", "normals", "edges"]
 

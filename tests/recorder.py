@@ -94,7 +94,7 @@ class _Tape(TorchDispatchMode):
 
 
 class Recorder:
-    """An engine for `cs_kernels.capture.ENGINES`."""
+    """For `cs_kernels.engine.cuda_graphs.DEVICES`."""
 
     capturing: ClassVar[bool] = False
     captures: ClassVar[int] = 0

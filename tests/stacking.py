@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cs_kernels as cs
-from cs_kernels.stacked import Run
+from cs_kernels.engine.stacked.mode import RunTrunk
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}
 
@@ -20,11 +20,11 @@ def setup_of_sgd() -> Setup:
     return Setup(optimizer=torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
-def together(setup: Setup, batch: int) -> Callable[[Run], dict[str, Tensor]]:
+def together(setup: Setup, batch: int) -> Callable[[RunTrunk], dict[str, Tensor]]:
     """The losses of `Setup.closure`."""
     x, targets = setup.batches[batch]
 
-    def forward(run: Run) -> dict[str, Tensor]:
+    def forward(run: RunTrunk) -> dict[str, Tensor]:
         return {
             task: (setup.heads[task](z) - targets[TASKS.index(task)]).square().mean()
             for task, z in run(x).items()

@@ -23,13 +23,13 @@ from recorder import Recorder
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels import capture
+from cs_kernels.engine import cuda_graphs
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
     """Steps on the CPU are captured."""
-    monkeypatch.setitem(capture.ENGINES, "cpu", Recorder)
+    monkeypatch.setitem(cuda_graphs.DEVICES, "cpu", Recorder)
     monkeypatch.setattr(Recorder, "captures", 0)
     monkeypatch.setattr(Recorder, "replays", 0)
     return Recorder

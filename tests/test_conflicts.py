@@ -28,8 +28,8 @@ from recorder import Reads, Recorder
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels import capture
-from cs_kernels.distributed import buckets
+from cs_kernels.engine import cuda_graphs
+from cs_kernels.ranks import buckets
 
 Gradients = Mapping[str, Sequence[Tensor | None]]
 """By task, for each parameter."""
@@ -408,7 +408,7 @@ def _numbers(opt: cs.MultiTaskOptimizer) -> list[Tensor]:
 @pytest.mark.parametrize("method", METHODS)
 def test_replays_count(method: str, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place; after another start, a change of what trains and a checkpoint too."""
-    monkeypatch.setitem(capture.ENGINES, "cpu", Recorder)
+    monkeypatch.setitem(cuda_graphs.DEVICES, "cpu", Recorder)
     monkeypatch.setattr(Recorder, "replays", 0)
     loops = []
     for captured in (True, False):

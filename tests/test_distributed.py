@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import cs_kernels as cs
-from cs_kernels.distributed import buckets
+from cs_kernels.ranks import buckets
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

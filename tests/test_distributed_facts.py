@@ -13,7 +13,7 @@ from ranks import Ranks
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels.distributed import buckets, phase2
+from cs_kernels.ranks import buckets, phase2
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

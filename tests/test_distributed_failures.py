@@ -24,7 +24,7 @@ from ranks import Ranks
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels.distributed import buckets, control
+from cs_kernels.ranks import buckets, messages
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
@@ -115,13 +115,13 @@ def test_a_failing_shard_is_named_after_the_timeout() -> None:
 
 
 def _on_a_grid(rank: int, size: int) -> list[Any]:
-    control._GRID_FROM = 2
+    messages._GRID_FROM = 2
     try:
-        assert control.grid_rows(size) == 2
+        assert messages.grid_rows(size) == 2
         failing = _with_a_failing_rank(rank, size, "replicated", "Sum")
         return [trained(rank, size, "replicated", "PCGrad")[:2], failing[0]]
     finally:
-        control._GRID_FROM = 16
+        messages._GRID_FROM = 16
 
 
 def test_messages_on_a_grid(pools: Callable[[int], Ranks]) -> None:
@@ -132,7 +132,7 @@ def test_messages_on_a_grid(pools: Callable[[int], Ranks]) -> None:
     assert_near(results[0][0][0], trained(0, 4, "alone", "PCGrad")[0])
     for rank in (0, 2, 3):
         assert all(text.startswith("rank 1 failed") for _, text in results[rank][1])
-    assert [control.grid_rows(size) for size in (15, 16, 17, 512)] == [1, 4, 1, 16]
+    assert [messages.grid_rows(size) for size in (15, 16, 17, 512)] == [1, 4, 1, 16]
 
 
 class Failing(torch.optim.SGD):
@@ -499,7 +499,7 @@ def _disagreeing_later(rank: int, size: int, what: str) -> tuple[str, list[Tenso
         if what == "frozen":
             network.plain.layers[3].requires_grad_(False)
         if what == "number":
-            opt._steps += 1
+            opt._engine.steps += 1
         if what == "rate":
             network.optimizer.param_groups[0]["lr"] = 0.01
     before = network.state()

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cs_kernels as cs
-from cs_kernels.distributed import buckets
-from cs_kernels.distributed.buckets import Buckets
-from cs_kernels.distributed.pieces import channel_array, pieces_of
 from cs_kernels.ops.reference.phase2 import channel_rows
+from cs_kernels.ranks import buckets
+from cs_kernels.ranks.buckets import Buckets
+from cs_kernels.ranks.pieces import channel_array, pieces_of
 
 
 @pytest.fixture

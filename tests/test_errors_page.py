@@ -41,7 +41,7 @@ def test_links_lead_to_headings() -> None:
 def test_reasons_of_the_coverage_report_are_those_of_the_package() -> None:
     section = PAGE[PAGE.index("## The coverage report") : PAGE.index("## Questions")]
     blocks = re.findall(r"^```text\n(.*?)^```$", section, flags=re.MULTILINE | re.DOTALL)
-    source = (Path(cs.__file__).parent / "layout.py").read_text()
+    source = (Path(cs.__file__).parent / "trunk" / "pairing.py").read_text()
     for reason in (text for block in blocks for text in block.strip().split("\n\n")):
         words = max(re.split(r"\{\w+\}", reason), key=len).strip()
         assert words in source, reason

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cs_kernels as cs
-from cs_kernels.methods import connection_strength
+from cs_kernels import gradients
 from cs_kernels.ops import backends
 
 
@@ -82,7 +82,7 @@ def _update_after(
     change: Callable[[Setup], None], monkeypatch: pytest.MonkeyPatch, direct: Callable[..., Any]
 ) -> list[Tensor]:
     """The updates after a step, a change and other gradients; the priorities and products."""
-    monkeypatch.setattr(connection_strength, "direct", direct)
+    monkeypatch.setattr(gradients, "direct", direct)
     setup = Setup(optimizer=torch.optim.SGD)
     opt = setup.start()
     opt.step(setup.closure(0))
@@ -91,15 +91,15 @@ def _update_after(
     # Without a forward pass, which would refuse some of the changes.
     with torch.no_grad():
         for task in setup.tasks:
-            for parameter in opt._shared:
+            for parameter in opt._engine.trunk.shared:
                 parameter.grad = torch.randn_like(parameter) if parameter.requires_grad else None
-            opt._gradients.collect(task)
+            opt._engine.ranks.gradients.collect(task)
         step = cs.Step(tasks=tuple(setup.tasks))
-        opt._combine(step)
+        opt._engine.surgery(step)
     kept = step.surgery
     assert kept.priorities is not None
     assert kept.products is not None
-    updates = [p.grad for p in opt._shared if p.grad is not None]
+    updates = [p.grad for p in opt._engine.trunk.shared if p.grad is not None]
     return [*updates, kept.priorities, kept.products]
 
 

@@ -208,7 +208,7 @@ def test_a_normalization_that_is_replaced() -> None:
     with refused(lambda: dict(setup.trunk.named_buffers()), KeyError, TASKS[0]):
         opt.step(fails)
     opt.step(setup.closure(0))
-    norms = {norm.module for layer in opt._current_layout().layers for norm in layer.norms}
+    norms = {norm.module for layer in opt._engine.trunk.layout().layers for norm in layer.norms}
     assert new in norms
     assert old not in norms
 
@@ -217,7 +217,7 @@ def test_snapshots_do_not_pile_up() -> None:
     setup, opt = started()
     for tasks in (TASKS, TASKS[::-1], TASKS[:2], TASKS[1:], TASKS[:1], TASKS[2:], TASKS[1::-1]):
         opt.step(setup.closure(0), tasks=tasks)
-    assert len(opt._statistics._snapshots) == len(TASKS) + 1
+    assert len(opt._engine.trunk.statistics._snapshots) == len(TASKS) + 1
 
 
 def test_phase_1_keeps_the_updates_of_earlier_tasks() -> None:

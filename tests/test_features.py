@@ -551,7 +551,7 @@ def test_memory_holds_gradients_of_features_alone() -> None:
     gc.collect()
     assert found == [False]
     assert all(g() is None for g in kept)
-    assert all(g is None for row in opt._gradients.rows for g in row)
+    assert all(g is None for row in opt._engine.ranks.gradients.rows for g in row)
 
 
 def test_graphs_are_freed() -> None:

@@ -74,7 +74,7 @@ def test_own_parameters_in_the_report_and_in_a_checkpoint() -> None:
     # A resumed run knows it before its first pass, even one of a single task.
     again = optimizer_of(copy.deepcopy(model), cs.NashMTL())
     again.load_state_dict(copy.deepcopy(opt.state_dict()))
-    assert again._reach.owners() == opt._reach.owners() != {}
+    assert again._engine.trunk.reach.owners() == opt._engine.trunk.reach.owners() != {}
 
 
 def test_a_parameter_that_a_second_task_reaches_later_is_shared() -> None:

@@ -19,9 +19,9 @@ from networks import (
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels.checks import checked_overrides
-from cs_kernels.layout import find_layout, gammas
-from cs_kernels.watching import Watcher
+from cs_kernels.trunk.layers import gammas
+from cs_kernels.trunk.pairing import checked_overrides, find_layout
+from cs_kernels.trunk.watcher import Watcher
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_state_dict_round_trip() -> None:
             assert torch.equal(first.trunk(x), second.trunk(x))
 
 
-def _layout(trunk: nn.Module, x: Tensor, **overrides: str | None) -> cs.layout.Layout:
+def _layout(trunk: nn.Module, x: Tensor, **overrides: str | None) -> cs.Layout:
     watcher = Watcher(trunk, lambda module, task: None)
     for task in TASKS:
         with cs.nn.active_task(trunk, task), watcher.passing(task) as watched:

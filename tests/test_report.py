@@ -12,7 +12,7 @@ from recorder import Reads, Recorder
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels import capture
+from cs_kernels.engine import cuda_graphs
 
 SCALER = {"init_scale": 2.0**10}
 
@@ -217,7 +217,7 @@ def test_a_nan_is_seen() -> None:
 
 @pytest.mark.parametrize("name", ["ConnectionStrength", "PCGrad", "NashMTL-layer", "Mixed"])
 def test_replays_report_as_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(capture.ENGINES, "cpu", Recorder)
+    monkeypatch.setitem(cuda_graphs.DEVICES, "cpu", Recorder)
     monkeypatch.setattr(Recorder, "replays", 0)
     captured, eager = CASES[name](captured=True), CASES[name](captured=False)
     kept = []

@@ -30,7 +30,7 @@ from trunks import CASES
 from trunks import Setup as TrunkSetup
 
 import cs_kernels as cs
-from cs_kernels.stacked import Run
+from cs_kernels.engine.stacked.mode import RunTrunk
 
 
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.Sum()], ids=repr)
@@ -256,7 +256,7 @@ def test_dropout_draws_a_mask_a_task() -> None:
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB)
     masks = {}
 
-    def forward(run: Run) -> dict[str, Tensor]:
+    def forward(run: RunTrunk) -> dict[str, Tensor]:
         outputs = run(tokens())
         masks.update({task: z["all"][0] == 0 for task, z in outputs.items()})
         return losses_of(outputs)
@@ -368,11 +368,11 @@ def test_state_after_an_error() -> None:
     opt.step_together(together(setup, 0))
     parameters = [*setup.trunk.parameters()]
 
-    def fails(run: Run) -> dict[str, Tensor]:
+    def fails(run: RunTrunk) -> dict[str, Tensor]:
         together(setup, 1)(run)
         raise ArithmeticError("the user's")
 
-    def fails_behind(run: Run) -> dict[str, Tensor]:
+    def fails_behind(run: RunTrunk) -> dict[str, Tensor]:
         losses = together(setup, 1)(run)
         losses["depth"].register_hook(lambda _: 1 / 0)
         return losses
@@ -514,14 +514,14 @@ def test_losses_must_be_of_their_own_outputs() -> None:
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB)
     x = pictures()
 
-    def crossed(run: Run) -> dict[str, Tensor]:
+    def crossed(run: RunTrunk) -> dict[str, Tensor]:
         z = run(x)
         return {"a": z["a"].square().mean(), "b": (z["b"] - z["a"]).square().mean()}
 
     free = nn.Parameter(torch.ones(2))
     held = cs.MultiTaskOptimizer(trunk, torch.optim.SGD([*trunk.parameters(), free], lr=0.1), AB)
 
-    def run_it(run: Run) -> dict[str, Tensor]:
+    def run_it(run: RunTrunk) -> dict[str, Tensor]:
         return run(x)
 
     state = lambda: [t.clone() for t in trunk.state_dict().values()]  # noqa: E731
@@ -580,7 +580,7 @@ def test_a_task_at_a_time_in_phase_1() -> None:
     x = pictures()
     seen = []
 
-    def forward(run: Run) -> dict[str, Tensor]:
+    def forward(run: RunTrunk) -> dict[str, Tensor]:
         z = run(x)
         seen.append(list(z))
         return {t: y.square().mean() for t, y in z.items()}
@@ -621,7 +621,7 @@ def test_statistics_of_heads_are_restored() -> None:
     heads = nn.ModuleDict({t: nn.BatchNorm2d(5) for t in AB}).double()
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk, heads), AB)
 
-    def losses(run: Run, fails: bool) -> dict[str, Tensor]:
+    def losses(run: RunTrunk, fails: bool) -> dict[str, Tensor]:
         found = {t: heads[t](z).square().mean() + z.mean() for t, z in run(pictures()).items()}
         if fails:
             raise ArithmeticError
@@ -787,7 +787,7 @@ def test_nothing_stays_in_memory() -> None:
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB)
     alive: list[weakref.ref[Tensor]] = []
 
-    def forward(run: Run, fails: bool) -> dict[str, Tensor]:
+    def forward(run: RunTrunk, fails: bool) -> dict[str, Tensor]:
         x = pictures()
         outputs = run(x)
         alive.extend(map(weakref.ref, (x, *outputs.values())))
@@ -843,10 +843,10 @@ def test_forward_that_runs_other_things() -> None:
     trunk, x = small(), pictures()
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB)
 
-    def direct(run: Run) -> dict[str, Tensor]:
+    def direct(run: RunTrunk) -> dict[str, Tensor]:
         return {t: z.square().mean() + trunk(x).mean() for t, z in run(x).items()}
 
-    def steps_back(run: Run) -> dict[str, Tensor]:
+    def steps_back(run: RunTrunk) -> dict[str, Tensor]:
         losses = {t: z.square().mean() for t, z in run(x).items()}
         losses["a"].backward(retain_graph=True)
         return losses
@@ -921,7 +921,7 @@ def test_a_head_that_begins_in_place() -> None:
     trunk, heads, opt = _normed(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 1)))
     x = torch.randn(5, 3).double()
 
-    def forward(run: Run) -> dict[str, Tensor]:
+    def forward(run: RunTrunk) -> dict[str, Tensor]:
         return {task: heads[task](z).square().mean() for task, z in run(x).items()}
 
     with refused(trunk.state_dict, ValueError, r"ReLU\(inplace=True\) does: use step"):
@@ -943,7 +943,7 @@ def test_a_gradient_penalty(of: str) -> None:
         result: Tensor = loss + grad.square().sum()
         return result
 
-    def forward(run: Run) -> dict[str, Tensor]:
+    def forward(run: RunTrunk) -> dict[str, Tensor]:
         leaf = x.clone().requires_grad_()
         return {task: loss(task, z, leaf) for task, z in run(leaf).items()}
 

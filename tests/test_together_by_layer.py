@@ -29,7 +29,7 @@ from trunks import CASES
 from trunks import Setup as TrunkSetup
 
 import cs_kernels as cs
-from cs_kernels.layer_updates import LayerUpdates
+from cs_kernels.engine.stacked.layer_updates import LayerUpdates
 from cs_kernels.ops import backends
 
 METHODS = [

@@ -196,12 +196,12 @@ def test_a_network_with_a_layer_that_has_not_run_is_copied_and_saved() -> None:
     average = copy.deepcopy(trunk)
     loaded = pickle.loads(pickle.dumps(trunk))
     torch.save(trunk, io.BytesIO())
-    version = opt._watcher.version
+    version = opt._engine.trunk.watcher.version
     for other in (average, loaded):
         other.depth = 3
         with cs.nn.active_task(other, "a"):
             other(torch.randn(16, 4))
-    assert opt._watcher.version == version
+    assert opt._engine.trunk.watcher.version == version
 
 
 def test_a_first_run_in_a_pass_that_fails() -> None:
@@ -391,10 +391,10 @@ def test_normalizations_that_have_run_before_in_other_places(how: str, together:
         found, expected = opt.coverage(), fresh.coverage()
         assert (found.prioritized, found.plain) == (expected.prioritized, expected.plain)
         assert_equal([*trunk.parameters()], [*twin.parameters()])
-    version = opt._watcher.version
+    version = opt._engine.trunk.watcher.version
     for _ in range(3):  # What was seen goes on to hold.
         _step(opt, trunk, x, together=together)
-    assert opt._watcher.version == version
+    assert opt._engine.trunk.watcher.version == version
 
 
 def test_a_network_that_is_different_in_each_pass() -> None:
@@ -413,8 +413,8 @@ def test_a_network_that_is_different_in_each_pass() -> None:
 
         opt.step(loss)
         if step == 20:
-            version = opt._watcher.version
-    assert opt._watcher.version == version
+            version = opt._engine.trunk.watcher.version
+    assert opt._engine.trunk.watcher.version == version
     assert len(opt.coverage().prioritized) == 3
 
 
@@ -442,9 +442,9 @@ def test_a_normalization_that_is_exchanged_in_the_last_pass_of_a_step() -> None:
     trunk.name = "third"
     opt.step(loss)
     assert opt.coverage().prioritized["first.weight"] == "third"
-    version = opt._watcher.version
+    version = opt._engine.trunk.watcher.version
     opt.step(loss)
-    assert opt._watcher.version == version
+    assert opt._engine.trunk.watcher.version == version
 
 
 # --- Conversion and a task's life ---------------------------------------------------------------

@@ -566,8 +566,8 @@ def test_losses_are_computed_again(schedule: cs.Schedule) -> None:
         torch.manual_seed(5)
         opt.step(closures)
         states.append([*setup.state(), torch.get_rng_state()])
-        assert opt._done is not None
-        after.append(opt._done.step.losses_after)
+        assert opt._engine.monitor.done is not None
+        after.append(opt._engine.monitor.done.step.losses_after)
         again = {}
         with torch.no_grad():
             for task in TASKS:

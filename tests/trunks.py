@@ -13,8 +13,8 @@ from plain import projected_rows, rows, strength
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels.layout import shared_parameters
-from cs_kernels.watching import LAYERS
+from cs_kernels.trunk.layers import shared_parameters
+from cs_kernels.trunk.watcher import LAYERS
 
 TASKS = ["depth", "edges"]
 

@@ -10,15 +10,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
 from cs_kernels.distributed.buckets import Buckets
 from cs_kernels.distributed.partial import PartialGradients
 from cs_kernels.distributed.replicated import ReplicatedGradients
 from cs_kernels.distributed.sharded import ShardedGradients
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 RING: dict[str, Callable[[int, int], float]] = {
     "all-reduce": lambda nbytes, ranks: 2 * (ranks - 1) / ranks * nbytes,

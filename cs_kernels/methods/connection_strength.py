@@ -1,17 +1,9 @@
 """Phase 2 of connection-strength-based optimization."""
 
-from collections.abc import Sequence
-
-import torch
-from torch import Tensor
-
-from cs_kernels.distributed.partial import PartialGradients
-from cs_kernels.distributed.phase2 import phase2_of_parts
 from cs_kernels.gradients import TaskGradients
-from cs_kernels.layout import LayerLists, Layout, epsilons, gammas, running_vars
 from cs_kernels.methods.method import Method
-from cs_kernels.ops.backends import direct
 from cs_kernels.step import Step, Surgery
+from cs_kernels.trunk.layers import Layout
 
 
 class ConnectionStrength(Method):
@@ -34,39 +26,8 @@ class ConnectionStrength(Method):
         lists = layout.lists_of(reached)
         # The prioritized ones first.
         order = list(dict.fromkeys(lists.weight_indices) | reached)
-        if isinstance(gradients, PartialGradients):
-            priorities, products = phase2_of_parts(gradients, lists, order, step)
-        else:
-            priorities, products = self._update(gradients, lists, order)
+        priorities, products = gradients.phase2(lists, order, step.tasks)
         gradients.assign(order)
         step.surgery = Surgery(
             gradients.tasks, prioritized=lists, priorities=priorities, products=products
         )
-
-    @staticmethod
-    def _update(
-        gradients: TaskGradients, lists: LayerLists, order: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Writes the updates; returns priorities and products."""
-        updates, grads = gradients.updates(order), gradients.of(order)
-        tasks = len(gradients.rows)
-        products = updates[0].new_empty((len(lists.layers), tasks, tasks), dtype=torch.float64)
-        of_trunk = direct("phase2_of_trunk_", updates[0].device)
-        priorities: Tensor | None = None
-        if of_trunk is not None:
-            priorities = of_trunk(updates, grads, *lists[2:], tasks, products)
-        if priorities is None:
-            none = [updates[0].new_empty(0)]
-            priorities = torch.ops.cs_kernels.phase2_update_(
-                updates,
-                grads,
-                lists.weights,
-                torch.cat(gammas(lists.layers) or none),
-                torch.cat(running_vars(lists.layers) or none),
-                epsilons(lists.layers),
-                lists.out_channel_dims,
-                lists.groups,
-                tasks,
-                products,
-            )
-        return priorities, products

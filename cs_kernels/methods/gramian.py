@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from cs_kernels.gradients import TaskGradients
-from cs_kernels.layout import Layout
 from cs_kernels.methods.method import Method
 from cs_kernels.ops.operands import MOST_TASKS
 from cs_kernels.step import Step, Surgery
+from cs_kernels.trunk.layers import Layout
 
 Groups = Literal["all", "layer"]
 

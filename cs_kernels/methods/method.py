@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from cs_kernels.gradients import TaskGradients
-from cs_kernels.layout import Layout
 from cs_kernels.stateful import Stateful
 from cs_kernels.step import Step
+from cs_kernels.trunk.layers import Layout
 
 
 class Method(Stateful, ABC):

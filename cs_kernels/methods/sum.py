@@ -3,10 +3,10 @@
 from torch import Tensor
 
 from cs_kernels.gradients import TaskGradients
-from cs_kernels.layout import Layout
 from cs_kernels.methods.gramian import GramianMethod
 from cs_kernels.methods.method import Method
 from cs_kernels.step import Step
+from cs_kernels.trunk.layers import Layout
 
 
 class Sum(Method):

@@ -1,0 +1,1 @@
+"""How a step is made: one walk (`engine.py`), and the ways to make gradients, a module each."""

@@ -1,0 +1,122 @@
+"""Gradients of `backward(update=False)` that wait for their update.
+
+An exception in `backward` drops all of them, and the next call says so.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from cs_kernels.engine.torch_optimizers import TorchOptimizers
+from cs_kernels.gradients import TaskGradients
+from cs_kernels.step import Step
+
+
+class Accumulation:
+    """The gradients that calls of `backward(update=False)` have left for a later one.
+
+    It is open from the first such call on (`wait`) until the update (`clear`), an exception
+    (`dropped_on_error`), or until gradients are set to zero, which `is_open` sees.
+    """
+
+    def __init__(self, gradients: TaskGradients, optimizers: TorchOptimizers) -> None:
+        self.step: Step | None = None
+        """The step that the first call has begun."""
+        self._calls = 0
+        """The calls whose gradients wait."""
+        self._dropped = ""
+        """The gradients that an exception has dropped, until a call says so."""
+        self._gradients = gradients
+        self._optimizers = optimizers
+        self._marks: list[tuple[nn.Parameter, Tensor | None, int]] = []
+        """All parameters, their gradients in `.grad`, and the gradients' versions."""
+        self._lent: nn.Parameter | None = None
+        """The first of them, if its gradient is in the rows too."""
+
+    def clear(self) -> None:
+        """Forgets gradients that wait for their update."""
+        self.step = self._lent = None
+        self._calls = 0
+        self._marks = []
+
+    def forget_dropped(self) -> None:
+        """Does not say what an exception has dropped: another update was made since."""
+        self._dropped = ""
+
+    def begin(self) -> None:
+        """Begins a new update; warns if an exception has dropped the gradients of the last one."""
+        self.clear()
+        if self._dropped:
+            dropped, self._dropped = self._dropped, ""
+            warnings.warn(f"{dropped}: this call begins a new update", stacklevel=5)
+
+    def wait(self, step: Step) -> None:
+        """Keeps the gradients of a call of `backward(update=False)` for the next one."""
+        self.step = step
+        self._calls += 1
+        self._mark()
+
+    @contextlib.contextmanager
+    def dropped_on_error(self, drop: Callable[[], None]) -> Iterator[None]:
+        """Around `backward`: an exception drops the gradients that wait."""
+        calls = self._calls
+        try:
+            calls *= self.is_open()
+            yield
+        except BaseException as error:
+            if calls:
+                drop()
+                self._dropped = (
+                    f"{type(error).__name__} in backward has dropped the gradients of {calls}"
+                    " calls with update=False before it"
+                )
+            raise
+
+    def _mark(self) -> None:
+        """Remembers the gradients in `.grad`, and puts one there, so that `zero_grad()` shows."""
+        lent = self._gradients.lend()
+        held = self._optimizers.held()
+        if lent is not None:
+            self._lent = self._gradients.parameters[lent[0]]
+            self._lent.grad = lent[1]
+            held.insert(0, self._lent)
+        grads = ((parameter, parameter.grad) for parameter in held)
+        self._marks = [(p, grad, 0 if grad is None else grad._version) for p, grad in grads]
+
+    def unmark(self) -> None:
+        """Takes a gradient of the rows out of `.grad` again."""
+        if self._lent is not None:
+            self._lent.grad = None
+        self._marks, self._lent = [], None
+
+    def is_open(self) -> bool:
+        """Whether gradients wait for their update, and `zero_grad()` has not dropped them.
+
+        Raises:
+            RuntimeError: They were changed, but not set to zero.
+
+        """
+        dense = (
+            p for p, grad, _ in self._marks if grad is not None and grad.layout is torch.strided
+        )
+        first = next(dense, None)
+        if self.step is None or first is None:
+            return self.step is not None
+        changed = [
+            p
+            for p, grad, version in self._marks
+            if p.grad is not grad or (grad is not None and grad._version != version)
+        ]
+        if not changed:
+            return True
+        if first.grad is None or (any(p is first for p in changed) and not first.grad.any()):
+            return False
+        names = dict(zip(self._gradients.parameters, self._gradients.names, strict=True))
+        name = names.get(changed[0], f"a parameter of shape {tuple(changed[0].shape)}")
+        raise RuntimeError(
+            "the gradients of backward(..., update=False) must stay as they are until their update,"
+            f" got a changed one for {name}: clip or unscale after the update"
+        )

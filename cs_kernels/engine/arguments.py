@@ -1,0 +1,122 @@
+"""Checks of the arguments of a MultiTaskOptimizer."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from cs_kernels.errors import described
+from cs_kernels.methods import Method
+from cs_kernels.nn import TaskBatchNorm, task_norms
+from cs_kernels.ops.operands import DTYPES, MOST_TASKS
+from cs_kernels.ranks.strategy import Ranks
+from cs_kernels.schedules import Schedule
+from cs_kernels.weightings import Weighting
+
+
+def check_kinds(
+    method: object,
+    schedule: object,
+    weighting: object,
+    scaler: object,
+    backward: object,
+) -> None:
+    """Raises TypeError for classes, names or options in place of objects."""
+    for name, value, kind, example in (
+        ("method", method, Method, "a method such as cs.PCGrad()"),
+        ("schedule", schedule, Schedule, "a schedule such as cs.Mixed(epochs=200)"),
+        ("weighting", weighting, Weighting, "a weighting such as cs.EqualWeights()"),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name} must be {example}, got {described(value)}")
+    if scaler is not None and not callable(getattr(scaler, "scale", None)):
+        raise TypeError(f"scaler must be a torch.amp.GradScaler, got {scaler!r}")
+    if backward is not None and not callable(backward):
+        raise TypeError(f"backward must be a function of a loss, got {backward!r}")
+
+
+def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
+    """The trunk's normalizations know the tasks; there are some if the method needs them."""
+    for name, norm in trunk.named_modules():
+        if isinstance(norm, TaskBatchNorm):
+            for task in tasks:
+                if task not in norm.tasks:
+                    raise ValueError(
+                        f"tasks must be known to every task-specific normalization of trunk:"
+                        f" {name or 'it'} knows {list(norm.tasks)}, got {task!r}"
+                    )
+    if method.prioritizes and not task_norms(trunk):
+        raise ValueError(
+            f"trunk must have task-specific normalization for {method!r}: convert it with"
+            f" cs.nn.convert_task_batchnorm; got {type(trunk).__name__} with none"
+        )
+
+
+def check_weighting(weighting: Weighting, method: Method, ranks: Ranks) -> None:
+    """The method and the ranks have what the weighting reads after a step."""
+    if weighting.needs_gramian and not method.has_gramian:
+        raise ValueError(
+            f"method must be a Gramian method for {weighting!r}, got {method!r}: for the plain sum,"
+            " use Sum(separate=True)"
+        )
+    if ranks.is_distributed and weighting.reevaluates:
+        raise ValueError(
+            f"weighting must not compute losses again on {ranks.size} ranks, got {weighting!r}: use"
+            " FAMO(reevaluate=False)"
+        )
+
+
+def check_devices(shared: Mapping[str, nn.Parameter], tasks: Sequence[str], method: Method) -> None:
+    """All shared parameters are on one device, which has kernels for so many tasks."""
+    first: dict[torch.device, str] = {}
+    for name, parameter in shared.items():
+        first.setdefault(parameter.device, name)
+    if method.separate_gradients and len(first) > 1:
+        found = ", ".join(f"{name} on {device}" for device, name in first.items())
+        raise ValueError(f"trunk must be on one device for {method!r}, got {found}")
+    on_gpu = any(device.type == "cuda" for device in first)
+    if method.separate_gradients and on_gpu and len(tasks) > MOST_TASKS:
+        raise ValueError(f"tasks must be at most {MOST_TASKS} on a GPU, got {len(tasks)}")
+
+
+def check_dtypes(shared: Mapping[str, nn.Parameter], method: Method) -> None:
+    """The method takes gradients of the types of all shared parameters that train."""
+    if not method.separate_gradients:
+        return
+    for name, parameter in shared.items():
+        is_complex, dtype = parameter.is_complex(), parameter.dtype.to_real()
+        if parameter.requires_grad and (
+            dtype not in DTYPES or (is_complex and not method.takes_complex)
+        ):
+            kinds = ", ".join(str(kind) for kind in DTYPES)
+            pairs = ", or complex pairs of these" if method.takes_complex else ""
+            raise ValueError(
+                f"trunk must have shared parameters of {kinds}{pairs} for {method!r}, got {name} of"
+                f" {parameter.dtype}: use Sum()"
+            )
+
+
+def check_held(
+    trunk: nn.Module,
+    shared: Mapping[str, nn.Parameter],
+    held: set[nn.Parameter],
+    weighting: Weighting,
+) -> None:
+    """A shared parameter requires a gradient, and the optimizer holds all those that do."""
+    if not any(p.requires_grad for p in shared.values()):
+        raise ValueError(
+            f"trunk must have a shared parameter that requires a gradient,"
+            f" got {len(shared)} shared ones and none that does"
+        )
+    missing = [name for name, p in trunk.named_parameters() if p.requires_grad and p not in held]
+    if missing:
+        raise ValueError(
+            f"optimizer must hold every parameter of trunk that requires a gradient; got one"
+            f" without {missing[0]} and {len(missing) - 1} others"
+            " (was it built before the conversion?)"
+        )
+    if any(parameter not in held for parameter in weighting.parameters()):
+        raise ValueError(
+            f"optimizer must hold the parameters() of weighting, got one without some of"
+            f" {weighting!r}"
+        )

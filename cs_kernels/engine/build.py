@@ -1,0 +1,126 @@
+"""From the arguments of a MultiTaskOptimizer to its engine."""
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cs_kernels.engine.arguments import (
+    check_devices,
+    check_dtypes,
+    check_held,
+    check_kinds,
+    check_trunk,
+    check_weighting,
+)
+from cs_kernels.engine.engine import Engine
+from cs_kernels.engine.loss_graph import Backward
+from cs_kernels.engine.torch_optimizers import TorchOptimizers
+from cs_kernels.errors import described
+from cs_kernels.methods import Method
+from cs_kernels.nn import check_tasks
+from cs_kernels.ranks.checksums import checksums
+from cs_kernels.ranks.find import find_ranks
+from cs_kernels.ranks.wrappers import Wrappers, unwrapped
+from cs_kernels.schedules import Schedule
+from cs_kernels.trunk.layers import shared_parameters
+from cs_kernels.trunk.pairing import checked_overrides
+from cs_kernels.trunk.trunk import Trunk
+from cs_kernels.weightings import Weighting
+
+
+def build_engine(
+    trunk: nn.Module,
+    optimizer: object,
+    tasks: Iterable[str],
+    method: Method,
+    schedule: Schedule,
+    weighting: Weighting,
+    layers: Mapping[str, str | None],
+    scaler: torch.amp.GradScaler | None,
+    backward: Backward | None,
+    process_group: dist.ProcessGroup | None,
+) -> Engine:
+    """Checks the arguments, on many ranks of all of them, and makes the parts of the engine.
+
+    Raises:
+        ValueError: An argument does not fit; the message names it and quotes the value.
+        TypeError: An argument is of the wrong kind.
+
+    """
+    names = check_tasks(tasks)
+    if not isinstance(trunk, nn.Module):
+        raise TypeError(f"trunk must be a torch.nn.Module, got {described(trunk)}")
+    wrappers = Wrappers()
+    for module in trunk.modules():
+        wrappers.take(module)
+    inner = unwrapped(trunk)
+    shared = shared_parameters(inner)
+    ranks = find_ranks(inner, shared, names, process_group, wrappers)
+    try:
+        with ranks.building():
+            check_kinds(method, schedule, weighting, scaler, backward)
+            weighting.check(names)
+            method.check(names)
+            optimizers = TorchOptimizers.of(optimizer)
+            check_weighting(weighting, method, ranks)
+            check_trunk(inner, names, method)
+            check_devices(shared, names, method)
+            check_dtypes(shared, method)
+            overrides = checked_overrides(inner, layers)
+            check_held(inner, shared, set(optimizers.held()), weighting)
+            if scaler is not None and scaler.is_enabled():
+                optimizers.check_scales()
+        known = Trunk(inner, names, ranks.reach, optimizers.held, overrides, wrappers.take)
+        engine = Engine(known, optimizers, ranks, method, schedule, weighting, scaler, backward)
+        _agree(engine)
+    except BaseException:
+        ranks.close()
+        raise
+    weakref.finalize(engine, ranks.close).atexit = False  # The default group may be gone.
+    return engine
+
+
+def _agree(engine: Engine) -> None:
+    """Checks that all ranks train the same."""
+    trunk, optimizers, monitor = engine.trunk, engine.optimizers, engine.monitor
+    shared = set(trunk.shared)
+    others = [p for p in optimizers.held() if p not in shared]
+    scaler = engine.scaler
+
+    def planned() -> dict[str, list[object]]:
+        return {
+            "options of the optimizer": optimizers.numbers(),
+            "threshold of count_conflicts": [monitor.threshold],
+        }
+
+    facts: dict[str, Any] = {
+        "tasks, in this order": list(trunk.tasks),
+        "method": _named(engine.method),
+        "schedule": _named(engine.schedule),
+        "weighting": _named(engine.weighting),
+        "use of a scaler": scaler is not None and scaler.is_enabled(),
+        "use of backward=": engine.graph.backward is not None,
+        "number of shared parameters": len(trunk.shared),
+        "shared parameters": [
+            (name, tuple(p.shape), str(p.dtype), p.requires_grad)
+            for name, p in zip(trunk.names, trunk.shared, strict=True)
+        ],
+        "number of other parameters in the optimizer": len(others),
+        "other parameters in the optimizer": [(tuple(p.shape), str(p.dtype)) for p in others],
+    }
+    engine.ranks.agree(
+        facts,
+        trunk,
+        planned,
+        lambda: checksums(trunk.module, optimizers.held()),
+        factor_is_hidden=engine.graph.backward is not None,
+    )
+
+
+def _named(part: object) -> str:
+    """The representation, if it says more than an address."""
+    return type(part).__name__ if type(part).__repr__ is object.__repr__ else repr(part)

@@ -1,0 +1,96 @@
+"""CUDA graphs: recording what a step does on a device, and replaying it."""
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from cs_kernels.ops.gpu.device import captured_tables
+
+
+class Graphs(Protocol):
+    """What a device has to record and replay a step."""
+
+    def __init__(self, device: torch.device) -> None: ...
+
+    @staticmethod
+    def is_capturing() -> bool:
+        """Whether a graph is captured now, by anyone."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Makes the steps before a capture, in order with the work outside."""
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Records what `run` would do, without doing it, and returns what does it."""
+
+
+class CudaGraphs:
+    """CUDA graphs. They share their memory: none is replayed while another one is."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
+
+    @staticmethod
+    def is_capturing() -> bool:
+        """Whether the current stream is captured."""
+        return torch.cuda.is_current_stream_capturing()
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """On the stream of the capture: libraries allocate their workspaces for a stream."""
+        outside = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self._stream), warnings.catch_warnings():
+                # Torch cannot know that a capture follows.
+                warnings.filterwarnings("ignore", "This instance was constructed with capturable")
+                yield
+        finally:
+            outside.wait_stream(self._stream)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Other threads, as those that pin memory for a data loader, may go on meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        pool = next((other.pool() for other in self._graphs), None)  # It lives as long as a graph.
+        with (
+            captured_tables() as tables,
+            torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"),
+        ):
+            run()
+        self._graphs.add(graph)
+        return _Replay(graph, tables)
+
+
+class _Replay:
+    """Replays a CUDA graph, and keeps the tables that it reads until the last replay has ended."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, tables: list[object]) -> None:
+        self._graph = graph
+        self._tables = tables
+        self._replayed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def __call__(self) -> None:
+        self._graph.replay()
+        self._replayed.record()
+
+    def __del__(self) -> None:
+        self._replayed.synchronize()
+
+
+DEVICES: dict[str, type[Graphs]] = {"cuda": CudaGraphs}
+"""By type of device."""
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raises a RuntimeError during the capture of a CUDA graph."""
+    graphs = DEVICES.get(device.type)
+    if graphs is not None and graphs.is_capturing():
+        raise RuntimeError(
+            "a CUDA graph must not be captured around a step, whose phase, number and checks would"
+            " be those of the capture in every replay: use MultiTaskOptimizer.capture(closure)"
+        )

@@ -1,0 +1,314 @@
+"""The engine: one walk for every step, whichever way its gradients are made.
+
+A `Mode` makes the gradients of a part of a step: of one task in Phase 1, of all in Phase 2. What
+comes before and after is here: facts, ranks, averages, surgery, the torch optimizers, undoing.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from cs_kernels.engine import supports
+from cs_kernels.engine.accumulation import Accumulation
+from cs_kernels.engine.cuda_graphs import refuse_capture
+from cs_kernels.engine.loop_guard import LoopGuard
+from cs_kernels.engine.loss_graph import Backward, LossGraph
+from cs_kernels.engine.torch_optimizers import TorchOptimizers
+from cs_kernels.engine.transaction import Transaction
+from cs_kernels.errors import noted
+from cs_kernels.methods import Method
+from cs_kernels.monitor.monitor import Monitor
+from cs_kernels.monitor.report import Done
+from cs_kernels.nn import check_tasks
+from cs_kernels.options import checked_integer
+from cs_kernels.ranks.strategy import Call, Ranks
+from cs_kernels.schedules import Phase, Schedule
+from cs_kernels.step import CapturedFacts, Part, Step
+from cs_kernels.trunk.layers import StaleLayoutError
+from cs_kernels.trunk.trunk import Trunk
+from cs_kernels.weightings import Weighting
+
+_GRAPHS_EVERY = 32
+"""Steps between two checks of the losses' graphs. `backward` does not see the modules behind its
+losses: if one is unfrozen, only the graph shows it."""
+
+
+class Engine:
+    """Makes the steps of a training loop from its parts, which it owns.
+
+    Args:
+        trunk: What is known of the shared module.
+        optimizers: The torch optimizers.
+        ranks: The processes that train together; this one alone, perhaps.
+        method: Makes the joint update.
+        schedule: Says when there is one.
+        weighting: Weighs the losses.
+        scaler: Scales the losses and steps the optimizers, if there is one.
+        backward: Runs backward passes, if it is given.
+
+    """
+
+    def __init__(
+        self,
+        trunk: Trunk,
+        optimizers: TorchOptimizers,
+        ranks: Ranks,
+        method: Method,
+        schedule: Schedule,
+        weighting: Weighting,
+        scaler: torch.amp.GradScaler | None,
+        backward: Backward | None,
+    ) -> None:
+        self.trunk = trunk
+        self.optimizers = optimizers
+        self.ranks = ranks
+        self.method = method
+        self.schedule = schedule
+        self.weighting = weighting
+        self.scaler = scaler
+        self.graph = LossGraph(trunk, ranks, scaler, backward)
+        self.accumulation = Accumulation(ranks.gradients, optimizers)
+        self.guard = LoopGuard(ranks.gradients, optimizers, self.accumulation)
+        self.transaction = Transaction(trunk, ranks, self.accumulation, self.guard)
+        self.monitor = Monitor()
+        self.epoch: int | None = None
+        self.steps = 0
+        """The number of steps made."""
+
+    # --- the walk ---
+
+    def run(self, mode: "Mode") -> dict[str, Tensor]:
+        """A step, or a call of `backward`; returns the losses of its tasks."""
+        self.ranks.wrappers.switch_off()
+        with self.ranks.together(), mode.around():
+            chosen = self.chosen(mode.arguments())
+            refuse_capture(self.trunk.device)
+            supports.check(mode.name, self)
+            phase = mode.phase()
+            mode.check()
+            chosen = self.ranks.begin(chosen, self._call(mode, phase))
+            step = self.make(mode, chosen, phase)
+        return self.ranks.returned(mode.losses_of(step), chosen)
+
+    def make(
+        self, mode: "Mode", tasks: Sequence[str], phase: Phase, counter: Tensor | None = None
+    ) -> Step:
+        """The same, once it is checked; in a capture, with a counter of steps on the device."""
+        with record_function(mode.label):
+            step = mode.open_step() or self._new_step(tasks, counter)
+            for part in mode.parts(step, tasks, phase):
+                with (
+                    noted(part.note),
+                    self.transaction.part(
+                        part.tasks,
+                        clears=not part.continues,
+                        restores=mode.applies and counter is None,
+                    ) as held,
+                ):
+                    part.before = step.begin_passes()
+                    self.ranks.expect(part)
+                    mode.make(part, held)
+                    self.ranks.average(part, held)
+                    if part.joint or self.trunk.watcher.norms_ran:
+                        self._require_covered()
+                    if part.joint and not part.adds_up:
+                        mode.surgery(part)
+                    if mode.applies:
+                        self._apply()
+            mode.end(step, phase)
+        return step
+
+    def _call(self, mode: "Mode", phase: Phase) -> Call:
+        """The facts of a step that must be equal on all ranks."""
+        epoch = -1 if self.epoch is None else self.epoch
+        return Call(self.steps, phase, epoch, len(self.trunk.held()), mode.kind, mode.passes)
+
+    def _new_step(self, tasks: Sequence[str], counter: Tensor | None) -> Step:
+        if self.trunk.changed():
+            self.forget_passes()
+        elif self.steps % _GRAPHS_EVERY == 0:
+            self.graph.forget()
+        facts = Step if counter is None else CapturedFacts
+        return facts(
+            number=self.steps,
+            tasks=self.in_order(tasks),
+            loss_scale=self.graph.known_scale(),
+            counter=counter,
+        )
+
+    def surgery(self, step: Step) -> None:
+        """Makes the update of the shared parameters in `.grad`, from the gradients of all tasks."""
+        gradients, eager = self.ranks.gradients, step.counter is None
+        if not self.method.separate_gradients:  # The tasks' gradients have added up.
+            reached = any(p.grad is not None for p in self.trunk.shared)
+            self.trunk.check_reached(step.tasks[0], reached)
+        timer = self.monitor.timer(self.trunk.device, eager=eager)
+        with record_function("cs_kernels.surgery"), torch.no_grad(), timer:
+            gradients.release_own()
+            first = gradients.first()
+            self.monitor.measure(step)
+            self.combine(step)
+            gradients.publish()
+            if first is not None and self.trunk.shared[first[0]].grad is None:
+                raise RuntimeError(
+                    f"method must assign the updates, got none in .grad by {self.method!r}.combine:"
+                    " call gradients.assign(parameters) in it"
+                )
+        step.elapsed = timer if eager else None
+
+    def combine(self, step: Step) -> None:
+        """Calls the method for the gradients in the rows, and empties the rows."""
+        gradients = self.ranks.gradients
+        try:
+            self.method.combine(gradients, self.trunk.layout(), step)
+        except StaleLayoutError:
+            self.trunk.forget_layout()
+            self.method.combine(gradients, self.trunk.layout(), step)
+        gradients.clear()
+
+    def _apply(self) -> None:
+        """The step of the torch optimizers."""
+        self.optimizers.step(self.scaler)
+        self.guard.note_steps()
+
+    def finish(self, step: Step, phase: Phase) -> None:
+        """Notes a step that has been made."""
+        done = Done(step, self.steps, self.epoch, phase)
+        self.steps += 1
+        self.weighting.observe(step)
+        self.monitor.note(done)
+        self.trunk.end_step_if_watched()
+
+    # --- what a step begins from ---
+
+    @property
+    def phase(self) -> Phase:
+        """1 or 2: the phase of the next step."""
+        phase = self.schedule.phase(self.epoch, self.steps)
+        if phase not in (1, 2):
+            raise ValueError(f"schedule must give phase 1 or 2, got {phase!r} by {self.schedule!r}")
+        return phase
+
+    def start_epoch(self, epoch: int) -> None:
+        """Starts an epoch, counted from 0."""
+        number = checked_integer("epoch", epoch, 0)
+        self.weighting.start_epoch(number)
+        self.epoch = number
+
+    def chosen(self, tasks: Iterable[str] | None) -> tuple[str, ...]:
+        """The argument `tasks` of a step, checked."""
+        known = self.trunk.tasks
+        if tasks is None:
+            return known
+        if self.ranks.size > 1 and isinstance(tasks, Sized) and not len(tasks):
+            return ()  # Other ranks have labels.
+        chosen = check_tasks(tasks)
+        for task in chosen:
+            if task not in known:
+                raise ValueError(f"tasks must be among {list(known)}, got {task!r}")
+        return chosen
+
+    def in_order(self, tasks: Iterable[str]) -> tuple[str, ...]:
+        """Some tasks in the order of the rows."""
+        taking_part = set(tasks)
+        return tuple(task for task in self.trunk.tasks if task in taking_part)
+
+    def check_ready(self) -> None:
+        """Raises a RuntimeError if `step` would lose what `backward` has left."""
+        refuse_capture(self.trunk.device)
+        if self.accumulation.is_open():
+            raise RuntimeError(
+                "step would forget the gradients of backward(..., update=False): end these with"
+                " backward(...), or forget them by optimizer.zero_grad(), first"
+            )
+        self.guard.check_update_used()
+        self.optimizers.check_step_now()
+
+    def forget_passes(self) -> None:
+        """Learns anew what passes show."""
+        self.trunk.forget()
+        self.graph.forget()
+        self.ranks.forget_passes()
+
+    def _require_covered(self) -> None:
+        if self.method.prioritizes:
+            self.trunk.require_covered(self.method)
+
+
+class Mode(ABC):
+    """A way to make the gradients of a step."""
+
+    name: ClassVar[str]
+    """Its column in `supports.TABLE`."""
+    label: ClassVar[str] = "cs_kernels.step"
+    """Its name in a profile."""
+    applies: ClassVar[bool] = True
+    """Whether the torch optimizers are stepped here, not by the caller."""
+    passes = 1
+    """The number of micro-batches."""
+    kind = 0
+    """For `Call.kind_of_call`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def around(self) -> AbstractContextManager[None]:
+        """Around the whole call."""
+        return nullcontext()
+
+    @abstractmethod
+    def arguments(self) -> Iterable[str] | None:
+        """Checks the caller's arguments, and returns the tasks; None for all."""
+
+    def phase(self) -> Phase:
+        """The phase of this step."""
+        return self.engine.phase
+
+    def check(self) -> None:
+        """Raises for a call that does not fit, before anything is changed."""
+        self.engine.check_ready()
+
+    def open_step(self) -> Step | None:
+        """The step that an earlier call has begun, if this one goes on with it."""
+        return None
+
+    def parts(self, step: Step, tasks: Sequence[str], phase: Phase) -> Iterator[Part]:
+        """The parts of a step, in order."""
+        if phase == 2:
+            yield Part(step, tuple(tasks), joint=True, separate=self.separates)
+            return
+        for n, task in enumerate(tasks):
+            made = f"in Phase 1, the updates of {list(tasks[:n])} have been made"
+            yield Part(step, (task,), joint=False, separate=False, note=made if n else "")
+
+    @property
+    def separates(self) -> bool:
+        """Whether joint parts keep the tasks' gradients one by one."""
+        return self.engine.method.separate_gradients
+
+    @abstractmethod
+    def make(self, part: Part, held: Sequence[nn.Parameter]) -> None:
+        """Makes the gradients of a part.
+
+        Args:
+            part: Of the step.
+            held: The parameters of the torch optimizers.
+
+        """
+
+    def surgery(self, part: Part) -> None:
+        """Makes the update of a joint part from its gradients."""
+        self.engine.surgery(part.step)
+
+    def end(self, step: Step, phase: Phase) -> None:
+        """After all parts."""
+        self.engine.finish(step, phase)
+
+    def losses_of(self, step: Step) -> dict[str, Tensor]:
+        """The losses that the caller gets."""
+        return step.losses

@@ -1,0 +1,123 @@
+"""Watches the torch optimizers: every update is used once, and only when it is complete.
+
+An optimizer step before the update of `backward(..., update=False)` raises; so does a missing one
+after the update, and one after `MultiTaskOptimizer.step`, which has made it.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from cs_kernels.engine.accumulation import Accumulation
+from cs_kernels.engine.torch_optimizers import TorchOptimizers, held_by
+from cs_kernels.gradients import TaskGradients
+
+
+def ends_with_gradient(
+    parameters: Sequence[nn.Parameter],
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The first and the last parameter with a gradient, and these: marks that are seldom large."""
+    for ordered in (parameters, reversed(parameters)):
+        found = next((p for p in ordered if p.grad is not None), None)
+        if found is not None and found.grad is not None:
+            yield found, found.grad
+
+
+class LoopGuard:
+    """What the torch optimizers have done with the updates."""
+
+    def __init__(
+        self, gradients: TaskGradients, optimizers: TorchOptimizers, accumulation: Accumulation
+    ) -> None:
+        self._gradients = gradients
+        self._optimizers = optimizers
+        self._accumulation = accumulation
+        self._unused: tuple[nn.Parameter, int] | None = None
+        """A parameter with an update of `backward` in `.grad`, and the parameter's version."""
+        self._used: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
+        """By index of an optimizer that has made a step: parameters, and their `.grad` then."""
+        self._passes = False
+        """Whether passes of `MultiTaskOptimizer.step` run."""
+        self._notice_steps()
+
+    def clear(self) -> None:
+        """Forgets an update that was not used, and those that were."""
+        self._unused = None
+        self._used.clear()
+
+    def note_steps(self) -> None:
+        """Notes that `MultiTaskOptimizer.step` has stepped the torch optimizers."""
+        self._accumulation.forget_dropped()
+        for n, optimizer in enumerate(self._optimizers):
+            self._used[n] = [*ends_with_gradient(held_by(optimizer))]
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Around the passes of `MultiTaskOptimizer.step`, in which no optimizer may be stepped."""
+        self._passes = True
+        try:
+            yield
+        finally:
+            self._passes = False
+
+    def note_update(self) -> None:
+        """Notes that the update is in `.grad`, for the torch optimizer to use."""
+        updated = (p for p in self._gradients.parameters if p.grad is not None)
+        self._unused = next(((p, p._version) for p in updated), None)
+
+    def check_update_used(self) -> None:
+        """Raises if the update of the last `backward` would be lost."""
+        unused, self._unused = self._unused, None
+        if unused is None or unused[0]._version != unused[1]:
+            return
+        # These host synchronizations are rare: gradients were set to zero, or a scaler has skipped
+        # the step because they are not finite.
+        grads = [
+            p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+            for p in self._optimizers.held()
+            if p.grad is not None
+        ]
+        if any(grad.any() for grad in grads) and all(grad.isfinite().all() for grad in grads):
+            self._unused = unused
+            raise RuntimeError(
+                "the update of the last backward(...) is still in .grad: call optimizer.step() or"
+                " zero_grad() first; to add up micro-batches, backward(..., update=False)"
+            )
+
+    def _notice_steps(self) -> None:
+        """Notes optimizer steps, also those that write into `.data` and change no version."""
+        this = weakref.proxy(self)  # The optimizer must not keep this alive.
+
+        def refuse(n: int) -> None:
+            if this._passes:
+                raise RuntimeError(
+                    "closure must not step the optimizer, which step(closure) does after all"
+                    " passes: leave out optimizer.step()"
+                )
+            if any(parameter.grad is grad for parameter, grad in this._used.get(n, ())):
+                raise RuntimeError(
+                    "optimizer has made this step in step(closure): leave out optimizer.step(), or"
+                    " set gradients to None by zero_grad() before gradients of your own"
+                )
+            if this._accumulation.is_open():
+                raise RuntimeError(
+                    "the gradients of backward(..., update=False) wait for their update: end these"
+                    " with backward(...) before optimizer.step()"
+                )
+            if this._accumulation.step is not None:  # `zero_grad()` has dropped them.
+                this._accumulation.clear()
+                this.clear()
+                this._gradients.clear()
+
+        def used(*_: object) -> None:
+            this._unused = None
+            this._accumulation.forget_dropped()
+
+        for n, optimizer in enumerate(self._optimizers):
+            inner = getattr(optimizer, "optimizer", optimizer)  # A wrapper has one inside.
+            with contextlib.suppress(AttributeError):
+                hook = inner.register_step_pre_hook(lambda *_, n=n: refuse(n))
+                weakref.finalize(self, hook.remove)
+                weakref.finalize(self, inner.register_step_post_hook(used).remove)

@@ -1,0 +1,171 @@
+"""From a task's loss to its gradients: what its graph must reach, its weight, its backward pass."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from cs_kernels.engine.autograd_graph import reached_parameters
+from cs_kernels.errors import described
+from cs_kernels.ranks.fsdp import all_sharded_modules, is_sharded, sharded_parameters
+from cs_kernels.ranks.strategy import Ranks
+from cs_kernels.step import Step
+from cs_kernels.trunk.trunk import Trunk, no_shared_parameter
+from cs_kernels.weightings import Weighting
+
+Backward = Callable[..., object]
+
+
+class LossGraph:
+    """Checks the graph of a loss, weighs the loss, and runs its backward pass.
+
+    Args:
+        trunk: The shared module.
+        ranks: Each has a share of the loss.
+        scaler: Scales losses, if there is one.
+        backward: Runs backward passes in place of `loss.backward()`, if it is given.
+
+    """
+
+    def __init__(
+        self,
+        trunk: Trunk,
+        ranks: Ranks,
+        scaler: torch.amp.GradScaler | None,
+        backward: Backward | None,
+    ) -> None:
+        self._trunk = trunk
+        self._of_trunk = set(trunk.module.parameters())
+        self._modules = list(trunk.module.modules())
+        self._ranks = ranks
+        self.scaler = scaler
+        self.backward = backward
+        self._checked: set[str] = set()
+        """The tasks whose graph was checked."""
+        self._known: set[str] = set()
+        """The tasks that have once reached the trunk, which may have been frozen since."""
+        self.version = 0
+        """Increases when graphs are to be checked again."""
+
+    def forget(self) -> None:
+        """Checks the graph of every task's next loss again."""
+        self._checked.clear()
+        self.version += 1
+
+    def known_scale(self) -> Tensor | None:
+        """The factor of losses that is known before a step; that of `backward` shows in it."""
+        if self.backward is not None or self.scaler is None or not self.scaler.is_enabled():
+            return None
+        return self.scaler.scale(torch.ones((), device=self._trunk.device))
+
+    def check(self, task: str, loss: Tensor) -> None:
+        """Checks the graph of a task's loss, unless that of an earlier pass was.
+
+        Raises:
+            ValueError: It depends on a parameter that the optimizer does not hold, or on none of
+                the trunk.
+
+        """
+        if task not in self._checked:
+            reached, hidden = reached_parameters(loss)
+            reached = self.checked_held(task, reached)
+            if hidden:
+                return
+            trains = any(p.requires_grad for p in self._of_trunk) and task not in self._known
+            if trains and self._of_trunk.isdisjoint(reached):
+                raise no_shared_parameter(task)
+            self._known.add(task)
+            self._trunk.reach.note_graph(task, reached)
+
+    def passed(self, *tasks: str) -> None:
+        """Notes that the passes of some tasks, whose graphs were checked, have not failed."""
+        self._checked.update(tasks)
+
+    def checked_held(self, task: str, reached: list[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters of a task's graph, sharded ones as such.
+
+        Raises:
+            ValueError: The optimizer does not hold one.
+
+        """
+        held, watcher = self._trunk.held(), self._trunk.watcher
+        sharded = sharded_parameters((*self._modules, *watcher.outside))
+        reached = [sharded.get(parameter, parameter) for parameter in reached]
+        unheld = list(set(reached) - set(held))
+        if unheld and any(map(is_sharded, held)):  # Heads that no watched pass has run.
+            self._modules += [m for m in all_sharded_modules() if m not in self._modules]
+            sharded = sharded_parameters(self._modules)
+            reached = [sharded.get(parameter, parameter) for parameter in reached]
+            unheld = list(set(reached) - set(held))
+        if unheld:
+            names = watcher.names_of(unheld)
+            raise ValueError(
+                f"optimizer must hold every parameter that a loss depends on: that of {task!r}"
+                f" depends on {names[0]} and {len(unheld) - 1} others that it does not hold; hand"
+                " them to it (or to a second one), or freeze them"
+            )
+        return reached
+
+    def weigh(self, task: str, loss: Tensor, step: Step, weighting: Weighting) -> Tensor:
+        """The loss after weighting, times this rank's share; noted in the step.
+
+        Raises:
+            ValueError: The weighting has cut its graph.
+
+        """
+        weighted = weighting.weigh(task, loss, step)
+        if not isinstance(weighted, Tensor) or not weighted.requires_grad:
+            raise ValueError(
+                f"weighting must weigh a loss to one with a graph, got {weighted!r} by"
+                f" {weighting!r} for {task!r}"
+            )
+        first = task not in step.losses
+        step.add_loss(task, loss, weighted)
+        regularizer = weighting.regularizer(task) if first else None
+        weighted = weighted if regularizer is None else weighted + regularizer
+        share = self._ranks.share(task)
+        return weighted if share == 1 else weighted * share
+
+    def scaled(self, weighted: Tensor) -> Tensor:
+        """The loss times the scaler's factor."""
+        return weighted if self.scaler is None else self.scaler.scale(weighted)
+
+    def run_backward(self, weighted: Tensor, step: Step, retain_graph: bool = False) -> None:
+        """A backward pass into `.grad`."""
+        self._ranks.before_backward(retains=retain_graph)
+        if self.backward is None:
+            self.scaled(weighted).backward(  # type: ignore[no-untyped-call]
+                retain_graph=retain_graph
+            )
+            return
+        # It may multiply the loss, as the scaler does: the gradient of the probe is the factor.
+        probe = torch.zeros((), device=weighted.device, requires_grad=True)
+        weighted = weighted + probe
+        loss = self.scaled(weighted)
+        if step.loss_scale is None:  # Known before any layer's backward pass.
+            probe.register_hook(  # type: ignore[no-untyped-call]
+                lambda factor: setattr(step, "loss_scale", factor)
+            )
+        self.backward(loss, **({"retain_graph": True} if retain_graph else {}))
+
+
+def checked_loss(loss: object, task: str, source: str = "closure must return") -> Tensor:
+    """The loss as a scalar, if it is one real number with a graph."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"{source} a tensor, got {type(loss).__name__} for {task!r}")
+    if loss.numel() != 1 or not loss.is_floating_point():
+        raise ValueError(
+            f"{source} a real scalar, got a {loss.dtype} tensor of shape {tuple(loss.shape)} for"
+            f" {task!r}"
+        )
+    if not loss.requires_grad:
+        raise ValueError(f"{source} a loss with a graph, got {loss} for {task!r}")
+    return loss if loss.dim() == 0 else loss.reshape(())
+
+
+def checked_losses(losses: object) -> dict[str, Tensor]:
+    """The loss of each task."""
+    if not isinstance(losses, Mapping):
+        hint = ": with a closure, call step(closure)" if callable(losses) else ""
+        raise TypeError(f"losses must be a mapping {{task: loss}}, got {described(losses)}{hint}")
+    return {task: checked_loss(loss, task, "losses must hold") for task, loss in losses.items()}

@@ -1,0 +1,114 @@
+"""`backward`: a backward pass a task after one forward pass of the caller, and micro-batches."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from cs_kernels.engine import supports
+from cs_kernels.engine.engine import Engine, Mode
+from cs_kernels.engine.loss_graph import checked_losses
+from cs_kernels.schedules import Phase
+from cs_kernels.step import Part, Step
+
+
+class OneGraph(Mode):
+    """Losses with a common graph, whose last backward pass frees it.
+
+    The caller's torch optimizer makes the step. With `update=False`, the gradients wait for those
+    of a later call.
+    """
+
+    name = supports.BACKWARD
+    label = "cs_kernels.backward"
+    applies = False
+
+    def __init__(self, engine: Engine, losses: object, *, update: bool) -> None:
+        super().__init__(engine)
+        self._given = losses
+        self.losses: Mapping[str, Tensor] = {}
+        self.update = update
+        self._continues = False
+
+    def around(self) -> AbstractContextManager[None]:
+        """An exception drops the gradients that wait."""
+        return self.engine.accumulation.dropped_on_error(self.engine.transaction.drop)
+
+    def arguments(self) -> Iterable[str] | None:
+        """Checks the losses."""
+        self.losses = checked_losses(self._given)
+        return self.losses
+
+    def phase(self) -> Phase:
+        """Joint updates only."""
+        return 2
+
+    def check(self) -> None:
+        """Begins an update, or goes on with that of earlier calls."""
+        accumulation = self.engine.accumulation
+        self._continues = accumulation.is_open()
+        if not self._continues:
+            self.engine.guard.check_update_used()
+            accumulation.begin()
+        self.kind = 1 + (not self.update) + 2 * self._continues
+
+    def open_step(self) -> Step | None:
+        """That of earlier calls."""
+        return self.engine.accumulation.step
+
+    def parts(self, step: Step, tasks: Sequence[str], phase: Phase) -> Iterator[Part]:
+        """One part, to which earlier calls may have contributed."""
+        for part in super().parts(step, tasks, phase):
+            part.adds_up, part.continues = not self.update, self._continues
+            yield part
+
+    def make(self, part: Part, held: Sequence[nn.Parameter]) -> None:
+        """The backward passes of the losses."""
+        engine, step = self.engine, part.step
+        engine.accumulation.unmark()
+        step.tasks = engine.in_order((*step.tasks, *part.tasks))
+        for task, loss in self.losses.items():
+            engine.graph.check(task, loss)
+        alone = self.update and not self._continues and engine.ranks.size == 1
+        step.known = {t: loss.detach() for t, loss in self.losses.items()} if alone else {}
+        weighted = {
+            task: engine.graph.weigh(task, loss, step, engine.weighting)
+            for task, loss in self.losses.items()
+        }
+        present = [task for task in part.tasks if task in self.losses]
+        self.backward_passes(part, {task: weighted[task] for task in present})
+        engine.graph.passed(*self.losses)
+
+    def backward_passes(self, part: Part, losses: Mapping[str, Tensor]) -> None:
+        """The backward passes of weighted losses; other ranks may have some for more tasks."""
+        engine, step, present = self.engine, part.step, [*losses]
+        ranks = engine.ranks
+        if not part.separate:
+            if present:
+                first, *others = losses.values()
+                ranks.last_backward(present[-1])
+                engine.graph.run_backward(sum(others, first), step)
+            return
+        for task in part.tasks:
+            if task not in losses:
+                ranks.skip(task)
+                continue
+            ranks.last_backward(task)
+            engine.graph.run_backward(losses[task], step, retain_graph=task != present[-1])
+            with record_function("cs_kernels.collect"), torch.no_grad():
+                engine.trunk.check_reached(task, ranks.collect(task))
+
+    def end(self, step: Step, phase: Phase) -> None:
+        """Leaves the update to the torch optimizer, or the gradients to the next call."""
+        if self.update:
+            self.engine.accumulation.clear()
+            super().end(step, phase)
+            self.engine.guard.note_update()
+        else:
+            self.engine.accumulation.wait(step)
+
+    def losses_of(self, step: Step) -> dict[str, Tensor]:
+        """Those of this call."""
+        return step.recent.losses

@@ -1,0 +1,210 @@
+"""`step`: a forward and a backward pass a task, in Phase 1 and in Phase 2."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import FunctionType
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from cs_kernels.engine import supports
+from cs_kernels.engine.engine import Engine, Mode
+from cs_kernels.engine.loss_graph import checked_loss
+from cs_kernels.errors import add_note, described
+from cs_kernels.nn import active
+from cs_kernels.schedules import Phase
+from cs_kernels.step import Part, Step
+
+Closure = Callable[[str], Tensor]
+
+
+class PerTask(Mode):
+    """The passes of one task after the other.
+
+    Args:
+        engine: Makes the step.
+        closure: A function from a task to its loss, or one for each micro-batch.
+        tasks: Those of the step; None for all.
+
+    """
+
+    name = supports.STEP
+
+    def __init__(self, engine: Engine, closure: object, tasks: Iterable[str] | None) -> None:
+        super().__init__(engine)
+        self._closure = closure
+        self._tasks = tasks
+        self._closures: Sequence[Closure] = ()
+
+    def arguments(self) -> Iterable[str] | None:
+        """Checks the closures."""
+        self._closures = checked_closures(self._closure)
+        self.passes = len(self._closures)
+        return self._tasks
+
+    def make(self, part: Part, held: Sequence[nn.Parameter]) -> None:
+        """The passes of the tasks for which this rank has labels."""
+        engine = self.engine
+        trunk, ranks = engine.trunk, engine.ranks
+        for task in part.tasks:
+            if not ranks.has(task):
+                ranks.skip(task)
+                continue
+            watched = task not in trunk.watcher.tasks
+            with engine.guard.passing():
+                self._passes(task, part.step)
+            if part.separate:
+                with record_function("cs_kernels.collect"), torch.no_grad():
+                    trunk.check_reached(task, ranks.collect(task))
+            elif len(part.tasks) == 1:
+                trunk.check_reached(task, ranks.note(task))
+            trunk.rewatch_new_layers(watched)
+
+    def _passes(self, task: str, step: Step) -> None:
+        """The forward and backward passes of one task, which leave its gradients in `.grad`."""
+        trunk, ranks, graph = self.engine.trunk, self.engine.ranks, self.engine.graph
+        # Active in the backward pass too: checkpointing recomputes the trunk there.
+        with active(trunk.norms, task):
+            for number, closure in enumerate(self._closures, 1):
+                with unchanged_gradients(trunk.witnesses, task), trunk.watcher.passing(task):
+                    loss = checked_loss(closure(task), task)
+                if any(norm.active != task for norm in trunk.norms):
+                    raise ValueError(
+                        f"closure must leave {task!r} active in trunk, got another one: use"
+                        " active_task(trunk, task) instead of set_task in it"
+                    )
+                graph.check(task, loss)
+                alone = len(self._closures) == 1 and ranks.size == 1
+                step.known = {task: loss.detach()} if alone else {}
+                weighted = graph.weigh(task, loss, step, self.engine.weighting)
+                if number == len(self._closures):
+                    ranks.last_backward(task)
+                with _hint_at_backward():
+                    graph.run_backward(weighted, step)
+        trunk.watcher.learned(task)
+        graph.passed(task)
+
+    def end(self, step: Step, phase: Phase) -> None:
+        """Computes the losses again, if the weighting needs those after the step."""
+        engine = self.engine
+        try:
+            if engine.weighting.reevaluates:
+                with engine.transaction.without_traces(step.tasks), engine.guard.passing():
+                    step.losses_after = {task: self._evaluate(task) for task in step.tasks}
+        finally:  # The step has been made.
+            super().end(step, phase)
+
+    def _evaluate(self, task: str) -> Tensor:
+        """The loss of one task, without gradients."""
+        trunk, weighting = self.engine.trunk, self.engine.weighting
+        try:
+            with active(trunk.norms, task), torch.no_grad(), trunk.watcher.noticing(task):
+                losses = [closure(task).detach().reshape(()) for closure in self._closures]
+                return sum(losses[1:], losses[0])
+        except Exception as error:
+            add_note(
+                error,
+                f"the step has been made: {weighting!r} computes losses again after it,"
+                " without gradients; with reevaluate=False, it takes those of the next step",
+            )
+            raise
+
+
+def trace(engine: Engine, closure: object) -> None:
+    """A watched forward pass of each task, without a step.
+
+    Raises:
+        ValueError: A loss depends on a parameter that the optimizer does not hold, or on none of
+            the trunk.
+
+    """
+    (closure,) = checked_closures(closure)
+    trunk = engine.trunk
+    engine.forget_passes()
+    with trunk.unchanged(trunk.tasks, always=True):
+        for task in trunk.tasks:
+            with active(trunk.norms, task), torch.enable_grad():
+                with unchanged_gradients(trunk.witnesses, task), trunk.watcher.passing(task):
+                    loss = closure(task)
+                trunk.watcher.learned(task)
+                if isinstance(loss, Tensor) and loss.requires_grad:
+                    engine.graph.check(task, loss)
+                    engine.graph.passed(task)
+    trunk.end_trace()
+
+
+def checked_closures(closure: object) -> list[Closure]:
+    """The closures as a list: one a micro-batch."""
+    many = isinstance(closure, Iterable) and not isinstance(closure, Mapping | Tensor | str)
+    closures = list(closure) if isinstance(closure, Iterable) and many else [closure]
+    if not closures:
+        raise ValueError("closure must be a function or a sequence of them, got none")
+    for function in closures:
+        if not callable(function):
+            hint = ": with losses of one forward pass, call backward({task: loss})"
+            raise TypeError(
+                f"closure must be a function from a task to its loss, got {described(function)}"
+                f"{hint if isinstance(function, Mapping | Tensor) else ''}"
+            )
+    found: dict[object, object] = {}
+    for function in closures:
+        facts = _what_it_reads(function)
+        if facts is not None and found.setdefault(facts, function) is not function:
+            raise ValueError(
+                f"closure must be a function for each micro-batch, got {len(closures)} of which two"
+                f" are the same {described(function)}: variables are read when it is called, so"
+                " bind the batch, as in functools.partial(loss, batch); or give one function"
+                " several times, [closure] * 2, if it gets its batches itself"
+            )
+    return cast("list[Closure]", closures)
+
+
+def _what_it_reads(function: object) -> object:
+    """Equal for two functions with the same code and the same variables; None if unknown."""
+    if isinstance(function, partial):
+        inner = _what_it_reads(function.func)
+        bound = *function.args, *function.keywords.values()
+        return None if inner is None else (inner, *map(id, bound), *function.keywords)
+    if not isinstance(function, FunctionType):
+        return None
+    defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+    cells = function.__closure__ or ()
+    return function.__code__, id(function.__globals__), *map(id, defaults), *map(id, cells)
+
+
+@contextlib.contextmanager
+def unchanged_gradients(parameters: Sequence[nn.Parameter], task: str) -> Iterator[None]:
+    """Around a closure.
+
+    Raises:
+        RuntimeError: It has changed a gradient in `.grad`.
+
+    """
+    # The version shows changes in place.
+    grads = [parameter.grad for parameter in parameters]
+    versions = [grad._version for grad in grads if grad is not None]
+    yield
+    same = all(p.grad is grad for p, grad in zip(parameters, grads, strict=True))
+    if not same or versions != [grad._version for grad in grads if grad is not None]:
+        raise RuntimeError(
+            f"closure must leave gradients alone, got a changed one after that of {task!r}:"
+            " leave out zero_grad() and backward()"
+        )
+
+
+@contextlib.contextmanager
+def _hint_at_backward() -> Iterator[None]:
+    """Losses of one forward pass belong into `backward`; torch only says that its graph is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "through the graph a second time" in str(error):
+            add_note(
+                error,
+                "step(closure) takes a forward pass for each task, and makes the backward passes:"
+                " with losses of one forward pass, call backward({task: loss}) in its place",
+            )
+        raise

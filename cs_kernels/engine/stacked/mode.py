@@ -1,0 +1,278 @@
+"""`step_together`: Phase 2 from one pass of the trunk, Phase 1 as `step`."""
+
+import contextlib
+import contextvars
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from cs_kernels.engine import supports
+from cs_kernels.engine.engine import Engine
+from cs_kernels.engine.loss_graph import checked_losses
+from cs_kernels.engine.per_task import PerTask
+from cs_kernels.engine.stacked.layer_updates import LayerUpdates
+from cs_kernels.engine.stacked.trunk_pass import Pattern, TrunkPass
+from cs_kernels.errors import add_note, described
+from cs_kernels.step import Part, Step
+from cs_kernels.trunk.watcher import LAYERS, eager
+
+RunTrunk = Callable[..., dict[str, Any]]
+"""Takes the arguments of the trunk, and gives each task its output."""
+Forward = Callable[[RunTrunk], Mapping[str, Tensor]]
+"""Makes the losses of the tasks from the outputs."""
+
+
+class Reached(NamedTuple):
+    """What the graph of a pass has shown."""
+
+    unreached: list[nn.Parameter]
+    """The parameters of normalizations that their tasks do not reach."""
+    by_task: dict[str, set[Tensor]]
+    """The parameters that each loss reaches; empty if there may be others."""
+    owners: dict[int, str]
+    """The indices of the shared parameters that only one task has ever reached, and that task."""
+    shared: list[int]
+    """The indices of the others that are reached."""
+    unknown: bool
+    """Whether a task may not reach what others reach, and what that is is not known."""
+
+
+class KnownPasses:
+    """What the graphs of earlier passes have shown, by the pattern of the pass."""
+
+    def __init__(self) -> None:
+        self._reached: dict[Pattern, Reached] = {}
+        self._version = -1
+
+    def at(self, version: int) -> dict[Pattern, Reached]:
+        """Those that are not older than a version of the checks of graphs."""
+        if version != self._version:
+            self._version = version
+            self._reached.clear()
+        return self._reached
+
+
+class Stacked(PerTask):
+    """The passes of all tasks as one.
+
+    Args:
+        engine: Makes the step.
+        forward: Makes the losses from the outputs of the trunk.
+        tasks: Those of the step; None for all.
+        trunk: The trunk as the caller runs it, perhaps compiled.
+        known: What earlier passes have shown.
+
+    """
+
+    name = supports.TOGETHER
+
+    def __init__(
+        self,
+        engine: Engine,
+        forward: Forward,
+        tasks: Iterable[str] | None,
+        trunk: nn.Module,
+        known: KnownPasses,
+    ) -> None:
+        super().__init__(engine, partial(_loss_alone, forward, trunk), tasks)
+        self._forward = forward
+        self._trunk = trunk
+        self._known = known
+
+    def arguments(self) -> Iterable[str] | None:
+        """Checks the function."""
+        if not callable(self._forward):
+            raise TypeError(
+                "forward must be a function of run that returns the losses, got"
+                f" {described(self._forward)}"
+            )
+        return super().arguments()
+
+    def make(self, part: Part, held: Sequence[nn.Parameter]) -> None:
+        """One forward and one backward pass; updates are made during the backward pass."""
+        if not part.joint:
+            super().make(part, held)
+            return
+        engine, step = self.engine, part.step
+        # On a GPU, autograd calls it from a thread that does not know `use_backend`.
+        context = contextvars.copy_context()
+        combine = partial(context.run, partial(engine.combine, step))
+        gradients, by_module = engine.ranks.gradients, not engine.method.prioritizes
+        self._updates = LayerUpdates(gradients, step, combine, by_module=by_module)
+        modules = engine.trunk.modules_outside_norms()
+        candidates = self._candidates(modules)
+        passes = TrunkPass(
+            self._trunk, modules, engine.trunk.norms, step, self._updates, candidates
+        )
+        before = engine.method.state_dict()
+        with contextlib.closing(passes), engine.guard.passing():
+            try:
+                self._one_pass(passes, step, held)
+                step.surgery = self._updates.surgery()
+            except BaseException:
+                engine.method.load_state_dict(before)  # It may have made a part of the updates.
+                raise
+
+    def surgery(self, part: Part) -> None:
+        """It was made during the backward pass."""
+
+    def _one_pass(self, passes: TrunkPass, step: Step, held: Sequence[nn.Parameter]) -> None:
+        engine, tasks = self.engine, step.tasks
+        trunk, graph = engine.trunk, engine.graph
+        with trunk.watcher.passing(*tasks) as watched, eager(), passes.in_trunk():
+            if watched:
+                graph.forget()
+            version = trunk.watcher.version
+            checks = not self._known.at(graph.version)
+
+            def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
+                nonlocal checks
+                if checks:  # In the first call alone: it would change what that has saved.
+                    checks = False
+                    unseen = partial(engine.transaction.without_traces, tasks)
+                    passes.check_parts(unseen, *args, **kwargs)
+                return passes.run(*args, **kwargs)
+
+            with _hint_at_step():
+                losses = checked_losses(self._forward(run))
+        if trunk.watcher.version != version:  # A layer has first run.
+            graph.forget()
+        self._check(losses, tasks, held)
+        known = self._known.at(graph.version)
+        pattern = passes.find_outputs(
+            losses, trains=any(p.requires_grad for p in trunk.module.parameters())
+        )
+        reached = known.get(pattern)
+        if reached is not None and reached.owners != trunk.reach.owners():
+            reached = None
+        is_new = reached is None
+        reached = reached or self._reached_by(passes, pattern)
+        passes.begin_updates(self._taken(reached), reached.by_task, counts=is_new)
+        step.known = {task: losses[task].detach() for task in tasks}
+        weighted = [graph.weigh(task, losses[task], step, engine.weighting) for task in tasks]
+        with passes.in_trunk(recomputes=True):
+            graph.run_backward(sum(weighted[1:], weighted[0]), step)
+        self._updates.flush()
+        for parameter in reached.unreached:
+            parameter.grad = None  # In place of zeros, which have an effect in an optimizer.
+        trunk.watcher.learned(*tasks)
+        known[pattern] = reached
+
+    @staticmethod
+    def _check(
+        losses: Mapping[str, Tensor], tasks: Sequence[str], held: Sequence[nn.Parameter]
+    ) -> None:
+        if any(p.grad is not None for p in held):
+            raise RuntimeError(
+                "forward must leave gradients alone, got some: leave out backward() in it"
+            )
+        if set(losses) != set(tasks):
+            raise ValueError(
+                f"forward must return the loss of every task, {list(tasks)}, got those of"
+                f" {list(losses)}"
+            )
+
+    def _reached_by(self, passes: TrunkPass, pattern: Pattern) -> Reached:
+        """Checks the graph of a pass, and notes which task reaches what."""
+        trunk = self.engine.trunk
+        leaves, hidden = passes.reached_by_tasks(pattern)
+        by_task: dict[str, set[Tensor]] = {}
+        for task, found in leaves.items():
+            parameters = [leaf for leaf in found if isinstance(leaf, nn.Parameter)]
+            by_task[task] = set(parameters)
+            parameters = self.engine.graph.checked_held(task, parameters)
+            if not hidden:
+                trunk.reach.note_graph(task, parameters)
+        owners = trunk.reach.owners()
+        tasks_of = Counter(p for found in by_task.values() for p in found)
+        # A parameter in the graph of one loss alone may be a head's.
+        least, of_layers = (min(2, len(by_task)), passes.layers) if hidden else (1, {})
+        shared = [
+            i
+            for i, p in enumerate(trunk.shared)
+            if p.requires_grad and i not in owners and (tasks_of[p] >= least or p in of_layers)
+        ]
+        if hidden:
+            return Reached([], {}, owners, shared, unknown=not passes.uses_all(pattern))
+        unreached = [
+            parameter
+            for norm in trunk.norms
+            for task, found in by_task.items()
+            for parameter in norm.of(task).parameters()
+            if parameter not in found
+        ]
+        return Reached(unreached, by_task, owners, shared, unknown=False)
+
+    def _candidates(self, modules: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, str]:
+        """The parameters, with names, whose update the method may make."""
+        method, trunk = self.engine.method, self.engine.trunk
+        if not method.separate_gradients:
+            return {}
+        layers = {name: m for name, m in modules if isinstance(m, LAYERS)}
+        found = {m._parameters.get("weight") for m in layers.values()} | set(trunk.overrides)
+        if method.prioritizes:
+            prioritized = {layer.weight for layer in trunk.whole_layout().layers}
+            ran = trunk.watcher.norms.keys() & layers.keys()
+            found -= {layers[n]._parameters.get("weight") for n in ran} - prioritized
+        else:
+            found |= {m._parameters.get("bias") for m in layers.values()}
+        names = {p: n for n, p in zip(trunk.names, trunk.shared, strict=True)}
+        return {
+            p: names[p]
+            for p in found & names.keys()
+            if p is not None and p.requires_grad and p.is_floating_point()
+        }
+
+    def _taken(self, reached: Reached) -> dict[Tensor, int]:
+        """The parameters whose update the method makes, and their indices.
+
+        Raises:
+            ValueError: The method needs the gradients of others too.
+
+        """
+        method, trunk = self.engine.method, self.engine.trunk
+        if not method.separate_gradients:
+            return {}
+        if method.prioritizes:
+            return {layer.weight: layer.weight_index for layer in trunk.layout().layers}
+        if reached.unknown:
+            raise ValueError(
+                "trunk must show which task reaches which parameters for step_together with"
+                f" {method!r}, got a torch.autograd.Function that may hide some, and a loss"
+                " that does not depend on every output of run: use step"
+            )
+        return {trunk.shared[i]: i for i in reached.shared}
+
+
+def _loss_alone(forward: Forward, trunk: nn.Module, task: str) -> Tensor:
+    """In Phase 1: the loss of one task, from the outputs for it alone."""
+
+    def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {task: trunk(*args, **kwargs)}
+
+    try:
+        losses = checked_losses(forward(run))
+    except KeyError as error:
+        if error.args[:1] != (task,):
+            add_note(error, "in Phase 1, run gives one task's output: iterate over its items()")
+        raise
+    if task not in losses:
+        raise ValueError(f"forward must return the loss of {task!r}, got those of {[*losses]}")
+    return losses[task]
+
+
+@contextlib.contextmanager
+def _hint_at_step() -> Iterator[None]:
+    """Tasks' outputs are views of one tensor: torch only says that such views must not change."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "is a view and" in str(error) and "inplace" in str(error):
+            raise ValueError(
+                "forward must not change the outputs of run in place, as a head that begins with"
+                " ReLU(inplace=True) does: use step, or leave out inplace"
+            ) from error
+        raise

@@ -1,0 +1,68 @@
+"""Shows in forward passes whether the tasks' parts of stacked tensors stay apart."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class PartsCheck:
+    """Whether a part of any tensor depends on other parts, from forward passes.
+
+    After one as it is, all parts but the first are changed in inputs and behind normalizations,
+    then all but the last: the part that was not changed must come out the same everywhere.
+    """
+
+    def __init__(self, parts: int) -> None:
+        self._parts = parts
+        self._kept: int | None = None
+        self._seen: list[tuple[Tensor, Tensor]] = []
+        """The first and the last part of every tensor, in the order of the pass."""
+        self._next = 0
+
+    def begin(self, kept: int | None) -> None:
+        """Begins a pass: None for the first one, or the part that is not changed."""
+        self._kept, self._next = kept, 0
+
+    def changed(self, x: Tensor) -> Tensor:
+        """A normalized tensor with other numbers in the other parts."""
+        scale, offset = (0.5, 1.0) if self._kept == 0 else (2.0, -1.0)
+        return self._with(x, lambda part: part * scale + offset)
+
+    def changed_input(self, x: Tensor) -> Tensor:
+        """An input with other numbers in the other parts, of the same signs and kinds."""
+        if x.is_floating_point():
+            return self._with(x, lambda part: part * 0.5)
+        return self._with(x, lambda part: part.flip(0))
+
+    def _with(self, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        if self._kept is None:
+            return x
+        parts = enumerate(self._split(x))
+        return torch.cat([part if n == self._kept else change(part) for n, part in parts])
+
+    def _split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return x.chunk(self._parts)
+
+    def keeps(self, x: Tensor) -> bool:
+        """Whether the part that was not changed is the same in this tensor."""
+        first, *_, last = self._split(x)
+        if self._kept is None:
+            self._seen.append((first.clone(), last.clone()))
+            return True
+        if self._next == len(self._seen):
+            return False
+        before = self._seen[self._next][self._kept > 0]
+        self._next += 1
+        return _alike(first if self._kept == 0 else last, before)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    if not (one.is_floating_point() and one.numel()):
+        return torch.equal(one, other)
+    # A GPU may add in another order.
+    tolerance = 1e-4 if one.dtype.itemsize > 2 else 1e-2
+    scale = other.abs().nan_to_num(posinf=0.0).max().item()
+    return torch.allclose(one, other, rtol=0, atol=tolerance * scale, equal_nan=True)

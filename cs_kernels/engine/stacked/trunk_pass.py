@@ -1,0 +1,386 @@
+"""A stacked pass: one forward and one backward pass of a trunk for several tasks.
+
+The batch is repeated for every task along dimension 0. Each task-specific normalization treats a
+task's part with that task's module, and each layer that needs surgery hands over the gradients of
+all tasks as soon as its backward pass has them (`task_layers`, `layer_updates`).
+"""
+
+import contextlib
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from cs_kernels.engine.autograd_graph import Edge, Reached, edge_of, is_leaf, walk
+from cs_kernels.engine.stacked.layer_updates import LayerUpdates, used_otherwise
+from cs_kernels.engine.stacked.parts_check import PartsCheck
+from cs_kernels.engine.stacked.task_layers import Stack, TaskWeight, is_task_layer
+from cs_kernels.errors import described
+from cs_kernels.nn import TaskBatchNorm, recorded_norms
+from cs_kernels.step import Step
+
+
+class Pattern(NamedTuple):
+    """What a stacked pass used: passes with the same pattern have the same graph."""
+
+    outputs: frozenset[tuple[str, frozenset[int]]]
+    """Each task that takes part, and the numbers of the outputs on which its loss depends."""
+    ran: frozenset[object]
+    """The parameters of each layer, and the normalizations, that have run."""
+
+
+_PLAIN = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+def _check_leaves(tree: Any, who: str) -> None:
+    """Tensors are found in nests that torch knows, and not in other objects."""
+    for leaf in tree_leaves(tree):
+        if not isinstance(leaf, _PLAIN):
+            raise ValueError(
+                f"{who} tensors in lists, tuples and dictionaries for step_together, got"
+                f" {described(leaf)}: use step"
+            )
+
+
+class TrunkPass:
+    """The passes of one step.
+
+    Args:
+        trunk: The shared module.
+        modules: Its modules outside task-specific normalizations, with names.
+        norms: Its task-specific normalizations.
+        step: Its tasks take part.
+        updates: Makes the updates of the parameters that it takes.
+        candidates: By weight or bias of a layer, the names of those that it may take.
+
+    """
+
+    def __init__(
+        self,
+        trunk: nn.Module,
+        modules: Sequence[tuple[str, nn.Module]],
+        norms: Sequence[TaskBatchNorm],
+        step: Step,
+        updates: LayerUpdates,
+        candidates: Mapping[nn.Parameter, str],
+    ) -> None:
+        self._trunk = trunk
+        self._parts = len(step.tasks)
+        self._stack = stack = Stack(self._parts, updates, self._problem_of)
+        self._with_buffers = [(name, module) for name, module in modules if module._buffers]
+        self._entries = [
+            (
+                module._parameters,
+                key,
+                parameter,
+                TaskWeight.of(parameter, candidates[parameter], stack),
+            )
+            for _, module in modules
+            for key, parameter in module._parameters.items()
+            if parameter is not None and parameter in candidates
+        ]
+        """Where candidates are: a module's parameters, the key, the candidate, its stand-in."""
+        self._norms = norms
+        self._chosen = step.tasks
+        self._updates = updates
+        self._edges: dict[Edge, tuple[str, int] | None] = {}
+        """The task and the number of each output's parts; None for tensors inside the trunk."""
+        self._outputs: list[Tensor] = []
+        self._reached: dict[str, Reached] = {}
+        """By task, the graph between its loss and the outputs."""
+        self._norms_ran: set[TaskBatchNorm] = set()
+        self._batches: set[int] = set()
+        """The sizes of the batches."""
+        self._parts_check: PartsCheck | None = None
+        """While passes are made that show whether the parts stay apart."""
+
+    @contextlib.contextmanager
+    def in_trunk(self, *, recomputes: bool = False) -> Iterator[None]:
+        """Around the passes: layers keep tasks' gradients apart, normalizations their parts.
+
+        Around the backward pass too: checkpointing recomputes the trunk there.
+        """
+        self._stack.runs = recomputes
+        try:
+            for parameters, key, _, stand_in in self._entries:
+                parameters[key] = cast("nn.Parameter", stand_in)  # Layers read it.
+            for norm in self._norms:
+                object.__setattr__(norm, "_stack", self)
+            yield
+        finally:
+            for parameters, key, parameter, _ in self._entries:
+                parameters[key] = parameter
+            for norm in self._norms:
+                norm.__dict__.pop("_stack", None)
+
+    def close(self) -> None:
+        """Forgets the graph, which knows this object: Python cannot collect such a circle."""
+        for kept in (self._outputs, self._edges, self._reached, self._stack.inputs):
+            kept.clear()
+        self._updates.close()
+        del self._stack, self._entries  # They know each other too.
+
+    def run(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The outputs of the trunk by task, in one forward pass."""
+        _check_leaves((args, kwargs), "run must get")
+        sizes = {t.shape[:1] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        if len(sizes) != 1 or () in sizes:
+            raise ValueError(
+                "run must get tensors with the batch in dimension 0, got the sizes"
+                f" {sorted(map(tuple, sizes))} there"
+            )
+        ((batch,),) = sizes
+        self._batches.add(batch)
+        args, kwargs = tree_map_only(Tensor, self._repeated, (args, kwargs))
+        before = [(name, buffer, buffer._version) for name, buffer in self._buffers()]
+        self._stack.runs = True
+        try:
+            outputs = self._trunk(*args, **kwargs)
+        finally:
+            self._stack.runs = False
+        self._check_unchanged(before)
+        _check_leaves(outputs, "trunk must return")
+        leaves = {id(t): t for t in tree_leaves(outputs) if isinstance(t, Tensor)}
+        parts = {key: self._parts_of(output) for key, output in leaves.items()}
+
+        def output_of(number: int) -> Any:
+            return tree_map_only(Tensor, lambda output: parts[id(output)][number], outputs)
+
+        return {task: output_of(number) for number, task in enumerate(self._chosen)}
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """The buffers outside task-specific normalization."""
+        for prefix, module in self._with_buffers:
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    yield f"{prefix}.{name}".removeprefix("."), buffer
+
+    def _check_unchanged(self, before: Sequence[tuple[str, Tensor, int]]) -> None:
+        now = dict(self._buffers())
+        for name, buffer, version in before:
+            if now.get(name) is not buffer or buffer._version != version:
+                raise ValueError(
+                    "trunk must not change its buffers in step_together, which has one forward"
+                    f" pass for all tasks, got a new {name}: use step"
+                )
+
+    def _repeated(self, x: Tensor) -> Tensor:
+        repeated = x.repeat(self._parts, *[1] * (x.dim() - 1))
+        if self._parts_check is not None:
+            return self._parts_check.changed_input(repeated)
+        self._stack.inputs[id(repeated)] = repeated, repeated._version, x, x._version
+        return repeated
+
+    def _parts_of(self, output: Tensor) -> tuple[Tensor, ...]:
+        self._check_parts(output, "the output of trunk")
+        parts = output.chunk(self._parts)
+        if output.requires_grad:
+            for part, task in zip(parts, self._chosen, strict=True):
+                self._edges[edge_of(part)] = task, len(self._outputs)
+            self._outputs.append(output)
+        return parts
+
+    def check_parts(
+        self, restored: Callable[[], AbstractContextManager[None]], *args: Any, **kwargs: Any
+    ) -> None:
+        """Forward passes that raise if a task's part of a tensor depends on another task's.
+
+        Args:
+            restored: Gives the context of a pass that leaves nothing behind.
+            *args: As of `run`.
+            **kwargs: As of `run`.
+
+        """
+        if self._parts == 1:
+            return
+        self._parts_check = parts_check = PartsCheck(self._parts)
+        try:
+            for kept in (None, 0, self._parts - 1):
+                parts_check.begin(kept)
+                # The pass itself warns; and checkpointing warns of no_grad.
+                with restored(), recorded_norms(), torch.no_grad(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    self.run(*args, **kwargs)
+        finally:
+            self._parts_check = None
+            self._stack.layers.clear()
+            self._norms_ran.clear()
+
+    def _check_parts(self, x: Tensor, name: str) -> None:
+        problem = self._problem_of(x, name)
+        if problem is not None:
+            raise problem
+
+    def _problem_of(self, x: Tensor, name: str) -> Exception | None:
+        parts = [self._parts * max(1, batch) for batch in self._batches]
+        if x.dim() < 1 or all(x.shape[0] % number for number in parts):
+            return ValueError(
+                "trunk must keep the batches of the tasks one after the other in dimension 0, got"
+                f" {name} with a tensor of shape {tuple(x.shape)} for {self._parts} tasks: use step"
+            )
+        if self._parts_check is not None and not self._parts_check.keeps(x):
+            return ValueError(
+                "trunk must keep the batches of the tasks one after the other in dimension 0 and"
+                f" compute nothing over them, got {name} with a tensor of shape {tuple(x.shape)} in"
+                " which one task's part depends on another's: use step"
+            )
+        return None
+
+    def normalize(self, norm: TaskBatchNorm, *args: Any, **kwargs: Any) -> Tensor:
+        """Normalizes each task's part with that task's module."""
+        if not self._stack.runs:
+            raise ValueError(
+                "forward must run trunk by run, which repeats the batch for every task, got a"
+                " task-specific normalization that was run in another way"
+            )
+        given = (kwargs.pop("input"),) if "input" in kwargs else args
+        x, rest = given[0], given[1:]
+        self._check_parts(x, "a task-specific normalization")
+        self._norms_ran.add(norm)
+        parts = zip(self._chosen, x.chunk(self._parts), strict=True)
+        normalized = [norm.of(task)(part, *rest, **kwargs) for task, part in parts]
+        result = torch.cat(normalized)
+        if self._parts_check is not None:
+            return self._parts_check.changed(result)
+        if result.requires_grad:
+            self._edges[edge_of(result)] = None
+        return result
+
+    def find_outputs(self, losses: Mapping[str, Tensor], *, trains: bool) -> Pattern:
+        """The pattern of the pass, from the graphs of the losses.
+
+        Args:
+            losses: By task.
+            trains: Whether a parameter of the trunk requires a gradient.
+
+        Raises:
+            ValueError: A loss depends on an output of another task, on a tensor inside the trunk,
+                or, if the trunk trains, on no output.
+
+        """
+        outputs = set()
+        for task in self._chosen:
+            reached = self._reached[task] = walk([edge_of(losses[task])], self._edges.keys())
+            ends = [self._edges[edge] for edge in reached.features]
+            if None in ends or any(map(is_task_layer, reached.nodes)):
+                raise ValueError(
+                    f"a loss must depend on the trunk through what run returns, got one for"
+                    f" {task!r} that depends on another tensor of the trunk, which has the batches"
+                    " of all tasks: let the trunk return it, or use step"
+                )
+            others = {end[0] for end in ends if end is not None} - {task}
+            if others:
+                raise ValueError(
+                    "a loss must depend on the outputs of its own task for step_together, got one"
+                    f" for {task!r} that depends on those of {min(others)!r}: use step"
+                )
+            if not ends and trains:
+                raise ValueError(
+                    f"a loss must depend on an output of run, got one for {task!r} that depends on"
+                    " none"
+                )
+            outputs.add((task, frozenset(end[1] for end in ends if end is not None)))
+        return Pattern(frozenset(outputs), frozenset([*self._stack.layers, *self._norms_ran]))
+
+    def uses_all(self, pattern: Pattern) -> bool:
+        """Whether every loss depends on all outputs."""
+        return all(len(numbers) == len(self._outputs) for _, numbers in pattern.outputs)
+
+    def reached_by_tasks(self, pattern: Pattern) -> tuple[dict[str, set[Tensor]], bool]:
+        """The leaves that each loss reaches, and whether there may be others.
+
+        A `torch.autograd.Function` may hide some.
+        """
+        graphs = [walk([edge_of(output)], frozenset()) for output in self._outputs]
+        hidden = any(
+            isinstance(node, BackwardCFunction) and not is_task_layer(node)
+            for graph in (*graphs, *self._reached.values())
+            for node in graph.nodes
+        )
+        found = {}
+        for task, numbers in pattern.outputs:
+            others = {t for t in self._chosen if t != task}
+            of_others = {p for n in self._norms for t in others for p in n.of(t).parameters()}
+            inside = {leaf for number in numbers for leaf in graphs[number].leaves}
+            found[task] = (inside - of_others) | self._reached[task].leaves.keys()
+        return found, hidden
+
+    def begin_updates(
+        self, taken: Mapping[Tensor, int], reached: Mapping[str, set[Tensor]], *, counts: bool
+    ) -> None:
+        """To be called before the backward pass.
+
+        Args:
+            taken: The parameters whose update is made, and their indices.
+            reached: By task, the leaves that its loss reaches; empty if there may be others.
+            counts: Whether to count the uses of parameters in the graph.
+
+        Raises:
+            ValueError: One was used in another way than by one layer, or parameters of one module
+                by several.
+
+        """
+        self._updates.begin(taken, self._stack.layers, reached)
+        name_of, stack = self._updates.name_of, self._stack
+        for parameter, how in stack.other_uses.items():
+            if parameter in taken:
+                raise used_otherwise(name_of(parameter), how)
+        for parameter, problem in stack.problems.items():
+            if parameter in taken:
+                raise problem
+        for task, of_loss in self._reached.items():
+            for leaf in of_loss.leaves:
+                if leaf in taken:
+                    raise used_otherwise(name_of(leaf), f"by the loss of {task!r}")
+        for leaf in taken:
+            if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"trunk must have no hook on {name_of(leaf)} for step_together, which"
+                    " gives it the update in place of the tasks' gradients: use step"
+                )
+        if counts:
+            if self._updates.by_module:
+                self._check_modules(taken)
+            uses = self._uses()
+            for leaf in taken:
+                if uses[leaf] > 1:
+                    raise used_otherwise(name_of(leaf), "several times or in another way")
+
+    @property
+    def layers(self) -> dict[Tensor, tuple[nn.Parameter, ...]]:
+        """By parameter that a layer has used: the parameters of this layer."""
+        return {parameter: layer for layer in self._stack.layers for parameter in layer}
+
+    def _check_modules(self, taken: Mapping[Tensor, int]) -> None:
+        """Raises if a module's parameters are not those of one layer."""
+        name_of, layer_of = self._updates.name_of, self.layers
+        uses = Counter(parameter for layer in self._stack.layers for parameter in layer)
+        modules: dict[str, list[Tensor]] = {}
+        for parameter in taken:
+            if uses[cast("nn.Parameter", parameter)] > 1:
+                raise used_otherwise(name_of(parameter), "several times")
+            modules.setdefault(name_of(parameter).rpartition(".")[0], []).append(parameter)
+        for parameters in modules.values():
+            if not set(layer_of.get(parameters[0], ())).issuperset(parameters):
+                other = next((p for p in parameters if p not in layer_of), parameters[0])
+                raise ValueError(
+                    "trunk must have all parameters that train in modules that are convolutions or"
+                    " linear layers, each used once, for step_together with groups='layer', got"
+                    f" {name_of(other)} elsewhere: use step, or freeze it"
+                )
+
+    def _uses(self) -> Counter[Tensor]:
+        """How often the graph of the outputs uses each leaf; twice if not in a layer."""
+        uses: Counter[Tensor] = Counter()
+        for node in walk(map(edge_of, self._outputs), frozenset()).nodes:
+            count = 1 if is_task_layer(node) else 2
+            for following, _ in node.next_functions:
+                if following is not None and is_leaf(following):
+                    uses[following.variable] += count
+        return uses

@@ -1,0 +1,91 @@
+"""The state of a training loop, for checkpoints."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cs_kernels.engine.engine import Engine
+from cs_kernels.methods import Method
+from cs_kernels.weightings import Weighting
+
+
+def state_of(engine: Engine) -> dict[str, Any]:
+    """As `MultiTaskOptimizer.state_dict`."""
+    # Distributed checkpoints store a tuple as it is, and a dictionary entry by entry, which
+    # would need the same entries in the one that they are loaded into.
+    state = {
+        "tasks": list(engine.trunk.tasks),
+        "epoch": engine.epoch,
+        "steps": engine.steps,
+        "reach": (engine.trunk.reach.state_dict(),),
+        "method": _named_state(engine.method),
+        "weighting": _named_state(engine.weighting),
+    }
+    if engine.monitor.counter is not None:
+        state["conflicts"] = (engine.monitor.counter.state_dict(),)
+    return state
+
+
+def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
+    """As `MultiTaskOptimizer.load_state_dict`."""
+    _check(engine, state)
+    before = state_of(engine)
+    try:
+        _load(engine, state)
+    except Exception as error:
+        _load(engine, before)
+        raise ValueError(f"state must be a whole state_dict, got one with {error!r}") from error
+    engine.graph.forget()  # They may show what this state has not noted.
+    if engine.accumulation.step is not None:
+        engine.transaction.clear(engine.trunk.held())
+    engine.accumulation.clear()
+    engine.accumulation.forget_dropped()
+    engine.guard.clear()
+    engine.monitor.done = None
+    engine.ranks.recheck_networks()
+
+
+def check_copyable(engine: Engine) -> None:
+    """Raises for a training loop that a copy could not go on from."""
+    if engine.accumulation.is_open():
+        raise RuntimeError(
+            "MultiTaskOptimizer must have no gradients of backward(..., update=False) that wait"
+            " when it is copied or pickled, which would lose them: end them with backward(...)"
+        )
+    if engine.ranks.is_distributed:
+        raise TypeError(
+            f"MultiTaskOptimizer must be in one process to be copied or pickled, got"
+            f" {engine.ranks.size} ranks: save its state_dict()"
+        )
+
+
+def _check(engine: Engine, state: Mapping[str, Any]) -> None:
+    expected = {key: of for key, of in state_of(engine).items() if key != "conflicts"}
+    if not isinstance(state, Mapping) or not set(expected) <= set(state):
+        found = list(state) if isinstance(state, Mapping) else type(state).__name__
+        raise ValueError(f"state must have {list(expected)}, got {found}")
+    tasks = state["tasks"]
+    if not isinstance(tasks, Sequence) or list(tasks) != list(engine.trunk.tasks):
+        raise ValueError(f"state must be of tasks {list(engine.trunk.tasks)}, got {tasks!r}")
+    for part in ("method", "weighting"):
+        given = state[part]
+        name = given[0] if isinstance(given, Sequence) and len(given) == 2 else given
+        if name != expected[part][0]:
+            raise ValueError(f"state must be of {part} {expected[part][0]}, got {name}")
+
+
+def _load(engine: Engine, state: Mapping[str, Any]) -> None:
+    epoch, steps = state["epoch"], int(state["steps"])
+    (reach,), (_, of_method), (_, of_weighting) = (
+        state[part] for part in ("reach", "method", "weighting")
+    )
+    engine.trunk.reach.load_state_dict(reach)
+    engine.method.load_state_dict(of_method)
+    engine.weighting.load_state_dict(of_weighting)
+    if engine.monitor.counter is not None:
+        (of_conflicts,) = state.get("conflicts", (None,))
+        engine.monitor.counter.load_state_dict(of_conflicts)
+    engine.epoch, engine.steps = None if epoch is None else int(epoch), steps
+
+
+def _named_state(part: Method | Weighting) -> tuple[str, dict[str, Any]]:
+    return type(part).__name__, part.state_dict()

@@ -1,0 +1,215 @@
+"""Which way to make gradients goes with which feature: the only table, with its messages.
+
+The documentation's table is made from it (`table`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from cs_kernels.engine.accumulation import Accumulation
+from cs_kernels.engine.loss_graph import LossGraph
+from cs_kernels.methods import ConnectionStrength, GramianMethod, Method
+from cs_kernels.monitor.monitor import Monitor
+from cs_kernels.ranks.fsdp import is_sharded
+from cs_kernels.ranks.strategy import Ranks
+from cs_kernels.schedules import Phase, Schedule
+from cs_kernels.trunk.trunk import Trunk
+from cs_kernels.weightings import Weighting
+
+STEP = "step"
+BACKWARD = "backward"
+FEATURES = "backward with features"
+TOGETHER = "step_together"
+CAPTURED = "a captured step"
+MODES = (STEP, BACKWARD, FEATURES, TOGETHER, CAPTURED)
+"""The ways to make gradients, in the order of the table's columns."""
+
+
+class Loop(Protocol):
+    """The parts of a training loop that a feature can be seen in."""
+
+    trunk: Trunk
+    ranks: Ranks
+    graph: LossGraph
+    accumulation: Accumulation
+    monitor: Monitor
+    method: Method
+    schedule: Schedule
+    weighting: Weighting
+
+    @property
+    def phase(self) -> Phase:
+        """Of the next step."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that not every way to make gradients goes with."""
+
+    name: str
+    """For the documentation."""
+    found: Callable[[Loop], object]
+    """What a loop has of it; None or False for nothing."""
+    refused: Mapping[str, str]
+    """By mode: the error's message, in which `found` and `loop` can be quoted."""
+    error: type[Exception] = ValueError
+
+
+def _needs_all_gradients(loop: Loop) -> Method | None:
+    """The method, if it cannot make the update of one layer after the other."""
+    method = loop.method
+    # Another `combine` may look at all layers.
+    known = type(method).combine in (ConnectionStrength.combine, GramianMethod.combine)
+    return method if method.separate_gradients and not (known and method.layerwise) else None
+
+
+def _sharded(loop: Loop) -> int | None:
+    return sum(map(is_sharded, loop.trunk.held())) or None
+
+
+def _plain_norm_in_training(loop: Loop) -> str | None:
+    return next(
+        (
+            name
+            for name, module in loop.trunk.modules_outside_norms()
+            if isinstance(module, _BatchNorm) and module.training
+        ),
+        None,
+    )
+
+
+_AGAIN = (
+    "weighting must not compute losses again {where}, got {{found!r}}: use FAMO(reevaluate=False)"
+)
+
+TABLE = (
+    Feature(
+        "a method that needs the gradients of all layers at once",
+        _needs_all_gradients,
+        {
+            TOGETHER: "method must be ConnectionStrength(), Sum() or one with groups='layer' for"
+            " step_together, which never has all gradients of the tasks, got {found!r}: use step"
+        },
+    ),
+    Feature(
+        "a weighting that computes losses again (`FAMO()`)",
+        lambda loop: loop.weighting if loop.weighting.reevaluates else None,
+        {
+            BACKWARD: _AGAIN.format(where="after backward, which has no closure"),
+            FEATURES: _AGAIN.format(where="after backward, which has no closure"),
+            TOGETHER: _AGAIN.format(where="in step_together"),
+            CAPTURED: _AGAIN.format(where="in a captured step"),
+        },
+    ),
+    Feature(
+        "plain batch normalization in training",
+        _plain_norm_in_training,
+        {
+            TOGETHER: "trunk must have no batch normalization in training but task-specific ones"
+            " for step_together, got {found}: convert it, set it to eval(), or use step"
+        },
+    ),
+    Feature(
+        "`ConnectionStrength()`",
+        lambda loop: loop.method if loop.method.prioritizes else None,
+        {
+            FEATURES: "method must take gradients of any tensors for backward with features, got"
+            " {found!r}, which takes those of weights"
+        },
+    ),
+    Feature(
+        "many ranks",
+        lambda loop: loop.ranks.size if loop.ranks.is_distributed else None,
+        {
+            FEATURES: "process_group must be None for backward with features, got {found} ranks",
+            TOGETHER: "process_group must be None and no parameter sharded for step_together, got"
+            " {found} ranks: use step",
+            CAPTURED: "process_group must be None for a captured step, got {found} ranks, which"
+            " agree on every step on their hosts",
+        },
+    ),
+    Feature(
+        "parameters after `fully_shard`",
+        _sharded,
+        {
+            FEATURES: "optimizer must hold whole parameters for backward with features, got {found}"
+            " after fully_shard",
+            TOGETHER: "process_group must be None and no parameter sharded for step_together, got"
+            " {loop.ranks.size} ranks: use step",
+        },
+    ),
+    Feature(
+        "`backward=`",
+        lambda loop: loop.graph.backward,
+        {
+            FEATURES: "backward must be None for backward with features, whose passes end there,"
+            " got {found!r}",
+            CAPTURED: "backward must be None for a captured step, got {found!r}: it may run Python"
+            " code in every step",
+        },
+    ),
+    Feature(
+        "`count_conflicts`",
+        lambda loop: loop.monitor.counter,
+        {
+            FEATURES: "count_conflicts needs gradients of all shared parameters, got features in"
+            " backward, whose passes end there: leave them out, or end counting by"
+            " count_conflicts(None)",
+            TOGETHER: "count_conflicts needs all gradients of the tasks, got step_together, which"
+            " never has them: use step, or end counting by count_conflicts(None)",
+        },
+    ),
+    Feature(
+        "micro-batches",
+        lambda loop: loop.accumulation.is_open(),
+        {
+            FEATURES: "features must be None in a call that ends those with update=False, whose"
+            " gradients are dropped now: end them without features, or call optimizer.zero_grad()"
+            " first"
+        },
+        RuntimeError,
+    ),
+    Feature(
+        "task-specific normalization",
+        lambda loop: len(loop.trunk.norms) or None,
+        dict.fromkeys(
+            (BACKWARD, FEATURES),
+            "trunk must have no task-specific normalization for backward, which takes one forward"
+            " pass for all tasks, got {found} of them: use step(closure)",
+        ),
+    ),
+    Feature(
+        "Phase 1",
+        lambda loop: not loop.accumulation.is_open() and loop.phase == 1,
+        dict.fromkeys(
+            (BACKWARD, FEATURES),
+            "backward makes joint updates, but {loop.schedule!r} is in Phase 1: use step",
+        ),
+        RuntimeError,
+    ),
+)
+"""The features, in the order in which they are looked for."""
+
+
+def check(mode: str, loop: Loop) -> None:
+    """Raises the error of the first feature that a mode does not go with."""
+    for feature in TABLE:
+        message = feature.refused.get(mode)
+        if message is not None:
+            found = feature.found(loop)
+            if found is not None and found is not False:
+                raise feature.error(message.format(found=found, loop=loop))
+
+
+def table() -> str:
+    """The table in Markdown."""
+    rows = [
+        [feature.name, *("no" if mode in feature.refused else "yes" for mode in MODES)]
+        for feature in TABLE
+    ]
+    head = ["", *(mode if " " in mode else f"`{mode}`" for mode in MODES)]
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

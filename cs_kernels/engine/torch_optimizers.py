@@ -1,0 +1,122 @@
+"""The torch optimizers of a training loop, as one."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import nn
+
+from cs_kernels.errors import described
+from cs_kernels.ranks.fsdp import is_sharded
+
+
+class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
+    """One torch optimizer, or several that share the parameters."""
+
+    @classmethod
+    def of(cls, optimizer: object) -> "TorchOptimizers":
+        """The argument `optimizer`, checked.
+
+        Raises:
+            TypeError: Something is no torch optimizer.
+            ValueError: There is none, one needs a closure, or two hold the same parameter.
+
+        """
+        several = isinstance(optimizer, Sequence)
+        given: Any = optimizer if isinstance(optimizer, Sequence) else (optimizer,)
+        optimizers = cls(given)
+        seen: set[nn.Parameter] = set()
+        if not optimizers:
+            raise ValueError("optimizer must be a torch optimizer or a sequence of them, got none")
+        for one in optimizers:
+            if not hasattr(one, "param_groups") or not callable(getattr(one, "step", None)):
+                raise TypeError(
+                    "optimizer must be a torch optimizer or a sequence of them, got"
+                    f" {described(one)}{' in it' if several else ''}"
+                )
+            closure = inspect.signature(one.step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                raise ValueError(
+                    f"optimizer must make a step without a closure, got {type(one).__name__}"
+                )
+            held = set(held_by(one))
+            if seen & held:
+                raise ValueError(
+                    f"optimizer must hold each parameter once, got {len(seen & held)} in several"
+                )
+            seen |= held
+        return optimizers
+
+    def held(self) -> list[nn.Parameter]:
+        """The parameters of all."""
+        return [parameter for one in self for parameter in held_by(one)]
+
+    def options(self) -> Iterator[tuple[int, str, object]]:
+        """The options of each group of parameters, such as learning rates: its number and names."""
+        groups = (group for one in self for group in one.param_groups)
+        for n, group in enumerate(groups):
+            yield from ((n, name, value) for name, value in group.items() if name != "params")
+
+    def numbers(self) -> list[object]:
+        """The options that are numbers on the host."""
+        found: list[object] = []
+        for n, name, value in self.options():
+            values = value if isinstance(value, tuple | list) else (value,)
+            if all(isinstance(v, Real) for v in values):
+                found.append((n, name, *map(float, values)))
+        return found
+
+    def state(self) -> Iterator[tuple[str, object]]:
+        """The entries of their states, by name."""
+        for one in self:
+            for of_parameter in one.state.values():
+                yield from of_parameter.items()
+
+    def hooks(self) -> Iterator[object]:
+        """The hooks of their steps, which may clip gradients."""
+        for one in self:
+            yield from getattr(one, "_optimizer_step_pre_hooks", {}).values()
+            yield from getattr(one, "_optimizer_step_post_hooks", {}).values()
+
+    def step(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Makes the step of each; a scaler skips it if a gradient is not finite."""
+        if scaler is None:
+            for one in self:
+                one.step()
+        else:
+            for one in self:
+                # The scaler refuses an optimizer without any gradient, such as another task's.
+                if any(p.grad is not None for p in held_by(one)):
+                    scaler.step(one)
+            scaler.update()
+        torch.clear_autocast_cache()  # An autocast around the step would keep the old weights.
+
+    def check_scales(self) -> None:
+        """A scaler cannot unscale sharded and other gradients together."""
+        for one in self:
+            sharded = sum(map(is_sharded, held_by(one)))
+            others = len(held_by(one)) - sharded
+            if sharded and others:
+                raise ValueError(
+                    "optimizer must hold sharded parameters or others with a scaler, got"
+                    f" {type(one).__name__} with {sharded} and {others}: call fully_shard on the"
+                    " heads too, or build a second optimizer"
+                )
+
+    def check_step_now(self) -> None:
+        """Inside `accelerator.accumulate`, none makes a step until the last micro-batch."""
+        for one in self:
+            state = getattr(one, "gradient_state", None)
+            if not getattr(state, "sync_gradients", True):
+                raise RuntimeError(
+                    f"optimizer must make a step now, got {type(one).__name__} that waits for"
+                    " more micro-batches: use step([closure, ...]) without accelerator.accumulate,"
+                    " or backward(losses, update=accelerator.sync_gradients)"
+                )
+
+
+def held_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """The parameters of one."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,84 @@
+"""All or nothing: what is set before the passes of a step, and undone after an exception."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from cs_kernels.engine.accumulation import Accumulation
+from cs_kernels.engine.loop_guard import LoopGuard
+from cs_kernels.ranks.strategy import Ranks
+from cs_kernels.trunk.trunk import Trunk
+
+
+class Transaction:
+    """Gradients are None before and after what has failed; running statistics are as before."""
+
+    def __init__(
+        self, trunk: Trunk, ranks: Ranks, accumulation: Accumulation, guard: LoopGuard
+    ) -> None:
+        self._trunk = trunk
+        self._ranks = ranks
+        self._accumulation = accumulation
+        self._guard = guard
+
+    @contextlib.contextmanager
+    def part(
+        self, tasks: Sequence[str], *, clears: bool, restores: bool
+    ) -> Iterator[list[nn.Parameter]]:
+        """Around the passes of some tasks and their update.
+
+        The gradients of the last step are not kept: they would take the memory of one more row.
+
+        Args:
+            tasks: Those of the passes.
+            clears: Whether to set gradients to None first.
+            restores: Whether to restore running statistics after an exception. A capture only
+                records what would change them.
+
+        Yields:
+            The parameters of the torch optimizers.
+
+        """
+        statistics = self._trunk.unchanged(tasks) if restores else contextlib.nullcontext()
+        with statistics:
+            held = self._trunk.held()
+            # The normalizations' gradients are kept during the passes: without these few kilobytes
+            # between its freed blocks, glibc would trim the heap in each pass (5 % of a step).
+            kept = [p.grad for p in self._trunk.of_norms]
+            try:
+                if clears:
+                    self.clear(held)
+                yield held
+                kept.clear()
+            except BaseException:
+                self.drop()
+                raise
+
+    def clear(self, held: Sequence[nn.Parameter]) -> None:
+        """Sets all gradients to None."""
+        self._ranks.gradients.drop()
+        self._accumulation.clear()
+        self._guard.clear()
+        for parameter in held:
+            parameter.grad = None
+
+    def drop(self) -> None:
+        """The same after an exception."""
+        held = self._trunk.held()
+        self.clear(held)
+        self._ranks.recover(held)
+
+    @contextlib.contextmanager
+    def without_traces(self, tasks: Sequence[str]) -> Iterator[None]:
+        """Around passes that leave buffers and random numbers as they were."""
+        device = self._trunk.device
+        devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
+        with (
+            torch.random.fork_rng(devices, device_type=kind),
+            self._trunk.unchanged(tasks, always=True),
+        ):
+            yield
+        # Weights may be changed before the next pass, and this one may have had no graph.
+        torch.clear_autocast_cache()

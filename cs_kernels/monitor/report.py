@@ -1,0 +1,249 @@
+"""Reports: what one training step did, for people who watch a training run.
+
+A step keeps the few numbers from which its method made the update. A report computes the rest on
+the device when it is asked for; nothing waits for a GPU before a number is read.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cs_kernels.methods import Method
+from cs_kernels.monitor.elapsed import Elapsed
+from cs_kernels.schedules import Phase
+from cs_kernels.step import Step
+from cs_kernels.weightings import EqualWeights, Weighting
+
+
+class Done(NamedTuple):
+    """A step that has been made."""
+
+    step: Step
+    number: int
+    epoch: int | None
+    phase: Phase
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Report:
+    """What one step did, made by `MultiTaskOptimizer.report`.
+
+    Gradients are those of the weighted losses, without the factor of a scaler or of `backward=`; on
+    many ranks, they are means over the ranks. L is the number of layers, K that of `rows`. Tensors
+    stay on the gradients' device: reading one waits for the device, the report itself does not.
+    """
+
+    step: int
+    """The number of steps made before this one, in both phases."""
+    epoch: int | None
+    phase: Phase
+    """1: an optimizer step a task, without a method; 2: one for all."""
+    method: str
+    """The method's representation."""
+    tasks: tuple[str, ...]
+    """The tasks that took part."""
+    losses: Mapping[str, Tensor]
+    """By task, detached scalars; unweighted."""
+    weighted_losses: Mapping[str, Tensor]
+    """The same after weighting; empty without one."""
+    rows: tuple[str, ...] = ()
+    """The tasks in the order of the rows of all tensors below."""
+    layers: tuple[str, ...] = ()
+    """The layers of the tensors below: the prioritized ones for `ConnectionStrength`, the modules
+    with groups="layer"; none where a tensor is of the whole trunk."""
+    gramian: Tensor | None = None
+    """Gramian methods: the products of the gradients, float64 [K, K], or [L, K, K]."""
+    task_weights: Tensor | None = None
+    """Gramian methods: the update is this weighted sum of the gradients; [K] or [L, K]."""
+    priorities: tuple[Tensor, ...] = ()
+    """`ConnectionStrength`: of each layer, the top-priority task of each channel, int64 [O]."""
+    products: Tensor | None = None
+    """`ConnectionStrength`: d_ij = <G_i, g_j> over the channel group CG_i, float64 [L, K, K]."""
+    _elapsed: Elapsed | None = None
+    """The time from the gradients to the update."""
+
+    @cached_property
+    def cosines(self) -> Tensor | None:
+        """Gramian methods: cosines between gradients, like `gramian`; 0 for zero gradients."""
+        if self.gramian is None:
+            return None
+        norms = self.gradient_norms
+        assert norms is not None
+        scale = norms.unsqueeze(-1) * norms.unsqueeze(-2)
+        return torch.where(scale == 0, 0.0, self.gramian / scale)
+
+    @cached_property
+    def gradient_norms(self) -> Tensor | None:
+        """Gramian methods: the norms of the gradients, [K] or [L, K]."""
+        return None if self.gramian is None else self.gramian.diagonal(dim1=-2, dim2=-1).sqrt()
+
+    @cached_property
+    def update_norm(self) -> Tensor | None:
+        """Gramian methods: the norm of the update, a scalar or [L].
+
+        From the Gramian, so where gradients cancel it is exact to 1e-8 of their norms only.
+        """
+        if self.gramian is None or self.task_weights is None:
+            return None
+        weights = self.task_weights.to(self.gramian)
+        squared = (weights.unsqueeze(-2) @ self.gramian @ weights.unsqueeze(-1))[..., 0, 0]
+        return torch.where(squared < 0, 0.0, squared).sqrt()  # Rounding may make it negative.
+
+    @cached_property
+    def channels(self) -> Tensor | None:
+        """`ConnectionStrength`: the channels of each layer's channel groups, int64 [L, K]."""
+        if self.products is None:
+            return None
+        tasks = torch.arange(len(self.rows), device=self.products.device)
+        counts = [(priority == tasks[:, None]).sum(1) for priority in self.priorities]
+        return torch.stack(counts) if counts else self.products.new_zeros((0, len(tasks))).long()
+
+    @cached_property
+    def conflicts(self) -> Tensor | None:
+        """Bool, [i, j]: task j's gradient is in conflict with task i's.
+
+        `ConnectionStrength`: over the channel group CG_i of each layer, [L, K, K]; it was
+        projected. Gramian methods: like `gramian`, over all its parameters.
+        """
+        if self.products is not None:
+            return (self.products < 0) & (self._reference_energies > 0)
+        return None if self.gramian is None else self.gramian < 0
+
+    @cached_property
+    def removed(self) -> Tensor | None:
+        """`ConnectionStrength`: the energy that projections took from gradients, [L, K, K].
+
+        [i, j] is d_ij^2 / d_ii, the squared norm of task j's component along the reference gradient
+        G_i, if the two are in conflict; else 0.
+        """
+        if self.products is None:
+            return None
+        kept = (self.products >= 0) | (self._reference_energies == 0)  # Not so for a NaN.
+        return torch.where(kept, 0.0, self.products.square() / self._reference_energies)
+
+    @property
+    def _reference_energies(self) -> Tensor:
+        """d_ii, [L, K, 1]."""
+        assert self.products is not None
+        return self.products.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers of the whole trunk by name, for a logger; it waits for the device, once.
+
+        Always: "phase", "loss/TASK", and with a weighting "weighted_loss/TASK".
+
+        Gramian methods: "gradient_norm/TASK", "cosine/TASK,TASK", "task_weight/TASK" (with
+        groups="layer", the mean over the layers), "update_norm".
+
+        `ConnectionStrength`: "channel_share/TASK", the fraction of the prioritized channels with
+        this top-priority task. Of the tasks that take part: "conflict_share", the fraction in
+        conflict among the pairs of a channel group and another task; "removed_norm/TASK", the norm
+        of what projections took from the task's gradient.
+
+        In joint steps: "surgery_ms", milliseconds from the gradients to the update (on a GPU, from
+        the step after the first report on).
+        """
+        found: dict[str, Tensor] = {f"loss/{task}": x for task, x in self.losses.items()}
+        found |= {f"weighted_loss/{task}": x for task, x in self.weighted_losses.items()}
+        found |= self._of_gramian() | self._of_channel_groups()
+        numbers: list[float] = []
+        if found:
+            device = next(iter(found.values())).device
+            numbers = torch.stack([x.to(device, torch.float64) for x in found.values()]).tolist()
+        scalars = {"phase": float(self.phase)} | dict(zip(found, numbers, strict=True))
+        elapsed = None if self._elapsed is None else self._elapsed.milliseconds()
+        return scalars if elapsed is None else scalars | {"surgery_ms": elapsed}
+
+    def _of_gramian(self) -> dict[str, Tensor]:
+        if self.gramian is None or self.task_weights is None or self.update_norm is None:
+            return {}
+        whole = replace(self, gramian=self.gramian.reshape(-1, *self.gramian.shape[-2:]).sum(0))
+        norms, cosines = whole.gradient_norms, whole.cosines
+        assert norms is not None
+        assert cosines is not None
+        weights = self.task_weights.reshape(-1, len(self.rows)).mean(0)
+        found = {"update_norm": self.update_norm.square().sum().sqrt()}
+        for i, task in enumerate(self.rows):
+            found[f"gradient_norm/{task}"] = norms[i]
+            found[f"task_weight/{task}"] = weights[i]
+            for j in range(i):
+                found[f"cosine/{self.rows[j]},{task}"] = cosines[j, i]
+        return found
+
+    def _of_channel_groups(self) -> dict[str, Tensor]:
+        if self.channels is None or self.removed is None or self.conflicts is None:
+            return {}
+        if not self.layers:  # All prioritized ones are frozen.
+            return {}
+        channels = self.channels.double()
+        share = channels.sum(0) / channels.sum()
+        removed = self.removed.sum((0, 1)).sqrt()
+        present = [i for i, task in enumerate(self.rows) if task in self.tasks]
+        found = {f"channel_share/{task}": share[i] for i, task in enumerate(self.rows)}
+        found |= {f"removed_norm/{self.rows[i]}": removed[i] for i in present}
+        if len(present) > 1:
+            groups = (channels[:, present] > 0).double().sum()
+            found["conflict_share"] = self.conflicts.double().sum() / (groups * (len(present) - 1))
+        return found
+
+    def __str__(self) -> str:
+        """The numbers of `scalars`, a line for each task; it waits for the device."""
+        scalars = self.scalars()
+        epoch = "" if self.epoch is None else f"epoch {self.epoch}, "
+        head = [f"step {self.step}, {epoch}phase {self.phase}"]
+        if self.phase == 2:
+            head.append(self.method)
+        names = self.rows or self.tasks
+        lines: dict[str, list[str]] = {task: [] for task in names}
+        for name, value in scalars.items():
+            kind, _, task = name.partition("/")
+            label = f"{kind.replace('_', ' ')} {value:.4g}"
+            if task in lines:
+                lines[task].append(label)
+            elif not task and kind != "phase":
+                head.append(label)
+        for i, task in enumerate(self.rows):
+            for other in self.rows[:i]:
+                if (name := f"cosine/{other},{task}") in scalars:
+                    lines[task].append(f"cosine with {other} {scalars[name]:.4g}")
+        width = max(map(len, names), default=0)
+        of_tasks = [f"  {task:{width}}  {', '.join(parts)}" for task, parts in lines.items()]
+        return "\n".join([", ".join(head), *of_tasks])
+
+    def __repr__(self) -> str:
+        kinds = [name for name in ("gramian", "products") if getattr(self, name) is not None]
+        return f"Report(step={self.step}, phase={self.phase}, tasks={list(self.tasks)}, of={kinds})"
+
+
+def report_of(done: Done, method: Method, weighting: Weighting) -> Report:
+    """The report of a step; copies of its numbers, which the replay of a graph overwrites."""
+    step = done.step
+    surgery, scale = step.surgery, step.loss_scale
+    weighted = {} if isinstance(weighting, EqualWeights) else step.weighted_losses
+    products, priorities = surgery.products, tuple[Tensor, ...]()
+    layers = surgery.layers
+    if surgery.prioritized is not None and surgery.priorities is not None:
+        layers = tuple(layer.name for layer in surgery.prioritized.layers)
+        priorities = torch.split(surgery.priorities.clone(), surgery.prioritized.channels)
+    if products is not None:
+        products = products / (1.0 if scale is None else scale.double() ** 2)
+    return Report(
+        step=done.number,
+        epoch=done.epoch,
+        phase=done.phase,
+        method=repr(method),
+        tasks=step.tasks,
+        losses={task: loss.clone() for task, loss in step.losses.items()},
+        weighted_losses={task: loss.clone() for task, loss in weighted.items()},
+        rows=surgery.rows,
+        layers=layers,
+        gramian=None if surgery.gramian is None else surgery.gramian.clone(),
+        task_weights=None if surgery.task_weights is None else surgery.task_weights.clone(),
+        priorities=priorities,
+        products=products,
+        _elapsed=step.elapsed,
+    )

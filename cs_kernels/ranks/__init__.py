@@ -1,0 +1,7 @@
+"""The same result on many ranks: torch.distributed below, nothing home-made.
+
+The gradient of a task is that of its mean loss over the ranks that have labels for it, and surgery
+takes place on these. `strategy.py` has the verbs of a step, for one process; `distributed.py` has
+what replicated ranks (`replicated.py`) and sharded ones (`sharded.py`) have in common;
+`messages.py` has what ranks tell each other about a step, on their hosts.
+"""

@@ -1,0 +1,270 @@
+"""Flat buckets of gradients, reduced over the ranks while a backward pass still runs.
+
+A bucket is cut into equal parts, one a rank, wherever that may be in a parameter. The buckets are
+sent in one fixed order on every rank, whatever order the gradients come in.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs_kernels.ranks.collectives import all_gather, reduce_scatter
+from cs_kernels.ranks.pieces import ChannelArray, channel_array
+
+BUCKET_BYTES = 25 << 20
+"""As DistributedDataParallel: large enough for the bandwidth of a network."""
+
+_ALIGNMENT = 16
+"""Bytes; kernels read aligned parts with vectors."""
+
+
+class _Work(Protocol):
+    def wait(self) -> object: ...
+
+
+class Slot(NamedTuple):
+    """Where a parameter's elements are."""
+
+    bucket: int
+    start: int
+    """The index of the first one in the bucket."""
+    first: int
+    """The index in the parameter of the first one in this rank's part."""
+    last: int
+    """Behind the last one; equal to `first` if this rank has none."""
+
+
+def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
+    """Its own strides, if dimension 0 is the outermost and no memory is skipped."""
+    kept = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.dim())
+    if kept is None or not parameter.is_contiguous(memory_format=kept):
+        kept = torch.contiguous_format
+    return torch.empty_like(parameter, device="meta", memory_format=kept).stride()
+
+
+class Buckets:
+    """The buckets of some parameters.
+
+    Args:
+        parameters: By index among the shared parameters.
+        group: The ranks.
+
+    """
+
+    def __init__(self, parameters: dict[int, nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.slots: dict[int, Slot] = {}
+        self.flat: list[Tensor] = []
+        """Each bucket: gradients on their way, then updates."""
+        self.views: dict[int, Tensor] = {}
+        """Each parameter's elements in its bucket, with its shape."""
+        self.members: list[list[int]] = []
+        """The parameters in each bucket."""
+        self._part: list[int] = []
+        """The elements of a part of each bucket."""
+        self._parameters = parameters
+        # Backward passes reach the last parameters first.
+        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i, parameter in reversed(parameters.items()):
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(i)
+        for indices in kinds.values():
+            self._fill(indices)
+        self._works: list[_Work | None] = [None] * len(self.flat)
+
+    def _fill(self, indices: Iterable[int]) -> None:
+        """Makes the buckets of parameters of one dtype and device."""
+        members: list[int] = []
+        nbytes = 0
+        for i in indices:
+            if members and nbytes + self._parameters[i].nbytes > BUCKET_BYTES:
+                self._add(members)
+                members, nbytes = [], 0
+            members.append(i)
+            nbytes += self._parameters[i].nbytes
+        if members:
+            self._add(members)
+
+    def _add(self, members: list[int]) -> None:
+        like = self._parameters[members[0]]
+        numel = sum(self._parameters[i].numel() for i in members)
+        aligned = _ALIGNMENT // like.itemsize
+        part = -(-numel // (self.size * aligned)) * aligned
+        # Zeros: the padding at the end is summed too.
+        flat = torch.zeros(part * self.size, dtype=like.dtype, device=like.device)
+        bucket, start = len(self.flat), 0
+        first_of_part, last_of_part = self.rank * part, (self.rank + 1) * part
+        for i in members:
+            parameter = self._parameters[i]
+            numel = parameter.numel()
+            first = min(max(first_of_part - start, 0), numel)
+            last = max(min(last_of_part - start, numel), first)
+            self.slots[i] = Slot(bucket, start, first, last)
+            self.views[i] = flat.as_strided(parameter.shape, _dense_strides(parameter), start)
+            start += numel
+        self.flat.append(flat)
+        self.members.append(members)
+        self._part.append(part)
+
+    def array(self, i: int, out_channel_dim: int, groups: int) -> ChannelArray:
+        """A weight's elements in its bucket as output channels."""
+        view = self.views[i]
+        return channel_array(view.shape, view.stride(), out_channel_dim, groups)
+
+    def new_parts(self) -> list[Tensor]:
+        """Tensors for this rank's part of each bucket."""
+        return [flat.new_empty(part) for flat, part in zip(self.flat, self._part, strict=True)]
+
+    def own_parts(self) -> list[Tensor]:
+        """The part of each bucket that is this rank's."""
+        return [
+            flat[self.rank * part : (self.rank + 1) * part]
+            for flat, part in zip(self.flat, self._part, strict=True)
+        ]
+
+    def part_of(self, i: int, parts: Sequence[Tensor]) -> Tensor:
+        """The elements of a parameter that are in this rank's part, flat."""
+        slot = self.slots[i]
+        start = slot.start - self.rank * self._part[slot.bucket]
+        return parts[slot.bucket][start + slot.first : start + slot.last]
+
+    def send(self, bucket: int, parts: Sequence[Tensor] | None) -> None:
+        """Starts the sum of a bucket's gradients, which are taken from `.grad`.
+
+        Args:
+            bucket: Its index.
+            parts: Where to write this rank's part of the sum; None for the whole sum, in place.
+
+        """
+        self.wait(bucket)
+        targets, grads = [], []
+        for i in self.members[bucket]:
+            grad = self._parameters[i].grad
+            if grad is None:
+                self.views[i].zero_()
+            else:
+                targets.append(self.views[i])
+                grads.append(grad)
+                self._parameters[i].grad = None
+        if targets:
+            torch._foreach_copy_(targets, grads)
+        flat = self.flat[bucket]
+        if parts is None:
+            self._works[bucket] = dist.all_reduce(flat, group=self._group, async_op=True)
+        else:
+            self._works[bucket] = reduce_scatter(
+                parts[bucket], flat, group=self._group, async_op=True
+            )
+
+    def gather(self, buckets: Iterable[int]) -> None:
+        """Collects the parts of all ranks in the buckets."""
+        parts = self.own_parts()
+        for bucket in buckets:
+            self._works[bucket] = all_gather(
+                self.flat[bucket], parts[bucket], group=self._group, async_op=True
+            )
+        self.wait_all()
+
+    def wait(self, bucket: int) -> None:
+        """Waits for the last collective of a bucket; on a GPU, the stream does."""
+        work, self._works[bucket] = self._works[bucket], None
+        if work is not None:
+            work.wait()
+
+    def wait_all(self) -> None:
+        """Waits for the collectives of all buckets."""
+        for bucket in range(len(self.flat)):
+            self.wait(bucket)
+
+
+class Overlap:
+    """Sends the buckets of one pass, in order, each as soon as its gradients are there.
+
+    The passes of a kind show how often each gradient is accumulated: more than once where reentrant
+    checkpointing recomputes a layer that runs twice. The first one sends nothing early. A bucket
+    waits for the gradients of all its parameters, as a layer that was left out may run again.
+
+    Args:
+        parameters: By index among the shared parameters.
+
+    """
+
+    def __init__(self, parameters: dict[int, nn.Parameter]) -> None:
+        self._known: dict[object, Counter[int]] = {}
+        """For each kind of pass: how often each parameter's gradient was accumulated, at most."""
+        self._seen = Counter[int]()
+        """The same in this pass."""
+        self._order: Sequence[int] = ()
+        self._sent = 0
+        """The number of buckets sent."""
+        self._missing: dict[int, int] = {}
+        """For each bucket: the accumulations to come."""
+        self._expected = Counter[int]()
+        self._bucket_of: dict[int, int] = {}
+        self._send: Callable[[int], None] | None = None
+        this = weakref.proxy(self)  # The parameters must not keep this alive.
+        for i, parameter in parameters.items():
+            handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _, i=i: this.accumulated(i)
+            )
+            weakref.finalize(self, handle.remove)
+
+    def reset(self, order: Sequence[int]) -> None:
+        """Before a pass, whose buckets are to be sent in this order, the same on all ranks."""
+        self._seen.clear()
+        self._order, self._sent, self._send = order, 0, None
+
+    def start(
+        self, kind: object, members: Sequence[Sequence[int]], send: Callable[[int], None]
+    ) -> None:
+        """The next backward pass is the last one before its gradients are sent.
+
+        Args:
+            kind: Passes of one kind accumulate alike, as a rule.
+            members: The parameters in each bucket.
+            send: Sends a bucket.
+
+        """
+        known = self._known.get(kind)
+        if known is not None:
+            self._bucket_of = {i: b for b, of_bucket in enumerate(members) for i in of_bucket}
+            self._expected = Counter({i: max(1, known[i]) for i in self._bucket_of})
+            self._missing = {
+                b: sum(self._expected[i] for i in of_bucket) for b, of_bucket in enumerate(members)
+            }
+            self._send = send
+
+    def accumulated(self, i: int) -> None:
+        """A gradient was added to `.grad`."""
+        if self._send is not None:
+            # The parameters before this one: other hooks of theirs have run.
+            while self._sent < len(self._order) and not self._missing[self._order[self._sent]]:
+                self._send(self._order[self._sent])
+                self._sent += 1
+            if self._seen[i] < self._expected[i]:
+                self._missing[self._bucket_of[i]] -= 1
+        self._seen[i] += 1
+
+    def finish(self, kind: object, send: Callable[[int], None]) -> None:
+        """Sends the other buckets."""
+        self._send = None
+        if self._seen:
+            self._known[kind] = self._known.get(kind, Counter()) | self._seen
+        while self._sent < len(self._order):
+            send(self._order[self._sent])
+            self._sent += 1
+
+    def fail(self) -> None:
+        """The pass has failed: it shows nothing."""
+        self._seen.clear()
+
+    def forget(self) -> None:
+        """Learns the passes anew."""
+        self._known.clear()

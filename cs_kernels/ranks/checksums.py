@@ -1,0 +1,37 @@
+"""Whether ranks hold the same parameters."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cs_kernels.ranks.fsdp import is_sharded, local_shard, rows_of
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def checksums(trunk: nn.Module, held: Sequence[nn.Parameter]) -> dict[str, int]:
+    """By name of a parameter (and the rows of a shard): the sum of its values' bits."""
+    names = {parameter: f"trunk.{name}" for name, parameter in trunk.named_parameters()}
+    sums: dict[str, Tensor] = {}
+    for n, parameter in enumerate(held):
+        name = names.get(parameter, f"parameter {n} of the optimizer")
+        values = parameter.detach()
+        if is_sharded(values):
+            first, last = rows_of(values)
+            name = f"{name}[{first}:{last}]"
+            values = local_shard(values)
+        bits = _INTEGERS.get(values.itemsize)
+        if bits is not None and not values.is_complex():
+            sums[name] = values.view(bits).sum(dtype=torch.int64)
+    by_device: dict[torch.device, list[str]] = {}
+    for name, total in sums.items():
+        by_device.setdefault(total.device, []).append(name)
+    return {
+        name: number
+        for of_device in by_device.values()
+        for name, number in zip(
+            of_device, torch.stack([sums[name] for name in of_device]).tolist(), strict=True
+        )
+    }

@@ -1,0 +1,404 @@
+"""What replicated and sharded ranks have in common: each holds a part of every gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs_kernels.gradients import TaskGradients, as_real
+from cs_kernels.ranks.discoveries import Discoveries, SharedReach
+from cs_kernels.ranks.messages import Messages
+from cs_kernels.ranks.phase2 import Plan, phase2_of_parts, task_priorities
+from cs_kernels.ranks.pieces import ChannelArray
+from cs_kernels.ranks.strategy import Call, Ranks
+from cs_kernels.ranks.wrappers import Wrappers
+from cs_kernels.step import Part
+from cs_kernels.trunk.layers import LayerLists
+from cs_kernels.trunk.reach import Reach
+from cs_kernels.trunk.trunk import Trunk
+
+Statistics = Mapping[str | None, Sequence[Tensor]]
+"""Running statistics by task; those of all tasks together for None."""
+
+
+class PartialGradients(TaskGradients):
+    """One rank's part of every gradient: what methods compute is summed over the parts."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        tasks: Sequence[str],
+        reach: Reach,
+        ranks: Distributed,
+    ) -> None:
+        super().__init__(parameters, tasks, reach)
+        self._ranks: Distributed = weakref.proxy(ranks)  # No circle: groups end with their last user.
+
+    def updates(self, parameters: Sequence[int]) -> list[Tensor]:
+        """The parts of the updates of some parameters, real as their gradients in `of`."""
+        return list(map(as_real, self._ranks.update_parts(parameters)))
+
+    def release_own(self) -> None:
+        """Every task's own parameters get the plain sum."""
+        reached = dict.fromkeys(self.reached())
+        own = [i for i in self.reach.owners() if i in reached]
+        if own:
+            device = self.parameters[own[0]].device
+            torch.ops.cs_kernels.combine_(
+                self.updates(own),
+                self.of(own),
+                torch.ones(1, len(self.rows), dtype=torch.float64, device=device),
+                [0] * len(own),
+                len(self.rows),
+            )
+            for row in self.rows:
+                for i in own:
+                    row[i] = None
+        self.assigned += own
+
+    def publish(self) -> None:
+        """Makes the updates of all ranks `.grad`."""
+        assigned, self.assigned = self.assigned, []
+        self._ranks.publish(assigned)
+
+    def lend(self) -> tuple[int, Tensor] | None:
+        """A tensor for `.grad`, between two calls that add up."""
+        first = self.first()
+        return None if first is None else (first[0], self._ranks.lent(first[0]))
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """The sum over the parts, with the same bits on every rank."""
+        return self._ranks.sum(tensor)
+
+    def offsets(self, parameters: Sequence[int]) -> list[int]:
+        """The index of each part's first element among those of all whole parameters."""
+        starts = accumulate((self.parameters[i].numel() for i in parameters), initial=0)
+        spans = map(self._ranks.span, parameters)
+        return [start + first for (first, _), start in zip(spans, starts, strict=False)]
+
+    def priorities(self, lists: LayerLists) -> list[Tensor]:
+        """The top-priority task of each layer's output channels, int64 [O]."""
+        # No average: a user may ask on one rank alone, and a step has made them equal.
+        of_all = task_priorities(self._ranks, lists, averaged=True)
+        return list(torch.split(of_all, lists.channels))
+
+    def phase2(
+        self, lists: LayerLists, parameters: Sequence[int], tasks: Sequence[str]
+    ) -> tuple[Tensor, Tensor]:
+        """Writes this rank's parts of the updates of Phase 2."""
+        return phase2_of_parts(self._ranks, self, lists, parameters, tasks)
+
+
+class Distributed(Ranks):
+    """The gradients of the mean losses over the ranks, of which each rank has a part.
+
+    Args:
+        shared: The shared parameters, by name.
+        tasks: The names of all tasks.
+        wrappers: The DistributedDataParallel modules around the trunk.
+        messages: Those of the ranks.
+        groups: The ranks' groups; sums over one after the other are sums over all ranks.
+
+    """
+
+    is_distributed = True
+    gradients: PartialGradients
+    reach: SharedReach
+
+    def __init__(
+        self,
+        shared: Mapping[str, nn.Parameter],
+        tasks: Sequence[str],
+        wrappers: Wrappers,
+        messages: Messages,
+        groups: Sequence[dist.ProcessGroup],
+    ) -> None:
+        super().__init__(shared, tasks, wrappers)
+        self.parameters = list(shared.values())
+        self.messages = messages
+        self.size = messages.size
+        self._groups = groups
+        self._planned: Callable[[], dict[str, list[object]]] = dict
+        self._factor_is_hidden = False
+        self._passed: tuple[str, ...] = ()
+        """The tasks of the last passes."""
+        self._remaining: Sequence[nn.Parameter] = ()
+        """The parameters whose gradients nothing else reduces."""
+        self._loss_dtypes: dict[str, torch.dtype] = {}
+        """By task; mean losses are kept in float64."""
+        self.version = 0
+        """Increases when this rank has other parts of the parameters."""
+        self._phase2_plan: Plan | None = None
+        """Kept from step to step."""
+
+    def _new_reach(self, shared: Mapping[str, nn.Parameter], tasks: Sequence[str]) -> Reach:
+        return SharedReach(shared, tasks)
+
+    def _new_gradients(
+        self, shared: Mapping[str, nn.Parameter], tasks: Sequence[str]
+    ) -> TaskGradients:
+        return PartialGradients(shared, tasks, self.reach, self)
+
+    # --- messages ---
+
+    def building(self) -> contextlib.AbstractContextManager[None]:
+        """Tells the other ranks of an exception."""
+        return self.messages.building()
+
+    def agree(
+        self,
+        facts: Mapping[str, object],
+        trunk: Trunk,
+        planned: Callable[[], dict[str, list[object]]],
+        networks: Callable[[], dict[str, int]],
+        *,
+        factor_is_hidden: bool,
+    ) -> None:
+        """Checks that all ranks train the same.
+
+        Raises:
+            ValueError: Ranks have different facts.
+            RankError: The arguments of one do not fit.
+
+        """
+        self._statistics = trunk.statistics
+        self._discoveries = Discoveries(trunk, self.reach)
+        self._planned, self._factor_is_hidden = planned, factor_is_hidden
+        self.messages.agree(facts, trunk.tasks, weakref.proxy(self), networks)
+
+    def close(self) -> None:
+        """Destroys the groups that were made, too."""
+        super().close()
+        self.messages.close()
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """An exception of this rank reaches all, and theirs this one."""
+        return self.messages.together()
+
+    def begin(self, tasks: Sequence[str], call: Call) -> tuple[str, ...]:
+        """The tasks of all ranks, in the order of the first rank that has each."""
+        return self.messages.begin(tasks, call)
+
+    def has(self, task: str) -> bool:
+        """Whether this rank makes the passes of a task."""
+        return self.messages.has(task)
+
+    def share(self, task: str) -> float:
+        """The share of this rank's loss in the mean loss over the ranks with labels."""
+        return self.messages.share(task)
+
+    def returned(self, losses: Mapping[str, Tensor], tasks: Iterable[str]) -> dict[str, Tensor]:
+        """The losses, float64 until here, in the types that passes had."""
+        dtypes, other = self._loss_dtypes, torch.get_default_dtype()
+        return {task: losses[task].to(dtypes.get(task, other)) for task in tasks}
+
+    def recheck_networks(self) -> None:
+        """Checks in the next steps that ranks hold the same parameters."""
+        self.messages.recheck_networks()
+
+    def plan(self) -> int:
+        """A number that differs if `planned` does."""
+        trains = bytes(p.requires_grad for p in self.parameters)
+        return crc32(repr(self._planned()).encode(), crc32(trains))
+
+    def planned(self) -> dict[str, list[object]]:
+        """The facts that the collectives and the update of the next step depend on."""
+        named = zip(self.gradients.names, self.parameters, strict=True)
+        trains: list[object] = [(name, p.requires_grad, str(p.dtype)) for name, p in named]
+        return {"shared parameters that require a gradient": trains, **self._planned()}
+
+    def has_discovered(self) -> bool:
+        """Whether the last passes have shown something that the other ranks do not know."""
+        return self._discoveries.changed()
+
+    def discovered(self) -> object:
+        """What they have shown."""
+        return self._discoveries.to_send()
+
+    def learn(self, of_ranks: Sequence[Any]) -> None:
+        """Takes what the passes of all ranks have shown."""
+        self._discoveries.receive(of_ranks)
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Takes part in the collectives of passes that have failed on this rank."""
+
+    # --- parts ---
+
+    @abstractmethod
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the parts, with the same bits on every rank."""
+
+    @abstractmethod
+    def span(self, parameter: int) -> tuple[int, int]:
+        """The range of a parameter's elements that this rank has."""
+
+    @abstractmethod
+    def array(self, parameter: int, out_channel_dim: int, groups: int) -> ChannelArray:
+        """A weight's elements, in the order of `span`, as output channels."""
+
+    @abstractmethod
+    def weight_part(self, parameter: int) -> Tensor | None:
+        """The elements of a weight on this rank, flat; None where every rank has all."""
+
+    @abstractmethod
+    def update_parts(self, parameters: Sequence[int]) -> list[Tensor]:
+        """Where to write this rank's parts of the updates of some parameters."""
+
+    @abstractmethod
+    def publish(self, parameters: Sequence[int]) -> None:
+        """Makes the updates of some parameters, which are written, `.grad`."""
+
+    @abstractmethod
+    def lent(self, parameter: int) -> Tensor:
+        """A tensor for a parameter's `.grad`, between two calls that add up."""
+
+    def like(self) -> Tensor:
+        """A plain tensor on the gradients' device."""
+        return self.parameters[0].detach()
+
+    def holds_first(self) -> bool:
+        """Whether this rank adds what all ranks have to sums over them."""
+        return self.messages.rank == 0
+
+    def mean_over_ranks(self, tensor: Tensor) -> Tensor:
+        """The mean of all ranks' values, in float64."""
+        return self._all_reduce(tensor.double() / self.size)
+
+    def phase2_plan(self, lists: LayerLists) -> Plan:
+        """The pieces of some layers on this rank; it depends on no values."""
+        plan = self._phase2_plan
+        if plan is None or plan.lists is not lists or plan.version != self.version:
+            plan = self._phase2_plan = Plan(self, lists)
+        return plan
+
+    # --- after the passes ---
+
+    def average(self, part: Part, held: Sequence[nn.Parameter]) -> None:
+        """Averages gradients, losses and statistics, once all ranks have made their passes."""
+        self._end_passes(part, held)
+        self.messages.passed()
+        with torch.no_grad():
+            if not part.adds_up:
+                self._average_others()
+            self._average_numbers(part, self._statistics.of_norms(part.tasks))
+            self._settle(adds_up=part.adds_up)
+
+    def _settle(self, *, adds_up: bool) -> None:
+        """Ends what the passes have begun for the shared parameters."""
+
+    @abstractmethod
+    def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters whose gradients nothing else reduces."""
+
+    def _end_passes(self, part: Part, held: Sequence[nn.Parameter]) -> None:
+        """Notes which parameters have a gradient on this rank."""
+        ranks_of = self.messages.facts.ranks_of
+        self._passed = part.tasks
+        self._remaining = self._others(held)
+        kind = len(self.parameters), *((task, *ranks_of[task]) for task in part.tasks)
+        self._discoveries.note_pattern(kind, self._pattern())
+
+    def _pattern(self) -> tuple[bool, ...]:
+        for grad in (p.grad for p in self._remaining if p.grad is not None):
+            if grad.layout is not torch.strided:
+                raise ValueError(
+                    "optimizer must hold parameters with dense gradients on several ranks, got a"
+                    f" {grad.layout} one of shape {tuple(grad.shape)}"
+                )
+        return tuple(p.grad is not None for p in self._remaining)
+
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
+        for group in self._groups:
+            dist.all_reduce(tensor, group=group)
+        return tensor
+
+    def _average_others(self) -> None:
+        reached = self._discoveries.pattern()[: len(self._remaining)]
+        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for parameter, is_reached in zip(self._remaining, reached, strict=True):
+            if is_reached:
+                kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        for parameters in kinds.values():
+            grads = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in parameters]
+            flat = self._all_reduce(torch.cat([grad.flatten() for grad in grads]))
+            flat = flat if self._others_scale == 1 else flat.mul_(self._others_scale)
+            parts = torch.split(flat, [p.numel() for p in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad = part.view(parameter.shape)
+
+    _others_scale: float = 1.0
+    """The factor by which the sums have still to be multiplied."""
+
+    def _average_numbers(self, part: Part, statistics: Statistics) -> None:
+        """One collective for all losses and statistics, in float64."""
+        tasks, step, like = part.tasks, part.step, self.like()
+        kinds = (
+            (step.losses, part.before.losses, step.recent.losses),
+            (step.weighted_losses, part.before.weighted_losses, step.recent.weighted_losses),
+        )
+        numbers = torch.zeros(2 * len(tasks) + 2, dtype=torch.float64, device=like.device)
+        for n, task in enumerate(tasks):
+            weight = self.messages.weight(task)
+            for k, (_, _, recent) in enumerate(kinds):
+                if weight and task in recent:
+                    numbers[2 * n + k] = recent[task].to(numbers) * weight
+        if self._factor_is_hidden and step.loss_scale is not None:
+            numbers[-2], numbers[-1] = step.loss_scale.to(numbers), 1
+        alike = self._alike(statistics)
+        # A rank without weight may have a statistic that is not finite: it must not count.
+        flat = [
+            torch.cat([t.flatten() for t in tensors]).to(numbers) * weight
+            if weight
+            else numbers.new_zeros(sum(t.numel() for t in tensors))
+            for tensors, weight in alike
+        ]
+        summed = self._all_reduce(torch.cat([*flat, numbers]))
+        numbers = summed[-len(numbers) :]
+        for n, task in enumerate(tasks):
+            for k, (losses, earlier, recent) in enumerate(kinds):
+                if k == 0 and task in recent:
+                    self._loss_dtypes[task] = recent[task].dtype
+                recent[task] = numbers[2 * n + k]
+                losses[task] = earlier[task] + recent[task] if task in earlier else recent[task]
+        if self._factor_is_hidden:  # The ranks without passes do not know the factor.
+            step.loss_scale = (numbers[-2] / numbers[-1]).to(like.dtype)
+        means = torch.split(summed[: -len(numbers)], [len(of_kind) for of_kind in flat])
+        for (tensors, _), mean in zip(alike, means, strict=True):
+            dtype = tensors[0].dtype
+            values = (mean if dtype.is_floating_point else mean.round()).to(dtype)
+            of_each = torch.split(values, [t.numel() for t in tensors])
+            pairs = zip(of_each, tensors, strict=True)
+            torch._foreach_copy_(tensors, [x.view(t.shape) for x, t in pairs])
+
+    def _alike(self, statistics: Statistics) -> list[tuple[list[Tensor], float]]:
+        """The running statistics of one task and dtype, with this rank's weight, on every rank.
+
+        The gradients of heads are among them.
+        """
+        ranks_of, like = self.messages.facts.ranks_of, self.like()
+        of_heads: Statistics = {
+            task: self._discoveries.of_heads(task, ranks_of[task], like) for task in self._passed
+        }
+        found: dict[tuple[str | None, bool, torch.dtype], list[Tensor]] = {}
+        for is_head, by_task in ((False, statistics), (True, of_heads)):
+            for task, tensors in by_task.items():
+                for tensor in tensors:
+                    found.setdefault((task, is_head, tensor.dtype), []).append(tensor)
+        return [(found[kind], self._weight_of(kind[0])) for kind in found]
+
+    def _weight_of(self, task: str | None) -> float:
+        """The weight of this rank's statistics of a task, or of all tasks together."""
+        if task is not None:
+            return self.messages.weight(task)
+        with_labels = {rank for t in self._passed for rank in self.messages.facts.ranks_of[t]}
+        return 1 / len(with_labels) if self.messages.rank in with_labels else 0.0

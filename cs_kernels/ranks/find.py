@@ -1,0 +1,73 @@
+"""Finds the ranks that train a trunk."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from cs_kernels.ranks.fsdp import mesh_of
+from cs_kernels.ranks.messages import Messages, timeout_of
+from cs_kernels.ranks.replicated import Replicated
+from cs_kernels.ranks.sharded import Sharded
+from cs_kernels.ranks.strategy import Ranks
+from cs_kernels.ranks.wrappers import Wrappers
+
+
+def find_ranks(
+    trunk: nn.Module,
+    shared: Mapping[str, nn.Parameter],
+    tasks: Sequence[str],
+    process_group: dist.ProcessGroup | None,
+    wrappers: Wrappers,
+) -> Ranks:
+    """The ranks that train a trunk, with this one's gradients of its shared parameters.
+
+    Warns if there are several ranks, and neither a sharded trunk nor a process group says so.
+
+    Raises:
+        TypeError: `process_group` is not a process group.
+        ValueError: It does not contain this process, has other ranks than a wrapper of the trunk,
+            or is given for a sharded trunk; or the trunk is sharded in another way than
+            `fully_shard` does.
+
+    """
+    if not shared:
+        return Ranks(shared, tasks, wrappers)
+    device = next(iter(shared.values())).device
+    mesh = mesh_of(shared)
+    if mesh is not None:
+        if process_group is not None:
+            raise ValueError(
+                "process_group must be None for a trunk that is sharded on a mesh, whose ranks are"
+                f" {mesh.mesh.tolist()}, got {process_group!r}"
+            )
+        ranks = mesh.mesh.flatten().tolist()
+        messages = Messages(ranks, mesh.get_group(mesh.ndim - 1), device, sharded=True)
+        return Sharded(shared, tasks, wrappers, messages, mesh, trunk)
+    group = wrappers.group() if process_group is None else process_group
+    if group is None:
+        is_alone = not (dist.is_available() and dist.is_initialized())
+        if not is_alone:
+            wrappers.watch(trunk, [])
+        if not is_alone and dist.get_world_size() > 1:
+            warnings.warn(
+                f"process_group= is missing on {dist.get_world_size()} ranks: each trains a network"
+                " of its own; give process_group=torch.distributed.group.WORLD, or the"
+                " DistributedDataParallel network as trunk",
+                stacklevel=4,
+            )
+        return Ranks(shared, tasks, wrappers)
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "process_group must be a process group that contains this process, such as"
+            f" torch.distributed.group.WORLD after init_process_group, got {group!r}"
+        )
+    ranks = dist.get_process_group_ranks(group)
+    wrappers.watch(trunk, ranks)
+    messages = Messages(ranks, group, device, sharded=False)
+    # The user's own collectives, as those of SyncBatchNorm, may come in between in any order.
+    own = messages.new_group(ranks, timeout_of(group, device), dist.get_backend(group))
+    return Replicated(shared, tasks, wrappers, messages, own)

@@ -1,0 +1,136 @@
+"""What is used of `fully_shard` (FSDP2) and of DTensor beyond their documentation, all in one file.
+
+Tried with torch 2.10 to 2.14: `DTensor._local_tensor`; `FSDPModule._get_fsdp_state` with its group
+of parameters, or, in 2.13 and 2.14, a list of them; their `fsdp_params`, each with a
+`sharded_param` and, from its first pass on, an `_unsharded_param`; `reset_iter_state`, since 2.13.
+`groups_of` raises a clear error when torch has changed them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """The shard of a DTensor on this rank."""
+    shard: Tensor = cast("Any", tensor)._local_tensor
+    return shard
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor is a DTensor, as `fully_shard` makes of parameters."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "_local_tensor")
+
+
+def mesh_of(parameters: Mapping[str, Tensor]) -> Any:
+    """The mesh of sharded parameters; None if none is sharded.
+
+    Raises:
+        ValueError: Some are sharded and some are not, or in another way than `fully_shard` does.
+
+    """
+    first = next((name for name, p in parameters.items() if is_sharded(p)), None)
+    if first is None:
+        return None
+    mesh = cast("Any", parameters[first]).device_mesh
+    for name, parameter in parameters.items():
+        if not is_sharded(parameter):
+            raise ValueError(
+                f"trunk must be sharded as a whole, got {name} that is not, beside {first}: call"
+                " fully_shard(trunk) after fully_shard on its layers"
+            )
+        placements = cast("Any", parameter).placements
+        kinds = [type(placement).__name__ for placement in placements]
+        rows = kinds[-1] == "Shard" and placements[-1].dim == 0
+        if kinds[:-1] not in ([], ["Replicate"]) or not rows:
+            raise ValueError(
+                "trunk must be sharded along dimension 0, on a mesh of one dimension, or of two"
+                f" with replicas along the first, got {name} with {tuple(placements)}"
+            )
+        if cast("Any", parameter).device_mesh != mesh:
+            raise ValueError(
+                f"trunk must be sharded on one mesh, got {first} on {mesh} and {name} on"
+                f" {cast('Any', parameter).device_mesh}"
+            )
+    return mesh
+
+
+def fsdp_modules(objects: Iterable[object]) -> list[Any]:
+    """The modules after `fully_shard` among them."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    # By `type`, as a proxy's `__class__` is that of its object, which may be gone.
+    return [] if kind is None else [found for found in objects if issubclass(type(found), kind)]
+
+
+def reshard(network: nn.Module) -> None:
+    """Frees whole parameters, which a pass without a backward pass may have left."""
+    for module in fsdp_modules(network.modules()):
+        module.reshard()
+
+
+def groups_of(module: Any) -> list[Any]:
+    """The groups of parameters that `fully_shard` reduces and gathers together."""
+    try:
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        found = [group for group in groups if group is not None]
+        for group in found:
+            _ = group.reshard_after_backward, [p.sharded_param for p in group.fsdp_params]
+    except AttributeError as error:
+        raise RuntimeError(
+            f"fully_shard of torch {torch.__version__} keeps its parameters in another way than"
+            f" that of 2.10 to 2.14, which cs_kernels reads: {error}"
+        ) from error
+    return found
+
+
+def end_passes(module: Any) -> None:
+    """Brings a module back to where it was before its forward pass."""
+    reset = getattr(module, "reset_iter_state", None)  # Since torch 2.13.
+    with contextlib.suppress(RuntimeError):
+        if reset is not None and module._get_fsdp_state()._is_root:
+            reset()
+        else:
+            module.reshard()
+
+
+def all_sharded_modules() -> list[nn.Module]:
+    """All modules after `fully_shard` in this process; it is slow."""
+    return fsdp_modules(gc.get_objects())
+
+
+def sharded_parameters(modules: Iterable[nn.Module]) -> dict[Tensor, nn.Parameter]:
+    """By the whole parameter that a loss's graph has: the sharded one of the torch optimizer."""
+    found: dict[Tensor, nn.Parameter] = {}
+    for module in fsdp_modules(modules):
+        for parameter in (p for group in groups_of(module) for p in group.fsdp_params):
+            whole = getattr(parameter, "_unsharded_param", None)  # Made in the first pass.
+            if whole is not None:
+                found[whole] = parameter.sharded_param
+    return found
+
+
+def rows_of(parameter: Tensor) -> tuple[int, int]:
+    """The range of dimension 0 in this rank's shard."""
+    mesh = cast("Any", parameter).device_mesh
+    rows = -(-parameter.shape[0] // mesh.size(-1))
+    first = min(mesh.get_local_rank(mesh.ndim - 1) * rows, parameter.shape[0])
+    return first, first + local_shard(parameter).shape[0]
+
+
+def shards_of(tensors: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
+    """For each vector: this rank's elements, and the index of the first one."""
+    found = []
+    for tensor in tensors:
+        if is_sharded(tensor):
+            found.append((rows_of(tensor)[0], local_shard(tensor.detach())))
+        else:
+            found.append((0, tensor.detach()))
+    return found

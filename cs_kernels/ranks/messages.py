@@ -1,0 +1,449 @@
+"""The messages of the ranks about a step: its tasks, failures, what the networks have shown.
+
+These messages are few numbers between the hosts, in a gloo group of their own: no device waits for
+them. A rank sends one before its first pass of a step and one after its last, before it changes a
+parameter. All are alike, so a rank that fails can tell the others with the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from math import isqrt
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from cs_kernels.errors import add_note
+from cs_kernels.ranks.collectives import all_gather
+from cs_kernels.ranks.strategy import Call, RankError
+
+Kind = Literal["begin", "passed", "failed"]
+_KINDS: tuple[Kind, ...] = ("begin", "passed", "failed")
+
+_NETWORKS_EVERY = 64
+"""Steps between two checks that ranks hold the same parameters: reading them takes time."""
+
+_CHECKS = 2
+"""The first steps that are checked: the second one shows whether torch optimizers differ."""
+
+
+_GRID_FROM = 16
+"""Ranks from which messages go along the rows of a grid, then along its columns: a ring of W ranks
+has W - 1 hops, one after the other, and a square grid 2 (sqrt(W) - 1)."""
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The time after which a collective of a group fails."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
+    return timeout
+
+
+def _names_are_counted(ranks: int) -> bool:
+    """Whether a new group of some ranks gets a name that no group before it has had.
+
+    Torch numbers groups of all ranks. Before 2.14, the name of any other group depends on the
+    groups there are: after one was destroyed, the next one would find its entries in the store.
+    """
+    return ranks == dist.get_world_size() or torch.__version__ >= "2.14"
+
+
+def _check_names(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises RuntimeError if a new group would have other names on other ranks, and deadlock."""
+    world = getattr(dist.distributed_c10d, "_world", None)
+    counted = _names_are_counted(dist.get_world_size(group))
+    number = getattr(world, "group_count", 0) if counted else len(getattr(world, "pg_names", ()))
+    count = torch.tensor([number], device=device)
+    counts = [torch.zeros_like(count) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, count, group=group)
+    found = [int(number) for number in counts]
+    if len(set(found)) > 1:
+        raise RuntimeError(
+            "ranks must have made the same number of process groups before MultiTaskOptimizer makes"
+            f" one, got {found}: call new_group on every rank"
+        )
+
+
+def grid_rows(ranks: int) -> int:
+    """The rows of the grid of ranks that is nearest to a square."""
+    if ranks < _GRID_FROM:
+        return 1
+    return max(rows for rows in range(1, isqrt(ranks) + 1) if ranks % rows == 0)
+
+
+class Facts(NamedTuple):
+    """The facts on which the ranks agree before the passes of a step."""
+
+    tasks: tuple[str, ...]
+    """The tasks of any rank, in the order of Phase 1."""
+    ranks_of: Mapping[str, Sequence[int]]
+    """The ranks that have labels for each task."""
+
+
+class RankPasses(Protocol):
+    """The passes of a rank in a step, about which the messages are."""
+
+    def plan(self) -> int:
+        """A number that differs if `planned` does."""
+
+    def planned(self) -> dict[str, list[object]]:
+        """The facts that the collectives and the update of the next step depend on."""
+
+    def has_discovered(self) -> bool:
+        """Whether the last passes have shown something that the other ranks do not know."""
+
+    def discovered(self) -> object:
+        """What they have shown, as something that can be pickled."""
+
+    def learn(self, of_ranks: Sequence[Any]) -> None:
+        """Takes what the passes of all ranks have shown, this one's among them."""
+
+    def drain(self) -> None:
+        """Takes part in the collectives of passes that have failed on this rank."""
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class Messages:
+    """Messages between the ranks.
+
+    Args:
+        ranks: Of the default group, in their order here.
+        group: A group of these ranks, whose timeout is taken.
+        device: The device of its collectives.
+        sharded: Whether all ranks have to make the same passes, as those of `fully_shard`.
+
+    Raises:
+        ValueError: This process is not among them.
+
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device, *, sharded: bool
+    ) -> None:
+        if dist.get_rank() not in ranks:
+            raise ValueError(
+                f"process_group must contain this process, of rank {dist.get_rank()}, got one of"
+                f" {list(ranks)}"
+            )
+        self.rank = list(ranks).index(dist.get_rank())
+        self.size = len(ranks)
+        self._ranks = list(ranks)
+        # A rank that has failed waits here for others, which wait for it in their collectives.
+        self._timeout = 2 * timeout_of(group, device) + timedelta(seconds=10)
+        self._made: list[dist.ProcessGroup] = []
+        _check_names(group, device)
+        (self._group,) = self._of_hosts([range(self.size)])
+        self._rings = [self._group]
+        """The groups to send a message around, one after the other."""
+        rows = grid_rows(self.size)
+        if rows > 1:
+            width = self.size // rows
+            of_row = [range(row * width, (row + 1) * width) for row in range(rows)]
+            of_column = [range(column, self.size, width) for column in range(width)]
+            self._rings = [*self._of_hosts(of_row), *self._of_hosts(of_column)]
+        self._sharded = sharded
+        self._tasks: tuple[str, ...] = ()
+        self._passes: RankPasses | None = None
+        self._networks: Callable[[], dict[str, int]] = dict
+        self._checks = _CHECKS
+        """The next steps in which the parameters are compared."""
+        self.facts = Facts((), {})
+        """Of the current step."""
+        self._call = Call(0, 0, 0, 0, 0, 0)
+        self._started = self._failed_after = time.monotonic()
+        """When the step has begun, and how long after this rank has failed, in seconds."""
+        self._received = False
+        """Whether the failure of a step is known to all ranks."""
+
+    def _of_hosts(self, groups: Iterable[Sequence[int]]) -> list[dist.ProcessGroup]:
+        """Makes groups for messages, by indices of ranks; returns those that contain this rank."""
+        made = []
+        for members in groups:
+            group = self.new_group([self._ranks[n] for n in members], self._timeout, "gloo")
+            made += [group] if self.rank in members else []
+        return made
+
+    def new_group(
+        self, ranks: Sequence[int], timeout: timedelta, backend: str
+    ) -> dist.ProcessGroup:
+        """A group of some of the ranks, until `close`; all of them call this."""
+        is_whole = self.size == dist.get_world_size()
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=timeout, backend=backend, use_local_synchronization=not is_whole
+        )
+        if _names_are_counted(self.size) and dist.get_rank() in ranks:
+            self._made.append(group)
+        return group
+
+    def close(self) -> None:
+        """Destroys the groups that were made here, and their threads.
+
+        Before torch 2.14, only if they are of all ranks.
+        """
+        while self._made:
+            with contextlib.suppress(ValueError):  # All groups have been destroyed before.
+                dist.destroy_process_group(self._made.pop())
+
+    # --- before the first step ---
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    @contextlib.contextmanager
+    def building(self) -> Iterator[None]:
+        """Around the checks of one rank's arguments: the others do not wait for one that fails."""
+        try:
+            yield
+        except Exception as error:
+            self.gather({"error": _text(error)})
+            raise
+
+    def agree(
+        self,
+        facts: Mapping[str, object],
+        tasks: Sequence[str],
+        passes: RankPasses,
+        networks: Callable[[], dict[str, int]],
+    ) -> None:
+        """Checks that ranks have the same facts, and takes the parts of the optimizer.
+
+        Args:
+            facts: By name of an argument, its description.
+            tasks: All tasks.
+            passes: The passes of a step.
+            networks: By name of a parameter, a number that differs if its values do.
+
+        Raises:
+            ValueError: Ranks have different facts.
+            RankError: The arguments of one do not fit.
+
+        """
+        self._tasks, self._passes, self._networks = tuple(tasks), passes, networks
+        self._compare(facts, ValueError)
+
+    def _compare(self, facts: Mapping[str, object], kind: type[Exception]) -> None:
+        of_ranks = self.gather(dict(facts))
+        for rank, other in enumerate(of_ranks):
+            if "error" in other:
+                raise RankError(f"rank {self._ranks[rank]} has failed: {other['error']}")
+        for name, first in of_ranks[0].items():
+            for rank, other in enumerate(of_ranks):
+                if other[name] != first:
+                    raise kind(self._difference(name, rank, first, other[name]))
+
+    def _difference(self, name: str, rank: int, first: Any, other: Any) -> str:
+        """The message for two values that differ; of long lists, the first entries that do."""
+        if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
+            first, other = next(
+                pair for pair in zip(first, other, strict=True) if pair[0] != pair[1]
+            )
+        return (
+            f"ranks must have the same {name}: rank {self._ranks[0]} has {first!r}, rank"
+            f" {self._ranks[rank]} has {other!r}"
+        )
+
+    # --- in a step ---
+
+    def begin(self, tasks: Sequence[str], call: Call) -> tuple[str, ...]:
+        """The tasks of all ranks, in the order of the first rank that has each.
+
+        Raises:
+            RankError: Ranks begin different steps, or one has failed.
+
+        """
+        self._call = call
+        if call.number % _NETWORKS_EVERY == 0:
+            self._checks = max(self._checks, 1)
+        order = [self._tasks.index(task) for task in tasks]
+        messages = self._send("begin", order)
+        self._check_same(messages)
+        lists = [message["order"] for message in messages]
+        union = dict.fromkeys(n for order in lists for n in order)
+        self.facts = Facts(
+            tuple(self._tasks[n] for n in union),
+            {self._tasks[n]: [r for r, order in enumerate(lists) if n in order] for n in union},
+        )
+        if not union:
+            self._received = True
+            raise RankError("tasks must name at least one task on some rank, got none on all")
+        if self._sharded and call.kind_of_call:
+            for rank, of_rank in enumerate(lists):
+                if set(of_rank) != set(union):
+                    self._received = True
+                    missing = [t for t in self.facts.tasks if rank not in self.facts.ranks_of[t]]
+                    raise RankError(
+                        "losses must have the same tasks on all ranks after fully_shard: rank"
+                        f" {self._ranks[rank]} lacks {missing}; give a loss of zero there, with"
+                        " step(closure, tasks=...) it gets no weight"
+                    )
+        if any(message["unchecked"] for message in messages):
+            self._check_networks()
+        return self.facts.tasks
+
+    def has(self, task: str) -> bool:
+        """Whether this rank has labels for a task of the step; sharded ranks make every pass."""
+        return self._sharded or self.rank in self.facts.ranks_of[task]
+
+    def share(self, task: str) -> float:
+        """1 / n for n ranks with labels; relative to 1 / W if sharded gradients are averaged."""
+        of_task = self.facts.ranks_of[task]
+        if self._sharded:
+            return self.size / len(of_task) if self.rank in of_task else 0.0
+        return 1.0 / len(of_task)
+
+    def weight(self, task: str) -> float:
+        """The weight of this rank's loss in the mean loss over the ranks with labels."""
+        of_task = self.facts.ranks_of[task]
+        return 1.0 / len(of_task) if self.rank in of_task else 0.0
+
+    def passed(self) -> None:
+        """Waits for the passes of the other ranks, and exchanges what they have shown.
+
+        Raises:
+            RankError: A rank has failed.
+
+        """
+        messages = self._send("passed")
+        self._check_same(messages)
+        if any(message["changed"] for message in messages):
+            assert self._passes is not None
+            self._passes.learn(self.gather(self._passes.discovered()))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """An exception of this rank reaches all, and theirs this one.
+
+        Raises:
+            RankError: This rank failed because another one had.
+
+        """
+        self._started = time.monotonic()
+        self._received = False
+        try:
+            yield
+        except Exception as error:
+            if self._received:  # By all ranks.
+                raise
+            self._failed_after = time.monotonic() - self._started
+            with contextlib.suppress(Exception):
+                assert self._passes is not None
+                self._passes.drain()
+            try:
+                self._send("failed", error=error)
+            except RankError as other:
+                raise other from error
+            except Exception:
+                if isinstance(error, RuntimeError):  # Perhaps that of a collective.
+                    raise RankError(
+                        f"step {self._call.number} of rank {self._ranks[self.rank]} has failed,"
+                        f" and others of {self._ranks} did not answer: they have ended, or have"
+                        f" not come to this step in time; {_text(error)}"
+                    ) from error
+                add_note(error, f"the other ranks of {self._ranks} did not answer")
+                raise error from None
+            raise
+
+    def _send(
+        self, kind: Kind, order: Sequence[int] = (), error: Exception | None = None
+    ) -> list[dict[str, Any]]:
+        """Exchanges a message.
+
+        Raises:
+            RankError: Another rank has failed, and did so before this one.
+
+        """
+        assert self._passes is not None
+        changed = kind == "passed" and self._passes.has_discovered()
+        plan = self._passes.plan() if kind == "begin" else 0
+        padding = [0] * (len(self._tasks) - len(order))
+        tail = plan, changed, self._checks > 0, len(order)
+        numbers = _KINDS.index(kind), *self._call, *order, *padding, *tail
+        message = torch.tensor(numbers, device="cpu")
+        received = message
+        for ring in self._rings:
+            sent = received
+            received = sent.new_empty(dist.get_world_size(ring) * len(sent))
+            all_gather(received, sent, group=ring)
+        messages = [
+            {
+                "kind": _KINDS[row[0]],
+                **dict(zip(Call._fields, row[1:], strict=False)),
+                "plan": row[-4],
+                "changed": bool(row[-3]),
+                "unchecked": bool(row[-2]),
+                "order": row[1 + len(Call._fields) :][: row[-1]],
+            }
+            for row in received.view(self.size, -1).tolist()
+        ]
+        if any(message["kind"] == "failed" for message in messages):
+            self._raise_failure(error)
+        return messages
+
+    def _raise_failure(self, error: Exception | None) -> None:
+        """Raises for the rank that failed first, if it is another one."""
+        self._received = True
+        mine = None if error is None else (self._failed_after, _text(error))
+        failures = [
+            (after_and_text, rank)
+            for rank, after_and_text in enumerate(self.gather(mine))
+            if after_and_text is not None
+        ]
+        self.recheck_networks()  # A torch optimizer may have made its step on some ranks.
+        ((_, text), rank) = min(failures)
+        if error is None or (rank != self.rank and text != _text(error)):
+            raise RankError(f"rank {self._ranks[rank]} failed in step {self._call.number}: {text}")
+
+    def _check_same(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        names = {
+            "kind": "calls in a step",
+            "number": "number of steps made before",
+            "epoch": "epoch, by start_epoch",
+            "phase": "phase",
+            "kind_of_call": "calls: step, or backward with the same update=",
+            "held": "number of parameters in the optimizer",
+            "plan": "shared parameters that require a gradient, and options of the optimizer",
+        }
+        if self._sharded:
+            names["passes"] = "number of micro-batches"
+        for key, name in names.items():
+            first = messages[0][key]
+            for rank, message in enumerate(messages):
+                if message[key] != first:
+                    self._received = True
+                    if key == "plan":
+                        assert self._passes is not None
+                        self._compare(self._passes.planned(), RankError)
+                        self._received = False  # Written in another way, but the same.
+                        break
+                    raise RankError(self._difference(name, rank, first, message[key]))
+
+    def recheck_networks(self) -> None:
+        """Checks in the next steps that ranks hold the same parameters."""
+        self._checks = _CHECKS
+
+    def _check_networks(self) -> None:
+        """Raises RankError if ranks hold different parameters."""
+        self._checks = max(self._checks - 1, 0)
+        of_ranks = self.gather(self._networks())
+        found: dict[str, tuple[int, int]] = {}
+        for rank, numbers in enumerate(of_ranks):
+            for name, number in numbers.items():
+                first, other = found.setdefault(name, (number, rank))
+                if first != number:
+                    self._received = True
+                    self.recheck_networks()  # Until they are the same again.
+                    raise RankError(
+                        f"ranks must hold the same parameters: {name} of rank {self._ranks[rank]}"
+                        f" differs from that of rank {self._ranks[other]}; load the same checkpoint"
+                        " or set the same seed before the network is built"
+                    )

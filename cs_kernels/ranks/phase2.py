@@ -1,0 +1,183 @@
+"""Phase 2 of gradients of which a rank holds a part: stages, and sums over the ranks in between."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from cs_kernels.gradients import TaskGradients
+from cs_kernels.ranks.fsdp import is_sharded, shards_of
+from cs_kernels.ranks.pieces import ChannelArray, Piece, pieces_of
+from cs_kernels.trunk.layers import LayerLists, epsilons, gammas, running_vars
+
+
+class Parts(Protocol):
+    """Which part of each parameter this rank has, and sums over the ranks."""
+
+    version: int
+    """Increases when the parts are others."""
+
+    def span(self, parameter: int) -> tuple[int, int]:
+        """The range of a parameter's elements that this rank has."""
+
+    def array(self, parameter: int, out_channel_dim: int, groups: int) -> ChannelArray:
+        """A weight's elements, in the order of `span`, as output channels."""
+
+    def weight_part(self, parameter: int) -> Tensor | None:
+        """The elements of a weight on this rank, flat; None where every rank has all."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the parts, with the same bits on every rank."""
+
+    def mean_over_ranks(self, tensor: Tensor) -> Tensor:
+        """The mean of all ranks' values, in float64."""
+
+    def like(self) -> Tensor:
+        """A plain tensor on the gradients' device."""
+
+    def holds_first(self) -> bool:
+        """Whether this rank adds what all ranks have to sums over them."""
+
+    def phase2_plan(self, lists: LayerLists) -> "Plan":
+        """The pieces of some layers on this rank."""
+
+
+class _LayerPieces(NamedTuple):
+    start: int
+    """The index of the layer's first channel among those of all layers."""
+    first: int
+    """The index in the weight of this rank's first element."""
+    pieces: list[Piece]
+
+
+class Plan:
+    """The pieces of layers on this rank; it depends on no values, so a step makes none anew."""
+
+    def __init__(self, parts: Parts, lists: LayerLists) -> None:
+        self.lists = lists
+        self.version = parts.version
+        self.channels = lists.channels
+        spans = [parts.span(i) for i in lists.weight_indices]
+        kinds = zip(lists.weight_indices, lists.out_channel_dims, lists.groups, strict=True)
+        arrays = [parts.array(*kind) for kind in kinds]
+        starts = accumulate(self.channels, initial=0)
+        self.layers = [
+            _LayerPieces(start, span[0], pieces_of(*span, array))
+            for start, span, array in zip(starts, spans, arrays, strict=False)
+        ]
+        pieces = [piece for layer in self.layers for piece in layer.pieces]
+        self.dims = [piece.out_channel_dim for piece in pieces]
+        self.groups = [piece.groups for piece in pieces]
+        counts = [len(layer.pieces) for layer in self.layers]
+        width = max([1, *counts])
+        ends = list(accumulate(counts))
+        device = parts.like().device
+        self.layer_of = torch.tensor(
+            [n for n, count in enumerate(counts) for _ in range(count)],
+            dtype=torch.int64,
+            device=device,
+        )
+        """The layer of each piece."""
+        self.pieces_of = torch.tensor(
+            [
+                [*range(end - count, end), *[-1] * (width - count)]
+                for end, count in zip(ends, counts, strict=True)
+            ],
+            dtype=torch.int64,
+            device=device,
+        ).view(-1, width)
+        """The pieces of each layer; -1 for none."""
+
+
+def task_priorities(parts: Parts, lists: LayerLists, *, averaged: bool) -> Tensor:
+    """The priorities, int64 [O] of one layer after the other, on every rank.
+
+    Args:
+        parts: This rank's.
+        lists: The layers.
+        averaged: Whether the running variances are the same on all ranks already.
+
+    """
+    if not lists.layers:
+        return parts.like().new_empty(0, dtype=torch.int64)
+    gamma = gammas(lists.layers)
+    if any(map(is_sharded, (*lists.weights, *gamma))):
+        energies, scales = _gathered(parts, parts.phase2_plan(lists), gamma)
+    else:
+        weights = [weight.detach() for weight in lists.weights]
+        energies = torch.ops.cs_kernels.channel_energies(
+            weights, lists.out_channel_dims, lists.groups
+        )
+        scales = torch.cat([scale.detach() for scale in gamma])
+    variances = torch.cat(running_vars(lists.layers))
+    if not averaged:
+        variances = parts.mean_over_ranks(variances)
+    priorities: Tensor = torch.ops.cs_kernels.energy_priority(
+        energies, scales, variances, epsilons(lists.layers), lists.channels
+    )
+    return priorities
+
+
+def _gathered(parts: Parts, plan: Plan, gamma: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Energies and gamma of all ranks' shards: one sum, in which each has zeros for the others."""
+    of_layers = [scale.shape[0] for scale in gamma]
+    total = sum(plan.channels)
+    numbers = parts.like().new_zeros(total + sum(of_layers), dtype=torch.float64)
+    for layer, i in zip(plan.layers, plan.lists.weight_indices, strict=True):
+        part = parts.weight_part(i)
+        assert part is not None
+        for piece in layer.pieces:
+            energies = torch.ops.cs_kernels.channel_energies(
+                [piece.of(part, layer.first)], [piece.out_channel_dim], [piece.groups]
+            )
+            first = layer.start + piece.first_channel
+            numbers[first : first + piece.channels] += energies
+    starts = accumulate(of_layers, initial=total)
+    for start, (first, shard), scale in zip(starts, shards_of(gamma), gamma, strict=False):
+        if is_sharded(scale) or parts.holds_first():
+            numbers[start + first : start + first + len(shard)] = shard
+    summed = parts.sum(numbers)
+    return summed[:total], summed[total:]
+
+
+def phase2_of_parts(
+    parts: Parts,
+    gradients: TaskGradients,
+    lists: LayerLists,
+    parameters: Sequence[int],
+    tasks: Sequence[str],
+) -> tuple[Tensor, Tensor]:
+    """Writes this rank's parts of the updates, as `TaskGradients.phase2`."""
+    number, plan = len(gradients.rows), parts.phase2_plan(lists)
+    priorities = task_priorities(parts, lists, averaged=len(tasks) == number)
+    grads, updates = gradients.of(parameters), gradients.updates(parameters)
+    part_grads: list[Tensor | None] = []
+    part_updates: list[Tensor] = []
+    of_pieces: list[Tensor] = []
+    for n, layer in enumerate(plan.layers):
+        if not layer.pieces:
+            continue
+        update = updates[n].view(-1)
+        rows = [None if g is None else g.view(-1) for g in grads[n * number : (n + 1) * number]]
+        for piece in layer.pieces:
+            first = layer.start + piece.first_channel
+            of_pieces.append(priorities[first : first + piece.channels])
+            part_updates.append(piece.of(update, layer.first))
+            part_grads += [None if row is None else piece.of(row, layer.first) for row in rows]
+    for n in range(len(lists.layers), len(parameters)):
+        if updates[n].numel():
+            part_updates.append(updates[n])
+            part_grads += grads[n * number : (n + 1) * number]
+    operands = part_updates, part_grads, of_pieces
+    layouts = plan.dims, plan.groups, number
+    products = parts.like().new_zeros((1, number, number), dtype=torch.float64)
+    if part_updates:
+        of_parts = torch.ops.cs_kernels.phase2_products_(*operands, *layouts)
+        products = torch.cat([of_parts, products])
+    # Not `index_add_`, whose order on a GPU, and so its bits, differ from run to run.
+    products = parts.sum(products[plan.pieces_of].sum(1))
+    if of_pieces:
+        torch.ops.cs_kernels.phase2_apply_(*operands, products[plan.layer_of], *layouts)
+    return priorities, products

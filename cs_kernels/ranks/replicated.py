@@ -1,0 +1,329 @@
+"""Replicated ranks: each has the whole network, and a part of the K gradients.
+
+The gradients of a task are reduced and scattered while its backward pass runs. The update of a part
+needs the ranks' K x K products and no other gradients; the updated parts are then gathered. A rank
+moves (K + 1) N elements, where K sums over all ranks move 2 K N, and keeps K N / W + N of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs_kernels.ranks.buckets import Buckets, Overlap
+from cs_kernels.ranks.distributed import Distributed
+from cs_kernels.ranks.messages import Messages
+from cs_kernels.ranks.pieces import ChannelArray
+from cs_kernels.ranks.wrappers import Wrappers
+from cs_kernels.step import Part
+
+_SUM = ""
+"""The name of a round for the sum of the tasks' gradients; no task has it."""
+
+
+@dataclass
+class _Round:
+    """The collectives of one task's gradients, or of their sum, a bucket each."""
+
+    name: str
+    parts: list[Tensor] | None
+    """Where to write this rank's part; None for the whole sum, in the buckets."""
+    adds: bool
+    """Whether the parts add to those of an earlier round."""
+
+
+class Replicated(Distributed):
+    """A part of each gradient, flat: a range of the parameter's elements in memory.
+
+    Args:
+        shared: The shared parameters, by name.
+        tasks: The names of all tasks.
+        wrappers: The DistributedDataParallel modules around the trunk.
+        messages: Those of the ranks.
+        group: Their process group.
+
+    """
+
+    def __init__(
+        self,
+        shared: Mapping[str, nn.Parameter],
+        tasks: Sequence[str],
+        wrappers: Wrappers,
+        messages: Messages,
+        group: dist.ProcessGroup,
+    ) -> None:
+        super().__init__(shared, tasks, wrappers, messages, [group])
+        self._group = group
+        self._trains: list[object] | None = None
+        self._separate = True
+        self._tasks: tuple[str, ...] = ()
+        """The tasks of the passes before the ranks' next message."""
+        self._follows: str | None = None
+        """In Phase 1, the task of the passes after these."""
+        self._expected: list[str] = []
+        """The names of the rounds before the ranks' next message."""
+        self._orders: dict[object, list[int]] = {}
+        self._round: _Round | None = None
+        self._had: set[int] = set()
+        """The parameters with a gradient on this rank in the last round."""
+
+    # --- the buckets ---
+
+    def _make_buckets(self) -> None:
+        """Makes those of the parameters that require a gradient, if these are others."""
+        trains: list[object] = [
+            (p.requires_grad, p.dtype, p.device, p.stride()) for p in self.parameters
+        ]
+        if self._trains == trains:
+            return
+        if self.gradients.collected:
+            raise RuntimeError(
+                "parameters must train, or not, in all micro-batches that add up, got others than"
+                " in the last call of backward(..., update=False)"
+            )
+        self._trains = trains
+        self.version += 1
+        trained = {i: p for i, p in enumerate(self.parameters) if p.requires_grad}
+        self._buckets = Buckets(trained, self._group)
+        self._overlap = Overlap(trained)
+        self._parts: dict[str, list[Tensor]] = {}
+        """For each task, this rank's part of each bucket."""
+        self._rows: dict[str, list[Tensor | None]] = {}
+        """Likewise, of each parameter."""
+        self._updates = self._of_parameters(self._buckets.own_parts())
+        """This rank's part of each parameter's update, in the buckets."""
+
+    def _of_parameters(self, parts: Sequence[Tensor]) -> list[Tensor | None]:
+        slots, part_of = self._buckets.slots, self._buckets.part_of
+        return [part_of(i, parts) if i in slots else None for i in range(len(self.parameters))]
+
+    def plan(self) -> int:
+        """A number that differs if `planned` does."""
+        self._make_buckets()
+        return super().plan()
+
+    def forget_passes(self) -> None:
+        """Looks at the next gradients of every task anew."""
+        super().forget_passes()
+        if self._trains is not None:
+            self._overlap.forget()
+
+    # --- passes ---
+
+    def expect(self, part: Part) -> None:
+        """Begins the passes before the ranks' next message."""
+        self._begin_passes(part.tasks, separate=part.separate, adds_up=part.adds_up)
+
+    def _begin_passes(self, tasks: Sequence[str], *, separate: bool, adds_up: bool) -> None:
+        self._separate = separate
+        self._follows = None
+        self._tasks = tuple(tasks)
+        if separate:
+            self._expected = list(tasks)
+        else:
+            self._expected = [] if adds_up else [_SUM]
+
+    def last_backward(self, task: str) -> None:
+        """A task's gradients may be sent in the next backward pass."""
+        if self._separate or (self._expected and task == self._last_task()):
+            name = task if self._separate else _SUM
+            self._begin(name)
+            self._overlap.start(self._kind(name), self._buckets.members, self._send)
+
+    def _last_task(self) -> str:
+        """The last task that this rank has labels for."""
+        return [task for task in self._tasks if self.messages.has(task)][-1]
+
+    def _order(self, name: str) -> list[int]:
+        """The buckets, those first whose parameters have all been reached in such passes.
+
+        The ranks know the same of them. The others may have to wait for the end of the pass.
+        """
+        tasks = self._tasks if name == _SUM else (name,)
+        key = tasks, self.version, self.reach.version
+        if key in self._orders:
+            return self._orders[key]
+        reached = self.reach.reached_by_any(tasks)
+        missing = [sum(i not in reached for i in members) for members in self._buckets.members]
+        full = [len(members) for members in self._buckets.members]
+        kinds = [(n > 0) + (n == of_all) for n, of_all in zip(missing, full, strict=True)]
+        self._orders[key] = sorted(range(len(kinds)), key=kinds.__getitem__)
+        return self._orders[key]
+
+    def _kind(self, name: str) -> object:
+        return (name, *self._tasks) if name == _SUM else name
+
+    def _begin(self, name: str) -> _Round:
+        self._had.clear()
+        self._overlap.reset(self._order(name))
+        if not self._separate:
+            self._round = _Round(name, None, adds=False)
+        elif name in self.gradients.collected:
+            self._round = _Round(name, self._buckets.new_parts(), adds=True)
+        else:
+            parts = self._parts.get(name)
+            if parts is None:
+                parts = self._parts[name] = self._buckets.new_parts()
+                self._rows[name] = self._of_parameters(parts)
+            self._round = _Round(name, parts, adds=False)
+        return self._round
+
+    def _send(self, bucket: int) -> None:
+        assert self._round is not None
+        for i in self._buckets.members[bucket]:
+            grad = self.parameters[i].grad
+            if grad is not None:
+                self._had.add(i)
+                if grad.layout is not torch.strided:
+                    raise ValueError(
+                        f"trunk must have dense gradients, got a {grad.layout} one for"
+                        f" {self.gradients.names[i]}"
+                    )
+        self._buckets.send(bucket, self._round.parts)
+
+    def _finish(self, name: str) -> None:
+        """Sends what is left of a round; all of it on a rank without the task."""
+        now = self._round if self._round is not None else self._begin(name)
+        self._overlap.finish(self._kind(name), self._send)
+        self._round = None
+        self._expected.remove(name)
+        late = [i for i, p in enumerate(self.parameters) if p.grad is not None]
+        if late and late[0] not in self._buckets.slots:
+            raise RuntimeError(
+                "parameters must not be unfrozen within a step on many ranks, got a gradient for"
+                f" {self.gradients.names[late[0]]}"
+            )
+        if late:
+            self._overlap.forget()
+            raise RuntimeError(
+                "gradients must not change after they were sent to the other ranks, got another"
+                f" one for {self.gradients.names[late[0]]}: the network is in"
+                " DistributedDataParallel too"
+                " (hand over the wrapped one as trunk), or its layer ran more often than in the"
+                " steps before, under reentrant checkpointing"
+            )
+        if now.adds:
+            assert now.parts is not None
+            self._buckets.wait_all()
+            torch._foreach_add_(self._parts[name], now.parts)
+
+    def drain(self) -> None:
+        """Takes part, without gradients, in the collectives of passes that have failed here."""
+        if not self._expected and self._follows is not None:  # The others are in the next passes.
+            self._begin_passes([self._follows], separate=False, adds_up=False)
+        for parameter in self.parameters if self._expected else ():
+            parameter.grad = None
+        self._overlap.fail()
+        expected, self._expected = self._expected, []
+        for name in expected:
+            self._expected = [name]
+            self._finish(name)
+
+    def collect(self, task: str) -> bool:
+        """Ends the passes of a task; returns whether this rank has any gradient."""
+        self._finish(task)
+        self.gradients.collected.add(task)
+        return self._note(task)
+
+    def note(self, task: str) -> bool:
+        """Ends the only passes before a message."""
+        self._finish(_SUM)
+        return self._note(task)
+
+    def skip(self, task: str) -> None:
+        """Takes part in the collectives of a task without gradients."""
+        if self._separate:
+            self._finish(task)
+            self.gradients.collected.add(task)
+
+    def _note(self, task: str) -> bool:
+        if self.messages.has(task):
+            self.reach.note(task, [i for i in range(len(self.parameters)) if i not in self._had])
+        return bool(self._had)
+
+    # --- after the passes ---
+
+    def _end_passes(self, part: Part, held: Sequence[nn.Parameter]) -> None:
+        """Ends the passes whose gradients add up; notes which gradients there are."""
+        for name in list(self._expected):
+            self._finish(name)
+        super()._end_passes(part, held)
+
+    def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        shared = set(self.parameters)
+        return [parameter for parameter in held if parameter not in shared]
+
+    def _pattern(self) -> tuple[bool, ...]:
+        pattern = super()._pattern()
+        if self._separate:
+            return pattern
+        return pattern + tuple(i in self._had for i in range(len(self.parameters)))
+
+    def _settle(self, *, adds_up: bool) -> None:
+        """The parts become rows; sums of all tasks become `.grad`."""
+        self._buckets.wait_all()
+        if self._separate:
+            self._set_reached(self._rows)
+            return
+        if adds_up:
+            return
+        for i, is_reached in enumerate(self._discoveries.pattern()[-len(self.parameters) :]):
+            if is_reached:
+                self.parameters[i].grad = self._buckets.views[i].detach()
+
+    def average(self, part: Part, held: Sequence[nn.Parameter]) -> None:
+        """Averages; and notes, in Phase 1, that other ranks may go on to the next task."""
+        super().average(part, held)
+        if not part.joint:
+            tasks = self.messages.facts.tasks
+            n = tasks.index(part.tasks[-1]) + 1
+            self._follows = tasks[n] if n < len(tasks) else None
+
+    def _set_reached(self, parts: Mapping[str, Sequence[Tensor | None]]) -> None:
+        """Puts into the rows the gradients of the parameters that any rank has reached."""
+        for task, ranks in self.messages.facts.ranks_of.items():
+            unreached = self.reach.unreached(task, ranks)
+            row = self.gradients.row_of(task)
+            for i, part in enumerate(parts[task]):
+                if i not in unreached:
+                    row[i] = part
+
+    # --- parts ---
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """One small collective."""
+        return self._all_reduce(tensor)
+
+    def span(self, parameter: int) -> tuple[int, int]:
+        """An equal part of a bucket, wherever it is cut."""
+        slot = self._buckets.slots[parameter]
+        return slot.first, slot.last
+
+    def array(self, parameter: int, out_channel_dim: int, groups: int) -> ChannelArray:
+        """The weight's elements in the order of its bucket."""
+        return self._buckets.array(parameter, out_channel_dim, groups)
+
+    def weight_part(self, parameter: int) -> Tensor | None:
+        """Every rank has the whole weight."""
+        del parameter
+        return None
+
+    def update_parts(self, parameters: Sequence[int]) -> list[Tensor]:
+        """Those of the buckets."""
+        return [cast("Tensor", self._updates[i]) for i in parameters]
+
+    def publish(self, parameters: Sequence[int]) -> None:
+        """Gathers the updates of all ranks, and makes them `.grad`."""
+        self._buckets.gather(sorted({self._buckets.slots[i].bucket for i in parameters}))
+        # Not the views themselves: `.grad.data` may be replaced, as by `trunk.to(...)`.
+        for i in parameters:
+            self.parameters[i].grad = self._buckets.views[i].detach()
+
+    def lent(self, parameter: int) -> Tensor:
+        """The parameter's place in its bucket."""
+        return self._buckets.views[parameter].detach()

@@ -1,0 +1,173 @@
+"""Sharded ranks: `fully_shard` has reduced the gradients, and each rank has some rows of each.
+
+A mesh of two dimensions has replicas of the shards in its first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs_kernels.ranks.distributed import Distributed
+from cs_kernels.ranks.fsdp import (
+    all_sharded_modules,
+    end_passes,
+    fsdp_modules,
+    groups_of,
+    is_sharded,
+    local_shard,
+    rows_of,
+)
+from cs_kernels.ranks.messages import Messages
+from cs_kernels.ranks.pieces import ChannelArray
+from cs_kernels.ranks.wrappers import Wrappers
+from cs_kernels.trunk.statistics import packed
+
+
+class Sharded(Distributed):
+    """A shard of each gradient: rows along dimension 0.
+
+    Args:
+        shared: The shared parameters, by name.
+        tasks: The names of all tasks.
+        wrappers: The DistributedDataParallel modules around the trunk.
+        messages: Those of the ranks.
+        mesh: Their mesh.
+        trunk: The shared module.
+
+    """
+
+    def __init__(
+        self,
+        shared: Mapping[str, nn.Parameter],
+        tasks: Sequence[str],
+        wrappers: Wrappers,
+        messages: Messages,
+        mesh: Any,
+        trunk: nn.Module,
+    ) -> None:
+        groups = [mesh.get_group(dim) for dim in reversed(range(mesh.ndim))]
+        super().__init__(shared, tasks, wrappers, messages, groups)
+        self._updates: list[Tensor | None] = [None] * len(self.parameters)
+        """The sharded updates, kept from step to step."""
+        self._shards, self._replicas = groups[0], groups[1] if mesh.ndim == 2 else None
+        self._others_scale = 1 / self.size
+        self._modules = fsdp_modules(trunk.modules())
+        of_trunk = set(self.parameters)
+        self._of_norms = [p for p in trunk.parameters() if p not in of_trunk and is_sharded(p)]
+        self._resharded: list[tuple[Any, bool]] = []
+        """The groups whose parameters stay whole now, and what the user has set."""
+        self._kept: dict[nn.Parameter, Tensor] = {}
+        """The gradients of the normalizations that have memory of their own."""
+
+    def before_backward(self, *, retains: bool) -> None:
+        """Keeps whole parameters until the last backward pass of a forward pass."""
+        if retains and not self._resharded:
+            groups = [group for module in self._modules for group in groups_of(module)]
+            self._resharded = [(group, group.reshard_after_backward) for group in groups]
+            for group in groups:
+                group.reshard_after_backward = False
+        elif not retains:
+            self._restore_resharding()
+
+    def _restore_resharding(self) -> None:
+        for group, value in self._resharded:
+            group.reshard_after_backward = value
+        self._resharded = []
+
+    def recover(self, held: Sequence[nn.Parameter]) -> None:
+        """Ends what a failed pass has left: whole parameters, and callbacks that wait."""
+        self._restore_resharding()
+        of_optimizer = set(held)
+        for module in all_sharded_modules():  # Heads have roots of their own.
+            groups = groups_of(module)
+            if any(p.sharded_param in of_optimizer for group in groups for p in group.fsdp_params):
+                end_passes(module)
+
+    def collect(self, task: str) -> bool:
+        """Moves the shards of every `.grad` into a task's row, or adds them to those there."""
+        self._keep_norms()
+        row: list[Tensor | None] = [None] * len(self.parameters)
+        unreached = []
+        for i, parameter in enumerate(self.parameters):
+            if parameter.grad is None:
+                unreached.append(i)
+            else:
+                row[i], parameter.grad = local_shard(parameter.grad), None
+        return self.gradients.put(task, row, unreached)
+
+    def note(self, task: str) -> bool:
+        """Notes the gradients in `.grad` as a task's; returns whether there is any."""
+        self._keep_norms()
+        return super().note(task)
+
+    def _keep_norms(self) -> None:
+        """Copies the new gradients of the normalizations: parts of a buffer with all gradients."""
+        grads = [(p, p.grad) for p in self._of_norms if p.grad is not None]
+        new = {p: grad for p, grad in grads if self._kept.get(p) is not grad}
+        kinds: dict[torch.dtype, list[nn.Parameter]] = {}
+        for parameter in new:
+            kinds.setdefault(parameter.dtype, []).append(parameter)
+        for parameters in kinds.values():
+            copies = packed([local_shard(new[parameter]).contiguous() for parameter in parameters])
+            for parameter, own in zip(parameters, copies, strict=True):
+                cast("Any", new[parameter])._local_tensor = own
+        self._kept = dict(grads)
+
+    def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        return [parameter for parameter in held if not is_sharded(parameter)]
+
+    def drain(self) -> None:
+        """Nothing waits: `fully_shard` has its own collectives."""
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """One small collective over the shards; replicas get the bits of the first one."""
+        dist.all_reduce(tensor, group=self._shards)
+        if self._replicas is not None:
+            dist.broadcast(tensor, group=self._replicas, group_src=0)
+        return tensor
+
+    def span(self, parameter: int) -> tuple[int, int]:
+        """Whole rows."""
+        weight = self.parameters[parameter]
+        first, last = rows_of(weight)
+        row = prod(weight.shape[1:])
+        return first * row, last * row
+
+    def array(self, parameter: int, out_channel_dim: int, groups: int) -> ChannelArray:
+        """`fully_shard` takes contiguous weights."""
+        shape = self.parameters[parameter].shape
+        outer = shape[0] // groups if out_channel_dim == 1 else 1
+        return groups, outer, shape[out_channel_dim], prod(shape[out_channel_dim + 1 :])
+
+    def weight_part(self, parameter: int) -> Tensor | None:
+        """Whole rows."""
+        return local_shard(self.parameters[parameter].detach()).flatten()
+
+    def update_parts(self, parameters: Sequence[int]) -> list[Tensor]:
+        """The rows of the updates."""
+        return [local_shard(self._update_of(i)) for i in parameters]
+
+    def _update_of(self, i: int) -> Tensor:
+        update, like = self._updates[i], self.parameters[i]
+        if update is None or (update.dtype, update.device) != (like.dtype, like.device):
+            update = self._updates[i] = torch.empty_like(like, requires_grad=False)
+        return update
+
+    def publish(self, parameters: Sequence[int]) -> None:
+        """Makes the sharded updates `.grad`."""
+        for i in parameters:
+            self.parameters[i].grad = self._updates[i]
+
+    def lent(self, parameter: int) -> Tensor:
+        """A parameter's update, which is not written yet."""
+        return self._update_of(parameter)
+
+    def like(self) -> Tensor:
+        """A plain tensor on the gradients' device."""
+        return local_shard(self.parameters[0].detach())

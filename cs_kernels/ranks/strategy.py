@@ -1,0 +1,165 @@
+"""The ranks that train one network, as the engine sees them; here one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from cs_kernels.gradients import TaskGradients
+from cs_kernels.ranks.wrappers import Wrappers
+from cs_kernels.step import Part
+from cs_kernels.trunk.reach import Reach
+from cs_kernels.trunk.trunk import Trunk
+
+
+class RankError(RuntimeError):
+    """Another rank failed, or differs from this one; every rank raises it in the same step."""
+
+
+class Call(NamedTuple):
+    """The facts of a step that must be equal on all ranks."""
+
+    number: int
+    """The number of steps made before."""
+    phase: int
+    epoch: int
+    """-1 for none."""
+    held: int
+    """The number of parameters in the torch optimizer."""
+    kind_of_call: int
+    """0 for `step`; for `backward`, 1, or 2 without an update, plus 2 after one without."""
+    passes: int
+    """The number of micro-batches."""
+
+
+class Ranks:
+    """One process, which has nobody to tell: each verb does what it does for whole gradients.
+
+    Many ranks have the same verbs (`Distributed`). A step calls `together` around everything,
+    `begin`, then for each of its parts `expect`, for each task `last_backward` and `collect` (or
+    `note`, where gradients add up; or `skip`, where only other ranks have labels), and `average`;
+    `recover` after an exception.
+
+    Args:
+        shared: The shared parameters, by name.
+        tasks: The names of all tasks.
+        wrappers: The DistributedDataParallel modules around the trunk.
+
+    """
+
+    size = 1
+    is_distributed = False
+
+    def __init__(
+        self, shared: Mapping[str, nn.Parameter], tasks: Sequence[str], wrappers: Wrappers
+    ) -> None:
+        self.wrappers = wrappers
+        self.reach = self._new_reach(shared, tasks)
+        self.gradients = self._new_gradients(shared, tasks)
+
+    def _new_reach(self, shared: Mapping[str, nn.Parameter], tasks: Sequence[str]) -> Reach:
+        return Reach(shared, tasks)
+
+    def _new_gradients(
+        self, shared: Mapping[str, nn.Parameter], tasks: Sequence[str]
+    ) -> TaskGradients:
+        return TaskGradients(shared, tasks, self.reach)
+
+    # --- once ---
+
+    def building(self) -> contextlib.AbstractContextManager[None]:
+        """Around the checks of one rank's arguments: the others do not wait for one that fails."""
+        return contextlib.nullcontext()
+
+    def agree(
+        self,
+        facts: Mapping[str, object],
+        trunk: Trunk,
+        planned: Callable[[], dict[str, list[object]]],
+        networks: Callable[[], dict[str, int]],
+        *,
+        factor_is_hidden: bool,
+    ) -> None:
+        """Checks that all ranks train the same, and takes what they will compare.
+
+        Args:
+            facts: By name of an argument, its description.
+            trunk: What passes show of it is made equal on all ranks.
+            planned: By name, facts of the next step that may change between steps.
+            networks: By name of a parameter, a number that differs if its values do.
+            factor_is_hidden: Whether the loss scale shows in the backward passes only.
+
+        """
+
+    def close(self) -> None:
+        """Ends the messages, and gives wrappers their reductions back."""
+        self.wrappers.release()
+
+    # --- a step ---
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Around a step: tells the other ranks of an exception."""
+        return contextlib.nullcontext()
+
+    def begin(self, tasks: Sequence[str], call: Call) -> tuple[str, ...]:
+        """The tasks of the step, which other ranks may have labels for."""
+        del call
+        return tuple(tasks)
+
+    def has(self, task: str) -> bool:
+        """Whether this rank has labels for a task of the step."""
+        del task
+        return True
+
+    def share(self, task: str) -> float:
+        """The share of this rank's loss in the mean loss over the ranks with labels."""
+        del task
+        return 1.0
+
+    def returned(self, losses: Mapping[str, Tensor], tasks: Iterable[str]) -> dict[str, Tensor]:
+        """The losses of some tasks, for the caller."""
+        return {task: losses[task] for task in tasks}
+
+    def recheck_networks(self) -> None:
+        """Checks in the next step that ranks hold the same parameters."""
+
+    # --- the passes of a part ---
+
+    def expect(self, part: Part) -> None:
+        """Begins the passes of a part."""
+
+    def before_backward(self, *, retains: bool) -> None:
+        """Before a backward pass, which retains its graph or not."""
+
+    def last_backward(self, task: str) -> None:
+        """The next backward pass is the last one of a task."""
+
+    def collect(self, task: str) -> bool:
+        """Moves a task's gradients out of `.grad`; returns whether there is any."""
+        return self.gradients.collect(task)
+
+    def note(self, task: str) -> bool:
+        """Notes the gradients in `.grad` as a task's; returns whether there is any."""
+        return self.reach.note_gradients(task)
+
+    def skip(self, task: str) -> None:
+        """In place of the passes of a task that only other ranks have labels for."""
+
+    def average(self, part: Part, held: Sequence[nn.Parameter]) -> None:
+        """Makes equal on all ranks what the passes of a part have left.
+
+        Args:
+            part: Of a step.
+            held: The torch optimizers' parameters.
+
+        """
+
+    def forget_passes(self) -> None:
+        """Learns anew what passes show: other parameters may train."""
+        self.gradients.forget_allocations()
+
+    def recover(self, held: Sequence[nn.Parameter]) -> None:
+        """Brings parameters back to where they were before a step that has failed."""

@@ -1,0 +1,166 @@
+"""Networks in DistributedDataParallel, whose reductions are replaced, and in FSDP1, refused."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cs_kernels.nn import uncompiled
+from cs_kernels.trunk.watcher import LocalHook
+
+
+def _class(module: str, name: str) -> Any:
+    """A class, if its module was imported: nobody has an object of it before."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _is_ddp(module: object) -> bool:
+    kind = _class("torch.nn.parallel.distributed", "DistributedDataParallel")
+    return kind is not None and isinstance(module, kind)
+
+
+def _refuse_fsdp1(module: nn.Module) -> None:
+    kind = _class("torch.distributed.fsdp", "FullyShardedDataParallel")
+    if kind is not None and isinstance(module, kind):
+        raise TypeError(
+            "trunk must not be in FullyShardedDataParallel (FSDP1), whose flat parameters have no"
+            " output channels: use torch.distributed.fsdp.fully_shard(trunk)"
+        )
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that torch.compile or DistributedDataParallel wrapped, or the module itself."""
+    while True:
+        inner = uncompiled(module)
+        if _is_ddp(inner):
+            inner = inner.module  # type: ignore[assignment]
+        if inner is module:
+            return module
+        module = inner
+
+
+_FLAGS = "require_backward_grad_sync", "require_forward_param_sync"
+"""The attributes of a DistributedDataParallel that switch its reductions and broadcasts on."""
+
+_switched_off: weakref.WeakKeyDictionary[Any, _Before] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class _Before:
+    """The flags of a DistributedDataParallel before it was switched off, and by how many."""
+
+    flags: list[bool]
+    users: int = 0
+
+
+class _SeesWrapper(LocalHook):
+    """A hook of the trunk: a DistributedDataParallel around it is known while it runs the trunk."""
+
+    def __init__(self, wrappers: Wrappers) -> None:
+        self._wrappers = weakref.ref(wrappers)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        kind = _class("torch.nn.parallel.distributed", "DistributedDataParallel")
+        around, wrappers = getattr(kind, "_active_ddp_module", None), self._wrappers()
+        if around is not None and wrappers is not None:
+            wrappers.take(around)
+
+
+class Wrappers:
+    """The DistributedDataParallel modules around a network or parts of it.
+
+    A second backward pass through one forward pass is not reduced by them, and surgery before the
+    reduction would be another algorithm. So their reductions and broadcasts are switched off, until
+    the last such object goes.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[Any] = []
+        self._ranks: list[int] | None = None
+        """The ranks that train together, once they are known."""
+        self.release = weakref.finalize(self, _switch_on, self._found)
+        """Gives the modules their reductions back, unless other such objects need them off."""
+
+    def watch(self, trunk: nn.Module, ranks: Sequence[int]) -> None:
+        """Also takes those that run the trunk from now on; all must be of these ranks.
+
+        Args:
+            trunk: The shared module.
+            ranks: Those that train together; none if nothing has named them.
+
+        Raises:
+            ValueError: One is of other ranks.
+
+        """
+        self._ranks = list(ranks)
+        for module in self._found:
+            self._check_ranks(module)
+        handle = trunk.register_forward_pre_hook(_SeesWrapper(self))
+        weakref.finalize(self, handle.remove)
+
+    def _check_ranks(self, module: Any) -> None:
+        if self._ranks == []:
+            raise ValueError(
+                "process_group must be that of the DistributedDataParallel around trunk, got None:"
+                " hand over the wrapped network as trunk, or give"
+                " process_group=torch.distributed.group.WORLD"
+            )
+        ranks = dist.get_process_group_ranks(module.process_group)
+        if self._ranks is not None and set(ranks) != set(self._ranks):
+            raise ValueError(
+                "process_group must have the ranks of the DistributedDataParallel around trunk,"
+                f" {ranks}, got {self._ranks}"
+            )
+
+    def take(self, module: nn.Module) -> None:
+        """Switches off a module's reductions, if it is a DistributedDataParallel.
+
+        Raises:
+            TypeError: It is a FullyShardedDataParallel (FSDP1).
+            ValueError: Its reductions cannot be switched off, or it is of other ranks.
+
+        """
+        _refuse_fsdp1(module)
+        if _is_ddp(module) and not any(module is other for other in self._found):
+            if getattr(module, "static_graph", False):
+                raise ValueError(
+                    "DistributedDataParallel must be built without static_graph=True, which reduces"
+                    " gradients on its own; MultiTaskOptimizer reduces them"
+                )
+            self._check_ranks(module)
+            self._found.append(module)
+            before = _switched_off.get(module)
+            if before is None:
+                before = _Before([getattr(module, name) for name in _FLAGS])
+                _switched_off[module] = before
+            before.users += 1
+            self.switch_off()
+
+    def switch_off(self) -> None:
+        """Switches off the reductions of all, which others may have switched on, as Lightning."""
+        for module in self._found:
+            for name in _FLAGS:
+                setattr(module, name, False)
+
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the first one, if there is one."""
+        return self._found[0].process_group if self._found else None
+
+
+def _switch_on(modules: Sequence[Any]) -> None:
+    for module in modules:
+        before = _switched_off[module]
+        before.users -= 1
+        if not before.users:
+            del _switched_off[module]
+            for name, value in zip(_FLAGS, before.flags, strict=True):
+                setattr(module, name, value)

@@ -1,0 +1,185 @@
+"""The layers of a trunk whose output channels are prioritized, and the coverage of the others."""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from cs_kernels.nn import TaskBatchNorm
+from cs_kernels.ops import out_channels
+
+
+class Norm(NamedTuple):
+    """A normalization and the dictionaries of its tensors, which may be replaced between steps.
+
+    A step reads every layer's and task's tensors; access through module attributes is slower.
+    """
+
+    parameters: dict[str, nn.Parameter | None]
+    buffers: dict[str, Tensor | None]
+    module: Any
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer whose output channels are prioritized."""
+
+    name: str
+    weight_index: int
+    """The index of its weight among the shared parameters."""
+    weight: nn.Parameter
+    out_channel_dim: int
+    groups: int
+    """The groups of a transposed convolution; 1 for other layers, with `out_channel_dim` 0."""
+    norm_name: str
+    norms: tuple[Norm, ...]
+    """The normalization of each task."""
+
+
+class LayerLists(NamedTuple):
+    """The arguments of Phase 2 for some layers."""
+
+    layers: tuple[Layer, ...]
+    weight_indices: list[int]
+    weights: list[Tensor]
+    out_channel_dims: list[int]
+    groups: list[int]
+    parameters: list[dict[str, nn.Parameter | None]]
+    """The parameters of every layer's normalizations, a dictionary for each task."""
+    buffers: list[dict[str, Tensor | None]]
+    """Likewise."""
+    norms: list[Any]
+    """The normalizations."""
+
+    @property
+    def channels(self) -> list[int]:
+        """The number of output channels of every layer."""
+        return list(map(out_channels, self.weights, self.out_channel_dims, self.groups))
+
+    @classmethod
+    def of(cls, layers: Sequence[Layer]) -> "LayerLists":
+        """The lists of these layers."""
+        norms = [norm for layer in layers for norm in layer.norms]
+        return cls(
+            layers=tuple(layers),
+            weight_indices=[layer.weight_index for layer in layers],
+            weights=[layer.weight for layer in layers],
+            out_channel_dims=[layer.out_channel_dim for layer in layers],
+            groups=[layer.groups for layer in layers],
+            parameters=[norm.parameters for norm in norms],
+            buffers=[norm.buffers for norm in norms],
+            norms=[norm.module for norm in norms],
+        )
+
+
+class StaleLayoutError(RuntimeError):
+    """A normalization has no running variance any more, or a scale that is no parameter."""
+
+
+def gammas(layers: Sequence[Layer]) -> list[Tensor]:
+    """Gamma of every normalization, [O], layer by layer; ones if it has no scale.
+
+    Raises:
+        StaleLayoutError: The layers have to be found anew.
+
+    """
+    norms = [norm for layer in layers for norm in layer.norms]
+    if not all("weight" in norm.parameters for norm in norms):
+        raise StaleLayoutError
+    found = [norm.parameters["weight"] for norm in norms]
+    if any(gamma is None for gamma in found):
+        pairs = zip(found, running_vars(layers), strict=True)
+        return [torch.ones_like(var) if gamma is None else gamma for gamma, var in pairs]
+    return cast("list[Tensor]", found)
+
+
+def running_vars(layers: Sequence[Layer]) -> list[Tensor]:
+    """The running variance of every normalization, [O], layer by layer.
+
+    Raises:
+        StaleLayoutError: The layers have to be found anew.
+
+    """
+    buffers = [norm.buffers.get("running_var") for layer in layers for norm in layer.norms]
+    if any(buffer is None for buffer in buffers):
+        raise StaleLayoutError
+    return cast("list[Tensor]", buffers)
+
+
+def epsilons(layers: Sequence[Layer]) -> list[float]:
+    """Epsilon of every normalization, layer by layer."""
+    return [norm.module.eps for layer in layers for norm in layer.norms]
+
+
+def channels_of(layer: nn.Module, weight: Tensor) -> tuple[int, int, int]:
+    """The number of output channels of a layer, `out_channel_dim` and `groups` of its weight."""
+    dim, groups = (1, layer.groups) if isinstance(layer, _ConvTransposeNd) else (0, 1)
+    return out_channels(weight, dim, groups), dim, groups
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Which shared parameters are prioritized and which get the plain sum, and why."""
+
+    prioritized: dict[str, str]
+    """By name of the layer's weight: the normalization behind the layer."""
+    plain: dict[str, str]
+    """By name of the parameter: why it gets the plain sum."""
+    own: dict[str, str]
+    """By name of the parameter: the only task that has ever reached it."""
+    numel: dict[str, int] = field(repr=False)
+    frozen: frozenset[str] = frozenset()
+    """The names of the prioritized ones that require no gradient now."""
+
+    def __str__(self) -> str:
+        shared = [name for name in self.numel if name not in self.own]
+        total = sum(self.numel[name] for name in shared)
+        share = 100 * sum(self.numel[name] for name in self.prioritized) / max(1, total)
+        lines = [
+            f"{len(self.prioritized)} of {len(shared)} shared parameters are prioritized,"
+            f" {share:.1f} % of {total} elements"
+        ]
+        width = max((len(name) for name in self.numel), default=0)
+        for name, norm in self.prioritized.items():
+            frozen = "frozen; " if name in self.frozen else ""
+            lines.append(f"  {name:{width}}  {frozen}prioritized by {norm}")
+        for name, reason in self.plain.items():
+            lines.append(f"  {name:{width}}  plain sum: {reason}")
+        for name, task in self.own.items():
+            lines.append(f"  {name:{width}}  the gradient of {task!r}: no other task reaches it")
+        return "\n".join(lines)
+
+
+def shared_parameters(trunk: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of a trunk outside task-specific normalization, by name, each once."""
+    own = {
+        id(parameter)
+        for module in trunk.modules()
+        if isinstance(module, TaskBatchNorm)
+        for parameter in module.parameters()
+    }
+    return {name: p for name, p in trunk.named_parameters() if id(p) not in own}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The prioritized layers of a trunk, and the coverage of its shared parameters."""
+
+    layers: tuple[Layer, ...]
+    coverage: Coverage
+
+    @cached_property
+    def lists(self) -> LayerLists:
+        """The lists of all layers."""
+        return LayerLists.of(self.layers)
+
+    def lists_of(self, parameters: Container[int]) -> LayerLists:
+        """The lists of the layers whose weights are among these shared parameters."""
+        lists = self.lists
+        if all(index in parameters for index in lists.weight_indices):
+            return lists
+        return LayerLists.of([layer for layer in self.layers if layer.weight_index in parameters])
