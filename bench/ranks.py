@@ -33,8 +33,6 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
 
 import cs_kernels as cs
-from cs_kernels.distributed import Control
-from cs_kernels.layout import shared_parameters
 
 TASKS = ["segmentation", "depth", "normals", "edges"]
 METHODS: dict[str, Callable[[], cs.Method]] = {
@@ -84,6 +82,12 @@ def resnet18(width: int) -> nn.Sequential:
     return nn.Sequential(*stem, nn.AvgPool2d(3, 2, 1), *blocks, nn.AdaptiveAvgPool2d(1))
 
 
+def shared_parameters(trunk: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters outside task-specific normalization, by name."""
+    own = {p for norm in cs.nn.task_norms(trunk) for p in norm.parameters()}
+    return {name: p for name, p in trunk.named_parameters() if p not in own}
+
+
 def same_shapes(trunk: nn.Module) -> bool:
     """Whether a trunk's convolutions are those of the other benchmarks."""
     found = (tuple(p.shape) for p in shared_parameters(trunk).values())
@@ -131,8 +135,7 @@ class Training:
             cs.Joint() if self.joint else cs.Sequential(),
             process_group=dist.group.WORLD if way == "replicated" else None,
         )
-        ranks = self.opt._ranks
-        self.control = ranks._group if isinstance(ranks, Control) else None
+        self.control = getattr(self.opt._ranks, "_group", None)
         assert (self.control is None) == (way == "textbook")
         self.collectives = Collectives(self.control)
         if way == "textbook":
