@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import records, tables
+from harness import records
+from page import table
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,13 +54,7 @@ def pytest_terminal_summary(
     terminalreporter.line(json.dumps(_report.origin))
     whole = not config.getoption("--quick") and not config.getoption("-k")
     for name, cases in _report.tables.items():
-        terminalreporter.line("")
-        for line in tables.lines(name, cases):
-            terminalreporter.line(line)
+        terminalreporter.line(f"\n{table(name, cases)}")
         if whole:
             path = records.append(name, {**_report.origin, "cases": cases})
-            if name in tables.PLOTTED:
-                from harness import plot
-
-                plot.draw(name, path, path.with_suffix(".png"))
             terminalreporter.line(f"record appended to {path}")

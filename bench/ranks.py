@@ -5,8 +5,7 @@
 ResNet-18 with 4 tasks, on 1, 2 and 4 processes of this machine with gloo: replicated ranks, those
 of `fully_shard`, and the textbook way, in which the whole gradient of every task is all-reduced.
 Before anything is counted, the ranks hold the same bits, and the updates are those of the textbook
-way. Then arithmetic: the share of communication in a step on more and faster ranks. `--quick` has a
-narrow network, at most 2 processes, and keeps no record.
+way. `--quick` has a narrow network and 2 processes, and keeps no record.
 """
 
 from __future__ import annotations
@@ -17,23 +16,18 @@ import hashlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from math import log2, prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from cs_kernels.distributed import Control
-from cs_kernels.distributed.buckets import BUCKET_BYTES
-from cs_kernels.distributed.control import grid_rows
-from cs_kernels.layout import shared_parameters
-from harness import records, tables
+from harness import records
 from harness.collectives import PARTS, Collectives
 from harness.gradient_memory import GradientMemory
 from harness.shapes import NETWORKS
+from page import table
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional
@@ -88,6 +82,12 @@ def resnet18(width: int) -> nn.Sequential:
     return nn.Sequential(*stem, nn.AvgPool2d(3, 2, 1), *blocks, nn.AdaptiveAvgPool2d(1))
 
 
+def shared_parameters(trunk: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters outside task-specific normalization, by name."""
+    own = {p for norm in cs.nn.task_norms(trunk) for p in norm.parameters()}
+    return {name: p for name, p in trunk.named_parameters() if p not in own}
+
+
 def same_shapes(trunk: nn.Module) -> bool:
     """Whether a trunk's convolutions are those of the other benchmarks."""
     found = (tuple(p.shape) for p in shared_parameters(trunk).values())
@@ -135,8 +135,8 @@ class Training:
             cs.Joint() if self.joint else cs.Sequential(),
             process_group=dist.group.WORLD if way == "replicated" else None,
         )
-        ranks = self.opt._ranks
-        self.control = ranks._group if isinstance(ranks, Control) else None
+        ranks = self.opt._engine.ranks
+        self.control = ranks.messages.hosts if ranks.is_distributed else None
         assert (self.control is None) == (way == "textbook")
         self.collectives = Collectives(self.control)
         if way == "textbook":
@@ -175,7 +175,7 @@ class Training:
         self._average_others()
         with torch.no_grad():
             step = cs.Step(number=self.number, tasks=tuple(TASKS))
-            self.method.combine(gradients, self.opt._current_layout(), step)
+            self.method.combine(gradients, self.opt._engine.trunk.layout(), step)
         self.sgd.step()
 
     def _row(self, task: str) -> Sequence[Tensor]:
@@ -210,7 +210,7 @@ class Training:
         """A step's collectives; the groups' own numbers and torch's counter agree."""
         groups = [dist.group.WORLD] if self.control is None else [dist.group.WORLD, self.control]
         if self.control is not None:  # Both ways may have groups of their own.
-            groups += [g for g in self.opt._gradients._groups if g is not dist.group.WORLD]
+            groups += [g for g in self.opt._engine.ranks._groups if g is not dist.group.WORLD]
         before = {g.group_name: g._get_sequence_number_for_group() for g in groups}
         debug = CommDebugMode()
         tracker = debug.advanced_module_tracker
@@ -266,8 +266,7 @@ def case(
     )
     assert error <= TOLERANCE, (way, method, error)
     found = training.counted_step()
-    gradients = training.opt._gradients
-    buckets = getattr(gradients, "_buckets", None)
+    buckets = getattr(training.opt._engine.ranks, "_buckets", None)
     return {
         "way": way,
         "method": method,
@@ -325,90 +324,8 @@ def on_ranks(sizes: Sequence[int], width: int, methods: Sequence[str]) -> list[d
     return result
 
 
-# --- arithmetic: more ranks, faster links ---------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A network in training: nothing of it is measured here."""
-
-    name: str
-    numel: int
-    """Shared parameters."""
-    itemsize: int
-    flop: float
-    """The operations of a task's forward and backward pass on one rank."""
-    flop_per_second: float
-    """Achieved by a rank."""
-
-
-WORKLOADS = [
-    # 8.57 GFLOP a forward pass of 256 x 256 pixels, by torch's FlopCounterMode; small convolutions
-    # are far from a GPU's peak.
-    Workload("HRNet-18", sum(map(prod, NETWORKS["hrnet18"])), 4, 8 * 3 * 8.57e9, 20e12),
-    # bfloat16; 6 FLOP a parameter and token, 40 % of 1e15 FLOP/s.
-    Workload("1 B, 8192 tokens", 10**9, 2, 8192 * 6e9, 400e12),
-    Workload("1 B, 2048 tokens", 10**9, 2, 2048 * 6e9, 400e12),
-]
-BYTES_PER_SECOND = 400e9 / 8
-"""The bandwidth of a rank's link, in each direction."""
-HOP = 3e-6
-"""Seconds between two neighbours of a ring, beside the bytes."""
-MESSAGE = 30e-6
-"""Seconds between two hosts by TCP."""
-BACKWARD = 2 / 3
-"""The share of a backward pass in a task's passes."""
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one Phase 2 step; arithmetic."""
-
-    compute: float
-    ours: float
-    """The collectives, one after the other."""
-    theirs: float
-    ours_exposed: float
-    """The time left of them if they overlap with backward passes wherever they can."""
-    theirs_exposed: float
-    ours_hops: float
-    """Beside the bytes: rings for buckets, trees for small sums."""
-    theirs_hops: float
-    messages: float
-    """Control messages between the hosts."""
-
-
-def step_times(work: Workload, tasks: int, ranks: int) -> Times:
-    """A step on a flat ring: K reduce-scatters and an all-gather, against K all-reduces.
-
-    All gradients are of one dtype. Reduce-scatters overlap with backward passes but for the last
-    bucket of the last task; the all-gather with nothing. All-reduces that overlap are those of a
-    DistributedDataParallel with buckets, not those of the textbook loop.
-    """
-    nbytes = work.numel * work.itemsize
-    buckets = -(-nbytes // BUCKET_BYTES)
-    once = (ranks - 1) / ranks * nbytes / BYTES_PER_SECOND
-    last = once / buckets
-    compute = tasks * work.flop / work.flop_per_second
-    window = BACKWARD * compute
-    ring, tree = (ranks - 1) * HOP, 2 * log2(ranks) * HOP
-    rows = grid_rows(ranks)
-    return Times(
-        compute=compute,
-        ours=(tasks + 1) * once,
-        theirs=2 * tasks * once,
-        ours_exposed=last + max(0, tasks * once - last - window) + once,
-        theirs_exposed=2 * last + max(0, 2 * tasks * once - 2 * last - window),
-        # Products, the heads' gradients, losses with statistics; theirs has the heads' alone.
-        ours_hops=(tasks + 1) * buckets * ring + 3 * tree,
-        theirs_hops=2 * tasks * buckets * ring + tree,
-        # gloo's all-gathers are rings: along a row of the grid of ranks, then along a column.
-        messages=2 * (rows - 1 + ranks // rows - 1) * MESSAGE,
-    )
-
-
 def check_formulas(found: Sequence[dict[str, Any]]) -> None:
-    """The formulas above against the counts, to 0.1 %: of padding and alignment."""
+    """Compares counts with the formulas of docs/benchmarks.md, to 0.1 % for padding."""
     for c in found:
         tasks, ranks = c["tasks"], c["ranks"]
         elements = {
@@ -422,27 +339,6 @@ def check_formulas(found: Sequence[dict[str, Any]]) -> None:
             assert abs(c["sent"]["gradients"] - expected) <= 1e-3 * expected, (c, expected)
 
 
-def arithmetic(tasks: int = len(TASKS)) -> Iterator[str]:
-    """The lines of the table."""
-    yield "| network | W | compute | (K+1) N | 2 K N | exposed: ours | all-reduces |" + (
-        " hops: ours | all-reduces | host messages |"
-    )
-    yield "| --- |" + " --- |" * 9
-    for work in WORKLOADS:
-        for ranks in (8, 64, 512):
-            t = step_times(work, tasks, ranks)
-
-            def cell(seconds: float, t: Times = t) -> str:
-                return f"{1e3 * seconds:.1f} ms, {seconds / (seconds + t.compute):.1%}"
-
-            yield (
-                f"| {work.name} | {ranks} | {1e3 * t.compute:.0f} ms | {cell(t.ours)} |"
-                f" {cell(t.theirs)} | {cell(t.ours_exposed)} | {cell(t.theirs_exposed)} |"
-                f" {1e3 * t.ours_hops:.1f} ms | {1e3 * t.theirs_hops:.1f} ms |"
-                f" {1e3 * t.messages:.1f} ms |"
-            )
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Counts, prints and keeps a record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -454,11 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         found = on_ranks((1, 2, 4), 64, tuple(METHODS))
     check_formulas(found)
-    for line in tables.lines("ranks", found):
-        print(line)
-    print()
-    for line in arithmetic():
-        print(line)
+    print(table("ranks", found))
     if not options.quick:
         print(f"\nrecord appended to {records.append('ranks', {**origin, 'cases': found})}")
 

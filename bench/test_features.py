@@ -7,35 +7,23 @@ step takes.
 """
 
 import statistics
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cs_kernels.features import Features
 from harness.gradient_memory import GradientMemory
+from harness.settings import timm_model
 from harness.timing import median_ratio, seconds
 from torch import Tensor, nn
 
 import cs_kernels as cs
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import torchvision_operators
+from cs_kernels.engine.at_features import Features
 
 WAYS = ("plain", "all", "features")
 BATCH, SIZE = 8, 64
 TOLERANCE = 1e-4
 """The largest difference, relative to the largest element of each tensor's gradient."""
-
-
-def _resnet18() -> nn.Module:
-    torchvision_operators.define()
-    import timm
-
-    trunk: nn.Module = timm.create_model("resnet18", num_classes=0, global_pool="")
-    return trunk
 
 
 def _head() -> nn.Module:
@@ -56,7 +44,7 @@ class Training:
     def __init__(self, tasks: int) -> None:
         torch.manual_seed(0)
         names = [str(task) for task in range(tasks)]
-        self.trunk = _resnet18()
+        self.trunk = timm_model("resnet18", num_classes=0, global_pool="")
         self.heads = nn.ModuleDict({name: _head() for name in names})
         self.parameters = [*self.trunk.parameters(), *self.heads.parameters()]
         self.sgd = torch.optim.SGD(self.parameters, lr=1e-3)

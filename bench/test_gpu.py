@@ -10,17 +10,14 @@ from Python as ours.
 import random
 import statistics
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from harness.device import launches_and_synchronizations, median_milliseconds, milliseconds
-from harness.problems import Problem, cases, check, make, name_of
+from harness.problems import Problem, cases, check, make, name_of, pcgrad_peers
 from harness.shapes import NETWORKS
-from harness.textbook import textbook_pcgrad
 from harness.timing import median_ratio, quantiles
-from torch import nn
 
 import cs_kernels as cs
 
@@ -69,27 +66,6 @@ def check_replay(problem: Problem, replay: Callable[[], None]) -> None:
         torch.testing.assert_close(problem.updates, expected, rtol=0, atol=0)
 
 
-def peer_milliseconds(problem: Problem, rounds: int) -> dict[str, float]:
-    """Milliseconds of each peer that is installed."""
-    of_tasks = [problem.of_task(i) for i in range(problem.tasks)]
-    times = {"textbook PCGrad": median_milliseconds(lambda: textbook_pcgrad(of_tasks), rounds)}
-    with cs.use_backend("reference"):
-        times["reference"] = median_milliseconds(problem.step, rounds)
-    if find_spec("torchjd") is None:
-        return times
-    from harness.peers import TORCHJD, stacked, torchjd_matrix, torchjd_step
-
-    pcgrad = TORCHJD["PCGrad"](problem.tasks)
-    matrix = torch.stack([torch.cat([g.flatten() for g in of_task]) for of_task in of_tasks])
-    times["TorchJD matrix"] = median_milliseconds(lambda: torchjd_matrix(pcgrad, matrix), rounds)
-    parameters = [nn.Parameter(weight.clone()) for weight in problem.weights]
-    jacobians = stacked(of_tasks)
-    times["TorchJD step"] = median_milliseconds(
-        lambda: torchjd_step(pcgrad, parameters, jacobians), rounds
-    )
-    return times
-
-
 @pytest.mark.parametrize("name", BACKENDS)
 @cases("resnet18", "resnet50", "hrnet18", "wide", tasks=(2, 4, 8, 16))
 @torch.no_grad()
@@ -124,6 +100,10 @@ def test_gpu(
         replays, copies = against_copy(replay, copy, rounds, queued=True)
         steps, _ = against_copy(problem.step, copy, rounds, queued=False)
     step = statistics.median(steps)
+    peers = {
+        peer: median_milliseconds(run, 3 if quick else 5)
+        for peer, run in pcgrad_peers(problem).items()
+    }
     report.add(
         "gpu",
         backend=name,
@@ -139,8 +119,5 @@ def test_gpu(
         fraction_of_limit=median_ratio(copies, replays),
         launches=launches,
         synchronizations=waits,
-        peers={
-            peer: {"milliseconds": time, "ratio": time / step}
-            for peer, time in peer_milliseconds(problem, 3 if quick else 5).items()
-        },
+        peers={peer: {"milliseconds": time, "ratio": time / step} for peer, time in peers.items()},
     )

@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from cs_kernels.layout import find_layout, shared_parameters
-from cs_kernels.statistics import RunningStatistics
-from cs_kernels.watching import Watcher
 from harness.shapes import NETWORKS
 from harness.timing import seconds
 from torch import Tensor, nn
 
 import cs_kernels as cs
 from cs_kernels.ops import backends, cuda
+from cs_kernels.trunk.statistics import RunningStatistics
 
 TASKS = ["segmentation", "depth", "normals", "edges"]
 METHODS: dict[str, Callable[[], cs.Method]] = {
@@ -40,9 +38,17 @@ class Trunk(nn.ModuleList):
             for o, i, k, _ in NETWORKS[network]
         )
 
-    def forward(self) -> None:
-        for layer in self:
-            layer(torch.zeros(2, *layer[0].weight.shape[1:]))
+    def forward(self) -> Tensor:
+        return sum(layer(torch.zeros(2, *layer[0].weight.shape[1:])).sum() for layer in self)
+
+
+class Recorder(cs.ConnectionStrength):
+    """Keeps the layout and the parameters that an optimizer hands to its method."""
+
+    def combine(self, gradients: cs.TaskGradients, layout: cs.Layout, step: cs.Step) -> None:
+        self.parameters = dict(zip(gradients.names, gradients.parameters, strict=True))
+        self.layout = layout
+        super().combine(gradients, layout, step)
 
 
 class _NoKernels:
@@ -68,16 +74,21 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backends._BACKENDS, "cuda", here)
 
 
-@torch.no_grad()
 def test_host(report: Any, quick: bool, no_kernels: None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     trunk = cs.nn.convert_task_batchnorm(Trunk("hrnet18"), TASKS)
-    watcher = Watcher(trunk, lambda module, task: None)
-    with watcher.passing(TASKS[0]), cs.nn.active_task(trunk, TASKS[0]):
-        trunk()
-    layout = find_layout(trunk, TASKS, watcher, {}, {})
-    parameters = shared_parameters(trunk)
+    recorder = Recorder()
+    sgd = torch.optim.SGD(trunk.parameters(), lr=0)
+    cs.MultiTaskOptimizer(trunk, sgd, TASKS, recorder).step(lambda task: trunk())
+    sgd.zero_grad()
+    time_methods(report, quick, trunk, recorder.parameters, recorder.layout)
+
+
+@torch.no_grad()
+def time_methods(
+    report: Any, quick: bool, trunk: Trunk, parameters: dict[str, nn.Parameter], layout: cs.Layout
+) -> None:
     gradients = cs.TaskGradients(parameters, TASKS)
     running = RunningStatistics(trunk)
     step = cs.Step(tasks=tuple(TASKS))

@@ -10,13 +10,8 @@ import statistics
 from typing import Any
 
 import torch
-from harness.peers import TORCHJD, stacked, torchjd_matrix, torchjd_step
-from harness.problems import Problem, cases, check, make, name_of
-from harness.textbook import textbook_pcgrad
+from harness.problems import Problem, cases, check, make, name_of, pcgrad_peers
 from harness.timing import median_ratio, median_seconds, quantiles, seconds
-from torch import nn
-
-import cs_kernels as cs
 
 
 def check_threads(problem: Problem) -> None:
@@ -53,26 +48,11 @@ def test_phase2(
     steps = benchmark.stats.stats.data
     copies = copies[-len(steps) :]
 
-    of_tasks = [problem.of_task(i) for i in range(tasks)]
-    matrix = torch.stack([torch.cat([g.flatten() for g in of_task]) for of_task in of_tasks])
-    parameters = [nn.Parameter(weight.clone()) for weight in problem.weights]
-    pcgrad = TORCHJD["PCGrad"](tasks)
-    jacobians = stacked(of_tasks)
     slow = 1 if quick else 3 if network == "resnet18" else 15
     peers = {
-        "textbook PCGrad": median_seconds(lambda: textbook_pcgrad(of_tasks), slow),
-        "TorchJD matrix": median_seconds(lambda: torchjd_matrix(pcgrad, matrix), 3 * slow),
-        "TorchJD step": median_seconds(
-            lambda: torchjd_step(pcgrad, parameters, jacobians), 3 * slow
-        ),
+        name: median_seconds(run, 3 * slow if name.startswith("TorchJD") else slow)
+        for name, run in pcgrad_peers(problem).items()
     }
-    other = make(network, tasks, dtype, quick)
-
-    def reference() -> None:
-        with cs.use_backend("reference"):
-            other.step()
-
-    peers["reference"] = median_seconds(reference, slow)
     report.add(
         "phase2",
         network=f"{network}, 4 layers" if quick else network,

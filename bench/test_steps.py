@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.device import launches_and_synchronizations
+from harness.device import on_device
 from harness.settings import DEMO, HRNET18, Setting
 from harness.textbook import textbook_pcgrad
 from harness.timing import median_ratio
@@ -113,7 +113,8 @@ class Training:
         self._host = 0.0
         self._definition = copy.deepcopy(method)
         self._combine = method.combine
-        self.opt._gradients.collect = self._marked(self.opt._gradients.collect)
+        gradients = self.opt._engine.ranks.gradients
+        gradients.collect = self._marked(gradients.collect)
         method.combine = self._marked(method.combine)
 
     def _marked(self, part: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,20 +174,15 @@ class Training:
         self.surgery.append(sum(_milliseconds(*marks) for marks in self._marks))
         self.host.append(1e3 * self._host)
 
-    def on_device(self) -> dict[str, float]:
-        """Bytes of a step beyond what stays, its launches, and how often the host waits."""
+    def on_device(self) -> dict[str, int]:
+        """What a step takes on a GPU, if there is one."""
         if self.setting.device != "cuda":
             return {}
         self.opt.optimizer.zero_grad()
         # Ours keep the update's buffer from step to step; the peers make theirs in each.
-        self.opt._gradients._updates = [None] * len(self.opt._gradients.parameters)
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self.step()
-        peak = torch.cuda.max_memory_allocated() - before
-        launches, waits = launches_and_synchronizations(self.step)
-        return {"peak_bytes": peak, "launches": launches, "synchronizations": waits}
+        gradients = self.opt._engine.ranks.gradients
+        gradients._updates = [None] * len(gradients.parameters)
+        return on_device(self.step)
 
 
 def _trainings(setting: Setting) -> dict[str, Training]:

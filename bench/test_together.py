@@ -17,15 +17,13 @@ from typing import Any
 
 import pytest
 import torch
-from harness.device import launches_and_synchronizations, milliseconds
+from harness.device import milliseconds, on_device
 from harness.gradient_memory import GradientMemory
+from harness.settings import timm_model
 from harness.timing import median_ratio, seconds
 from torch import Tensor, nn
 
 import cs_kernels as cs
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-import torchvision_operators
 
 WAYS = ("step", "together")
 SIZE = 64
@@ -41,12 +39,8 @@ def _network(name: str) -> nn.Module:
         for _ in range(DEPTH):
             layers += [nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.ReLU()]
         return nn.Sequential(*layers)
-    torchvision_operators.define()
-    import timm
-
     options = {"num_classes": 0} if name == "resnet18" else {"features_only": True}
-    trunk: nn.Module = timm.create_model(name, **options)
-    return trunk
+    return timm_model(name, **options)
 
 
 class Training:
@@ -196,18 +190,12 @@ def test_together_on_a_gpu(report: Any, quick: bool, name: str, tasks: int, batc
     training = Training(name, tasks, batch, device="cuda", size=GPU_SIZE)
     steps = training.steps()
     times: dict[str, list[float]] = {way: [] for way in WAYS}
-    on_device: dict[str, dict[str, int]] = {}
+    measured: dict[str, dict[str, int]] = {}
     for way in WAYS:
         for _ in range(3):
             steps[way]()
         training.sgd.zero_grad()
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        steps[way]()
-        peak = torch.cuda.max_memory_allocated() - before
-        launches, waits = launches_and_synchronizations(steps[way])
-        on_device[way] = {"peak_bytes": peak, "launches": launches, "synchronizations": waits}
+        measured[way] = on_device(steps[way])
     for _ in range(2 if quick else 15):
         for way in WAYS:
             times[way].append(milliseconds(steps[way], torch.cuda.synchronize))
@@ -222,7 +210,7 @@ def test_together_on_a_gpu(report: Any, quick: bool, name: str, tasks: int, batc
         largest=largest,
         milliseconds={way: statistics.median(times[way]) for way in WAYS},
         ratio=median_ratio(times["together"], times["step"]),
-        on_device=on_device,
+        on_device=measured,
     )
 
 

@@ -49,8 +49,6 @@ class TaskGradients:
         self.rows: list[list[Tensor | None]] = []
         """For each task, in order: a gradient or None for every parameter."""
         self._updates: list[Tensor | None] = [None] * len(self.parameters)
-        self.assigned: list[int] = []
-        """The parameters whose updates are written and not yet published."""
         self.modules: tuple[str, ...] = ()
         """The modules of a step whose gradients come a few modules at a time."""
         self.collected: set[str] = set()
@@ -67,11 +65,6 @@ class TaskGradients:
         """Forgets the gradients; the buffers of the updates stay."""
         self.rows = [[None] * len(self.parameters) for _ in self.tasks]
         self.collected.clear()
-
-    def drop(self) -> None:
-        """Forgets the gradients, and the updates that are not published."""
-        self.clear()
-        self.assigned = []
 
     def collect(self, task: str) -> bool:
         """Moves every shared `.grad` into a task's row, or adds it to the gradient there.
@@ -192,15 +185,13 @@ class TaskGradients:
         return list(map(as_real, updates)) if self._has_complex else updates
 
     def assign(self, parameters: Sequence[int]) -> None:
-        """Says that the updates of some parameters are written, and forgets the rows."""
-        self.assigned += parameters
+        """Makes the updates of some parameters their `.grad`, and forgets the rows."""
+        for i in parameters:
+            self.parameters[i].grad = self._updates[i]
         self.clear()
 
     def publish(self) -> None:
-        """Makes the updates that are written `.grad`."""
-        for i in self.assigned:
-            self.parameters[i].grad = self._updates[i]
-        self.assigned = []
+        """Makes the assigned updates `.grad` where other ranks have parts of them."""
 
     def lend(self) -> tuple[int, Tensor] | None:
         """A parameter with a gradient, and a tensor for its `.grad` while gradients add up."""

@@ -10,14 +10,15 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from cs_kernels.distributed.buckets import Buckets
-from cs_kernels.distributed.partial import PartialGradients
-from cs_kernels.distributed.replicated import ReplicatedGradients
-from cs_kernels.distributed.sharded import ShardedGradients
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from cs_kernels.ranks.buckets import Buckets
+from cs_kernels.ranks.distributed import Distributed
+from cs_kernels.ranks.replicated import Replicated
+from cs_kernels.ranks.sharded import Sharded
 
 RING: dict[str, Callable[[int, int], float]] = {
     "all-reduce": lambda nbytes, ranks: 2 * (ranks - 1) / ranks * nbytes,
@@ -44,10 +45,10 @@ and statistics; messages between the hosts."""
 _METHODS: list[tuple[type, str, str]] = [
     (Buckets, "send", "gradients"),
     (Buckets, "gather", "gradients"),
-    (PartialGradients, "_average_others", "other gradients"),
-    (PartialGradients, "_average_numbers", "sums"),
-    (ReplicatedGradients, "sum_over_ranks", "sums"),
-    (ShardedGradients, "sum_over_ranks", "sums"),
+    (Distributed, "_average_others", "other gradients"),
+    (Distributed, "_average_numbers", "sums"),
+    (Replicated, "sum", "sums"),
+    (Sharded, "sum", "sums"),
 ]
 _OF_FULLY_SHARD = {"reduce-scatter": "gradients", "all-gather": "parameters"}
 

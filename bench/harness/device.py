@@ -24,6 +24,17 @@ def median_milliseconds(run: Callable[[], object], rounds: int) -> float:
     return statistics.median(milliseconds(run, lambda: None) for _ in range(rounds))
 
 
+def on_device(step: Callable[[], object]) -> dict[str, int]:
+    """The memory of a step beyond what stays, its launches, and how often the host waits."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    peak = torch.cuda.max_memory_allocated() - before
+    launches, waits = launches_and_synchronizations(step)
+    return {"peak_bytes": peak, "launches": launches, "synchronizations": waits}
+
+
 def launches_and_synchronizations(run: Callable[[], object]) -> tuple[int, int]:
     """Kernels of one run, and how often the host waits for the device; as the profiler sees it."""
     run()

@@ -1,14 +1,16 @@
 """Phase 2 of a network's layers on random numbers, and whether its result is right."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import cs_kernels as cs
 from harness.shapes import NETWORKS, first_layers
+from harness.textbook import textbook_pcgrad
 
 
 @dataclass
@@ -109,6 +111,27 @@ def plain_formula(problem: Problem, priorities: Tensor) -> list[Tensor]:
             total[group] += a_i * rows[i][group]
         updates.append(total.view_as(problem.weights[layer]))
     return updates
+
+
+def pcgrad_peers(problem: Problem) -> dict[str, Callable[[], object]]:
+    """PCGrad of the peers that are installed, and the reference, on the same gradients."""
+    of_tasks = [problem.of_task(i) for i in range(problem.tasks)]
+    peers: dict[str, Callable[[], object]] = {"textbook PCGrad": lambda: textbook_pcgrad(of_tasks)}
+    if find_spec("torchjd") is not None:
+        from harness.peers import TORCHJD, stacked, torchjd_matrix, torchjd_step
+
+        pcgrad = TORCHJD["PCGrad"](problem.tasks)
+        matrix = torch.stack([torch.cat([g.flatten() for g in of_task]) for of_task in of_tasks])
+        parameters = [nn.Parameter(weight.clone()) for weight in problem.weights]
+        jacobians = stacked(of_tasks)
+        peers["TorchJD matrix"] = lambda: torchjd_matrix(pcgrad, matrix)
+        peers["TorchJD step"] = lambda: torchjd_step(pcgrad, parameters, jacobians)
+
+    def reference() -> None:
+        with cs.use_backend("reference"):
+            problem.step()
+
+    return {**peers, "reference": reference}
 
 
 def check(problem: Problem) -> None:

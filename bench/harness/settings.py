@@ -4,14 +4,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-import torchvision_operators
 from torch import Tensor, nn
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import network
+import torchvision_operators
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,19 @@ class FusedHead(nn.Module):
         return functional.interpolate(output, scale_factor=4, mode="bilinear")
 
 
-def hrnet18() -> nn.Module:
-    """HRNet-18 as timm has it: the stem and the four stages."""
+def timm_model(name: str, **options: Any) -> nn.Module:
+    """A network of timm, which does without torchvision here."""
     torchvision_operators.define()
     import timm
 
-    return timm.create_model(
-        "hrnet_w18", features_only=True, feature_location="", out_indices=(1, 2, 3, 4)
-    )
+    model: nn.Module = timm.create_model(name, **options)
+    return model
+
+
+def hrnet18() -> nn.Module:
+    """HRNet-18's stem and four stages."""
+    options = {"feature_location": "", "out_indices": (1, 2, 3, 4)}
+    return timm_model("hrnet_w18", features_only=True, **options)
 
 
 DEMO = Setting(

@@ -109,6 +109,8 @@ class FeatureGradients(TaskGradients):
         # With groups="layer", the part before the dot is the name of the Gramian.
         named = {f"{i}.feature": cast("nn.Parameter", z) for i, z in enumerate(features)}
         super().__init__(named, tasks)
+        self.combined: dict[int, Tensor] = {}
+        """By index of the feature: the combination of its gradients."""
 
     def put_features(self, task: str, gradients: Sequence[Tensor | None]) -> None:
         """Makes gradients a task's row."""
@@ -125,9 +127,10 @@ class FeatureGradients(TaskGradients):
                 self._updates[i] = torch.empty_like(self.parameters[i], requires_grad=False)
         return [cast("Tensor", self._updates[i]) for i in parameters]
 
-    def combined(self) -> dict[int, Tensor]:
-        """By index of the feature: the combination of its gradients."""
-        return dict(zip(self.assigned, self.updates(self.assigned), strict=True))
+    def assign(self, parameters: Sequence[int]) -> None:
+        """Keeps the updates of some features for the trunk's pass, and forgets the rows."""
+        self.combined.update(zip(parameters, self.updates(parameters), strict=True))
+        self.clear()
 
 
 def _is_part(grad: Tensor) -> bool:
@@ -323,7 +326,7 @@ class Features:
         """
         method.combine(self.gradients, _NO_LAYERS, step)
         self.gradients.clear()
-        if not self.gradients.assigned:
+        if not self.gradients.combined:
             raise RuntimeError(
                 f"method must assign the updates, got none of features by {method!r}.combine: call"
                 " gradients.assign(parameters) in it"
@@ -336,11 +339,11 @@ class Features:
             ValueError: It reaches no shared parameter; without hidden ones, that was seen before.
 
         """
-        combined = self.gradients.combined()
+        combined = self.gradients.combined
         torch.autograd.backward([self._features[i] for i in combined], [*combined.values()])
         if all(p.grad is None for p in self._shared - self._behind):
             raise _without_trunk(min(combined), self._features[min(combined)])
-        self.gradients.drop()
+        combined.clear()
 
     def close(self) -> None:
         """Leaves no gradient in `.grad` of a feature; one with `retain_grad()` has got some."""

@@ -58,7 +58,7 @@ class Transaction:
 
     def clear(self, held: Sequence[nn.Parameter]) -> None:
         """Sets all gradients to None."""
-        self._ranks.gradients.drop()
+        self._ranks.gradients.clear()
         self._accumulation.clear()
         self._guard.clear()
         for parameter in held:

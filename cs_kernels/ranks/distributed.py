@@ -41,7 +41,12 @@ class PartialGradients(TaskGradients):
         ranks: Distributed,
     ) -> None:
         super().__init__(parameters, tasks, reach)
-        self._ranks: Distributed = weakref.proxy(ranks)  # No circle: groups end with their last user.
+        self._ranks: Distributed = weakref.proxy(
+            ranks
+        )  # No circle: groups end with their last user.
+        self._own: list[int] = []
+        self._assigned: list[int] = []
+        """The parameters whose updates are written and not yet published."""
 
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:
         """The parts of the updates of some parameters, real as their gradients in `of`."""
@@ -63,12 +68,17 @@ class PartialGradients(TaskGradients):
             for row in self.rows:
                 for i in own:
                     row[i] = None
-        self.assigned += own
+        self._own = own
+
+    def assign(self, parameters: Sequence[int]) -> None:
+        """Notes that the updates of some parameters are written, and forgets the rows."""
+        self._assigned = list(parameters)
+        self.clear()
 
     def publish(self) -> None:
         """Makes the updates of all ranks `.grad`."""
-        assigned, self.assigned = self.assigned, []
-        self._ranks.publish(assigned)
+        self._ranks.publish(self._own + self._assigned)
+        self._own, self._assigned = [], []
 
     def lend(self) -> tuple[int, Tensor] | None:
         """A tensor for `.grad`, between two calls that add up."""

@@ -139,8 +139,9 @@ class Messages:
         self._timeout = 2 * timeout_of(group, device) + timedelta(seconds=10)
         self._made: list[dist.ProcessGroup] = []
         _check_names(group, device)
-        (self._group,) = self._of_hosts([range(self.size)])
-        self._rings = [self._group]
+        (self.hosts,) = self._of_hosts([range(self.size)])
+        """The group of all ranks for messages."""
+        self._rings = [self.hosts]
         """The groups to send a message around, one after the other."""
         rows = grid_rows(self.size)
         if rows > 1:
@@ -196,7 +197,7 @@ class Messages:
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
+        dist.all_gather_object(values, value, group=self.hosts)
         return values
 
     @contextlib.contextmanager
