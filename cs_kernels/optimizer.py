@@ -5,7 +5,7 @@ A joint step: losses -> gradients of every task -> one operator call -> `.grad` 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from cs_kernels.engine.at_features import AtFeatures
 from cs_kernels.engine.build import build_engine
 from cs_kernels.engine.captured import CapturedStep
+from cs_kernels.engine.copies import Copyable, PartOfEngine
 from cs_kernels.engine.loss_graph import Backward
 from cs_kernels.engine.one_graph import OneGraph
 from cs_kernels.engine.per_task import Closure, PerTask, trace
 from cs_kernels.engine.stacked.mode import Forward, KnownPasses, Stacked
-from cs_kernels.engine.state import check_copyable, load_state, state_of
+from cs_kernels.engine.state import load_state, state_of
 from cs_kernels.methods import ConnectionStrength, Method
 from cs_kernels.monitor.conflicts import Conflicts
 from cs_kernels.monitor.report import Report
@@ -26,24 +27,8 @@ from cs_kernels.schedules import Joint, Phase, Schedule
 from cs_kernels.trunk.layers import Coverage
 from cs_kernels.weightings import EqualWeights, Weighting
 
-T = TypeVar("T")
 
-
-class _OfEngine(Generic[T]):
-    """An attribute that is a part of the engine."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, opt: "MultiTaskOptimizer", owner: type) -> T:
-        part: T = getattr(opt._engine, self._name)
-        return part
-
-    def __set__(self, opt: "MultiTaskOptimizer", part: T) -> None:
-        setattr(opt._engine, self._name, part)
-
-
-class MultiTaskOptimizer:
+class MultiTaskOptimizer(Copyable):
     """Steps a torch optimizer with the gradients of several tasks.
 
     Args:
@@ -89,10 +74,10 @@ class MultiTaskOptimizer:
 
     """
 
-    method = _OfEngine[Method]()
-    schedule = _OfEngine[Schedule]()
-    weighting = _OfEngine[Weighting]()
-    scaler = _OfEngine["torch.amp.GradScaler | None"]()
+    method = PartOfEngine[Method]()
+    schedule = PartOfEngine[Schedule]()
+    weighting = PartOfEngine[Weighting]()
+    scaler = PartOfEngine["torch.amp.GradScaler | None"]()
 
     def __init__(
         self,
@@ -122,7 +107,7 @@ class MultiTaskOptimizer:
             backward,
             process_group,
         )
-        self._layers = layers
+        self._arguments = {"layers": layers, "backward": backward}
         self._known_passes = KnownPasses()
 
     @property
@@ -141,72 +126,25 @@ class MultiTaskOptimizer:
             f" weighting={self.weighting!r})"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        """The arguments and the state: a copy is built from them, as a resumed run is."""
-        if "_copied" in self.__dict__:
-            return dict(self.__dict__["_copied"])
-        check_copyable(self._engine)
+    def _saved(self) -> dict[str, Any]:
         names = "trunk", "optimizer", "tasks", "method", "schedule", "weighting", "scaler"
-        arguments = {name: getattr(self, name) for name in names}
-        return {
-            "arguments": {
-                **arguments,
-                "layers": self._layers,
-                "backward": self._engine.graph.backward,
-            },
-            "threshold": self._engine.monitor.threshold,
-            "state": self.state_dict(),
-        }
+        arguments = {name: getattr(self, name) for name in names} | self._arguments
+        threshold = self._engine.monitor.threshold
+        return {**arguments, "threshold": threshold, "state": self.state_dict()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Builds a copy; if its trunk holds it and is not complete yet, when it is first used."""
-        self.__dict__["_copied"] = state
-        if hasattr(state["arguments"]["trunk"], "_modules"):
-            self._build_copy()
-
-    def _build_copy(self) -> None:
-        state = self.__dict__.pop("_copied")
-        MultiTaskOptimizer.__init__(self, **state["arguments"])
-        self.count_conflicts(state["threshold"])
-        self.load_state_dict(state["state"])
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """The first use of a copy that is not built yet."""
-            if "_copied" not in self.__dict__:
-                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-            self._build_copy()
-            return getattr(self, name)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """The first use of a copy that is not built yet."""
-            if "_copied" not in self.__dict__:
-                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-            self._build_copy()
-            return getattr(self, name)
+    def _restore(self, saved: dict[str, Any]) -> None:
+        threshold, state = saved.pop("threshold"), saved.pop("state")
+        MultiTaskOptimizer.__init__(self, **saved)
+        self.count_conflicts(threshold)
+        self.load_state_dict(state)
 
     @property
     def phase(self) -> Phase:
-        """1 or 2: the phase of the next step.
-
-        Raises:
-            RuntimeError: The schedule depends on the epoch and `start_epoch` was not called.
-            ValueError: The schedule gives another value.
-
-        """
+        """1 or 2: the phase of the next step, for which a schedule may need `start_epoch`."""
         return self._engine.phase
 
     def start_epoch(self, epoch: int) -> None:
-        """Starts an epoch, counted from 0; starting one again draws the same phase.
-
-        Raises:
-            ValueError: The epoch is negative.
-            TypeError: It is not an integer.
-
-        """
+        """Starts an epoch, an integer from 0 on; starting one again draws the same phase."""
         self._engine.start_epoch(epoch)
 
     def step(
@@ -253,23 +191,19 @@ class MultiTaskOptimizer:
     ) -> dict[str, Tensor]:
         """`step` with one forward and one backward pass for all tasks in Phase 2.
 
-        The batch of every task is stacked: the trunk runs once, on K times the batch; each
-        task-specific normalization treats a task's part with that task's module; and updates are
-        made during the backward pass, a few layers at a time. They are those of `step`. Memory
-        holds the activations of K passes at once, but the gradients of one update and K of the
-        largest layer, in place of K + 1 of all layers.
+        The trunk runs once on K copies of the batch; each task-specific normalization treats a
+        task's copy with that task's module; updates, which are those of `step`, are made during the
+        backward pass, a few layers at a time. Memory holds the activations of K passes at once, but
+        K gradients of the largest layer and one update, in place of K + 1 gradients of all layers.
 
             losses = opt.step_together(
                 lambda run: {task: loss_of[task](heads[task](z)) for task, z in run(x).items()}
             )
 
-        Phase 1 is that of `step`: `forward` is called for each task in turn, and `run` gives the
-        output for that task alone. So it takes the tasks from `run`, as above.
-
-        Compiled modules run eagerly. The batch is in dimension 0 of the trunk's tensor arguments
-        and of all tensors behind them, and nothing is computed over it but task-specific
-        normalization. To see that, the first step, the first after parts were frozen or unfrozen,
-        and every 32nd make three more forward passes of the trunk.
+        Phase 1 is that of `step`: `run` gives the output for one task alone, so `forward` takes the
+        tasks from it, as above. Compiled modules run eagerly. The batch must be dimension 0 of the
+        trunk's tensors, and only task-specific normalization may compute over it: three more
+        forward passes in the first step, and in the first after a change of what trains, see that.
 
         Args:
             forward: Called with `run`, a function of the trunk's arguments that runs the trunk for
@@ -281,26 +215,14 @@ class MultiTaskOptimizer:
             As `step`.
 
         Raises:
-            ValueError: As `step`; or the method is neither `ConnectionStrength()` nor `Sum()` nor a
-                Gramian one with groups="layer"; the trunk has batch normalization in training that
-                is not task-specific, changes other buffers, or uses a prioritized weight in several
-                layers or in another way (with groups="layer": any shared parameter that trains); a
-                task's loss depends on another task's outputs; there are many ranks, or conflicts
-                are counted. `step` takes all these.
+            ValueError: As `step`; or something does not go with it that `step` takes: the method is
+                neither `ConnectionStrength()` nor `Sum()` nor a Gramian one with groups="layer";
+                the trunk has other batch normalization in training, changes other buffers, or uses
+                a prioritized weight in several layers or in another way (with groups="layer": any
+                shared parameter that trains); a loss depends on another task's outputs; there are
+                many ranks, or conflicts are counted.
             TypeError: A loss is not a tensor, or `forward` not a function.
             RuntimeError: As `step`.
-
-        Examples:
-            >>> trunk = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
-            >>> trunk = cs.nn.convert_task_batchnorm(trunk, ["a", "b"])
-            >>> sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-            >>> opt = cs.MultiTaskOptimizer(trunk, sgd, ["a", "b"])
-            >>> x = torch.randn(16, 4)
-            >>> losses = opt.step_together(
-            ...     lambda run: {task: z.square().mean() for task, z in run(x).items()}
-            ... )
-            >>> list(losses)
-            ['a', 'b']
 
         """
         mode = Stacked(self._engine, forward, tasks, self.trunk, self._known_passes)
@@ -321,21 +243,14 @@ class MultiTaskOptimizer:
         gradients in the optimizer are set to None first. Beside the graph, memory holds the K
         gradients of the shared parameters and one update.
 
-        With micro-batches, the gradients of every task add up over calls with `update=False`; a
-        call without it adds its own and makes one update:
-
-            for i, batch in enumerate(batches):
-                opt.backward(losses_of(batch), update=i + 1 == len(batches))
-            optimizer.step()
-
-        `optimizer.zero_grad()` in between drops these gradients. So does any exception here: all
-        gradients are None, and the next call begins a new update and warns that it does.
+        Over calls with `update=False` (micro-batches), the gradients of every task add up; the
+        first call without it makes one update. `optimizer.zero_grad()` in between drops these
+        gradients. So does any exception here: all gradients are None, and the next call begins a
+        new update and warns that it does.
 
         With `features`, outputs of the trunk on which all heads build, the method combines the
         gradients of the losses with respect to them: K backward passes of the heads and one of the
-        trunk, and K gradients of the features in memory (MGDA-UB, Sener and Koltun 2018). What has
-        led to the features gets one gradient, the combination's; parameters behind them get that of
-        their own losses:
+        trunk, and K gradients of the features in memory (MGDA-UB, Sener and Koltun 2018):
 
             z = trunk(x)
             opt.backward({task: loss_of(heads[task](z)) for task in tasks}, features=z)
@@ -378,16 +293,14 @@ class MultiTaskOptimizer:
 
         A small network on a GPU waits for the host, which launches its kernels one by one; a CUDA
         graph launches those of a whole step at once. There is a graph for each phase: its first
-        `warmup` steps are made as by `step`, the next one is captured, and later ones replay it.
+        `warmup` steps are made as by `step`, the next one is captured, and later ones replay it. On
+        the CPU there are no graphs, and every call is `step(closure, tasks)`.
 
         A replay runs no Python. The closure reads its batch from tensors that are refilled in
         place; what it computes on the host, and numbers of the network such as a dropout rate, stay
         those of the capture. After parameters, buffers, states or numbers in `param_groups` have
-        been replaced, `warmup` steps are made and the next one is captured again. So give a
-        learning rate that changes in every step as a tensor on the device: schedulers write it in
-        place, and optimizers that are fused or capturable read it there.
-
-        On the CPU there are no graphs, and every call is `step(closure, tasks)`.
+        been replaced, a step is captured again. So give a learning rate that changes in every step
+        as a tensor on the device, which schedulers write in place.
 
         Args:
             closure: As in `step`.
@@ -397,9 +310,8 @@ class MultiTaskOptimizer:
         Raises:
             ValueError: Replays would go wrong: an optimizer without `capturable=True` where it has
                 that option, a scaler with an optimizer that is not fused, `backward=`, batch
-                normalization with momentum=None in the trunk, a method or weighting whose state
-                cannot be captured (`NashMTL(update_every=2)`, `RandomWeights()`, `FAMO()`),
-                parameters on several devices; or `tasks` or `warmup` does not fit.
+                normalization with momentum=None, a method or weighting whose state cannot be
+                captured, parameters on several devices; or `tasks` or `warmup` does not fit.
             TypeError: A closure is not a function, or `warmup` not an integer.
             RuntimeError: `backward` has left gradients or an update to be used first.
 
@@ -413,8 +325,6 @@ class MultiTaskOptimizer:
             >>> for batch in torch.randn(5, 16, 4):
             ...     _ = x.copy_(batch)
             ...     losses = captured()
-            >>> list(losses)
-            ['a', 'b']
 
         """
         return CapturedStep(self._engine, closure, tasks, warmup)
@@ -460,27 +370,15 @@ class MultiTaskOptimizer:
             RuntimeError: No forward pass has been seen yet.
 
         """
-        trunk, gradients = self._engine.trunk, self._engine.ranks.gradients
-        trunk.check_watched()
-        trunk.forget_layout()  # Normalizations may have been replaced.
-        with torch.no_grad():
-            lists = trunk.layout().lists
-            priorities = gradients.priorities(lists)
-        return {
-            layer.name: priority for layer, priority in zip(lists.layers, priorities, strict=True)
-        }
+        return self._engine.trunk.priority(self._engine.ranks.gradients.priorities)
 
     def report(self) -> Report:
         """What the last step did: losses, task weights, cosines, channel groups, conflicts.
 
         It is made from numbers that the step has kept anyway, without a host synchronization;
-        `report.scalars()` and `print(report)` wait for the device, once. In a hook of the torch
-        optimizer, it is still that of the step before.
-
-            for name, value in opt.report().scalars().items():
-                writer.add_scalar(name, value, step)
-
-        On many ranks it is the same on all, but for the time.
+        `report.scalars()`, for a logger, and `print(report)` wait for the device, once. In a hook
+        of the torch optimizer, it is still that of the step before. On many ranks it is the same on
+        all, but for the time.
 
         Raises:
             RuntimeError: No step has been made yet, or none since `load_state_dict`.

@@ -21,7 +21,7 @@ from cs_kernels.engine.loss_graph import Backward
 from cs_kernels.engine.torch_optimizers import TorchOptimizers
 from cs_kernels.errors import described
 from cs_kernels.methods import Method
-from cs_kernels.nn import check_tasks
+from cs_kernels.nn.task_norm import check_tasks
 from cs_kernels.ranks.checksums import checksums
 from cs_kernels.ranks.find import find_ranks
 from cs_kernels.ranks.wrappers import Wrappers, unwrapped

@@ -24,7 +24,7 @@ from cs_kernels.errors import noted
 from cs_kernels.methods import Method
 from cs_kernels.monitor.monitor import Monitor
 from cs_kernels.monitor.report import Done
-from cs_kernels.nn import check_tasks
+from cs_kernels.nn.task_norm import check_tasks
 from cs_kernels.options import checked_integer
 from cs_kernels.ranks.strategy import Call, Ranks
 from cs_kernels.schedules import Phase, Schedule

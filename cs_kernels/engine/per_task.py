@@ -14,7 +14,7 @@ from cs_kernels.engine import supports
 from cs_kernels.engine.engine import Engine, Mode
 from cs_kernels.engine.loss_graph import checked_loss
 from cs_kernels.errors import add_note, described
-from cs_kernels.nn import active
+from cs_kernels.nn.task_norm import active
 from cs_kernels.schedules import Phase
 from cs_kernels.step import Part, Step
 

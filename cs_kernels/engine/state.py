@@ -44,20 +44,6 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
     engine.ranks.recheck_networks()
 
 
-def check_copyable(engine: Engine) -> None:
-    """Raises for a training loop that a copy could not go on from."""
-    if engine.accumulation.is_open():
-        raise RuntimeError(
-            "MultiTaskOptimizer must have no gradients of backward(..., update=False) that wait"
-            " when it is copied or pickled, which would lose them: end them with backward(...)"
-        )
-    if engine.ranks.is_distributed:
-        raise TypeError(
-            f"MultiTaskOptimizer must be in one process to be copied or pickled, got"
-            f" {engine.ranks.size} ranks: save its state_dict()"
-        )
-
-
 def _check(engine: Engine, state: Mapping[str, Any]) -> None:
     expected = {key: of for key, of in state_of(engine).items() if key != "conflicts"}
     if not isinstance(state, Mapping) or not set(expected) <= set(state):

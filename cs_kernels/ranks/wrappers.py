@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cs_kernels.nn import uncompiled
+from cs_kernels.nn.task_norm import uncompiled
 from cs_kernels.trunk.watcher import LocalHook
 
 

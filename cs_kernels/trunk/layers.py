@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from cs_kernels.nn import TaskBatchNorm
+from cs_kernels.nn.task_norm import TaskBatchNorm
 from cs_kernels.ops import out_channels
 
 

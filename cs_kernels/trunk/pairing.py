@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from cs_kernels.nn import TaskBatchNorm
+from cs_kernels.nn.task_norm import TaskBatchNorm
 from cs_kernels.trunk.layers import Coverage, Layer, Layout, Norm, channels_of, shared_parameters
 from cs_kernels.trunk.watcher import LAYERS, Watcher
 

@@ -9,7 +9,7 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 
-from cs_kernels.nn import task_norms
+from cs_kernels.nn.task_norm import task_norms
 from cs_kernels.ops.backends import direct
 from cs_kernels.ops.operands import unavailable
 

@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from cs_kernels.nn import TaskBatchNorm, modules_outside_norms, task_norms
+from cs_kernels.nn.task_norm import TaskBatchNorm, modules_outside_norms, task_norms
 from cs_kernels.ops.operands import Entries
 from cs_kernels.ranks.fsdp import reshard
-from cs_kernels.trunk.layers import Coverage, Layout, shared_parameters
+from cs_kernels.trunk.layers import Coverage, LayerLists, Layout, shared_parameters
 from cs_kernels.trunk.pairing import Overrides, find_layout
 from cs_kernels.trunk.reach import Reach
 from cs_kernels.trunk.statistics import RunningStatistics
@@ -56,6 +56,8 @@ class Trunk:
         self.statistics = RunningStatistics(module)
         self.submodules = Entries(child._modules for child in module.modules())
         """The modules of the trunk, to see when one is exchanged."""
+        self.generation = 0
+        """Increases when passes are learned anew."""
         self._layouts: dict[str, tuple[object, Layout]] = {}
         """By who asks: what was known, and the layout that was found from it."""
         self._covered = 0
@@ -90,6 +92,7 @@ class Trunk:
 
     def forget(self) -> None:
         """Watches the next pass of every task again: other parameters may train, or modules run."""
+        self.generation += 1
         self._find_norms()
         self.watcher.forget()
         self.reach.forget_passes()
@@ -225,6 +228,15 @@ class Trunk:
         self.check_watched()
         self.forget_layout()
         return self.layout().coverage
+
+    @torch.no_grad()
+    def priority(self, priorities: Callable[[LayerLists], Sequence[Tensor]]) -> dict[str, Tensor]:
+        """By name of a layer, the top-priority tasks of its channels, as they are now."""
+        self.check_watched()
+        self.forget_layout()
+        lists = self.layout().lists
+        names = (layer.name for layer in lists.layers)
+        return dict(zip(names, priorities(lists), strict=True))
 
     def check_watched(self) -> None:
         """Raises RuntimeError if no pass has been seen yet."""

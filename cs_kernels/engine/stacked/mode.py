@@ -44,6 +44,8 @@ class KnownPasses:
     """What the graphs of earlier passes have shown, by the pattern of the pass."""
 
     def __init__(self) -> None:
+        self.parts_checked = -1
+        """The generation of the trunk in which tasks' parts were seen to stay apart."""
         self._reached: dict[Pattern, Reached] = {}
         self._version = -1
 
@@ -126,7 +128,7 @@ class Stacked(PerTask):
             if watched:
                 graph.forget()
             version = trunk.watcher.version
-            checks = not self._known.at(graph.version)
+            checks = watched or self._known.parts_checked != trunk.generation
 
             def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
                 nonlocal checks
@@ -160,6 +162,7 @@ class Stacked(PerTask):
             parameter.grad = None  # In place of zeros, which have an effect in an optimizer.
         trunk.watcher.learned(*tasks)
         known[pattern] = reached
+        self._known.parts_checked = trunk.generation
 
     @staticmethod
     def _check(

@@ -22,7 +22,7 @@ from cs_kernels.engine.stacked.layer_updates import LayerUpdates, used_otherwise
 from cs_kernels.engine.stacked.parts_check import PartsCheck
 from cs_kernels.engine.stacked.task_layers import Stack, TaskWeight, is_task_layer
 from cs_kernels.errors import described
-from cs_kernels.nn import TaskBatchNorm, recorded_norms
+from cs_kernels.nn.task_norm import TaskBatchNorm, recorded_norms
 from cs_kernels.step import Step
 
 

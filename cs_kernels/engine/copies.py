@@ -1,0 +1,72 @@
+"""Copies and pickles of a MultiTaskOptimizer, built from its arguments and its state."""
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from cs_kernels.engine.engine import Engine
+
+T = TypeVar("T")
+
+
+class PartOfEngine(Generic[T]):
+    """An attribute that is a part of the engine."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, opt: "Copyable", owner: type) -> T:
+        part: T = getattr(opt._engine, self._name)
+        return part
+
+    def __set__(self, opt: "Copyable", part: T) -> None:
+        setattr(opt._engine, self._name, part)
+
+
+class Copyable:
+    """The base of MultiTaskOptimizer: copies and pickles have its arguments and its state."""
+
+    _engine: Engine
+
+    @abstractmethod
+    def _saved(self) -> dict[str, Any]:
+        """Arguments and state."""
+
+    @abstractmethod
+    def _restore(self, saved: dict[str, Any]) -> None:
+        """Builds this object from arguments and state."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Arguments and state; those of a copy that is not built yet stay as they are."""
+        if "_copied" in self.__dict__:
+            return dict(self.__dict__["_copied"])
+        _check_copyable(self._engine)
+        return self._saved()
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        """Builds a copy; if its trunk holds it and is not complete yet, when it is first used."""
+        self.__dict__["_copied"] = saved
+        if hasattr(saved["trunk"], "_modules"):
+            self._restore(self.__dict__.pop("_copied"))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The first use of a copy that is not built yet."""
+            if "_copied" not in self.__dict__:
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            self._restore(self.__dict__.pop("_copied"))
+            return getattr(self, name)
+
+
+def _check_copyable(engine: Engine) -> None:
+    """Raises for a training loop that a copy could not go on from."""
+    if engine.accumulation.is_open():
+        raise RuntimeError(
+            "MultiTaskOptimizer must have no gradients of backward(..., update=False) that wait"
+            " when it is copied or pickled, which would lose them: end them with backward(...)"
+        )
+    if engine.ranks.is_distributed:
+        raise TypeError(
+            f"MultiTaskOptimizer must be in one process to be copied or pickled, got"
+            f" {engine.ranks.size} ranks: save its state_dict()"
+        )
