@@ -222,10 +222,7 @@ class Engine:
         """Raises a RuntimeError if `step` would lose what `backward` has left."""
         refuse_capture(self.trunk.device)
         if self.accumulation.is_open():
-            raise RuntimeError(
-                "step would forget the gradients of backward(..., update=False): end these with"
-                " backward(...), or forget them by optimizer.zero_grad(), first"
-            )
+            raise RuntimeError(supports.WOULD_FORGET)
         self.guard.check_update_used()
         self.optimizers.check_step_now()
 

@@ -81,6 +81,10 @@ def _plain_norm_in_training(loop: Loop) -> str | None:
     )
 
 
+WOULD_FORGET = (
+    "step would forget the gradients of backward(..., update=False): end these with backward(...),"
+    " or forget them by optimizer.zero_grad(), first"
+)
 _AGAIN = (
     "weighting must not compute losses again {where}, got {{found!r}}: use FAMO(reevaluate=False)"
 )
@@ -139,6 +143,8 @@ TABLE = (
             " after fully_shard",
             TOGETHER: "process_group must be None and no parameter sharded for step_together, got"
             " {loop.ranks.size} ranks: use step",
+            CAPTURED: "optimizer must hold whole parameters for a captured step, got {found} after"
+            " fully_shard",
         },
     ),
     Feature(
@@ -168,7 +174,8 @@ TABLE = (
         {
             FEATURES: "features must be None in a call that ends those with update=False, whose"
             " gradients are dropped now: end them without features, or call optimizer.zero_grad()"
-            " first"
+            " first",
+            TOGETHER: WOULD_FORGET,
         },
         RuntimeError,
     ),
