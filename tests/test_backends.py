@@ -18,6 +18,8 @@ import cs_kernels as cs
 from cs_kernels import _C
 from cs_kernels.ops.operands import Operands
 
+pytestmark = pytest.mark.kernel
+
 _PROGRAM = """
 import json, torch, cs_kernels as cs
 from cs_kernels import _C

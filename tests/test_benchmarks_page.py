@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parent.parent
 CHOSEN = ("K", "W", "date", "commit", "torch", "TorchJD")
 """Columns without figures: they say which case and record it is."""

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 import cs_kernels as cs
 from cs_kernels import capture
 
+pytestmark = pytest.mark.loop
+
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:

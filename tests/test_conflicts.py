@@ -31,6 +31,8 @@ import cs_kernels as cs
 from cs_kernels import capture
 from cs_kernels.distributed import buckets
 
+pytestmark = pytest.mark.loop
+
 Gradients = Mapping[str, Sequence[Tensor | None]]
 """By task, for each parameter."""
 
@@ -537,7 +539,7 @@ def _saved_counts(opt: cs.MultiTaskOptimizer) -> list[Tensor]:
     return [state["counts"], state["steps"]]
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.ranks
 @pytest.mark.parametrize("method", ["PCGrad", "ConnectionStrength"])
 @pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
 def test_ranks_count_as_one_process(pools: Callable[[int], Ranks], kind: str, method: str) -> None:
@@ -563,7 +565,7 @@ def _on_one_rank(rank: int, size: int) -> str:
     return str(raised.value)
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.ranks
 def test_all_ranks_have_to_count(pools: Callable[[int], Ranks]) -> None:
     for text in pools(2).run(_on_one_rank, 2):
         assert "the same threshold of count_conflicts: rank 0 has None, rank 1 has 0.5" in text

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 import cs_kernels as cs
 from cs_kernels.distributed import buckets
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.ranks
 
 
 @pytest.mark.parametrize(

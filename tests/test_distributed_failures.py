@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import cs_kernels as cs
 from cs_kernels.distributed import buckets, control
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.ranks
 
 
 class BrokenError(Exception):

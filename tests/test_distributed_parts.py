@@ -20,6 +20,8 @@ from cs_kernels.distributed.buckets import Buckets
 from cs_kernels.distributed.pieces import channel_array, pieces_of
 from cs_kernels.ops.reference.phase2 import channel_rows
 
+pytestmark = pytest.mark.loop
+
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:

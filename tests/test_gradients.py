@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.loop
+
 OWN = {f"heads.{task}.{name}": task for task in AB for name in ("weight", "bias")}
 
 

@@ -23,6 +23,8 @@ from cs_kernels.checks import checked_overrides
 from cs_kernels.layout import find_layout, gammas
 from cs_kernels.watching import Watcher
 
+pytestmark = pytest.mark.loop
+
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "shape"),

@@ -10,6 +10,8 @@ from paper.tasks import IGNORE, MEASURES, TASKS, Task
 from torch.nn import functional
 from torchmetrics.functional.classification import multiclass_jaccard_index
 
+pytestmark = pytest.mark.paper
+
 CLASSES = Task("classes", 5)
 DEPTH = Task("depth", 1)
 NORMALS = Task("normals", 3)

@@ -27,6 +27,8 @@ from rich.console import Console
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.paper
+
 EXAMPLES = Path(runner.__file__).parents[1]
 SETTINGS = Settings(
     epochs=1,
@@ -334,6 +336,7 @@ def test_mixed_precision(tmp_path, data, row, amp):
             assert b["losses"][task] != loss
 
 
+@pytest.mark.compile
 def test_compiled(tmp_path, data, monkeypatch):
     plain = train(make_run(epochs=2), tmp_path / "plain", data)
     compiled = []

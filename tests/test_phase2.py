@@ -19,6 +19,8 @@ from torch import Tensor
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.kernel
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TASKS = (1, 2, 3, 4, 8, 9) if EMULATION else (2, 4, 9) if INTERPRETED else range(1, 11)
 

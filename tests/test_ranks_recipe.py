@@ -13,7 +13,7 @@ import pytest
 
 import cs_kernels as cs
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.ranks
 
 RECIPE = Path(__file__).parent.parent / "examples" / "ranks.py"
 STEPS = 16

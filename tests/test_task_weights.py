@@ -13,6 +13,8 @@ from cs_kernels.ops.random import random_key, splitmix64
 from cs_kernels.ops.reference.solvers import random_order
 from cs_kernels.ops.solvers import NASH_RIDGE
 
+pytestmark = pytest.mark.kernel
+
 CONFLICT = torch.tensor([[1.0, -1.0], [-1.0, 4.0]], dtype=torch.float64)
 ORTHOGONAL = torch.diag(torch.tensor([4.0, 1.0], dtype=torch.float64))
 

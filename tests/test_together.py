@@ -32,6 +32,8 @@ from trunks import Setup as TrunkSetup
 import cs_kernels as cs
 from cs_kernels.stacked import Run
 
+pytestmark = pytest.mark.loop
+
 
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.Sum()], ids=repr)
 @pytest.mark.parametrize(
@@ -137,6 +139,7 @@ def test_unfrozen_in_training() -> None:
         torch.testing.assert_close(second.state(), first.state(), **CLOSE)
 
 
+@pytest.mark.networks
 @pytest.mark.parametrize("name", CASES)
 def test_trunks(name: str) -> None:
     """Two steps in every network of docs/trunks.md: updates, statistics and losses."""
@@ -275,6 +278,7 @@ def test_checkpointing(reentrant: bool) -> None:
     assert len(opt.coverage().prioritized) == 2
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(backend: str) -> None:
     x = pictures()

@@ -10,6 +10,8 @@ import torch
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.docs
+
 # The recipes have a module of this name too.
 _spec = importlib.util.spec_from_file_location(
     "toy_problem", Path(__file__).parent.parent / "examples" / "toy.py"

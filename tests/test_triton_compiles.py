@@ -29,6 +29,8 @@ from cs_kernels.ops.triton import (
     solvers,
 )
 
+pytestmark = pytest.mark.compile
+
 TYPES = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",

@@ -6,6 +6,8 @@ from trunks import CASES, Setup, compare, layer_weights
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.networks
+
 
 @pytest.mark.parametrize("name", CASES)
 def test_trunks(name: str) -> None:
