@@ -1,5 +1,6 @@
 """Fixtures for every test: poisoned memory, seeds, the backends."""
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -216,6 +217,11 @@ def pytest_collection_modifyitems(
     kept = {*chosen}
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = chosen
+    gc.freeze()  # What was imported and collected: collections in the tests are short.
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # Some libraries complain of what is left at the end.
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -148,7 +148,7 @@ def test_after_fork() -> None:
 
     process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
     process.start()
-    process.join(60)
+    process.join(1200)
     assert process.exitcode == 0
     assert torch.equal(update, expected)
 

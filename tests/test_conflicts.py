@@ -540,6 +540,7 @@ def _saved_counts(opt: cs.MultiTaskOptimizer) -> list[Tensor]:
 
 
 @pytest.mark.ranks
+@pytest.mark.each
 @pytest.mark.parametrize("method", ["PCGrad", "ConnectionStrength"])
 @pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
 def test_ranks_count_as_one_process(pools: Callable[[int], Ranks], kind: str, method: str) -> None:

@@ -918,6 +918,7 @@ def _on_ranks(rank: int, size: int, kind: str, name: str) -> list[Any]:
 
 
 @pytest.mark.ranks
+@pytest.mark.each
 @pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
 @pytest.mark.parametrize("name", [name for name in WEIGHTINGS if name != "FAMO-again"])
 def test_ranks_weigh_as_one_process(pools: Callable[[int], Ranks], kind: str, name: str) -> None:
