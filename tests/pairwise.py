@@ -33,16 +33,16 @@ def covering(cases: Sequence[tuple[int, ...]], width: int) -> list[int]:
     return sorted(chosen)
 
 
-def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+def left_out(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
     """The tests that run with `--full` alone.
 
     Of a test that is marked `pairwise` or `each`, cases of every pair of values, or with every
-    value, stay, for each backend by itself.
+    value, stay, for each backend by itself; with `most` of 1, cases with every value.
     """
     products: dict[tuple[str, str | None, int], list[pytest.Function]] = defaultdict(list)
     result = {item for item in items if item.get_closest_marker("full")}
     for item in items:
-        for width, marker in ((1, "each"), (2, "pairwise")):
+        for width, marker in ((1, "each"), (most, "pairwise")):
             if isinstance(item, pytest.Function) and item.get_closest_marker(marker):
                 name = item.nodeid.partition("[")[0]
                 products[name, item.callspec.params.get("backend"), width].append(item)

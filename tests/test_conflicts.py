@@ -158,6 +158,7 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("threshold", [-0.1, 0.0, 0.2])
 @pytest.mark.parametrize("method", METHODS)
 def test_counts(backend: str, method: str, threshold: float) -> None:

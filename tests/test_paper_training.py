@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -310,7 +311,13 @@ def test_batches_without_labels_of_a_task(tmp_path, data):
     assert states_equal(trunk, dict(training.network.trunk.state_dict()))
 
 
-def test_ranks_without_labels(tmp_path, data):
+def _on_a_rank(rank, run, folder, data):
+    with mock.patch.dict(os.environ, WORLD_SIZE="2", RANK=str(rank)):
+        return Training(run, folder, data).train()
+
+
+@pytest.mark.ranks
+def test_ranks_without_labels(tmp_path, data, pools):
     """A batch in which no rank has labels is no step, on all of them."""
     folder = tmp_path / "NYUD_MT"
     shutil.copytree(data / "NYUD_MT", folder)
@@ -318,11 +325,11 @@ def test_ranks_without_labels(tmp_path, data):
     for number in numbers[:3]:
         path = folder / "depth" / f"{number}.npy"
         np.save(path, np.zeros_like(np.load(path)))
-    place = runner.Place(tmp_path, tmp_path / "runs")
     run = make_run("Single-task", "nyud", "resnet18", tasks=("depth",), ranks=2, epochs=4)
-    runner.run_all([run], place, jobs=1, console=Console(quiet=True))
-    history = json.loads((place.folder(run) / "result.json").read_text())["history"]
-    assert any(math.isfinite(epoch["losses"]["depth"]) for epoch in history)
+    results = pools(2).run(_on_a_rank, run, tmp_path, tmp_path)
+    losses = [[epoch["losses"]["depth"] for epoch in result["history"]] for result in results]
+    assert any(map(math.isfinite, losses[0]))
+    assert states_equal(*losses)
 
 
 @pytest.mark.parametrize("row", ["Mixed", "PCGrad"])
