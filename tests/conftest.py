@@ -184,6 +184,14 @@ def _mark(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group("ranks"))
 
 
+def _name_groups(items: list[pytest.Item]) -> None:
+    """A name that ends with @GROUP: xdist 3.8 puts it where pytest 9.2 does not look any more."""
+    for item in items:
+        group = item.get_closest_marker("xdist_group")
+        if group and "@" not in item.nodeid.rpartition("]")[2] and hasattr(item, "_id"):
+            item._id = type(item._id).parse(f"{item.nodeid}@{group.args[0]}")
+
+
 def _is_quick(item: pytest.Item) -> bool:
     """Kernels on two dtypes, and what takes no time of the loop."""
     kinds = {marker.name for marker in item.iter_markers()}
@@ -201,6 +209,8 @@ def pytest_collection_modifyitems(
     for item in items:
         _mark(item)
     yield
+    if getattr(config.option, "loadgroup", False):
+        _name_groups(items)
     chosen = items[:]
     if config.getoption("--backends"):
         names = {*config.getoption("--backends").split(",")}

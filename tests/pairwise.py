@@ -10,8 +10,8 @@ import pytest
 def covering(cases: Sequence[tuple[int, ...]], width: int) -> list[int]:
     """The indices of cases that have every combination of values of `width` parameters among them.
 
-    Greedy: each is one with the most combinations that those before it do not have; of these, one
-    whose values were taken least often.
+    Greedy: each is one with the most combinations that those before it do not have; of cases with
+    single new values, one whose other values were taken least often.
 
     >>> covering([(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)], 2)
     [0, 3, 5, 6]
@@ -24,7 +24,8 @@ def covering(cases: Sequence[tuple[int, ...]], width: int) -> list[int]:
     chosen, taken = [], Counter[tuple[int, int]]()
 
     def gain(n: int) -> tuple[int, int]:
-        return len(parts[n] & missing), -sum(taken[value] for value in values[n])
+        often = sum(taken[value] for value in values[n]) if width == 1 else 0
+        return len(parts[n] & missing), -often
 
     while missing:
         chosen.append(max(range(len(cases)), key=gain))
