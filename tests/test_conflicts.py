@@ -407,6 +407,7 @@ def _numbers(opt: cs.MultiTaskOptimizer) -> list[Tensor]:
     return [t.nan_to_num(9.0) for p in parts for t in (p.gramians, p.counts, p.steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 @pytest.mark.parametrize("method", METHODS)
 def test_replays_count(method: str, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,6 +312,7 @@ def test_sync_batchnorm_can_be_converted_before_or_after(group: dist.ProcessGrou
         assert opt.coverage().prioritized == {"0.weight": "1"}
 
 
+@pytest.mark.kernel("cuda")
 @pytest.mark.skipif(not dist.is_nccl_available() or not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(

@@ -143,6 +143,7 @@ def test_edges_by_hand():
     assert evaluated(EDGES, (prediction, target))["F"] == pytest.approx(100 * 2 * 1 / (2 + 2))
 
 
+@pytest.mark.kernel("cuda")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("task", [CLASSES, DEPTH, NORMALS, EDGES, SALIENCY], ids=lambda t: t.kind)
 def test_metrics_on_cuda(task: Task):

@@ -130,6 +130,7 @@ def test_an_epoch_of_each_network(tmp_path, data, name, network, row, weighting)
     assert bool(result["history"][0]["shares"]) == (row == "Mixed")
 
 
+@pytest.mark.kernel("cuda")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("amp", [None, "float16"])
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import cs_kernels as cs
 from cs_kernels.ops.random import random_key, splitmix64
 from cs_kernels.ops.reference.solvers import random_order
 
-pytestmark = pytest.mark.kernel
+pytestmark = [pytest.mark.kernel, pytest.mark.slow]
 
 CAGRAD = 0.4
 
