@@ -1,5 +1,6 @@
-# Every target sets up .venv by itself. `make test`, `make test-all` (every sample, and on every backend
-# that runs without a GPU), `make lint`, `make docs`, `make docs-serve`, `make bench`, `make demo [QUICK=1] [METHODS="NAME ..."]
+# Every target sets up .venv by itself. `make quick` (linters, kernels and the loop: after every edit),
+# `make test [PART=K/N]` (samples, and part K of N of the other cases), `make test-all` (every case, and
+# on every backend that runs without a GPU), `make lint`, `make docs`, `make docs-serve`, `make bench`, `make demo [QUICK=1] [METHODS="NAME ..."]
 # [RANKS=2]` (on that many processes), `make paper TABLE=nyud|pascal|cityscapes|scaling|ablation|order|time
 # [DATA=FOLDER] [SEEDS="0 1 2"] [JOBS=2] [RANKS=2] [PLAN=1] [OPTIONS="..."]` (the paper's experiments), and
 # `make wheel` for all GPUs, or for those of CUDAARCHS, and for every Python from 3.10 to 3.13 that is
@@ -19,7 +20,7 @@ GPU_PYTHON ?= python3
 # A group of tests (of many ranks) shares its processes, so it stays on one worker.
 PYTEST := $(PYTHON) -m pytest --numprocesses 2 --dist loadgroup
 
-.PHONY: test test-all test-interpreter test-emulation lint format docs docs-serve bench demo paper wheel test-gpu \
+.PHONY: quick test test-all test-interpreter test-emulation lint format docs docs-serve bench demo paper wheel test-gpu \
 	sanitize-gpu bench-gpu install-gpu clean
 
 $(PYTHON):
@@ -46,21 +47,28 @@ $(VENV)/.paper: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
 wheel: | $(PYTHON)
 	$(PYTHON) .ci/build_wheels.py $(WHEEL_OPTIONS) $(PYTHONS)
 
-test: $(VENV)/.ready
-	$(PYTEST) $(SAMPLES)
+quick: $(VENV)/.ready
+	$(PYTHON) -m ruff check --quiet .
+	$(PYTHON) -m ruff format --check --quiet .
+	$(PYTHON) -m mypy
+	$(PYTEST) --quick --quiet
 
+test: $(VENV)/.ready
+	$(PYTEST) $(SAMPLES) --durations 15
+
+SAMPLES := $(if $(PART),--part $(PART))
 test-all: SAMPLES := --full
 test-all: test test-interpreter test-emulation
 
 # Triton's kernels on the CPU.
 test-interpreter: $(VENV)/.ready
-	TRITON_INTERPRET=1 $(PYTEST) $(SAMPLES) -k "triton or laws" tests
+	TRITON_INTERPRET=1 $(PYTEST) $(SAMPLES) --backends triton --durations 15 tests
 
 # The CUDA kernels on the CPU, under the address sanitizer, which has to be loaded first.
 test-emulation: $(VENV)/.ready build/emulation/.ready
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 		ASAN_OPTIONS=detect_leaks=0 CS_KERNELS_EMULATION=$(CURDIR)/build/emulation \
-		$(PYTEST) $(SAMPLES) -k "cuda or laws or emulation" tests
+		$(PYTEST) $(SAMPLES) --backends cuda --durations 15 tests
 
 build/emulation/.ready: build/tidy/compile_commands.json $(NATIVE) $(EMULATION)
 	$(VENV)/bin/cmake --build build/tidy --target _emulation
@@ -115,7 +123,7 @@ GPU_PROCESSES ?= 8
 
 test-gpu: install-gpu
 	mkdir -p build && rm -f build/tests.xml
-	$(GPU_PYTEST) --full --numprocesses $(GPU_PROCESSES) -k "triton or cuda or gpu" \
+	$(GPU_PYTEST) --full --numprocesses $(GPU_PROCESSES) --backends triton,cuda \
 		--ignore tests/test_triton_compiles.py --junit-xml build/tests.xml tests; \
 		result=$$?; $(GPU_PYTHON) bench/outcome.py tests build/tests.xml $$result && exit $$result
 
@@ -128,7 +136,7 @@ sanitize-gpu: install-gpu
 		PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 1 \
 			$$(test $$tool = initcheck || echo --kernel-name kns=cs_kernels) \
 			$$(test $$tool = memcheck && echo --report-api-errors no) \
-			$(GPU_PYTEST) -k "sanitized and cuda" --junit-xml build/$$tool.xml tests/test_gpu.py; \
+			$(GPU_PYTEST) --backends cuda -k sanitized --junit-xml build/$$tool.xml tests/test_gpu.py; \
 		result=$$?; $(GPU_PYTHON) bench/outcome.py $$tool build/$$tool.xml $$result && \
 			test $$result = 0 || exit 1; \
 	done

@@ -1,7 +1,9 @@
 """Fixtures for every test: poisoned memory, seeds, the backends."""
 
+import gc
 import os
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torchvision_operators
 from layers import EMULATION, INTERPRETED, SMALL, emulate
-from pairwise import deselect
+from pairwise import left_out
 from ranks import Ranks
 from torch import Tensor
 
@@ -25,6 +27,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
+KINDS = ("docs", "paper", "ranks", "compile", "frameworks", "networks", "loop", "kernel")
+"""The markers, of which every test has one; the first that it has counts in the table of times."""
+
 RUNNABLE = [name for name, reason in cs.available_backends().items() if reason is None]
 # The emulation's orders: one block after the other, and three at once in any order, with shared
 # memory for all tiles of a small trunk and for some.
@@ -32,9 +37,12 @@ ORDERS = {"cuda": (0, 1, 64 << 10), "cuda-shuffled": (1, 3, 24 << 10)} if EMULAT
 
 
 @pytest.fixture(autouse=True)
-def _poisoned_memory() -> Iterator[None]:
-    """Deterministic mode fills new tensors with NaN, so an element that no kernel writes shows."""
-    torch.use_deterministic_algorithms(True)
+def _seeded(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Kernels get poisoned memory: deterministic mode fills new tensors with NaN.
+
+    An element that no kernel writes shows.
+    """
+    torch.use_deterministic_algorithms(request.node.get_closest_marker("kernel") is not None)
     torch.manual_seed(0)
     yield
     torch.use_deterministic_algorithms(False)
@@ -145,26 +153,122 @@ def _doctest_names(doctest_namespace: dict[str, object]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="every sample, not a part of them")
+    parser.addoption("--quick", action="store_true", help="kernels and the loop, in seconds")
+    parser.addoption("--full", action="store_true", help="every case, not a part of them")
+    parser.addoption("--part", metavar="K/N", help="also part K, from 0, of the other cases")
+    parser.addoption("--backends", metavar="A,B", help="kernel tests on these backends alone")
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The pairs are taken of the tests that `-k` has chosen."""
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test without a marker would be left out of some run without a word."""
+    if not any(marker.name in KINDS for marker in metafunc.definition.iter_markers()):
+        name = metafunc.definition.name
+        pytest.fail(f"{name} must have one of the markers {', '.join(KINDS)}", pytrace=False)
+
+
+def _backends(item: pytest.Item) -> set[str]:
+    """Those that a test runs on: the parameter's, or what its marker says."""
+    chosen = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+    if chosen in RUNNABLE or chosen in ORDERS:
+        return {chosen.removesuffix("-shuffled")}
+    return {name for marker in item.iter_markers("kernel") for name in marker.args}
+
+
+def _mark(item: pytest.Item) -> None:
+    """Doctests are documentation, tests on every backend are of kernels; ranks share processes."""
+    if not isinstance(item, pytest.Function):
+        item.add_marker("docs")
+    if _backends(item):
+        item.add_marker("kernel")
+    if item.get_closest_marker("ranks") and not item.get_closest_marker("xdist_group"):
+        item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+def _name_groups(items: list[pytest.Item]) -> None:
+    """A name that ends with @GROUP: xdist 3.8 puts it where pytest 9.2 does not look any more."""
+    for item in items:
+        group = item.get_closest_marker("xdist_group")
+        if group and "@" not in item.nodeid.rpartition("]")[2] and hasattr(item, "_id"):
+            item._id = type(item._id).parse(f"{item.nodeid}@{group.args[0]}")
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    """Kernels on two dtypes, and what takes no time of the loop."""
+    kinds = {marker.name for marker in item.iter_markers()}
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    dtypes = {value for value in values if isinstance(value, torch.dtype)}
+    quick = not kinds & {"slow", *KINDS} - {"kernel", "loop"}
+    return quick and dtypes <= {torch.float32, torch.bfloat16}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, None, None]:
+    """Marks come first; the samples are taken of the tests that `-k` and `-m` have chosen."""
+    for item in items:
+        _mark(item)
+    yield
+    if getattr(config.option, "loadgroup", False):
+        _name_groups(items)
+    chosen = items[:]
+    if config.getoption("--backends"):
+        names = {*config.getoption("--backends").split(",")}
+        chosen = [item for item in chosen if _backends(item) & names]
+    if config.getoption("--quick"):
+        chosen = [item for item in chosen if _is_quick(item)]
     if not config.getoption("--full"):
-        deselect(config, items)
+        rest = left_out(chosen, most=1 if SMALL else 2)
+        if config.getoption("--part"):
+            part, parts = map(int, config.getoption("--part").split("/"))
+            rest -= {*[item for item in chosen if item in rest][part::parts]}
+        chosen = [item for item in chosen if item not in rest]
+    kept = {*chosen}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = chosen
+    gc.freeze()  # What was imported and collected: collections in the tests are short.
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # Some libraries complain of what is left at the end.
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "pairwise: every pair of its parameters' values, or --full")
-    examples = 100 if config.getoption("--full") else 20 if SMALL else 60
-    hypothesis.settings.register_profile("examples", deadline=None, max_examples=examples)
+    examples = 100 if config.getoption("--full") else 10 if SMALL else 40
+    hypothesis.settings.register_profile(
+        "examples",
+        deadline=None,
+        max_examples=examples,
+        # A backend is in force for all examples of a test.
+        suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+    )
     hypothesis.settings.load_profile("examples")
     if INTERPRETED:
         # Numpy warns of operations that a GPU computes in silence, as infinity minus infinity.
         config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Under the interpreter there is no compiler."""
-    return True if INTERPRETED and collection_path.name == "test_triton_compiles.py" else None
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """The time that tests of each marker took, added over all processes."""
+    seconds, numbers = Counter[str](), Counter[str]()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                kind = next(kind for kind in KINDS if kind in report.keywords)
+                seconds[kind] += report.duration
+                numbers[kind] += report.when == "call"
+    if seconds:
+        terminalreporter.section("seconds by marker")
+    for kind, total in seconds.most_common():
+        terminalreporter.line(f"{kind:<10} {total:6.0f} s  {numbers[kind]:5} tests")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under the interpreter there is no compiler; what --quick leaves out is not imported."""
+    if collection_path.suffix != ".py":
+        return None
+    if INTERPRETED and collection_path.name == "test_triton_compiles.py":
+        return True
+    kinds = ("mark.kernel", "mark.loop")
+    leaves_out = config.getoption("--quick") and collection_path.name.startswith("test_")
+    return True if leaves_out and not any(k in collection_path.read_text() for k in kinds) else None

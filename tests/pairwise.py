@@ -1,40 +1,55 @@
 """Selects the cases of a product of parameters that run by default."""
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from itertools import combinations
-from typing import Any
 
 import pytest
 
 
-def pairwise(cases: Sequence[tuple[Any, ...]]) -> list[int]:
-    """The indices of cases that have every pair of values of two parameters among them.
+def covering(cases: Sequence[tuple[int, ...]], width: int) -> list[int]:
+    """The indices of cases that have every combination of values of `width` parameters among them.
 
-    Greedy: each is the first one with the most pairs that those before it do not have.
+    Greedy: each is one with the most combinations that those before it do not have; of cases with
+    single new values, one whose other values were taken least often.
 
-    >>> pairwise([(a, b, c) for a in "01" for b in "01" for c in "01"])
+    >>> covering([(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)], 2)
     [0, 3, 5, 6]
+    >>> covering([(a, b) for a in (0, 1, 2, 3) for b in (0, 1)], 1)
+    [0, 3, 4, 7]
     """
-    pairs = [set(combinations(enumerate(case), 2)) for case in cases]
-    missing = set().union(*pairs)
-    chosen = []
+    values = [[*enumerate(case)] for case in cases]
+    parts = [set(combinations(of_case, width)) for of_case in values]
+    missing = set().union(*parts)
+    chosen, taken = [], Counter[tuple[int, int]]()
+
+    def gain(n: int) -> tuple[int, int]:
+        often = sum(taken[value] for value in values[n]) if width == 1 else 0
+        return len(parts[n] & missing), -often
+
     while missing:
-        chosen.append(max(range(len(cases)), key=lambda n: len(pairs[n] & missing)))
-        missing -= pairs[chosen[-1]]
+        chosen.append(max(range(len(cases)), key=gain))
+        missing -= parts[chosen[-1]]
+        taken.update(values[chosen[-1]])
     return sorted(chosen)
 
 
-def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves a test that is marked `pairwise` these cases alone, for each backend by itself."""
-    products: dict[tuple[str, str | None], list[pytest.Function]] = defaultdict(list)
+def left_out(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
+    """The tests that run with `--full` alone.
+
+    Of a test that is marked `pairwise` or `each`, cases of every pair of values, or with every
+    value, stay, for each backend by itself; with `most` of 1, cases with every value.
+    """
+    products: dict[tuple[str, str | None, int], list[pytest.Function]] = defaultdict(list)
+    result = {item for item in items if item.get_closest_marker("full")}
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("pairwise"):
-            name = item.nodeid.partition("[")[0]
-            products[name, item.callspec.params.get("backend")].append(item)
-    left_out: set[pytest.Item] = set()
-    for cases in products.values():
-        chosen = pairwise([tuple(item.callspec.params.values()) for item in cases])
-        left_out |= {*cases} - {cases[n] for n in chosen}
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=[*left_out])
+        for width, marker in ((1, "each"), (most, "pairwise")):
+            if isinstance(item, pytest.Function) and item.get_closest_marker(marker):
+                name = item.nodeid.partition("[")[0]
+                products[name, item.callspec.params.get("backend"), width].append(item)
+    for (*_, width), cases in products.items():
+        params = [{**item.callspec.params, "backend": None} for item in cases]
+        # Equal values of a product are one object.
+        chosen = covering([tuple(map(id, of_case.values())) for of_case in params], width)
+        result |= {*cases} - {cases[n] for n in chosen}
+    return result

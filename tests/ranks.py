@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(minutes=15)
+"""Only against waiting forever."""
 
 
 def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
@@ -41,8 +42,13 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
         except BaseException:
             answer = False, traceback.format_exc()
         gc.collect()
+        if answer[0]:
+            # The end of the group would be an error for a rank that still waits for a message.
+            connection.send(answer)
+            connection.recv()
         dist.destroy_process_group()
-        connection.send(answer)
+        if not answer[0]:
+            connection.send(answer)
 
 
 class Ranks:
@@ -74,6 +80,9 @@ class Ranks:
         for connection in self._connections:
             connection.send((function, arguments))
         answers = [connection.recv() for connection in self._connections]
+        for connection, (passed, _) in zip(self._connections, answers, strict=True):
+            if passed:
+                connection.send("all have answered")
         failed = [f"rank {r}: {text}" for r, (passed, text) in enumerate(answers) if not passed]
         assert not failed, "\n".join(failed)
         return [result for _, result in answers]

@@ -27,6 +27,8 @@ from torch import Tensor, nn
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.loop
+
 
 @BOTH_PHASES
 @pytest.mark.parametrize("method", [cs.Sum(), cs.ConnectionStrength()], ids=repr)

@@ -18,6 +18,8 @@ import cs_kernels as cs
 from cs_kernels import _C
 from cs_kernels.ops.operands import Operands
 
+pytestmark = pytest.mark.kernel
+
 _PROGRAM = """
 import json, torch, cs_kernels as cs
 from cs_kernels import _C
@@ -54,6 +56,7 @@ def test_names_and_reasons() -> None:
                 pass
 
 
+@pytest.mark.slow
 def test_a_module_that_was_not_built_is_reported_as_such(tmp_path: Path) -> None:
     """The reason is not a circular import."""
     package = Path(cs.__file__).parent
@@ -71,6 +74,7 @@ print(cs.available_backends()["cpu"])
     assert done.stdout.strip().endswith("No module named 'cs_kernels._C'")
 
 
+@pytest.mark.slow
 def test_without_the_compiled_module_the_reference_computes() -> None:
     program = """
 import sys
@@ -119,6 +123,7 @@ def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
         cs.functional.task_priority(torch.ones(2, 2))
 
 
+@pytest.mark.slow
 def test_every_instruction_set_agrees() -> None:
     results = {}
     for name in ("baseline", "avx2", "avx512"):
@@ -146,7 +151,7 @@ def test_after_fork() -> None:
 
     process = multiprocessing.get_context("fork").Process(target=work, daemon=True)
     process.start()
-    process.join(60)
+    process.join(1200)
     assert process.exitcode == 0
     assert torch.equal(update, expected)
 
@@ -255,6 +260,7 @@ def test_a_backend_has_every_operator(name: str, monkeypatch: pytest.MonkeyPatch
         backends._operators.__wrapped__(module)
 
 
+@pytest.mark.slow
 def test_a_module_of_other_sources_is_refused() -> None:
     """After an update of the package, say, without a build."""
     program = f"""
@@ -270,6 +276,7 @@ import cs_kernels
     assert "cs_kernels._C must have solvers ['pcgrad', " in done.stderr
 
 
+@pytest.mark.slow
 def test_triton_is_imported_when_it_is_needed() -> None:
     """Its import takes longer than ours."""
     program = "import sys, cs_kernels; sys.exit('cs_kernels.ops.triton' in sys.modules)"

@@ -27,6 +27,8 @@ from cs_kernels.ops import operands
 from cs_kernels.ops.gpu import GpuOperators
 from cs_kernels.ops.operands import check_counter, checked_options
 
+pytestmark = pytest.mark.loop
+
 
 def _with(**options: Any) -> cs.MultiTaskOptimizer:
     model, *_ = problem()

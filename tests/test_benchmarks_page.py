@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+pytestmark = pytest.mark.docs
+
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "bench" / "page.py"
 

@@ -14,6 +14,8 @@ import cs_kernels as cs
 from cs_kernels import _C
 from cs_kernels.ops import cuda
 
+pytestmark = pytest.mark.kernel
+
 CPU = "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
 CUDA = "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
 ROCM = "__version__ = '2.13.0+rocm7.1'\ncuda = None\nhip = '7.1'\n"

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 import cs_kernels as cs
 from cs_kernels.engine import cuda_graphs
 
+pytestmark = pytest.mark.loop
+
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
@@ -45,6 +47,7 @@ def test_replays_are_steps(graphs: type[Recorder], name: str) -> None:
     assert graphs.replays == STEPS - 2 * phases
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["PCGrad", "GradDrop", "Mixed", "Uncertainty", "Tchebycheff", "FAMO", "GradNorm"]
 )
@@ -216,6 +219,7 @@ def _swap(loop: Loop) -> Callable[[int], None]:
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

@@ -12,6 +12,8 @@ from networks import TASKS, Setup, assert_equal, restore, saved, started_problem
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.loop
+
 
 @pytest.mark.parametrize(
     ("optimizer", "options"),

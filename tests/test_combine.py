@@ -12,6 +12,8 @@ import cs_kernels as cs
 from cs_kernels.ops.random import random_key, uniform_numbers
 from cs_kernels.ops.reference import combine as reference
 
+pytestmark = pytest.mark.kernel
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 SHAPES = [(7, 1), (12, 5, 3), (9, 14, 2, 2), (3, 700)]
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.loop
+
 
 class Spectral(nn.Module):
     """A layer that multiplies Fourier coefficients, and a transposed weight."""
@@ -124,7 +126,7 @@ def _on_ranks(rank: int, size: int, way: str) -> list[Tensor]:
     return [p.detach().clone() for p in network.parameters()]
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.ranks
 @pytest.mark.parametrize("way", ["step", "backward"])
 def test_ranks(pools: Callable[[int], Ranks], way: str) -> None:
     first, second = pools(2).run(_on_ranks, 2, way)

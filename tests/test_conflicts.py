@@ -31,6 +31,8 @@ import cs_kernels as cs
 from cs_kernels.engine import cuda_graphs
 from cs_kernels.ranks import buckets
 
+pytestmark = pytest.mark.loop
+
 Gradients = Mapping[str, Sequence[Tensor | None]]
 """By task, for each parameter."""
 
@@ -156,6 +158,7 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
 }
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("threshold", [-0.1, 0.0, 0.2])
 @pytest.mark.parametrize("method", METHODS)
 def test_counts(backend: str, method: str, threshold: float) -> None:
@@ -404,6 +407,7 @@ def _numbers(opt: cs.MultiTaskOptimizer) -> list[Tensor]:
     return [t.nan_to_num(9.0) for p in parts for t in (p.gramians, p.counts, p.steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 @pytest.mark.parametrize("method", METHODS)
 def test_replays_count(method: str, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,7 +541,8 @@ def _saved_counts(opt: cs.MultiTaskOptimizer) -> list[Tensor]:
     return [state["counts"], state["steps"]]
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.ranks
+@pytest.mark.each
 @pytest.mark.parametrize("method", ["PCGrad", "ConnectionStrength"])
 @pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
 def test_ranks_count_as_one_process(pools: Callable[[int], Ranks], kind: str, method: str) -> None:
@@ -563,7 +568,7 @@ def _on_one_rank(rank: int, size: int) -> str:
     return str(raised.value)
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.ranks
 def test_all_ranks_have_to_count(pools: Callable[[int], Ranks]) -> None:
     for text in pools(2).run(_on_one_rank, 2):
         assert "the same threshold of count_conflicts: rank 0 has None, rank 1 has 0.5" in text

@@ -33,17 +33,12 @@ from torch.utils._pytree import tree_leaves
 import cs_kernels as cs
 from cs_kernels.ranks import buckets
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.ranks
 
 
-@pytest.mark.parametrize(
-    ("kind", "size", "method"),
-    [
-        (kind, size, method)
-        for method in METHODS
-        for kind, size in KINDS[:: 3 if method in ("PCGrad-layer", "MGDA") else 1]
-    ],
-)
+@pytest.mark.each
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("kind", "size"), KINDS)
 def test_ranks_train_as_one_process(
     pools: Callable[[int], Ranks], kind: str, size: int, method: str
 ) -> None:
@@ -95,6 +90,7 @@ def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[list
     return states
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("method", ["ConnectionStrength", "MGDA", "Sum"])
 @pytest.mark.parametrize(
     ("kind", "size"), [("replicated", 2), ("replicated", 3), ("fully_shard", 2)]
@@ -126,6 +122,7 @@ def _in_parts(rank: int, size: int, kind: str, method: str) -> list[Tensor]:
     return network.state()
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("method", ["ConnectionStrength", "CAGrad", "Sum"])
 @pytest.mark.parametrize("kind", ["replicated", "DDP", "fully_shard"])
 def test_micro_batches(pools: Callable[[int], Ranks], kind: str, method: str) -> None:
@@ -148,6 +145,7 @@ def _scaled(rank: int, size: int, kind: str, method: str) -> tuple[list[Tensor],
     return network.state(), scaler.get_scale()
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("method", ["ConnectionStrength", "PCGrad", "Sum"])
 @pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
 def test_a_scaler_skips_the_step_on_all_ranks(
@@ -198,6 +196,7 @@ def _one_forward_pass(
     return [p.detach().clone() for p in whole], returned
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("method", ["CAGrad", "GradDrop", "MGDA", "Sum"])
 @pytest.mark.parametrize("kind", ["replicated", "DDP", "fully_shard"])
 @pytest.mark.parametrize("parts", [1, 2])

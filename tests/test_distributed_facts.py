@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import cs_kernels as cs
 from cs_kernels.ranks import buckets, phase2
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.ranks
 
 
 def _linear(rank: int, size: int, **options: Any) -> tuple[nn.Linear, Any, Callable[[str], Tensor]]:

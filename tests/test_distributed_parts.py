@@ -20,6 +20,8 @@ from cs_kernels.ranks import buckets
 from cs_kernels.ranks.buckets import Buckets
 from cs_kernels.ranks.pieces import channel_array, pieces_of
 
+pytestmark = pytest.mark.loop
+
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
@@ -310,6 +312,7 @@ def test_sync_batchnorm_can_be_converted_before_or_after(group: dist.ProcessGrou
         assert opt.coverage().prioritized == {"0.weight": "1"}
 
 
+@pytest.mark.kernel("cuda")
 @pytest.mark.skipif(not dist.is_nccl_available() or not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(

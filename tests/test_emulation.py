@@ -14,9 +14,13 @@ from cs_kernels.ops import cuda
 from cs_kernels.ops.gpu import Phase2Launch
 from cs_kernels.ops.solvers import SOLVERS
 
-pytestmark = pytest.mark.skipif(
-    EMULATION is None, reason="only with the CUDA kernels for this processor (CS_KERNELS_EMULATION)"
-)
+pytestmark = [
+    pytest.mark.kernel("cuda"),
+    pytest.mark.skipif(
+        EMULATION is None,
+        reason="only with the CUDA kernels for this processor (CS_KERNELS_EMULATION)",
+    ),
+]
 
 _ops = torch.ops.cs_kernels
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.docs
+
 PAGE = (Path(__file__).parents[1] / "docs" / "errors.md").read_text()
 
 

@@ -14,6 +14,8 @@ import cs_kernels as cs
 from cs_kernels import gradients
 from cs_kernels.ops import backends
 
+pytestmark = pytest.mark.kernel
+
 
 def _norm(setup: Setup) -> Any:
     return setup.trunk.stem_norm.depth

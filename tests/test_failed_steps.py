@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.loop
+
 
 class HeadWithStatistics(nn.Module):
     def __init__(self) -> None:

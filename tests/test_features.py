@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.loop
+
 ABC = ["a", "b", "c"]
 
 
@@ -606,6 +608,7 @@ def test_a_resumed_run_is_bit_equal() -> None:
     assert_equal(whole.state_dict(), resumed.state_dict())
 
 
+@pytest.mark.compile
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # Dynamo's.
@@ -626,6 +629,7 @@ def test_compiled_trunk_and_heads(backend: str) -> None:
         opt.optimizer.zero_grad()
 
 
+@pytest.mark.compile
 def test_losses_and_features_of_one_compiled_function_are_refused() -> None:
     network = Network("residual")
     opt = network.start(cs.CAGrad())
@@ -991,7 +995,7 @@ def _refused_on_a_rank(rank: int) -> list[str]:
     return found
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.ranks
 def test_many_ranks(pools: Callable[[int], Ranks]) -> None:
     for replicated, sharded in pools(2).run(_refused_on_a_rank):
         assert replicated.startswith("process_group must be None")

@@ -25,7 +25,10 @@ from torch import Tensor, nn
 import cs_kernels as cs
 
 # The frameworks themselves cause these warnings.
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.frameworks,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
 
 
 @pytest.fixture
@@ -66,6 +69,7 @@ def _trunk(tasks: list[str] = AB) -> Trunk:
 # --- torch.compile ------------------------------------------------------------------------------
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("way", ["wrapped trunk", "closure alone", "in place"])
 @BOTH_PHASES
 def test_compiled_trunks(way: str, schedule: cs.Schedule) -> None:
@@ -91,6 +95,7 @@ def test_compiled_trunks(way: str, schedule: cs.Schedule) -> None:
     torch.testing.assert_close(*networks)
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("tasks", [3, 12])
 def test_more_tasks_than_torch_compiles_graphs_for(tasks: int) -> None:
     """Eight by default, beyond which it would run eagerly, or raise if it must be one graph."""
@@ -115,6 +120,7 @@ def test_more_tasks_than_torch_compiles_graphs_for(tasks: int) -> None:
     assert torch._dynamo.config.recompile_limit == limit
 
 
+@pytest.mark.compile
 def test_a_layer_that_first_runs_in_a_graph() -> None:
     """The pass of the next task is watched then; the graphs stay whole."""
     torch._dynamo.reset()
@@ -142,6 +148,7 @@ def test_a_layer_that_first_runs_in_a_graph() -> None:
             assert len(opt.coverage().prioritized) == prioritized
 
 
+@pytest.mark.compile
 def test_extract_from_a_compiled_trunk() -> None:
     trunk = _trunk()
     network = torch.compile(trunk, backend="eager")
@@ -374,6 +381,7 @@ def test_hooks_of_fully_shard_are_seen_through(group: None) -> None:
         assert coverage.prioritized == PRIORITIZED
 
 
+@pytest.mark.compile
 def test_a_layer_that_runs_in_evaluation_only() -> None:
     """Its first run there neither ends the compiled steps nor enters the report."""
     torch._dynamo.reset()

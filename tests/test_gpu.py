@@ -19,13 +19,16 @@ from cs_kernels.ops.solvers import SOLVERS
 
 BACKENDS = [name for name in ("triton", "cuda") if cs.available_backends()[name] is None]
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+pytestmark = [
+    pytest.mark.kernel("triton", "cuda"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
 
 _ops = torch.ops.cs_kernels
 
 
 @pytest.fixture(params=BACKENDS)
-def gpu(request: pytest.FixtureRequest) -> Iterator[str]:
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each backend of a GPU, without deterministic mode, whose fills hide missing writes."""
     torch.use_deterministic_algorithms(False)
     with cs.use_backend(request.param), torch.device("cuda"):
@@ -79,14 +82,14 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("tasks", [1, 4, 8, 9])
-def test_sanitized_steps(gpu: str, tasks: int) -> None:
+def test_sanitized_steps(backend: str, tasks: int) -> None:
     """Every operator on small sizes: what `make sanitize-gpu` runs under the sanitizers."""
     for run in _calls(tasks).values():
         assert all(written.isfinite().all() for written in run())
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_never_waits(gpu: str, name: str) -> None:
+def test_never_waits(backend: str, name: str) -> None:
     """There is no host synchronization from the gradients to the update."""
     run = _calls()[name]
     run()
@@ -95,7 +98,7 @@ def test_never_waits(gpu: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_same_bits_in_every_run(gpu: str, name: str) -> None:
+def test_same_bits_in_every_run(backend: str, name: str) -> None:
     run = _calls()[name]
     first = _copies(run())
     for _ in range(20):
@@ -103,7 +106,7 @@ def test_same_bits_in_every_run(gpu: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_capture_and_replay(gpu: str, name: str) -> None:
+def test_capture_and_replay(backend: str, name: str) -> None:
     run = _calls()[name]
     expected = _copies(run())
     graph = torch.cuda.CUDAGraph()
@@ -117,7 +120,7 @@ def test_capture_and_replay(gpu: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["drop", "pcgrad", "gradvac"])
-def test_a_counter_draws_anew_in_replays(gpu: str, name: str) -> None:
+def test_a_counter_draws_anew_in_replays(backend: str, name: str) -> None:
     """As eager calls of the next steps, which differ; the host does not read it."""
     counter = torch.zeros(1, dtype=torch.int64)
     run = _calls(counter=counter)[name]
@@ -146,7 +149,7 @@ def _assert_close(captured: Loop, eager: Loop) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_captured_steps(gpu: str, case: str) -> None:
+def test_captured_steps(backend: str, case: str) -> None:
     """Warm-up, capture and replays train as eager steps do."""
     _assert_close(*(CASES[case](captured=captured).train() for captured in (True, False)))
 
@@ -154,7 +157,7 @@ def test_captured_steps(gpu: str, case: str) -> None:
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 def test_captured_optimizers(
-    gpu: str, kind: Callable[..., torch.optim.Optimizer], scaled: bool
+    backend: str, kind: Callable[..., torch.optim.Optimizer], scaled: bool
 ) -> None:
     """Also with a scaler, and with a learning rate that a schedule writes in device memory."""
     loops = []
@@ -169,7 +172,7 @@ def test_captured_optimizers(
     _assert_close(*loops)
 
 
-def test_captured_again_after_a_change(gpu: str) -> None:
+def test_captured_again_after_a_change(backend: str) -> None:
     """A learning rate that is a number, in both phases; the graphs' memory is made anew."""
     loops = []
     for captured in (True, False):
@@ -179,7 +182,7 @@ def test_captured_again_after_a_change(gpu: str) -> None:
     _assert_close(*loops)
 
 
-def test_replays_do_not_wait(gpu: str) -> None:
+def test_replays_do_not_wait(backend: str) -> None:
     loop = Loop(cs.NashMTL(), weighting=cs.DynamicWeightAverage(), captured=True).train()
     with never_waits():
         loop.step()
@@ -187,7 +190,7 @@ def test_replays_do_not_wait(gpu: str) -> None:
 
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.MGDA(groups="layer")], ids=repr)
 @pytest.mark.parametrize("captured", [False, True])
-def test_reports_do_not_wait(gpu: str, method: cs.Method, captured: bool) -> None:
+def test_reports_do_not_wait(backend: str, method: cs.Method, captured: bool) -> None:
     """The time of the surgery is known from the step after the first report on, if it is eager."""
     loop = Loop(method, captured=captured).train(stop=6)
     with never_waits():
@@ -199,7 +202,7 @@ def test_reports_do_not_wait(gpu: str, method: cs.Method, captured: bool) -> Non
     assert (loop.opt.report().scalars().get("surgery_ms", 0) > 0) is not captured
 
 
-def test_a_capture_around_a_step_is_refused(gpu: str) -> None:
+def test_a_capture_around_a_step_is_refused(backend: str) -> None:
     loop = Loop(cs.PCGrad(), captured=False).train(stop=3)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch.zeros(1)  # A graph without a kernel warns.
@@ -208,7 +211,7 @@ def test_a_capture_around_a_step_is_refused(gpu: str) -> None:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_on_another_stream(gpu: str, name: str) -> None:
+def test_on_another_stream(backend: str, name: str) -> None:
     """Writes are ordered after the earlier work on that stream."""
     run = _calls()[name]
     expected = _copies(run())
@@ -221,7 +224,7 @@ def test_on_another_stream(gpu: str, name: str) -> None:
     assert_equal(result, expected)
 
 
-def test_two_streams_at_once(gpu: str) -> None:
+def test_two_streams_at_once(backend: str) -> None:
     """Calls in flight share no memory."""
     calls = [_calls()["phase2"] for _ in range(2)]
     expected = [_copies(run()) for run in calls]
@@ -236,7 +239,7 @@ def test_two_streams_at_once(gpu: str) -> None:
     assert_equal(results[-2:], expected)
 
 
-def test_a_capture_before_any_step_says_so(gpu: str) -> None:
+def test_a_capture_before_any_step_says_so(backend: str) -> None:
     update, grads = torch.empty(5, 7), list(torch.randn(2, 5, 7))
     with (
         pytest.raises(RuntimeError, match="make a step before the capture"),
@@ -245,7 +248,7 @@ def test_a_capture_before_any_step_says_so(gpu: str) -> None:
         _ops.combine_([update], grads, torch.ones(1, 2), [0], 2)
 
 
-def test_more_than_2_to_the_31_elements(gpu: str) -> None:
+def test_more_than_2_to_the_31_elements(backend: str) -> None:
     rows, length = 2**16 + 3, 2**15
     grads = [torch.randn(rows, length, dtype=torch.bfloat16) for _ in range(2)]
     priority = torch.zeros(rows, dtype=torch.int64)
@@ -262,7 +265,7 @@ def test_more_than_2_to_the_31_elements(gpu: str) -> None:
     assert torch.equal(update[-2:], last[0] - last[1])
 
 
-def test_a_large_trunk(gpu: str) -> None:
+def test_a_large_trunk(backend: str) -> None:
     """Programs wait and overtake each other; the result is still that of the reference."""
     kind = Kind("layer", (512, 256, 3, 3))
     ours = trunk_arguments([sample(kind, 4, torch.float32) for _ in range(6)])
@@ -276,7 +279,7 @@ def test_a_large_trunk(gpu: str) -> None:
 
 
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.PCGrad(), cs.GradDrop()], ids=repr)
-def test_training_as_on_the_cpu(gpu: str, method: cs.Method) -> None:
+def test_training_as_on_the_cpu(backend: str, method: cs.Method) -> None:
     """Three steps in float64: the same network, up to the order of sums."""
     networks = []
     for device in ("cpu", "cuda"):
@@ -286,7 +289,7 @@ def test_training_as_on_the_cpu(gpu: str, method: cs.Method) -> None:
         setup.heads.to(device)
         setup.batches = [(x.to(device), y.to(device)) for x, y in setup.batches]
         opt = setup.start(method)
-        with cs.use_backend("reference" if device == "cpu" else gpu):
+        with cs.use_backend("reference" if device == "cpu" else backend):
             for batch in range(3):
                 opt.step(setup.closure(batch))
         networks.append([p.detach().cpu() for p in setup.parameters()])
@@ -294,7 +297,7 @@ def test_training_as_on_the_cpu(gpu: str, method: cs.Method) -> None:
 
 
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.MGDA(groups="layer")], ids=repr)
-def test_step_together(gpu: str, method: cs.Method) -> None:
+def test_step_together(backend: str, method: cs.Method) -> None:
     """Three steps in float64, as `step`; after the first, which checks the trunk, none waits."""
     first, second = Setup(), Setup()
     one, other = first.start(method), second.start(copy.deepcopy(method))
@@ -305,7 +308,7 @@ def test_step_together(gpu: str, method: cs.Method) -> None:
     torch.testing.assert_close(second.parameters(), first.parameters(), rtol=1e-6, atol=1e-9)
 
 
-def test_a_step_that_fails(gpu: str) -> None:
+def test_a_step_that_fails(backend: str) -> None:
     """Running statistics are as before, whichever kernel has copied them."""
     setup = Setup()
     opt = setup.start()
@@ -320,7 +323,7 @@ def test_a_step_that_fails(gpu: str) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is one GPU")
-def test_a_device_that_is_not_the_current_one(gpu: str) -> None:
+def test_a_device_that_is_not_the_current_one(backend: str) -> None:
     grads = torch.randn(3, 8, 5, device="cuda:1")
     priority = torch.zeros(8, dtype=torch.int64, device="cuda:1")
     update = cs.functional.project_conflicts(grads, priority)

@@ -7,6 +7,8 @@ from cs_kernels.ops import cuda, triton
 from cs_kernels.ops.gpu import GpuOperators, combine, device, phase2_plan
 from cs_kernels.ops.gpu.phase2_plan import ItemKind, TensorField
 
+pytestmark = pytest.mark.kernel
+
 LAYOUTS = [(1, 1, 300, 27), (1, 1, 64, 640), (2, 5, 40, 9), (1, 1, 0, 4), (1, 1, 3, 0)] * 3
 PLAIN = [(1, 1, 1, 70_001), (1, 1, 1, 5), (1, 1, 1, 0)]
 

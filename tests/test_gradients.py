@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.loop
+
 OWN = {f"heads.{task}.{name}": task for task in AB for name in ("weight", "bias")}
 
 
@@ -239,7 +241,7 @@ import resource, sys, torch
 import cs_kernels as cs
 torch.set_num_threads(2)
 tasks = [str(i) for i in range(4)]
-trunk = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)])
+trunk = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(8)])
 heads = torch.nn.ModuleDict({t: torch.nn.Linear(1024, 1) for t in tasks})
 sgd = torch.optim.SGD([*trunk.parameters(), *heads.parameters()], lr=1e-9)
 def losses():
@@ -256,16 +258,20 @@ for _ in range(3):
     opt.backward(losses())
     sgd.step()
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-print((after - before) * 1024 / (16 * 1024 * 1024 * 4))
+print((after - before) * 1024 / (8 * 1024 * 1024 * 4))
 """
 
 
-@pytest.mark.parametrize(("method", "copies"), [("PCGrad", 5), ("GradDrop", 5), ("Sum", 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "copies"),
+    [("PCGrad", 5), ("Sum", 1), pytest.param("GradDrop", 5, marks=pytest.mark.full)],
+)
 def test_peak_memory(method: str, copies: int) -> None:
-    """K gradients and one update, of 64 MB each; the plain sum needs the one.
+    """K gradients and one update, of 32 MB each; the plain sum needs the one.
 
     The first pass of the script has left room for one.
     """
     command = [sys.executable, "-c", PEAK, method]
-    peak = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    peak = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1200).stdout
     assert float(peak) < copies + 0.4

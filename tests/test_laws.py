@@ -1,10 +1,13 @@
 """Properties that follow from the definition, for shapes and numbers that hypothesis chooses."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import cs_kernels as cs
+
+pytestmark = pytest.mark.kernel
 
 
 @st.composite
@@ -20,8 +23,6 @@ def _problems(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     return grads, torch.randint(tasks, (channels,), generator=generator)
 
 
-_every_backend = [name for name, reason in cs.available_backends().items() if reason is None]
-_backends = st.sampled_from(_every_backend)
 _project = cs.functional.project_conflicts
 
 
@@ -29,22 +30,20 @@ def _dots(grads: torch.Tensor, group: torch.Tensor, i: int) -> torch.Tensor:
     return (grads[:, group] * grads[i, group]).sum((1, 2))
 
 
-@given(_problems(), _backends)
-def test_backends_agree(problem: tuple[torch.Tensor, torch.Tensor], backend: str) -> None:
+@given(problem=_problems())
+def test_backends_agree(backend: str, problem: tuple[torch.Tensor, torch.Tensor]) -> None:
     with cs.use_backend("reference"):
         expected = _project(*problem)
-    with cs.use_backend(backend):
-        torch.testing.assert_close(_project(*problem), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(_project(*problem), expected, rtol=1e-9, atol=1e-9)
 
 
-@given(_problems(), _backends)
+@given(problem=_problems())
 def test_no_conflict_is_left_with_the_reference(
-    problem: tuple[torch.Tensor, torch.Tensor], backend: str
+    backend: str, problem: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     """Each group's update keeps at least the reference's own progress: <update, G_i> >= d_ii."""
     grads, priority = problem
-    with cs.use_backend(backend):
-        update = _project(grads, priority)
+    update = _project(grads, priority)
     for i in range(len(grads)):
         group = priority == i
         progress = (update[group] * grads[i, group]).sum()
@@ -54,53 +53,49 @@ def test_no_conflict_is_left_with_the_reference(
         assert progress >= own[i] - 1e-9 * (1 + own[i])
 
 
-@given(_problems(), _backends, st.integers(-40, 40))
+@given(problem=_problems(), exponent=st.integers(-40, 40))
 def test_scale_equivariant(
-    problem: tuple[torch.Tensor, torch.Tensor], backend: str, exponent: int
+    backend: str, problem: tuple[torch.Tensor, torch.Tensor], exponent: int
 ) -> None:
     grads, priority = problem
-    with cs.use_backend(backend):
-        update = _project(grads, priority)
-        assert torch.equal(_project(grads * 2.0**exponent, priority), update * 2.0**exponent)
+    update = _project(grads, priority)
+    assert torch.equal(_project(grads * 2.0**exponent, priority), update * 2.0**exponent)
 
 
-@given(_problems(), _backends, st.randoms())
+@given(problem=_problems(), random=st.randoms())
 def test_permuting_tasks_permutes(
-    problem: tuple[torch.Tensor, torch.Tensor], backend: str, random: st.DataObject
+    backend: str, problem: tuple[torch.Tensor, torch.Tensor], random: st.DataObject
 ) -> None:
     grads, priority = problem
     order = list(range(len(grads)))
     random.shuffle(order)
     place = torch.tensor([order.index(i) for i in range(len(order))])
-    with cs.use_backend(backend):
-        update = _project(grads, priority)
-        permuted = _project(grads[order], place[priority])
+    update = _project(grads, priority)
+    permuted = _project(grads[order], place[priority])
     torch.testing.assert_close(permuted, update, rtol=1e-9, atol=1e-9)
 
 
-@given(_problems(), _backends)
-def test_inputs_are_not_changed(problem: tuple[torch.Tensor, torch.Tensor], backend: str) -> None:
+@given(problem=_problems())
+def test_inputs_are_not_changed(backend: str, problem: tuple[torch.Tensor, torch.Tensor]) -> None:
     """The reference gradient, and every other one."""
     grads, priority = problem
     before = grads.clone(), priority.clone()
-    with cs.use_backend(backend):
-        _project(grads, priority)
+    _project(grads, priority)
     assert torch.equal(grads, before[0])
     assert torch.equal(priority, before[1])
 
 
-@given(_problems(), _backends)
+@given(problem=_problems())
 def test_one_task_is_plain_descent(
-    problem: tuple[torch.Tensor, torch.Tensor], backend: str
+    backend: str, problem: tuple[torch.Tensor, torch.Tensor]
 ) -> None:
     grads, priority = problem
-    with cs.use_backend(backend):
-        update = _project(grads[:1], torch.zeros_like(priority))
+    update = _project(grads[:1], torch.zeros_like(priority))
     assert torch.equal(update, grads[0])
 
 
-@given(_problems(), _backends)
-def test_idempotent(problem: tuple[torch.Tensor, torch.Tensor], backend: str) -> None:
+@given(problem=_problems())
+def test_idempotent(backend: str, problem: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Projecting the projected gradients again changes nothing."""
     grads, priority = problem
     projected = grads.clone()
@@ -110,6 +105,5 @@ def test_idempotent(problem: tuple[torch.Tensor, torch.Tensor], backend: str) ->
         for j in range(len(grads)):
             if j != i and own[j] < 0:
                 projected[j, group] -= own[j] / own[i] * grads[i, group]
-    with cs.use_backend(backend):
-        once = _project(grads, priority)
-        torch.testing.assert_close(_project(projected, priority), once, rtol=1e-9, atol=1e-9)
+    once = _project(grads, priority)
+    torch.testing.assert_close(_project(projected, priority), once, rtol=1e-9, atol=1e-9)

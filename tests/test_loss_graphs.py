@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.loop
+
 
 @BOTH_PHASES
 @EVERY_METHOD

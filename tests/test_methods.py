@@ -25,6 +25,8 @@ from torch import Tensor, nn
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.loop
+
 METHODS: dict[str, Callable[..., cs.Method]] = {
     "PCGrad": cs.PCGrad,
     "CAGrad": cs.CAGrad,

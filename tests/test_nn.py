@@ -23,6 +23,8 @@ from cs_kernels.trunk.layers import gammas
 from cs_kernels.trunk.pairing import checked_overrides, find_layout
 from cs_kernels.trunk.watcher import Watcher
 
+pytestmark = pytest.mark.loop
+
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "shape"),

@@ -10,6 +10,8 @@ from cs_kernels import _C
 from cs_kernels.ops import operands
 from cs_kernels.ops.operands import DTYPES, Operands
 
+pytestmark = pytest.mark.kernel
+
 
 @st.composite
 def weights(draw: st.DrawFn) -> tuple[Tensor, int, int]:

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.loop
+
 METHODS = [cs.Sum, cs.ConnectionStrength]
 SCHEDULES = [cs.Joint(), cs.Sequential(), cs.Switch(2), cs.Mixed(4, seed=3, draw="step")]
 

@@ -22,6 +22,8 @@ from skimage.morphology import thin
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
+pytestmark = pytest.mark.paper
+
 NAMES = list(FOLDERS)
 MEAN = torch.tensor([0.485, 0.456, 0.406]).reshape(3, 1, 1)
 STD = torch.tensor([0.229, 0.224, 0.225]).reshape(3, 1, 1)

@@ -10,6 +10,8 @@ from paper.tasks import IGNORE, MEASURES, TASKS, Task
 from torch.nn import functional
 from torchmetrics.functional.classification import multiclass_jaccard_index
 
+pytestmark = pytest.mark.paper
+
 CLASSES = Task("classes", 5)
 DEPTH = Task("depth", 1)
 NORMALS = Task("normals", 3)
@@ -141,6 +143,7 @@ def test_edges_by_hand():
     assert evaluated(EDGES, (prediction, target))["F"] == pytest.approx(100 * 2 * 1 / (2 + 2))
 
 
+@pytest.mark.kernel("cuda")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("task", [CLASSES, DEPTH, NORMALS, EDGES, SALIENCY], ids=lambda t: t.kind)
 def test_metrics_on_cuda(task: Task):

@@ -15,6 +15,8 @@ from torch.nn import functional
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.paper
+
 NYUD, PASCAL, CITYSCAPES = TASKS["nyud"], TASKS["pascal"], TASKS["cityscapes"]
 MIB = 2**20
 

@@ -12,6 +12,8 @@ from paper.experiments import PUBLISHED, REAL, SINGLE, SMALL, TABLES, Run, table
 from paper.tasks import MEASURES, TASKS
 from rich.console import Console
 
+pytestmark = pytest.mark.paper
+
 # Rows whose printed Delta_m is not that of their printed metrics: the latter.
 MISPRINTED = {
     ("nyud/hrnet18/uncertainty", "GD"): 10.07,

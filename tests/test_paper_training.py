@@ -6,12 +6,14 @@ import fcntl
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,6 +28,8 @@ from paper.train import Training
 from rich.console import Console
 
 import cs_kernels as cs
+
+pytestmark = pytest.mark.paper
 
 EXAMPLES = Path(runner.__file__).parents[1]
 SETTINGS = Settings(
@@ -126,6 +130,7 @@ def test_an_epoch_of_each_network(tmp_path, data, name, network, row, weighting)
     assert bool(result["history"][0]["shares"]) == (row == "Mixed")
 
 
+@pytest.mark.kernel("cuda")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("amp", [None, "float16"])
 @pytest.mark.parametrize(
@@ -307,7 +312,13 @@ def test_batches_without_labels_of_a_task(tmp_path, data):
     assert states_equal(trunk, dict(training.network.trunk.state_dict()))
 
 
-def test_ranks_without_labels(tmp_path, data):
+def _on_a_rank(rank, run, folder, data):
+    with mock.patch.dict(os.environ, WORLD_SIZE="2", RANK=str(rank)):
+        return Training(run, folder, data).train()
+
+
+@pytest.mark.ranks
+def test_ranks_without_labels(tmp_path, data, pools):
     """A batch in which no rank has labels is no step, on all of them."""
     folder = tmp_path / "NYUD_MT"
     shutil.copytree(data / "NYUD_MT", folder)
@@ -315,11 +326,9 @@ def test_ranks_without_labels(tmp_path, data):
     for number in numbers[:3]:
         path = folder / "depth" / f"{number}.npy"
         np.save(path, np.zeros_like(np.load(path)))
-    place = runner.Place(tmp_path, tmp_path / "runs")
     run = make_run("Single-task", "nyud", "resnet18", tasks=("depth",), ranks=2, epochs=4)
-    runner.run_all([run], place, jobs=1, console=Console(quiet=True))
-    history = json.loads((place.folder(run) / "result.json").read_text())["history"]
-    assert any(math.isfinite(epoch["losses"]["depth"]) for epoch in history)
+    result, _ = pools(2).run(_on_a_rank, run, tmp_path, tmp_path)
+    assert any(math.isfinite(epoch["losses"]["depth"]) for epoch in result["history"])
 
 
 @pytest.mark.parametrize("row", ["Mixed", "PCGrad"])
@@ -334,6 +343,7 @@ def test_mixed_precision(tmp_path, data, row, amp):
             assert b["losses"][task] != loss
 
 
+@pytest.mark.compile
 def test_compiled(tmp_path, data, monkeypatch):
     plain = train(make_run(epochs=2), tmp_path / "plain", data)
     compiled = []
@@ -439,7 +449,7 @@ def test_a_diverged_network_has_no_metrics(tmp_path, data):
     assert all(math.isfinite(value) for value in metrics["depth"].values())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_runs_end_with_the_command(tmp_path, data, ranks):
     """Also if it is killed."""
     run = make_run(epochs=2000, ranks=ranks)
@@ -481,7 +491,7 @@ def test_missing_runs_come_after_those_that_they_need(tmp_path):
     assert len(rows) == len(set(rows)) + 1  # Two single-task networks.
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_runs_in_processes(tmp_path, data, ranks):
     """The conflicts of one run reach another; of two ranks, one writes."""
     place = runner.Place(data, tmp_path / "runs")
@@ -503,12 +513,14 @@ def test_the_exit_codes_of_many_short_runs(tmp_path, monkeypatch):
 
 
 def test_a_failing_run_is_named(tmp_path, data):
-    """The others are trained."""
+    """The others are trained, but not one that needs its conflicts."""
     place = runner.Place(data, tmp_path / "runs")
-    runs = [make_run(batch=8), make_run("GD")]
-    with pytest.raises(RuntimeError, match=r"Mixed/seed0 ended with 1(.|\n)*as many pictures"):
+    runs = [make_run("GD", batch=8), make_run("GD + Recon", batch=8), make_run("PCGrad")]
+    with pytest.raises(RuntimeError) as raised:
         runner.run_all(runs, place, jobs=1, console=Console(quiet=True))
-    assert [place.is_done(run) for run in runs] == [False, True]
+    assert re.search(r"GD/seed0 ended with 1(.|\n)*as many pictures", str(raised.value))
+    assert re.search(r"GD_\+_Recon/seed0 needs .*GD/seed0/conflicts.json", str(raised.value))
+    assert [place.is_done(run) for run in runs] == [False, False, True]
 
 
 def test_one_process_trains_a_run(tmp_path, data):
@@ -522,14 +534,6 @@ def test_one_process_trains_a_run(tmp_path, data):
             runner.run_all([run], place, jobs=1, console=Console(quiet=True))
     runner.run_all([run], place, jobs=1, console=Console(quiet=True))
     assert place.is_done(run)
-
-
-def test_recon_does_not_begin_without_its_conflicts(tmp_path, data):
-    place = runner.Place(data, tmp_path / "runs")
-    runs = [make_run("GD", batch=8), make_run("GD + Recon", batch=8), make_run("PCGrad")]
-    with pytest.raises(RuntimeError, match=r"GD_\+_Recon/seed0 needs .*GD/seed0/conflicts.json"):
-        runner.run_all(runs, place, jobs=1, console=Console(quiet=True))
-    assert [place.is_done(run) for run in runs] == [False, False, True]
 
 
 def test_runs_do_not_begin_after_an_interruption(tmp_path, monkeypatch):

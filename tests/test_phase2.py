@@ -19,6 +19,8 @@ from torch import Tensor
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.kernel
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TASKS = (1, 2, 3, 4, 8, 9) if EMULATION else (2, 4, 9) if INTERPRETED else range(1, 11)
 
@@ -85,6 +87,7 @@ def test_phase2_update_agrees_with_float64(
     _check(sample(kind, tasks, dtype, memory))
 
 
+@pytest.mark.each
 @pytest.mark.parametrize(
     "shape",
     [(61, 64, 3, 3), (3, 9001), (500, 32)] if SMALL else [(256, 256, 3, 3), (5, 70001), (4099, 64)],
@@ -260,6 +263,7 @@ def test_nan_and_inf_reach_the_update(backend: str, bad: float, task: int) -> No
     assert update[2:].isfinite().all()
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("tasks", [2, 3, 9])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_two_stages(backend: str, dtype: torch.dtype, tasks: int) -> None:

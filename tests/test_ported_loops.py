@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.loop
+
 
 def assert_differ(first: list[Tensor], second: list[Tensor]) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -1,19 +1,24 @@
-"""The recipe for many ranks, as torchrun starts it: trains, and goes on from its checkpoints."""
+"""The recipe for many ranks: trains as torchrun starts it, and goes on from its checkpoints."""
 
+import contextlib
+import io
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
+from ranks import Ranks
 
 import cs_kernels as cs
 
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = pytest.mark.ranks
 
 RECIPE = Path(__file__).parent.parent / "examples" / "ranks.py"
 STEPS = 16
@@ -28,77 +33,95 @@ Losses = dict[int, tuple[int, float, float]]
 """By step: the phase, and the losses of two tasks."""
 
 
-@contextmanager
-def _started(size: int, folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """The recipe on some ranks, stopped at the end."""
+def _arguments(folder: Path, *options: str) -> list[str]:
+    return [str(RECIPE), "--steps", str(STEPS), "--checkpoint", str(folder), *options]
+
+
+def _losses(out: str) -> Losses:
+    lines = re.findall(r"^step (\d+): phase (\d), sum (\S+), product (\S+)$", out, re.M)
+    return {int(step): (int(phase), float(a), float(b)) for step, phase, a, b in lines}
+
+
+def _on_a_rank(rank: int, arguments: list[str]) -> str:
+    """What the recipe prints; the group is the one that this process has."""
+    with (
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+        mock.patch.object(sys, "argv", arguments),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+    ):
+        runpy.run_path(str(RECIPE), run_name="__main__")
+    return out.getvalue()
+
+
+def _trained(ranks: Ranks, folder: Path, *options: str) -> Losses:
+    first, *others = ranks.run(_on_a_rank, _arguments(folder, *options))
+    assert not any(others)
+    return _losses(first)
+
+
+@pytest.fixture(scope="module")
+def straight(
+    pools: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Losses, Path]]:
+    """For each kind: the losses of an uninterrupted run, and the folder of its first checkpoint."""
+    runs = {}
+    for kind, options in KINDS.items():
+        folder = tmp_path_factory.mktemp(kind)
+        runs[kind] = _trained(pools(2), folder, *options), folder
+        assert {path.name for path in folder.iterdir()} == {str(SAVED), str(STEPS)}
+        shutil.rmtree(folder / str(STEPS))
+    return runs
+
+
+def test_as_torchrun_starts_it(straight: dict[str, tuple[Losses, Path]], tmp_path: Path) -> None:
+    """It goes on exactly, in processes of its own."""
+    losses, folder = straight["sharded"]
+    shutil.copytree(folder, tmp_path / "sharded")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    recipe = [str(RECIPE), "--steps", str(STEPS), "--checkpoint", str(folder), *options]
+    arguments = _arguments(tmp_path / "sharded", *KINDS["sharded"])
     environment = {
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(cs.__file__).parent.parent),
     }
-    pipe = subprocess.PIPE
-    command = [*torchrun, f"--nproc-per-node={size}", *recipe]
-    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.terminate()
-
-
-def _losses(process: subprocess.Popen[str]) -> Losses:
-    out, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    lines = re.findall(r"^step (\d+): phase (\d), sum (\S+), product (\S+)$", out, re.M)
-    return {int(step): (int(phase), float(a), float(b)) for step, phase, a, b in lines}
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Losses, Path]]:
-    """For each kind: the losses of an uninterrupted run, and the folder of its first checkpoint."""
-    folders = [tmp_path_factory.mktemp(kind) for kind in KINDS]
-    # Two at once: each waits half of the time.
-    first, second = (
-        _started(2, folder, *options)
-        for folder, options in zip(folders, KINDS.values(), strict=True)
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node=2", *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+        check=False,
     )
-    with first as one, second as other:
-        losses = _losses(one), _losses(other)
-    for folder in folders:
-        assert {path.name for path in folder.iterdir()} == {str(SAVED), str(STEPS)}
-        shutil.rmtree(folder / str(STEPS))
-    return dict(zip(KINDS, zip(losses, folders, strict=True), strict=True))
+    assert done.returncode == 0, done.stderr
+    assert _losses(done.stdout) == {step: losses[step] for step in range(SAVED, STEPS)}
 
 
 def test_resumed_runs_go_on_exactly(
-    straight: dict[str, tuple[Losses, Path]], tmp_path: Path
+    pools: Callable[[int], Ranks], straight: dict[str, tuple[Losses, Path]], tmp_path: Path
 ) -> None:
-    for kind, (_, folder) in straight.items():
+    for kind, (losses, folder) in straight.items():
         shutil.copytree(folder, tmp_path / kind)
-    first, second = (_started(2, tmp_path / kind, *options) for kind, options in KINDS.items())
-    with first as one, second as other:
-        resumed = _losses(one), _losses(other)
-    for found, (losses, _) in zip(resumed, straight.values(), strict=True):
         assert list(losses) == list(range(STEPS))
         assert {phase for phase, *_ in losses.values()} == {1, 2}
-        assert found == {step: losses[step] for step in range(SAVED, STEPS)}
+        resumed = _trained(pools(2), tmp_path / kind, *KINDS[kind])
+        assert resumed == {step: losses[step] for step in range(SAVED, STEPS)}
 
 
+@pytest.mark.parametrize(("size", "options"), [(1, KINDS["sharded"][1:]), (4, KINDS["sharded"])])
 def test_other_numbers_of_ranks_go_on(
-    straight: dict[str, tuple[Losses, Path]], tmp_path: Path
+    pools: Callable[[int], Ranks],
+    straight: dict[str, tuple[Losses, Path]],
+    tmp_path: Path,
+    size: int,
+    options: tuple[str, ...],
 ) -> None:
     """One that is not sharded, and four that are, from a checkpoint of two that were."""
     losses, folder = straight["sharded"]
-    for name in ("one", "four"):
-        shutil.copytree(folder, tmp_path / name)
-    first = _started(1, tmp_path / "one", "--fixed-statistics")
-    second = _started(4, tmp_path / "four", *KINDS["sharded"])
-    with first as one, second as four:
-        resumed = _losses(one), _losses(four)
-    for found in resumed:
-        assert list(found) == list(range(SAVED, STEPS))
-        for step, (phase, *values) in found.items():
-            assert phase == losses[step][0]
-            assert values == pytest.approx(losses[step][1:], rel=1e-5)
+    shutil.copytree(folder, tmp_path / "checkpoints")
+    resumed = _trained(pools(size), tmp_path / "checkpoints", *options)
+    assert list(resumed) == list(range(SAVED, STEPS))
+    for step, (phase, *values) in resumed.items():
+        assert phase == losses[step][0]
+        assert values == pytest.approx(losses[step][1:], rel=1e-5)

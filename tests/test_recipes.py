@@ -25,7 +25,10 @@ sys.path.insert(0, str(FOLDER))  # As that of a script is.
 import toy  # noqa: E402
 
 # The frameworks themselves cause these warnings.
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.frameworks,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+]
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "toy")
 TASKS = toy.TASKS
@@ -182,7 +185,8 @@ def test_mixed_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) ->
     assert_equal_as_stated(module, module.train(dtype=dtype)[0], expected)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.compile
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_compiled(float64: None, backend: str) -> None:
     torch._dynamo.reset()
     module = recipe("compiled")
@@ -443,7 +447,7 @@ def _on_a_rank(rank: int) -> dict[str, Tensor]:
     return network.state_dict()
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.ranks
 def test_on_many_ranks(float64: None, pools: Callable[[int], Ranks]) -> None:
     given = toy.make_network(), TASKS, loss_of_batch, torch.optim.Adam, PRIORITIZED
     plain = _Parts(*given, lr=1e-2)
@@ -498,7 +502,7 @@ def test_a_recipe_in_a_process_of_its_own(tmp_path: Path) -> None:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=1200,
         )
         assert done.returncode == 0, done.stderr
         assert len(re.findall(r"\{'depth': \d", done.stdout)) == steps

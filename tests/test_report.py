@@ -14,6 +14,8 @@ from torch import Tensor, nn
 import cs_kernels as cs
 from cs_kernels.engine import cuda_graphs
 
+pytestmark = pytest.mark.loop
+
 SCALER = {"init_scale": 2.0**10}
 
 

@@ -4,6 +4,8 @@ import pytest
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.loop
+
 
 def test_fixed_schedules() -> None:
     assert cs.Joint().phase(None, 0) == 2

@@ -1,10 +1,13 @@
 """torch.library's own checks of every operator."""
 
+import pytest
 import torch
 from layers import KINDS, sample, solver_options, trunk_arguments
 
 import cs_kernels as cs
 from cs_kernels.ops.solvers import SOLVERS
+
+pytestmark = pytest.mark.kernel
 
 
 def test_schemas_and_fakes() -> None:

@@ -26,11 +26,11 @@ from stacking import (
     trained,
 )
 from torch import Tensor, nn
-from trunks import CASES
-from trunks import Setup as TrunkSetup
 
 import cs_kernels as cs
 from cs_kernels.engine.stacked.mode import RunTrunk
+
+pytestmark = pytest.mark.loop
 
 
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.Sum()], ids=repr)
@@ -135,28 +135,6 @@ def test_unfrozen_in_training() -> None:
         one.step(first.closure(batch))
         other.step_together(together(second, batch))
         torch.testing.assert_close(second.state(), first.state(), **CLOSE)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_trunks(name: str) -> None:
-    """Two steps in every network of docs/trunks.md: updates, statistics and losses."""
-    torch.use_deterministic_algorithms(False)  # Takes five times as long in these.
-    first, second = TrunkSetup(CASES[name]), TrunkSetup(CASES[name])
-    for setup in (first, second):
-        setup.method = setup.method if setup.converts else cs.Sum()
-    one, other = first.optimizer(), second.optimizer()
-    for _ in range(2):
-        losses = one.step(first.loss)
-        found = other.step_together(
-            lambda run: {t: second.loss_of(z, t) for t, z in run(second.x).items()}
-        )
-        torch.testing.assert_close(found, losses, **CLOSE)
-        grads = [[p.grad for p in setup.trunk.parameters()] for setup in (first, second)]
-        # Some are 0 but for rounding, such as that of a bias before a norm.
-        largest = max(g.abs().max().item() for g in grads[0] if g is not None)
-        torch.testing.assert_close(grads[1], grads[0], rtol=1e-11, atol=1e-13 * largest)
-        torch.testing.assert_close(second.trunk.state_dict(), first.trunk.state_dict(), **CLOSE)
-    assert other.coverage().prioritized == one.coverage().prioritized
 
 
 class Layers(nn.Module):
@@ -275,6 +253,7 @@ def test_checkpointing(reentrant: bool) -> None:
     assert len(opt.coverage().prioritized) == 2
 
 
+@pytest.mark.compile
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(backend: str) -> None:
     x = pictures()

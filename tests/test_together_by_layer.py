@@ -32,6 +32,8 @@ import cs_kernels as cs
 from cs_kernels.engine.stacked.layer_updates import LayerUpdates
 from cs_kernels.ops import backends
 
+pytestmark = pytest.mark.loop
+
 METHODS = [
     cs.PCGrad(seed=3, groups="layer"),
     cs.PCGrad("mean", groups="layer"),
@@ -81,9 +83,9 @@ def test_partial_labels() -> None:
         assert states[0] == states[1]
 
 
-@pytest.mark.parametrize("name", ["resnet18", "hrnet_w18"])
+@pytest.mark.networks
+@pytest.mark.parametrize("name", ["resnet18", pytest.param("hrnet_w18", marks=pytest.mark.full)])
 def test_trunks(name: str) -> None:
-    torch.use_deterministic_algorithms(False)  # Takes five times as long in these.
     first, second = TrunkSetup(CASES[name]), TrunkSetup(CASES[name])
     for setup in (first, second):
         setup.method = cs.UPGrad(groups="layer")

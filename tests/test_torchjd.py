@@ -19,6 +19,8 @@ import cs_kernels as cs
 from cs_kernels.ops.random import random_key, splitmix64
 from cs_kernels.ops.reference.solvers import random_order
 
+pytestmark = [pytest.mark.kernel, pytest.mark.slow]
+
 CAGRAD = 0.4
 
 
@@ -230,7 +232,7 @@ def test_equal_to_torchjd_or_better(
     """To 1e-4, or nearer to the definition, on 200 Gramians, or fewer of every kind and size."""
     method, make, factor, error = CASES[name]
     equal = better = 0
-    sample = matrices()[:: 1 if full else 23 if SMALL else 5]
+    sample = matrices()[:: 1 if full else 23 if SMALL else 11]
     for rows in sample:
         if name == "PCGrad":
             monkeypatch.setattr(torch, "randperm", _OurOrders(len(rows)))
@@ -276,7 +278,7 @@ def test_gradvac_equal_to_torchjd(
     are tested by hand.
     """
     compared = 0
-    for n, rows in enumerate(matrices()[:: 1 if full else 23 if SMALL else 5]):
+    for n, rows in enumerate(matrices()[:: 1 if full else 23 if SMALL else 11]):
         if torch.linalg.matrix_rank(rows / rows.norm(dim=1, keepdim=True)) < min(3, len(rows)):
             continue
         ours, theirs = cs.GradVac(beta=0.5, seed=5), torchjd.aggregation.GradVac(0.5, eps=0.0)

@@ -10,6 +10,8 @@ import torch
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.docs
+
 # The recipes have a module of this name too.
 _spec = importlib.util.spec_from_file_location(
     "toy_problem", Path(__file__).parent.parent / "examples" / "toy.py"
@@ -52,25 +54,38 @@ def test_the_front() -> None:
     assert not toy.have_reached(np.array([[9.0, 9.0], [0.0, 0.0], [0.0, -2.0], [12.0, -8.4]])).any()
 
 
-@pytest.fixture(scope="module")
-def paths() -> "dict[str, toy.Paths]":
+@pytest.fixture(
+    scope="module",
+    params=[toy.STEPS // 2, pytest.param(toy.STEPS, marks=pytest.mark.full)],
+    ids=["half", "whole"],
+)
+def paths(request: pytest.FixtureRequest) -> "dict[str, toy.Paths]":
     names = ["Sum", "PCGrad", "CAGrad", "NashMTL", "FairGrad"]
-    return {path.name: path for path in toy.follow(names)}
+    return {path.name: path for path in toy.follow(names, request.param)}
 
 
+@pytest.mark.xdist_group("toy")
 def test_who_reaches_the_front(paths: "dict[str, toy.Paths]") -> None:
     """As in the papers: from (9, 9), plain descent and PCGrad stop short in the valley."""
     for name in ("Sum", "PCGrad"):
         assert paths[name].reached.tolist() == [True, True, False, True, True]
-    for name in ("CAGrad", "NashMTL", "FairGrad"):
+    for name in ("NashMTL", "FairGrad"):
         assert paths[name].reached.all()
+    # CAGrad is the slowest: after half of the steps, it is on its way out of the valley.
+    if len(paths["CAGrad"].points) * toy.KEPT < toy.STEPS:
+        assert paths["CAGrad"].reached.tolist() == [True, True, False, True, True]
+        assert paths["CAGrad"].points[-1, 2, 0] < paths["Sum"].points[-1, 2, 0] - 0.5
+    else:
+        assert paths["CAGrad"].reached.all()
 
 
+@pytest.mark.xdist_group("toy")
 def test_where_on_the_front(paths: "dict[str, toy.Paths]") -> None:
     """CAGrad ends where the mean loss is least, Nash-MTL nearer to the middle."""
     ends = {name: path.points[-1, :, 0] for name, path in paths.items()}
     least = toy.losses_and_gradients(toy.pareto_front())[0].mean(1).argmin()
-    assert abs(ends["CAGrad"] - toy.pareto_front()[least, 0]).max() < 1
+    arrived = paths["CAGrad"].reached
+    assert abs(ends["CAGrad"][arrived] - toy.pareto_front()[least, 0]).max() < 1
     assert abs(ends["Sum"][[0, 1, 3, 4]] - toy.pareto_front()[least, 0]).max() < 0.1
     assert abs(ends["NashMTL"]).max() < 5
     np.testing.assert_allclose(ends["NashMTL"], ends["FairGrad"], atol=0.1)

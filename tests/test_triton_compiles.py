@@ -29,6 +29,8 @@ from cs_kernels.ops.triton import (
     solvers,
 )
 
+pytestmark = pytest.mark.compile
+
 TYPES = {
     torch.float32: "*fp32",
     torch.float64: "*fp64",
@@ -89,7 +91,7 @@ def check(
     return run
 
 
-@pytest.mark.pairwise
+@pytest.mark.each
 @pytest.mark.parametrize("tasks", TASKS)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_phase2(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> None:
@@ -99,7 +101,7 @@ def test_phase2(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> N
 
 
 def _of_gradients(kernel: Any, *parts: int) -> Callable[..., None]:
-    @pytest.mark.pairwise
+    @pytest.mark.each
     @pytest.mark.parametrize("tasks", TASKS)
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     def test(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> None:
@@ -114,7 +116,7 @@ test_combine = _of_gradients(combine.combine_kernel)
 test_drop_signs = _of_gradients(combine.drop_signs_kernel, DROP_PARTS)
 
 
-@pytest.mark.pairwise
+@pytest.mark.each
 @pytest.mark.parametrize("vectorized", [False, True])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_energy(check: Callable[..., None], dtype: torch.dtype, vectorized: bool) -> None:
@@ -122,7 +124,7 @@ def test_energy(check: Callable[..., None], dtype: torch.dtype, vectorized: bool
     check(phase2.energy_kernel, {"weight": TYPES[dtype]}, {"VECTOR": vector})
 
 
-@pytest.mark.pairwise
+@pytest.mark.each
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("tasks", TASKS)
 def test_strength(check: Callable[..., None], tasks: int, normalize: bool) -> None:
@@ -130,12 +132,13 @@ def test_strength(check: Callable[..., None], tasks: int, normalize: bool) -> No
     check(phase2.strength_kernel, {"out": "*fp64"}, constants)
 
 
+@pytest.mark.each
 @pytest.mark.parametrize("tasks", TASKS)
 def test_priority(check: Callable[..., None], tasks: int) -> None:
     check(phase2.priority_kernel, {"out": "*i64"}, {"TASKS": tasks})
 
 
-@pytest.mark.pairwise
+@pytest.mark.each
 @pytest.mark.parametrize("tasks", [2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
 def test_solvers(check: Callable[..., None], solver: tuple[Any, ...], tasks: int) -> None:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.loop
+
 
 class Network(nn.Module):
     """Layers and one forward function."""

@@ -10,6 +10,8 @@ from torch import nn
 
 import cs_kernels as cs
 
+pytestmark = pytest.mark.loop
+
 KINDS = {"depth": "regression", "normals": "regression", "edges": "classification"}
 
 

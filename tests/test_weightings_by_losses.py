@@ -30,6 +30,8 @@ from torch import Tensor, nn
 import cs_kernels as cs
 from cs_kernels.step import Surgery
 
+pytestmark = pytest.mark.loop
+
 PER_EPOCH = 3
 MINIMA = {"edges": -0.5}
 Numbers = dict[str, Tensor]
@@ -677,7 +679,7 @@ def _refused_on_ranks(rank: int, size: int) -> str:
     return str(raised.value)
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.ranks
 def test_losses_cannot_be_computed_again_on_ranks(pools: Callable[[int], Ranks]) -> None:
     first, second = pools(2).run(_refused_on_ranks, 2)
     assert first == second
@@ -915,7 +917,8 @@ def _on_ranks(rank: int, size: int, kind: str, name: str) -> list[Any]:
     return [network.state(), found, weighting.state_dict()]
 
 
-@pytest.mark.xdist_group("ranks")
+@pytest.mark.ranks
+@pytest.mark.each
 @pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
 @pytest.mark.parametrize("name", [name for name in WEIGHTINGS if name != "FAMO-again"])
 def test_ranks_weigh_as_one_process(pools: Callable[[int], Ranks], kind: str, name: str) -> None:

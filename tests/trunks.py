@@ -3,6 +3,7 @@
 `python tests/trunks.py` prints the table of docs/trunks.md.
 """
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -102,8 +103,13 @@ class Setup:
         return cs.MultiTaskOptimizer(self.trunk, sgd, TASKS, self.method)
 
 
-def plain_updates(setup: Setup, prioritized: dict[str, str]) -> dict[str, Tensor]:
-    """By name of the shared parameter; nothing of the package but TaskBatchNorm itself."""
+def plain_updates(
+    setup: Setup, prioritized: dict[str, str]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Updates and sums of gradients by name of the shared parameter.
+
+    Nothing of the package but TaskBatchNorm itself computes them.
+    """
     shared = shared_parameters(setup.trunk)
     norms = cs.nn.task_norms(setup.trunk)
     grads: dict[str, list[Tensor]] = {name: [] for name in shared}
@@ -113,13 +119,14 @@ def plain_updates(setup: Setup, prioritized: dict[str, str]) -> dict[str, Tensor
         found = torch.autograd.grad(setup.loss(task), [*shared.values()], allow_unused=True)
         for (name, p), grad in zip(shared.items(), found, strict=True):
             grads[name].append(torch.zeros_like(p) if grad is None else grad)
-    updates = {name: sum(of_tasks[1:], of_tasks[0]) for name, of_tasks in grads.items()}
+    sums = {name: sum(of_tasks[1:], of_tasks[0]) for name, of_tasks in grads.items()}
     if not setup.converts:
         one, other = (torch.cat([g[i].flatten() for g in grads.values()]) for i in range(2))
         dot = (one @ other).clamp(max=0)
         merged = one + other - dot / (other @ other) * other - dot / (one @ one) * one
         pieces = merged.split([p.numel() for p in shared.values()])
-        return {n: piece.view_as(shared[n]) for n, piece in zip(grads, pieces, strict=True)}
+        return {n: piece.view_as(shared[n]) for n, piece in zip(grads, pieces, strict=True)}, sums
+    updates = dict(sums)
     for name, norm_name in prioritized.items():
         weight = shared[name].detach()
         kind = Kind(name, tuple(weight.shape))
@@ -134,7 +141,7 @@ def plain_updates(setup: Setup, prioritized: dict[str, str]) -> dict[str, Tensor
         priority = (strengths / strengths.sum(1, keepdim=True)).argmax(0)
         update = projected_rows(torch.stack(grads[name]), priority, kind)
         updates[name] = update.view(rows(weight, kind).shape).view_as(weight)
-    return updates
+    return updates, sums
 
 
 def layer_weights(trunk: nn.Module) -> list[str]:
@@ -148,25 +155,23 @@ def layer_weights(trunk: nn.Module) -> list[str]:
 
 def compare(case: Case) -> tuple[cs.Coverage, float, int]:
     """The coverage; the largest error, relative to the tensor; the tensors in conflict."""
-    ours, theirs = Setup(case), Setup(case)
+    ours = Setup(case)
+    theirs = copy.deepcopy(ours)
     opt = ours.optimizer()
     opt.step(ours.loss)
-    coverage = opt.coverage()
-    expected = plain_updates(theirs, coverage.prioritized)
+    return opt.coverage(), *compared(ours, theirs, opt.coverage())
+
+
+def compared(ours: Setup, theirs: Setup, coverage: cs.Coverage) -> tuple[float, int]:
+    """The updates in a trunk after a step, with those of another as it was before the step."""
+    expected, sums = plain_updates(theirs, coverage.prioritized)
     error, conflicts = 0.0, 0
     for name, p in shared_parameters(ours.trunk).items():
         update = torch.zeros_like(p) if p.grad is None else p.grad
         scale = expected[name].abs().max().item()
         error = max(error, (update - expected[name]).abs().max().item() / max(scale, 1e-30))
-    sums = Setup(case)
-    sums.method = cs.Sum()
-    plain = sums.optimizer()
-    plain.step(sums.loss)
-    for name, p in shared_parameters(sums.trunk).items():
-        if p.grad is not None:
-            distance = (p.grad - expected[name]).abs().max()
-            conflicts += bool(distance > 1e-6 * expected[name].abs().max())
-    return coverage, error, conflicts
+        conflicts += bool((sums[name] - expected[name]).abs().max() > 1e-6 * scale)
+    return error, conflicts
 
 
 if __name__ == "__main__":
