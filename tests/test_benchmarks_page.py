@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).parent.parent
