@@ -332,11 +332,11 @@ class MultiTaskOptimizer(Copyable):
     def trace(self, closure: Closure) -> Coverage:
         """Finds the prioritized layers without a step, from one forward pass a task.
 
-        Running statistics are restored; random numbers are consumed as by any forward pass.
+        Running statistics are restored; random numbers are consumed as by any forward pass. After
+        `fully_shard`, all ranks have to call it.
 
         Args:
-            closure: As in `step`; there is no backward pass. After `fully_shard`, all ranks have to
-                call it.
+            closure: As in `step`; there is no backward pass.
 
         Returns:
             `coverage()`.
@@ -364,10 +364,8 @@ class MultiTaskOptimizer(Copyable):
         After `fully_shard`, all ranks have to call it.
 
         Returns:
-            By name of the layer, int64 [O]: an index into `tasks`.
-
-        Raises:
-            RuntimeError: No forward pass has been seen yet.
+            By name of the layer, int64 [O]: an index into `tasks`. As `coverage`, it raises before
+            the first pass.
 
         """
         return self._engine.trunk.priority(self._engine.ranks.gradients.priorities)
@@ -423,11 +421,7 @@ class MultiTaskOptimizer(Copyable):
         """The cosines of the last joint step and the counts since `count_conflicts`, by parameter.
 
         Steps of Phase 1 have no joint gradients and are not counted. Asking does not wait for the
-        device; reading a number does.
-
-        Raises:
-            RuntimeError: `count_conflicts` was not called.
-
+        device; reading a number does. It raises if `count_conflicts` was not called.
         """
         return self._engine.monitor.counted().conflicts()
 

@@ -12,6 +12,8 @@ import torch
 
 pytestmark = pytest.mark.docs
 
+from cs_kernels.engine import supports
+
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
@@ -149,6 +151,10 @@ def test_links_of_the_repository(page: str) -> None:
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
             slugs = [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
             assert anchor in slugs, target
+
+
+def test_the_table_of_what_goes_with_what_is_that_of_the_code() -> None:
+    assert supports.table() in (ROOT / "docs/loop.md").read_text()
 
 
 def test_the_readme_is_one_page() -> None:

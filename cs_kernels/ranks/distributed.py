@@ -169,7 +169,7 @@ class Distributed(Ranks):
         facts: Mapping[str, object],
         trunk: Trunk,
         planned: Callable[[], dict[str, list[object]]],
-        networks: Callable[[], dict[str, int]],
+        checksums: Callable[[], dict[str, int]],
         *,
         factor_is_hidden: bool,
     ) -> None:
@@ -183,7 +183,7 @@ class Distributed(Ranks):
         self._statistics = trunk.statistics
         self._discoveries = Discoveries(trunk, self.reach)
         self._planned, self._factor_is_hidden = planned, factor_is_hidden
-        self.messages.agree(facts, trunk.tasks, weakref.proxy(self), networks)
+        self.messages.agree(facts, trunk.tasks, weakref.proxy(self), checksums)
 
     def close(self) -> None:
         """Destroys the groups that were made, too."""

@@ -1,4 +1,4 @@
-"""The messages of the ranks about a step: its tasks, failures, what the networks have shown.
+"""The messages of the ranks about a step: its tasks, failures, what passes have shown.
 
 These messages are few numbers between the hosts, in a gloo group of their own: no device waits for
 them. A rank sends one before its first pass of a step and one after its last, before it changes a
@@ -152,7 +152,7 @@ class Messages:
         self._sharded = sharded
         self._tasks: tuple[str, ...] = ()
         self._passes: RankPasses | None = None
-        self._networks: Callable[[], dict[str, int]] = dict
+        self._checksums: Callable[[], dict[str, int]] = dict
         self._checks = _CHECKS
         """The next steps in which the parameters are compared."""
         self.facts = Facts((), {})
@@ -214,7 +214,7 @@ class Messages:
         facts: Mapping[str, object],
         tasks: Sequence[str],
         passes: RankPasses,
-        networks: Callable[[], dict[str, int]],
+        checksums: Callable[[], dict[str, int]],
     ) -> None:
         """Checks that ranks have the same facts, and takes the parts of the optimizer.
 
@@ -222,14 +222,14 @@ class Messages:
             facts: By name of an argument, its description.
             tasks: All tasks.
             passes: The passes of a step.
-            networks: By name of a parameter, a number that differs if its values do.
+            checksums: By name of a parameter, a number that differs if its values do.
 
         Raises:
             ValueError: Ranks have different facts.
             RankError: The arguments of one do not fit.
 
         """
-        self._tasks, self._passes, self._networks = tuple(tasks), passes, networks
+        self._tasks, self._passes, self._checksums = tuple(tasks), passes, checksums
         self._compare(facts, ValueError)
 
     def _compare(self, facts: Mapping[str, object], kind: type[Exception]) -> None:
@@ -435,7 +435,7 @@ class Messages:
     def _check_networks(self) -> None:
         """Raises RankError if ranks hold different parameters."""
         self._checks = max(self._checks - 1, 0)
-        of_ranks = self.gather(self._networks())
+        of_ranks = self.gather(self._checksums())
         found: dict[str, tuple[int, int]] = {}
         for rank, numbers in enumerate(of_ranks):
             for name, number in numbers.items():

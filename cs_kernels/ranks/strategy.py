@@ -79,7 +79,7 @@ class Ranks:
         facts: Mapping[str, object],
         trunk: Trunk,
         planned: Callable[[], dict[str, list[object]]],
-        networks: Callable[[], dict[str, int]],
+        checksums: Callable[[], dict[str, int]],
         *,
         factor_is_hidden: bool,
     ) -> None:
@@ -89,7 +89,7 @@ class Ranks:
             facts: By name of an argument, its description.
             trunk: What passes show of it is made equal on all ranks.
             planned: By name, facts of the next step that may change between steps.
-            networks: By name of a parameter, a number that differs if its values do.
+            checksums: By name of a parameter, a number that differs if its values do.
             factor_is_hidden: Whether the loss scale shows in the backward passes only.
 
         """

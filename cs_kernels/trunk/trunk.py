@@ -103,12 +103,12 @@ class Trunk:
 
     def end_step(self) -> None:
         """Notes what trains, now that watched passes have shown the modules outside the trunk."""
-        self._seen = self.watcher.version
+        self._ended_at = self.watcher.version
         self.trains = self._what_trains()
 
     def end_step_if_watched(self) -> None:
         """The same, if passes were watched since the last time."""
-        if self._seen != self.watcher.version:
+        if self._ended_at != self.watcher.version:
             self.end_step()
 
     def end_trace(self) -> None:

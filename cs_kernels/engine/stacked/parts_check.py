@@ -16,7 +16,7 @@ class PartsCheck:
     def __init__(self, parts: int) -> None:
         self._parts = parts
         self._kept: int | None = None
-        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._first_pass: list[tuple[Tensor, Tensor]] = []
         """The first and the last part of every tensor, in the order of the pass."""
         self._next = 0
 
@@ -48,11 +48,11 @@ class PartsCheck:
         """Whether the part that was not changed is the same in this tensor."""
         first, *_, last = self._split(x)
         if self._kept is None:
-            self._seen.append((first.clone(), last.clone()))
+            self._first_pass.append((first.clone(), last.clone()))
             return True
-        if self._next == len(self._seen):
+        if self._next == len(self._first_pass):
             return False
-        before = self._seen[self._next][self._kept > 0]
+        before = self._first_pass[self._next][self._kept > 0]
         self._next += 1
         return _alike(first if self._kept == 0 else last, before)
 

@@ -4,6 +4,11 @@ In a stacked pass, dimension 0 of a tensor holds the batch of one task after the
 computes the gradients of its weight and bias for every task from that task's part, and hands them
 to `LayerUpdates`; those that need no surgery are autograd's.
 
+A subclass of tensor stands for such a weight in the module (`TaskWeight`), since only it sees every
+function that takes the weight. What is used of torch beyond its documentation, tried with 2.10 to
+2.14: a tensor subclass in `Module._parameters`, `DisableTorchFunctionSubclass`, `_backward_cls`,
+and that reading the facts in `_FACTS` goes through `__torch_function__`.
+
 Memory traffic: forward and input-gradient kernels read the weight once for all tasks; the
 weight-gradient kernels of all tasks together read inputs and output gradients once.
 """

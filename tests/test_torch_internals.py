@@ -1,0 +1,79 @@
+"""What the package uses of torch beyond its documentation: each test names the file that does."""
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, _fsdp_state
+from torch.nn import functional
+from torch.nn.modules import module as nn_module
+from torch.nn.parallel import DistributedDataParallel
+
+from cs_kernels.engine.autograd_graph import edge_of, is_leaf
+from cs_kernels.engine.stacked.task_layers import is_task_layer
+from cs_kernels.ranks.wrappers import _FLAGS
+
+pytestmark = pytest.mark.loop
+
+CHANGED = f"torch {torch.__version__} has changed what {{}} relies on: {{}}"
+
+
+def test_leaves_of_a_graph_are_known() -> None:
+    x = torch.ones(2, requires_grad=True)
+    ((node, _),) = edge_of(x * 2)[0].next_functions[:1]
+    message = CHANGED.format("engine/autograd_graph.py", "the class of AccumulateGrad nodes")
+    assert is_leaf(node), message
+    assert node.variable is x, message
+
+
+def test_a_subclass_in_parameters_sees_the_functions_of_layers() -> None:
+    seen = []
+
+    class Weight(Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    for layer, function, shape in (
+        (nn.Linear(3, 4), functional.linear, (2, 3)),
+        (nn.Conv2d(3, 4, 1), functional.conv2d, (2, 3, 5, 5)),
+        (nn.ConvTranspose2d(3, 4, 1), functional.conv_transpose2d, (2, 3, 5, 5)),
+    ):
+        layer._parameters["weight"] = layer.weight.as_subclass(Weight)
+        layer(torch.ones(shape))
+        what = f"{type(layer).__name__} calls another function with its weight"
+        assert function in seen, CHANGED.format("engine/stacked/task_layers.py", what)
+    assert not is_task_layer(object())
+
+
+def test_parts_of_fully_shard() -> None:
+    for of, names in (
+        (_fsdp_state.FSDPState, ("_is_root", "_fsdp_param_group")),
+        (_fsdp_param_group.FSDPParamGroup, ("fsdp_params", "reshard_after_backward")),
+        (_fsdp_param.FSDPParam, ("sharded_param", "_unsharded_param")),
+    ):
+        source = inspect.getsource(of)
+        for name in names:
+            assert name in source, CHANGED.format("ranks/fsdp.py", f"{of.__name__}.{name}")
+
+
+def test_parts_of_data_parallel() -> None:
+    source = inspect.getsource(DistributedDataParallel)
+    for name in (*_FLAGS, "_active_ddp_module"):
+        assert name in source, CHANGED.format("ranks/wrappers.py", f"its {name}")
+
+
+def test_parts_of_process_groups() -> None:
+    message = CHANGED.format("ranks/messages.py", "names and timeouts of process groups")
+    assert hasattr(distributed_c10d._world, "group_count"), message
+    assert hasattr(distributed_c10d._world, "pg_names"), message
+    assert hasattr(dist.ProcessGroup, "_get_backend"), message
+
+
+def test_hooks_of_all_modules() -> None:
+    message = CHANGED.format("trunk/watcher.py", "forward hooks of all modules")
+    assert hasattr(nn_module, "register_module_forward_pre_hook"), message
