@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.docs
-
 from cs_kernels.engine import supports
+
+pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
