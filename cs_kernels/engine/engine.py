@@ -33,10 +33,6 @@ from cs_kernels.trunk.layers import StaleLayoutError
 from cs_kernels.trunk.trunk import Trunk
 from cs_kernels.weightings import Weighting
 
-_GRAPHS_EVERY = 32
-"""Steps between two checks of the losses' graphs. `backward` does not see the modules behind its
-losses: if one is unfrozen, only the graph shows it."""
-
 
 class Engine:
     """Makes the steps of a training loop from its parts, which it owns.
@@ -98,7 +94,7 @@ class Engine:
     def make(
         self, mode: "Mode", tasks: Sequence[str], phase: Phase, counter: Tensor | None = None
     ) -> Step:
-        """The same, once it is checked; in a capture, with a counter of steps on the device."""
+        """Makes a step that has been checked; in a capture, with a counter on the device."""
         with record_function(mode.label):
             step = mode.open_step() or self._new_step(tasks, counter)
             for part in mode.parts(step, tasks, phase):
@@ -131,8 +127,7 @@ class Engine:
     def _new_step(self, tasks: Sequence[str], counter: Tensor | None) -> Step:
         if self.trunk.changed():
             self.forget_passes()
-        elif self.steps % _GRAPHS_EVERY == 0:
-            self.graph.forget()
+        self.graph.begin_step(self.steps)
         facts = Step if counter is None else CapturedFacts
         return facts(
             number=self.steps,

@@ -15,6 +15,10 @@ from cs_kernels.weightings import Weighting
 
 Backward = Callable[..., object]
 
+_CHECKED_EVERY = 32
+"""Steps between two checks of graphs. `backward` does not see the modules behind its losses: if one
+is unfrozen, only the graph shows it."""
+
 
 class LossGraph:
     """Checks the graph of a loss, weighs the loss, and runs its backward pass.
@@ -46,6 +50,11 @@ class LossGraph:
         """The tasks that have once reached the trunk, which may have been frozen since."""
         self.version = 0
         """Increases when graphs are to be checked again."""
+
+    def begin_step(self, steps: int) -> None:
+        """Checks graphs again from time to time."""
+        if steps % _CHECKED_EVERY == 0:
+            self.forget()
 
     def forget(self) -> None:
         """Checks the graph of every task's next loss again."""

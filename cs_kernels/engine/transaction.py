@@ -65,7 +65,7 @@ class Transaction:
             parameter.grad = None
 
     def drop(self) -> None:
-        """The same after an exception."""
+        """Sets all gradients to None after an exception."""
         held = self._trunk.held()
         self.clear(held)
         self._ranks.recover(held)

@@ -153,7 +153,7 @@ class ConflictCounter:
         """The Gramians of a step that has not ended."""
 
     def measure(self, step: Step) -> None:
-        """Multiplies a step's gradients; to be called before its method, which forgets them."""
+        """Multiplies a step's gradients, which its method will empty."""
         gradients = self._gradients
         pattern = tuple(bytes(grad is not None for grad in row) for row in gradients.rows)
         reached = gradients.reached()

@@ -6,7 +6,7 @@ import torch
 
 
 class Elapsed:
-    """The time of a block of code, on a device. On a GPU only if it is wanted: by two events."""
+    """The time that a block of code takes on a device; two events of a GPU only if it is wanted."""
 
     def __init__(self, device: torch.device, *, wanted: bool) -> None:
         self._marks: list[float | torch.cuda.Event] = []

@@ -37,7 +37,7 @@ class Backend:
         return _operators(self.module_name)
 
     def direct(self, name: str) -> Callable[..., Any] | None:
-        """A function that it has beside the operators, if it does."""
+        """One of its functions that are no operators; None if it has no such function."""
         return getattr(importlib.import_module(self.module_name).operators, name, None)
 
     @property
@@ -167,7 +167,7 @@ def _select(device: str | None) -> Backend:
 
 
 def direct(name: str, device: torch.device) -> Callable[..., Any] | None:
-    """A function that the backend in force has beside the operators, if it does.
+    """A function of the backend in force that is no operator; None if there is no such function.
 
     PyTorch's dispatcher does not see the call. So there is none under a dispatch mode.
     """

@@ -156,7 +156,7 @@ class Messages:
         self._checks = _CHECKS
         """The next steps in which the parameters are compared."""
         self.facts = Facts((), {})
-        """Of the current step."""
+        """The facts of the current step."""
         self._call = Call(0, 0, 0, 0, 0, 0)
         self._started = self._failed_after = time.monotonic()
         """When the step has begun, and how long after this rank has failed, in seconds."""

@@ -94,7 +94,7 @@ class Replicated(Distributed):
         self._parts: dict[str, list[Tensor]] = {}
         """For each task, this rank's part of each bucket."""
         self._rows: dict[str, list[Tensor | None]] = {}
-        """Likewise, of each parameter."""
+        """For each task, this rank's part of each parameter."""
         self._updates = self._of_parameters(self._buckets.own_parts())
         """This rank's part of each parameter's update, in the buckets."""
 

@@ -51,7 +51,7 @@ class LayerLists(NamedTuple):
     parameters: list[dict[str, nn.Parameter | None]]
     """The parameters of every layer's normalizations, a dictionary for each task."""
     buffers: list[dict[str, Tensor | None]]
-    """Likewise."""
+    """The buffers of every layer's normalizations, a dictionary for each task."""
     norms: list[Any]
     """The normalizations."""
 

@@ -182,7 +182,7 @@ class RunningStatistics:
         return {task: [(t.numel(), t.dtype) for t in self.outside(task)] for task in self._outside}
 
     def first_use(self, module: nn.Module, task: str) -> None:
-        """To be called before a module outside the trunk runs for a task for the first time."""
+        """Notes a module outside the trunk, before it first runs for a task."""
         if module._buffers:
             self._outside.setdefault(task, []).append(weakref.ref(module))
             if self._taken is not None:

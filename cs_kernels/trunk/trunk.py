@@ -107,7 +107,7 @@ class Trunk:
         self.trains = self._what_trains()
 
     def end_step_if_watched(self) -> None:
-        """The same, if passes were watched since the last time."""
+        """Ends a step; cheap, if no pass was watched since the last one."""
         if self._ended_at != self.watcher.version:
             self.end_step()
 
@@ -208,7 +208,7 @@ class Trunk:
         return self._layout("update", (self.watcher.version, owners), own)
 
     def whole_layout(self) -> Layout:
-        """The same with layers that only one task reaches."""
+        """The prioritized layers, also those that only one task reaches."""
         return self._layout("whole", self.watcher.version, {})
 
     def _layout(self, asker: str, known: object, own: dict[str, str]) -> Layout:

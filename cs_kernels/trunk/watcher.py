@@ -214,7 +214,7 @@ class Watcher:
             self._stop()
 
     def learned(self, *tasks: str) -> None:
-        """To be called after the passes of a task, or of several at once, that did not fail."""
+        """Notes that the watched passes of some tasks have not failed."""
         if not self._has_gap:
             self.tasks.update(tasks)
         self._has_gap = False

@@ -57,7 +57,7 @@ class LayerUpdates:
         layers: Iterable[Sequence[Tensor]],
         reached: Mapping[str, set[Tensor]],
     ) -> None:
-        """To be called before the backward pass.
+        """Begins a backward pass.
 
         Args:
             taken: The parameters whose update the method makes, and their indices.
@@ -86,7 +86,7 @@ class LayerUpdates:
         return len(self._step.tasks) * sum(sizes)
 
     def make_room(self, parameters: Sequence[Tensor]) -> None:
-        """To be called before the gradients of a layer's parameters are computed."""
+        """Makes the updates that wait if the gradients of a layer's parameters do not fit."""
         size = self._size(parameters)
         if self._bytes + size > self._limit:
             self.flush()

@@ -120,7 +120,7 @@ class TrunkPass:
                 norm.__dict__.pop("_stack", None)
 
     def close(self) -> None:
-        """Forgets the graph, which knows this object: Python cannot collect such a circle."""
+        """Forgets the graph, whose nodes hold this object: a circle that Python cannot collect."""
         for kept in (self._outputs, self._edges, self._reached, self._stack.inputs):
             kept.clear()
         self._updates.close()
@@ -314,7 +314,7 @@ class TrunkPass:
     def begin_updates(
         self, taken: Mapping[Tensor, int], reached: Mapping[str, set[Tensor]], *, counts: bool
     ) -> None:
-        """To be called before the backward pass.
+        """Begins the backward pass; the method makes the updates of what is taken.
 
         Args:
             taken: The parameters whose update is made, and their indices.
