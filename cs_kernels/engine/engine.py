@@ -66,7 +66,6 @@ class Engine:
         self.method = method
         self.schedule = schedule
         self.weighting = weighting
-        self.scaler = scaler
         self.graph = LossGraph(trunk, ranks, scaler, backward)
         self.accumulation = Accumulation(ranks.gradients, optimizers)
         self.guard = LoopGuard(ranks.gradients, optimizers, self.accumulation)
@@ -180,6 +179,15 @@ class Engine:
         self.trunk.end_step_if_watched()
 
     # --- what a step begins from ---
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """Scales the losses, and steps the torch optimizers."""
+        return self.graph.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self.graph.scaler = scaler
 
     @property
     def phase(self) -> Phase:
