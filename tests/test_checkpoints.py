@@ -38,7 +38,8 @@ def test_resumed_run_is_bit_equal(
         setup, opt, rate = parts
         phases = set()
         for step in range(start, stop):
-            opt.start_epoch(step // 2)
+            if step % 2 == 0:
+                opt.start_epoch(step // 2)
             phases.add(opt.phase)
             opt.step(setup.closure(step))
             if step % 2:

@@ -28,10 +28,14 @@ class HeadWithStatistics(nn.Module):
 
 
 @pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
 @BOTH_PHASES
-def test_statistics_of_heads_are_restored(schedule: cs.Schedule, warm: bool) -> None:
+def test_statistics_of_heads_are_restored(schedule: cs.Schedule, warm: bool, shared: bool) -> None:
+    """One head of several tasks is copied before it runs for each: the first copy counts."""
     setup = Setup()
-    setup.heads = nn.ModuleDict({task: HeadWithStatistics() for task in TASKS}).double()
+    head = HeadWithStatistics()
+    heads = {task: head if shared else HeadWithStatistics() for task in TASKS}
+    setup.heads = nn.ModuleDict(heads).double()
     setup.optimizer = torch.optim.Adam(setup.parameters())
     opt = setup.start(schedule=schedule)
     if warm:

@@ -89,8 +89,8 @@ constexpr int kGeneralRounds = 8;
 
 // The plan of Phase 2's items.
 // Tiles of a SUM item: it begins with three dependent reads, about two microseconds, the time of
-// some tiles, in which other blocks work. With more tiles, what PROJECT items read again is likely to
-// have left the L2 cache.
+// some tiles, in which other blocks work. With more tiles, what PROJECT items read again is likely
+// to have left the L2 cache.
 constexpr int kMostTiles = 4;
 // The same for the general kernel, whose items leave K * K products each.
 constexpr int kMostGeneralTiles = 16;
