@@ -548,3 +548,36 @@ def _pickled(rank: int, size: int) -> str:
 
 def test_an_optimizer_of_many_ranks_is_not_pickled(pools: Callable[[int], Ranks]) -> None:
     assert all("save its state_dict()" in text for text in pools(2).run(_pickled, 2))
+
+
+class _InHalves(cs.Sum):
+    """The plain sum, assigned in two calls."""
+
+    def __init__(self) -> None:
+        super().__init__(separate=True)
+
+    def combine(self, gradients: cs.TaskGradients, layout: cs.Layout, step: cs.Step) -> None:
+        reached = gradients.reached()
+        updates = gradients.updates(reached)
+        grads = gradients.of(reached)
+        for n, update in enumerate(updates):
+            of_tasks = [g for g in grads[n * len(TASKS) : (n + 1) * len(TASKS)] if g is not None]
+            update.copy_(sum(of_tasks[1:], of_tasks[0]))
+        gradients.assign(reached[:2])
+        gradients.assign(reached[2:])
+
+
+def _in_halves(rank: int, size: int, kind: str) -> list[Tensor]:
+    states = []
+    for method in (_InHalves(), cs.Sum()):
+        network = Network(kind, rank, size)
+        opt = network.start(method)
+        opt.step(partial(network.loss, 0))
+        states.append([p.detach().clone() for p in network.parameters])
+    return states
+
+
+@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
+def test_a_method_may_assign_in_several_calls(pools: Callable[[int], Ranks], kind: str) -> None:
+    for halves, whole in pools(2).run(_in_halves, 2, kind):
+        assert_near(halves, whole)

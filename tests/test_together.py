@@ -451,6 +451,19 @@ def test_refuses_trunks(does: str) -> None:
     opt.step(lambda task: of_odd(trunk(x)))
 
 
+def test_steps_of_one_task_do_not_show_whether_parts_stay_apart() -> None:
+    _, opt = odd("centers")
+    x = torch.randn(6, 3).double()
+
+    def forward(run: RunTrunk) -> dict[str, Tensor]:
+        return {t: of_odd(z) for t, z in run(x).items()}
+
+    for task in AB:
+        opt.step_together(forward, [task])
+    with pytest.raises(ValueError, match="one task's part depends on another's"):
+        opt.step_together(forward)
+
+
 def test_weight_that_is_no_layers_may_be_used_in_any_way() -> None:
     class Standardized(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:

@@ -531,3 +531,18 @@ def test_nothing_is_left_of_an_optimizer_that_is_gone() -> None:
         gc.collect()
         assert not model.unused._forward_pre_hooks
     assert hooks == (len(sgd._optimizer_step_post_hooks), len(sgd._optimizer_step_pre_hooks))
+
+
+def test_a_trace_does_not_hide_other_parameters() -> None:
+    trunk, loss, *_ = problem()
+    opt = optimizer_of(trunk, cs.PCGrad())
+    opt.step(loss)
+    name, layer = next((n, m) for n, m in trunk.named_modules() if isinstance(m, nn.Linear))
+    trunk.set_submodule(name, copy.deepcopy(layer))
+
+    def fails(task: str) -> Tensor:
+        raise KeyError(task)
+
+    for call in (lambda: opt.step(loss), lambda: opt.trace(fails), lambda: opt.trace(loss)) * 2:
+        with pytest.raises(ValueError, match="trunk must keep the parameters"):
+            call()

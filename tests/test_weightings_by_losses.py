@@ -21,6 +21,7 @@ from networks import (
     saved,
     sgd_of,
     started,
+    started_problem,
 )
 from rank_networks import Network, assert_near, both_phases
 from ranks import Ranks
@@ -965,3 +966,29 @@ def test_representations() -> None:
         shown = repr(kind(**({"minima": {"a": 1.0}} if kind is cs.FAMO else {})))
         assert shown.startswith(kind.__name__)
         assert all(f"{name}=" in shown for name in parameters)
+
+
+def test_losses_are_computed_again_in_the_order_of_the_call() -> None:
+    """Random numbers, as of dropout, are those of the passes."""
+    _, loss, opt = started_problem(cs.Sum(), weighting=cs.FAMO())
+    called: list[str] = []
+
+    def noted(task: str) -> Tensor:
+        called.append(task)
+        return loss(task)
+
+    opt.step(noted, ["b", "a"])
+    assert called == ["b", "a", "b", "a"]
+
+
+def test_a_weighting_may_ask_for_the_report_of_its_step() -> None:
+    reports: list[int] = []
+
+    class Watching(cs.EqualWeights):
+        def observe(self, step: cs.Step) -> None:
+            reports.append(opt.report().step)
+
+    _, loss, opt = started_problem(cs.Sum(), weighting=Watching())
+    opt.step(loss)
+    opt.step(loss)
+    assert reports == [0, 1]

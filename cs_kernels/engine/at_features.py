@@ -57,7 +57,7 @@ class AtFeatures(OneGraph):
                 if self._features is not None:
                     self._features.close()
 
-    def check(self) -> None:
+    def prepare(self) -> None:
         """Checks that the features separate the losses from the trunk."""
         if not self.update:
             raise ValueError(
@@ -68,7 +68,6 @@ class AtFeatures(OneGraph):
         self._features = Features(
             self._given_features, self.losses, trunk.tasks, trunk.shared, trunk.watcher.names_of
         )
-        super().check()
 
     @property
     def _combines(self) -> bool:

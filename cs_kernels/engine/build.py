@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from cs_kernels.methods import Method
 from cs_kernels.nn.task_norm import check_tasks
 from cs_kernels.ranks.checksums import checksums
 from cs_kernels.ranks.find import find_ranks
+from cs_kernels.ranks.strategy import Training
 from cs_kernels.ranks.wrappers import Wrappers, unwrapped
 from cs_kernels.schedules import Schedule
 from cs_kernels.trunk.layers import shared_parameters
@@ -74,8 +74,8 @@ def build_engine(
             check_held(inner, shared, set(optimizers.held()), weighting)
             if scaler is not None and scaler.is_enabled():
                 optimizers.check_scales()
-        known = Trunk(inner, names, ranks.reach, optimizers.held, overrides, wrappers.take)
-        engine = Engine(known, optimizers, ranks, method, schedule, weighting, scaler, backward)
+            known = Trunk(inner, names, ranks.reach, optimizers.held, overrides, wrappers.take)
+            engine = Engine(known, optimizers, ranks, method, schedule, weighting, scaler, backward)
         _agree(engine)
     except BaseException:
         ranks.close()
@@ -97,27 +97,31 @@ def _agree(engine: Engine) -> None:
             "threshold of count_conflicts": [monitor.threshold],
         }
 
-    facts: dict[str, Any] = {
-        "tasks, in this order": list(trunk.tasks),
-        "method": _named(engine.method),
-        "schedule": _named(engine.schedule),
-        "weighting": _named(engine.weighting),
-        "use of a scaler": scaler is not None and scaler.is_enabled(),
-        "use of backward=": engine.graph.backward is not None,
-        "number of shared parameters": len(trunk.shared),
-        "shared parameters": [
-            (name, tuple(p.shape), str(p.dtype), p.requires_grad)
-            for name, p in zip(trunk.names, trunk.shared, strict=True)
-        ],
-        "number of other parameters in the optimizer": len(others),
-        "other parameters in the optimizer": [(tuple(p.shape), str(p.dtype)) for p in others],
-    }
+    def facts() -> dict[str, object]:
+        return {
+            "tasks, in this order": list(trunk.tasks),
+            "method": _named(engine.method),
+            "schedule": _named(engine.schedule),
+            "weighting": _named(engine.weighting),
+            "use of a scaler": scaler is not None and scaler.is_enabled(),
+            "use of backward=": engine.graph.backward is not None,
+            "number of shared parameters": len(trunk.shared),
+            "shared parameters": [
+                (name, tuple(p.shape), str(p.dtype), p.requires_grad)
+                for name, p in zip(trunk.names, trunk.shared, strict=True)
+            ],
+            "number of other parameters in the optimizer": len(others),
+            "other parameters in the optimizer": [(tuple(p.shape), str(p.dtype)) for p in others],
+        }
+
     engine.ranks.agree(
-        facts,
-        trunk,
-        planned,
-        lambda: checksums(trunk.module, optimizers.held()),
-        factor_is_hidden=engine.graph.backward is not None,
+        Training(
+            facts,
+            trunk,
+            planned,
+            lambda: checksums(trunk.module, optimizers.held()),
+            factor_is_hidden=engine.graph.backward is not None,
+        )
     )
 
 

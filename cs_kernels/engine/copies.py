@@ -14,7 +14,9 @@ class PartOfEngine(Generic[T]):
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, opt: "Copyable", owner: type) -> T:
+    def __get__(self, opt: "Copyable | None", owner: type) -> T:
+        if opt is None:
+            raise AttributeError(f"{self._name} is an attribute of objects of {owner.__name__}")
         part: T = getattr(opt._engine, self._name)
         return part
 

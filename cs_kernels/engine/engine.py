@@ -115,7 +115,7 @@ class Engine:
                         mode.surgery(part)
                     if mode.applies:
                         self._apply()
-            mode.end(step, phase)
+            mode.end(step, tasks, phase)
         return step
 
     def _call(self, mode: "Mode", phase: Phase) -> Call:
@@ -172,10 +172,10 @@ class Engine:
 
     def finish(self, step: Step, phase: Phase) -> None:
         """Notes a step that has been made."""
-        done = Done(step, self.steps, self.epoch, phase)
+        self.monitor.done = Done(step, self.steps, self.epoch, phase)
         self.steps += 1
         self.weighting.observe(step)
-        self.monitor.note(done)
+        self.monitor.count_step(step)
         self.trunk.end_step_if_watched()
 
     # --- what a step begins from ---
@@ -305,8 +305,8 @@ class Mode(ABC):
         """Makes the update of a joint part from its gradients."""
         self.engine.surgery(part.step)
 
-    def end(self, step: Step, phase: Phase) -> None:
-        """After all parts."""
+    def end(self, step: Step, tasks: Sequence[str], phase: Phase) -> None:
+        """Ends a step of some tasks, in their order."""
         self.engine.finish(step, phase)
 
     def losses_of(self, step: Step) -> dict[str, Tensor]:

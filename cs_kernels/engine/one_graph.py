@@ -47,12 +47,16 @@ class OneGraph(Mode):
 
     def check(self) -> None:
         """Begins an update, or goes on with that of earlier calls."""
+        self.prepare()
         accumulation = self.engine.accumulation
         self._continues = accumulation.is_open()
         if not self._continues:
             self.engine.guard.check_update_used()
             accumulation.begin()
         self.kind = 1 + (not self.update) + 2 * self._continues
+
+    def prepare(self) -> None:
+        """Further checks, before an update begins."""
 
     def open_step(self) -> Step | None:
         """That of earlier calls."""
@@ -100,11 +104,11 @@ class OneGraph(Mode):
             with record_function("cs_kernels.collect"), torch.no_grad():
                 engine.trunk.check_reached(task, ranks.collect(task))
 
-    def end(self, step: Step, phase: Phase) -> None:
+    def end(self, step: Step, tasks: Sequence[str], phase: Phase) -> None:
         """Leaves the update to the torch optimizer, or the gradients to the next call."""
         if self.update:
             self.engine.accumulation.clear()
-            super().end(step, phase)
+            super().end(step, tasks, phase)
             self.engine.guard.note_update()
         else:
             self.engine.accumulation.wait(step)

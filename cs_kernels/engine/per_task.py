@@ -87,15 +87,15 @@ class PerTask(Mode):
         trunk.watcher.learned(task)
         graph.passed(task)
 
-    def end(self, step: Step, phase: Phase) -> None:
+    def end(self, step: Step, tasks: Sequence[str], phase: Phase) -> None:
         """Computes the losses again, if the weighting needs those after the step."""
         engine = self.engine
         try:
             if engine.weighting.reevaluates:
                 with engine.transaction.without_traces(step.tasks), engine.guard.passing():
-                    step.losses_after = {task: self._evaluate(task) for task in step.tasks}
+                    step.losses_after = {task: self._evaluate(task) for task in tasks}
         finally:  # The step has been made.
-            super().end(step, phase)
+            super().end(step, tasks, phase)
 
     def _evaluate(self, task: str) -> Tensor:
         """The loss of one task, without gradients."""

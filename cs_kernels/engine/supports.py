@@ -143,8 +143,6 @@ TABLE = (
             " after fully_shard",
             TOGETHER: "process_group must be None and no parameter sharded for step_together, got"
             " {loop.ranks.size} ranks: use step",
-            CAPTURED: "optimizer must hold whole parameters for a captured step, got {found} after"
-            " fully_shard",
         },
     ),
     Feature(

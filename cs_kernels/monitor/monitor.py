@@ -37,11 +37,10 @@ class Monitor:
         if self.counter is not None:
             self.counter.measure(step)
 
-    def note(self, done: Done) -> None:
-        """Notes a step that has ended."""
-        self.done = done
+    def count_step(self, step: Step) -> None:
+        """Counts the conflicts of a step that has ended."""
         if self.counter is not None:
-            self.counter.add(done.step)
+            self.counter.add(step)
 
     def report(self, method: Method, weighting: Weighting) -> Report:
         """The report of the last step.

@@ -19,12 +19,11 @@ from cs_kernels.ranks.discoveries import Discoveries, SharedReach
 from cs_kernels.ranks.messages import Messages
 from cs_kernels.ranks.phase2 import Plan, phase2_of_parts, task_priorities
 from cs_kernels.ranks.pieces import ChannelArray
-from cs_kernels.ranks.strategy import Call, Ranks
+from cs_kernels.ranks.strategy import Call, Ranks, Training
 from cs_kernels.ranks.wrappers import Wrappers
 from cs_kernels.step import Part
 from cs_kernels.trunk.layers import LayerLists
 from cs_kernels.trunk.reach import Reach
-from cs_kernels.trunk.trunk import Trunk
 
 Statistics = Mapping[str | None, Sequence[Tensor]]
 """Running statistics by task; those of all tasks together for None."""
@@ -68,11 +67,11 @@ class PartialGradients(TaskGradients):
             for row in self.rows:
                 for i in own:
                     row[i] = None
-        self._own = own
+        self._own, self._assigned = own, []
 
     def assign(self, parameters: Sequence[int]) -> None:
         """Notes that the updates of some parameters are written, and forgets the rows."""
-        self._assigned = list(parameters)
+        self._assigned += parameters
         self.clear()
 
     def publish(self) -> None:
@@ -164,15 +163,7 @@ class Distributed(Ranks):
         """Tells the other ranks of an exception."""
         return self.messages.building()
 
-    def agree(
-        self,
-        facts: Mapping[str, object],
-        trunk: Trunk,
-        planned: Callable[[], dict[str, list[object]]],
-        checksums: Callable[[], dict[str, int]],
-        *,
-        factor_is_hidden: bool,
-    ) -> None:
+    def agree(self, training: Training) -> None:
         """Checks that all ranks train the same.
 
         Raises:
@@ -180,10 +171,12 @@ class Distributed(Ranks):
             RankError: The arguments of one do not fit.
 
         """
+        trunk = training.trunk
         self._statistics = trunk.statistics
         self._discoveries = Discoveries(trunk, self.reach)
-        self._planned, self._factor_is_hidden = planned, factor_is_hidden
-        self.messages.agree(facts, trunk.tasks, weakref.proxy(self), checksums)
+        self._planned, self._factor_is_hidden = training.planned, training.factor_is_hidden
+        proxy = weakref.proxy(self)
+        self.messages.agree(training.facts(), trunk.tasks, proxy, training.checksums)
 
     def close(self) -> None:
         """Destroys the groups that were made, too."""

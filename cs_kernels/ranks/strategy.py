@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -33,6 +34,22 @@ class Call(NamedTuple):
     """0 for `step`; for `backward`, 1, or 2 without an update, plus 2 after one without."""
     passes: int
     """The number of micro-batches."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What ranks must have alike: before the first step, and in every step."""
+
+    facts: Callable[[], Mapping[str, object]]
+    """By name of an argument, its description."""
+    trunk: Trunk
+    """What passes show of it is made equal on all ranks."""
+    planned: Callable[[], dict[str, list[object]]]
+    """By name, facts of the next step that may change between steps."""
+    checksums: Callable[[], dict[str, int]]
+    """By name of a parameter, a number that differs if its values do."""
+    factor_is_hidden: bool
+    """Whether the loss scale shows in the backward passes only."""
 
 
 class Ranks:
@@ -74,25 +91,8 @@ class Ranks:
         """Around the checks of one rank's arguments: the others do not wait for one that fails."""
         return contextlib.nullcontext()
 
-    def agree(
-        self,
-        facts: Mapping[str, object],
-        trunk: Trunk,
-        planned: Callable[[], dict[str, list[object]]],
-        checksums: Callable[[], dict[str, int]],
-        *,
-        factor_is_hidden: bool,
-    ) -> None:
-        """Checks that all ranks train the same, and takes what they will compare.
-
-        Args:
-            facts: By name of an argument, its description.
-            trunk: What passes show of it is made equal on all ranks.
-            planned: By name, facts of the next step that may change between steps.
-            checksums: By name of a parameter, a number that differs if its values do.
-            factor_is_hidden: Whether the loss scale shows in the backward passes only.
-
-        """
+    def agree(self, training: Training) -> None:
+        """Checks that all ranks train the same, and takes what they will compare."""
 
     def close(self) -> None:
         """Ends the messages, and gives wrappers their reductions back."""

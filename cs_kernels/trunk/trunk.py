@@ -75,23 +75,20 @@ class Trunk:
     # --- changes ---
 
     def changed(self) -> bool:
-        """Whether other parameters train than in the last step, or a module was exchanged.
+        """Whether other parameters train than in the last step, or a module was exchanged."""
+        replaced = self.submodules.changed()
+        return self._what_trains() != self.trains or replaced
+
+    def forget(self) -> None:
+        """Watches the next pass of every task again: other parameters may train, or modules run.
 
         Raises:
             ValueError: The trunk has other parameters than at first, of which there are no
                 gradients.
 
         """
-        replaced, trains = self.submodules.changed(), self._what_trains()
-        if not replaced and trains == self.trains:
-            return False
         self._check_parameters()
-        if replaced:
-            self.submodules.watch(module._modules for module in self.module.modules())
-        return True
-
-    def forget(self) -> None:
-        """Watches the next pass of every task again: other parameters may train, or modules run."""
+        self.submodules.watch(module._modules for module in self.module.modules())
         self.generation += 1
         self._find_norms()
         self.watcher.forget()

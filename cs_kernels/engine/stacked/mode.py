@@ -162,7 +162,8 @@ class Stacked(PerTask):
             parameter.grad = None  # In place of zeros, which have an effect in an optimizer.
         trunk.watcher.learned(*tasks)
         known[pattern] = reached
-        self._known.parts_checked = trunk.generation
+        if len(tasks) > 1:  # The part of one task alone shows nothing.
+            self._known.parts_checked = trunk.generation
 
     @staticmethod
     def _check(
