@@ -573,7 +573,8 @@ def _in_halves(rank: int, size: int, kind: str) -> list[Tensor]:
         network = Network(kind, rank, size)
         opt = network.start(method)
         opt.step(partial(network.loss, 0))
-        states.append([p.detach().clone() for p in network.parameters])
+        local = (getattr(p.detach(), "_local_tensor", p.detach()) for p in network.parameters)
+        states.append([p.clone() for p in local])
     return states
 
 
