@@ -69,14 +69,9 @@ class AtFeatures(OneGraph):
             self._given_features, self.losses, trunk.tasks, trunk.shared, trunk.watcher.names_of
         )
 
-    @property
-    def _combines(self) -> bool:
-        """Whether a combination is needed: a plain sum of gradients needs no stop."""
-        return self.separates
-
     def backward_passes(self, part: Part, losses: Mapping[str, Tensor]) -> None:
-        """Backward passes that end at the features."""
-        if not self._combines:
+        """Backward passes that end at the features; a plain sum of gradients needs no stop."""
+        if not self.separates:
             super().backward_passes(part, losses)
             return
         assert self._features is not None
@@ -85,7 +80,7 @@ class AtFeatures(OneGraph):
 
     def surgery(self, part: Part) -> None:
         """Combines the gradients of features, and takes the combination through the trunk."""
-        if not self._combines:
+        if not self.separates:
             super().surgery(part)
             return
         assert self._features is not None

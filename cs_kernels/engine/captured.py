@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from cs_kernels.engine import supports
-from cs_kernels.engine.cuda_graphs import DEVICES, Graphs
+from cs_kernels.engine.cuda_graphs import DEVICES, Graphs, refuse_capture
 from cs_kernels.engine.engine import Engine
 from cs_kernels.engine.per_task import Closure, PerTask, checked_closures
 from cs_kernels.monitor.report import Done
@@ -51,6 +51,7 @@ class CapturedStep:
         self._warm: Counter[Phase] = Counter()
         """Steps of each phase since its last capture."""
         device = engine.trunk.device
+        refuse_capture(device)
         engine.check_ready()
         supports.check(supports.CAPTURED, engine)
         _check_replays(engine)
@@ -83,6 +84,7 @@ class CapturedStep:
             return engine.run(self._step())
         _check_autocast(self._counter.device)
         phase = engine.phase
+        refuse_capture(self._counter.device)
         engine.check_ready()
         if engine.trunk.changed():
             engine.forget_passes()
@@ -146,7 +148,7 @@ class CapturedStep:
         return same and values == recording.values
 
     def _facts(self, phase: Phase) -> tuple[list[object], list[Tensor]]:
-        """What a recording depends on: values, and tensors, which are compared by identity."""
+        """The values, and the tensors by identity, that a recording depends on."""
         engine = self._engine
         trunk, optimizers = engine.trunk, engine.optimizers
         held = trunk.held()

@@ -223,7 +223,6 @@ class Engine:
 
     def check_ready(self) -> None:
         """Raises a RuntimeError if `step` would lose what `backward` has left."""
-        refuse_capture(self.trunk.device)
         if self.accumulation.is_open():
             raise RuntimeError(supports.WOULD_FORGET)
         self.guard.check_update_used()

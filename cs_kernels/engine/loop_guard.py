@@ -26,7 +26,7 @@ def ends_with_gradient(
 
 
 class LoopGuard:
-    """What the torch optimizers have done with the updates."""
+    """Notices every step of the torch optimizers, and raises for one that is wrong."""
 
     def __init__(
         self, gradients: TaskGradients, optimizers: TorchOptimizers, accumulation: Accumulation

@@ -114,5 +114,5 @@ class OneGraph(Mode):
             self.engine.accumulation.wait(step)
 
     def losses_of(self, step: Step) -> dict[str, Tensor]:
-        """Those of this call."""
+        """The losses of this call."""
         return step.recent.losses

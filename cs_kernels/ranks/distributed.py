@@ -138,8 +138,6 @@ class Distributed(Ranks):
         self._groups = groups
         self._planned: Callable[[], dict[str, list[object]]] = dict
         self._factor_is_hidden = False
-        self._passed: tuple[str, ...] = ()
-        """The tasks of the last passes."""
         self._remaining: Sequence[nn.Parameter] = ()
         """The parameters whose gradients nothing else reduces."""
         self._loss_dtypes: dict[str, torch.dtype] = {}
@@ -306,7 +304,6 @@ class Distributed(Ranks):
     def _end_passes(self, part: Part, held: Sequence[nn.Parameter]) -> None:
         """Notes which parameters have a gradient on this rank."""
         ranks_of = self.messages.facts.ranks_of
-        self._passed = part.tasks
         self._remaining = self._others(held)
         kind = len(self.parameters), *((task, *ranks_of[task]) for task in part.tasks)
         self._discoveries.note_pattern(kind, self._pattern())
@@ -357,7 +354,7 @@ class Distributed(Ranks):
                     numbers[2 * n + k] = recent[task].to(numbers) * weight
         if self._factor_is_hidden and step.loss_scale is not None:
             numbers[-2], numbers[-1] = step.loss_scale.to(numbers), 1
-        alike = self._alike(statistics)
+        alike = self._alike(tasks, statistics)
         # A rank without weight may have a statistic that is not finite: it must not count.
         flat = [
             torch.cat([t.flatten() for t in tensors]).to(numbers) * weight
@@ -383,25 +380,27 @@ class Distributed(Ranks):
             pairs = zip(of_each, tensors, strict=True)
             torch._foreach_copy_(tensors, [x.view(t.shape) for x, t in pairs])
 
-    def _alike(self, statistics: Statistics) -> list[tuple[list[Tensor], float]]:
+    def _alike(
+        self, tasks: Sequence[str], statistics: Statistics
+    ) -> list[tuple[list[Tensor], float]]:
         """The running statistics of one task and dtype, with this rank's weight, on every rank.
 
         The gradients of heads are among them.
         """
         ranks_of, like = self.messages.facts.ranks_of, self.like()
         of_heads: Statistics = {
-            task: self._discoveries.of_heads(task, ranks_of[task], like) for task in self._passed
+            task: self._discoveries.of_heads(task, ranks_of[task], like) for task in tasks
         }
         found: dict[tuple[str | None, bool, torch.dtype], list[Tensor]] = {}
         for is_head, by_task in ((False, statistics), (True, of_heads)):
             for task, tensors in by_task.items():
                 for tensor in tensors:
                     found.setdefault((task, is_head, tensor.dtype), []).append(tensor)
-        return [(found[kind], self._weight_of(kind[0])) for kind in found]
+        return [(found[kind], self._weight_of(kind[0], tasks)) for kind in found]
 
-    def _weight_of(self, task: str | None) -> float:
+    def _weight_of(self, task: str | None, tasks: Sequence[str]) -> float:
         """The weight of this rank's statistics of a task, or of all tasks together."""
         if task is not None:
             return self.messages.weight(task)
-        with_labels = {rank for t in self._passed for rank in self.messages.facts.ranks_of[t]}
+        with_labels = {rank for t in tasks for rank in self.messages.facts.ranks_of[t]}
         return 1 / len(with_labels) if self.messages.rank in with_labels else 0.0

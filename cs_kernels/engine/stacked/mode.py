@@ -26,7 +26,7 @@ Forward = Callable[[RunTrunk], Mapping[str, Tensor]]
 
 
 class Reached(NamedTuple):
-    """What the graph of a pass has shown."""
+    """The parameters that a pass reaches, as its graph shows them."""
 
     unreached: list[nn.Parameter]
     """The parameters of normalizations that their tasks do not reach."""
@@ -41,7 +41,7 @@ class Reached(NamedTuple):
 
 
 class KnownPasses:
-    """What the graphs of earlier passes have shown, by the pattern of the pass."""
+    """The parameters that earlier passes have reached, by the pattern of the pass."""
 
     def __init__(self) -> None:
         self.parts_checked = -1
@@ -50,7 +50,7 @@ class KnownPasses:
         self._version = -1
 
     def at(self, version: int) -> dict[Pattern, Reached]:
-        """Those that are not older than a version of the checks of graphs."""
+        """The passes since graphs were last checked; others are forgotten."""
         if version != self._version:
             self._version = version
             self._reached.clear()
