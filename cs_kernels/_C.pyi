@@ -1,8 +1,6 @@
 from typing import Any
 
-from torch import Tensor
-
-from cs_kernels.ops.aliases import Dictionaries, Floats, Grads, Ints, Tensors
+from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 
 cpu_instruction_set: str
 max_tasks: int
@@ -39,25 +37,6 @@ class Operands:
     def set_gradient(self, index: int, address: int) -> None: ...
     def channels(self, tensor: int) -> int: ...
 
-class NormFactors:
-    fit: bool
-    gamma_type: int
-    variance_type: int
-    epsilon: list[float]
-    sizes: list[int]
-    def __init__(
-        self,
-        operands: Operands,
-        parameters: Dictionaries,
-        buffers: Dictionaries,
-        norms: list[object],
-    ) -> None: ...
-    def write_copies(self, table: int, gammas: int, variances: int) -> None: ...
-
-class Snapshot:
-    def __init__(self, dictionaries: Dictionaries, copies: list[Tensor | None]) -> None: ...
-    def take(self) -> bool: ...
-
 # Addresses are int; sizes are in elements.
 def channel_energies(
     *, type: int, layout: Layout, weight: int, energy: int, threads: int
@@ -81,15 +60,6 @@ def phase2(
     gamma: int,
     variance: int,
     epsilon: Floats,
-    products: int,
-    threads: int,
-) -> None: ...
-def phase2_of_trunk(
-    operands: Operands,
-    *,
-    priorities: Ints,
-    weights: Ints,
-    factors: NormFactors,
     products: int,
     threads: int,
 ) -> None: ...

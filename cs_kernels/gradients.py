@@ -12,7 +12,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from cs_kernels.ops.backends import direct
 from cs_kernels.ops.operands import misfits
 from cs_kernels.trunk.layers import LayerLists, epsilons, gammas, running_vars
 from cs_kernels.trunk.reach import Reach
@@ -243,22 +242,17 @@ class TaskGradients:
         del tasks
         updates, grads, number = self.updates(parameters), self.of(parameters), len(self.rows)
         products = updates[0].new_empty((len(lists.layers), number, number), dtype=torch.float64)
-        of_trunk = direct("phase2_of_trunk_", updates[0].device)
-        priorities: Tensor | None = None
-        if of_trunk is not None:
-            priorities = of_trunk(updates, grads, *lists[2:], number, products)
-        if priorities is None:
-            none = [updates[0].new_empty(0)]
-            priorities = torch.ops.cs_kernels.phase2_update_(
-                updates,
-                grads,
-                lists.weights,
-                torch.cat(gammas(lists.layers) or none),
-                torch.cat(running_vars(lists.layers) or none),
-                epsilons(lists.layers),
-                lists.out_channel_dims,
-                lists.groups,
-                number,
-                products,
-            )
+        none = [updates[0].new_empty(0)]
+        priorities = torch.ops.cs_kernels.phase2_update_(
+            updates,
+            grads,
+            lists.weights,
+            torch.cat(gammas(lists.layers) or none),
+            torch.cat(running_vars(lists.layers) or none),
+            epsilons(lists.layers),
+            lists.out_channel_dims,
+            lists.groups,
+            number,
+            products,
+        )
         return priorities, products

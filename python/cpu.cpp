@@ -12,7 +12,6 @@
 #include "cs_kernels/random.h"
 #include "cs_kernels/solvers.h"
 #include "module.h"
-#include "norms.h"
 #include "operands.h"
 
 namespace py = pybind11;
@@ -81,36 +80,6 @@ void phase2(const Operands& operands, const std::vector<Address>& priorities,
     first += tensors[t].layout.rows() * operands.tasks;
   }
   cpu::phase2({operands.tasks, operands.count(), tensors.data()}, threads);
-}
-
-// The end of `numbers` gets a vector of float32 or float64.
-void append(std::vector<double>& numbers, int type, const void* data, std::int64_t count) {
-  const auto from = [&](const auto* first) { numbers.insert(numbers.end(), first, first + count); };
-  if (from_python(type) == DataType::kFloat32)
-    from(static_cast<const float*>(data));
-  else if (from_python(type) == DataType::kFloat64)
-    from(static_cast<const double*>(data));
-  else
-    throw std::invalid_argument("factors must be float32 or float64, got type " +
-                                std::to_string(type));
-}
-
-// The same for a trunk whose first tensors have these weights and normalizations.
-void phase2_of_trunk(const Operands& operands, const std::vector<Address>& priorities,
-                     const std::vector<Address>& weights, const NormFactors& factors,
-                     Address products, int threads) {
-  check_length("factors", factors.gamma.size(), weights.size() * operands.tasks);
-  std::vector<double> gamma;
-  std::vector<double> variance;
-  for (std::size_t t = 0; t < weights.size(); ++t) {
-    const std::int64_t rows = operands.layouts.at(t).rows();
-    for (std::size_t i = t * operands.tasks; i < (t + 1) * operands.tasks; ++i) {
-      append(gamma, factors.gamma_type, factors.gamma[i], rows);
-      append(variance, factors.variance_type, factors.variance[i], rows);
-    }
-  }
-  phase2(operands, priorities, weights, Address(gamma.data()), Address(variance.data()),
-         factors.epsilon, products, threads);
 }
 
 // products: [layers, tasks, tasks].
@@ -182,8 +151,6 @@ void define_cpu(py::module_& module) {
   define_parallel("channel_energies", &channel_energies, "type", "layout", "weight", "energy");
   define_parallel("phase2", &phase2, "operands", "priorities", "weights", "gamma", "variance",
                   "epsilon", "products");
-  define_parallel("phase2_of_trunk", &phase2_of_trunk, "operands", "priorities", "weights",
-                  "factors", "products");
   define_parallel("phase2_products", &phase2_stage<cpu::phase2_products>, "operands", "priorities",
                   "products");
   define_parallel("phase2_apply", &phase2_stage<cpu::phase2_apply>, "operands", "priorities",

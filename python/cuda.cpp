@@ -13,7 +13,6 @@
 
 #include "arguments.h"
 #include "cs_kernels/cuda/combine.h"
-#include "cs_kernels/cuda/copy.h"
 #include "cs_kernels/cuda/phase2.h"
 #include "cs_kernels/cuda/solvers.h"
 
@@ -163,7 +162,6 @@ void define_cuda(py::module_ module) {
                 Pointer{"strength"});
   define_launch(module, "task_priority", "priorities", &cuda::task_priority, Type{"type"},
                 Pointer{"strength"}, Int32{"tasks"}, Int64{"rows"}, Pointer{"priority"});
-  define_launch(module, "copy", "copies", &cuda::copy, Pointer{"copies"}, Int64{"count"});
   const auto define_on_gradients = [&](const char* name, const char* what, auto* launch,
                                        auto... fields) {
     define_launch(module, name, what, launch, Type{"type"}, Int32{"tasks"}, Pointer{"items"},

@@ -32,8 +32,6 @@ PYBIND11_MODULE(_C, module) {
                                                             {"most_similar", solvers::kMostSimilar},
                                                             {"vanished", solvers::kVanished}};
   define_operands(module);
-  define_norms(module);
-  define_snapshot(module);
   define_cpu(module);
 #ifdef CS_KERNELS_CUDA
   define_cuda(module.def_submodule("cuda"));

@@ -4,8 +4,6 @@
 #include <pybind11/pybind11.h>
 
 void define_operands(pybind11::module_& module);
-void define_norms(pybind11::module_& module);
-void define_snapshot(pybind11::module_& module);
 
 // The kernels of csrc/cpu.
 void define_cpu(pybind11::module_& module);

@@ -167,7 +167,7 @@ class CapturedStep:
         ]
         values += [
             trunk.trains,
-            trunk.submodules.version,
+            trunk.generation,
             [parameter.data_ptr() for parameter in (*held, *trunk.shared)],
             [module.training for module in modules],
             trunk.watcher.version,
@@ -184,7 +184,7 @@ class CapturedStep:
         """The modules of the trunk, and others, as heads, that a watched pass has run."""
         trunk = self._engine.trunk
         watcher = trunk.watcher
-        version = trunk.submodules.version, watcher.version, len(watcher.outside)
+        version = trunk.generation, watcher.version, len(watcher.outside)
         if self._modules[0] != version:
             outside = sorted(watcher.outside, key=id)
             self._modules = version, [*trunk.module.modules(), *outside]

@@ -10,7 +10,6 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from cs_kernels.ops.solvers import SOLVERS
 
@@ -35,10 +34,6 @@ class Backend:
     def operators(self) -> dict[str, Callable[..., Any]]:
         """By name; imported at the first use."""
         return _operators(self.module_name)
-
-    def direct(self, name: str) -> Callable[..., Any] | None:
-        """One of its functions that are no operators; None if it has no such function."""
-        return getattr(importlib.import_module(self.module_name).operators, name, None)
 
     @property
     def reason(self) -> str | None:
@@ -164,16 +159,6 @@ def _select(device: str | None) -> Backend:
             if backend.computes_on(device) and backend.reason is None
         )
     return backend
-
-
-def direct(name: str, device: torch.device) -> Callable[..., Any] | None:
-    """A function of the backend in force that is no operator; None if there is no such function.
-
-    PyTorch's dispatcher does not see the call. So there is none under a dispatch mode.
-    """
-    if _get_current_dispatch_mode() is not None:
-        return None
-    return _select(device.type).direct(name)
 
 
 def router(operator: str, device: str | None) -> Callable[..., Any]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels import _C
-from cs_kernels.ops.aliases import Floats, Ints, Tensors
+from cs_kernels.ops.aliases import Floats, Ints
 from cs_kernels.ops.compiled.combine import CombineOperators
 from cs_kernels.ops.compiled.phase2 import Factors, Phase2Operators
 from cs_kernels.ops.operands import (
@@ -17,9 +17,6 @@ from cs_kernels.ops.operands import (
     check_gramian,
     checked_options,
 )
-
-_IN_PLACE = {TYPES[torch.float32], TYPES[torch.float64]}
-"""The types of gamma and running variance that are read in place."""
 
 
 def _in_double(tensor: Tensor) -> Tensor:
@@ -49,27 +46,6 @@ class CpuOperators(Phase2Operators, CombineOperators):
             products=address_of(products),
             threads=torch.get_num_threads(),
         )
-
-    def run_trunk(
-        self,
-        operands: Operands,
-        priorities: Ints,
-        weights: Tensors,
-        factors: _C.NormFactors,
-        products: Tensor,
-    ) -> bool:
-        """One call for all tensors."""
-        if not {factors.gamma_type, factors.variance_type} <= _IN_PLACE:
-            return False
-        _C.phase2_of_trunk(
-            operands.native,
-            priorities=priorities,
-            weights=[weight.data_ptr() for weight in weights],
-            factors=factors,
-            products=products.data_ptr(),
-            threads=torch.get_num_threads(),
-        )
-        return True
 
     def run_products(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
         """One call for all tensors."""

@@ -1,19 +1,16 @@
 """The backend "cuda": the kernels of `csrc/cuda`."""
 
-from collections.abc import Callable
 from dataclasses import fields
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cs_kernels.ops import operands
-from cs_kernels.ops.aliases import Ints, Tensors
-from cs_kernels.ops.compiled.phase2 import Factors
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.combine import GradientCallField, GradientField
-from cs_kernels.ops.gpu.device import host_buffer, on_device, send, stream_of
+from cs_kernels.ops.gpu.device import stream_of
 from cs_kernels.ops.gpu.phase2_plan import (
     CallField,
     Counter,
@@ -23,20 +20,12 @@ from cs_kernels.ops.gpu.phase2_plan import (
     Tiling,
 )
 from cs_kernels.ops.operands import (
-    DTYPES,
     SOLVER_NUMBERS,
     TYPES,
-    Operands,
     Option,
     address_of,
     checked_options,
 )
-
-if TYPE_CHECKING:
-    from cs_kernels._C import NormFactors
-
-_COPIED = 64 << 10
-"""Bytes that a block copies at most."""
 
 _kernels: Any = None
 
@@ -116,27 +105,6 @@ class CudaOperators(GpuOperators):
             **_addresses(launch.plan, launch),
         )
 
-    def run_trunk(
-        self,
-        operands: Operands,
-        priorities: Ints,
-        weights: Tensors,
-        factors: "NormFactors",
-        products: Tensor,
-    ) -> bool:
-        """One launch puts the factors together, and then one for each dtype."""
-        device, sizes = operands.outputs[0].device, factors.sizes
-        gamma, variance = (
-            torch.empty(sum(sizes), dtype=DTYPES[code], device=device)
-            for code in (factors.gamma_type, factors.variance_type)
-        )
-        table = host_buffer(6 * len(sizes), device)
-        factors.write_copies(table.data_ptr(), gamma.data_ptr(), variance.data_ptr())
-        self._copy(send(table, device))
-        read = Factors(weights, gamma, variance, factors.epsilon)
-        self.run_phase2(operands, priorities, read, products)
-        return True
-
     def launch_energies(
         self, plan: Phase2Plan, weight: Tensor, energy: Tensor, *, vectors: bool
     ) -> None:
@@ -176,31 +144,6 @@ class CudaOperators(GpuOperators):
             priority=priority.data_ptr(),
             stream=stream_of(strength.device),
         )
-
-    def copier(self, sources: Tensors, targets: Tensors) -> Callable[[], None]:
-        """A function that copies contiguous tensors of a device by one launch.
-
-        Their addresses go to the device when it is made.
-        """
-        table = [
-            [
-                source.data_ptr() + first,
-                target.data_ptr() + first,
-                min(_COPIED, source.nbytes - first),
-            ]
-            for source, target in zip(sources, targets, strict=True)
-            for first in range(0, source.nbytes, _COPIED)
-        ]
-        copies = torch.tensor(table, dtype=torch.int64, device="cpu").to(sources[0].device)
-
-        return partial(self._copy, copies)
-
-    def _copy(self, copies: Tensor) -> None:
-        """Rows of source, target and bytes."""
-        with on_device(copies.device):
-            _kernels.copy(
-                copies=copies.data_ptr(), count=copies.numel() // 3, stream=stream_of(copies.device)
-            )
 
     def _gradients(self, launch: GradientLaunch) -> dict[str, Any]:
         return {

@@ -4,16 +4,15 @@ A weight, its gradients and its update must have one dense memory layout; other 
 """
 
 import importlib
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from struct import pack, unpack
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from cs_kernels.ops.aliases import Dictionaries, Floats, Grads, Ints, Tensors
+from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 from cs_kernels.ops.random import random_state
 from cs_kernels.ops.solvers import ALIGNED_SCALES, SOLVERS, tolerances
 
@@ -28,7 +27,6 @@ else:
     from cs_kernels import _C
 
 if TYPE_CHECKING:
-    from cs_kernels._C import NormFactors
     from cs_kernels._C import Operands as NativeOperands
 
 MOST_TASKS = 64
@@ -119,35 +117,6 @@ def misfits(tensors: Grads, likes: Tensors) -> list[int]:
         or (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
         != (like.dtype, like.device, like.shape, like.stride())
     ]
-
-
-class Entries:
-    """The values of dictionaries, such as the modules of modules."""
-
-    def __init__(self, dictionaries: Iterable[dict[str, Any]]) -> None:
-        self.version = 0
-        """The number of changes seen."""
-        self.watch(dictionaries)
-
-    def watch(self, dictionaries: Iterable[dict[str, Any]]) -> None:
-        """Compares the values of these dictionaries from now on."""
-        self._dictionaries = list(dictionaries)
-        self._same = self._comparison()
-        self.version += 1
-
-    def changed(self) -> bool:
-        """Whether they are other objects, or tensors with other memory, than at the last call."""
-        if self._same():
-            return False
-        self._same = self._comparison()
-        self.version += 1
-        return True
-
-    def _comparison(self) -> Callable[[], bool]:
-        values = [value for entries in self._dictionaries for value in entries.values()]
-        if unavailable is None:
-            return _C.Snapshot(self._dictionaries, [None] * len(values)).take
-        return lambda: values == [v for entries in self._dictionaries for v in entries.values()]
 
 
 def first_present(grads: Grads, tensors: int, tasks: int) -> list[Tensor]:
@@ -412,12 +381,6 @@ class Operands:
             )
         if written and not products.is_contiguous():
             raise ValueError(f"products must be contiguous, got strides {products.stride()}")
-
-    def factors(
-        self, parameters: Dictionaries, buffers: Dictionaries, norms: Sequence[object]
-    ) -> "NormFactors":
-        """The factors of the first tensors' strengths, where normalizations keep them."""
-        return _C.NormFactors(self.native, parameters, buffers, list(norms))
 
     def new_priorities(self, channels: Ints) -> tuple[Tensor, list[int]]:
         """An int64 tensor for the priorities of the first tensors, and each one's address."""

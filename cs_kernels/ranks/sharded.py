@@ -26,7 +26,6 @@ from cs_kernels.ranks.fsdp import (
 from cs_kernels.ranks.messages import Messages
 from cs_kernels.ranks.pieces import ChannelArray
 from cs_kernels.ranks.wrappers import Wrappers
-from cs_kernels.trunk.statistics import packed
 
 
 class Sharded(Distributed):
@@ -114,9 +113,11 @@ class Sharded(Distributed):
         for parameter in new:
             kinds.setdefault(parameter.dtype, []).append(parameter)
         for parameters in kinds.values():
-            copies = packed([local_shard(new[parameter]).contiguous() for parameter in parameters])
-            for parameter, own in zip(parameters, copies, strict=True):
-                cast("Any", new[parameter])._local_tensor = own
+            shards = [local_shard(new[parameter]) for parameter in parameters]
+            packed = torch.cat([shard.flatten() for shard in shards])
+            copies = torch.split(packed, [shard.numel() for shard in shards])
+            for parameter, shard, own in zip(parameters, shards, copies, strict=True):
+                cast("Any", new[parameter])._local_tensor = own.view(shard.shape)
         self._kept = dict(grads)
 
     def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -3,7 +3,7 @@
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,17 +11,6 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from cs_kernels.nn.task_norm import TaskBatchNorm
 from cs_kernels.ops import out_channels
-
-
-class Norm(NamedTuple):
-    """A normalization and the dictionaries of its tensors, which may be replaced between steps.
-
-    A step reads every layer's and task's tensors; access through module attributes is slower.
-    """
-
-    parameters: dict[str, nn.Parameter | None]
-    buffers: dict[str, Tensor | None]
-    module: Any
 
 
 @dataclass(frozen=True)
@@ -36,7 +25,7 @@ class Layer:
     groups: int
     """The groups of a transposed convolution; 1 for other layers, with `out_channel_dim` 0."""
     norm_name: str
-    norms: tuple[Norm, ...]
+    norms: tuple[nn.Module, ...]
     """The normalization of each task."""
 
 
@@ -48,12 +37,6 @@ class LayerLists(NamedTuple):
     weights: list[Tensor]
     out_channel_dims: list[int]
     groups: list[int]
-    parameters: list[dict[str, nn.Parameter | None]]
-    """The parameters of every layer's normalizations, a dictionary for each task."""
-    buffers: list[dict[str, Tensor | None]]
-    """The buffers of every layer's normalizations, a dictionary for each task."""
-    norms: list[Any]
-    """The normalizations."""
 
     @property
     def channels(self) -> list[int]:
@@ -63,16 +46,12 @@ class LayerLists(NamedTuple):
     @classmethod
     def of(cls, layers: Sequence[Layer]) -> "LayerLists":
         """The lists of these layers."""
-        norms = [norm for layer in layers for norm in layer.norms]
         return cls(
             layers=tuple(layers),
             weight_indices=[layer.weight_index for layer in layers],
             weights=[layer.weight for layer in layers],
             out_channel_dims=[layer.out_channel_dim for layer in layers],
             groups=[layer.groups for layer in layers],
-            parameters=[norm.parameters for norm in norms],
-            buffers=[norm.buffers for norm in norms],
-            norms=[norm.module for norm in norms],
         )
 
 
@@ -87,10 +66,11 @@ def gammas(layers: Sequence[Layer]) -> list[Tensor]:
         StaleLayoutError: The layers have to be found anew.
 
     """
-    norms = [norm for layer in layers for norm in layer.norms]
-    if not all("weight" in norm.parameters for norm in norms):
+    # Dictionaries: a step reads thousands, and a module's attributes are slower.
+    of_norms = [norm._parameters for layer in layers for norm in layer.norms]
+    if not all("weight" in parameters for parameters in of_norms):
         raise StaleLayoutError
-    found = [norm.parameters["weight"] for norm in norms]
+    found = [parameters["weight"] for parameters in of_norms]
     if any(gamma is None for gamma in found):
         pairs = zip(found, running_vars(layers), strict=True)
         return [torch.ones_like(var) if gamma is None else gamma for gamma, var in pairs]
@@ -104,7 +84,7 @@ def running_vars(layers: Sequence[Layer]) -> list[Tensor]:
         StaleLayoutError: The layers have to be found anew.
 
     """
-    buffers = [norm.buffers.get("running_var") for layer in layers for norm in layer.norms]
+    buffers = [norm._buffers.get("running_var") for layer in layers for norm in layer.norms]
     if any(buffer is None for buffer in buffers):
         raise StaleLayoutError
     return cast("list[Tensor]", buffers)
@@ -112,7 +92,7 @@ def running_vars(layers: Sequence[Layer]) -> list[Tensor]:
 
 def epsilons(layers: Sequence[Layer]) -> list[float]:
     """Epsilon of every normalization, layer by layer."""
-    return [norm.module.eps for layer in layers for norm in layer.norms]
+    return [cast("float", norm.eps) for layer in layers for norm in layer.norms]
 
 
 def channels_of(layer: nn.Module, weight: Tensor) -> tuple[int, int, int]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from cs_kernels.nn.task_norm import TaskBatchNorm
-from cs_kernels.trunk.layers import Coverage, Layer, Layout, Norm, channels_of, shared_parameters
+from cs_kernels.trunk.layers import Coverage, Layer, Layout, channels_of, shared_parameters
 from cs_kernels.trunk.watcher import LAYERS, Watcher
 
 Overrides = Mapping[nn.Parameter, str | None]
@@ -67,7 +67,7 @@ def find_layout(
                 out_channel_dim=out_channel_dim,
                 groups=groups,
                 norm_name=norm_name,
-                norms=tuple(Norm(n._parameters, n._buffers, n) for n in norms),
+                norms=norms,
             )
         )
     layers.sort(key=lambda layer: layer.weight_index)

@@ -2,26 +2,24 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from operator import is_
 
 import torch
 from torch import Tensor, nn
 
 from cs_kernels.nn.task_norm import task_norms
-from cs_kernels.ops.backends import direct
-from cs_kernels.ops.operands import unavailable
-
-if unavailable is None:
-    from cs_kernels import _C
 
 Buffers = dict[str, Tensor | None]
 
 Sizes = dict[str, list[tuple[int, torch.dtype]]]
 
-_SMALL = 64 << 10
-"""Bytes; torch copies larger tensors with several threads."""
+
+def _of_norms(modules: Sequence[Buffers]) -> list[Tensor]:
+    """The running statistics among the buffers of modules."""
+    names = "running_mean", "running_var", "num_batches_tracked"
+    norms = [buffers for buffers in modules if buffers.get("running_var") is not None]
+    return [tensor for b in norms for name in names if (tensor := b.get(name)) is not None]
 
 
 def _writable(buffer: Tensor) -> bool:
@@ -33,99 +31,63 @@ def _writable(buffer: Tensor) -> bool:
     )
 
 
-def _is_lazy(tensor: Tensor) -> bool:
-    """Whether its memory has the conjugates or the negatives of its values."""
-    return tensor.is_conj() or tensor.is_neg()
-
-
-def _copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copies values, one tensor after the other where torch cannot copy all together."""
-    if any(map(_is_lazy, targets + sources)):
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source)
-    else:
-        torch._foreach_copy_(targets, sources)
-
-
-def _put_back(tensors: Sequence[Tensor], copies: Sequence[Tensor]) -> None:
-    """Writes the copies; a tensor that a step has given another size or type gets its own again."""
-    same: tuple[list[Tensor], list[Tensor]] = [], []
-    for tensor, copy in zip(tensors, copies, strict=True):
-        if (tensor.shape, tensor.dtype) == (copy.shape, copy.dtype):
-            same[0].append(tensor)
-            same[1].append(copy)
-        else:
-            tensor.data = copy.clone()
-    if same[0]:
-        _copy(*same)
-
-
-def _is_packed(tensor: Tensor) -> bool:
-    """Whether its copy is one of many that are made together."""
-    if type(tensor) is not Tensor or not tensor.is_contiguous() or _is_lazy(tensor):
-        return False
-    return tensor.device.type != "cpu" or tensor.nbytes <= _SMALL
-
-
-def packed(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of contiguous tensors of one dtype and device, one behind the other in memory."""
-    numels = [tensor.numel() for tensor in tensors]
-    parts = torch.split(torch.cat([tensor.detach().flatten() for tensor in tensors]), numels)
-    return [part.view(tensor.shape) for tensor, part in zip(tensors, parts, strict=True)]
-
-
-def _of_norms(modules: Sequence[Buffers]) -> list[Tensor]:
-    """The running statistics among the buffers of modules."""
-    names = "running_mean", "running_var", "num_batches_tracked"
-    norms = [buffers for buffers in modules if buffers.get("running_var") is not None]
-    return [tensor for b in norms for name in names if (tensor := b.get(name)) is not None]
+def _same(now: Sequence[object], before: Sequence[object]) -> bool:
+    return len(now) == len(before) and all(map(is_, now, before))
 
 
 class _Snapshot:
-    """The buffers of some modules, and copies of them, made when it is."""
+    """The buffers of some modules, and copies of their values.
 
-    @torch.no_grad()
+    Running statistics are thousands of small tensors in a large network, so all that are alike are
+    copied in one call of torch.
+    """
+
     def __init__(self, modules: Sequence[Buffers]) -> None:
         self._modules = list(modules)
         self._slots = [(buffers, name) for buffers in modules for name in buffers]
         self._values = [buffers[name] for buffers, name in self._slots]
-        # torch copies a list of one dtype and device in few kernels, a mixed one tensor by tensor.
-        alike: dict[tuple[torch.dtype, torch.device, bool], list[Tensor]] = {}
-        for tensor in {id(b): b for b in self._values if b is not None and _writable(b)}.values():
-            kind = (tensor.dtype, tensor.device, _is_packed(tensor))
-            alike.setdefault(kind, []).append(tensor)
-        self._pairs: list[tuple[list[Tensor], list[Tensor]]] = []
-        self._copiers: list[Callable[[], object]] = []
-        native: dict[int, Tensor] = {}
-        for (_, device, together), tensors in alike.items():
-            copies = packed(tensors) if together else [tensor.clone() for tensor in tensors]
-            self._pairs.append((tensors, copies))
-            if together and device.type == "cpu":
-                native |= {id(t): copy for t, copy in zip(tensors, copies, strict=True)}
-            elif together and (copier := direct("copier", device)):
-                self._copiers.append(copier(tensors, copies))
-            else:
-                self._copiers.append(partial(_copy, copies, tensors))
-        self._native = unavailable is None and _C.Snapshot(
-            self._modules, [native.get(id(value)) for value in self._values]
-        )
+        others = {id(b): b for b in self._values if b is not None and _writable(b)}
+        alike: dict[tuple[torch.dtype, int, torch.device], list[Tensor]] = {}
+        for tensor in _of_norms(modules):
+            plain = type(tensor) is Tensor and tensor.dim() < 2
+            if plain and others.pop(id(tensor), None) is not None:
+                alike.setdefault((tensor.dtype, tensor.dim(), tensor.device), []).append(tensor)
+        self._alike = [(dtype, tensors) for (dtype, *_), tensors in alike.items()]
+        self._others = list(others.values())
+        self._copy()
 
     @torch.no_grad()
+    def _copy(self) -> None:
+        self._packed = [torch.cat(t) if t[0].dim() else torch.stack(t) for _, t in self._alike]
+        self._shapes = [[tensor.shape for tensor in tensors] for _, tensors in self._alike]
+        self._clones = [tensor.clone() for tensor in self._others]
+
     def take(self, modules: Sequence[Buffers]) -> bool:
-        """Copies the buffers anew, if they are the same tensors, with the same memory layout."""
-        same = len(modules) == len(self._modules) and all(map(is_, modules, self._modules))
-        if not (same and self._native and self._native.take()):
+        """Copies the buffers anew, if they are the same tensors of the same types."""
+        values = [value for buffers in modules for value in buffers.values()]
+        if not (_same(modules, self._modules) and _same(values, self._values)):
             return False
-        for copier in self._copiers:
-            copier()
+        if any(tensor.dtype is not dtype for dtype, of in self._alike for tensor in of):
+            return False
+        self._copy()
         return True
 
     @torch.no_grad()
     def put_back(self) -> None:
         for (buffers, name), value in zip(self._slots, self._values, strict=True):
             buffers[name] = value
-        for tensors, copies in self._pairs:
-            _put_back(tensors, copies)
+        pairs = list(zip(self._others, self._clones, strict=True))
+        for (_, tensors), packed, shapes in zip(
+            self._alike, self._packed, self._shapes, strict=True
+        ):
+            parts = torch.split(packed.flatten(), [shape.numel() for shape in shapes])
+            copies = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+            pairs += zip(tensors, copies, strict=True)
+        for tensor, copy in pairs:
+            if (tensor.shape, tensor.dtype) == (copy.shape, copy.dtype):
+                tensor.copy_(copy)
+            else:  # A step has given it another size or type.
+                tensor.data = copy.clone()
 
 
 class RunningStatistics:

@@ -3,12 +3,12 @@
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from operator import is_not
 
 import torch
 from torch import Tensor, nn
 
 from cs_kernels.nn.task_norm import TaskBatchNorm, modules_outside_norms, task_norms
-from cs_kernels.ops.operands import Entries
 from cs_kernels.ranks.fsdp import reshard
 from cs_kernels.trunk.layers import Coverage, LayerLists, Layout, shared_parameters
 from cs_kernels.trunk.pairing import Overrides, find_layout
@@ -54,8 +54,7 @@ class Trunk:
         this = weakref.proxy(self)  # No circle: this is freed at once, and with it what it holds.
         self.watcher = Watcher(module, lambda module, task: this._first_use(module, task))
         self.statistics = RunningStatistics(module)
-        self.submodules = Entries(child._modules for child in module.modules())
-        """The modules of the trunk, to see when one is exchanged."""
+        self._find_children()
         self.generation = 0
         """Increases when passes are learned anew."""
         self._layouts: dict[str, tuple[object, Layout]] = {}
@@ -76,7 +75,10 @@ class Trunk:
 
     def changed(self) -> bool:
         """Whether other parameters train than in the last step, or a module was exchanged."""
-        replaced = self.submodules.changed()
+        children = [child for of_one in self._holders for child in of_one.values()]
+        replaced = len(children) != len(self._children) or any(
+            map(is_not, children, self._children)
+        )
         return self._what_trains() != self.trains or replaced
 
     def forget(self) -> None:
@@ -88,7 +90,7 @@ class Trunk:
 
         """
         self._check_parameters()
-        self.submodules.watch(module._modules for module in self.module.modules())
+        self._find_children()
         self.generation += 1
         self._find_norms()
         self.watcher.forget()
@@ -121,6 +123,12 @@ class Trunk:
         for module in self.watcher.outside:
             flags += [p.requires_grad for p in module._parameters.values() if p is not None]
         return flags
+
+    def _find_children(self) -> None:
+        self._holders = [module._modules for module in self.module.modules()]
+        """The dictionaries of children of the trunk's modules."""
+        self._children = [child for of_one in self._holders for child in of_one.values()]
+        """The modules in them, to see when one is exchanged."""
 
     def _find_norms(self) -> None:
         held = self.held()

@@ -1,14 +1,13 @@
 """Connection strength, priority and Phase 2: arguments are checked and made into operands."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cs_kernels.ops.aliases import Dictionaries, Floats, Grads, Ints, Tensors
+from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 from cs_kernels.ops.operands import (
     ChannelLayout,
     Operands,
@@ -18,9 +17,6 @@ from cs_kernels.ops.operands import (
     check_factors,
     check_type,
 )
-
-if TYPE_CHECKING:
-    from cs_kernels._C import NormFactors
 
 
 class Factors(NamedTuple):
@@ -45,18 +41,6 @@ class Phase2Operators(ABC):
         products: Tensor | None = None,
     ) -> None:
         """Writes the outputs, and the products; with factors, the priorities there first."""
-
-    def run_trunk(
-        self,
-        operands: Operands,
-        priorities: Ints,
-        weights: Tensors,
-        factors: "NormFactors",
-        products: Tensor,
-    ) -> bool:
-        """Writes the outputs, priorities and products, if it can."""
-        del operands, priorities, weights, factors, products
-        return False
 
     @abstractmethod
     def run_products(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
@@ -117,36 +101,6 @@ class Phase2Operators(ABC):
         priorities, addresses = operands.new_priorities(channels)
         factors = Factors(weights, gamma.contiguous(), running_var.contiguous(), eps)
         self.run_phase2(operands, addresses, factors, products)
-        operands.finish()
-        return priorities
-
-    def phase2_of_trunk_(
-        self,
-        updates: Tensors,
-        grads: Grads,
-        weights: Tensors,
-        dims: Ints,
-        groups: Ints,
-        parameters: Dictionaries,
-        buffers: Dictionaries,
-        norms: Sequence[object],
-        tasks: int,
-        products: Tensor,
-    ) -> Tensor | None:
-        """`phase2_update_` with gamma, running variance and eps read from their normalizations.
-
-        Thousands of small tensors need not be put together first. There is a normalization for
-        each layer and task. Returns the priorities, or None if it cannot be done in this way.
-        """
-        operands = Operands(updates, grads, tasks, dims, groups)
-        weights = operands.weights(weights)
-        factors = operands.factors(parameters, buffers, norms)
-        if not factors.fit:
-            return None
-        operands.check_products(products, len(weights), written=True)
-        priorities, addresses = operands.new_priorities(factors.sizes[::tasks])
-        if not self.run_trunk(operands, addresses, weights, factors, products):
-            return None
         operands.finish()
         return priorities
 
