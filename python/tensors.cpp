@@ -59,12 +59,14 @@ bool same_device(dlpack::Device a, dlpack::Device b) {
 }
 
 bool has_layout_of(const dlpack::Tensor& tensor, const dlpack::Tensor& like) {
-  const std::int32_t n = tensor.dimensions;
-  return n == like.dimensions && tensor.type.code == like.type.code &&
-         tensor.type.bits == like.type.bits && tensor.type.lanes == like.type.lanes &&
-         same_device(tensor.device, like.device) &&
-         std::equal(tensor.shape, tensor.shape + n, like.shape) &&
-         std::equal(tensor.strides, tensor.strides + n, like.strides);
+  bool same = tensor.dimensions == like.dimensions && tensor.type.code == like.type.code &&
+              tensor.type.bits == like.type.bits && tensor.type.lanes == like.type.lanes &&
+              same_device(tensor.device, like.device);
+  // The stride of a dimension of size 1 says nothing: torch sets it as it likes.
+  for (std::int32_t n = 0; same && n < like.dimensions; ++n)
+    same = tensor.shape[n] == like.shape[n] &&
+           (like.shape[n] == 1 || tensor.strides[n] == like.strides[n]);
+  return same;
 }
 
 std::int64_t elements(const dlpack::Tensor& tensor, int first_dimension) {

@@ -24,7 +24,7 @@ constexpr int kUnknownType = -1;
 int type_of(const dlpack::Tensor& tensor);
 
 bool same_device(dlpack::Device a, dlpack::Device b);
-// Type, device, shape and strides.
+// Type, device, shape and order in memory.
 bool has_layout_of(const dlpack::Tensor& tensor, const dlpack::Tensor& like);
 
 // Number of elements in dimensions [first_dimension, ndim).
