@@ -66,18 +66,6 @@ def reached_parameters(loss: Tensor) -> tuple[list[nn.Parameter], bool]:
     """
     if isinstance(loss, nn.Parameter):
         return [loss], False
-    nodes, found, hidden = [loss.grad_fn], [], False
-    seen = set(nodes)
-    while nodes:
-        node = nodes.pop()
-        if node is None:
-            continue
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter):
-            found.append(variable)
-        hidden = hidden or isinstance(node, BackwardCFunction)
-        # `seen` keeps the nodes alive: each has one Python object, however often it is reached.
-        new = {following for following, _ in node.next_functions} - seen
-        seen |= new
-        nodes.extend(new)
-    return found, hidden
+    reached = walk([edge_of(loss)], frozenset())
+    parameters = [leaf for leaf in reached.leaves if isinstance(leaf, nn.Parameter)]
+    return parameters, any(isinstance(node, BackwardCFunction) for node in reached.nodes)

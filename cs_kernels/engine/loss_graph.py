@@ -107,7 +107,7 @@ class LossGraph:
             reached = [sharded.get(parameter, parameter) for parameter in reached]
             unheld = list(set(reached) - set(held))
         if unheld:
-            names = watcher.names_of(unheld)
+            names = sorted(watcher.names_of(unheld))
             raise ValueError(
                 f"optimizer must hold every parameter that a loss depends on: that of {task!r}"
                 f" depends on {names[0]} and {len(unheld) - 1} others that it does not hold; hand"

@@ -8,7 +8,7 @@ moves (K + 1) N elements, where K sums over all ranks move 2 K N, and keeps K N 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -37,6 +37,19 @@ class _Round:
     """Whether the parts add to those of an earlier round."""
 
 
+@dataclass
+class _Passes:
+    """The passes between two messages of the ranks: all ranks make the same rounds in them."""
+
+    tasks: tuple[str, ...] = ()
+    separate: bool = True
+    """Whether each task has a round; else there is one for the sum."""
+    owed: list[str] = field(default_factory=list)
+    """The names of the rounds to come."""
+    next_task: str | None = None
+    """In Phase 1, the task of the passes after these, which other ranks may have begun."""
+
+
 class Replicated(Distributed):
     """A part of each gradient, flat: a range of the parameter's elements in memory.
 
@@ -60,13 +73,7 @@ class Replicated(Distributed):
         super().__init__(shared, tasks, wrappers, messages, [group])
         self._group = group
         self._trains: list[object] | None = None
-        self._separate = True
-        self._tasks: tuple[str, ...] = ()
-        """The tasks of the passes before the ranks' next message."""
-        self._follows: str | None = None
-        """In Phase 1, the task of the passes after these."""
-        self._expected: list[str] = []
-        """The names of the rounds before the ranks' next message."""
+        self._passes = _Passes()
         self._orders: dict[object, list[int]] = {}
         self._round: _Round | None = None
         self._had: set[int] = set()
@@ -117,34 +124,27 @@ class Replicated(Distributed):
 
     def expect(self, part: Part) -> None:
         """Begins the passes before the ranks' next message."""
-        self._begin_passes(part.tasks, separate=part.separate, adds_up=part.adds_up)
-
-    def _begin_passes(self, tasks: Sequence[str], *, separate: bool, adds_up: bool) -> None:
-        self._separate = separate
-        self._follows = None
-        self._tasks = tuple(tasks)
-        if separate:
-            self._expected = list(tasks)
-        else:
-            self._expected = [] if adds_up else [_SUM]
+        owed = [*part.tasks] if part.separate else [] if part.adds_up else [_SUM]
+        self._passes = _Passes(part.tasks, part.separate, owed)
 
     def last_backward(self, task: str) -> None:
         """A task's gradients may be sent in the next backward pass."""
-        if self._separate or (self._expected and task == self._last_task()):
-            name = task if self._separate else _SUM
+        separate = self._passes.separate
+        if separate or (self._passes.owed and task == self._last_task()):
+            name = task if separate else _SUM
             self._begin(name)
             self._overlap.start(self._kind(name), self._buckets.members, self._send)
 
     def _last_task(self) -> str:
         """The last task that this rank has labels for."""
-        return [task for task in self._tasks if self.messages.has(task)][-1]
+        return [task for task in self._passes.tasks if self.messages.has(task)][-1]
 
     def _order(self, name: str) -> list[int]:
         """The buckets, those first whose parameters have all been reached in such passes.
 
         The ranks know the same of them. The others may have to wait for the end of the pass.
         """
-        tasks = self._tasks if name == _SUM else (name,)
+        tasks = self._passes.tasks if name == _SUM else (name,)
         key = tasks, self.version, self.reach.version
         if key in self._orders:
             return self._orders[key]
@@ -156,12 +156,12 @@ class Replicated(Distributed):
         return self._orders[key]
 
     def _kind(self, name: str) -> object:
-        return (name, *self._tasks) if name == _SUM else name
+        return (name, *self._passes.tasks) if name == _SUM else name
 
     def _begin(self, name: str) -> _Round:
         self._had.clear()
         self._overlap.reset(self._order(name))
-        if not self._separate:
+        if not self._passes.separate:
             self._round = _Round(name, None, adds=False)
         elif name in self.gradients.collected:
             self._round = _Round(name, self._buckets.new_parts(), adds=True)
@@ -191,7 +191,7 @@ class Replicated(Distributed):
         now = self._round if self._round is not None else self._begin(name)
         self._overlap.finish(self._kind(name), self._send)
         self._round = None
-        self._expected.remove(name)
+        self._passes.owed.remove(name)
         late = [i for i, p in enumerate(self.parameters) if p.grad is not None]
         if late and late[0] not in self._buckets.slots:
             raise RuntimeError(
@@ -214,14 +214,14 @@ class Replicated(Distributed):
 
     def drain(self) -> None:
         """Takes part, without gradients, in the collectives of passes that have failed here."""
-        if not self._expected and self._follows is not None:  # The others are in the next passes.
-            self._begin_passes([self._follows], separate=False, adds_up=False)
-        for parameter in self.parameters if self._expected else ():
+        if not self._passes.owed and self._passes.next_task is not None:
+            self._passes = _Passes((self._passes.next_task,), separate=False, owed=[_SUM])
+        for parameter in self.parameters if self._passes.owed else ():
             parameter.grad = None
         self._overlap.fail()
-        expected, self._expected = self._expected, []
-        for name in expected:
-            self._expected = [name]
+        owed, self._passes.owed = self._passes.owed, []
+        for name in owed:
+            self._passes.owed = [name]
             self._finish(name)
 
     def collect(self, task: str) -> bool:
@@ -237,7 +237,7 @@ class Replicated(Distributed):
 
     def skip(self, task: str) -> None:
         """Takes part in the collectives of a task without gradients."""
-        if self._separate:
+        if self._passes.separate:
             self._finish(task)
             self.gradients.collected.add(task)
 
@@ -250,7 +250,7 @@ class Replicated(Distributed):
 
     def _end_passes(self, part: Part, held: Sequence[nn.Parameter]) -> None:
         """Ends the passes whose gradients add up; notes which gradients there are."""
-        for name in list(self._expected):
+        for name in [*self._passes.owed]:
             self._finish(name)
         super()._end_passes(part, held)
 
@@ -260,14 +260,14 @@ class Replicated(Distributed):
 
     def _pattern(self) -> tuple[bool, ...]:
         pattern = super()._pattern()
-        if self._separate:
+        if self._passes.separate:
             return pattern
         return pattern + tuple(i in self._had for i in range(len(self.parameters)))
 
     def _settle(self, *, adds_up: bool) -> None:
         """The parts become rows; sums of all tasks become `.grad`."""
         self._buckets.wait_all()
-        if self._separate:
+        if self._passes.separate:
             self._set_reached(self._rows)
             return
         if adds_up:
@@ -282,7 +282,7 @@ class Replicated(Distributed):
         if not part.joint:
             tasks = self.messages.facts.tasks
             n = tasks.index(part.tasks[-1]) + 1
-            self._follows = tasks[n] if n < len(tasks) else None
+            self._passes.next_task = tasks[n] if n < len(tasks) else None
 
     def _set_reached(self, parts: Mapping[str, Sequence[Tensor | None]]) -> None:
         """Puts into the rows the gradients of the parameters that any rank has reached."""
