@@ -124,34 +124,16 @@ class Stacked(PerTask):
     def _one_pass(self, passes: TrunkPass, step: Step, held: Sequence[nn.Parameter]) -> None:
         engine, tasks = self.engine, step.tasks
         trunk, graph = engine.trunk, engine.graph
-        with trunk.watcher.passing(*tasks) as watched, eager(), passes.in_trunk():
-            if watched:
-                graph.forget()
-            version = trunk.watcher.version
-            checks = watched or self._known.parts_checked != trunk.generation
-
-            def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
-                nonlocal checks
-                if checks:  # In the first call alone: it would change what that has saved.
-                    checks = False
-                    unseen = partial(engine.transaction.without_traces, tasks)
-                    passes.check_parts(unseen, *args, **kwargs)
-                return passes.run(*args, **kwargs)
-
-            with _hint_at_step():
-                losses = checked_losses(self._forward(run))
-        if trunk.watcher.version != version:  # A layer has first run.
-            graph.forget()
+        losses = self._losses(passes, tasks)
         self._check(losses, tasks, held)
-        known = self._known.at(graph.version)
         pattern = passes.find_outputs(
             losses, trains=any(p.requires_grad for p in trunk.module.parameters())
         )
+        known = self._known.at(graph.version)
         reached = known.get(pattern)
-        if reached is not None and reached.owners != trunk.reach.owners():
-            reached = None
-        is_new = reached is None
-        reached = reached or self._reached_by(passes, pattern)
+        is_new = reached is None or reached.owners != trunk.reach.owners()
+        if reached is None or is_new:
+            reached = self._reached_by(passes, pattern)
         passes.begin_updates(self._taken(reached), reached.by_task, counts=is_new)
         step.known = {task: losses[task].detach() for task in tasks}
         weighted = [graph.weigh(task, losses[task], step, engine.weighting) for task in tasks]
@@ -164,6 +146,27 @@ class Stacked(PerTask):
         known[pattern] = reached
         if len(tasks) > 1:  # The part of one task alone shows nothing.
             self._known.parts_checked = trunk.generation
+
+    def _losses(self, passes: TrunkPass, tasks: Sequence[str]) -> dict[str, Tensor]:
+        """The forward pass, which shows anew what it must if other layers run or others train."""
+        trunk, graph = self.engine.trunk, self.engine.graph
+        with trunk.watcher.passing(*tasks) as watched, eager(), passes.in_trunk():
+            layers_seen = trunk.watcher.version
+            checks = watched or self._known.parts_checked != trunk.generation
+
+            def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
+                nonlocal checks
+                if checks:  # In the first call alone: it would change what that has saved.
+                    checks = False
+                    unseen = partial(self.engine.transaction.without_traces, tasks)
+                    passes.check_parts(unseen, *args, **kwargs)
+                return passes.run(*args, **kwargs)
+
+            with _hint_at_step():
+                losses = checked_losses(self._forward(run))
+        if watched or trunk.watcher.version != layers_seen:
+            graph.forget()
+        return losses
 
     @staticmethod
     def _check(
@@ -184,12 +187,13 @@ class Stacked(PerTask):
         trunk = self.engine.trunk
         leaves, hidden = passes.reached_by_tasks(pattern)
         by_task: dict[str, set[Tensor]] = {}
+        noted: dict[str, list[nn.Parameter]] = {}
         for task, found in leaves.items():
             parameters = [leaf for leaf in found if isinstance(leaf, nn.Parameter)]
             by_task[task] = set(parameters)
-            parameters = self.engine.graph.checked_held(task, parameters)
-            if not hidden:
-                trunk.reach.note_graph(task, parameters)
+            noted[task] = self.engine.graph.checked_held(task, parameters)
+        for task in noted if not hidden else ():
+            trunk.reach.note_graph(task, noted[task])
         owners = trunk.reach.owners()
         tasks_of = Counter(p for found in by_task.values() for p in found)
         # A parameter in the graph of one loss alone may be a head's.

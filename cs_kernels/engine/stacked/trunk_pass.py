@@ -303,11 +303,11 @@ class TrunkPass:
             for graph in (*graphs, *self._reached.values())
             for node in graph.nodes
         )
-        found = {}
-        for task, numbers in pattern.outputs:
+        found, numbers_of = {}, dict(pattern.outputs)
+        for task in self._chosen:
             others = {t for t in self._chosen if t != task}
             of_others = {p for n in self._norms for t in others for p in n.of(t).parameters()}
-            inside = {leaf for number in numbers for leaf in graphs[number].leaves}
+            inside = {leaf for number in numbers_of[task] for leaf in graphs[number].leaves}
             found[task] = (inside - of_others) | self._reached[task].leaves.keys()
         return found, hidden
 
