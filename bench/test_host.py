@@ -2,18 +2,17 @@
 
 The CUDA backend's front end runs on tensors of the CPU, and its launches do nothing; neither is
 memory pinned or anything sent. The running statistics that a step keeps until it has ended,
-whatever the method, are copied here; a GPU has a kernel for it. HRNet-18's convolutions with 4
+whatever the method, are copied here; a GPU has kernels for it. HRNet-18's convolutions with 4
 tasks: so many and so small that a GPU can be expected to wait for the host.
 """
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from harness.shapes import NETWORKS
-from harness.timing import seconds
+from harness.measure import in_turns, medians, timed
+from harness.problems import NETWORKS
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -57,24 +56,13 @@ class _NoKernels:
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.endswith("_tiling"):
-            tiling: Callable[..., Any] = getattr(self._kernels, name)
-            return tiling
-        return lambda **arguments: None
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name) if name.endswith("_tiling") else lambda **_: None
 
 
-@pytest.fixture
-def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CUDA backend computes on the CPU, and computes nothing."""
+def test_host(report: Any, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if cuda._kernels is None:
         pytest.skip("cs_kernels was built without CUDA kernels")
-    monkeypatch.setattr(cuda, "_kernels", _NoKernels(cuda._kernels))
-    here = backends.Backend("cs_kernels.ops.cuda", ("cpu",), lambda: None)
-    monkeypatch.setitem(backends._BACKENDS, "cuda", here)
-
-
-def test_host(report: Any, quick: bool, no_kernels: None) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     trunk = cs.nn.convert_task_batchnorm(Trunk("hrnet18"), TASKS)
@@ -82,14 +70,11 @@ def test_host(report: Any, quick: bool, no_kernels: None) -> None:
     sgd = torch.optim.SGD(trunk.parameters(), lr=0)
     cs.MultiTaskOptimizer(trunk, sgd, TASKS, recorder).step(lambda task: trunk())
     sgd.zero_grad()
-    time_methods(report, quick, trunk, recorder.parameters, recorder.layout)
-
-
-@torch.no_grad()
-def time_methods(
-    report: Any, quick: bool, trunk: Trunk, parameters: dict[str, nn.Parameter], layout: cs.Layout
-) -> None:
-    gradients = cs.TaskGradients(parameters, TASKS)
+    # The CUDA backend computes on the CPU, and computes nothing.
+    monkeypatch.setattr(cuda, "_kernels", _NoKernels(cuda._kernels))
+    here = backends.Backend("cs_kernels.ops.cuda", ("cpu",), lambda: None)
+    monkeypatch.setitem(backends._BACKENDS, "cuda", here)
+    gradients = cs.TaskGradients(recorder.parameters, TASKS)
     running = RunningStatistics(trunk)
     step = cs.Step(tasks=tuple(TASKS))
 
@@ -97,29 +82,29 @@ def time_methods(
         with running.restored_on_error(TASKS):
             pass
 
-    def collect(rows: list[list[Tensor]]) -> float:
+    def collect() -> float:
         spent = 0.0
-        for task, row in zip(TASKS, rows, strict=True):
-            for parameter, grad in zip(parameters.values(), row, strict=True):
-                parameter.grad = grad
-            spent += seconds(lambda: gradients.collect(task))
+        for task in TASKS:
+            for parameter in recorder.parameters.values():
+                # Not filled: a GPU's gradients do not go through the host's caches.
+                parameter.grad = torch.empty_like(parameter)
+            spent += timed(lambda: gradients.collect(task))()
         return spent
 
     for name, make in METHODS.items():
         method = make()
-        times: dict[str, list[float]] = {"keep": [], "collect": [], "combine": []}
-        for _ in range(5 if quick else 50):
-            # Not filled: a GPU's gradients do not go through the host's caches.
-            rows = [[torch.empty_like(p) for p in parameters.values()] for _ in TASKS]
-            times["keep"].append(seconds(keep))
-            with cs.use_backend("cuda"):
-                times["collect"].append(collect(rows))
-                times["combine"].append(seconds(lambda: method.combine(gradients, layout, step)))
-        report.add(
+        runs = {
+            "keep": timed(keep),
+            "collect": collect,
+            "combine": timed(lambda: method.combine(gradients, recorder.layout, step)),
+        }
+        with torch.no_grad(), cs.use_backend("cuda"):
+            times = in_turns(runs, 5 if quick else 50)
+        report(
             "host",
             method=name,
-            layers=len(layout.layers),
+            layers=len(recorder.layout.layers),
             tasks=len(TASKS),
             threads=1,
-            milliseconds={part: 1e3 * statistics.median(spent) for part, spent in times.items()},
+            milliseconds=medians(times),
         )
