@@ -10,6 +10,7 @@ library.
 import json
 import re
 import sys
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 PEERS = """x TorchJD step={peers[TorchJD step][ratio]:.1f}
     x TorchJD matrix={peers[TorchJD matrix][ratio]:.1f} | x textbook={peers[textbook][ratio]:.1f}"""
 TABLES = {
-    "summary": f"""method={{method}} | moved={{moved}} N | ms={{ms:.1f}}
+    "summary": f"""method={{method}}/Phase 2
+        ms={{milliseconds[step]:.1f}}/{{milliseconds[p50]:.1f}}
         x limit={{times_the_limit:.2f}} | {PEERS}
-        syncs={{synchronizations[ours]}} / {{synchronizations[TorchJD]}}""",
+        syncs={{synchronizations[ours]}} | TorchJD's syncs={{synchronizations[TorchJD]}}""",
     "phase2": f"""network={{network}} | K={{tasks}} | dtype={{dtype}} | ms={{milliseconds[p50]:.2f}}
         copy GB/s={{copy_gigabytes_per_second:.1f}} | x limit={{times_the_limit:.2f}} | {PEERS}
         x reference={{peers[reference][ratio]:.1f}}""",
@@ -43,7 +45,7 @@ TABLES = {
         all-gather={all-gather:.3f} | all-reduce={all-reduce:.3f} | control, bytes={control:.0f}
         peak={peak:.2f} | kept={kept:.2f}""",
 }
-"""`header=cell` of each column; a case of a record fills it in."""
+"""`header=cell` of each column; a case of a record fills in the first form that it has all of."""
 SOURCE = """Record: `bench/results/{name}.jsonl`, commit {commit}, {time:.10}, {machine[cpu]}, \
 {machine[threads]} threads, {machine[instruction_set]}, torch {versions[torch]}, \
 torchjd {versions[torchjd]}."""
@@ -76,10 +78,6 @@ def contents(name: str) -> list[str]:
     if name == "summary":  # ResNet-18 with 4 tasks in float32.
         main = ("resnet18", 4, "float32")
         cases = [c for c in cases if (c["network"], c["tasks"], c.get("dtype", main[2])) == main]
-        for c in cases:
-            c["ms"] = c["milliseconds"].get("step") or c["milliseconds"]["p50"]
-            c["moved"] = round(c["bytes"] / c["numel"] / 4)
-            c.setdefault("method", "Phase 2")
     if name == "sizes":
         rows: dict[str, dict[str, Any]] = {}
         for c in cases:
@@ -100,12 +98,12 @@ def contents(name: str) -> list[str]:
     return [table(columns, cases), *map(SOURCE.format_map, used)]
 
 
-def cell(form: str, case: dict[str, Any]) -> str:
+def cell(forms: str, case: dict[str, Any]) -> str:
     """A cell, or "-" for what a case does not have."""
-    try:
-        return form.format_map(case)
-    except KeyError:
-        return "-"
+    for form in forms.split("/"):
+        with suppress(KeyError):
+            return form.format_map(case)
+    return "-"
 
 
 def table(columns: dict[str, str], cases: list[dict[str, Any]]) -> str:

@@ -136,18 +136,17 @@ class Training:
         assert counted == made() - before, (counted, made() - before)
         return found.by_kind
 
-    def updates(self) -> Iterator[Tensor]:
-        """Whole updates of the last step, of the shared parameters and of the others."""
-        for grad in (p.grad for p in self.parameters if p.grad is not None):
-            yield grad.full_tensor() if hasattr(grad, "full_tensor") else grad
-
     def digest(self) -> str:
         """A hash of the bits of all parameters and buffers."""
         result = hashlib.sha256()
-        for tensor in [*self.parameters, *self.trunk.buffers()]:
-            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-            result.update(whole.detach().contiguous().numpy().tobytes())
+        for tensor in whole([*self.parameters, *self.trunk.buffers()]):
+            result.update(tensor.detach().contiguous().numpy().tobytes())
         return result.hexdigest()
+
+
+def whole(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Tensors without the shards of ranks."""
+    return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
 
 
 def case(
@@ -155,14 +154,15 @@ def case(
 ) -> dict[str, Any]:
     """The counts of one rank; `expected` has the textbook way's updates, and gets them from it."""
     training = Training(way, method, rank, size, width)
-    whole = 4 * training.numel
+    nbytes = 4 * training.numel
     training.step()
     with GradientMemory(training.parameters) as memory:
         training.step()  # Shows which of the memory that is kept from step to step has gradients.
         memory.start()
         training.step()
         peak, kept = memory.peak, memory.now()
-    updates = [update.clone() for update in training.updates()]
+    grads = (p.grad for p in training.parameters)
+    updates = [update.clone() for update in whole(g for g in grads if g is not None)]
     if way == "textbook":
         expected[:] = updates
     error = max(
@@ -176,8 +176,8 @@ def case(
         "tasks": len(TASKS),
         "numel": training.numel,
         "by_kind": training.counted_step(),
-        "peak": peak / whole,
-        "kept": kept / whole,
+        "peak": peak / nbytes,
+        "kept": kept / nbytes,
         "error": error,
         "digest": training.digest(),
     }

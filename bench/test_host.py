@@ -12,33 +12,19 @@ from typing import Any
 import pytest
 import torch
 from harness.measure import in_turns, medians, timed
-from harness.problems import NETWORKS
-from torch import Tensor, nn
+from harness.training import HRNET18
 
 import cs_kernels as cs
 from cs_kernels.ops import backends, cuda
 from cs_kernels.trunk.statistics import RunningStatistics
 
-TASKS = ["segmentation", "depth", "normals", "edges"]
+TASKS = list(HRNET18.channels)
 METHODS: dict[str, Callable[[], cs.Method]] = {
     "Phase 2": cs.ConnectionStrength,
     "PCGrad": cs.PCGrad,
     "CAGrad": cs.CAGrad,
     "GradDrop": cs.GradDrop,
 }
-
-
-class Trunk(nn.ModuleList):
-    """The convolutions of a network, each by itself with its normalization."""
-
-    def __init__(self, network: str) -> None:
-        super().__init__(
-            nn.Sequential(nn.Conv2d(i, o, k, bias=False), nn.BatchNorm2d(o))
-            for o, i, k, _ in NETWORKS[network]
-        )
-
-    def forward(self) -> Tensor:
-        return sum(layer(torch.zeros(2, *layer[0].weight.shape[1:])).sum() for layer in self)
 
 
 class Recorder(cs.ConnectionStrength):
@@ -65,10 +51,12 @@ def test_host(report: Any, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None
         pytest.skip("cs_kernels was built without CUDA kernels")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    trunk = cs.nn.convert_task_batchnorm(Trunk("hrnet18"), TASKS)
+    trunk = cs.nn.convert_task_batchnorm(HRNET18.trunk(), TASKS)
     recorder = Recorder()
     sgd = torch.optim.SGD(trunk.parameters(), lr=0)
-    cs.MultiTaskOptimizer(trunk, sgd, TASKS, recorder).step(lambda task: trunk())
+    cs.MultiTaskOptimizer(trunk, sgd, TASKS, recorder).step(
+        lambda task: sum(z.mean() for z in trunk(torch.randn(2, 3, 32, 32)))
+    )
     sgd.zero_grad()
     # The CUDA backend computes on the CPU, and computes nothing.
     monkeypatch.setattr(cuda, "_kernels", _NoKernels(cuda._kernels))

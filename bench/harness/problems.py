@@ -1,12 +1,18 @@
 """Shapes of networks' layers, and random weights, normalizations and gradients of these."""
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import cs_kernels as cs
+from harness.measure import median, quantiles
+from harness.peers import peers
+from harness.training import HRNET18
 
 Shape = tuple[int, ...]
 NO_LAYERS = cs.Layout((), cs.Coverage({}, {}, {}, {}))
@@ -30,40 +36,30 @@ def resnet(basic: bool, blocks: tuple[int, ...]) -> list[Shape]:
     return shapes
 
 
-def hrnet18() -> list[Shape]:
-    """The 305 convolutions of HRNet-18's stem and stages, 9.5 M weights; many are small."""
-    shapes: list[Shape] = [(64, 3, 3, 3), (64, 64, 3, 3)]
-    for inputs in (64, 256, 256, 256):
-        shapes += [(64, inputs, 1, 1), (64, 64, 3, 3), (256, 64, 1, 1)]
-    shapes.append((256, 64, 1, 1))
-    widths = [18, 36, 72, 144]
-    shapes += [(18, 256, 3, 3), (36, 256, 3, 3)]
-    for branches, modules in ((2, 1), (3, 4), (4, 3)):
-        if branches > 2:
-            shapes.append((widths[branches - 1], widths[branches - 2], 3, 3))
-        of_module = [(w, w, 3, 3) for w in widths[:branches] for _ in range(8)]
-        for into in range(branches):
-            for source in range(branches):
-                if source > into:  # from a coarser branch
-                    of_module.append((widths[into], widths[source], 1, 1))
-                if source < into:  # from a finer one, halved again and again
-                    of_module += (into - source - 1) * [(widths[source], widths[source], 3, 3)]
-                    of_module.append((widths[into], widths[source], 3, 3))
-        shapes += modules * of_module
-    return shapes
-
-
 NETWORKS: dict[str, list[Shape]] = {
     "small": [(o, i, 3, 3) for i, o in pairwise([3, 24, 32, 48, 64, 96, 96, 64, 48, 32, 24])],
     "resnet18": resnet(True, (2, 2, 2, 2)),
     "resnet50": [*resnet(False, (3, 4, 6, 3)), (1000, 2048)],
-    "hrnet18": hrnet18(),
     "wide": 24 * [(2048, 2048)],
 }
 
 
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def shapes_of(network: str) -> list[Shape]:
+    """Those of HRNet-18, the 305 convolutions of its stem and stages, come from timm."""
+    if network == "hrnet18":
+        return [tuple(p.shape) for p in HRNET18.trunk().parameters() if p.dim() == 4]
+    return NETWORKS[network]
+
+
+def phase2_cases(*networks: str, tasks: Sequence[int]) -> Any:
+    """Every network with some numbers of tasks in both types."""
+    cases = [
+        pytest.param(name, number, dtype, id=f"{name}-K{number}-{str(dtype).partition('.')[2]}")
+        for name in networks
+        for number in tasks
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    return pytest.mark.parametrize(("network", "tasks", "dtype"), cases)
 
 
 def phase2(
@@ -96,7 +92,7 @@ class Problem:
         self, network: str, tasks: int, dtype: torch.dtype = torch.float32, quick: bool = False
     ) -> None:
         torch.manual_seed(0)
-        shapes = NETWORKS[network][: 4 if quick else None]  # Enough to see that it runs.
+        shapes = shapes_of(network)[: 4 if quick else None]  # Enough to see that it runs.
         self.tasks = [str(task) for task in range(tasks)]
         self.weights = [torch.randn(shape).to(dtype) for shape in shapes]
         self.rows = [[torch.randn(shape).to(dtype) for shape in shapes] for _ in self.tasks]
@@ -122,6 +118,25 @@ class Problem:
     def reference(self) -> None:
         with cs.use_backend("reference"):
             self.phase2()
+
+    def phase2_facts(self, steps: list[float], copies: list[float]) -> dict[str, Any]:
+        """What a record has of Phase 2, whose peers start from gradients that are prepared."""
+        milliseconds, moved = quantiles(steps), self.phase2_bytes()
+        runs = peers("PCGrad", self.parameters, self.rows, prepared=True)
+        runs["reference"] = self.reference
+        seconds = 3 if len(steps) > 2 else 0
+        device = self.weights[0].device.type
+        return {
+            **self.facts,
+            "dtype": str(self.weights[0].dtype).removeprefix("torch."),
+            "bytes": moved,
+            "milliseconds": milliseconds,
+            "copy_gigabytes_per_second": moved / statistics.median(copies) / 1e6,
+            "peers": {
+                name: {"ratio": median(run, 15, seconds, device) / milliseconds["p50"]}
+                for name, run in runs.items()
+            },
+        }
 
     def phase2_bytes(self) -> int:
         """Each gradient and weight read once, the update written once."""

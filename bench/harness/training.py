@@ -110,14 +110,11 @@ class Training:
 class FusedHead(nn.Module):
     """One task's output from HRNet's four maps, brought to the finest one's size."""
 
-    def __init__(self, channels: int, inputs: int = 18 + 36 + 72 + 144) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(inputs, inputs, 1, bias=False),
-            nn.BatchNorm2d(inputs),
-            nn.ReLU(inplace=True),
-            nn.Conv2d(inputs, channels, 1),
-        )
+        inputs = 18 + 36 + 72 + 144
+        hidden = nn.Conv2d(inputs, inputs, 1, bias=False), nn.BatchNorm2d(inputs), nn.ReLU()
+        self.layers = nn.Sequential(*hidden, nn.Conv2d(inputs, channels, 1))
 
     def forward(self, maps: list[Tensor]) -> Tensor:
         """Four maps, the first [B, 18, H/4, W/4] -> [B, channels, H, W]."""
