@@ -141,7 +141,7 @@ sanitize-gpu: install-gpu
 			test $$result = 0 || exit 1; \
 	done
 
-# Training steps in HRNet-18 need timm.
+# HRNet-18 needs timm.
 bench-gpu: install-gpu
 	$(GPU_PYTEST) --quiet bench/test_gpu.py
 	$(GPU_PYTEST) --quiet "bench/test_steps.py::test_training_steps[hrnet18]"

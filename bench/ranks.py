@@ -118,7 +118,8 @@ class Training:
 
     def step(self) -> None:
         if self.way == "textbook":  # It keeps no buffer of the update.
-            self.opt = self.made()
+            state, self.opt = self.opt.state_dict(), self.made()
+            self.opt.load_state_dict(state)
             gc.collect()
         self.opt.step(self.loss)
         self.number += 1
