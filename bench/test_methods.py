@@ -7,7 +7,6 @@ with a vector.
 
 import random
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,24 +14,10 @@ import torch
 from harness.counting import host_synchronizations
 from harness.measure import copy_of, in_turns, median, ratio, timed
 from harness.peers import flattened, peers
-from harness.problems import Problem
+from harness.problems import METHODS, Problem
 from torch import Tensor
 
 import cs_kernels as cs
-
-METHODS: dict[str, Callable[[], cs.Method]] = {
-    "PCGrad": cs.PCGrad,
-    "CAGrad": lambda: cs.CAGrad(0.4, rescale=0),
-    "MGDA": cs.MGDA,
-    "AlignedMTL": cs.AlignedMTL,
-    "NashMTL": cs.NashMTL,
-    "IMTLG": cs.IMTLG,
-    "UPGrad": cs.UPGrad,
-    "FairGrad": cs.FairGrad,
-    "ConFIG": cs.ConFIG,
-    "GradVac": cs.GradVac,
-    "GradDrop": cs.GradDrop,
-}
 
 
 def on_matrix(method: cs.Method, matrix: Tensor) -> Tensor:

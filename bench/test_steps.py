@@ -17,7 +17,7 @@ import pytest
 import torch
 from harness.measure import elapsed, in_turns, mark, on_device, ratio, timed
 from harness.peers import aggregator, stacked, textbook, torchjd_step
-from harness.problems import assert_close
+from harness.problems import METHODS, assert_close
 from harness.training import DEMO, HRNET18, Setting, Training
 
 import cs_kernels as cs
@@ -49,14 +49,7 @@ ROWS: dict[str, Callable[[], cs.Method]] = {
     "Sum": cs.Sum,
     "Phase 2": cs.ConnectionStrength,
     "Phase 2, triton": cs.ConnectionStrength,
-    "PCGrad": cs.PCGrad,
-    "CAGrad": cs.CAGrad,
-    "MGDA": cs.MGDA,
-    "AlignedMTL": cs.AlignedMTL,
-    "NashMTL": cs.NashMTL,
-    "IMTLG": cs.IMTLG,
-    "UPGrad": cs.UPGrad,
-    "GradDrop": cs.GradDrop,
+    **METHODS,
     "textbook PCGrad": lambda: _Peer(lambda parameters, rows: textbook("PCGrad", rows)),
     "TorchJD PCGrad": lambda: _torchjd("PCGrad"),
     "TorchJD CAGrad": lambda: _torchjd("CAGrad"),

@@ -15,6 +15,19 @@ from harness.peers import peers
 from harness.training import HRNET18
 
 Shape = tuple[int, ...]
+METHODS: dict[str, Callable[[], cs.Method]] = {
+    "PCGrad": cs.PCGrad,
+    "CAGrad": lambda: cs.CAGrad(0.4, rescale=0),
+    "MGDA": cs.MGDA,
+    "AlignedMTL": cs.AlignedMTL,
+    "NashMTL": cs.NashMTL,
+    "IMTLG": cs.IMTLG,
+    "UPGrad": cs.UPGrad,
+    "FairGrad": cs.FairGrad,
+    "ConFIG": cs.ConFIG,
+    "GradVac": cs.GradVac,
+    "GradDrop": cs.GradDrop,
+}
 NO_LAYERS = cs.Layout((), cs.Coverage({}, {}, {}, {}))
 
 
