@@ -41,15 +41,14 @@ def test_methods(report: Any, quick: bool, network: str, tasks: int) -> None:
         copy = copy_of(problem.combine_bytes(name))
         runs = {"copy": timed(copy), "step": timed(lambda: problem.combine(method))}
         times = in_turns(runs, 2 if quick else 31, 5)
+        del copy, runs
         milliseconds = {
             "step": statistics.median(times["step"]),
             "matrix": median(lambda: on_matrix(method, matrix), 2 if quick else 31, 3),
         }
-        others = peers(name, problem.parameters, problem.rows)
-        ratios, synchronizations = (
-            {},
-            {"ours": host_synchronizations(lambda: problem.combine(method))},
-        )
+        others = peers(name, problem.parameters, problem.rows, matrix)
+        ratios = {}
+        synchronizations = {"ours": host_synchronizations(lambda: problem.combine(method))}
         for peer, run in others.items():
             ours = milliseconds["matrix" if peer == "TorchJD matrix" else "step"]
             ratios[peer] = {"ratio": median(run, 15, 0 if quick else 3) / ours}

@@ -154,7 +154,12 @@ def torchjd_step(
 
 
 def peers(
-    name: str, parameters: list[nn.Parameter], rows: Rows, *, prepared: bool = False
+    name: str,
+    parameters: list[nn.Parameter],
+    rows: Rows,
+    matrix: Tensor | None = None,
+    *,
+    prepared: bool = False,
 ) -> dict[str, Callable[[], object]]:
     """What is there of TorchJD and the textbook, on some gradients.
 
@@ -170,7 +175,8 @@ def peers(
         pass
     else:
         faster = {"optimize_gramian_computation": True} if isinstance(method, Gramian) else {}
-        jacobians, matrix = stacked(rows) if prepared else None, flattened(rows)
+        jacobians = stacked(rows) if prepared else None
+        matrix = flattened(rows) if matrix is None else matrix
 
         def whole() -> None:
             of_step = jacobians or stacked(rows)
