@@ -109,7 +109,7 @@ $(VENV)/.docs: docs/requirements.txt | $(PYTHON)
 # A process a file: what one has done to the heap changes how fast the peers of the next allocate.
 bench: $(VENV)/.ready
 	for table in phase2 methods steps features together host; do \
-		$(PYTHON) -m pytest bench/test_$$table.py --benchmark-disable-gc --quiet || exit 1; \
+		$(PYTHON) -m pytest bench/test_$$table.py --quiet || exit 1; \
 	done
 	$(PYTHON) bench/ranks.py
 	$(PYTHON) bench/page.py
@@ -141,12 +141,11 @@ sanitize-gpu: install-gpu
 			test $$result = 0 || exit 1; \
 	done
 
-# Training steps in HRNet-18 need timm.
+# HRNet-18 needs timm.
 bench-gpu: install-gpu
 	$(GPU_PYTEST) --quiet bench/test_gpu.py
 	$(GPU_PYTEST) --quiet "bench/test_steps.py::test_training_steps[hrnet18]"
 	$(GPU_PYTEST) --quiet bench/test_together.py::test_together_on_a_gpu
-	$(GPU_PYTHON) bench/page.py
 
 # The processes share the cores: torchrun alone would give each of them one thread.
 TORCHRUN = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(( $$(nproc) > $(RANKS) ? $$(nproc) / $(RANKS) : 1 ))} \

@@ -1,13 +1,15 @@
-"""Collects the cases of a run, prints them as tables, and keeps them as records."""
+"""Prints the cases of a run, and keeps them as records."""
 
-import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from harness import records
-from page import table
+
+_origin = records.origin()
+_tables: dict[str, list[dict[str, Any]]] = {}
+"""The cases of the run, by table."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,35 +28,21 @@ def _threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-class Report:
-    """The cases of one run, by table."""
-
-    def __init__(self) -> None:
-        self.tables: dict[str, list[dict[str, Any]]] = {}
-        self.origin = records.origin()
-
-    def add(self, table: str, **case: Any) -> None:
-        self.tables.setdefault(table, []).append(case)
-
-
-_report = Report()
-
-
 @pytest.fixture
-def report() -> Report:
-    return _report
+def report() -> Callable[..., None]:
+    """Adds a case to a table."""
+    return lambda table, **case: _tables.setdefault(table, []).append(case)
 
 
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    if not _report.tables:
-        return
-    terminalreporter.section("measured")
-    terminalreporter.line(json.dumps(_report.origin))
     whole = not config.getoption("--quick") and not config.getoption("-k")
-    for name, cases in _report.tables.items():
-        terminalreporter.line(f"\n{table(name, cases)}")
+    for name, cases in _tables.items():
+        terminalreporter.section(name)
+        terminalreporter.line(records.line(_origin))
+        for case in cases:
+            terminalreporter.line(records.line(case))
         if whole:
-            path = records.append(name, {**_report.origin, "cases": cases})
+            path = records.append(name, {**_origin, "cases": cases})
             terminalreporter.line(f"record appended to {path}")

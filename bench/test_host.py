@@ -2,44 +2,23 @@
 
 The CUDA backend's front end runs on tensors of the CPU, and its launches do nothing; neither is
 memory pinned or anything sent. The running statistics that a step keeps until it has ended,
-whatever the method, are copied here; a GPU has a kernel for it. HRNet-18's convolutions with 4
+whatever the method, are copied here; a GPU has kernels for it. HRNet-18's convolutions with 4
 tasks: so many and so small that a GPU can be expected to wait for the host.
 """
 
-import statistics
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from harness.shapes import NETWORKS
-from harness.timing import seconds
-from torch import Tensor, nn
+from harness.measure import in_turns, medians, timed
+from harness.problems import METHODS
+from harness.training import HRNET18
 
 import cs_kernels as cs
 from cs_kernels.ops import backends, cuda
 from cs_kernels.trunk.statistics import RunningStatistics
 
-TASKS = ["segmentation", "depth", "normals", "edges"]
-METHODS: dict[str, Callable[[], cs.Method]] = {
-    "Phase 2": cs.ConnectionStrength,
-    "PCGrad": cs.PCGrad,
-    "CAGrad": cs.CAGrad,
-    "GradDrop": cs.GradDrop,
-}
-
-
-class Trunk(nn.ModuleList):
-    """The convolutions of a network, each by itself with its normalization."""
-
-    def __init__(self, network: str) -> None:
-        super().__init__(
-            nn.Sequential(nn.Conv2d(i, o, k, bias=False), nn.BatchNorm2d(o))
-            for o, i, k, _ in NETWORKS[network]
-        )
-
-    def forward(self) -> Tensor:
-        return sum(layer(torch.zeros(2, *layer[0].weight.shape[1:])).sum() for layer in self)
+TASKS = list(HRNET18.channels)
 
 
 class Recorder(cs.ConnectionStrength):
@@ -57,39 +36,27 @@ class _NoKernels:
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.endswith("_tiling"):
-            tiling: Callable[..., Any] = getattr(self._kernels, name)
-            return tiling
-        return lambda **arguments: None
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernels, name) if name.endswith("_tiling") else lambda **_: None
 
 
-@pytest.fixture
-def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CUDA backend computes on the CPU, and computes nothing."""
+def test_host(report: Any, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if cuda._kernels is None:
         pytest.skip("cs_kernels was built without CUDA kernels")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    trunk = cs.nn.convert_task_batchnorm(HRNET18.trunk(), TASKS)
+    recorder = Recorder()
+    sgd = torch.optim.SGD(trunk.parameters(), lr=0)
+    cs.MultiTaskOptimizer(trunk, sgd, TASKS, recorder).step(
+        lambda task: sum(z.mean() for z in trunk(torch.randn(2, 3, 32, 32)))
+    )
+    sgd.zero_grad()
+    # The CUDA backend computes on the CPU, and computes nothing.
     monkeypatch.setattr(cuda, "_kernels", _NoKernels(cuda._kernels))
     here = backends.Backend("cs_kernels.ops.cuda", ("cpu",), lambda: None)
     monkeypatch.setitem(backends._BACKENDS, "cuda", here)
-
-
-def test_host(report: Any, quick: bool, no_kernels: None) -> None:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    trunk = cs.nn.convert_task_batchnorm(Trunk("hrnet18"), TASKS)
-    recorder = Recorder()
-    sgd = torch.optim.SGD(trunk.parameters(), lr=0)
-    cs.MultiTaskOptimizer(trunk, sgd, TASKS, recorder).step(lambda task: trunk())
-    sgd.zero_grad()
-    time_methods(report, quick, trunk, recorder.parameters, recorder.layout)
-
-
-@torch.no_grad()
-def time_methods(
-    report: Any, quick: bool, trunk: Trunk, parameters: dict[str, nn.Parameter], layout: cs.Layout
-) -> None:
-    gradients = cs.TaskGradients(parameters, TASKS)
+    gradients = cs.TaskGradients(recorder.parameters, TASKS)
     running = RunningStatistics(trunk)
     step = cs.Step(tasks=tuple(TASKS))
 
@@ -97,29 +64,29 @@ def time_methods(
         with running.restored_on_error(TASKS):
             pass
 
-    def collect(rows: list[list[Tensor]]) -> float:
+    def collect() -> float:
         spent = 0.0
-        for task, row in zip(TASKS, rows, strict=True):
-            for parameter, grad in zip(parameters.values(), row, strict=True):
-                parameter.grad = grad
-            spent += seconds(lambda: gradients.collect(task))
+        for task in TASKS:
+            for parameter in recorder.parameters.values():
+                # Not filled: a GPU's gradients do not go through the host's caches.
+                parameter.grad = torch.empty_like(parameter)
+            spent += timed(lambda: gradients.collect(task))()
         return spent
 
-    for name, make in METHODS.items():
-        method = make()
-        times: dict[str, list[float]] = {"keep": [], "collect": [], "combine": []}
-        for _ in range(5 if quick else 50):
-            # Not filled: a GPU's gradients do not go through the host's caches.
-            rows = [[torch.empty_like(p) for p in parameters.values()] for _ in TASKS]
-            times["keep"].append(seconds(keep))
-            with cs.use_backend("cuda"):
-                times["collect"].append(collect(rows))
-                times["combine"].append(seconds(lambda: method.combine(gradients, layout, step)))
-        report.add(
+    for name in ("Phase 2", "PCGrad", "CAGrad", "GradDrop"):
+        method = METHODS.get(name, cs.ConnectionStrength)()
+        runs = {
+            "keep": timed(keep),
+            "collect": collect,
+            "combine": timed(lambda: method.combine(gradients, recorder.layout, step)),
+        }
+        with torch.no_grad(), cs.use_backend("cuda"):
+            times = in_turns(runs, 5 if quick else 50)
+        report(
             "host",
             method=name,
-            layers=len(layout.layers),
+            layers=len(recorder.layout.layers),
             tasks=len(TASKS),
             threads=1,
-            milliseconds={part: 1e3 * statistics.median(spent) for part, spent in times.items()},
+            milliseconds=medians(times),
         )

@@ -1,1 +1,1 @@
-"""Networks, peers, timers, tables and records that the benchmarks share."""
+"""What the benchmarks share: problems, peers, times, counts and records."""

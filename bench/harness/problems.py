@@ -1,150 +1,185 @@
-"""Phase 2 of a network's layers on random numbers, and whether its result is right."""
+"""Shapes of networks' layers, and random weights, normalizations and gradients of these."""
 
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from harness.shapes import NETWORKS, first_layers
-from harness.textbook import textbook_pcgrad
+from harness.measure import median, quantiles
+from harness.peers import peers
+from harness.training import HRNET18
+
+Shape = tuple[int, ...]
+METHODS: dict[str, Callable[[], cs.Method]] = {
+    "PCGrad": cs.PCGrad,
+    "CAGrad": lambda: cs.CAGrad(0.4, rescale=0),
+    "MGDA": cs.MGDA,
+    "AlignedMTL": cs.AlignedMTL,
+    "NashMTL": cs.NashMTL,
+    "IMTLG": cs.IMTLG,
+    "UPGrad": cs.UPGrad,
+    "FairGrad": cs.FairGrad,
+    "ConFIG": cs.ConFIG,
+    "GradVac": cs.GradVac,
+    "GradDrop": cs.GradDrop,
+}
+NO_LAYERS = cs.Layout((), cs.Coverage({}, {}, {}, {}))
 
 
-@dataclass
-class Problem:
-    """One trunk's weights, normalizations and gradients, and buffers for the update."""
-
-    tasks: int
-    weights: list[Tensor]
-    gamma: Tensor
-    running_var: Tensor
-    grads: list[Tensor]
-    updates: list[Tensor] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.updates = [torch.zeros_like(weight) for weight in self.weights]
-
-    @property
-    def numel(self) -> int:
-        return sum(weight.numel() for weight in self.weights)
-
-    @property
-    def bytes(self) -> int:
-        """Each gradient and weight read once, the update written once."""
-        return (self.tasks + 2) * self.numel * self.weights[0].element_size()
-
-    def of_task(self, i: int) -> list[Tensor]:
-        return self.grads[i :: self.tasks]
-
-    def to(self, dtype: torch.dtype) -> "Problem":
-        return Problem(
-            self.tasks,
-            [w.to(dtype) for w in self.weights],
-            self.gamma,
-            self.running_var,
-            [g.to(dtype) for g in self.grads],
-        )
-
-    def step(self) -> Tensor:
-        """The priorities of one layer after the other."""
-        layers = len(self.weights)
-        priorities: Tensor = torch.ops.cs_kernels.phase2_update_(
-            self.updates,
-            self.grads,
-            self.weights,
-            self.gamma,
-            self.running_var,
-            [1e-5] * (layers * self.tasks),
-            [0] * layers,
-            [1] * layers,
-            self.tasks,
-        )
-        return priorities
+def resnet(basic: bool, blocks: tuple[int, ...]) -> list[Shape]:
+    """The convolutions of a ResNet with basic blocks or bottlenecks."""
+    shapes: list[Shape] = [(64, 3, 7, 7)]
+    inputs = 64
+    for n, number in enumerate(blocks):
+        width = 64 << n
+        outputs = width if basic else 4 * width
+        for block in range(number):
+            if basic:
+                shapes += [(width, inputs, 3, 3), (width, width, 3, 3)]
+            else:
+                shapes += [(width, inputs, 1, 1), (width, width, 3, 3), (outputs, width, 1, 1)]
+            if block == 0 and inputs != outputs:
+                shapes.append((outputs, inputs, 1, 1))
+            inputs = outputs
+    return shapes
 
 
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+NETWORKS: dict[str, list[Shape]] = {
+    "small": [(o, i, 3, 3) for i, o in pairwise([3, 24, 32, 48, 64, 96, 96, 64, 48, 32, 24])],
+    "resnet18": resnet(True, (2, 2, 2, 2)),
+    "resnet50": [*resnet(False, (3, 4, 6, 3)), (1000, 2048)],
+    "wide": 24 * [(2048, 2048)],
+}
 
 
-def cases(*networks: str, tasks: Sequence[int] = (2, 4, 8)) -> pytest.MarkDecorator:
+def shapes_of(network: str) -> list[Shape]:
+    """Those of HRNet-18, the 305 convolutions of its stem and stages, come from timm."""
+    if network == "hrnet18":
+        return [tuple(p.shape) for p in HRNET18.trunk().parameters() if p.dim() == 4]
+    return NETWORKS[network]
+
+
+def phase2_cases(*networks: str, tasks: Sequence[int]) -> Any:
     """Every network with some numbers of tasks in both types."""
-    return pytest.mark.parametrize(
-        ("network", "tasks", "dtype"),
-        [
-            pytest.param(network, number, dtype, id=f"{network}-K{number}-{name_of(dtype)}")
-            for network in networks
-            for number in tasks
-            for dtype in (torch.float32, torch.bfloat16)
-        ],
+    cases = [
+        pytest.param(name, number, dtype, id=f"{name}-K{number}-{str(dtype).partition('.')[2]}")
+        for name in networks
+        for number in tasks
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    return pytest.mark.parametrize(("network", "tasks", "dtype"), cases)
+
+
+def phase2(
+    updates: list[Tensor],
+    grads: list[Tensor],
+    weights: list[Tensor],
+    gamma: Tensor,
+    running_var: Tensor,
+) -> Tensor:
+    """Phase 2 of a trunk; the priorities of one layer after the other."""
+    layers = len(weights)
+    tasks = len(grads) // layers
+    eps, out_channel_dims, groups = [1e-5] * len(grads), [0] * layers, [1] * layers
+    priorities: Tensor = torch.ops.cs_kernels.phase2_update_(
+        updates, grads, weights, gamma, running_var, eps, out_channel_dims, groups, tasks
     )
+    return priorities
 
 
-def make(network: str, tasks: int, dtype: torch.dtype, quick: bool = False) -> Problem:
-    """Random gradients: half of all pairs conflict, so nearly every group is visited again."""
-    torch.manual_seed(0)
-    shapes = first_layers(network) if quick else NETWORKS[network]
-    return Problem(
-        tasks,
-        [torch.randn(shape).to(dtype) for shape in shapes],
-        torch.rand(tasks * sum(shape[0] for shape in shapes)) + 0.5,
-        torch.rand(tasks * sum(shape[0] for shape in shapes)) + 0.5,
-        [torch.randn(shape).to(dtype) for shape in shapes for _ in range(tasks)],
-    )
+def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    """The largest error of each tensor, relative to its largest element, is within a tolerance."""
+    for one, other in zip(found, expected, strict=True):
+        assert (one.double() - other.double()).abs().max() <= tolerance * other.abs().max()
 
 
-def plain_formula(problem: Problem, priorities: Tensor) -> list[Tensor]:
-    """sum_j G_j + a_i G_i of every group, in torch and in the gradients' own dtype."""
-    updates = []
-    of_layers = priorities.split([len(weight) for weight in problem.weights])
-    for layer, priority in enumerate(of_layers):
-        start = layer * problem.tasks
-        rows = torch.stack([g.flatten(1) for g in problem.grads[start : start + problem.tasks]])
-        total = rows.sum(0)
-        for i in range(problem.tasks):
-            group = priority == i
-            flat = rows[:, group].flatten(1)
-            dots = flat @ flat[i]
-            a_i = -(dots[dots < 0] / dots[i]).sum()
-            total[group] += a_i * rows[i][group]
-        updates.append(total.view_as(problem.weights[layer]))
-    return updates
+class Problem:
+    """A network's layers and K random gradients: half of all pairs conflict."""
 
+    def __init__(
+        self, network: str, tasks: int, dtype: torch.dtype = torch.float32, quick: bool = False
+    ) -> None:
+        torch.manual_seed(0)
+        shapes = shapes_of(network)[: 4 if quick else None]  # Enough to see that it runs.
+        self.tasks = [str(task) for task in range(tasks)]
+        self.weights = [torch.randn(shape).to(dtype) for shape in shapes]
+        self.rows = [[torch.randn(shape).to(dtype) for shape in shapes] for _ in self.tasks]
+        numbers = tasks * sum(shape[0] for shape in shapes)
+        self.norms = [torch.rand(numbers) + 0.5, torch.rand(numbers) + 0.5]
+        self.updates = [torch.zeros_like(weight) for weight in self.weights]
+        self.numel = sum(weight.numel() for weight in self.weights)
+        self.itemsize = dtype.itemsize
+        self.facts = {
+            "network": f"{network}, 4 layers" if quick else network,
+            "tasks": tasks,
+            "numel": self.numel,
+        }
+        self.parameters = [nn.Parameter(weight) for weight in self.weights]
+        names = map(str, range(len(shapes)))
+        named = dict(zip(names, self.parameters, strict=True))
+        self._gradients = cs.TaskGradients(named, self.tasks)
+        self._operands = [g for of_layer in zip(*self.rows, strict=True) for g in of_layer]
 
-def pcgrad_peers(problem: Problem) -> dict[str, Callable[[], object]]:
-    """PCGrad of the peers that are installed, and the reference, on the same gradients."""
-    of_tasks = [problem.of_task(i) for i in range(problem.tasks)]
-    peers: dict[str, Callable[[], object]] = {"textbook PCGrad": lambda: textbook_pcgrad(of_tasks)}
-    if find_spec("torchjd") is not None:
-        from harness.peers import TORCHJD, stacked, torchjd_matrix, torchjd_step
+    def phase2(self) -> Tensor:
+        return phase2(self.updates, self._operands, self.weights, *self.norms)
 
-        pcgrad = TORCHJD["PCGrad"](problem.tasks)
-        matrix = torch.stack([torch.cat([g.flatten() for g in of_task]) for of_task in of_tasks])
-        parameters = [nn.Parameter(weight.clone()) for weight in problem.weights]
-        jacobians = stacked(of_tasks)
-        peers["TorchJD matrix"] = lambda: torchjd_matrix(pcgrad, matrix)
-        peers["TorchJD step"] = lambda: torchjd_step(pcgrad, parameters, jacobians)
-
-    def reference() -> None:
+    def reference(self) -> None:
         with cs.use_backend("reference"):
-            problem.step()
+            self.phase2()
 
-    return {**peers, "reference": reference}
+    def phase2_facts(self, steps: list[float], copies: list[float]) -> dict[str, Any]:
+        """What a record has of Phase 2, whose peers start from gradients that are prepared."""
+        milliseconds, moved = quantiles(steps), self.phase2_bytes()
+        runs = peers("PCGrad", self.parameters, self.rows, prepared=True)
+        runs["reference"] = self.reference
+        seconds = 3 if len(steps) > 2 else 0
+        device = self.weights[0].device.type
+        return {
+            **self.facts,
+            "dtype": str(self.weights[0].dtype).removeprefix("torch."),
+            "bytes": moved,
+            "milliseconds": milliseconds,
+            "copy_gigabytes_per_second": moved / statistics.median(copies) / 1e6,
+            "peers": {
+                name: {"ratio": median(run, 15, seconds, device) / milliseconds["p50"]}
+                for name, run in runs.items()
+            },
+        }
 
+    def phase2_bytes(self) -> int:
+        """Each gradient and weight read once, the update written once."""
+        return (len(self.tasks) + 2) * self.numel * self.itemsize
 
-def check(problem: Problem) -> None:
-    """The step's error against float64 is at most twice that of the plain formula."""
-    priorities = problem.step()
-    exact = problem.to(torch.float64)
-    with cs.use_backend("reference"):
-        expected = exact.step()
-    assert torch.equal(priorities, expected)
-    plain = plain_formula(problem, priorities)
-    for update, other, oracle in zip(problem.updates, plain, exact.updates, strict=True):
-        # Or, as in the tests, the roundings of storing: two in half precision, added up in float32.
-        roundings = 1 if update.dtype is torch.float32 else 2
-        rounding = roundings * torch.finfo(update.dtype).eps / 2 * oracle.abs().max()
-        allowed = torch.maximum(2 * (other.double() - oracle).abs().max(), rounding)
-        assert (update.double() - oracle).abs().max() <= allowed
+    def check_phase2(self) -> None:
+        """The update and the priorities are those of the reference in float64."""
+        priorities = self.phase2()
+        exact = [[t.double() for t in ts] for ts in (self.updates, self._operands, self.weights)]
+        with cs.use_backend("reference"):
+            assert torch.equal(priorities, phase2(*exact, *self.norms))
+        assert_close(self.updates, exact[0], 2 * torch.finfo(self.updates[0].dtype).eps)
+
+    def combine(self, method: cs.Method) -> None:
+        """From the gradients that K backward passes have left in `.grad` to the update there."""
+        for task, row in zip(self.tasks, self.rows, strict=True):
+            for parameter, grad in zip(self.parameters, row, strict=True):
+                parameter.grad = grad
+            self._gradients.collect(task)
+        method.combine(self._gradients, NO_LAYERS, cs.Step(tasks=tuple(self.tasks)))
+
+    def combine_bytes(self, name: str) -> int:
+        """Gradients read for the Gramian and for the sum, or once; the update written."""
+        reads = len(self.tasks) * (1 if name == "GradDrop" else 2)
+        return (reads + 1) * self.numel * self.itemsize
+
+    def check_combine(self, make: Callable[[], cs.Method]) -> None:
+        """The update is that of the reference."""
+        self.combine(make())
+        found = [p.grad.clone() for p in self.parameters if p.grad is not None]
+        with cs.use_backend("reference"):
+            self.combine(make())
+        assert_close(found, [p.grad for p in self.parameters if p.grad is not None], 1e-5)

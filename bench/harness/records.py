@@ -1,6 +1,5 @@
 """Records of runs: lines of JSON under `bench/results/`, or where CS_KERNELS_RESULTS says."""
 
-import contextlib
 import json
 import os
 import platform
@@ -15,6 +14,16 @@ import torch
 from cs_kernels import _C
 
 
+def line(case: dict[str, Any]) -> str:
+    """A case as text, with four digits of each number."""
+    parts = []
+    for key, value in case.items():
+        if isinstance(value, dict):
+            value = f"({line(value)})"
+        parts.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
+    return ", ".join(parts)
+
+
 def append(name: str, record: dict[str, Any]) -> Path:
     """Adds a line to a table's records; returns where they are."""
     folder = Path(os.environ.get("CS_KERNELS_RESULTS") or Path(__file__).parents[1] / "results")
@@ -25,63 +34,52 @@ def append(name: str, record: dict[str, Any]) -> Path:
     return path
 
 
-OWN_FILES = ("bench/results", "docs/benchmarks.md")
-"""Files that benchmarks write: a change in them does not change the code that ran."""
-
-
 def origin() -> dict[str, Any]:
     """When, where and of what a run is."""
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit() or os.environ.get("CS_KERNELS_COMMIT", ""),
-        "machine": machine(),
-        "versions": versions(),
+        "machine": {
+            "cpu": _processor(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "instruction_set": _C.cpu_instruction_set,
+            "python": platform.python_version(),
+            "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+        "versions": _versions(),
     }
 
 
 def _commit() -> str:
-    """The commit, with "-dirty" if anything but records differs from it."""
+    """The commit, with "-dirty" if anything but what benchmarks write differs from it."""
     commit = _git("rev-parse", "--short", "HEAD")
-    others = [f":(top,exclude){path}" for path in OWN_FILES]
-    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", *others)
+    written = [f":(top,exclude){path}" for path in ("bench/results", "docs/benchmarks.md")]
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", *written)
     return f"{commit}-dirty" if changed else commit
 
 
 def _git(*arguments: str) -> str:
-    with contextlib.suppress(FileNotFoundError):
-        run = subprocess.run(
-            ["git", *arguments],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return run.stdout.strip() if run.returncode == 0 else ""
-    return ""
+    command, here = ["git", *arguments], Path(__file__).parent
+    try:
+        run = subprocess.run(command, cwd=here, capture_output=True, text=True, check=True)
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return ""
+    return run.stdout.strip()
 
 
-def versions() -> dict[str, str]:
-    found = {}
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [text.partition(":")[2].strip() for text in lines if text.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    found = {"cuda": torch.version.cuda} if torch.version.cuda is not None else {}
     for name in ("cs_kernels", "torch", "triton", "torchjd", "timm"):
-        with contextlib.suppress(PackageNotFoundError):
+        try:
             found[name] = version(name)
-    if torch.version.cuda is not None:
-        found["cuda"] = torch.version.cuda
+        except PackageNotFoundError:
+            continue
     return found
-
-
-def machine() -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                model = line.partition(":")[2].strip()
-                break
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "instruction_set": _C.cpu_instruction_set,
-        "python": platform.python_version(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
