@@ -471,7 +471,7 @@ def test_gradvac_keeps_targets_of_absent_tasks(backend: str) -> None:
     """Pairs, also of layers, have targets of their own, in whatever steps they turn up."""
     rows = torch.randn(6, 2, 3, 7, dtype=torch.float64)
     method, kept = cs.GradVac(beta=0.3, groups="layer"), defaultdict[tuple[str, ...], float](float)
-    steps = "ab x, abc xy, ca y, bc yx, abc xy, ab y".split(", ")
+    steps = ["ab x", "abc xy", "ca y", "bc yx", "abc xy", "ab y"]
     for number, (tasks, layers) in enumerate(map(str.split, steps)):
         chosen = ["abc".index(task) for task in tasks]
         of_step = rows[number, ["xy".index(layer) for layer in layers]][:, chosen]
