@@ -20,6 +20,9 @@ EMULATION = os.environ.get("CS_KERNELS_EMULATION")
 SMALL = INTERPRETED or EMULATION is not None
 """Smaller samples."""
 
+TASKS = (1, 2, 3, 4, 8, 9) if EMULATION else (2, 4, 9) if INTERPRETED else range(1, 11)
+"""The numbers of tasks for which a kernel has variants, or limits between them."""
+
 
 def emulate() -> None:
     """Puts the emulation in the place of the CUDA kernels."""

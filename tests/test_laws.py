@@ -31,10 +31,6 @@ def _problems(draw: st.DrawFn) -> Problem:
 _project = cs.functional.project_conflicts
 
 
-def _dots(grads: Tensor, group: Tensor, i: int) -> Tensor:
-    return (grads[:, group] * grads[i, group]).sum((1, 2))
-
-
 @given(problem=_problems())
 def test_backends_agree_and_change_no_input(backend: str, problem: Problem) -> None:
     before = [tensor.clone() for tensor in problem]
@@ -53,7 +49,7 @@ def test_no_conflict_is_left_with_the_reference(backend: str, problem: Problem) 
     for i in range(len(grads)):
         group = priority == i
         progress = (update[group] * grads[i, group]).sum()
-        own = _dots(grads, group, i)
+        own = (grads[:, group] * grads[i, group]).sum((1, 2))
         expected = own[i] + own.clamp(min=0)[torch.arange(len(grads)) != i].sum()
         torch.testing.assert_close(progress, expected, rtol=1e-9, atol=1e-9)
         assert progress >= own[i] - 1e-9 * (1 + own[i])
@@ -79,18 +75,3 @@ def test_permuting_tasks_permutes(backend: str, problem: Problem, random: st.Dat
 def test_one_task_is_plain_descent(backend: str, problem: Problem) -> None:
     grads, priority = problem
     assert torch.equal(_project(grads[:1], torch.zeros_like(priority)), grads[0])
-
-
-@given(problem=_problems())
-def test_idempotent(backend: str, problem: Problem) -> None:
-    """Projecting the projected gradients again changes nothing."""
-    grads, priority = problem
-    projected = grads.clone()
-    for i in range(len(grads)):
-        group = priority == i
-        own = _dots(grads, group, i)
-        for j in range(len(grads)):
-            if j != i and own[j] < 0:
-                projected[j, group] -= own[j] / own[i] * grads[i, group]
-    once = _project(grads, priority)
-    torch.testing.assert_close(_project(projected, priority), once, rtol=1e-9, atol=1e-9)
