@@ -328,9 +328,7 @@ def test_wrong_types(call: Callable[[], object], message: str) -> None:
         (torch.zeros(2).long(), ValueError, "counter must have 1 elements, got 2"),
     ],
 )
-def test_a_counter_that_does_not_fit(
-    backend: str, counter: Tensor, error: type[Exception], message: str
-) -> None:
+def test_bad_counter(backend: str, counter: Tensor, error: type[Exception], message: str) -> None:
     update = torch.zeros(4)
     with pytest.raises(error, match=message):
         torch.ops.cs_kernels.drop_signs_([update], [W[:, 0]], [0.0], 0, 0, 1, counter)
@@ -430,9 +428,7 @@ def _phase2(**change: object) -> tuple[object, ...]:
         (_phase2(weights=[ones(4, 2)]), r"weights must be.*\(4, 3\).*\(4, 2\)"),
     ],
 )
-def test_kernels_read_and_write_no_wrong_memory(
-    backend: str, call: tuple[Any, ...], message: str
-) -> None:
+def test_kernels_touch_no_wrong_memory(backend: str, call: tuple[Any, ...], message: str) -> None:
     name, *arguments = call
     if backend == "reference" and name not in ("drop_signs_", "upgrad_weights"):
         pytest.skip("it uses no addresses; its errors are torch's")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, normalize
 
 import cs_kernels as cs
+from cs_kernels import GramianMethod
 from cs_kernels.ops.random import random_key, splitmix64
 from cs_kernels.ops.reference.solvers import random_order
 from cs_kernels.ops.solvers import NASH_RIDGE
@@ -72,7 +73,7 @@ _ops = torch.ops.cs_kernels
     ids=repr,
 )
 def test_hand_computed_weights(
-    backend: str, method: cs.GramianMethod, gramian: Tensor, expected: list[float]
+    backend: str, method: GramianMethod, gramian: Tensor, expected: list[float]
 ) -> None:
     expected_weights = torch.tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(method.weights(gramian), expected_weights, rtol=1e-8, atol=1e-8)
@@ -96,20 +97,18 @@ def _random_rows(tasks: int, seed: int) -> Tensor:
     return torch.randn(tasks, tasks + 4, dtype=torch.float64, generator=generator)
 
 
-def _weights(method: cs.GramianMethod, rows: Tensor) -> Tensor:
+def _weights(method: GramianMethod, rows: Tensor) -> Tensor:
     return method.weights(rows @ rows.mT)
 
 
-def _update(method: cs.GramianMethod, rows: Tensor) -> Tensor:
+def _update(method: GramianMethod, rows: Tensor) -> Tensor:
     return _weights(method, rows).to(rows.dtype) @ rows
 
 
 @pytest.mark.each
 @pytest.mark.parametrize("tasks", [1, 2, 5] if SMALL else [1, 2, 3, 5, 8, 16])
 @each_deterministic
-def test_permuting_tasks_permutes_weights(
-    backend: str, method: cs.GramianMethod, tasks: int
-) -> None:
+def test_permuting_tasks_permutes_weights(backend: str, method: GramianMethod, tasks: int) -> None:
     rows = _random_rows(tasks, tasks)
     order = torch.randperm(tasks)
     permuted, direct = _weights(method, rows[order]), _weights(method, rows)
@@ -120,9 +119,7 @@ def test_permuting_tasks_permutes_weights(
 @pytest.mark.parametrize("rank", ["full", "half"])
 @pytest.mark.parametrize("tasks", [6] if SMALL else [6, 40])
 @each_method
-def test_updates_of_many_tasks(
-    backend: str, method: cs.GramianMethod, tasks: int, rank: str
-) -> None:
+def test_updates_of_many_tasks(backend: str, method: GramianMethod, tasks: int, rank: str) -> None:
     """Equal to the reference's. An update that should be zero is as long as the ridge's root."""
     generator = torch.Generator().manual_seed(tasks)
     elements = 4 * tasks if rank == "full" else tasks // 2 + 1
@@ -137,7 +134,7 @@ def test_updates_of_many_tasks(
 @pytest.mark.parametrize("rank", [1] if SMALL else [1, 2])
 @pytest.mark.parametrize("method", [cs.UPGrad(), cs.MGDA(), cs.CAGrad(1.0)], ids=repr)
 def test_rounded_gramians_of_dependent_gradients(
-    backend: str, method: cs.GramianMethod, rank: int, full: bool
+    backend: str, method: GramianMethod, rank: int, full: bool
 ) -> None:
     """In float32, they are not positive semidefinite, by more than the ridge."""
     for seed in range(20 if full and not SMALL else 3):
@@ -150,7 +147,7 @@ def test_rounded_gramians_of_dependent_gradients(
 @pytest.mark.each
 @pytest.mark.parametrize("scale", [1e-15, 1e-3, 1e15])
 @each_method
-def test_scaling_all_gradients(backend: str, method: cs.GramianMethod, scale: float) -> None:
+def test_scaling_all_gradients(backend: str, method: GramianMethod, scale: float) -> None:
     """The weights stay: the update scales. Nash-MTL's, whose norm is fixed, scale inversely."""
     rows = _random_rows(4, 0)
     direct, scaled = _weights(method, rows), _weights(method, scale * rows)
@@ -169,7 +166,7 @@ def test_scaling_all_gradients(backend: str, method: cs.GramianMethod, scale: fl
     ],
     ids=repr,
 )
-def test_update_in_conflict_with_no_task(backend: str, method: cs.GramianMethod) -> None:
+def test_update_in_conflict_with_no_task(backend: str, method: GramianMethod) -> None:
     """These methods promise it; MGDA with normalized gradients, for the normalized ones."""
     for seed in range(4 if SMALL else 20):
         rows = _random_rows(2 + seed % 6, seed)
@@ -205,9 +202,8 @@ def test_one_gradient_of_zero(backend: str) -> None:
 @pytest.mark.each
 @pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
 @each_method
-def test_degenerate_gramians_give_finite_weights(
-    backend: str, method: cs.GramianMethod, scale: float
-) -> None:
+def test_degenerate_gramians(backend: str, method: GramianMethod, scale: float) -> None:
+    """They give finite weights."""
     opposed = torch.tensor([[1.0, 2.0], [-1.0, -2.0]])
     equal = torch.ones(4, 3)
     line = torch.tensor([[1.0], [-2.0], [3.0], [1e-15], [1e15]])
@@ -222,23 +218,21 @@ def test_degenerate_gramians_give_finite_weights(
 @pytest.mark.each
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 @each_method
-def test_what_is_not_finite_reaches_the_weights(
-    backend: str, method: cs.GramianMethod, wrong: float
-) -> None:
+def test_nan_and_inf_reach_the_weights(backend: str, method: GramianMethod, wrong: float) -> None:
     gramian = torch.eye(3, dtype=torch.float64)
     gramian[1, 1] = wrong
     assert method.weights(gramian).isnan().all()
 
 
 @each_deterministic
-def test_several_gramians_at_once(backend: str, method: cs.GramianMethod) -> None:
+def test_several_gramians_at_once(backend: str, method: GramianMethod) -> None:
     rows = torch.randn(5, 3, 7, dtype=torch.float64)
     one_by_one = torch.stack([_weights(method, r) for r in rows])
     torch.testing.assert_close(_weights(method, rows), one_by_one, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [cs.PCGrad, partial(cs.GradVac, 0.3)], ids=["PCGrad", "GradVac"])
-def test_orders(backend: str, kind: Callable[..., cs.GramianMethod]) -> None:
+def test_orders(backend: str, kind: Callable[..., GramianMethod]) -> None:
     """They change with the step and the seed; a step always has the same ones."""
     rows = _random_rows(8, 3) - 0.5
     gramian = rows @ rows.T
@@ -371,9 +365,7 @@ def test_fair_grad_by_its_definition(backend: str, tasks: int, alpha: float) -> 
 
 @pytest.mark.parametrize(("tasks", "rank"), [(5, 1), (16, 9)] if SMALL else [(16, 9), (64, 33)])
 @pytest.mark.parametrize("alpha", [0.5, 2.0])
-def test_fair_grad_of_dependent_gradients(
-    backend: str, alpha: float, tasks: int, rank: int
-) -> None:
+def test_fair_grad_of_dependent_rows(backend: str, alpha: float, tasks: int, rank: int) -> None:
     """Their sum is zero, so no direction is good for all: the update is short."""
     factors = torch.randn(tasks, rank, dtype=torch.float64)
     rows = (factors - factors.mean(0)) @ torch.randn(rank, 3 * tasks, dtype=torch.float64)

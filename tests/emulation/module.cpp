@@ -170,13 +170,12 @@ bool advance(Block& block) {
     for (const std::size_t first : warps)
       moved = advance_warp(block, first) || moved;
   }
-  const auto count = [&block](State state) {
-    return static_cast<std::size_t>(
-        std::count_if(block.fibers.begin(), block.fibers.end(),
-                      [state](const auto& fiber) { return fiber->state == state; }));
-  };
-  const std::size_t waiting = count(State::kAtBarrier);
-  const std::size_t done = count(State::kDone);
+  std::size_t waiting = 0;
+  std::size_t done = 0;
+  for (const auto& fiber : block.fibers) {
+    waiting += fiber->state == State::kAtBarrier;
+    done += fiber->state == State::kDone;
+  }
   if (waiting > 0 && done > 0)
     fail("a thread ended while others wait at a barrier");
   if (waiting == threads)
