@@ -3,7 +3,7 @@
 import importlib
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 EMULATION = os.environ.get("CS_KERNELS_EMULATION")
 """A folder with the CUDA kernels compiled for this processor; see tests/emulation."""
 
-
 SMALL = INTERPRETED or EMULATION is not None
 """Smaller samples."""
+
+TASKS = (1, 2, 3, 4, 8, 9) if EMULATION else (2, 4, 9) if INTERPRETED else range(1, 11)
+"""The numbers of tasks for which a kernel has variants, or limits between them."""
 
 
 def emulate() -> None:
@@ -57,6 +59,11 @@ class Kind:
     @property
     def channels(self) -> int:
         return self.shape[self.out_channel_dim] * (self.groups if self.out_channel_dim else 1)
+
+    @property
+    def layout(self) -> dict[str, int]:
+        """The options of the functions in `cs_kernels.functional`."""
+        return {"out_channel_dim": self.out_channel_dim, "groups": self.groups}
 
 
 KINDS = [
@@ -111,39 +118,22 @@ class Sample:
 
     def float64(self) -> "Sample":
         """The same values in float64, contiguous."""
-        return Sample(
-            self.kind,
-            self.weight.double().contiguous(),
-            self.gamma.double(),
-            self.running_var.double(),
-            self.grads.double().contiguous(),
-            self.eps,
-        )
+        names = "weight", "gamma", "running_var", "grads"
+        return replace(self, **{name: getattr(self, name).double().contiguous() for name in names})
 
 
 def sample(kind: Kind, tasks: int, dtype: torch.dtype, memory: str = "contiguous") -> Sample:
     """Random arguments; about half of all pairs of tasks are in conflict."""
-    weight = torch.randn(kind.shape).to(dtype)
+    weight = laid_out(torch.randn(kind.shape).to(dtype), memory)
     grads = torch.stack([torch.randn(kind.shape) for _ in range(tasks)]).to(dtype)
-    storage = torch.empty((tasks, *laid_out(weight, memory).shape), dtype=dtype)
-    if memory == "contiguous":
-        storage = grads
-    else:
-        # A stack whose rows have the weight's memory layout.
-        strides = laid_out(weight, memory).stride()
+    if memory != "contiguous":  # A stack whose rows have the weight's memory layout.
+        strides = weight.stride()
         span = sum((n - 1) * s for n, s in zip(kind.shape, strides, strict=True)) + 2
+        first = 1 if memory == "misaligned" else 0
         flat = torch.zeros(tasks * span + 1, dtype=dtype)
-        offset = 1 if memory == "misaligned" else 0
-        storage = flat.as_strided((tasks, *kind.shape), (span, *strides), offset)
-        storage.copy_(grads)
-    return Sample(
-        kind,
-        laid_out(weight, memory),
-        torch.randn(tasks, kind.channels),
-        torch.rand(tasks, kind.channels) + 0.1,
-        storage,
-        [1e-5 * (i + 1) for i in range(tasks)],
-    )
+        grads = flat.as_strided((tasks, *kind.shape), (span, *strides), first).copy_(grads)
+    gamma, running_var = torch.randn(tasks, kind.channels), torch.rand(tasks, kind.channels) + 0.1
+    return Sample(kind, weight, gamma, running_var, grads, [1e-5 * (i + 1) for i in range(tasks)])
 
 
 def trunk_arguments(layers: list[Sample]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ In float64 they check the reference; in a tensor's own dtype they give the error
 compared with.
 """
 
+from math import prod
+
 import torch
 from layers import Kind
 from torch import Tensor
@@ -12,23 +14,13 @@ from torch import Tensor
 def rows(tensor: Tensor, kind: Kind) -> Tensor:
     """[O, fan-in], channel by channel."""
     if kind.out_channel_dim == 0:
-        return torch.stack([tensor[p].reshape(-1) for p in range(kind.shape[0])])
-    per_group = kind.shape[0] // kind.groups
-    return torch.stack(
-        [
-            tensor[g * per_group : (g + 1) * per_group, c].reshape(-1)
-            for g in range(kind.groups)
-            for c in range(kind.shape[1])
-        ]
-    )
+        return tensor.flatten(1)
+    return torch.cat([part.transpose(0, 1).flatten(1) for part in tensor.chunk(kind.groups)])
 
 
 def strength(weight: Tensor, gamma: Tensor, var: Tensor, eps: list[float], kind: Kind) -> Tensor:
     """Eq. (6) with Eq. (4)."""
-    window = 1
-    for size in kind.shape[2:]:
-        window *= size
-    energy = (rows(weight, kind) ** 2).sum(1) / window
+    energy = (rows(weight, kind) ** 2).sum(1) / prod(kind.shape[2:])
     return torch.stack([gamma[i] ** 2 / (var[i] + eps[i]) * energy for i in range(len(gamma))])
 
 
@@ -44,10 +36,7 @@ def projected_rows(grads: Tensor, priority: Tensor, kind: Kind) -> Tensor:
             if j != i and dot < 0:
                 norm = torch.dot(g_i.reshape(-1), g_i.reshape(-1))
                 modified[j][group] = g_j - dot / norm * g_i
-    total = modified[0]
-    for g in modified[1:]:
-        total = total + g
-    return total
+    return sum(modified[1:], modified[0])
 
 
 def closed_form_rows(grads: Tensor, priority: Tensor, kind: Kind) -> Tensor:

@@ -16,10 +16,7 @@ from cs_kernels.ops.solvers import SOLVERS
 
 pytestmark = [
     pytest.mark.kernel("cuda"),
-    pytest.mark.skipif(
-        EMULATION is None,
-        reason="only with the CUDA kernels for this processor (CS_KERNELS_EMULATION)",
-    ),
+    pytest.mark.skipif(EMULATION is None, reason="CS_KERNELS_EMULATION has the CUDA kernels"),
 ]
 
 _ops = torch.ops.cs_kernels
@@ -44,27 +41,25 @@ def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
     grads = arguments["grads"] = [grad.contiguous() for grad in arguments["grads"]]
     grads[tasks] = None
     grads[2 * tasks] = laid_out(grads[2 * tasks], "misaligned")
-    with cs.use_backend("cuda"):
-        priorities = _ops.phase2_update_(*arguments.values())
-        written = [priorities, *(update.clone() for update in updates)]
-        group_of = [t % 3 for t in range(len(layers))]
-        gramian = _ops.gramian(grads, group_of, 3, tasks)
-        _ops.combine_(updates, grads, gramian.sum(1), group_of, tasks)
-        written += [gramian, *(update.clone() for update in updates)]
-        offsets = [2**32 - 50 * t for t in range(len(layers))]
-        _ops.drop_signs_(updates, grads, [0.1] * tasks, 1, 2, tasks, None, offsets)
-        return written + updates
+    priorities = _ops.phase2_update_(*arguments.values())
+    written = [priorities, *(update.clone() for update in updates)]
+    group_of = [t % 3 for t in range(len(layers))]
+    gramian = _ops.gramian(grads, group_of, 3, tasks)
+    _ops.combine_(updates, grads, gramian.sum(1), group_of, tasks)
+    written += [gramian, *(update.clone() for update in updates)]
+    offsets = [2**32 - 50 * t for t in range(len(layers))]
+    _ops.drop_signs_(updates, grads, [0.1] * tasks, 1, 2, tasks, None, offsets)
+    return written + updates
 
 
 def _assert_same_in_any_order(tasks: int, run: Callable[[], object]) -> None:
-    def in_order(seed: int, resident: int, slots: int) -> object:
-        _order(tasks, seed, resident, slots)
+    results = []
+    for seed, slots in enumerate((0, _SLOTS, 1, 3)):
+        _order(tasks, seed, 1 + seed, slots)
         torch.manual_seed(0)
-        return run()
-
-    expected = in_order(0, 1, 0)
-    for seed, slots in enumerate((_SLOTS, 1, 3), 1):
-        assert_equal(in_order(seed, 1 + seed, slots), expected)
+        with cs.use_backend("cuda"):
+            results.append(run())
+    assert_equal(results[1:], 3 * results[:1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -104,14 +99,14 @@ def test_same_bits_whatever_blocks_hold(
     grads[tasks] = None
     priorities = [torch.randint(-1, tasks, shape[:1]) for shape in shapes[:-1]]
     priorities[0][:8] = -1
-    dims, groups = [0] * len(priorities), [1] * len(priorities)
+    layers = [0] * len(priorities), [1] * len(priorities), tasks
     updates = [torch.empty(shape, dtype=dtype) for shape in shapes]
 
     def held(seed: int, resident: int, slots: int) -> tuple[int, int]:
         """The tiles of layers that were held, and those left to PROJECT items."""
         launches.clear()
         _order(tasks, seed, resident, slots)
-        _ops.project_conflicts_(updates, grads, priorities, dims, groups, tasks)
+        _ops.project_conflicts_(updates, grads, priorities, *layers)
         (launch,) = launches
         all_tiles = sum(-(-update.numel() // tile) for update in updates[:-1])
         left = int(launch.left.sum()) if slots else all_tiles
@@ -128,8 +123,8 @@ def test_same_bits_whatever_blocks_hold(
             assert min(held(seed, resident, slots)) > 0
             assert_equal(updates, expected)
         # The items of a kind alone hold nothing.
-        products = _ops.phase2_products_(updates, grads, priorities, dims, groups, tasks)
-        _ops.phase2_apply_(updates, grads, priorities, products, dims, groups, tasks)
+        products = _ops.phase2_products_(updates, grads, priorities, *layers)
+        _ops.phase2_apply_(updates, grads, priorities, products, *layers)
         assert_equal(updates, expected)
 
 
@@ -141,14 +136,8 @@ def test_solvers_in_any_order(solver: str, tasks: int) -> None:
         pytest.skip("takes a minute; its problems are MGDA's and CAGrad's")
     rows = torch.randn(2, tasks, 2 * tasks, dtype=torch.float64)
     rows[1] = rows[1, :, : tasks // 2 + 1] @ rows[1, : tasks // 2 + 1]
-    solve = getattr(_ops, f"{solver}_weights")
-
-    def run() -> Tensor:
-        with cs.use_backend("cuda"):
-            gramian = rows @ rows.mT
-            return solve(gramian, *solver_options(solver, gramian))
-
-    _assert_same_in_any_order(tasks, run)
+    gramian, solve = rows @ rows.mT, getattr(_ops, f"{solver}_weights")
+    _assert_same_in_any_order(tasks, lambda: solve(gramian, *solver_options(solver, gramian)))
 
 
 def test_copies_of_any_size_and_address() -> None:

@@ -1,7 +1,11 @@
 """The plan of a GPU's blocks: no order of waiting deadlocks, every element is visited once."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
+from torch import Tensor
 
 from cs_kernels.ops import cuda, triton
 from cs_kernels.ops.gpu import GpuOperators, combine, device, phase2_plan
@@ -13,16 +17,16 @@ LAYOUTS = [(1, 1, 300, 27), (1, 1, 64, 640), (2, 5, 40, 9), (1, 1, 0, 4), (1, 1,
 PLAIN = [(1, 1, 1, 70_001), (1, 1, 1, 5), (1, 1, 1, 0)]
 
 
+GPU = torch.device("cuda")
+refused = partial(pytest.raises, RuntimeError, match="make a step before the capture")
+
+
 @pytest.mark.parametrize("eps", [True, False])
 @pytest.mark.parametrize("processors", [1, 3, 132, 1000])
 @pytest.mark.parametrize("tasks", [2, 9])
 @pytest.mark.parametrize("operators", [triton.operators, cuda.operators], ids=["triton", "cuda"])
 def test_items_depend_on_earlier_ones(
-    monkeypatch: pytest.MonkeyPatch,
-    operators: GpuOperators,
-    tasks: int,
-    processors: int,
-    eps: bool,
+    monkeypatch: pytest.MonkeyPatch, operators: GpuOperators, tasks: int, processors: int, eps: bool
 ) -> None:
     """On a GPU of any size; otherwise a block could wait for one that never starts."""
     if operators is cuda.operators and cuda._kernels is None:
@@ -30,14 +34,10 @@ def test_items_depend_on_earlier_ones(
     monkeypatch.setattr(phase2_plan, "multiprocessors", lambda device: processors)
     layers = len(LAYOUTS)
     tiling = operators.tiling(tasks, torch.float32)
-    plan = phase2_plan.phase2_plan(
-        tuple(LAYOUTS + PLAIN),
-        (1,) * layers,
-        (1e-5,) * (layers * tasks) if eps else None,
-        (True,) * (layers + len(PLAIN)),
-        tiling,
-        torch.device("cpu"),
-    )
+    all_eps = (1e-5,) * (layers * tasks) if eps else None
+    chosen = (True,) * (layers + len(PLAIN))
+    given = tuple(LAYOUTS + PLAIN), (1,) * layers, all_eps, chosen, tiling, torch.device("cpu")
+    plan = phase2_plan.phase2_plan(*given)
     items = plan.items.tolist()
     assert len({tuple(item) for item in items}) == len(items)
     place = {tuple(item): n for n, item in enumerate(items)}
@@ -54,20 +54,17 @@ def test_items_depend_on_earlier_ones(
         energy_items = -(-rows // fields[TensorField.ENERGY_ROWS]) if energies else 0
         assert number[ItemKind.ENERGY] == fields[TensorField.ENERGY_ITEMS] == energy_items
         assert sums <= phase2_plan.MOST_SUM_ITEMS or t >= layers
-        last = {
-            kind: max((place[kind, t, n] for n in range(number[kind])), default=-1)
-            for kind in (ItemKind.ENERGY, ItemKind.SUM)
-        }
-        for n in range(sums):
-            assert place[ItemKind.SUM, t, n] > last[ItemKind.ENERGY]
-        for n in range(number[ItemKind.PROJECT]):
-            assert place[ItemKind.PROJECT, t, n] > last[ItemKind.SUM]
-        if number[ItemKind.PROJECT]:  # Not so late that the cache has lost what they read.
-            first = place[ItemKind.PROJECT, t, projections - 1]
-            between = items[last[ItemKind.SUM] + 1 : first]
+        energy, summed, projected = (
+            [place[kind, t, n] for n in range(number[kind])] for kind in ItemKind
+        )
+        assert max(energy, default=-1) < min(summed, default=len(items))
+        assert max(summed, default=-1) < min(projected, default=len(items))
+        if projected:  # Not so late that the cache has lost what they read.
+            between = items[max(summed) + 1 : projected[-1]]
             lag = sum(kind == ItemKind.SUM for kind, _, _ in between)
             assert lag <= tiling.lag * processors
-            assert lag == tiling.lag * processors or items[first:][0][0] == ItemKind.PROJECT
+            sums_follow = any(kind == ItemKind.SUM for kind, _, _ in items[projected[-1] :])
+            assert lag == tiling.lag * processors or not sums_follow
 
 
 @pytest.mark.parametrize("offsets", [None, (9, 2**40, 0, 7, 2**32, 5)])
@@ -98,58 +95,62 @@ def test_groups_have_their_items_together(
         assert elements >= size if here else elements == 0
 
 
-def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Says whether the GPU's stream is being captured."""
+    state = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state[0])
+    return lambda capturing: state.__setitem__(0, capturing)
+
+
+def test_no_table_is_made_during_a_capture(capture: Callable[[bool], None]) -> None:
     """Tensors that a captured launch reads are kept: replays may outlive the cached plan."""
-    gpu = torch.device("cuda")
     tables = combine.gradient_plan((3,), (0,), 1, (True,), 512, 1, torch.device("cpu"))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    device.refuse_capture(gpu)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="make a step before the capture"):
-        device.refuse_capture(gpu)
+    device.refuse_capture(GPU)
+    capture(True)
+    with refused():
+        device.refuse_capture(GPU)
     for_good = list(device._kept_for_good)
     with device.captured_tables() as captured:
-        device.keep(tables, gpu)
+        device.keep(tables, GPU)
     assert captured == [tables]
     assert device._kept_for_good == for_good
 
 
 def test_a_capture_sends_from_memory_that_was_pinned_before_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, capture: Callable[[bool], None]
 ) -> None:
     """Each capture has its own memory, since replays send the values again."""
-    gpu, pinned = torch.device("cuda"), []
+    pinned: list[Tensor] = []
 
-    def pin(numbers: int) -> torch.Tensor:
+    def pin(numbers: int) -> Tensor:
         pinned.append(torch.empty(numbers, dtype=torch.int64))
         return pinned[-1]
 
-    capturing = False
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(device, "_pinned", pin)
     monkeypatch.setattr(device, "_left_for_captures", [])
-    capturing = True
-    with pytest.raises(RuntimeError, match="make a step before the capture"):
-        device.host_buffer(10, gpu)
-    capturing = False
-    assert device.host_buffer(10, gpu) is not device.host_buffer(10, gpu)
+    capture(True)
+    with refused():
+        device.host_buffer(10, GPU)
+    capture(False)
+    assert device.host_buffer(10, GPU) is not device.host_buffer(10, GPU)
     memory = pinned[0]
     assert len(pinned) == 3  # A megabyte once, and a buffer for each step.
-    capturing = True
+    capture(True)
     with device.captured_tables() as captured:
-        buffers = [device.host_buffer(10 + n, gpu) for n in range(20)]
+        buffers = [device.host_buffer(10 + n, GPU) for n in range(20)]
     assert len(pinned) == 3
     assert all(a is b for a, b in zip(buffers, captured, strict=True))
     for n, buffer in enumerate(buffers):
         buffer.fill_(n)
     assert [buffer.tolist() for buffer in buffers] == [(10 + n) * [n] for n in range(20)]
     assert {buffer.untyped_storage().data_ptr() for buffer in buffers} == {memory.data_ptr()}
-    with pytest.raises(RuntimeError, match="make a step before the capture"):
-        device.host_buffer(len(memory), gpu)
-    capturing = False
-    device.host_buffer(len(memory), gpu)
-    capturing = True
-    assert len(device.host_buffer(len(memory), gpu)) == len(memory)
+    with refused():
+        device.host_buffer(len(memory), GPU)
+    capture(False)
+    device.host_buffer(len(memory), GPU)
+    capture(True)
+    assert len(device.host_buffer(len(memory), GPU)) == len(memory)
 
 
 def test_kernels_with_other_tables_are_refused() -> None:

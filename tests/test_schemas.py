@@ -34,19 +34,17 @@ def test_schemas_and_fakes() -> None:
         "combine_": (updates, grads, torch.rand(2, 2), [1, 0], 2),
         "drop_signs_": (updates, grads, [0.0, 0.5], 1, 2, 2),
     }
-    counted = "drop_signs_", "pcgrad_weights", "gradvac_weights"
     for name in SOLVERS:
         gramian = gramians.get(name, torch.eye(3))
         calls[f"{name}_weights"] = gramian, *solver_options(name, gramian)
     assert set(calls) == set(cs.ops.backends.OPERATORS)
+    more = {
+        "phase2_update_": [(torch.empty(len(layers), 3, 3).double(),)],
+        "drop_signs_": [(torch.tensor([4]),), (None, [2**32 - 5, 0])],
+        "pcgrad_weights": [(torch.tensor([4]),)],
+        "gradvac_weights": [(torch.tensor([4]),)],
+    }
     for name, call in calls.items():
-        operator = getattr(torch.ops.cs_kernels, name)
-        torch.library.opcheck(operator.default, call, test_utils=tests)
-        if name in counted:
-            with_counter = (*call, torch.tensor([4]))
-            torch.library.opcheck(operator.default, with_counter, test_utils=tests)
-    with_products = (*calls["phase2_update_"], torch.empty(len(layers), 3, 3).double())
-    phase2_update = torch.ops.cs_kernels.phase2_update_.default
-    torch.library.opcheck(phase2_update, with_products, test_utils=tests)
-    with_offsets = (*calls["drop_signs_"], None, [2**32 - 5, 0])
-    torch.library.opcheck(torch.ops.cs_kernels.drop_signs_.default, with_offsets, test_utils=tests)
+        operator = getattr(torch.ops.cs_kernels, name).default
+        for options in [(), *more.get(name, [])]:
+            torch.library.opcheck(operator, (*call, *options), test_utils=tests)

@@ -1,14 +1,20 @@
 """Task weights from Gramians on every backend: hand values, laws, and what some methods keep."""
 
 import math
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from layers import SMALL
 from networks import GRAMIAN_METHODS
 from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
 
 import cs_kernels as cs
+from cs_kernels import GramianMethod
 from cs_kernels.ops.random import random_key, splitmix64
 from cs_kernels.ops.reference.solvers import random_order
 from cs_kernels.ops.solvers import NASH_RIDGE
@@ -17,6 +23,9 @@ pytestmark = pytest.mark.kernel
 
 CONFLICT = torch.tensor([[1.0, -1.0], [-1.0, 4.0]], dtype=torch.float64)
 ORTHOGONAL = torch.diag(torch.tensor([4.0, 1.0], dtype=torch.float64))
+ZEROS = torch.zeros(3, 3, dtype=torch.float64)
+
+_ops = torch.ops.cs_kernels
 
 
 @pytest.mark.parametrize(
@@ -47,22 +56,24 @@ ORTHOGONAL = torch.diag(torch.tensor([4.0, 1.0], dtype=torch.float64))
         # C a = 1 has a = (2, 2); the length is (1 + 2) times the cosine, |a_1 u_1 + a_2 u_2| = 2.
         (cs.ConFIG(), CONFLICT, [1.5, 0.75]),
         (cs.FairGrad(), CONFLICT, [2**0.5, 0.5**0.5]),
-        # 4 w = w^(-1 / alpha).
-        (cs.FairGrad(2), ORTHOGONAL, [4 ** (-1 / 1.5), 1.0]),
-        (cs.FairGrad(0.5), ORTHOGONAL, [4 ** (-1 / 3), 1.0]),
-        (cs.FairGrad(16), ORTHOGONAL, [4 ** (-16 / 17), 1.0]),
-        # Equal lengths at a right angle less d: (1 + sin) w = w^(-1 / alpha).
-        (cs.FairGrad(10), torch.tensor([[1.0, 0.6], [0.6, 1.0]]), [1.6 ** (-1 / 1.1)] * 2),
         (cs.NTKMTL(), CONFLICT, [5**0.5, 1.25**0.5]),
-        # Zero is PCGrad's target. The cosine is -1/2: |g_i| / |g_j| of the other one make it 1/2.
-        (cs.GradVac(0), CONFLICT, [2.0, 1.25]),
+        # The cosine is -1/2: |g_i| / |g_j| of the other one make it 1/2.
         (cs.GradVac(0.5), CONFLICT, [3.0, 1.5]),
         (cs.GradVac(), CONFLICT, [2.0, 1.25]),
+        # The documented weights, finite ones, where there is nothing to solve.
+        (cs.PCGrad(), ZEROS, [1.0] * 3),
+        (cs.AlignedMTL(), ZEROS, [1.0] * 3),
+        (cs.GradVac(0.5), ZEROS, [1.0] * 3),
+        (cs.CAGrad(rescale=0), ZEROS, [1 / 3] * 3),
+        (cs.MGDA(), ZEROS, [1 / 3] * 3),
+        (cs.UPGrad(), ZEROS, [1 / 3] * 3),
+        *((cs.FairGrad(alpha), ZEROS, [0.0] * 3) for alpha in (2, 0.5)),
+        *((method(), ZEROS, [0.0] * 3) for method in (cs.NashMTL, cs.IMTLG, cs.ConFIG, cs.NTKMTL)),
     ],
     ids=repr,
 )
 def test_hand_computed_weights(
-    backend: str, method: cs.GramianMethod, gramian: Tensor, expected: list[float]
+    backend: str, method: GramianMethod, gramian: Tensor, expected: list[float]
 ) -> None:
     expected_weights = torch.tensor(expected, dtype=torch.float64)
     torch.testing.assert_close(method.weights(gramian), expected_weights, rtol=1e-8, atol=1e-8)
@@ -77,66 +88,69 @@ DETERMINISTIC = [
 DETERMINISTIC += [cs.MGDA("l2"), cs.AlignedMTL("median"), cs.AlignedMTL("rmse")]
 DETERMINISTIC += [cs.FairGrad(0.25), cs.FairGrad(4)]
 
+each_method = pytest.mark.parametrize("method", [*DRAWING, *DETERMINISTIC], ids=repr)
+each_deterministic = pytest.mark.parametrize("method", DETERMINISTIC, ids=repr)
+
 
 def _random_rows(tasks: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tasks, tasks + 4, dtype=torch.float64, generator=generator)
 
 
+def _weights(method: GramianMethod, rows: Tensor) -> Tensor:
+    return method.weights(rows @ rows.mT)
+
+
+def _update(method: GramianMethod, rows: Tensor) -> Tensor:
+    return _weights(method, rows).to(rows.dtype) @ rows
+
+
 @pytest.mark.each
 @pytest.mark.parametrize("tasks", [1, 2, 5] if SMALL else [1, 2, 3, 5, 8, 16])
-@pytest.mark.parametrize("method", DETERMINISTIC, ids=repr)
-def test_permuting_tasks_permutes_weights(
-    backend: str, method: cs.GramianMethod, tasks: int
-) -> None:
+@each_deterministic
+def test_permuting_tasks_permutes_weights(backend: str, method: GramianMethod, tasks: int) -> None:
     rows = _random_rows(tasks, tasks)
     order = torch.randperm(tasks)
-    direct = method.weights(rows @ rows.T)
-    permuted = method.weights(rows[order] @ rows[order].T)
+    permuted, direct = _weights(method, rows[order]), _weights(method, rows)
     torch.testing.assert_close(permuted, direct[order], rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.each
 @pytest.mark.parametrize("rank", ["full", "half"])
 @pytest.mark.parametrize("tasks", [6] if SMALL else [6, 40])
-@pytest.mark.parametrize("method", [*DRAWING, *DETERMINISTIC], ids=repr)
-def test_updates_of_many_tasks(
-    backend: str, method: cs.GramianMethod, tasks: int, rank: str
-) -> None:
+@each_method
+def test_updates_of_many_tasks(backend: str, method: GramianMethod, tasks: int, rank: str) -> None:
     """Equal to the reference's. An update that should be zero is as long as the ridge's root."""
     generator = torch.Generator().manual_seed(tasks)
     elements = 4 * tasks if rank == "full" else tasks // 2 + 1
     rows = torch.randn(tasks, elements, dtype=torch.float64, generator=generator)
-    gramian = rows @ rows.T
     with cs.use_backend("reference"):
-        expected = method.weights(gramian) @ rows
-    update = method.weights(gramian) @ rows
-    scale = float(method.weights(gramian).abs() @ rows.norm(dim=1))
+        expected = _update(method, rows)
+    scale = float(_weights(method, rows).abs() @ rows.norm(dim=1))
     bound = 1e-9 if rank == "full" else 1e-5
-    torch.testing.assert_close(update, expected, rtol=0, atol=bound * scale)
+    torch.testing.assert_close(_update(method, rows), expected, rtol=0, atol=bound * scale)
 
 
 @pytest.mark.parametrize("rank", [1] if SMALL else [1, 2])
 @pytest.mark.parametrize("method", [cs.UPGrad(), cs.MGDA(), cs.CAGrad(1.0)], ids=repr)
 def test_rounded_gramians_of_dependent_gradients(
-    backend: str, method: cs.GramianMethod, rank: int, full: bool
+    backend: str, method: GramianMethod, rank: int, full: bool
 ) -> None:
     """In float32, they are not positive semidefinite, by more than the ridge."""
     for seed in range(20 if full and not SMALL else 3):
         rows = torch.randn(3 if SMALL else 5, rank, generator=torch.Generator().manual_seed(seed))
-        update = method.weights(rows @ rows.T).float() @ rows
+        update = _update(method, rows)
         assert update.isfinite().all()
         assert update.norm() <= 10 * rows.norm()
 
 
 @pytest.mark.each
 @pytest.mark.parametrize("scale", [1e-15, 1e-3, 1e15])
-@pytest.mark.parametrize("method", [*DRAWING, *DETERMINISTIC], ids=repr)
-def test_scaling_all_gradients(backend: str, method: cs.GramianMethod, scale: float) -> None:
+@each_method
+def test_scaling_all_gradients(backend: str, method: GramianMethod, scale: float) -> None:
     """The weights stay: the update scales. Nash-MTL's, whose norm is fixed, scale inversely."""
     rows = _random_rows(4, 0)
-    direct = method.weights(rows @ rows.T)
-    scaled = method.weights((scale * rows) @ (scale * rows).T)
+    direct, scaled = _weights(method, rows), _weights(method, scale * rows)
     if isinstance(method, cs.NashMTL):
         scaled = scaled * scale
     if isinstance(method, cs.FairGrad):  # s^2 G w = w^(-1 / alpha)
@@ -152,14 +166,14 @@ def test_scaling_all_gradients(backend: str, method: cs.GramianMethod, scale: fl
     ],
     ids=repr,
 )
-def test_update_in_conflict_with_no_task(backend: str, method: cs.GramianMethod) -> None:
+def test_update_in_conflict_with_no_task(backend: str, method: GramianMethod) -> None:
     """These methods promise it; MGDA with normalized gradients, for the normalized ones."""
     for seed in range(4 if SMALL else 20):
         rows = _random_rows(2 + seed % 6, seed)
-        assert method.weights(rows @ rows.T).isfinite().all()
+        assert _weights(method, rows).isfinite().all()
         if getattr(method, "normalize", None) == "l2":
-            rows = rows / rows.norm(dim=1, keepdim=True)
-        update = method.weights(rows @ rows.T) @ rows
+            rows = normalize(rows)
+        update = _update(method, rows)
         assert (rows @ update).min() >= -1e-8 * rows.norm() * update.norm()
 
 
@@ -168,41 +182,16 @@ def test_impartial_and_bargaining_ignore_lengths(backend: str) -> None:
     rows = _random_rows(3, 1)
     longer = rows * torch.tensor([[1.0], [1e3], [1.0]], dtype=torch.float64)
     for method in (cs.NashMTL(), cs.IMTLG(), cs.ConFIG()):
-        updates = [method.weights(r @ r.T) @ r for r in (rows, longer)]
+        updates = torch.stack([_update(method, r) for r in (rows, longer)])
         if not isinstance(method, cs.NashMTL):
-            updates = [update / update.norm() for update in updates]
+            updates = normalize(updates)
         torch.testing.assert_close(*updates, rtol=1e-6, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("method", "expected"),
-    [
-        (cs.PCGrad(), 1.0),
-        (cs.CAGrad(rescale=0), 1 / 3),
-        (cs.MGDA(), 1 / 3),
-        (cs.UPGrad(), 1 / 3),
-        (cs.NashMTL(), 0.0),
-        (cs.IMTLG(), 0.0),
-        (cs.AlignedMTL(), 1.0),
-        (cs.FairGrad(2), 0.0),
-        (cs.FairGrad(0.5), 0.0),
-        (cs.ConFIG(), 0.0),
-        (cs.NTKMTL(), 0.0),
-        (cs.GradVac(0.5), 1.0),
-    ],
-    ids=repr,
-)
-def test_gradients_of_zero(backend: str, method: cs.GramianMethod, expected: float) -> None:
-    """The documented weights, finite ones, where there is nothing to solve."""
-    weights = method.weights(torch.zeros(3, 3, dtype=torch.float64))
-    torch.testing.assert_close(weights, torch.full((3,), expected, dtype=torch.float64))
 
 
 def test_one_gradient_of_zero(backend: str) -> None:
     gramian = torch.diag(torch.tensor([4.0, 0.0, 1.0], dtype=torch.float64))
     assert cs.MGDA().weights(gramian).tolist() == [0.0, 1.0, 0.0]
-    assert cs.NashMTL().weights(gramian)[1] == 0
-    for method in (cs.IMTLG(), cs.FairGrad(), cs.ConFIG(), cs.NTKMTL()):
+    for method in (cs.NashMTL(), cs.IMTLG(), cs.FairGrad(), cs.ConFIG(), cs.NTKMTL()):
         assert method.weights(gramian)[1] == 0
     assert cs.GradVac(0.5).weights(gramian)[1] == 1
     assert cs.PCGrad().weights(gramian).tolist() == [1.0, 1.0, 1.0]
@@ -212,71 +201,79 @@ def test_one_gradient_of_zero(backend: str) -> None:
 
 @pytest.mark.each
 @pytest.mark.parametrize("scale", [1e-15, 1.0, 1e15])
-@pytest.mark.parametrize("method", [*DRAWING, *DETERMINISTIC], ids=repr)
-def test_degenerate_gramians_give_finite_weights(
-    backend: str, method: cs.GramianMethod, scale: float
-) -> None:
+@each_method
+def test_degenerate_gramians(backend: str, method: GramianMethod, scale: float) -> None:
+    """They give finite weights."""
     opposed = torch.tensor([[1.0, 2.0], [-1.0, -2.0]])
     equal = torch.ones(4, 3)
     line = torch.tensor([[1.0], [-2.0], [3.0], [1e-15], [1e15]])
     cancelling = torch.tensor([[1.0, 0.0], [-0.5, 3**0.5 / 2], [-0.5, -(3**0.5) / 2]])
     for rows in (opposed, equal, line, cancelling, opposed[:1]):
         rows = scale * rows.double()
-        weights = method.weights(rows @ rows.T)
+        weights = _weights(method, rows)
         assert weights.isfinite().all()
         assert (weights @ rows).isfinite().all()
 
 
 @pytest.mark.each
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
-@pytest.mark.parametrize("method", [*DRAWING, *DETERMINISTIC], ids=repr)
-def test_what_is_not_finite_reaches_the_weights(
-    backend: str, method: cs.GramianMethod, wrong: float
-) -> None:
+@each_method
+def test_nan_and_inf_reach_the_weights(backend: str, method: GramianMethod, wrong: float) -> None:
     gramian = torch.eye(3, dtype=torch.float64)
     gramian[1, 1] = wrong
     assert method.weights(gramian).isnan().all()
 
 
-@pytest.mark.parametrize("method", DETERMINISTIC, ids=repr)
-def test_several_gramians_at_once(backend: str, method: cs.GramianMethod) -> None:
+@each_deterministic
+def test_several_gramians_at_once(backend: str, method: GramianMethod) -> None:
     rows = torch.randn(5, 3, 7, dtype=torch.float64)
-    together = method.weights(rows @ rows.mT)
-    one_by_one = torch.stack([method.weights(r @ r.T) for r in rows])
-    torch.testing.assert_close(together, one_by_one, rtol=1e-9, atol=1e-12)
+    one_by_one = torch.stack([_weights(method, r) for r in rows])
+    torch.testing.assert_close(_weights(method, rows), one_by_one, rtol=1e-9, atol=1e-12)
 
 
-def test_pcgrad_orders(backend: str) -> None:
+@pytest.mark.parametrize("kind", [cs.PCGrad, partial(cs.GradVac, 0.3)], ids=["PCGrad", "GradVac"])
+def test_orders(backend: str, kind: Callable[..., GramianMethod]) -> None:
     """They change with the step and the seed; a step always has the same ones."""
     rows = _random_rows(8, 3) - 0.5
     gramian = rows @ rows.T
-    method = cs.PCGrad(seed=1)
-    first = method.weights(gramian)
-    second = method.weights(gramian, cs.Step(number=1))
+    method = kind(seed=1)
+    first, second = (method.weights(gramian, cs.Step(number)) for number in (0, 1))
     assert not torch.equal(first, second)
-    assert not torch.equal(first, cs.PCGrad(seed=2).weights(gramian))
-    assert torch.equal(method.weights(gramian, cs.Step(number=0)), first)
-    assert torch.equal(cs.PCGrad(seed=1).weights(gramian, cs.Step(number=1)), second)
+    assert not torch.equal(first, kind(seed=2).weights(gramian))
+    assert torch.equal(method.weights(gramian), first)
+    assert torch.equal(kind(seed=1).weights(gramian, cs.Step(1)), second)
+    # PCGrad is GradVac's case of zero targets.
+    weights = [kind(seed=1).weights(gramian) for kind in (cs.PCGrad, partial(cs.GradVac, 0))]
+    torch.testing.assert_close(*weights, rtol=1e-9, atol=1e-12)
 
 
-def test_pcgrad_orders_with_a_counter(backend: str) -> None:
-    """Those of step plus counter, for several Gramians too."""
+@pytest.mark.parametrize("solver", ["pcgrad", "gradvac"])
+def test_orders_with_a_counter(backend: str, solver: str) -> None:
+    """Those of step plus counter; several Gramians have orders of their own."""
     rows = torch.stack([_random_rows(8, 3) - 0.5, _random_rows(8, 3) - 0.3])
-    solve = torch.ops.cs_kernels.pcgrad_weights
-    expected = solve(rows @ rows.mT, 1, 7)
+    gramians = rows @ rows.mT
+
+    def solved(step: int, counter: int | None = None) -> Tensor:
+        targets = (torch.full_like(gramians, 0.3), 0.1) if solver == "gradvac" else ()
+        of_step = None if counter is None else torch.tensor([counter])
+        weights: Tensor = getattr(_ops, f"{solver}_weights")(gramians, *targets, 1, step, of_step)
+        return weights
+
+    expected = solved(7)
     for step, counter in ((2, 5), (0, 7), (9, -2), (7, 0)):
-        assert torch.equal(solve(rows @ rows.mT, 1, step, torch.tensor([counter])), expected)
-    assert not torch.equal(solve(rows @ rows.mT, 1, 7, torch.tensor([1])), expected)
+        assert torch.equal(solved(step, counter), expected)
+    assert not torch.equal(solved(7, 1), expected)
+    with cs.use_backend("reference"):
+        torch.testing.assert_close(solved(7), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_pcgrad_orders_are_uniform() -> None:
     """Every order of three others turns up equally often, for every task."""
-    counts: dict[tuple[int, ...], int] = {}
-    for step in range(4000):
-        for i in range(4):
-            order = random_order(splitmix64(random_key(0, step)), 4, i)
-            relative = tuple((j - i) % 4 for j in order)
-            counts[relative] = counts.get(relative, 0) + 1
+    counts = Counter(
+        tuple((j - i) % 4 for j in random_order(splitmix64(random_key(0, step)), 4, i))
+        for step in range(4000)
+        for i in range(4)
+    )
     assert len(counts) == 6
     expected = 16000 / 6
     chi_square = sum((n - expected) ** 2 / expected for n in counts.values())
@@ -315,21 +312,20 @@ def test_nash_keeps_weights() -> None:
         assert torch.equal(again, fresh)
 
 
-def test_nash_keeps_no_weights_of_other_tasks() -> None:
-    """Other tasks get weights of their own, even if their number is the same."""
-    method = cs.NashMTL(update_every=4, max_norm=0)
-    gramians = torch.diag_embed(torch.tensor([[1.0, 4.0], [9.0, 25.0]]).double())
-    method.weights(gramians[0], cs.Step(0, ("a", "b")))
-    second = method.weights(gramians[1], cs.Step(1, ("b", "c")))
-    torch.testing.assert_close(second, torch.tensor([1 / 3, 1 / 5]).double())
-
-
-def test_nash_mtl_of_other_layers() -> None:
-    """Other layers get weights of their own, even if their number is the same."""
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (cs.Step(0, ("a", "b")), cs.Step(1, ("b", "c"))),
+        [cs.Step(n, ("a", "b"), layers=(layer,)) for n, layer in enumerate(["first", "second"])],
+    ],
+    ids=["tasks", "layers"],
+)
+def test_nash_keeps_no_weights_of_others(steps: list[cs.Step]) -> None:
+    """Other tasks or layers get weights of their own, even if their number is the same."""
     method = cs.NashMTL(update_every=4, max_norm=0, groups="layer")
     gramians = torch.diag_embed(torch.tensor([[[1.0, 4.0]], [[9.0, 25.0]]]).double())
-    method.weights(gramians[0], cs.Step(0, ("a", "b"), layers=("first",)))
-    second = method.weights(gramians[1], cs.Step(1, ("a", "b"), layers=("second",)))
+    method.weights(gramians[0], steps[0])
+    second = method.weights(gramians[1], steps[1])
     torch.testing.assert_close(second, torch.tensor([[1 / 3, 1 / 5]]).double())
 
 
@@ -337,75 +333,68 @@ def test_nash_mtl_of_other_layers() -> None:
 def test_opposed_gradients_of_16_bits(backend: str, tasks: int) -> None:
     """Rounding makes their Gramian indefinite: a cosine is below -1, by more than Nash's ridge."""
     gramian = torch.eye(tasks, dtype=torch.float64) * 2072.0
-    gramian[:2, :2] = torch.tensor(
-        [[2071.9355775117874, -2071.9355770349503], [-2071.9355770349503, 2071.9355759620667]]
-    )
+    squares = torch.tensor([2071.9355775117874, 2071.9355759620667], dtype=torch.float64)
+    gramian[:2, :2] = squares.diag()
+    gramian[0, 1] = gramian[1, 0] = -2071.9355770349503
     for method in [*DRAWING, *DETERMINISTIC]:
         assert method.weights(gramian).isfinite().all(), method
     assert (cs.NashMTL().weights(gramian) > 0).all()
-
-
-def fair_error(gramian: Tensor, weights: Tensor, alpha: float) -> float:
-    """How far G w and w^(-1 / alpha) are apart, relative to the terms of G w.
-
-    The difference alone: where gradients of very different lengths are in conflict and alpha is
-    small, gains have to be smaller than the rounding of these terms.
-    """
-    assert weights.min() > 0
-    ridge = NASH_RIDGE * gramian.diagonal() * weights  # Part of the definition.
-    error = gramian @ weights + ridge - weights ** (-1 / alpha)
-    return float((error.abs() / (gramian.abs() @ weights)).max())
 
 
 @pytest.mark.each
 @pytest.mark.parametrize("alpha", [0.1, 1.0, 4.0] if SMALL else [1 / 16, 0.1, 0.5, 1, 2, 5, 10, 16])
 @pytest.mark.parametrize("tasks", [2, 5] if SMALL else [2, 3, 8, 40])
 def test_fair_grad_by_its_definition(backend: str, tasks: int, alpha: float) -> None:
-    """The gradients are at all angles; in half of the cases, their lengths differ up to 1:100."""
+    """G w and w^(-1 / alpha) are equal, relative to the terms of G w.
+
+    Their difference alone could not be: where gradients of very different lengths are in conflict
+    and alpha is small, gains have to be smaller than the rounding of these terms. The gradients are
+    at all angles; in half of the cases, their lengths differ up to 1:100.
+    """
     for seed in range(2 if SMALL else 8):
         rows = _random_rows(tasks, seed)
         if seed % 2:
             rows = rows * 10.0 ** torch.linspace(-1, 1, tasks, dtype=torch.float64).unsqueeze(1)
         gramian = rows @ rows.T
         weights = cs.FairGrad(alpha).weights(gramian)
-        assert fair_error(gramian, weights, alpha) < 1e-8
+        assert weights.min() > 0
+        ridge = NASH_RIDGE * gramian.diagonal() * weights  # Part of the definition.
+        error = gramian @ weights + ridge - weights ** (-1 / alpha)
+        assert (error.abs() / (gramian.abs() @ weights)).max() < 1e-8
 
 
 @pytest.mark.parametrize(("tasks", "rank"), [(5, 1), (16, 9)] if SMALL else [(16, 9), (64, 33)])
 @pytest.mark.parametrize("alpha", [0.5, 2.0])
-def test_fair_grad_of_dependent_gradients(
-    backend: str, alpha: float, tasks: int, rank: int
-) -> None:
+def test_fair_grad_of_dependent_rows(backend: str, alpha: float, tasks: int, rank: int) -> None:
     """Their sum is zero, so no direction is good for all: the update is short."""
     factors = torch.randn(tasks, rank, dtype=torch.float64)
     rows = (factors - factors.mean(0)) @ torch.randn(rank, 3 * tasks, dtype=torch.float64)
-    weights = cs.FairGrad(alpha).weights(rows @ rows.T)
+    weights = _weights(cs.FairGrad(alpha), rows)
     assert (weights > 0).all()
     assert (weights @ rows).norm() < 1e-3 * (weights @ rows.norm(dim=1))
 
 
 def test_fair_grad_between_the_sum_and_the_least_gain(backend: str) -> None:
-    """The least gain, relative to the update, grows with alpha."""
+    """The least gain grows with alpha."""
     rows = _random_rows(4, 2) + torch.tensor(0.5)
     rows *= torch.tensor([[10.0], [3.0], [1.0], [0.3]], dtype=torch.float64)
-    gains = []
-    for alpha in (1 / 16, 0.5, 1, 4, 16):
-        update = cs.FairGrad(alpha).weights(rows @ rows.T) @ rows
-        gains.append(float((rows @ update).min() / update.norm()))
+
+    def gain(update: Tensor) -> float:
+        """The least one, relative to the update."""
+        return float((rows @ update).min() / update.norm())
+
+    updates = [_update(cs.FairGrad(alpha), rows) for alpha in (1 / 16, 0.5, 1, 4, 16)]
+    gains = [gain(update) for update in updates]
     assert gains == sorted(gains)
-    plain = torch.nn.functional.cosine_similarity(
-        cs.FairGrad(1 / 16).weights(rows @ rows.T) @ rows, rows.sum(0), dim=0
-    )
-    assert plain > 0.95
-    least = cs.MGDA().weights(rows @ rows.T) @ rows  # its gain is the greatest least one
-    assert gains[-1] > 0.9 * float((rows @ least).min() / least.norm())
+    assert cosine_similarity(updates[0], rows.sum(0), dim=0) > 0.95
+    assert gains[-1] > 0.9 * gain(_update(cs.MGDA(), rows))  # MGDA's is the greatest there is.
 
 
 def test_config_has_equal_cosines(backend: str) -> None:
     """And the length is the sum of the gradients' components along the update."""
     for seed in range(4):
         rows = _random_rows(3 + seed, seed)
-        update = cs.ConFIG().weights(rows @ rows.T) @ rows
+        update = _update(cs.ConFIG(), rows)
         unit = update / update.norm()
         cosines = rows @ unit / rows.norm(dim=1)
         torch.testing.assert_close(cosines, cosines.mean().expand(len(rows)), rtol=1e-8, atol=0)
@@ -417,13 +406,12 @@ def test_config_without_a_common_direction(backend: str) -> None:
     angles = torch.arange(3, dtype=torch.float64) * (2 * math.pi / 3)
     cancelling = torch.stack([angles.cos(), angles.sin()], 1)
     for rows in (cancelling, torch.tensor([[1.0, 2.0], [-2.0, -4.0]]).double()):
-        assert not cs.ConFIG().weights(rows @ rows.T).any()
+        assert not _weights(cs.ConFIG(), rows).any()
     rows = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0]]).double()
-    unit = rows / rows.norm(dim=1, keepdim=True)
-    direction = torch.linalg.pinv(unit).sum(1)
+    direction = torch.linalg.pinv(normalize(rows)).sum(1)
     direction /= direction.norm()
-    update = cs.ConFIG().weights(rows @ rows.T) @ rows
-    torch.testing.assert_close(update, (rows @ direction).sum() * direction)
+    expected = (rows @ direction).sum() * direction
+    torch.testing.assert_close(_update(cs.ConFIG(), rows), expected)
 
 
 def _step(number: int = 0, **losses: float) -> cs.Step:
@@ -453,76 +441,40 @@ def test_db_mtl_by_hand() -> None:
 def test_gradvac_follows_the_cosines(backend: str) -> None:
     """The second step's target is half of the first step's cosine, -1/2."""
     method = cs.GradVac(beta=0.5)
-    first = method.weights(CONFLICT, _step(a=1.0, b=1.0))
-    torch.testing.assert_close(first, torch.tensor([2.0, 1.25]).double())
     added = 0.5 - 0.25 * (0.75 / (1 - 0.25**2)) ** 0.5
-    second = method.weights(CONFLICT, _step(1, a=1.0, b=1.0))
-    torch.testing.assert_close(second, torch.tensor([1 + 2 * added, 1 + added / 2]).double())
+    for number, expected in enumerate([[2.0, 1.25], [1 + 2 * added, 1 + added / 2]]):
+        weights = method.weights(CONFLICT, _step(number, a=1.0, b=1.0))
+        torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float64))
     targets = method.state_dict()["targets"]
-    expected = torch.tensor([[[0.0, -0.375], [-0.375, 0.0]]]).double()
-    torch.testing.assert_close(targets, expected)
-    assert (
-        method.weights(torch.full((2, 2), math.inf).double(), _step(2, a=1.0, b=1.0)).isnan().all()
-    )
+    torch.testing.assert_close(targets, torch.tensor([[[0.0, -0.375], [-0.375, 0.0]]]).double())
+    overflow = torch.full((2, 2), math.inf).double()
+    assert method.weights(overflow, _step(2, a=1.0, b=1.0)).isnan().all()
     assert torch.equal(method.state_dict()["targets"], targets)
 
 
 def test_gradvac_keeps_targets_of_absent_tasks(backend: str) -> None:
     """Pairs, also of layers, have targets of their own, in whatever steps they turn up."""
     rows = torch.randn(6, 2, 3, 7, dtype=torch.float64)
-    names, layers = ("a", "b", "c"), ("first", "second")
-    method, alone = cs.GradVac(beta=0.3, groups="layer"), cs.GradVac(beta=0.3)
-    for number, of_step in enumerate(rows):
-        chosen = [[0, 1], [0, 1, 2], [2, 0], [1, 2], [0, 1, 2], [0, 1]][number]
-        modules = [[0], [0, 1], [1], [1, 0], [0, 1], [1]][number]
+    method, kept = cs.GradVac(beta=0.3, groups="layer"), defaultdict[tuple[str, ...], float](float)
+    steps = ["ab x", "abc xy", "ca y", "bc yx", "abc xy", "ab y"]
+    for number, (tasks, layers) in enumerate(map(str.split, steps)):
+        chosen = ["abc".index(task) for task in tasks]
+        of_step = rows[number, ["xy".index(layer) for layer in layers]][:, chosen]
         gramian = of_step @ of_step.mT
-        part = gramian[modules][:, chosen][:, :, chosen]
-        step = cs.Step(
-            number, tuple(names[i] for i in chosen), layers=tuple(layers[i] for i in modules)
-        )
-        before = method.state_dict()
-        given = {(i, j, m): 0.0 for i in names for j in names for m in layers}
-        if before["targets"] is not None:
-            for m, layer in enumerate(before["layers"]):
-                for i, a in enumerate(before["tasks"]):
-                    for j, b in enumerate(before["tasks"]):
-                        given[a, b, layer] = float(before["targets"][m, i, j])
-        targets = torch.tensor(
-            [[[given[a, b, m] for b in step.tasks] for a in step.tasks] for m in step.layers],
-            dtype=torch.float64,
-        )
-        expected = torch.ops.cs_kernels.gradvac_weights(part, targets, 0.3, 0, number)
-        assert torch.equal(method.weights(part, step), expected)
-        after = method.state_dict()
-        where = [after["layers"].index(m) for m in step.layers]
-        rows_of = [after["tasks"].index(t) for t in step.tasks]
-        assert torch.equal(after["targets"][where][:, rows_of][:, :, rows_of], targets)
+        places = list(product(layers, tasks, tasks))
+        targets = torch.tensor([kept[p] for p in places], dtype=torch.float64).view_as(gramian)
+        expected = _ops.gradvac_weights(gramian, targets, 0.3, 0, number)
+        kept.update(zip(places, targets.flatten().tolist(), strict=True))
         resumed = cs.GradVac(beta=0.3, groups="layer")
-        resumed.load_state_dict(before)
-        assert torch.equal(resumed.weights(part, step), expected)
+        resumed.load_state_dict(method.state_dict())
+        for one in (resumed, method):
+            step = cs.Step(number, tuple(tasks), layers=tuple(layers))
+            assert torch.equal(one.weights(gramian, step), expected)
+    state = method.state_dict()
+    places = product(state["layers"], state["tasks"], state["tasks"])
+    assert state["targets"].flatten().tolist() == [kept[place] for place in places]
     with pytest.raises(ValueError, match="state must be of groups='all', got 'layer'"):
-        alone.load_state_dict(method.state_dict())
-
-
-def test_gradvac_orders(backend: str) -> None:
-    """They change with the step and the seed; a counter adds to the step."""
-    rows = _random_rows(8, 3) - 0.5
-    gramian = rows @ rows.T
-
-    def weights(seed: int, step: int, counter: int | None = None) -> Tensor:
-        targets = torch.full_like(gramian, 0.3)
-        of_step = None if counter is None else torch.tensor([counter])
-        solve = torch.ops.cs_kernels.gradvac_weights
-        solved: Tensor = solve(gramian, targets, 0.1, seed, step, of_step)
-        return solved
-
-    assert torch.equal(weights(1, 5), weights(1, 3, 2))
-    assert not torch.equal(weights(1, 5), weights(1, 6))
-    assert not torch.equal(weights(1, 5), weights(2, 5))
-    # In the orders of PCGrad, which is its case of zero targets.
-    zero = torch.ops.cs_kernels.gradvac_weights(gramian, torch.zeros_like(gramian), 0.0, 1, 5)
-    pcgrad = torch.ops.cs_kernels.pcgrad_weights(gramian, 1, 5)
-    torch.testing.assert_close(zero, pcgrad, rtol=1e-9, atol=1e-12)
+        cs.GradVac(beta=0.3).load_state_dict(state)
 
 
 @pytest.mark.parametrize("beta", [0.1, 1.0])

@@ -52,7 +52,7 @@ _NAMES = {
     "*i64": "tensors tensor table drawn",
     "*fp32": "gamma variance",
     "*fp64": "energy epsilon item_products products coefficients factor fairness leaks gramian"
-    " weights similarities strength",
+    " weights similarities strength out",
 }
 _POINTERS = {name: pointer for pointer, names in _NAMES.items() for name in names.split()}
 _NUMBERS = {"tasks": "i32", "rows": "i32"}
@@ -78,9 +78,7 @@ def check(
     target = GPUTarget("cuda", request.param, 32)
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
-    def run(
-        kernel: Any, types: dict[str, str], constants: dict[str, Any], options: Any = OPTIONS
-    ) -> None:
+    def run(kernel: Any, constants: Any, options: Any = OPTIONS, **types: str) -> None:
         source = _source(kernel, types, constants)
         binary = tmp_path / "kernel.cubin"
         binary.write_bytes(triton.compile(source, target, options).asm["cubin"])
@@ -91,26 +89,19 @@ def check(
     return run
 
 
-@pytest.mark.each
-@pytest.mark.parametrize("tasks", TASKS)
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_phase2(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> None:
-    variant = Variant.of(tasks, dtype)
-    options = phase2_options(variant.tasks)
-    check(phase2.phase2_kernel, {}, gradient_constants(variant, dtype), options)
-
-
 def _of_gradients(kernel: Any, *parts: int) -> Callable[..., None]:
     @pytest.mark.each
     @pytest.mark.parametrize("tasks", TASKS)
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     def test(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> None:
-        constants = gradient_constants(Variant.of(tasks, dtype), dtype, *parts)
-        check(kernel, {"out": "*fp64"}, constants)
+        variant = Variant.of(tasks, dtype)
+        options = phase2_options(variant.tasks) if kernel is phase2.phase2_kernel else OPTIONS
+        check(kernel, gradient_constants(variant, dtype, *parts), options)
 
     return test
 
 
+test_phase2 = _of_gradients(phase2.phase2_kernel)
 test_gramian = _of_gradients(combine.gramian_kernel)
 test_combine = _of_gradients(combine.combine_kernel)
 test_drop_signs = _of_gradients(combine.drop_signs_kernel, DROP_PARTS)
@@ -121,21 +112,20 @@ test_drop_signs = _of_gradients(combine.drop_signs_kernel, DROP_PARTS)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_energy(check: Callable[..., None], dtype: torch.dtype, vectorized: bool) -> None:
     vector = 16 // dtype.itemsize if vectorized else 1
-    check(phase2.energy_kernel, {"weight": TYPES[dtype]}, {"VECTOR": vector})
+    check(phase2.energy_kernel, {"VECTOR": vector}, weight=TYPES[dtype])
 
 
 @pytest.mark.each
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("tasks", TASKS)
 def test_strength(check: Callable[..., None], tasks: int, normalize: bool) -> None:
-    constants = {"NORMALIZE": normalize, "TASKS": tasks}
-    check(phase2.strength_kernel, {"out": "*fp64"}, constants)
+    check(phase2.strength_kernel, {"NORMALIZE": normalize, "TASKS": tasks})
 
 
 @pytest.mark.each
 @pytest.mark.parametrize("tasks", TASKS)
 def test_priority(check: Callable[..., None], tasks: int) -> None:
-    check(phase2.priority_kernel, {"out": "*i64"}, {"TASKS": tasks})
+    check(phase2.priority_kernel, {"TASKS": tasks}, out="*i64")
 
 
 @pytest.mark.each
@@ -145,4 +135,4 @@ def test_solvers(check: Callable[..., None], solver: tuple[Any, ...], tasks: int
     name, *constant = solver
     constants = {"TASKS": tasks, **dict([constant] if constant else [])}
     kernel = getattr(solvers, f"{name}_kernel")
-    check(kernel, {"out": "*fp64"}, constants, solver_options(tasks))
+    check(kernel, constants, solver_options(tasks))

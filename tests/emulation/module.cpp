@@ -128,18 +128,19 @@ bool exchange(Block& block, std::size_t first) {
   return true;
 }
 
-bool can_run(const Fiber& fiber) {
-  return fiber.state == State::kReady || fiber.state == State::kPausing;
+// The threads of a warp that can go on.
+std::vector<Fiber*> runnable_of(Block& block, std::size_t first) {
+  std::vector<Fiber*> runnable;
+  for (std::size_t i = first; i < std::min(first + kWarp, block.fibers.size()); ++i)
+    if (block.fibers[i]->state == State::kReady || block.fibers[i]->state == State::kPausing)
+      runnable.push_back(block.fibers[i].get());
+  return runnable;
 }
 
 // The threads of a warp as far as they come; whether any came on, other than to look at a flag
 // again.
 bool advance_warp(Block& block, std::size_t first) {
-  const std::size_t threads = block.fibers.size();
-  std::vector<Fiber*> runnable;
-  for (std::size_t i = first; i < std::min(first + kWarp, threads); ++i)
-    if (can_run(*block.fibers[i]))
-      runnable.push_back(block.fibers[i].get());
+  std::vector<Fiber*> runnable = runnable_of(block, first);
   std::shuffle(runnable.begin(), runnable.end(), random_numbers);
   bool moved = false;
   for (Fiber* fiber : runnable) {
@@ -155,11 +156,8 @@ bool advance(Block& block) {
   const std::size_t threads = block.fibers.size();
   std::vector<std::size_t> warps;
   for (std::size_t first = 0; first < threads; first += kWarp)
-    for (std::size_t i = first; i < std::min(first + kWarp, threads); ++i)
-      if (can_run(*block.fibers[i])) {
-        warps.push_back(first);
-        break;
-      }
+    if (!runnable_of(block, first).empty())
+      warps.push_back(first);
   bool moved = false;
   if (most_resident > 1 && !warps.empty()) {
     const bool can_go_on = std::find(warps.begin(), warps.end(), block.ahead) != warps.end();
@@ -172,13 +170,12 @@ bool advance(Block& block) {
     for (const std::size_t first : warps)
       moved = advance_warp(block, first) || moved;
   }
-  const auto count = [&block](State state) {
-    return static_cast<std::size_t>(
-        std::count_if(block.fibers.begin(), block.fibers.end(),
-                      [state](const auto& fiber) { return fiber->state == state; }));
-  };
-  const std::size_t waiting = count(State::kAtBarrier);
-  const std::size_t done = count(State::kDone);
+  std::size_t waiting = 0;
+  std::size_t done = 0;
+  for (const auto& fiber : block.fibers) {
+    waiting += fiber->state == State::kAtBarrier;
+    done += fiber->state == State::kDone;
+  }
   if (waiting > 0 && done > 0)
     fail("a thread ended while others wait at a barrier");
   if (waiting == threads)
