@@ -1,7 +1,8 @@
 """Mistakes that loops bring along, which would train on without a word."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 
@@ -24,10 +25,7 @@ import cs_kernels as cs
 
 pytestmark = pytest.mark.loop
 
-Closure = Callable[[str], Tensor]
-Closures = Callable[[Setup], Iterable[Closure]]
-
-
+Closures = Callable[[Setup], Iterable[Callable[[str], Tensor]]]
 TWICE = RuntimeError, "optimizer has made this step in step"
 
 
@@ -101,10 +99,8 @@ def test_a_normalization_outside_the_trunk() -> None:
         y: Tensor = network.decoder(network.trunk(x))
         return y.square().mean()
 
-    def state() -> list[Tensor]:
-        return [t.clone() for t in network.state_dict().values()]
-
-    with refused(state, ValueError, "trunk must contain the task-specific.*'a' active.*'b'"):
+    message = "trunk must contain the task-specific.*'a' active.*'b'"
+    with refused(network.state_dict, ValueError, message):
         opt.step(loss)
 
     def active(task: str) -> Tensor:
@@ -116,15 +112,6 @@ def test_a_normalization_outside_the_trunk() -> None:
     cs.MultiTaskOptimizer(network, sgd_of(network), AB).step(loss)
 
 
-def _made_in_a_loop(setup: Setup) -> Iterator[Closure]:
-    for n in range(3):
-
-        def closure(task: str) -> Tensor:
-            return setup.closure(n)(task)
-
-        yield closure
-
-
 @pytest.mark.parametrize(
     "closures",
     [
@@ -133,9 +120,8 @@ def _made_in_a_loop(setup: Setup) -> Iterator[Closure]:
             partial(lambda scale, task: scale * setup.closure(n)(task), 1) for n in range(3)
         ],
         lambda setup: (lambda task: setup.closure(n)(task) for n in range(3)),
-        _made_in_a_loop,
     ],
-    ids=["list", "partial", "generator", "loop"],
+    ids=["list", "partial", "generator"],
 )
 def test_closures_that_read_the_last_batch(closures: Closures) -> None:
     setup, opt = started()
@@ -167,8 +153,8 @@ def test_losses_of_one_forward_pass_in_a_closure() -> None:
     losses = {task: model.heads[task](features).square().mean() for task in AB}
     with pytest.raises(RuntimeError, match="second time") as caught:
         opt.step(lambda task: losses[task])
-    notes = getattr(caught.value, "__notes__", ["call backward({task: loss})"])  # Python 3.11 on.
-    assert "call backward({task: loss})" in notes[-1]
+    if sys.version_info >= (3, 11):
+        assert "call backward({task: loss})" in caught.value.__notes__[-1]
 
 
 LEAVE = "closure must leave gradients alone"

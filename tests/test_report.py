@@ -189,12 +189,8 @@ def test_the_last_step_is_reported() -> None:
     assert (before.step, report.step) == (0, 1)
     assert len({report, opt.report(), report}) == 2  # They are compared by identity.
     assert not torch.equal(before.products, report.products)
-
-    def fails(task: str) -> Tensor:
-        raise OSError(task)
-
-    with pytest.raises(OSError, match="depth"):
-        opt.step(fails)
+    with pytest.raises(ZeroDivisionError):
+        opt.step(lambda task: 1 / 0)
     assert_equal(opt.report().products, report.products)
     opt.load_state_dict(opt.state_dict())
     with pytest.raises(RuntimeError, match="call step or backward first"):
@@ -206,7 +202,6 @@ def test_a_nan_is_seen() -> None:
     setup, opt = started()
     opt.step(lambda task: setup.closure(0)(task) * (float("nan") if task == "edges" else 1.0))
     removed = opt.report().removed
-    assert removed is not None
     assert removed[:, :, 2].isnan().any()
     assert math.isnan(opt.report().scalars()["removed_norm/edges"])
     assert not removed[:, 0, 1].isnan().any()
@@ -230,22 +225,18 @@ def test_replays_report_as_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         assert (first.step, first.epoch, first.phase) == (second.step, second.epoch, second.phase)
 
 
-@pytest.mark.parametrize("name", ["ConnectionStrength", "PCGrad", "NashMTL-layer", "Sum"])
-def test_a_report_reads_nothing_on_the_host(name: str) -> None:
-    loop = CASES[name](captured=False).train(0, 2)
-    with Reads() as reads:
-        report = loop.opt.report()
-        for part in ("cosines", "update_norm", "channels", "conflicts", "removed"):
-            getattr(report, part)
-    assert reads.names == []
-
-
-@pytest.mark.parametrize("name", ["ConnectionStrength", "NashMTL", "Mixed"])
+@pytest.mark.parametrize("name", ["ConnectionStrength", "PCGrad", "NashMTL-layer", "Sum", "Mixed"])
 def test_a_report_changes_nothing(name: str) -> None:
+    """Nor does it read anything on the host before a number is read."""
     asked, silent = CASES[name](captured=False), CASES[name](captured=False)
     for number in range(6):
         asked.train(number, number + 1)
-        str(asked.opt.report())
+        with Reads() as reads:
+            report = asked.opt.report()
+            for part in ("cosines", "update_norm", "channels", "conflicts", "removed"):
+                getattr(report, part)
+        assert reads.names == []
+        str(report)
     silent.train(0, 6)
     assert_equal(asked.setup.state(), silent.setup.state())
 

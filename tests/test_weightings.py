@@ -1,6 +1,5 @@
 """Loss weights: their formulas, and what a resumed run needs."""
 
-import copy
 import math
 import re
 
@@ -71,20 +70,6 @@ def test_dynamic_weight_average_by_hand() -> None:
     assert weighting.weigh("a", ONE, STEP).item() == pytest.approx(expected[0])
     weighting.start_epoch(3)  # An epoch without losses changes nothing.
     assert weighting.weigh("a", ONE, STEP).item() == pytest.approx(expected[0])
-
-
-def test_dynamic_weight_average_keeps_its_state() -> None:
-    weighting = cs.DynamicWeightAverage()
-    for epoch in range(3):
-        weighting.start_epoch(epoch)
-        weighting.observe(_step(a=3.0 - epoch, b=2.0))
-    resumed = cs.DynamicWeightAverage()
-    resumed.load_state_dict(copy.deepcopy(weighting.state_dict()))
-    for w in (weighting, resumed):
-        w.observe(_step(a=0.5, b=1.0))
-        w.start_epoch(3)
-    for task in "ab":
-        assert weighting.weigh(task, ONE, STEP) == resumed.weigh(task, ONE, STEP) != 1
 
 
 @pytest.mark.parametrize("weighting", [cs.DynamicWeightAverage(), cs.SmoothTchebycheff()], ids=repr)
