@@ -413,6 +413,14 @@ def test_a_loss_that_is_not_finite(name: str, wrong: float) -> None:
     assert _is_finite(weighting)
 
 
+def test_a_loss_that_is_nan_leaves_the_weights_of_other_tasks() -> None:
+    """Its last loss takes its place."""
+    weighting = cs.FAMO(reevaluate=False)
+    weighting.observe(step_of(LOSSES))
+    step = step_of({**LOSSES, **values(edges=torch.nan)}, 1)
+    assert weighting.weigh("depth", LOSSES["depth"], step).isfinite()
+
+
 def test_a_task_without_a_finite_loss_learns_nothing() -> None:
     """FAMO's other logits learn as if it had taken no part."""
     found = []
@@ -699,11 +707,11 @@ def test_random_weights_are_a_softmax_of_normal_numbers() -> None:
 
 
 def test_random_weights_depend_on_seed_step_and_names() -> None:
-    one = torch.tensor(1.0)
+    one, weightings = torch.tensor(1.0), [cs.RandomWeights(0), cs.RandomWeights(1)]
 
     def ratio(tasks: str, seed: int = 0, number: int = 7) -> float:
         """Of the weights of the two tasks that are the first by their names."""
-        weighting, step = cs.RandomWeights(seed), cs.Step(number, tuple(tasks.split()))
+        weighting, step = weightings[seed], cs.Step(number, tuple(tasks.split()))
         first, second = (weighting.weigh(task, one, step) for task in sorted(step.tasks)[:2])
         return (first / second).item()
 
