@@ -10,12 +10,20 @@ from typing import Any
 
 import torch
 from layers import Kind
-from plain import projected_rows, rows, strength
+from plain import projected_rows, strength
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 Batch = tuple[Tensor, dict[str, Tensor]]
 Loss = Callable[[nn.Module, Batch, str], Tensor]
+Gradients = dict[nn.Parameter, Tensor]
+
+
+def _added(grads: Sequence[Gradients]) -> Gradients:
+    total: Gradients = {}
+    for of_one in grads:
+        total |= {p: total[p] + grad if p in total else grad for p, grad in of_one.items()}
+    return total
 
 
 class PlainTraining:
@@ -57,18 +65,17 @@ class PlainTraining:
                 module._parameters.update(source.get_submodule(name)._parameters)
         return new
 
-    def gradients(self, task: str, micro_batches: Sequence[Batch]) -> dict[nn.Parameter, Tensor]:
+    def gradients(self, task: str, micro_batches: Sequence[Batch]) -> Gradients:
         """Of the sum of the losses, for the parameters that it depends on."""
-        total: dict[nn.Parameter, Tensor] = {}
         parameters = [*self.networks[task].parameters()]
+        found = []
         for batch in micro_batches:
             loss = self.loss(self.networks[task], batch, task)
             scaled = loss if self.scaler is None else self.scaler.scale(loss)
-            found = torch.autograd.grad(scaled, parameters, allow_unused=True)
-            for p, grad in zip(parameters, found, strict=True):
-                if grad is not None:
-                    total[p] = total[p] + grad if p in total else grad
-        return total
+            grads = torch.autograd.grad(scaled, parameters, allow_unused=True)
+            pairs = zip(parameters, grads, strict=True)
+            found.append({p: grad for p, grad in pairs if grad is not None})
+        return _added(found)
 
     def step(
         self, phase: int, micro_batches: Sequence[Batch], tasks: Sequence[str] | None = None
@@ -81,7 +88,7 @@ class PlainTraining:
         else:
             self._apply(self._joint([self.gradients(task, micro_batches) for task in tasks], tasks))
 
-    def _apply(self, update: dict[nn.Parameter, Tensor]) -> None:
+    def _apply(self, update: Gradients) -> None:
         for group in self.optimizer.param_groups:
             for p in group["params"]:
                 p.grad = update.get(p)
@@ -91,13 +98,8 @@ class PlainTraining:
             self.scaler.step(self.optimizer)
             self.scaler.update()
 
-    def _joint(
-        self, grads: list[dict[nn.Parameter, Tensor]], tasks: list[str]
-    ) -> dict[nn.Parameter, Tensor]:
-        update: dict[nn.Parameter, Tensor] = {}
-        for of_task in grads:
-            for p, grad in of_task.items():
-                update[p] = update[p] + grad if p in update else grad
+    def _joint(self, grads: list[Gradients], tasks: list[str]) -> Gradients:
+        update = _added(grads)
         if len(tasks) == 1:
             return update
         if not self.prioritized:
@@ -115,15 +117,13 @@ class PlainTraining:
                 kind,
             )
             priority = (strengths / strengths.sum(1, keepdim=True)).argmax(0)
-            projected = projected_rows(torch.stack([g[weight] for g in grads]), priority, kind)
-            projected = projected.view(rows(weight, kind).shape).view_as(weight)
+            stacked = torch.stack([of_task[weight] for of_task in grads])
+            projected = projected_rows(stacked, priority, kind).view_as(weight)
             self.conflicts += not torch.allclose(projected, update[weight], rtol=1e-3)
             update[weight] = projected
         return update
 
-    def _pcgrad(
-        self, shared: list[nn.Parameter], *grads: dict[nn.Parameter, Tensor]
-    ) -> dict[nn.Parameter, Tensor]:
+    def _pcgrad(self, shared: list[nn.Parameter], *grads: Gradients) -> Gradients:
         """Of two tasks, where the order does not matter."""
         one, other = (torch.cat([g[p].flatten() for p in shared]) for g in grads)
         dot = (one @ other).clamp(max=0)

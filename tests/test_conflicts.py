@@ -1,9 +1,9 @@
 """Counts of conflicts by parameter, against plain float64 gradients of each loss."""
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,13 @@ import pytest
 import torch
 from loops import Loop, assert_alike, numbers
 from networks import (
-    AB,
     TASKS,
     Setup,
     assert_equal,
+    optimizer_of,
     problem,
     restore,
     saved,
-    sgd_of,
     started,
     started_problem,
 )
@@ -30,47 +29,71 @@ from torch import Tensor, nn
 import cs_kernels as cs
 from cs_kernels.engine import cuda_graphs
 from cs_kernels.ranks import buckets
+from cs_kernels.trunk.layers import shared_parameters
 
 pytestmark = pytest.mark.loop
+
+SCALED = pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 
 Gradients = Mapping[str, Sequence[Tensor | None]]
 """By task, for each parameter."""
 
 
-@dataclass
 class Plain:
-    """The counts by definition, one gradient after the other."""
+    """The counts by definition, one gradient after the other: by parameter, and by module."""
 
-    names: list[str]
-    tasks: list[str]
-    threshold: float = 0.0
-    cosines: Tensor = field(init=False)
-    counts: Tensor = field(init=False)
-    steps: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        shape = len(self.names), len(self.tasks), len(self.tasks)
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        tasks: list[str] = TASKS,
+        threshold: float = 0.0,
+        *,
+        by_module: bool = False,
+    ) -> None:
+        self.parameters, self.tasks, self.threshold = dict(parameters), tasks, threshold
+        self.members: dict[str, list[int]] = {}
+        for n, name in enumerate(parameters):
+            self.members.setdefault(name.rpartition(".")[0] if by_module else name, []).append(n)
+        shape = len(self.members), len(tasks), len(tasks)
         self.counts, self.steps = (torch.zeros(shape, dtype=torch.int64) for _ in range(2))
         self.cosines = torch.full(shape, math.nan, dtype=torch.float64)
+        given = parameters, tasks, threshold
+        self.of_modules = None if by_module else Plain(*given, by_module=True)
+
+    def gradients(self, loss: Tensor) -> list[Tensor | None]:
+        trained = [p for p in self.parameters.values() if p.requires_grad]
+        grads = torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True)
+        found = dict(zip(map(id, trained), grads, strict=True))
+        return [found.get(id(p)) for p in self.parameters.values()]
+
+    def _joined(self, row: Sequence[Tensor | None], members: list[int]) -> Tensor | None:
+        """The gradients of some parameters as one vector."""
+        if all(row[n] is None for n in members):
+            return None
+        like = list(self.parameters.values())
+        parts = [torch.zeros_like(like[n]) if row[n] is None else row[n] for n in members]
+        return torch.cat([part.flatten() for part in parts])
 
     def add(self, grads: Gradients) -> None:
         self.cosines = torch.full_like(self.cosines, math.nan)
         all_finite = all(g.isfinite().all() for row in grads.values() for g in row if g is not None)
-        for n in range(len(self.names)):
-            for i, first in enumerate(self.tasks):
-                for j, second in enumerate(self.tasks):
-                    g, h = (grads[t][n] if t in grads else None for t in (first, second))
-                    if g is None or h is None:
-                        continue
-                    scale = g.norm() * h.norm()
-                    cosine = (g * h).sum() / scale if scale != 0 else torch.zeros(())
-                    self.cosines[n, i, j] = cosine
-                    self.steps[n, i, j] += int(all_finite)
-                    below = i != j and bool(cosine < self.threshold)
-                    self.counts[n, i, j] += int(all_finite and below)
+        for n, members in enumerate(self.members.values()):
+            of_tasks = {task: self._joined(row, members) for task, row in grads.items()}
+            for (i, first), (j, second) in itertools.product(enumerate(self.tasks), repeat=2):
+                g, h = of_tasks.get(first), of_tasks.get(second)
+                if g is None or h is None:
+                    continue
+                scale = g.norm() * h.norm()
+                cosine = (g * h).sum() / scale if scale != 0 else torch.zeros(())
+                self.cosines[n, i, j] = cosine
+                self.steps[n, i, j] += int(all_finite)
+                below = i != j and bool(cosine < self.threshold)
+                self.counts[n, i, j] += int(all_finite and below)
+        if self.of_modules is not None:
+            self.of_modules.add(grads)
 
     def check(self, found: cs.Conflicts) -> None:
-        assert found.names == tuple(self.names)
+        assert found.names == tuple(self.members)
         assert found.tasks == tuple(self.tasks)
         assert found.threshold == self.threshold
         assert found.cosines.dtype == found.gramians.dtype == torch.float64
@@ -79,74 +102,31 @@ class Plain:
         assert_equal(found.steps, self.steps)
         torch.testing.assert_close(found.share, self.counts.double() / self.steps, equal_nan=True)
         scores = [int(of_one.triu(1).sum()) for of_one in self.counts]
-        assert found.scores() == dict(zip(self.names, scores, strict=True))
+        assert found.scores() == dict(zip(self.members, scores, strict=True))
         assert list(found.scores().values()) == sorted(scores, reverse=True)
+        if self.of_modules is not None:
+            self.of_modules.check(found.by_module())
 
 
-def _by_module(names: Sequence[str]) -> dict[str, list[int]]:
-    modules: dict[str, list[int]] = {}
-    for n, name in enumerate(names):
-        modules.setdefault(name.rpartition(".")[0], []).append(n)
-    return modules
-
-
-def _joined(row: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor | None:
-    """The gradients of a module as one vector."""
-    if all(grad is None for grad in row):
-        return None
-    zipped = zip(row, like, strict=True)
-    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in zipped])
-
-
-class Both:
-    """The counts by parameter and by module."""
-
-    def __init__(
-        self, parameters: Mapping[str, Tensor], tasks: list[str], threshold: float = 0.0
-    ) -> None:
-        self.parameters = dict(parameters)
-        self.modules = _by_module(list(parameters))
-        self.plain = Plain(list(parameters), tasks, threshold)
-        self.of_modules = Plain(list(self.modules), tasks, threshold)
-
-    def gradients(self, loss: Tensor) -> list[Tensor | None]:
-        trained = [p for p in self.parameters.values() if p.requires_grad]
-        grads = torch.autograd.grad(loss, trained, retain_graph=True, allow_unused=True)
-        found = dict(zip(map(id, trained), grads, strict=True))
-        return [found.get(id(p)) for p in self.parameters.values()]
-
-    def add(self, grads: Gradients) -> None:
-        self.plain.add(grads)
-        likes = list(self.parameters.values())
-        self.of_modules.add(
-            {
-                task: [
-                    _joined([row[n] for n in of], [likes[n] for n in of])
-                    for of in self.modules.values()
-                ]
-                for task, row in grads.items()
-            }
-        )
-
-    def check(self, found: cs.Conflicts) -> None:
-        self.plain.check(found)
-        self.of_modules.check(found.by_module())
-
-
-def _shared(setup: Setup) -> dict[str, nn.Parameter]:
-    own = {id(p) for norm in cs.nn.task_norms(setup.trunk) for p in norm.parameters()}
-    return {name: p for name, p in setup.trunk.named_parameters() if id(p) not in own}
-
-
-def _gradients(setup: Setup, both: Both, batch: int, tasks: Sequence[str]) -> Gradients:
+def _gradients(
+    setup: Setup, plain: Plain, loss: Callable[[str], Tensor], tasks: Sequence[str] = TASKS
+) -> Gradients:
     """By autograd, without a change of the running statistics."""
     before = copy.deepcopy(setup.trunk.state_dict())
     found = {}
     for task in tasks:
         with cs.nn.active_task(setup.trunk, task):
-            found[task] = both.gradients(setup.closure(batch)(task))
+            found[task] = plain.gradients(loss(task))
     setup.trunk.load_state_dict(before)
     return found
+
+
+def counting(
+    method: cs.Method | None = None, threshold: float = 0.0, **options: Any
+) -> tuple[Setup, cs.MultiTaskOptimizer]:
+    setup, opt = started(method or cs.PCGrad(), **options)
+    opt.count_conflicts(threshold)
+    return setup, opt
 
 
 METHODS: dict[str, Callable[[], cs.Method]] = {
@@ -164,35 +144,38 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
 def test_counts(backend: str, method: str, threshold: float) -> None:
     """Steps with all tasks, with two and with one; a layer is frozen for some of them."""
     setup, opt = started(METHODS[method]())
-    both = Both(_shared(setup), TASKS, threshold)
+    plain = Plain(shared_parameters(setup.trunk), threshold=threshold)
     opt.step(setup.closure(0))  # Not counted.
     opt.count_conflicts(threshold)
-    both.check(opt.conflicts())
+    plain.check(opt.conflicts())
     for number in range(9):
         setup.trunk.block.second.requires_grad_(not 3 <= number < 6)
         setup.trunk.stem.bias.requires_grad_(number < 5)
         tasks = {4: ["edges", "depth"], 7: ["normals"]}.get(number, TASKS)
-        expected = _gradients(setup, both, number % 8, tasks)
-        opt.step(setup.closure(number % 8), tasks)
-        both.add(expected)
-        both.check(opt.conflicts())
+        loss = setup.closure(number % 8)
+        expected = _gradients(setup, plain, loss, tasks)
+        opt.step(loss, tasks)
+        plain.add(expected)
+        plain.check(opt.conflicts())
     found = opt.conflicts()
     assert 0 < found.counts.sum() < found.steps.sum()
     assert found.steps[:, 0, 0].unique().tolist() == [5, 8]
+    assert found.by_module().by_module() is found.by_module()
     assert opt.report().step == 9
 
 
 def test_one_forward_pass_and_micro_batches() -> None:
     """Gradients of all micro-batches are added up; the heads in the trunk are one task's own."""
-    model, loss, x, targets = problem(tasks=TASKS)
-    opt = cs.MultiTaskOptimizer(model, sgd_of(model), TASKS, cs.PCGrad())
+    model, _, x, targets = problem(tasks=TASKS)
+    opt = optimizer_of(model, cs.PCGrad(), tasks=TASKS)
     opt.count_conflicts(0.2)
     names = {n: p for n, p in model.named_parameters() if n.startswith("trunk")}
-    both = Both(names, TASKS, 0.2)
-    del loss
+    # Nothing reaches "unused": it may still be shared.
+    unused = {f"unused.{name}": p for name, p in model.unused.named_parameters()}
+    plain = Plain({**names, **unused}, threshold=0.2)
     for number in range(8):
         rows = torch.arange(7).roll(number).chunk(1 + number % 3)
-        sums: dict[str, list[Tensor]] = {}
+        sums: dict[str, list[Tensor | None]] = {}
         for n, part in enumerate(rows, 1):
             features = model.trunk(x[part])
             losses = {
@@ -200,32 +183,21 @@ def test_one_forward_pass_and_micro_batches() -> None:
                 for task in (TASKS if n == 1 else TASKS[1:])
             }
             for task, value in losses.items():
-                grads = both.gradients(value)
+                grads = plain.gradients(value)
                 before = sums.get(task, [0.0] * len(grads))
-                sums[task] = [b + g for b, g in zip(before, grads, strict=True)]
+                pairs = zip(before, grads, strict=True)
+                sums[task] = [None if g is None else b + g for b, g in pairs]
             opt.backward(losses, update=n == len(rows))
         opt.optimizer.step()
-        both.add(sums)
-        found = opt.conflicts()
-        # Nothing reaches "unused": it may still be shared.
-        assert found.names[-2:] == ("unused.weight", "unused.bias")
-        assert not found.steps[-2:].any()
-        kept = [n for n, name in enumerate(found.names) if name in names]
-        torch.testing.assert_close(found.cosines[kept], both.plain.cosines)
-        assert_equal(found.counts[kept], both.plain.counts)
-        assert_equal(found.steps[kept], both.plain.steps)
-        of_modules = found.by_module()
-        assert of_modules.names == ("trunk.0", "trunk.2", "unused")
-        assert_equal(of_modules.counts[:2], both.of_modules.counts)
-    assert found.counts.sum() > 0
+        plain.add(sums)
+        plain.check(opt.conflicts())
+    assert opt.conflicts().counts.sum() > 0
 
 
 def _opposed(threshold: float = 0.0) -> tuple[nn.Module, cs.MultiTaskOptimizer]:
     """Two tasks; the gradients of the bias are the loss factors, those of the weight are zero."""
-    trunk = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
-    trunk.requires_grad_(False)
-    trunk[0].requires_grad_(True)
-    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk, lr=0.0), AB, cs.PCGrad())
+    trunk = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False))
+    opt = optimizer_of(trunk, cs.PCGrad(), lr=0.0)
     opt.count_conflicts(threshold)
     return trunk, opt
 
@@ -241,78 +213,47 @@ def test_zero_gradients(threshold: float) -> None:
     torch.testing.assert_close(found.cosines[1], opposed)
     assert found.cosines[2:].isnan().all()
     assert found.counts[:2, 0, 1].tolist() == [int(threshold > 0), 1]
-    assert found.scores() == {"0.weight": int(threshold > 0), "0.bias": 1} | dict.fromkeys(
-        ["1.weight", "1.bias"], 0
-    )
+    scores = {"0.weight": int(threshold > 0), "0.bias": 1, "1.weight": 0, "1.bias": 0}
+    assert found.scores() == scores
     torch.testing.assert_close(found.by_module().cosines[0], opposed)
 
 
-def test_weight_and_bias_together() -> None:
-    """Neither the counts nor the cosines of a module are those of its parameters."""
-    trunk = nn.Linear(1, 1)
-    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk, lr=0.0), AB, cs.PCGrad())
-    opt.count_conflicts()
-    factors = {"a": (2.0, -1.0), "b": (2.0, 1.0)}
-
-    def loss(task: str) -> Tensor:
-        first, second = factors[task]
-        return first * trunk.weight.sum() + second * trunk.bias.sum()
-
-    for _ in range(3):
-        opt.step(loss)
-    found = opt.conflicts()
-    assert found.scores() == {"bias": 3, "weight": 0}
-    assert found.by_module().scores() == {"": 0}
-    assert found.by_module().cosines[0, 0, 1].item() == pytest.approx(3 / 5)
-    assert found.by_module().by_module().names == ("",)
-
-
-@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+@SCALED
 def test_steps_that_are_not_finite(scaled: bool) -> None:
     """They count nowhere, also not for parameters and tasks whose gradients are finite."""
-    setup = Setup()
-    setup.optimizer = torch.optim.SGD(setup.parameters(), lr=0.01)
+    setup = Setup(optimizer=torch.optim.SGD)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3) if scaled else None
     opt = setup.start(cs.CAGrad(), scaler=scaler)
     opt.count_conflicts()
-    both = Both(_shared(setup), TASKS)
+    plain = Plain(shared_parameters(setup.trunk))
+    last = list(plain.parameters).index("up.bias")
     for number in range(8):
         bad = number == 4
 
         def loss(task: str, number: int = number, bad: bool = bad) -> Tensor:
             value = setup.closure(number)(task)
-            if bad and task == "edges":
-                value = value + torch.inf * setup.trunk.up.bias.sum()
-            return value
+            infinite = bad and task == "edges"
+            return value + torch.inf * setup.trunk.up.bias.sum() if infinite else value
 
-        before = copy.deepcopy(setup.trunk.state_dict())
-        grads = {}
-        for task in TASKS:
-            with cs.nn.active_task(setup.trunk, task):
-                grads[task] = both.gradients(loss(task))
-        setup.trunk.load_state_dict(before)
+        before = saved(setup)
+        grads = _gradients(setup, plain, loss)
         opt.step(loss)
-        both.add(grads)
-        both.check(opt.conflicts())
+        plain.add(grads)
+        found = opt.conflicts()
+        plain.check(found)
         if bad:
-            last = list(_shared(setup)).index("up.bias")
-            found = opt.conflicts()
             assert found.cosines[last, 2].isnan().all()
             assert found.cosines[last, 0, 1].isfinite()
-            if not scaled:
-                setup.trunk.load_state_dict(before)
-                for head in setup.heads.parameters():
-                    head.data.nan_to_num_(0.0, 0.0, 0.0)
+            restore(before, setup)
         else:
             # The products are those of the gradients without the factor of the scaler.
             grad = grads["depth"][0].flatten()
-            torch.testing.assert_close(opt.conflicts().gramians[0, 0, 0], grad @ grad)
+            torch.testing.assert_close(found.gramians[0, 0, 0], grad @ grad)
     assert opt.conflicts().steps.unique().tolist() == [7]
 
 
 def test_phase_1_and_a_new_start() -> None:
-    setup, opt = started(cs.PCGrad(), cs.Switch(1))
-    opt.count_conflicts()
+    setup, opt = counting(schedule=cs.Switch(1))
     opt.start_epoch(0)
     opt.step(setup.closure(0))
     assert not opt.conflicts().steps.any()
@@ -328,19 +269,23 @@ def test_phase_1_and_a_new_start() -> None:
     opt.step(setup.closure(3))
     assert (opt.conflicts().threshold, opt.conflicts().steps.max().item()) == (0.5, 1)
     assert opt.conflicts().counts.sum() >= (opt.conflicts().cosines < 0).sum()
+    opt.count_conflicts(None)
+    opt.step(setup.closure(4))
+    with pytest.raises(RuntimeError, match="conflicts are not counted"):
+        opt.conflicts()
+    assert "conflicts" not in opt.state_dict()
+    opt.count_conflicts()
+    opt.step(setup.closure(5))
+    assert opt.conflicts().steps.max() == 1
 
 
 def test_a_failed_step_is_not_counted() -> None:
     """Also not by the next step of Phase 1."""
-    setup, opt = started(cs.PCGrad(), cs.Switch(1))
-    opt.count_conflicts()
+    setup, opt = counting(schedule=cs.Switch(1))
+
     opt.start_epoch(1)
-
-    def fails(*_: object) -> None:
-        raise OSError("no step")
-
-    hook = setup.optimizer.register_step_pre_hook(fails)
-    with pytest.raises(OSError, match="no step"):
+    hook = setup.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         opt.step(setup.closure(0))
     hook.remove()
     assert not opt.conflicts().steps.any()
@@ -353,10 +298,9 @@ def test_a_failed_step_is_not_counted() -> None:
 
 
 def test_nothing_trains() -> None:
-    setup, opt = started(cs.PCGrad())
-    opt.count_conflicts()
+    setup, opt = counting()
     opt.step(setup.closure(0))
-    for parameter in _shared(setup).values():
+    for parameter in shared_parameters(setup.trunk).values():
         parameter.requires_grad_(False)
     opt.step(setup.closure(1))
     assert opt.conflicts().cosines.isnan().all()
@@ -364,38 +308,25 @@ def test_nothing_trains() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_updates_are_the_same(method: str) -> None:
-    setups = []
-    for counts in (False, True):
-        setup, opt = started(METHODS[method](), weighting=cs.DynamicWeightAverage())
+def test_counting_changes_nothing(method: str) -> None:
+    """Neither updates nor what steps read on the host; the call reads nothing, its numbers do."""
+    names, states = [], []
+    for start in (started, counting):
+        setup, opt = start(METHODS[method](), weighting=cs.DynamicWeightAverage())
         opt.start_epoch(0)
-        if counts:
-            opt.count_conflicts()
-        for number in range(6):
-            opt.step(setup.closure(number), None if number != 3 else TASKS[:2])
-        setups.append(setup)
-    assert_equal(setups[0].state(), setups[1].state())
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_nothing_is_read_on_the_host(method: str) -> None:
-    """Neither in a step nor by the call; the first numbers are."""
-    setup, opt = started(METHODS[method]())
-    names = []
-    for counts in (False, True):
-        if counts:
-            opt.count_conflicts()
         opt.step(setup.closure(0))
         with Reads() as reads:
-            opt.step(setup.closure(1))
-            opt.step(setup.closure(2), ["edges", "depth"])  # New masks.
-            if counts:
+            for number in range(1, 6):
+                opt.step(setup.closure(number), None if number != 3 else TASKS[::2])
+            if start is counting:
                 found = opt.conflicts()
                 for part in (found, found.by_module()):
                     assert part.cosines.shape == part.share.shape
                 repr(found)
         names.append(reads.names)
+        states.append(setup.state())
     assert names[0] == names[1]
+    assert_equal(*states)
     with Reads() as reads:
         opt.state_dict()
     assert reads.names == []
@@ -408,7 +339,7 @@ def _numbers(opt: cs.MultiTaskOptimizer) -> list[Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+@SCALED
 @pytest.mark.parametrize("method", METHODS)
 def test_replays_count(method: str, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In place; after another start, a change of what trains and a checkpoint too."""
@@ -441,33 +372,28 @@ def test_replays_count(method: str, scaled: bool, monkeypatch: pytest.MonkeyPatc
     assert loops[0].opt.conflicts().steps.max() == 4
 
 
+def _train(setup: Setup, opt: cs.MultiTaskOptimizer, start: int, stop: int) -> None:
+    for number in range(start, stop):
+        opt.step(setup.closure(number))
+
+
 def test_a_resumed_run_goes_on() -> None:
-    def build(threshold: float | None = 0.1) -> tuple[Setup, cs.MultiTaskOptimizer]:
-        setup, opt = started(cs.PCGrad())
-        if threshold is not None:
-            opt.count_conflicts(threshold)
-        return setup, opt
-
-    def train(setup: Setup, opt: cs.MultiTaskOptimizer, start: int, stop: int) -> None:
-        for number in range(start, stop):
-            opt.step(setup.closure(number))
-
-    straight, interrupted, resumed = build(), build(), build()
-    train(*straight, 0, 8)
-    train(*interrupted, 0, 5)
+    straight, interrupted, resumed = (counting(threshold=0.1) for _ in range(3))
+    _train(*straight, 0, 8)
+    _train(*interrupted, 0, 5)
     states = saved(*interrupted)
     kept = interrupted[1].state_dict()
-    train(*interrupted, 5, 6)
+    _train(*interrupted, 5, 6)
     assert numbers(kept) == numbers(states[-1])  # Later steps have not changed it.
-    train(*resumed, 0, 2)
+    _train(*resumed, 0, 2)
     restore(states, *resumed)
     counts = resumed[1].conflicts()
     assert counts.cosines.isnan().all()
     assert counts.steps.unique().tolist() == [5]
-    train(*resumed, 5, 8)
+    _train(*resumed, 5, 8)
     assert_equal(_numbers(resumed[1]), _numbers(straight[1]))
 
-    off = build(None)
+    off = started(cs.PCGrad())
     assert "conflicts" not in off[1].state_dict()
     restore(states, *off)  # Left out.
     with pytest.raises(RuntimeError, match="not counted"):
@@ -476,46 +402,43 @@ def test_a_resumed_run_goes_on() -> None:
     resumed[1].load_state_dict(older)
     assert not resumed[1].conflicts().steps.any()
 
-    other = build(0.2)
-    train(*other, 0, 2)
-    before = _numbers(other[1])[1:3]
-    renamed = copy.deepcopy(states[-1])
-    renamed["conflicts"][0]["parameters"][0] = "nowhere.weight"
-    renamed["conflicts"][0]["threshold"] = 0.2
-    for state, message in (
-        (states[-1], r"conflicts counted with threshold 0\.2, got 0\.1"),
-        (renamed, r"shared parameters of trunk, got 'nowhere\.weight'"),
-        ({**states[-1], "conflicts": ()}, "whole state_dict"),
+
+def test_states_that_do_not_fit() -> None:
+    setup, opt = counting(threshold=0.2)
+    _train(setup, opt, 0, 2)
+    before, good = _numbers(opt)[1:3], opt.state_dict()
+    (counted,) = good["conflicts"]
+    renamed = {**counted, "parameters": ["nowhere.weight", *counted["parameters"][1:]]}
+    for conflicts, message in (
+        (({**counted, "threshold": 0.1},), r"conflicts counted with threshold 0\.2, got 0\.1"),
+        ((renamed,), r"shared parameters of trunk, got 'nowhere\.weight'"),
+        ((), "whole state_dict"),
     ):
         with pytest.raises(ValueError, match=message):
-            other[1].load_state_dict(state)
-        assert_equal(_numbers(other[1])[1:3], before)
+            opt.load_state_dict({**good, "conflicts": conflicts})
+        assert_equal(_numbers(opt)[1:3], before)
 
 
 def test_counts_are_by_name() -> None:
     """The checkpoint of a smaller trunk, which is part of the larger one."""
-    _, first, small = started_problem(cs.PCGrad())
+    _, loss, small = started_problem(cs.PCGrad())
     small.count_conflicts()
-    small.step(first)
-    state = small.state_dict()["conflicts"][0]
-    wide, loss, *_ = problem()
+    small.step(loss)
+    (state,) = small.state_dict()["conflicts"]
+    wide, *_ = problem()
     wide.trunk.insert(0, nn.Linear(5, 5).double())
-    large = cs.MultiTaskOptimizer(wide, sgd_of(wide), AB, cs.PCGrad())
+    large = optimizer_of(wide, cs.PCGrad())
     large.count_conflicts()
-    assert state["parameters"][:2] == ["trunk.0.weight", "trunk.0.bias"]
-    moved = [name.replace("trunk.2", "trunk.3") for name in state["parameters"]]
-    modules = [name.replace("trunk.2", "trunk.3") for name in state["modules"]]
-    large.load_state_dict(
-        {**large.state_dict(), "conflicts": ({**state, "parameters": moved, "modules": modules},)}
-    )
+    moved = {
+        key: [name.replace("trunk.2", "trunk.3") for name in state[key]]
+        for key in ("parameters", "modules")
+    }
+    large.load_state_dict({**large.state_dict(), "conflicts": ({**state, **moved},)})
     found = large.conflicts()
-    for part, names in (
-        (found, [*moved[:2], "trunk.3.weight", "trunk.3.bias"]),
-        (found.by_module(), ["trunk.0", "trunk.3"]),
-    ):
+    parameters = [f"trunk.{layer}.{name}" for layer in (0, 3) for name in ("weight", "bias")]
+    for part, names in ((found, parameters), (found.by_module(), ["trunk.0", "trunk.3"])):
         steps = dict(zip(part.names, part.steps[:, 0, 1].tolist(), strict=True))
         assert [name for name, number in steps.items() if number] == names
-    del loss
 
 
 def _counted(rank: int, size: int, kind: str, method: str) -> list[Tensor]:
@@ -533,12 +456,9 @@ def _counted(rank: int, size: int, kind: str, method: str) -> list[Tensor]:
         if step == 4:
             cosines = opt.conflicts().cosines
     found = opt.conflicts()
-    return [cosines, found.counts, found.steps, found.by_module().counts, *_saved_counts(opt)]
-
-
-def _saved_counts(opt: cs.MultiTaskOptimizer) -> list[Tensor]:
     (state,) = opt.state_dict()["conflicts"]
-    return [state["counts"], state["steps"]]
+    saved_counts = state["counts"], state["steps"]
+    return [cosines, found.counts, found.steps, found.by_module().counts, *saved_counts]
 
 
 @pytest.mark.ranks
@@ -584,7 +504,7 @@ def test_as_text() -> None:
     assert str(opt.conflicts()).splitlines()[-1] == "  1.bias    0 of 0"
     assert repr(opt.conflicts()) == "Conflicts(threshold=0.0, tasks=['a', 'b'], P=4)"
     deep = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
-    opt = cs.MultiTaskOptimizer(deep, sgd_of(deep), AB, cs.PCGrad())
+    opt = optimizer_of(deep, cs.PCGrad())
     opt.count_conflicts(-0.25)
     opt.step(lambda task: deep(torch.ones(1, 2)).sum() * (1 if task == "a" else -1))
     head, *lines, last = str(opt.conflicts()).splitlines()
@@ -597,13 +517,19 @@ def test_as_text() -> None:
     "threshold", [1.01, -2, math.nan, math.inf, "0", torch.tensor(0.0)], ids=repr
 )
 def test_thresholds_outside_are_refused(threshold: Any) -> None:
-    setup, opt = started(cs.PCGrad())
-    opt.count_conflicts(0.5)
+    setup, opt = counting(threshold=0.5)
     opt.step(setup.closure(0))
     with pytest.raises(ValueError, match=r"threshold must lie in \[-1, 1\], got"):
         opt.count_conflicts(threshold)
     assert opt.conflicts().threshold == 0.5
     assert opt.conflicts().steps.max() == 1
+
+
+class Own(cs.Method):
+    """A method of a user, which takes any number of tasks."""
+
+    def combine(self, gradients: cs.TaskGradients, layout: cs.Layout, step: cs.Step) -> None:
+        raise NotImplementedError
 
 
 def test_bad_calls_are_refused() -> None:
@@ -614,40 +540,14 @@ def test_bad_calls_are_refused() -> None:
     _, summed = started(cs.Sum())
     with pytest.raises(ValueError, match=r"got Sum\(\).*use cs\.Sum\(separate=True\)"):
         summed.count_conflicts()
-    tasks = [f"t{n}" for n in range(65)]
-    trunk = nn.Linear(1, 1)
-    many = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), tasks, Own())
+    many = optimizer_of(nn.Linear(1, 1), Own(), tasks=[f"t{n}" for n in range(65)])
     with pytest.raises(ValueError, match="at most 64 for count_conflicts, got 65"):
         many.count_conflicts()
 
 
-def test_counting_ends() -> None:
-    setup, opt = started(cs.PCGrad())
-    opt.count_conflicts(0.5)
-    opt.step(setup.closure(0))
-    opt.count_conflicts(None)
-    with pytest.raises(RuntimeError, match="conflicts are not counted"):
-        opt.conflicts()
-    assert "conflicts" not in opt.state_dict()
-    opt.step(setup.closure(1))
-    opt.count_conflicts()
-    opt.step(setup.closure(2))
-    assert opt.conflicts().steps.max() == 1
-
-
-class Own(cs.Method):
-    """A method of a user, which takes any number of tasks."""
-
-    def combine(self, gradients: cs.TaskGradients, layout: cs.Layout, step: cs.Step) -> None:
-        for i in gradients.reached():
-            gradients.updates([i])[0].zero_()
-        gradients.assign(gradients.reached())
-
-
 def test_a_trunk_that_is_moved() -> None:
     """Here to another dtype."""
-    setup, opt = started(cs.PCGrad())
-    opt.count_conflicts()
+    setup, opt = counting()
     opt.step(setup.closure(0))
     setup.trunk.float()
     setup.heads.float()

@@ -1,11 +1,11 @@
 """Loss weights: their formulas, and what a resumed run needs."""
 
-import copy
 import math
+import re
 
 import pytest
 import torch
-from networks import AB, BOTH_PHASES, TASKS, Setup, problem, started
+from networks import AB, BOTH_PHASES, Setup, problem, started
 from torch import nn
 
 import cs_kernels as cs
@@ -13,7 +13,6 @@ import cs_kernels as cs
 pytestmark = pytest.mark.loop
 
 KINDS = {"depth": "regression", "normals": "regression", "edges": "classification"}
-
 
 STEP, ONE = cs.Step(), torch.tensor(1.0)
 
@@ -35,22 +34,16 @@ def test_uncertainty_weights_by_hand() -> None:
         assert abs(log_sigma.grad.item()) < 1e-6
 
 
-def _setup(weighting: cs.Weighting) -> Setup:
-    setup = Setup()
+@BOTH_PHASES
+def test_uncertainty_weights_are_learned(schedule: cs.Schedule) -> None:
+    """Each task's weight follows its own loss."""
+    weighting, setup = cs.UncertaintyWeights(KINDS), Setup()
     setup.optimizer = torch.optim.SGD([*setup.parameters(), *weighting.parameters()], lr=0.1)
-    return setup
-
-
-def test_uncertainty_weights_are_learned() -> None:
-    """Each task's weight follows its own loss, in both phases."""
-    for schedule in (cs.Joint(), cs.Sequential()):
-        weighting = cs.UncertaintyWeights(KINDS)
-        setup = _setup(weighting)
-        losses = setup.start(schedule=schedule, weighting=weighting).step(setup.closure(0))
-        for task, log_sigma in weighting.log_sigma.items():
-            factor = 1 if KINDS[task] == "regression" else 2
-            expected = -0.1 * (1 - factor * losses[task])
-            torch.testing.assert_close(log_sigma.detach().double(), expected.double())
+    losses = setup.start(schedule=schedule, weighting=weighting).step(setup.closure(0))
+    for task, log_sigma in weighting.log_sigma.items():
+        factor = 1 if KINDS[task] == "regression" else 2
+        expected = -0.1 * (1 - factor * losses[task])
+        torch.testing.assert_close(log_sigma.detach().double(), expected.double())
 
 
 def test_uncertainty_weights_belong_into_the_optimizer() -> None:
@@ -79,23 +72,11 @@ def test_dynamic_weight_average_by_hand() -> None:
     assert weighting.weigh("a", ONE, STEP).item() == pytest.approx(expected[0])
 
 
-def test_dynamic_weight_average_keeps_its_state() -> None:
-    weighting = cs.DynamicWeightAverage()
-    for epoch in range(3):
-        weighting.start_epoch(epoch)
-        weighting.observe(_step(a=3.0 - epoch, b=2.0))
-    resumed = cs.DynamicWeightAverage()
-    resumed.load_state_dict(copy.deepcopy(weighting.state_dict()))
-    for w in (weighting, resumed):
-        w.observe(_step(a=0.5, b=1.0))
-        w.start_epoch(3)
-    for task in "ab":
-        assert weighting.weigh(task, ONE, STEP) == resumed.weigh(task, ONE, STEP) != 1
-
-
-def test_dynamic_weight_average_depends_on_the_epoch() -> None:
-    setup, opt = started(weighting=cs.DynamicWeightAverage())
-    with pytest.raises(RuntimeError, match=r"call start_epoch\(epoch\) first"):
+@pytest.mark.parametrize("weighting", [cs.DynamicWeightAverage(), cs.SmoothTchebycheff()], ids=repr)
+def test_the_epoch_must_have_begun(weighting: cs.Weighting) -> None:
+    setup, opt = started(weighting=weighting)
+    message = re.escape(f"{weighting!r} depends on the epoch: call start_epoch(epoch) first")
+    with pytest.raises(RuntimeError, match=message):
         opt.step(setup.closure(0))
 
 
@@ -106,21 +87,6 @@ def test_a_network_in_bfloat16() -> None:
     (weighting.weigh("a", x * 2, STEP) + weighting.regularizer("a")).backward()
     assert x.grad.dtype is torch.bfloat16
     assert weighting.log_sigma["a"].grad.item() == -1.0
-
-
-@BOTH_PHASES
-def test_log_sigma_is_added_once(schedule: cs.Schedule) -> None:
-    """The number of micro-batches in a step does not matter."""
-    sigmas = []
-    for parts in (1, 4):
-        weighting = cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression"))
-        setup = _setup(weighting)
-        setup.trunk.eval()
-        opt = setup.start(cs.Sum(), schedule, weighting=weighting)
-        opt.step([lambda t, s=setup, n=parts: s.closure(0)(t) / n] * parts)
-        grads = [s.grad for s in weighting.parameters() if s.grad is not None]
-        sigmas.append(torch.stack(grads))
-    torch.testing.assert_close(*sigmas)
 
 
 def test_log_sigma_is_added_once_in_backward() -> None:

@@ -3,13 +3,13 @@
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from loops import STEPS, Loop, numbers
+from loops import KINDS, STEPS, Loop, numbers
 from networks import (
     BOTH_PHASES,
     TASKS,
@@ -27,6 +27,7 @@ from rank_networks import Network, assert_near, both_phases
 from ranks import Ranks
 from recorder import Reads
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 import cs_kernels as cs
 from cs_kernels.step import Surgery
@@ -36,19 +37,21 @@ pytestmark = pytest.mark.loop
 PER_EPOCH = 3
 MINIMA = {"edges": -0.5}
 Numbers = dict[str, Tensor]
+Labels = Callable[[int], Sequence[str]]
 
 
 class Tchebycheff:
     """K mu log sum exp(log(L / n) / mu), after sum log L."""
 
-    def __init__(self, mu: float = 0.3, warmup: int = 1) -> None:
-        self.mu, self.warmup = mu, warmup
+    mu, warmup = 0.3, 1
+
+    def __init__(self) -> None:
         self.seen: dict[int, list[Numbers]] = {}
 
-    def made(self) -> cs.Weighting:
+    def weighting(self) -> cs.Weighting:
         return cs.SmoothTchebycheff(self.mu, self.warmup)
 
-    def weights(self, losses: Numbers, epoch: int, last: Numbers, *, whole: bool) -> Numbers:
+    def weights(self, losses: Numbers, *, epoch: int, **_: object) -> Numbers:
         nadirs = {t: x for t in losses if (x := self._nadir(t, epoch)) is not None}
         vector = torch.stack([*losses.values()]).requires_grad_()
         of_task = dict(zip(losses, vector.unbind(), strict=True))
@@ -67,20 +70,19 @@ class Tchebycheff:
                 return torch.stack(found).mean()
         return None
 
-    def observe(self, losses: Numbers, after: Numbers, epoch: int, last: Numbers) -> None:
-        finite = {task: loss for task, loss in losses.items() if loss.isfinite()}
-        self.seen.setdefault(epoch, []).append(finite)
+    def observe(self, losses: Numbers, *, epoch: int, **_: object) -> None:
+        self.seen.setdefault(epoch, []).append(losses)
 
 
 class Famo:
     """Logits in a torch.optim.Adam, with gradients from autograd."""
 
-    def __init__(self, *, reevaluate: bool = True) -> None:
-        self.reevaluate = reevaluate
+    def __init__(self, *, reevaluate: bool = True, at_once: bool = False) -> None:
+        self.reevaluate, self.at_once = reevaluate, at_once
         self.logits = {t: nn.Parameter(torch.zeros((), dtype=torch.float64)) for t in TASKS}
         self.adam = torch.optim.Adam(self.logits.values(), lr=0.025, weight_decay=0.01)
 
-    def made(self) -> cs.Weighting:
+    def weighting(self) -> cs.Weighting:
         return cs.FAMO(reevaluate=self.reevaluate, minima=MINIMA)
 
     @staticmethod
@@ -88,7 +90,7 @@ class Famo:
         return loss - MINIMA.get(task, 0.0) + 1e-8
 
     def _learn(self, before: Numbers, after: Numbers) -> None:
-        both = [t for t in after if t in before and before[t].isfinite() and after[t].isfinite()]
+        both = [task for task in after if task in before]
         if not both:
             return
         self.adam.zero_grad()
@@ -97,29 +99,52 @@ class Famo:
         (z * torch.stack(ratios)).sum().backward()
         self.adam.step()
 
-    def weights(self, losses: Numbers, epoch: int, last: Numbers, *, whole: bool) -> Numbers:
-        if whole and not self.reevaluate:  # As the authors' toy loop: before weighting.
+    def weights(self, losses: Numbers, *, last: Numbers, whole: bool, **_: object) -> Numbers:
+        if whole:  # As the authors' toy loop: before weighting.
+            assert self.at_once
             self._learn(last, losses)
         gaps = torch.stack([self._gap(t, x) for t, x in losses.items()]).requires_grad_()
         z = torch.softmax(torch.stack([self.logits[t].detach() for t in losses]), 0)
         loss = (z * gaps.log()).sum() / (z / gaps.detach()).sum()
         return dict(zip(losses, torch.autograd.grad(loss, gaps)[0].unbind(), strict=True))
 
-    def observe(self, losses: Numbers, after: Numbers, epoch: int, last: Numbers) -> None:
+    def observe(self, losses: Numbers, *, after: Numbers, last: Numbers, **_: object) -> None:
         if self.reevaluate:
             self._learn(losses, after)
-        elif last:
+        elif not self.at_once:
             self._learn(last, losses)
 
 
-class FamoAtOnce(Famo):
-    """Where all losses are known before: the update is made with the weights."""
+class GradNorm:
+    """|G_i - target_i| by autograd through the weights, torch.optim.Adam, the sum restored."""
 
-    def observe(self, losses: Numbers, after: Numbers, epoch: int, last: Numbers) -> None:
-        assert not self.reevaluate
+    def __init__(self) -> None:
+        self.of_task = {t: nn.Parameter(torch.ones((), dtype=torch.float64)) for t in TASKS}
+        self.adam = torch.optim.Adam(self.of_task.values(), lr=0.025)
+        self.first = Numbers()
+
+    def weights(self, losses: Numbers, **_: object) -> Numbers:
+        return {task: self.of_task[task].detach().clone() for task in losses}
+
+    def observe(self, losses: Numbers, *, norms: Tensor | None, **_: object) -> None:
+        self.first = {**losses, **self.first}
+        if norms is None:
+            return
+        weights = [self.of_task[task] for task in losses]
+        norms = torch.stack(weights) * norms
+        rates = torch.stack([loss / self.first[task] for task, loss in losses.items()])
+        targets = norms.detach().mean() * (rates / rates.mean()) ** 1.5
+        self.adam.zero_grad()
+        (norms - targets).abs().sum().backward(inputs=weights)
+        before = torch.stack(weights).detach().sum()
+        self.adam.step()
+        with torch.no_grad():
+            scale = before / sum(weights)
+            for weight in weights:
+                weight.mul_(scale)
 
 
-Rule = Tchebycheff | Famo
+Rule = Tchebycheff | Famo | GradNorm
 
 
 def _some(number: int) -> list[str]:
@@ -135,60 +160,63 @@ def _all(number: int) -> list[str]:
     return TASKS
 
 
+PARTIAL_LABELS = pytest.mark.parametrize("labels", [_all, _some], ids=["all", "some"])
+
+
 def trained_by_hand(
-    rule: Rule, way: str, steps: int, labels: Callable[[int], Sequence[str]] = _all
+    rule: Rule, way: str, labels: Labels = _all
 ) -> tuple[list[Tensor], list[Numbers]]:
-    """The parameters after training, and the weights of each step."""
+    """The parameters after twelve steps in four epochs, and the weights of each step."""
     model, loss, *_ = problem(tasks=TASKS)
     sgd, last, history = sgd_of(model, lr=0.01), Numbers(), []
-    for number in range(steps):
+    for number in range(12):
         epoch = number // PER_EPOCH
         tasks = [task for task in TASKS if task in labels(number)]
-        found, losses = Numbers(), Numbers()
-        if way == "backward":
-            losses = {task: loss(task).detach() for task in tasks}
-            found = rule.weights(losses, epoch, last, whole=True)
-        for task in [t for t in labels(number) if t in tasks]:
-            if way != "backward":
-                own = loss(task).detach()
-                losses[task] = own
+        losses = {task: loss(task).detach() for task in tasks}
+        # The norms of the gradients of unweighted losses.
+        norms = gradient_rows([*model.trunk.parameters()], map(loss, tasks)).norm(dim=1)
+        whole = way == "backward"
+        found = rule.weights(losses, epoch=epoch, last=last, whole=True) if whole else Numbers()
+        for task in labels(number):
+            own = losses[task] = loss(task).detach()
+            if not whole:
                 known = {task: own} if way != "micro-batches" else {}
                 all_losses = {t: {**last, **known}.get(t, own) for t in tasks}
-                found[task] = rule.weights(all_losses, epoch, last, whole=False)[task]
+                found[task] = rule.weights(all_losses, epoch=epoch, last=last, whole=False)[task]
             (found[task] * loss(task)).backward()
-            if way == "sequential":
+            if way == "sequential" or task == labels(number)[-1]:
                 sgd.step()
                 sgd.zero_grad()
-        if way != "sequential":
-            sgd.step()
-            sgd.zero_grad()
-        rule.observe(losses, {t: loss(t).detach() for t in tasks}, epoch, last)
-        last.update(losses)
-        history.append({task: found[task] for task in tasks})
+        after = {task: loss(task).detach() for task in tasks}
+        joint_norms = norms if way != "sequential" else None
+        rule.observe(losses, epoch=epoch, after=after, last=last, norms=joint_norms)
+        last |= losses
+        history.append(found)
     return list(model.parameters()), history
 
 
 def trained(
     weighting: cs.Weighting,
     way: str,
-    steps: int,
-    labels: Callable[[int], Sequence[str]] = _all,
+    labels: Labels = _all,
+    method: cs.Method | None = None,
     order: Sequence[str] = TASKS,
     parts: int = 1,
 ) -> tuple[list[Tensor], list[Numbers]]:
-    """The same by the package."""
+    """The same by the package; the first step has one micro-batch."""
     model, loss, *_ = problem(tasks=TASKS)
     sgd, history = sgd_of(model, lr=0.01), []
     schedule = cs.Sequential() if way == "sequential" else cs.Joint()
-    opt = cs.MultiTaskOptimizer(model, sgd, order, cs.Sum(), schedule, weighting=weighting)
-    for number in range(steps):
+    given = model, sgd, order, method or cs.Sum(), schedule
+    opt = cs.MultiTaskOptimizer(*given, weighting=weighting)
+    for number in range(12):
         opt.start_epoch(number // PER_EPOCH)
         if way == "backward":
             opt.backward({task: loss(task) for task in labels(number)})
             sgd.step()
         else:
-            closures = [lambda task: loss(task) / parts] * parts
-            opt.step(closures, tasks=labels(number))
+            n = parts if number else 1
+            opt.step([lambda task, n=n: loss(task) / n] * n, tasks=labels(number))
         report = opt.report()
         history.append({t: report.weighted_losses[t] / report.losses[t] for t in report.tasks})
     return list(model.parameters()), history
@@ -200,68 +228,56 @@ def assert_close(found: Any, expected: Any) -> None:
 
 RULES: dict[str, Callable[[str], Rule]] = {
     "SmoothTchebycheff": lambda way: Tchebycheff(),
-    "FAMO": lambda way: (FamoAtOnce if way == "backward" else Famo)(reevaluate=False),
+    "FAMO": lambda way: Famo(reevaluate=False, at_once=way == "backward"),
     "FAMO-again": lambda way: Famo(),
 }
-WAYS = [
-    (rule, way)
-    for rule in RULES
-    for way in ("backward", "joint", "sequential", "micro-batches")
-    if (rule, way) != ("FAMO-again", "backward")
-]
 
 
-@pytest.mark.parametrize("labels", [_all, _some], ids=["all", "some"])
-@pytest.mark.parametrize(("name", "way"), [w for w in WAYS if w[1] != "micro-batches"])
-def test_definitions(name: str, way: str, labels: Callable[[int], Sequence[str]]) -> None:
-    """Twelve steps, four epochs: weights and parameters."""
+WAYS = ["backward", "joint", "sequential"]
+
+
+@PARTIAL_LABELS
+@pytest.mark.parametrize(
+    ("name", "way"), [(name, way) for name in RULES for way in WAYS[name == "FAMO-again" :]]
+)
+def test_definitions(name: str, way: str, labels: Labels) -> None:
     rule = RULES[name](way)
-    expected = trained_by_hand(rule, way, 12, labels)
-    found = trained(RULES[name](way).made(), way, 12, labels)
-    assert_close(found, expected)
+    expected = trained_by_hand(rule, way, labels)
+    assert_close(trained(rule.weighting(), way, labels), expected)
     spread = [max(w.values()) / min(w.values()) for w in expected[1] if len(w) > 1]
     assert max(spread) > 1.5
 
 
-@pytest.mark.parametrize("name", [name for name, way in WAYS if way == "micro-batches"])
+@pytest.mark.parametrize("name", RULES)
 def test_micro_batches_weigh_by_the_last_step(name: str) -> None:
-    """One batch of the definition with the losses of the last step; in four parts as in two.
+    """In four parts as in two; the first step has no last one."""
+    rule = RULES[name]("micro-batches")
+    expected = trained_by_hand(rule, "micro-batches")
+    for parts in (2, 4):
+        assert_close(trained(rule.weighting(), "micro-batches", parts=parts), expected)
+    whole, _ = trained(rule.weighting(), "joint")
+    assert any((a - b).abs().max() > 1e-6 for a, b in zip(whole, expected[0], strict=True))
 
-    The first step has no last one: it is made as one batch.
-    """
-    rule = RULES[name]("joint")
-    states, last = [], Numbers()
-    model, loss, *_ = problem(tasks=TASKS)
-    sgd = sgd_of(model, lr=0.01)
-    for parts in (1, 2, 4):
-        weighting = rule.made()
-        other, closure, *_ = problem(tasks=TASKS)
-        opt = cs.MultiTaskOptimizer(
-            other, sgd_of(other, lr=0.01), TASKS, cs.Sum(), weighting=weighting
-        )
-        for number in range(12):
-            opt.start_epoch(number // PER_EPOCH)
-            n = 1 if number == 0 else parts
-            opt.step([lambda task, n=n, f=closure: f(task) / n] * n)
-        states.append([p.detach() for p in other.parameters()])
-    for number in range(12):
-        losses = {task: loss(task).detach() for task in TASKS}
-        weights = [
-            rule.weights(
-                last or dict.fromkeys(TASKS, losses[task]), number // PER_EPOCH, last, whole=False
-            )[task]
-            for task in TASKS
-        ]
-        sgd.zero_grad()
-        sum(w * loss(t) for w, t in zip(weights, TASKS, strict=True)).backward()
-        sgd.step()
-        after = {task: loss(task).detach() for task in TASKS}
-        rule.observe(losses, after, number // PER_EPOCH, last)
-        last.update(losses)
-    expected = [p.detach() for p in model.parameters()]
-    assert_close(states[1], expected)
-    assert_close(states[2], expected)
-    assert any((a - b).abs().max() > 1e-6 for a, b in zip(states[0], expected, strict=True))
+
+class Ones(cs.GramianMethod):
+    """The sum of the gradients, with one Gramian or one a layer."""
+
+    def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
+        return torch.ones_like(gramian[..., 0])
+
+
+@PARTIAL_LABELS
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("method", [cs.Sum(separate=True), Ones(), Ones("layer")], ids=repr)
+def test_gradnorm_by_hand(way: str, labels: Labels, method: cs.Method) -> None:
+    expected = trained_by_hand(GradNorm(), way, labels)
+    weighting = cs.GradNorm()
+    parameters, history = trained(weighting, way, labels, method)
+    torch.testing.assert_close(parameters, expected[0], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(history, expected[1], rtol=1e-12, atol=0)
+    assert (max(history[-1].values()) > 1.05) == (way != "sequential")
+    total = sum(float(state[0]) for state in weighting.state_dict()["weights"].values())
+    assert total == pytest.approx(len(TASKS), rel=1e-12)
 
 
 WEIGHTINGS: dict[str, Callable[[], cs.Weighting]] = {
@@ -272,28 +288,29 @@ WEIGHTINGS: dict[str, Callable[[], cs.Weighting]] = {
     "GradNorm": cs.GradNorm,
 }
 EVERY = pytest.mark.parametrize("name", WEIGHTINGS)
+BY_NAME = {**WEIGHTINGS, "UncertaintyWeights": partial(cs.UncertaintyWeights, KINDS)}
+
+
+def start(
+    weighting: cs.Weighting, method: cs.Method | None = None
+) -> tuple[nn.Module, Callable[[str], Tensor], cs.MultiTaskOptimizer]:
+    return started_problem(method or cs.Sum(), weighting=weighting, tasks=TASKS, lr=0.01)
 
 
 @EVERY
-@pytest.mark.parametrize("labels", [_all, _some], ids=["all", "some"])
-def test_the_order_of_the_tasks(name: str, labels: Callable[[int], Sequence[str]]) -> None:
+@PARTIAL_LABELS
+def test_the_order_of_the_tasks(name: str, labels: Labels) -> None:
     """With a Gramian method, whose update does not depend on it either."""
-    results = []
-    for order in (TASKS, TASKS[::-1]):
-        model, loss, *_ = problem(tasks=TASKS)
-        sgd = sgd_of(model, lr=0.01)
-        method = cs.Sum(separate=True)
-        opt = cs.MultiTaskOptimizer(model, sgd, order, method, weighting=WEIGHTINGS[name]())
-        for number in range(10):
-            opt.start_epoch(number // PER_EPOCH)
-            opt.step(loss, tasks=labels(number))
-        results.append(list(model.parameters()))
+    results = [
+        trained(WEIGHTINGS[name](), "joint", labels, cs.Sum(separate=True), order)
+        for order in (TASKS, TASKS[::-1])
+    ]
     assert_close(*results)
 
 
-def _loop(name: str, schedule: cs.Schedule | None = None, **options: Any) -> Loop:
+def _loop(name: str, schedule: cs.Schedule, **options: Any) -> Loop:
     method = cs.Sum(separate=True)
-    return Loop(method, schedule, WEIGHTINGS[name](), **{"captured": False, **options})
+    return Loop(method, schedule, BY_NAME[name](), captured=False, **options)
 
 
 @EVERY
@@ -310,27 +327,32 @@ def test_a_resumed_run(name: str, schedule: cs.Schedule) -> None:
     assert numbers(resumed.opt) == numbers(straight.opt)
 
 
+def values(**losses: float) -> Numbers:
+    return {task: torch.tensor(loss).double() for task, loss in losses.items()}
+
+
+LOSSES = values(depth=1.0, normals=2.0, edges=3.0)
+
+
+def step_of(losses: Numbers, number: int = 0, **facts: Any) -> cs.Step:
+    """A step that knows its losses from the beginning."""
+    return cs.Step(number, tuple(losses), losses, known=losses, **facts)
+
+
 @EVERY
 def test_a_state_from_another_device(name: str) -> None:
     """Tensors move to the losses; a state on `meta` has no values to compare."""
     weighting = WEIGHTINGS[name]()
     weighting.start_epoch(0)
-    step = cs.Step(losses=_losses(), tasks=tuple(TASKS), losses_after=_losses())
-    weighting.observe(step)
-    there = torch.utils._pytree.tree_map(
-        lambda x: x.to("meta") if isinstance(x, Tensor) else x, weighting.state_dict()
-    )
-    moved = [loss.to("meta") for loss in _losses().values()]
-    step = cs.Step(losses=dict(zip(TASKS, moved, strict=True)), tasks=tuple(TASKS))
+    weighting.observe(step_of(LOSSES, losses_after=LOSSES))
+    there = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, weighting.state_dict())
+    moved = {task: loss.to("meta") for task, loss in LOSSES.items()}
+    step = cs.Step(losses=moved, tasks=tuple(TASKS))
     weighting.load_state_dict(there)
-    assert weighting.weigh("depth", moved[0], step).device.type == "meta"
+    assert weighting.weigh("depth", moved["depth"], step).device.type == "meta"
     weighting.observe(step)
     weighting.start_epoch(1)
     assert name == "RandomWeights" or weighting.captured_state()
-
-
-def _losses() -> Numbers:
-    return {task: torch.tensor(1.0 + n) for n, task in enumerate(TASKS)}
 
 
 @EVERY
@@ -350,8 +372,8 @@ def test_losses_in_half_precision(name: str, dtype: torch.dtype) -> None:
     weighting = WEIGHTINGS[name]()
     weighting.start_epoch(0)
     for number in range(3):
-        losses = {task: (loss + number / 3).to(dtype) for task, loss in _losses().items()}
-        step = cs.Step(number, tuple(TASKS), losses, known=losses, losses_after=losses)
+        losses = {task: (loss + number / 3).to(dtype) for task, loss in LOSSES.items()}
+        step = step_of(losses, number, losses_after=losses)
         for task in TASKS:
             weighted = weighting.weigh(task, losses[task], step)
             wide = weighting.weigh(task, losses[task].double(), step)
@@ -366,18 +388,15 @@ def test_losses_in_half_precision(name: str, dtype: torch.dtype) -> None:
 def _is_finite(weighting: cs.Weighting) -> bool:
     """All that later weights depend on; nadirs are infinite until they are known."""
     parts = {name: part for name, part in weighting.state_dict().items() if name != "nadirs"}
-    state = torch.utils._pytree.tree_leaves(parts)
-    return all(bool(x.isfinite().all()) for x in state if isinstance(x, Tensor))
+    return all(bool(x.isfinite().all()) for x in tree_leaves(parts) if isinstance(x, Tensor))
 
 
 @EVERY
 @pytest.mark.parametrize("wrong", [torch.inf, torch.nan])
 def test_a_loss_that_is_not_finite(name: str, wrong: float) -> None:
     """Its own step is spoilt, which a scaler would skip; neither the state nor later weights."""
-    model, loss, *_ = problem(tasks=TASKS)
-    sgd = sgd_of(model, lr=0.01)
     weighting = WEIGHTINGS[name]()
-    opt = cs.MultiTaskOptimizer(model, sgd, TASKS, cs.Sum(separate=True), weighting=weighting)
+    model, loss, opt = start(weighting, cs.Sum(separate=True))
     kept = copy.deepcopy(model.state_dict())
     for number in range(8):
         opt.start_epoch(number // PER_EPOCH)
@@ -394,21 +413,27 @@ def test_a_loss_that_is_not_finite(name: str, wrong: float) -> None:
     assert _is_finite(weighting)
 
 
+def test_a_loss_that_is_nan_leaves_the_weights_of_other_tasks() -> None:
+    """Its last loss takes its place."""
+    weighting = cs.FAMO(reevaluate=False)
+    weighting.observe(step_of(LOSSES))
+    step = step_of({**LOSSES, **values(edges=torch.nan)}, 1)
+    assert weighting.weigh("depth", LOSSES["depth"], step).isfinite()
+
+
 def test_a_task_without_a_finite_loss_learns_nothing() -> None:
     """FAMO's other logits learn as if it had taken no part."""
     found = []
     for bad in (True, False):
-        weighting = cs.FAMO(reevaluate=True)
+        weighting = cs.FAMO()
         for number in range(10):
-            losses = {t: x * 0.9**number for t, x in _losses().items()}
+            losses = {t: x * 0.9**number for t, x in LOSSES.items()}
             after = {t: x * (0.8 + 0.1 * n) for n, (t, x) in enumerate(losses.items())}
-            tasks = tuple(TASKS)
-            if number % 3 == 1 and bad:
+            if number % 3 == 1:
                 after["edges"] = after["edges"] * torch.inf
-            if number % 3 == 1 and not bad:
-                tasks = tasks[:2]
-                losses.pop("edges")
-            weighting.observe(cs.Step(number, tasks, losses, losses_after=after))
+                if not bad:
+                    del losses["edges"]
+            weighting.observe(step_of(losses, number, losses_after=after))
         found.append(numbers(weighting)[0]["logits"])
     assert found[0] == found[1]
     assert found[0]["edges"][3] == 7 != found[0]["depth"][3] == 10
@@ -418,61 +443,45 @@ def test_a_step_that_fails_teaches_nothing() -> None:
     """FAMO weighs by logits that have learned from the step, and keeps them when it succeeds."""
     found = []
     for fails in (False, True):
-        model, loss, *_ = problem(tasks=TASKS)
-        sgd = sgd_of(model, lr=0.01)
-        weighting = cs.FAMO(reevaluate=False)
-        opt = cs.MultiTaskOptimizer(model, sgd, TASKS, cs.Sum(), weighting=weighting)
+        model, loss, opt = start(cs.FAMO(reevaluate=False))
         for number in range(6):
-            losses = {task: loss(task) for task in TASKS}
             if fails and number == 3:
+                losses = {task: loss(task) for task in TASKS}
                 losses["edges"].register_hook(lambda grad: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
                     opt.backward(losses)
-                losses = {task: loss(task) for task in TASKS}
-            opt.backward(losses)
-            sgd.step()
-        found.append((list(model.parameters()), weighting.state_dict()))
+            opt.backward({task: loss(task) for task in TASKS})
+            opt.optimizer.step()
+        found.append((list(model.parameters()), opt.weighting.state_dict()))
     assert_equal(*found)
 
 
 def test_negative_losses_are_loud() -> None:
     """They have no logarithm: the weight is NaN, at any time."""
     for weighting in (cs.SmoothTchebycheff(warmup=0), cs.FAMO(), cs.FAMO(minima={"depth": -1.0})):
-        weighting.start_epoch(0)
         for epoch in range(3):
             weighting.start_epoch(epoch)
-            losses = _losses()
-            losses["depth"] = torch.tensor(-2.0)
-            step = cs.Step(epoch, tuple(TASKS), losses, known=losses)
-            assert weighting.weigh("depth", losses["depth"], step).isnan()
+            step = step_of({**LOSSES, **values(depth=-2.0)}, epoch)
+            assert weighting.weigh("depth", step.losses["depth"], step).isnan()
             weighting.observe(step)
-    losses["depth"] = torch.tensor(-0.5)
-    step = cs.Step(3, tuple(TASKS), losses, known=losses)
-    assert weighting.weigh("depth", losses["depth"], step).isfinite()
+    step = step_of({**LOSSES, **values(depth=-0.5)}, 3)
+    assert weighting.weigh("depth", step.losses["depth"], step).isfinite()
 
 
-def test_a_weight_beyond_half_precision() -> None:
-    """The weight of a small loss has no float16, its product has."""
+def test_weights_of_small_losses() -> None:
+    """The weight of 1e-6 has no float16, its product has; that of zero is finite."""
     weighting = cs.SmoothTchebycheff()
     weighting.start_epoch(0)
-    loss = torch.tensor(1e-6, dtype=torch.float16)
-    assert weighting.weigh("a", loss, cs.Step(tasks=("a",), known={"a": loss})) == 1
-
-
-def test_a_loss_of_zero_has_a_finite_weight() -> None:
-    weighting = cs.SmoothTchebycheff()
-    weighting.start_epoch(0)
-    loss = torch.zeros((), requires_grad=True)
-    weighted = weighting.weigh("a", loss, cs.Step(tasks=("a",), known={"a": loss.detach()}))
-    (grad,) = torch.autograd.grad(weighted, loss)
-    assert grad.item() == pytest.approx(1e20)
+    small, zero = torch.tensor(1e-6, dtype=torch.float16), torch.zeros((), requires_grad=True)
+    assert weighting.weigh("a", small, step_of({"a": small})) == 1
+    weighted = weighting.weigh("a", zero, step_of({"a": zero.detach()}))
+    assert torch.autograd.grad(weighted, zero)[0].item() == pytest.approx(1e20)
 
 
 def test_tchebycheff_begins_anew() -> None:
     """Going back into the warm-up forgets the nadirs; an epoch without losses has none."""
     weighting = cs.SmoothTchebycheff(mu=0.5, warmup=1)
-    step = cs.Step(0, ("a", "b"), {"a": torch.tensor(2.0), "b": torch.tensor(3.0)})
-    other = cs.Step(0, ("a", "b"), known={"a": torch.tensor(8.0), "b": torch.tensor(1.0)})
+    step, other = step_of(values(a=2.0, b=3.0)), step_of(values(a=8.0, b=1.0))
 
     def weight(epoch: int) -> float:
         weighting.start_epoch(epoch)
@@ -494,27 +503,19 @@ def test_tchebycheff_begins_anew() -> None:
 def test_tchebycheff_without_a_positive_nadir(wrong: float) -> None:
     """The task counts with L = n until an epoch gives a positive one."""
     weighting = cs.SmoothTchebycheff(warmup=0)
-    one = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
 
-    def epoch(number: int, a: float, b: float) -> list[float]:
+    def epoch(number: int, **losses: float) -> list[float]:
         weighting.start_epoch(number)
-        values = {"a": torch.tensor(a).double(), "b": torch.tensor(b).double()}
-        step = cs.Step(tasks=("a", "b"), losses=values, known=values)
-        found = [float(weighting.weigh(t, v * one, step).detach()) for t, v in values.items()]
+        step = step_of(values(**losses))
+        found = [float(weighting.weigh(t, loss, step)) for t, loss in step.losses.items()]
         weighting.observe(step)
         return found
 
-    epoch(0, wrong, 4.0)
+    epoch(0, a=wrong, b=4.0)
     # log(L / n) is 0 for both: each has half of K = 2.
-    assert epoch(1, 3.0, 4.0) == pytest.approx([1.0, 1.0])
-    assert epoch(2, 3.0, 4.0) == pytest.approx([1.0, 1.0])
-    assert epoch(3, 6.0, 4.0) == pytest.approx([4 / 3, 2 / 3])  # Twice its nadir of 3.
-
-
-def test_the_epoch_must_have_begun() -> None:
-    setup, opt = started(weighting=cs.SmoothTchebycheff())
-    with pytest.raises(RuntimeError, match=r"mu=1.0, warmup=4\) depends on the epoch: call start_"):
-        opt.step(setup.closure(0))
+    assert epoch(1, a=3.0, b=4.0) == pytest.approx([1.0, 1.0])
+    assert epoch(2, a=3.0, b=4.0) == pytest.approx([1.0, 1.0])
+    assert epoch(3, a=6.0, b=4.0) == pytest.approx([4 / 3, 2 / 3])  # Twice its nadir of 3.
 
 
 # --- what a step tells of its losses ---
@@ -534,30 +535,32 @@ class Noting(cs.Weighting):
 
 
 def test_known_losses() -> None:
-    model, loss, *_ = problem(tasks=TASKS)
-    sgd, noting = sgd_of(model), Noting()
-    opt = cs.MultiTaskOptimizer(model, sgd, TASKS, cs.PCGrad(), weighting=noting)
-    losses = lambda: {task: loss(task) for task in TASKS}  # noqa: E731
+    noting = Noting()
+    _, loss, opt = start(noting, cs.PCGrad())
 
-    def known(call: Callable[[], object]) -> list[set[str]]:
+    def known(call: Callable[[object], object], given: object) -> list[set[str]]:
         noting.known.clear()
-        call()
+        call(given)
         return noting.known
 
-    assert known(lambda: opt.step(loss)) == [{task} for task in TASKS]
-    assert (
-        known(lambda: opt.step([lambda task, n=n: loss(task) * n for n in (1, 2)])) == [set()] * 6
-    )
-    assert known(lambda: opt.backward(losses(), update=False)) == [set()] * 3
-    assert known(lambda: opt.backward(losses())) == [set()] * 3
-    sgd.step()
-    assert known(lambda: opt.backward(losses())) == [set(TASKS)] * 3
+    def losses() -> Numbers:
+        return {task: loss(task) for task in TASKS}
+
+    assert known(opt.step, loss) == [{task} for task in TASKS]
+    assert known(opt.step, [loss, loss]) == [set()] * 6
+    assert known(partial(opt.backward, update=False), losses()) == [set()] * 3
+    assert known(opt.backward, losses()) == [set()] * 3
+    opt.optimizer.step()
+    assert known(opt.backward, losses()) == [set(TASKS)] * 3
 
 
 @BOTH_PHASES
 def test_losses_are_computed_again(schedule: cs.Schedule) -> None:
-    """On the batch of the step, in the task's life; nothing else of the step is another one."""
-    states, after = [], []
+    """On the batch of the step, in the order of the call; nothing else of the step is another one.
+
+    Random numbers, as of dropout, are those of the passes.
+    """
+    order, states, after = TASKS[::-1], [], []
     for reevaluate in (True, False):
         setup = Setup()
         opt = setup.start(cs.PCGrad(), schedule, weighting=cs.FAMO(reevaluate=reevaluate))
@@ -567,13 +570,12 @@ def test_losses_are_computed_again(schedule: cs.Schedule) -> None:
 
         closures = [partial(loss, batch=batch) for batch in (0, 1)]
         torch.manual_seed(5)
-        opt.step(closures)
+        opt.step(closures, order)
         states.append([*setup.state(), torch.get_rng_state()])
-        assert opt._engine.monitor.done is not None
         after.append(opt._engine.monitor.done.step.losses_after)
         again = {}
         with torch.no_grad():
-            for task in TASKS:
+            for task in order:
                 with cs.nn.active_task(setup.trunk, task):
                     again[task] = closures[0](task) + closures[1](task)
     assert_equal(*states)
@@ -587,36 +589,22 @@ def test_a_closure_that_fails_after_the_step() -> None:
     calls = []
 
     def closure(task: str) -> Tensor:
-        calls.append(task)
+        calls.append((task, torch.is_grad_enabled()))
         if len(calls) == 5:
             raise ArithmeticError
         return setup.closure(0)(task)
 
-    with pytest.raises(ArithmeticError):
+    with pytest.raises(ArithmeticError) as caught:
         opt.step(closure)
+    if sys.version_info >= (3, 11):
+        assert "without gradients; with reevaluate=False" in caught.value.__notes__[0]
     other, reference = started(cs.PCGrad(), weighting=cs.FAMO())
     reference.step(other.closure(0))
     assert_equal(setup.state(), other.state())
     assert opt.state_dict()["steps"] == 1
     assert all(logit[3] == 0 for logit in numbers(opt.weighting)[0]["logits"].values())
-    assert calls == [*TASKS, *TASKS[:2]]
+    assert calls == [*((task, True) for task in TASKS), *((task, False) for task in TASKS[:2])]
     opt.step(closure)
-
-
-def test_a_gradient_penalty_fails_after_the_step() -> None:
-    setup, opt = started(cs.PCGrad(), weighting=cs.FAMO())
-
-    def penalized(task: str) -> Tensor:
-        loss = setup.closure(0)(task)
-        gradients = torch.autograd.grad(
-            loss, [*setup.trunk.parameters()], create_graph=True, allow_unused=True
-        )
-        return loss + sum(g.square().sum() for g in gradients if g is not None)
-
-    with pytest.raises(RuntimeError) as caught:
-        opt.step(penalized)
-    if sys.version_info >= (3, 11):
-        assert "with reevaluate=False" in caught.value.__notes__[0]
 
 
 def test_modules_that_first_run_in_a_later_step() -> None:
@@ -628,15 +616,11 @@ def test_modules_that_first_run_in_a_later_step() -> None:
         sgd = sgd_of(setup.trunk, setup.heads, extra)
         opt = cs.MultiTaskOptimizer(setup.trunk, sgd, TASKS, cs.PCGrad(), weighting=weighting)
         for number in range(5):
-            late = number >= 2
+            x = torch.randn(4, 6, 2, 2, generator=torch.Generator().manual_seed(number)).double()
 
-            def closure(task: str, number: int = number, late: bool = late) -> Tensor:
-                loss = setup.closure(number)(task)
-                if late and task == TASKS[0]:
-                    with torch.random.fork_rng():
-                        torch.manual_seed(number)
-                        loss = loss + extra(torch.randn(4, 6, 2, 2).double()).square().mean()
-                return loss
+            def closure(task: str, number: int = number, x: Tensor = x) -> Tensor:
+                late = number >= 2 and task == TASKS[0]
+                return setup.closure(number)(task) + (extra(x).square().mean() if late else 0)
 
             opt.step(closure)
         assert extra.num_batches_tracked == 3
@@ -657,20 +641,18 @@ def test_autocast_around_a_step() -> None:
         assert all((model(x, task) == 0).all() for task in TASKS)
 
 
-def _refused_again(opt: cs.MultiTaskOptimizer, call: Callable[[], object], where: str) -> None:
-    message = rf"not compute losses again {where}.*FAMO\(.*use FAMO\(reevaluate=False"
-    before = numbers(opt)
-    with pytest.raises(ValueError, match=message):
-        call()
-    assert numbers(opt) == before
-
-
 def test_losses_cannot_be_computed_again() -> None:
-    model, loss, *_ = problem(tasks=TASKS)
-    opt = cs.MultiTaskOptimizer(model, sgd_of(model), TASKS, cs.PCGrad(), weighting=cs.FAMO())
+    _, loss, opt = start(cs.FAMO(), cs.PCGrad())
     losses = {task: loss(task) for task in TASKS}
-    _refused_again(opt, lambda: opt.backward(losses), "after backward")
-    _refused_again(opt, lambda: opt.capture(loss), "in a captured step")
+    before = numbers(opt)
+    for call, given, where in (
+        (opt.backward, losses, "after backward"),
+        (opt.capture, loss, "in a captured step"),
+    ):
+        message = rf"not compute losses again {where}.*FAMO\(.*use FAMO\(reevaluate=False"
+        with pytest.raises(ValueError, match=message):
+            call(given)
+        assert numbers(opt) == before
     losses["depth"].backward()  # The graph is whole.
 
 
@@ -686,18 +668,32 @@ def test_losses_cannot_be_computed_again_on_ranks(pools: Callable[[int], Ranks])
     assert first == second
 
 
+@BOTH_PHASES
+@pytest.mark.parametrize("name", ["RandomWeights", "GradNorm", "UncertaintyWeights"])
+def test_micro_batches_and_a_scaler_change_nothing(name: str, schedule: cs.Schedule) -> None:
+    """Draws and Gramians are those of the whole batch, and log sigma is added once."""
+    states = []
+    for parts, scaler in ((1, None), (4, None), (1, torch.amp.GradScaler("cpu"))):
+        loop = _loop(name, schedule, scaler=scaler)
+        loop.setup.trunk.eval()
+        for parameter in loop.opt.weighting.parameters():
+            parameter.data = parameter.data.double()
+        closures = [lambda task, n=parts, f=loop._loss: f(task) / n] * parts
+        loop.step = partial(loop.opt.step, closures)
+        loop.train(0, 6)
+        states.append((loop.setup.state(grads=False), loop.opt.weighting.state_dict()))
+    for state in states[1:]:
+        torch.testing.assert_close(state, states[0], rtol=1e-12, atol=1e-13)
+
+
 # --- random weights ---
 
 
 def test_random_weights_are_a_softmax_of_normal_numbers() -> None:
     """They sum to one; their logarithms' differences have the variance 2."""
     weighting, one = cs.RandomWeights(seed=5), torch.tensor(1.0, dtype=torch.float64)
-    drawn = torch.stack(
-        [
-            torch.stack([weighting.weigh(t, one, cs.Step(n, tuple(TASKS))) for t in TASKS])
-            for n in range(4000)
-        ]
-    )
+    steps = [cs.Step(number, tuple(TASKS)) for number in range(4000)]
+    drawn = torch.stack([torch.stack([weighting.weigh(t, one, s) for t in TASKS]) for s in steps])
     assert_close(drawn.sum(1), torch.ones(4000, dtype=torch.float64))
     logs = drawn.log()
     for i, j in ((0, 1), (0, 2), (1, 2)):
@@ -711,35 +707,17 @@ def test_random_weights_are_a_softmax_of_normal_numbers() -> None:
 
 
 def test_random_weights_depend_on_seed_step_and_names() -> None:
-    one = torch.tensor(1.0)
+    one, weightings = torch.tensor(1.0), [cs.RandomWeights(0), cs.RandomWeights(1)]
 
-    def ratio(seed: int, number: int, tasks: Iterable[str], first: str, second: str) -> float:
-        weighting, step = cs.RandomWeights(seed), cs.Step(number, tuple(tasks))
-        return (weighting.weigh(first, one, step) / weighting.weigh(second, one, step)).item()
+    def ratio(tasks: str, seed: int = 0, number: int = 7) -> float:
+        """Of the weights of the two tasks that are the first by their names."""
+        weighting, step = weightings[seed], cs.Step(number, tuple(tasks.split()))
+        first, second = (weighting.weigh(task, one, step) for task in sorted(step.tasks)[:2])
+        return (first / second).item()
 
-    base = ratio(0, 7, ["a", "b"], "a", "b")
-    assert ratio(0, 7, ["b", "c", "a"], "a", "b") == pytest.approx(base)
-    for other in (
-        ratio(1, 7, ["a", "b"], "a", "b"),
-        ratio(0, 8, ["a", "b"], "a", "b"),
-        ratio(0, 7, ["a", "ba"], "a", "ba"),
-        ratio(0, 7, ["b", "ba"], "b", "ba"),
-    ):
-        assert other != pytest.approx(base)
-
-
-@BOTH_PHASES
-def test_random_weights_and_micro_batches(schedule: cs.Schedule) -> None:
-    states = []
-    for parts in (1, 4):
-        setup = Setup(optimizer=torch.optim.SGD)
-        setup.trunk.eval()
-        opt = setup.start(cs.Sum(), schedule, weighting=cs.RandomWeights(2))
-        for number in range(3):
-            closure = setup.closure(number)
-            opt.step([lambda t, f=closure, n=parts: f(t) / n] * parts)
-        states.append(setup.state(grads=False))
-    torch.testing.assert_close(*states, rtol=1e-12, atol=1e-13)
+    assert ratio("b c a") == pytest.approx(ratio("a b"))
+    for other in (ratio("a b", seed=1), ratio("a b", number=8), ratio("a ba"), ratio("b ba")):
+        assert other != pytest.approx(ratio("a b"))
 
 
 def test_random_weights_are_not_captured() -> None:
@@ -751,107 +729,22 @@ def test_random_weights_are_not_captured() -> None:
 # --- GradNorm ---
 
 
-def _gradnorm_by_hand(
-    way: str, steps: int, labels: Callable[[int], Sequence[str]]
-) -> tuple[list[Tensor], list[Numbers]]:
-    """|G_i - target_i| by autograd through the weights, torch.optim.Adam, the sum restored."""
-    model, loss, *_ = problem(tasks=TASKS)
-    sgd, shared = sgd_of(model, lr=0.01), list(model.trunk.parameters())
-    weights = {t: nn.Parameter(torch.ones((), dtype=torch.float64)) for t in TASKS}
-    adam = torch.optim.Adam(weights.values(), lr=0.025)
-    first, history = Numbers(), []
-    for number in range(steps):
-        tasks = [task for task in TASKS if task in labels(number)]
-        used = {t: weights[t].detach().clone() for t in tasks}
-        joint = way != "sequential"
-        losses = {t: loss(t) for t in tasks} if joint else {}
-        if joint:
-            rows = gradient_rows(shared, losses.values())
-            norms = torch.stack([weights[t] for t in tasks]) * rows.norm(dim=1)
-            values = torch.stack([losses[t].detach() for t in tasks])
-        for task in tasks if joint else labels(number):
-            own = losses[task] if joint else loss(task)
-            losses[task] = own.detach()
-            (used[task] * own).backward()
-            if not joint:
-                sgd.step()
-                sgd.zero_grad()
-        if joint:
-            sgd.step()
-            sgd.zero_grad()
-        for task in tasks:
-            first.setdefault(task, losses[task])
-        if joint:
-            rates = values / torch.stack([first[t] for t in tasks])
-            targets = norms.detach().mean() * (rates / rates.mean()) ** 1.5
-            adam.zero_grad()
-            (norms - targets).abs().sum().backward(inputs=[weights[t] for t in tasks])
-            adam.step()
-            with torch.no_grad():
-                scale = sum(used.values()) / sum(weights[t] for t in tasks)
-                for t in tasks:
-                    weights[t].mul_(scale)
-        history.append(used)
-    return list(model.parameters()), history
-
-
-@pytest.mark.parametrize("labels", [_all, _some], ids=["all", "some"])
-@pytest.mark.parametrize("way", ["backward", "joint", "sequential"])
-@pytest.mark.parametrize("groups", ["sum", "all", "layer"])
-def test_gradnorm_by_hand(way: str, labels: Callable[[int], Sequence[str]], groups: str) -> None:
-    """The method that makes the Gramian may have layers; here its weights are all one."""
-
-    class Ones(cs.GramianMethod):
-        def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
-            return torch.ones_like(gramian[..., 0])
-
-    expected = _gradnorm_by_hand(way, 12, labels)
-    model, loss, *_ = problem(tasks=TASKS)
-    sgd, history = sgd_of(model, lr=0.01), []
-    method = cs.Sum(separate=True) if groups == "sum" else Ones(groups)
-    schedule = cs.Sequential() if way == "sequential" else cs.Joint()
-    weighting = cs.GradNorm()
-    opt = cs.MultiTaskOptimizer(model.trunk, sgd, TASKS, method, schedule, weighting=weighting)
-    for number in range(12):
-        if way == "backward":
-            opt.backward({task: loss(task) for task in labels(number)})
-            sgd.step()
-        else:
-            opt.step(loss, tasks=labels(number))
-        report = opt.report()
-        history.append({t: report.weighted_losses[t] / report.losses[t] for t in report.tasks})
-    torch.testing.assert_close(list(model.parameters()), expected[0], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(history, expected[1], rtol=1e-12, atol=0)
-    assert (max(history[-1].values()) > 1.05) == (way != "sequential")
-    total = sum(float(state[0]) for state in weighting.state_dict()["weights"].values())
-    assert total == pytest.approx(len(TASKS), rel=1e-12)
-
-
-def test_gradnorm_with_micro_batches_and_a_scaler() -> None:
-    """The Gramian is that of the whole batch, without the scale."""
-    states = []
-    for parts, scaler in ((1, None), (4, None), (1, torch.amp.GradScaler("cpu"))):
-        loop = _loop("GradNorm", parts=1, scaler=scaler)
-        loop.setup.trunk.eval()
-        whole = loop._loss
-        closures = [lambda task, n=parts, f=whole: f(task) / n] * parts
-        loop.step = lambda opt=loop.opt, c=closures: opt.step(c)
-        loop.train(0, 6)
-        states.append([*loop.setup.state(grads=False), *loop.opt.weighting.captured_state()])
-    torch.testing.assert_close(states[0], states[1], rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(states[0], states[2], rtol=1e-9, atol=1e-12)
+def learned(
+    weighting: cs.GradNorm, losses: dict[str, float], squares: Sequence[float]
+) -> list[float]:
+    """The weights after a step whose gradients are orthogonal and have these squared norms."""
+    gramian = torch.diag(torch.tensor(squares, dtype=torch.float64))
+    weighting.observe(step_of(values(**losses), surgery=Surgery(tuple(losses), gramian=gramian)))
+    return [float(state[0]) for state in weighting.state_dict()["weights"].values()]
 
 
 def test_gradnorm_weights_stay_positive() -> None:
     """A task whose gradient should be far smaller than it is: Adam would go below zero."""
     weighting = cs.GradNorm(alpha=3.0, lr=0.5)
-    least = []
+    weights, least = [1.0, 1.0], []
     for number in range(30):
-        values = {"a": torch.tensor(1.0 if number == 0 else 1e-3), "b": torch.tensor(1.0)}
-        weights = [weighting.weigh(t, torch.tensor(1.0), cs.Step()).item() for t in "ab"]
-        gramian = torch.diag(torch.tensor([w**2 for w in weights], dtype=torch.float64))
-        surgery = type(cs.Step().surgery)(rows=("a", "b"), gramian=gramian)
-        weighting.observe(cs.Step(number, ("a", "b"), values, surgery=surgery))
+        losses = {"a": 1.0 if number == 0 else 1e-3, "b": 1.0}
+        weights = learned(weighting, losses, [weight**2 for weight in weights])
         least.append(min(weights))
         assert sum(weights) == pytest.approx(2)
     assert 0 < min(least) < 5e-3
@@ -859,11 +752,8 @@ def test_gradnorm_weights_stay_positive() -> None:
 
 def test_gradnorm_learns_nothing_from_a_loss_that_has_changed_its_sign() -> None:
     weighting, states = cs.GradNorm(alpha=2.0), []  # The square of a negative ratio is positive.
-    for number, loss in enumerate((1.0, 0.9, -0.5, 0.8)):
-        values = {"a": torch.tensor(loss), "b": torch.tensor(2.0), "c": torch.tensor(1.0)}
-        gramian = torch.diag(torch.tensor([1.0, 4.0, 9.0], dtype=torch.float64))
-        surgery = Surgery(tuple("abc"), gramian=gramian)
-        weighting.observe(cs.Step(number, tuple("abc"), values, surgery=surgery))
+    for loss in (1.0, 0.9, -0.5, 0.8):
+        learned(weighting, {"a": loss, "b": 2.0, "c": 1.0}, [1.0, 4.0, 9.0])
         states.append(numbers(weighting)[0]["weights"])
     assert states[1] == states[2] != states[3] != states[0] != states[1]
 
@@ -872,24 +762,10 @@ def test_gradnorm_learns_nothing_from_a_loss_that_has_changed_its_sign() -> None
 def test_gradnorm_begins_with_a_positive_loss(first: float) -> None:
     """A first loss of 0, say without labels: the weights learn from the next step on."""
     weighting = cs.GradNorm()
-    gramian = torch.diag(torch.tensor([4.0, 1.0])).double()
-
-    def weights(loss: float) -> list[float]:
-        losses = {"a": torch.tensor(loss).double(), "b": torch.tensor(2.0).double()}
-        surgery = Surgery(("a", "b"), gramian=gramian)
-        weighting.observe(cs.Step(tasks=("a", "b"), losses=losses, surgery=surgery))
-        return [float(w[0]) for w in weighting.state_dict()["weights"].values()]
-
-    assert weights(first) == [1.0, 1.0]
-    learned = weights(3.0)
-    assert learned[0] < 1 < learned[1]
+    assert learned(weighting, {"a": first, "b": 2.0}, [4.0, 1.0]) == [1.0, 1.0]
+    weights = learned(weighting, {"a": 3.0, "b": 2.0}, [4.0, 1.0])
+    assert weights[0] < 1 < weights[1]
     assert weighting.state_dict()["first"] == {"a": 3.0, "b": 2.0}
-
-
-@pytest.mark.parametrize("method", [cs.Sum(), cs.GradDrop(), cs.ConnectionStrength()], ids=repr)
-def test_gradnorm_needs_a_gramian(method: cs.Method) -> None:
-    with pytest.raises(ValueError, match=r"a Gramian method for GradNorm\(.*Sum\(separate=T"):
-        Setup().start(method, weighting=cs.GradNorm())
 
 
 # --- many ranks ---
@@ -902,19 +778,13 @@ def _on_ranks(rank: int, size: int, kind: str, name: str) -> list[Any]:
     schedule = both_phases() if name != "GradNorm" else None
     opt = network.start(cs.Sum(separate=True), schedule, weighting=weighting)
     opt.start_epoch(0)
-    losses = {"depth": 2.0, "normals": 5.0, "edges": 1.0}
-    values = {task: torch.tensor(x, dtype=torch.float64) for task, x in losses.items()}
-    weighting.observe(cs.Step(0, tuple(TASKS), values))
+    weighting.observe(step_of(values(depth=2.0, normals=5.0, edges=1.0)))
     found = []
-    halves = [slice(0, 6), slice(6, 12)]
+    halves = [slice(0, 6), slice(6, 12)] if kind == "alone" else [None]
     for step in range(8):
         opt.start_epoch(1 + step // 4)
-        closures: Any = partial(network.loss, step)
-        if kind == "alone":
-            closures = [
-                lambda task, s=half, n=step: network.loss(n, task, s) / 2 for half in halves
-            ]
-        found.append(opt.step(closures))
+        loss = partial(network.loss, step)
+        found.append(opt.step([lambda t, s=s, f=loss: f(t, s) / len(halves) for s in halves]))
     return [network.state(), found, weighting.state_dict()]
 
 
@@ -932,6 +802,8 @@ def test_ranks_weigh_as_one_process(pools: Callable[[int], Ranks], kind: str, na
 
 
 # --- options ---
+
+NEEDS_A_GRAMIAN = r"a Gramian method for GradNorm\(.*Sum\(separate=T"
 
 
 @pytest.mark.parametrize(
@@ -952,6 +824,10 @@ def test_ranks_weigh_as_one_process(pools: Callable[[int], Ranks], kind: str, na
         ),
         (lambda: cs.GradNorm(alpha=-0.5), ValueError, "alpha must be finite and at least 0"),
         (lambda: cs.GradNorm(lr=0), ValueError, "lr must be positive and finite, got 0"),
+        *(
+            (partial(started, method, weighting=cs.GradNorm()), ValueError, NEEDS_A_GRAMIAN)
+            for method in (cs.Sum(), cs.GradDrop(), cs.ConnectionStrength())
+        ),
     ],
 )
 def test_options(call: Callable[[], object], error: type[Exception], message: str) -> None:
@@ -966,29 +842,3 @@ def test_representations() -> None:
         shown = repr(kind(**({"minima": {"a": 1.0}} if kind is cs.FAMO else {})))
         assert shown.startswith(kind.__name__)
         assert all(f"{name}=" in shown for name in parameters)
-
-
-def test_losses_are_computed_again_in_the_order_of_the_call() -> None:
-    """Random numbers, as of dropout, are those of the passes."""
-    _, loss, opt = started_problem(cs.Sum(), weighting=cs.FAMO())
-    called: list[str] = []
-
-    def noted(task: str) -> Tensor:
-        called.append(task)
-        return loss(task)
-
-    opt.step(noted, ["b", "a"])
-    assert called == ["b", "a", "b", "a"]
-
-
-def test_a_weighting_may_ask_for_the_report_of_its_step() -> None:
-    reports: list[int] = []
-
-    class Watching(cs.EqualWeights):
-        def observe(self, step: cs.Step) -> None:
-            reports.append(opt.report().step)
-
-    _, loss, opt = started_problem(cs.Sum(), weighting=Watching())
-    opt.step(loss)
-    opt.step(loss)
-    assert reports == [0, 1]
