@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from networks import assert_equal
 from rank_networks import (
     METHODS,
     TASKS,
@@ -20,14 +19,12 @@ from rank_networks import (
     optimizer_on_ranks,
     values,
 )
-from ranks import Pools
 from torch import Tensor, nn
 
 import cs_kernels as cs
 from cs_kernels.ranks import buckets
 
 pytestmark = pytest.mark.ranks
-
 
 SEPARATE_OR_SUMMED = pytest.mark.parametrize("method", ["PCGrad", "Sum"])
 
@@ -112,19 +109,8 @@ def test_parameters_that_are_unfrozen(rank: int) -> list[Tensor]:
     return values(trunk.parameters())
 
 
-def _on_one_rank(rank: int, what: str) -> Any:
-    """Rank 1 has no labels for the second task, or for none."""
-    trunk, loss = _linear()
-    tasks = TASKS[: 2 - rank]
-    start: Callable[..., cs.MultiTaskOptimizer] = partial(
-        optimizer_on_ranks, trunk, tasks=TASKS[:2]
-    )
-    if what == "dtype":
-        trunk.bfloat16()
-        opt = start(cs.MGDA("loss"), weighting=cs.DynamicWeightAverage())
-    else:
-        tasks = [] if rank else TASKS[:2]
-        opt = start(cs.NashMTL(max_norm=0.1), backward=lambda x, **k: (4 * x).backward(**k))
+def _seen(opt: cs.MultiTaskOptimizer, loss: Callable[[str], Tensor], tasks: list[str]) -> Any:
+    """What a method and a weighting have made of the losses of some steps."""
     weights = []
     for n in range(4):
         opt.start_epoch(n)
@@ -133,110 +119,92 @@ def _on_one_rank(rank: int, what: str) -> Any:
     return weights, opt.weighting.state_dict()
 
 
-def test_a_rank_without_labels_knows_the_dtype_of_losses(pools: Pools) -> None:
-    pools(2).agreed(_on_one_rank, "dtype")
+@on_ranks(2)
+def test_a_rank_without_labels_knows_the_dtype_of_losses(rank: int) -> Any:
+    trunk, loss = _linear()
+    options = {"tasks": TASKS[:2], "weighting": cs.DynamicWeightAverage()}
+    opt = optimizer_on_ranks(trunk.bfloat16(), cs.MGDA("loss"), **options)
+    return _seen(opt, loss, TASKS[: 2 - rank])
 
 
-def test_a_rank_without_labels_knows_the_factor_of_backward_passes(
-    pools: Pools, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (weights, *_), _ = pools(2).agreed(_on_one_rank, "factor")
-    # One process has the labels, of rank 0's samples.
-    monkeypatch.setattr("test_distributed_facts.mine", lambda x: x[:3])
-    (expected, *_), _ = _on_one_rank(0, "factor")
-    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=0)
+@on_ranks(2, alone={}, rtol=1e-5)
+def test_a_rank_without_labels_knows_the_factor_of_backward_passes(rank: int) -> Any:
+    trunk, x = nn.Linear(4, 4), torch.randn(3, 4)
+    options = {"tasks": TASKS[:2], "backward": lambda x, **more: (4 * x).backward(**more)}
+    opt = optimizer_on_ranks(trunk, cs.NashMTL(max_norm=0.1), **options)
+    return _seen(opt, lambda task: apart(trunk(x), task), [] if rank else TASKS[:2])
 
 
-def _statistics_of_some(rank: int) -> list[Any]:
-    """Labels on rank 0 alone; and a task whose statistics change between the steps."""
+@on_ranks(2)
+def test_statistics_count_with_the_ranks_that_have_labels(rank: int) -> list[Any]:
     plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
     trunk = nn.Sequential(cs.nn.convert_task_batchnorm(plain, TASKS), nn.BatchNorm1d(6))
-    opt = optimizer_on_ranks(trunk, lr=0.0)
-    x = mine(torch.randn(12, 4))
+    opt, x = optimizer_on_ranks(trunk, lr=0.0), torch.randn(12, 4)
 
     def loss(task: str) -> Tensor:
-        return trunk(x).square().mean()
+        return trunk(mine(x)).square().mean()
 
     opt.step(loss)
     opt.step(loss, tasks=TASKS if rank == 0 else TASKS[:1])
     found = {name: buffer.clone() for name, buffer in trunk.named_buffers()}
-    # The user changes those of a task that the next step is not for.
-    changed = torch.logspace(-3, 3, 6)
-    trunk[0][1].of(TASKS[2]).running_var.copy_(changed if rank == 0 else changed.flip(0))
-    opt.step(loss, tasks=TASKS[:2])
-    of_step, of_rank = opt.report().priorities, opt.priority()["0.0"]
-    opt.step(loss, tasks=TASKS if rank == 0 else [])
-    # The mean over the ranks with labels: 3, 2, 2 and 3 passes.
-    assert trunk[1].num_batches_tracked == 10
-    return [found, of_step, of_rank, trunk[0][0](x).detach()]
-
-
-def test_statistics_count_with_the_ranks_that_have_labels(pools: Pools) -> None:
-    (found, of_step, first, y), (other, of_other, second, z) = pools(2).run(_statistics_of_some)
-    assert_equal((found, of_step), (other, of_other))
-    assert not torch.equal(first, second)  # From the ranks' own variances.
-    both = torch.stack([y.var(0), z.var(0)])
+    both = torch.stack([trunk[0][0](of_rank).var(0) for of_rank in x.chunk(2)]).detach()
     for task, of_second in ((TASKS[0], both), (TASKS[1], both[:1])):
         expected = 0.9 * (0.9 + 0.1 * both.mean(0)) + 0.1 * of_second.mean(0)
         assert_near(found[f"0.1.{task}.running_var"], expected)
         assert found[f"0.1.{task}.num_batches_tracked"] == 2
+    # The user changes those of a task that the next step is not for.
+    changed = torch.logspace(-3, 3, 6)
+    trunk[0][1].of(TASKS[2]).running_var.copy_(changed if rank == 0 else changed.flip(0))
+    opt.step(loss, tasks=TASKS[:2])
+    priorities = opt.report().priorities
+    of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(of_ranks, opt.priority()["0.0"].tolist())
+    assert of_ranks[0] != of_ranks[1]  # From the ranks' own variances.
+    opt.step(loss, tasks=TASKS if rank == 0 else [])
+    # The mean over the ranks with labels: 3, 2, 2 and 3 passes.
+    assert trunk[1].num_batches_tracked == 10
+    return [found, priorities]
 
 
-def _normalized_heads(rank: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Heads with batch normalization; rank 1 never runs that of the last task."""
-    trunk = nn.Linear(4, 6)
+@on_ranks(2)
+def test_statistics_of_heads(rank: int) -> list[Tensor]:
+    trunk, x = nn.Linear(4, 6), torch.randn(12, 4)
     heads = nn.ModuleDict({t: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1)) for t in TASKS})
     opt = optimizer_on_ranks(trunk, cs.PCGrad(), heads=[heads], lr=0.0)
-    x = mine(torch.randn(12, 4))
+    tasks = TASKS[: 3 - rank]  # Rank 1 never sees the last task's head.
     for _ in range(2):
-        opt.step(
-            lambda task: heads[task](trunk(x)).square().mean(),
-            tasks=TASKS if rank == 0 else TASKS[:2],
-        )
-    return dict(heads.named_buffers()), trunk(x).var(0).detach()
+        opt.step(lambda task: heads[task](trunk(mine(x))).square().mean(), tasks=tasks)
+    variances = torch.stack([trunk(of_rank).var(0) for of_rank in x.chunk(2)]).detach()
+    for task in tasks:
+        of_task = variances[:1] if task == TASKS[2] else variances
+        assert_near(heads[task][0].running_var, 0.81 + 0.19 * of_task.mean(0))
+    return [*heads[TASKS[0]].buffers(), *heads[TASKS[1]].buffers()]
 
 
-def test_statistics_of_heads(pools: Pools) -> None:
-    (first, y), (second, z) = pools(2).run(_normalized_heads)
-    for name, buffer in first.items():
-        of_task = torch.stack([y, z])
-        if TASKS[2] in name:  # Rank 1 has never seen that head.
-            of_task = of_task[:1]
-        else:
-            assert_equal(buffer, second[name])
-        if name.endswith("running_var"):
-            assert_near(buffer, 0.81 + 0.19 * of_task.mean(0))
-
-
-def _with_own_statistics(rank: int) -> list[Any]:
-    """In training mode every rank normalizes with the statistics of its own samples."""
+@on_ranks(3)
+def test_statistics_are_averaged(rank: int) -> list[Any]:
+    """Also in Phase 1, so that every rank predicts alike and saves the same checkpoint."""
     network = Network("replicated", rank, 3)
     network.trunk.train()
     opt = network.start_phases("ConnectionStrength")
-    buffers_of_steps, priorities = [], []
-    for step in range(6):
-        opt.step(partial(network.loss, step))
-        named = network.plain.named_buffers()
-        buffers_of_steps.append({name: buffer.clone() for name, buffer in named})
-        priorities.append(opt.priority())
-    return [buffers_of_steps, network.state(), priorities]
-
-
-def test_statistics_are_averaged(pools: Pools) -> None:
-    """Also in Phase 1, so that every rank predicts alike and saves the same checkpoint."""
-    (first, *_), *_ = pools(3).agreed(_with_own_statistics)
     # The first task of the first step, of Phase 1, sees the first weights.
-    assert cs.Mixed(2, seed=3, draw="step").phase(1, 0) == 1
+    assert opt.phase == 1
     of_ranks: list[dict[str, Tensor]] = []
-    for part in Network("alone", 0, 3).x[0].chunk(3):
-        trunk = Network("alone", 0, 3).plain.train()
+    for part in network.x[0].chunk(3):
+        trunk = Network("alone", rank, 3).plain.train()
         with cs.nn.active_task(trunk, TASKS[0]):
             trunk(part)
         of_ranks.append(dict(trunk.named_buffers()))
-    names = [name for name in first if f".{TASKS[0]}.running" in name]
+    names = [name for name in of_ranks[0] if f".{TASKS[0]}.running" in name]
     assert len(names) == 10
-    for name in names:
-        assert_near(first[name], torch.stack([buffers[name] for buffers in of_ranks]).mean(0))
+    found = []
+    for step in range(6):
+        opt.step(partial(network.loss, step))
+        buffers = dict(network.plain.named_buffers())
+        for name in names if step == 0 else ():
+            assert_near(buffers[name], torch.stack([of[name] for of in of_ranks]).mean(0))
+        found.append([opt.priority(), *(buffer.clone() for buffer in buffers.values())])
+    return [found, network.state()]
 
 
 WEIGHTINGS: dict[str, Callable[[], cs.Weighting]] = {
@@ -245,7 +213,10 @@ WEIGHTINGS: dict[str, Callable[[], cs.Weighting]] = {
 }
 
 
-def _weighted(rank: int, kind: str, name: str) -> list[Any]:
+@pytest.mark.parametrize("name", WEIGHTINGS)
+@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
+@on_ranks(2, alone={"kind": "alone"}, rtol=1e-5)
+def test_weightings_see_the_mean_losses(rank: int, kind: str, name: str) -> list[Any]:
     network, weighting = Network(kind, rank, 2), WEIGHTINGS[name]()
     network.parameters += weighting.parameters()
     opt = network.start(cs.MGDA("loss"), both_phases(), weighting=weighting)
@@ -254,10 +225,3 @@ def _weighted(rank: int, kind: str, name: str) -> list[Any]:
         opt.start_epoch(min(1, step // 2))
         losses.append(opt.step(partial(network.loss, step)))
     return [network.state(), losses, weighting.state_dict()]
-
-
-@pytest.mark.parametrize("name", WEIGHTINGS)
-@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
-def test_weightings_see_the_mean_losses(pools: Pools, kind: str, name: str) -> None:
-    found = pools(2).agreed(_weighted, kind, name)
-    torch.testing.assert_close(found, _weighted(0, "alone", name), rtol=1e-5, atol=1e-6)
