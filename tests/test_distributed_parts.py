@@ -259,14 +259,12 @@ def test_sync_batchnorm_can_be_converted_before_or_after(
     network: nn.Module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     x = torch.randn(2, 3, 5, 5)
     expected = network.eval()(x)
-
-    def synchronized(network: nn.Module) -> nn.Module:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(network, group)
-
-    def of_tasks(network: nn.Module) -> nn.Module:
-        return cs.nn.convert_task_batchnorm(network, AB)
-
-    network = of_tasks(synchronized(network)) if first else synchronized(of_tasks(network))
+    conversions = [
+        lambda network: nn.SyncBatchNorm.convert_sync_batchnorm(network, group),
+        lambda network: cs.nn.convert_task_batchnorm(network, AB),
+    ]
+    for convert in conversions if first else reversed(conversions):
+        network = convert(network)
     for task in AB:
         norm = network[1].of(task)
         assert isinstance(norm, nn.SyncBatchNorm)

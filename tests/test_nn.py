@@ -270,9 +270,7 @@ def test_update_bn() -> None:
     plain = cs.nn.extract_task(trunk, "depth")
     torch.optim.swa_utils.update_bn(loader, plain)
     before = copy.deepcopy(trunk.state_dict())
-    modes = [module.training for module in trunk.modules()]
     cs.nn.update_bn(loader, trunk, "depth")
-    assert modes == [module.training for module in trunk.modules()]
     assert trunk[1].of("depth").momentum == 0.1
     assert trunk[1].active is None
     expected = {f"1.depth.{name}": of_depth for name, of_depth in plain[1].state_dict().items()}
