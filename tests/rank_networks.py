@@ -122,8 +122,7 @@ class Network:
     def loss(self, step: int, task: str, samples: slice = slice(None)) -> Tensor:
         n = TASKS.index(task)
         x, target = self.part(self.x[step])[samples], self.part(self.targets[n, step])[samples]
-        result: Tensor = (self.heads[task](self.trunk(x)) - target).square().mean()
-        return result
+        return (self.heads[task](self.trunk(x)) - target).square().mean()
 
     def state(self) -> list[Tensor]:
         return values(self.parameters)
@@ -145,9 +144,7 @@ def both_phases() -> cs.Schedule:
     return cs.Mixed(2, seed=3, draw="step")
 
 
-def trained(
-    rank: int, size: int, kind: str, method: str
-) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+def trained(rank: int, size: int, kind: str, method: str) -> tuple[list[Tensor], list[Any]]:
     """Parameters, losses and reports of six steps."""
     network = Network(kind, rank, size)
     opt = network.start_phases(method)

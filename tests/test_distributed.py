@@ -66,9 +66,7 @@ def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[list
     return states
 
 
-def _in_parts(
-    rank: int, size: int, kind: str, method: str
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+def _in_parts(rank: int, size: int, kind: str, method: str) -> tuple[list[Tensor], Any]:
     """After a trace, micro-batches: two on rank 0, three on the other, except with shards."""
     network = Network(kind, rank, size)
     opt = network.start_phases(method)
@@ -132,9 +130,7 @@ def _dense(kind: str, method: str) -> tuple[nn.Module, cs.MultiTaskOptimizer]:
 @pytest.mark.parametrize("kind", ["replicated", "DDP", "fully_shard"])
 @pytest.mark.parametrize("parts", [1, 2])
 @on_ranks(2, alone={"kind": "alone", "parts": 1})
-def test_losses_of_one_forward_pass(
-    rank: int, kind: str, method: str, parts: int
-) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+def test_losses_of_one_forward_pass(rank: int, kind: str, method: str, parts: int) -> Any:
     """`backward`, with the losses of one forward pass; in several parts that add up."""
     network, opt = _dense(kind, method)
     means = []

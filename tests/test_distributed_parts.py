@@ -88,21 +88,19 @@ class Deep(nn.Module):
 
     def __init__(self, again: int, reentrant: bool | None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(5))
         self.again, self.reentrant, self.twice = again, reentrant, True
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in [*self.layers, *[self.layers[self.again]] * self.twice]:
             if self.reentrant is None:
-                x = torch.tanh(layer(x))
+                x = layer(x)
             else:
-                x = checkpoint(
-                    lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=self.reentrant
-                )
+                x = checkpoint(layer, x, use_reentrant=self.reentrant)
         return x
 
     def loss(self, task: str) -> Tensor:
-        x = torch.linspace(-1, 1, 18, dtype=self.layers[0].weight.dtype)
+        x = torch.linspace(-1, 1, 18, dtype=self.layers[0][0].weight.dtype)
         return (self(x.view(3, 6).requires_grad_()) - int(task == "b")).square().mean()
 
 
@@ -158,7 +156,7 @@ def test_a_gradient_that_comes_after_it_was_sent_is_refused(
         opt.step(trunk.loss)
     assert_equal([*trunk.parameters()], before)
     opt.step(trunk.loss)
-    assert not torch.equal(trunk.layers[0].weight, before[0])
+    assert not torch.equal(trunk.layers[0][0].weight, before[0])
 
 
 def test_arguments(group: dist.ProcessGroup) -> None:
@@ -186,8 +184,7 @@ def test_fsdp1_is_refused(group: dist.ProcessGroup) -> None:
             return nn.Module.__getattr__(self, name)
 
         def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.inner(x)
-            return result
+            return self.inner(x)
 
     layer = nn.Linear(3, 3)
     sgd = sgd_of(layer)

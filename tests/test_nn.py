@@ -90,15 +90,12 @@ def test_conversion_of_subclasses_and_shared_modules() -> None:
     assert type(cs.nn.extract_task(alone, "edges")) is nn.BatchNorm1d
 
 
-def test_nothing_to_convert() -> None:
+def test_what_cannot_be_converted() -> None:
     module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.LayerNorm(4))
     with pytest.raises(ValueError, match=r"batch normalization.*2 LayerNorm, 1 GroupNorm"):
         cs.nn.convert_task_batchnorm(module, AB)
     with pytest.raises(ValueError, match=r"got Linear with these normalizations: none"):
         cs.nn.convert_task_batchnorm(nn.Linear(3, 4), AB)
-
-
-def test_a_lazy_normalization_has_to_run_first() -> None:
     module = nn.Sequential(nn.Linear(2, 4), nn.LazyBatchNorm1d())
     with pytest.raises(ValueError, match=r"must have run once.*got 1, a LazyBatchNorm1d"):
         cs.nn.convert_task_batchnorm(module, AB)
