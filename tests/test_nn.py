@@ -61,6 +61,7 @@ def test_conversion_keeps_a_pretrained_network() -> None:
     converted = copy.deepcopy(original)
     assert cs.nn.convert_task_batchnorm(converted, TASKS) is converted
     norms = [converted.stem_norm.of(task) for task in TASKS]
+    assert not converted.stem_norm.training
     assert not any(norm.training or norm.weight.requires_grad for norm in norms)
     assert len({norm.weight.data_ptr() for norm in norms}) == len(TASKS)
     _assert_predict(converted, original, x)

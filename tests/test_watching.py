@@ -225,9 +225,9 @@ class Deep(nn.Sequential):
 
     depth = 1
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 3) -> None:
         super().__init__(
-            *(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)),
+            *(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(blocks))
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -464,23 +464,27 @@ def test_normalizations_that_have_run_before_in_other_places(order: str, togethe
 
 
 def test_a_network_that_is_different_in_each_pass() -> None:
-    """It is not watched for ever, if nothing new is seen."""
-    trunk, x = cs.nn.convert_task_batchnorm(Deep(), AB), torch.randn(16, 4)
+    """It is not watched for ever, if nothing new is seen; but a layer that first runs still is."""
+    trunk, x = cs.nn.convert_task_batchnorm(Deep(4), AB), torch.randn(16, 4)
+    trunk[3].requires_grad_(False)  # No gradient shows its first run.
     opt = optimizer_of(trunk, lr=1e-3)
+
+    def loss(task: str) -> Tensor:
+        y = x
+        for n in order:
+            y = torch.relu(trunk[n](y))
+        return _conflict_of(y, task)
+
     for step in range(40):
         order = torch.randperm(3, generator=torch.Generator().manual_seed(step)).tolist()
-
-        def loss(task: str) -> Tensor:
-            y = x
-            for n in order:
-                y = torch.relu(trunk[n](y))
-            return _conflict_of(y, task)
-
         opt.step(loss)
         if step == 20:
             watched = _watched_passes(opt)
     assert _watched_passes(opt) == watched
     assert len(opt.coverage().prioritized) == 3
+    order.append(3)
+    opt.step(loss)
+    assert len(opt.coverage().prioritized) == 4
 
 
 def test_normalizations_that_take_turns() -> None:
