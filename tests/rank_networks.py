@@ -1,87 +1,104 @@
 """Networks with every kind of layer, in odd sizes, and how ranks train them."""
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial, wraps
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from networks import TASKS, sgd_of
+from ranks import Pools
 from torch import Tensor, nn
 
 import cs_kernels as cs
 from cs_kernels.ranks import buckets
 
-TASKS = ["depth", "normals", "edges"]
+
+def shard(*modules: nn.Module, replicas: bool = False) -> None:
+    """Calls `fully_shard` on layers and then on the whole, over all ranks, or two replicas."""
+    from torch.distributed.fsdp import fully_shard  # This import takes a second.
+
+    size, device = dist.get_world_size(), next(modules[0].parameters()).device.type
+    shape, names = ((2, size // 2), ("replicas", "shards")) if replicas else ((size,), None)
+    mesh = dist.init_device_mesh(device, shape, mesh_dim_names=names)
+    for module in modules:
+        fully_shard(module, mesh=mesh)
 
 
-class Trunk(nn.Module):
-    """Plain, grouped and transposed convolutions and linear layers; one has nothing behind it."""
+def distributed(
+    network: nn.Module, kind: str, *layers: nn.Module
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A network as ranks share it, and the options of its MultiTaskOptimizer."""
+    if kind.startswith("DDP"):
+        views = kind.endswith("views")
+        network = nn.parallel.DistributedDataParallel(network, gradient_as_bucket_view=views)
+    if kind.startswith("fully_shard"):
+        shard(*layers, network, replicas=kind.endswith("2-D"))
+    return network, {"process_group": dist.group.WORLD if kind == "replicated" else None}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 7, 3, padding=1, bias=False),
-            nn.BatchNorm2d(7),
-            nn.ReLU(),
-            nn.Conv2d(7, 14, 3, groups=7),
-            nn.BatchNorm2d(14),
-            nn.ReLU(),
-            nn.ConvTranspose2d(14, 6, 2, stride=2, groups=2),
-            nn.BatchNorm2d(6),
-            nn.ReLU(),
-            nn.ConvTranspose2d(6, 5, 3),
-            nn.BatchNorm2d(5),
-            nn.Conv2d(5, 3, 1),
-            nn.AdaptiveAvgPool2d(2),
-            nn.Flatten(),
-            nn.Linear(12, 11),
-            nn.BatchNorm1d(11),
-            nn.Tanh(),
-            nn.Linear(11, 9),
-        )
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layers(x)
-        return result
+def optimizer_on_ranks(
+    trunk: nn.Module,
+    *arguments: Any,
+    heads: Iterable[nn.Module] = (),
+    tasks: list[str] = TASKS,
+    lr: float = 0.1,
+    **options: Any,
+) -> cs.MultiTaskOptimizer:
+    """An optimizer of all ranks that replicate a trunk; of one process where there are none."""
+    options = {"process_group": dist.group.WORLD, **options}
+    return cs.MultiTaskOptimizer(trunk, sgd_of(trunk, *heads, lr=lr), tasks, *arguments, **options)
+
+
+def mine(samples: Tensor, dim: int = 0) -> Tensor:
+    """The samples of this rank; all in one process."""
+    if not dist.is_initialized():
+        return samples
+    return samples.chunk(dist.get_world_size(), dim)[dist.get_rank()]
+
+
+def apart(y: Tensor, task: str) -> Tensor:
+    """A loss of the tasks, which are in conflict."""
+    return (y - TASKS.index(task)).square().mean()
+
+
+def values(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Copies of whole parameters."""
+    return [
+        (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in parameters
+    ]
 
 
 class Network:
-    """A trunk with fixed statistics, heads, data, and how it is distributed."""
+    """A trunk with fixed statistics, heads, data, and how it is distributed.
+
+    Plain, grouped and transposed convolutions and linear layers; one has nothing behind it.
+    """
 
     def __init__(self, kind: str, rank: int, size: int, *, heads_too: bool = False) -> None:
+        buckets.BUCKET_BYTES = 700  # Several buckets.
         torch.manual_seed(1)
         self.kind, self.rank, self.size = kind, rank, size
-        plain = cs.nn.convert_task_batchnorm(Trunk(), TASKS)
+        plain = nn.Sequential(
+            *(nn.Conv2d(3, 7, 3, padding=1, bias=False), nn.BatchNorm2d(7), nn.ReLU()),
+            *(nn.Conv2d(7, 14, 3, groups=7), nn.BatchNorm2d(14), nn.ReLU()),
+            *(nn.ConvTranspose2d(14, 6, 2, stride=2, groups=2), nn.BatchNorm2d(6), nn.ReLU()),
+            *(nn.ConvTranspose2d(6, 5, 3), nn.BatchNorm2d(5)),
+            *(nn.Conv2d(5, 3, 1), nn.AdaptiveAvgPool2d(2), nn.Flatten()),
+            *(nn.Linear(12, 11), nn.BatchNorm1d(11), nn.Tanh(), nn.Linear(11, 9)),
+        )
+        self.plain = cs.nn.convert_task_batchnorm(plain, TASKS).eval()
         for norm in cs.nn.task_norms(plain):
             for child in norm.children():
                 nn.init.uniform_(child.weight, 0.5, 1.5)
                 nn.init.uniform_(child.running_var, 0.5, 1.5)
-        self.trunk: nn.Module = plain.eval()
         self.heads = nn.ModuleDict({task: nn.Linear(9, 2) for task in TASKS})
         self.x = torch.randn(8, 12, 3, 6, 5)
         self.targets = 2 * torch.randn(len(TASKS), 8, 12, 2)
-        self.options: dict[str, Any] = {}
-        self.plain = plain
-        if kind == "replicated":
-            self.options["process_group"] = dist.group.WORLD
-        if kind.startswith("DDP"):
-            self.trunk = nn.parallel.DistributedDataParallel(
-                plain, gradient_as_bucket_view=kind.endswith("views")
-            )
-        if kind.startswith("fully_shard"):
-            from torch.distributed.fsdp import fully_shard
-
-            names = {"mesh_dim_names": ("replicas", "shards")}
-            mesh = (
-                dist.init_device_mesh("cpu", (2, size // 2), **names)
-                if kind.endswith("2-D")
-                else dist.init_device_mesh("cpu", (size,))
-            )
-            for n in (0, 3, 6, 9, 14):
-                fully_shard(plain.layers[n], mesh=mesh)
-            fully_shard(plain, mesh=mesh)
-            for head in self.heads.values() if heads_too else ():
-                fully_shard(head, mesh=mesh)
+        self.trunk, self.options = distributed(plain, kind, *(plain[n] for n in (0, 3, 6, 9, 14)))
+        if heads_too and kind == "fully_shard":
+            shard(*self.heads.values())
         self.parameters = [*plain.parameters(), *self.heads.parameters()]
 
     def start(
@@ -92,24 +109,23 @@ class Network:
         self.opt = cs.MultiTaskOptimizer(*given, **self.options, **options)
         return self.opt
 
+    def start_phases(self, method: str, **options: Any) -> cs.MultiTaskOptimizer:
+        """Before steps of both phases."""
+        opt = self.start(METHODS[method](), both_phases(), **options)
+        opt.start_epoch(1)
+        return opt
+
     def part(self, batch: Tensor) -> Tensor:
         """The samples of a batch on this rank."""
         return batch if self.kind == "alone" else batch.chunk(self.size)[self.rank]
 
-    def loss(self, step: int, task: str, samples: slice | None = None) -> Tensor:
+    def loss(self, step: int, task: str, samples: slice = slice(None)) -> Tensor:
         n = TASKS.index(task)
-        x, target = self.part(self.x[step]), self.part(self.targets[n, step])
-        if samples is not None:
-            x, target = x[samples], target[samples]
-        result: Tensor = (self.heads[task](self.trunk(x)) - target).square().mean()
-        return result
+        x, target = self.part(self.x[step])[samples], self.part(self.targets[n, step])[samples]
+        return (self.heads[task](self.trunk(x)) - target).square().mean()
 
     def state(self) -> list[Tensor]:
-        """Whole parameters."""
-        return [
-            (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-            for p in self.parameters
-        ]
+        return values(self.parameters)
 
 
 METHODS: dict[str, Callable[[], cs.Method]] = {
@@ -123,67 +139,68 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
 }
 
 
-KINDS = [
-    ("replicated", 3),
-    ("replicated", 2),
-    ("DDP", 2),
-    ("fully_shard", 2),
-    ("DDP views", 3),
-    ("fully_shard", 3),
-    ("fully_shard 2-D", 4),
-]
-"""How ranks share the network, and their number."""
-
-
 def both_phases() -> cs.Schedule:
     """Six steps with seed 3: four of Phase 2, two of Phase 1."""
     return cs.Mixed(2, seed=3, draw="step")
 
 
-def trained(
-    rank: int, size: int, kind: str, method: str, nbytes: int = 700
-) -> tuple[list[Tensor], list[dict[str, Tensor]], list[int]]:
-    """Parameters, losses and reports of six steps, and the phases."""
-    buckets.BUCKET_BYTES = nbytes
+def trained(rank: int, size: int, kind: str, method: str) -> tuple[list[Tensor], list[Any]]:
+    """Parameters, losses and reports of six steps."""
     network = Network(kind, rank, size)
-    opt = network.start(METHODS[method](), both_phases())
-    opt.start_epoch(1)
-    losses, phases = [], []
+    opt = network.start_phases(method)
+    losses, phases = [], set()
     for step in range(6):
-        phases.append(opt.phase)
+        phases.add(opt.phase)
         losses.append(opt.step(partial(network.loss, step)))
         report = opt.report()
         numbers = report.gramian, report.products, report.removed
         losses[-1] |= {str(n): number for n, number in enumerate(numbers) if number is not None}
-    return network.state(), losses, phases
+    assert phases == {1, 2}
+    return network.state(), losses
 
 
 def assert_near(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+def on_ranks(
+    size: int, alone: Mapping[str, object] | None = None, rtol: float = 1e-6
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a test of a function that every rank runs; it returns the same bits on all.
+
+    With `alone`, one process has about the same, for these arguments in place of the ranks'.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        _, *parameters = signature(function).parameters.values()
+
+        @wraps(function)
+        def test(pools: Pools, **arguments: Any) -> None:
+            given = {parameter.name: arguments[parameter.name] for parameter in parameters}
+            found = pools(size).agreed(test, *given.values())
+            if alone is not None:
+                expected = function(0, **{**given, **alone})
+                torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6)
+
+        pools = Parameter("pools", Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = Signature([pools, *parameters])
+        test.on_a_rank = function
+        return test
+
+    return decorate
+
+
 class Dense(nn.Module):
-    """A network without normalization, whose heads are in the trunk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 7))
-        self.heads = nn.ModuleDict({task: nn.Linear(7, 3) for task in TASKS})
-        self.unused = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        y = self.body(x)
-        return {task: self.heads[task](y).square().mean() for task in TASKS}
-
-
-class Whole(nn.Module):
-    """A trunk and heads in one module."""
+    """A trunk without normalization and heads in one module, and a layer that no task reaches."""
 
     def __init__(self) -> None:
         super().__init__()
         self.trunk = nn.Sequential(nn.Linear(5, 13), nn.Tanh(), nn.Linear(13, 7))
         self.heads = nn.ModuleDict({task: nn.Linear(7, 3) for task in TASKS})
+        self.unused = nn.Linear(2, 2)
 
-    def forward(self, x: Tensor, task: str) -> Tensor:
-        result: Tensor = self.heads[task](self.trunk(x)).square().mean()
-        return result
+    def forward(self, x: Tensor, task: str | None = None) -> Any:
+        """The loss of a task, or of each."""
+        y = self.trunk(x)
+        losses = {t: self.heads[t](y).square().mean() for t in TASKS if task in (None, t)}
+        return losses if task is None else losses[task]

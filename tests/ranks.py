@@ -38,7 +38,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
         )
         torch.manual_seed(0)
         try:
-            answer = True, function(rank, *arguments)
+            answer = True, getattr(function, "on_a_rank", function)(rank, *arguments)
         except BaseException:
             answer = False, traceback.format_exc()
         gc.collect()
@@ -87,6 +87,13 @@ class Ranks:
         assert not failed, "\n".join(failed)
         return [result for _, result in answers]
 
+    def agreed(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """The result of `run`, which all ranks have bit for bit."""
+        first, *others = self.run(function, *arguments)
+        for other in others:
+            torch.testing.assert_close(other, first, rtol=0, atol=0)
+        return first
+
     def stop(self) -> None:
         for connection in self._connections:
             connection.close()
@@ -94,3 +101,7 @@ class Ranks:
             process.join(10)
             process.kill()
         self._folder.cleanup()
+
+
+Pools = Callable[[int], Ranks]
+"""The fixture `pools`."""

@@ -7,39 +7,43 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from networks import assert_equal
-from rank_networks import METHODS, TASKS, Network, assert_near, both_phases
-from ranks import Ranks
+from rank_networks import (
+    METHODS,
+    TASKS,
+    Network,
+    apart,
+    assert_near,
+    both_phases,
+    mine,
+    on_ranks,
+    optimizer_on_ranks,
+    values,
+)
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels.ranks import buckets, phase2
+from cs_kernels.ranks import buckets
 
 pytestmark = pytest.mark.ranks
 
+SEPARATE_OR_SUMMED = pytest.mark.parametrize("method", ["PCGrad", "Sum"])
 
-def _linear(rank: int, size: int, **options: Any) -> tuple[nn.Linear, Any, Callable[[str], Tensor]]:
-    """A trunk, what builds its MultiTaskOptimizer, and a loss."""
-    torch.manual_seed(0)
-    trunk = nn.Linear(4, 4)
-    x = torch.randn(6, 4)
 
-    def start(method: cs.Method, *arguments: Any, **more: Any) -> cs.MultiTaskOptimizer:
-        sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-        given = {} if size == 1 else {"process_group": dist.group.WORLD}
-        return cs.MultiTaskOptimizer(trunk, sgd, TASKS[:2], method, *arguments, **given, **more)
+def _linear() -> tuple[nn.Linear, Callable[[str], Tensor]]:
+    trunk, x = nn.Linear(4, 4), torch.randn(6, 4)
 
     def loss(task: str) -> Tensor:
-        y: Tensor = trunk(x.to(trunk.weight.dtype)[rank::size])
-        return (y.float() - 1.23 * TASKS.index(task)).square().mean()
+        return apart(trunk(mine(x).to(trunk.weight.dtype)).float(), task)
 
-    return trunk, start, loss
+    return trunk, loss
 
 
-def _moved(rank: int, size: int, method: str) -> list[Tensor]:
-    """The gradients of the last step are replaced when the network is moved."""
-    trunk, start, loss = _linear(rank, size)
-    opt = start(METHODS[method]())
+@SEPARATE_OR_SUMMED
+@on_ranks(2, alone={})
+def test_a_network_that_is_moved_between_steps(rank: int, method: str) -> list[Tensor]:
+    """The gradients of the last step are replaced then."""
+    trunk, loss = _linear()
+    opt = optimizer_on_ranks(trunk, METHODS[method](), tasks=TASKS[:2])
     for change in (
         lambda: None,
         lambda: trunk.double().float(),
@@ -49,181 +53,29 @@ def _moved(rank: int, size: int, method: str) -> list[Tensor]:
         opt.step(loss)
         change()
     opt.step(loss)
-    return [p.detach().clone() for p in trunk.parameters()]
-
-
-@pytest.mark.parametrize("method", ["PCGrad", "Sum"])
-def test_a_network_that_is_moved_between_steps(pools: Callable[[int], Ranks], method: str) -> None:
-    first, second = pools(2).run(_moved, 2, method)
-    assert_equal(first, second)
-    assert_near(first, _moved(0, 1, method))
-
-
-def _on_one_rank(rank: int, size: int, what: str) -> Any:
-    """Rank 1 has no labels for the second task, or for none."""
-    trunk, start, loss = _linear(rank, size)
-    mine = TASKS[:2] if rank == 0 or size == 1 else TASKS[:1]
-    if what == "dtype":
-        trunk.bfloat16()
-        opt = start(cs.MGDA("loss"), weighting=cs.DynamicWeightAverage())
-    elif what == "factor":
-        opt = start(cs.NashMTL(max_norm=0.1), backward=lambda x, **k: (4 * x).backward(**k))
-        mine = mine if rank == 0 else []
-    weights = []
-    given = opt.method.weights
-    opt.method.weights = lambda *a: weights.append(given(*a)) or weights[-1]
-    for n in range(4):
-        opt.start_epoch(n)
-        opt.step(loss, tasks=mine)
-    return weights, opt.weighting.state_dict()
-
-
-@pytest.mark.parametrize("what", ["dtype", "factor"])
-def test_a_rank_without_labels_knows_the_same(pools: Callable[[int], Ranks], what: str) -> None:
-    """The type of the losses, and the factor of the backward passes."""
-    first, second = pools(2).run(_on_one_rank, 2, what)
-    assert_equal(first, second)
-    if what == "factor":  # That of one process, which has all labels on rank 0's samples.
-        trunk, _, loss = _linear(0, 2)
-        sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-        opt = cs.MultiTaskOptimizer(
-            trunk, sgd, TASKS[:2], cs.NashMTL(max_norm=0.1),
-            backward=lambda x, **k: (4 * x).backward(**k),
-        )  # fmt: skip
-        weights: list[Tensor] = []
-        given = opt.method.weights
-        opt.method.weights = lambda *a: weights.append(given(*a)) or weights[-1]
-        opt.step(loss)
-        torch.testing.assert_close(first[0][0], weights[0], rtol=1e-5, atol=0)
-
-
-def _statistics_of_some(rank: int, size: int) -> list[Any]:
-    """Labels on rank 0 alone; and a task whose statistics change between the steps."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6))
-    norm, plain[2] = plain[2], nn.Identity()
-    trunk = nn.Sequential(cs.nn.convert_task_batchnorm(plain, TASKS), norm)
-    sgd = torch.optim.SGD(trunk.parameters(), lr=0.0)
-    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS, process_group=dist.group.WORLD)
-    x = torch.randn(12, 4)[rank::size]
-    opt.step(lambda task: trunk(x).square().mean())
-    opt.step(lambda task: trunk(x).square().mean(), tasks=TASKS if rank == 0 else TASKS[:1])
-    found = {name: buffer.clone() for name, buffer in trunk.named_buffers()}
-    # The user changes those of a task that the next step is not for.
-    changed = torch.logspace(-3, 3, 6)
-    trunk[0][1].of(TASKS[2]).running_var.copy_(changed if rank == 0 else changed.flip(0))
-    seen = []
-    given = phase2.task_priorities
-    phase2.task_priorities = lambda *a, **k: seen.append(given(*a, **k)) or seen[-1]
-    try:
-        opt.step(lambda task: trunk(x).square().mean(), tasks=TASKS[:2])
-    finally:
-        phase2.task_priorities = given
-    of_rank = opt.priority()["0.0"]
-    return [found, seen[0], of_rank, trunk[0][0](x).detach()]
-
-
-def test_statistics_count_with_the_ranks_that_have_labels(pools: Callable[[int], Ranks]) -> None:
-    (found, *of_first, y), (other, *of_second, z) = pools(2).run(_statistics_of_some, 2)
-    assert_equal(found, other)
-    assert_equal(of_first[0], of_second[0])
-    assert not torch.equal(of_first[1], of_second[1])  # From the ranks' own variances.
-    for task, of_second in ((TASKS[0], [y, z]), (TASKS[1], [y])):
-        expected = 0.9 + 0.1 * torch.stack([y.var(0), z.var(0)]).mean(0)
-        expected = 0.9 * expected + 0.1 * torch.stack([part.var(0) for part in of_second]).mean(0)
-        assert_near(found[f"0.1.{task}.running_var"], expected)
-        assert found[f"0.1.{task}.num_batches_tracked"] == 2
-
-
-def _normalized_heads(rank: int, size: int) -> dict[str, Tensor]:
-    """Heads with batch normalization; rank 1 never runs that of the last task."""
-    torch.manual_seed(0)
-    trunk = nn.Linear(4, 6)
-    heads = nn.ModuleDict({t: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1)) for t in TASKS})
-    sgd = torch.optim.SGD([*trunk.parameters(), *heads.parameters()], lr=0.0)
-    group = dist.group.WORLD
-    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad(), process_group=group)
-    x = torch.randn(12, 4)[rank::size]
-    for _ in range(2):
-        opt.step(
-            lambda task: heads[task](trunk(x)).square().mean(),
-            tasks=TASKS if rank == 0 else TASKS[:2],
-        )
-    found = {name: buffer.clone() for name, buffer in heads.named_buffers()}
-    return {**found, "var": trunk(x).var(0).detach()}
-
-
-def test_statistics_of_heads(pools: Callable[[int], Ranks]) -> None:
-    first, second = pools(2).run(_normalized_heads, 2)
-    variances = torch.stack([first.pop("var"), second.pop("var")])
-    for name, buffer in first.items():
-        if TASKS[2] not in name:  # Rank 1 has never seen that head.
-            assert_equal(buffer, second[name])
-        if name.endswith("running_var"):
-            of_task = variances if TASKS[2] not in name else variances[:1]
-            assert_near(buffer, 0.81 + 0.19 * of_task.mean(0))
-
-
-def _unfrozen_later(rank: int, size: int) -> Any:
-    """A parameter that a task has tried to reach while it was frozen, and one unfrozen too late."""
-    torch.manual_seed(0)
-    trunk = nn.ModuleDict({"body": nn.Linear(4, 4), "x": nn.Linear(4, 4)})
-    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-    given = {} if size == 1 else {"process_group": dist.group.WORLD}
-    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS[:2], cs.CAGrad(), **given)
-    x = torch.randn(6, 4)[rank::size]
-
-    def loss(task: str) -> Tensor:
-        return (trunk["x"](trunk["body"](x)) - TASKS.index(task)).square().mean()
-
-    trunk["x"].requires_grad_(False)
-    opt.step(loss)
-    opt.step(loss)
-    trunk["x"].requires_grad_(True)
-    opt.step(loss, tasks=TASKS[:1])
-    opt.step(loss)
-    text = None
-    if size > 1:
-        trunk["x"].requires_grad_(False)
-
-        def too_late(task: str) -> Tensor:
-            trunk["x"].requires_grad_(True)
-            return loss(task)
-
-        with pytest.raises(RuntimeError, match="must not be unfrozen within a step"):
-            opt.step(too_late)
-    return [p.detach().clone() for p in trunk.parameters()], opt.coverage().own, text
-
-
-def test_parameters_that_are_unfrozen(pools: Callable[[int], Ranks]) -> None:
-    first, second = pools(2).run(_unfrozen_later, 2)
-    assert_equal(first[0], second[0])
-    expected = _unfrozen_later(0, 1)
-    assert_near(first[0], expected[0])
-    assert first[1] == second[1] == expected[1] == {}
+    return values(trunk.parameters())
 
 
 def _halve(parameter: Tensor) -> None:
     parameter.grad.mul_(0.5)
 
 
-def _left_out(rank: int, size: int, method: str) -> list[Tensor]:
-    """Layers are skipped at random, on each rank others; a hook of the user changes gradients."""
+@SEPARATE_OR_SUMMED
+@on_ranks(2, alone={})
+def test_layers_that_are_left_out(rank: int, method: str) -> list[Tensor]:
+    """At random, on each rank others; a hook of the user changes gradients."""
     buckets.BUCKET_BYTES = 100
-    torch.manual_seed(0)
     trunk = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
-    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-    given = {} if size == 1 else {"process_group": dist.group.WORLD}
-    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS, METHODS[method](), **given)
-    x, draws = torch.randn(6, 4), torch.rand(10, len(TASKS), 2, 5)
+    opt = optimizer_on_ranks(trunk, METHODS[method]())
+    x, draws = torch.randn(2, 3, 4), torch.rand(10, len(TASKS), 2, 5)
 
     def loss(step: int, task: str) -> Tensor:
         losses = []
-        for r in range(2) if size == 1 else [rank]:
-            y = x[r::2]
+        for r in [rank] if dist.is_initialized() else range(2):
+            y = x[r]
             for layer, draw in zip(trunk, draws[step, TASKS.index(task), r], strict=True):
                 y = torch.tanh(layer(y)) if draw < 0.6 or layer is trunk[0] else y
-            losses.append((y - TASKS.index(task)).square().mean())
+            losses.append(apart(y, task))
         return torch.stack(losses).mean()
 
     for step in range(10):
@@ -231,91 +83,145 @@ def _left_out(rank: int, size: int, method: str) -> list[Tensor]:
         if step == 4:  # Hooks that run after those of the first step.
             for parameter in trunk[0].parameters():
                 parameter.register_post_accumulate_grad_hook(_halve)
-    return [p.detach().clone() for p in trunk.parameters()]
+    return values(trunk.parameters())
 
 
-@pytest.mark.parametrize("method", ["PCGrad", "Sum"])
-def test_layers_that_are_left_out(pools: Callable[[int], Ranks], method: str) -> None:
-    first, second = pools(2).run(_left_out, 2, method)
-    assert_equal(first, second)
-    assert_near(first, _left_out(0, 1, method))
+@on_ranks(2, alone={})
+def test_parameters_that_are_unfrozen(rank: int) -> list[Tensor]:
+    """One that a task has tried to reach while it was frozen, and one unfrozen too late."""
+    trunk = nn.ModuleDict({"body": nn.Linear(4, 4), "x": nn.Linear(4, 4)})
+    opt = optimizer_on_ranks(trunk, cs.CAGrad(), tasks=TASKS[:2])
+    x = mine(torch.randn(6, 4))
+
+    def loss(task: str, train: bool | None = None) -> Tensor:
+        if train is not None:
+            trunk["x"].requires_grad_(train)
+        return apart(trunk["x"](trunk["body"](x)), task)
+
+    for train, tasks in ((False, None), (False, None), (True, TASKS[:1]), (True, None)):
+        trunk["x"].requires_grad_(train)
+        opt.step(loss, tasks=tasks)
+    assert opt.coverage().own == {}
+    if dist.is_initialized():
+        trunk["x"].requires_grad_(False)
+        with pytest.raises(RuntimeError, match="must not be unfrozen within a step"):
+            opt.step(partial(loss, train=True))
+    return values(trunk.parameters())
 
 
-def _with_own_statistics(rank: int, size: int) -> list[Any]:
-    """In training mode every rank normalizes with the statistics of its own samples."""
-    network = Network("replicated", rank, size)
+def _seen(opt: cs.MultiTaskOptimizer, loss: Callable[[str], Tensor], tasks: list[str]) -> Any:
+    """What a method and a weighting have made of the losses of some steps."""
+    weights = []
+    for n in range(4):
+        opt.start_epoch(n)
+        opt.step(loss, tasks=tasks)
+        weights.append(opt.report().task_weights)
+    return weights, opt.weighting.state_dict()
+
+
+@on_ranks(2)
+def test_a_rank_without_labels_knows_the_dtype_of_losses(rank: int) -> Any:
+    trunk, loss = _linear()
+    options = {"tasks": TASKS[:2], "weighting": cs.DynamicWeightAverage()}
+    opt = optimizer_on_ranks(trunk.bfloat16(), cs.MGDA("loss"), **options)
+    return _seen(opt, loss, TASKS[: 2 - rank])
+
+
+@on_ranks(2, alone={}, rtol=1e-5)
+def test_a_rank_without_labels_knows_the_factor_of_backward_passes(rank: int) -> Any:
+    trunk, x = nn.Linear(4, 4), torch.randn(3, 4)
+    options = {"tasks": TASKS[:2], "backward": lambda x, **more: (4 * x).backward(**more)}
+    opt = optimizer_on_ranks(trunk, cs.NashMTL(max_norm=0.1), **options)
+    return _seen(opt, lambda task: apart(trunk(x), task), [] if rank else TASKS[:2])
+
+
+@on_ranks(2)
+def test_statistics_count_with_the_ranks_that_have_labels(rank: int) -> list[Any]:
+    plain = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    trunk = nn.Sequential(cs.nn.convert_task_batchnorm(plain, TASKS), nn.BatchNorm1d(6))
+    opt, x = optimizer_on_ranks(trunk, lr=0.0), torch.randn(12, 4)
+
+    def loss(task: str) -> Tensor:
+        return trunk(mine(x)).square().mean()
+
+    opt.step(loss)
+    opt.step(loss, tasks=TASKS if rank == 0 else TASKS[:1])
+    found = {name: buffer.clone() for name, buffer in trunk.named_buffers()}
+    both = torch.stack([trunk[0][0](of_rank).var(0) for of_rank in x.chunk(2)]).detach()
+    for task, of_second in ((TASKS[0], both), (TASKS[1], both[:1])):
+        expected = 0.9 * (0.9 + 0.1 * both.mean(0)) + 0.1 * of_second.mean(0)
+        assert_near(found[f"0.1.{task}.running_var"], expected)
+        assert found[f"0.1.{task}.num_batches_tracked"] == 2
+    # The user changes those of a task that the next step is not for.
+    changed = torch.logspace(-3, 3, 6)
+    trunk[0][1].of(TASKS[2]).running_var.copy_(changed if rank == 0 else changed.flip(0))
+    opt.step(loss, tasks=TASKS[:2])
+    priorities = opt.report().priorities
+    of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(of_ranks, opt.priority()["0.0"].tolist())
+    assert of_ranks[0] != of_ranks[1]  # From the ranks' own variances.
+    opt.step(loss, tasks=TASKS if rank == 0 else [])
+    # The mean over the ranks with labels: 3, 2, 2 and 3 passes.
+    assert trunk[1].num_batches_tracked == 10
+    return [found, priorities]
+
+
+@on_ranks(2)
+def test_statistics_of_heads(rank: int) -> list[Tensor]:
+    trunk, x = nn.Linear(4, 6), torch.randn(12, 4)
+    heads = nn.ModuleDict({t: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 1)) for t in TASKS})
+    opt = optimizer_on_ranks(trunk, cs.PCGrad(), heads=[heads], lr=0.0)
+    tasks = TASKS[: 3 - rank]  # Rank 1 never sees the last task's head.
+    for _ in range(2):
+        opt.step(lambda task: heads[task](trunk(mine(x))).square().mean(), tasks=tasks)
+    variances = torch.stack([trunk(of_rank).var(0) for of_rank in x.chunk(2)]).detach()
+    for task in tasks:
+        of_task = variances[:1] if task == TASKS[2] else variances
+        assert_near(heads[task][0].running_var, 0.81 + 0.19 * of_task.mean(0))
+    return [*heads[TASKS[0]].buffers(), *heads[TASKS[1]].buffers()]
+
+
+@on_ranks(3)
+def test_statistics_are_averaged(rank: int) -> list[Any]:
+    """Also in Phase 1, so that every rank predicts alike and saves the same checkpoint."""
+    network = Network("replicated", rank, 3)
     network.trunk.train()
-    opt = network.start(cs.ConnectionStrength(), both_phases())
-    opt.start_epoch(1)
-    buffers_of_steps, priorities = [], []
+    opt = network.start_phases("ConnectionStrength")
+    # The first task of the first step, of Phase 1, sees the first weights.
+    assert opt.phase == 1
+    of_ranks: list[dict[str, Tensor]] = []
+    for part in network.x[0].chunk(3):
+        trunk = Network("alone", rank, 3).plain.train()
+        with cs.nn.active_task(trunk, TASKS[0]):
+            trunk(part)
+        of_ranks.append(dict(trunk.named_buffers()))
+    names = [name for name in of_ranks[0] if f".{TASKS[0]}.running" in name]
+    assert len(names) == 10
+    found = []
     for step in range(6):
         opt.step(partial(network.loss, step))
-        buffers_of_steps.append([b.clone() for b in network.plain.buffers()])
-        priorities.append(opt.priority())
-    return [network.state(), buffers_of_steps, priorities]
+        buffers = dict(network.plain.named_buffers())
+        for name in names if step == 0 else ():
+            assert_near(buffers[name], torch.stack([of[name] for of in of_ranks]).mean(0))
+        found.append([opt.priority(), *(buffer.clone() for buffer in buffers.values())])
+    return [found, network.state()]
 
 
-def test_statistics_are_averaged(pools: Callable[[int], Ranks]) -> None:
-    """Also in Phase 1, so that every rank predicts alike and saves the same checkpoint."""
-    first, *others = pools(3).run(_with_own_statistics, 3)
-    for other in others:
-        assert_equal(other, first)
-    # The first task of the first step, of Phase 1, sees the first weights.
-    assert cs.Mixed(2, seed=3, draw="step").phase(1, 0) == 1
-    before = Network("alone", 0, 3)
-    after: list[dict[str, Tensor]] = []
-    for part in before.x[0].chunk(3):
-        of_rank = Network("alone", 0, 3)
-        of_rank.trunk.train()
-        with cs.nn.active_task(of_rank.plain, TASKS[0]):
-            of_rank.trunk(part)
-        after.append(dict(of_rank.plain.named_buffers()))
-    averages = 0
-    for name, found in zip(after[0], first[1][0], strict=True):
-        if f".{TASKS[0]}.running" in name:
-            assert_near(found, torch.stack([of_rank[name] for of_rank in after]).mean(0))
-            averages += 1
-    assert averages == 10
+WEIGHTINGS: dict[str, Callable[[], cs.Weighting]] = {
+    "dynamic": cs.DynamicWeightAverage,
+    "uncertainty": lambda: cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression")),
+}
 
 
-def _weighted(rank: int, size: int, kind: str, weighting: str) -> list[Any]:
-    network = Network(kind, rank, size)
-    made: cs.Weighting = {
-        "dynamic": cs.DynamicWeightAverage,
-        "uncertainty": lambda: cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression")),
-    }[weighting]()
-    network.parameters += made.parameters()
-    opt = network.start(cs.MGDA("loss"), both_phases(), weighting=made)
+@pytest.mark.parametrize("name", WEIGHTINGS)
+@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
+@on_ranks(2, alone={"kind": "alone"}, rtol=1e-5)
+def test_weightings_see_the_mean_losses(rank: int, kind: str, name: str) -> list[Any]:
+    network, weighting = Network(kind, rank, 2), WEIGHTINGS[name]()
+    network.parameters += weighting.parameters()
+    opt = network.start(cs.MGDA("loss"), both_phases(), weighting=weighting)
     losses = []
     for step in range(8):
         opt.start_epoch(min(1, step // 2))
         losses.append(opt.step(partial(network.loss, step)))
-    return [network.state(), losses, made.state_dict()]
-
-
-@pytest.mark.parametrize("weighting", ["dynamic", "uncertainty"])
-@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
-def test_weightings_see_the_mean_losses(
-    pools: Callable[[int], Ranks], kind: str, weighting: str
-) -> None:
-    first, *others = pools(2).run(_weighted, 2, kind, weighting)
-    for other in others:
-        assert_equal(other, first)
-    expected = _weighted(0, 2, "alone", weighting)
-    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
-
-
-def _priorities(rank: int, size: int, kind: str) -> dict[str, Tensor]:
-    network = Network(kind, rank, size)
-    opt = network.start(cs.ConnectionStrength())
-    coverage = opt.trace(partial(network.loss, 0))
-    assert len(coverage.prioritized) == 5
-    return opt.priority()
-
-
-@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
-def test_priorities_are_those_of_one_process(pools: Callable[[int], Ranks], kind: str) -> None:
-    expected = _priorities(0, 3, "alone")
-    assert len({int(p) for of_layer in expected.values() for p in of_layer}) == 3
-    for found in pools(3).run(_priorities, 3, kind):
-        assert_equal(found, expected)
+    return [network.state(), losses, weighting.state_dict()]

@@ -1,30 +1,35 @@
 """What goes wrong on one rank ends the step of all, in an error that says what."""
 
-import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from networks import assert_equal
+from networks import assert_equal, refused, sgd_of
 from rank_networks import (
-    METHODS,
     TASKS,
     Dense,
     Network,
-    Whole,
-    assert_near,
-    both_phases,
+    apart,
+    distributed,
+    mine,
+    on_ranks,
+    optimizer_on_ranks,
+    shard,
     trained,
+    values,
 )
-from ranks import TIMEOUT, Ranks
+from ranks import TIMEOUT, Pools, Ranks
 from torch import Tensor, nn
 
 import cs_kernels as cs
 from cs_kernels.ranks import buckets, messages
+from cs_kernels.ranks.strategy import RankError
 
 pytestmark = pytest.mark.ranks
 
@@ -33,108 +38,90 @@ class BrokenError(Exception):
     """That of one rank."""
 
 
-def _with_a_failing_rank(rank: int, size: int, kind: str, method: str) -> list[Any]:
+def _with_a_failing_rank(rank: int, size: int, method: str) -> list[list[Tensor]]:
     """Rank 1 fails in the second task of a step: everywhere an error, and nothing has changed."""
-    buckets.BUCKET_BYTES = 700
-    network = Network(kind, rank, size)
+    network = Network("replicated", rank, size)
     network.trunk.train()
-    opt = network.start(METHODS[method](), both_phases())
-    opt.start_epoch(1)
-    errors = []
+    opt = network.start_phases(method)
+    error, message = RuntimeError, r"^rank 1 failed in step \d+: BrokenError: no labels"
+    if rank == 1:
+        error, message = BrokenError, "^no labels"
+    phases = set()
+
+    def state() -> list[Tensor]:
+        return [t.detach().clone() for t in [*network.parameters, *network.plain.buffers()]]
+
+    def fails(task: str) -> Tensor:
+        if rank == 1 and task == "normals":
+            raise BrokenError("no labels")
+        return network.loss(step, task)
+
     for step in range(6):
         opt.step(partial(network.loss, step))
-
-        def loss(task: str, step: int = step) -> Tensor:
-            if rank == 1 and task == "normals":
-                raise BrokenError(f"no labels on the disk in step {step}")
-            return network.loss(step, task)
-
-        before = [t.clone() for t in [*network.state(), *network.plain.buffers()]]
-        phase = opt.phase
-        with pytest.raises(BrokenError if rank == 1 else RuntimeError) as caught:
-            opt.step(loss)
-        errors.append((phase, str(caught.value)))
+        before, phase = state(), opt.phase
+        phases.add(phase)
+        with pytest.raises(error, match=message):
+            opt.step(fails)
         if phase == 2:  # In Phase 1, the first task has been updated.
-            assert_equal([*network.state(), *network.plain.buffers()], before)
+            assert_equal(state(), before)
         assert all(p.grad is None for p in network.parameters)
-    return [errors, network.state(), [b.clone() for b in network.plain.buffers()]]
+    assert phases == {1, 2}
+    return [network.state(), [*network.plain.buffers()][1:2]]
 
 
 @pytest.mark.parametrize("method", ["ConnectionStrength", "Sum"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_failing_rank_ends_the_step_of_all(
-    pools: Callable[[int], Ranks], size: int, method: str
-) -> None:
+def test_a_failing_rank_ends_the_step_of_all(pools: Pools, size: int, method: str) -> None:
     """The steps after it are made by all ranks again."""
-    results = pools(size).run(_with_a_failing_rank, size, "replicated", method)
-    for rank, (errors, *state) in enumerate(results):
-        assert_equal(state[0], results[0][1])
-        if rank != 1:
-            assert_equal(state[1][1:2], results[0][2][1:2])
-        assert {phase for phase, _ in errors} == {1, 2}
-        for _, text in errors:
-            expected = (
-                "no labels on the disk" if rank == 1 else r"rank 1 failed in step \d+: Broken"
-            )
-            assert re.match(expected, text), text
+    first, failed, *others = pools(size).run(_with_a_failing_rank, size, method)
+    assert_equal(failed[0], first[0])
+    for other in others:
+        assert_equal(other, first)
 
 
-def _with_a_failing_shard(rank: int, size: int) -> str:
+def _with_a_failing_shard(rank: int, size: int) -> None:
     """The other rank waits in a collective of `fully_shard` until its timeout."""
-    group = dist.new_group(range(size), timeout=TIMEOUT)
-    mesh = dist.DeviceMesh.from_group(group, "cpu")
-    torch.manual_seed(0)
-    trunk = Dense()
     from torch.distributed.fsdp import fully_shard
 
-    fully_shard(trunk, mesh=mesh)
-    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-    before = [p.full_tensor().clone() for p in sgd.param_groups[0]["params"]]
-    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad())
+    group = dist.new_group(range(size), timeout=TIMEOUT)
+    network = Dense()
+    fully_shard(network, mesh=dist.DeviceMesh.from_group(group, "cpu"))
+    before = values(network.parameters())
+    opt = optimizer_on_ranks(network, cs.PCGrad(), process_group=None)
 
     def loss(task: str) -> Tensor:
         if rank == 1 and task == "normals":
             raise BrokenError("no labels")
         if task == "normals":  # From here on, this rank waits in vain.
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), group)
-        return trunk(torch.ones(3, 5))[task]
+        return network(torch.ones(3, 5), task)
 
-    with pytest.raises((BrokenError, RuntimeError)) as caught:
+    error, message = BrokenError, "^no labels$"
+    if rank == 0:
+        error, message = RankError, "^rank 1 failed in step 0: BrokenError: no labels"
+    with pytest.raises(error, match=message):
         opt.step(loss)
-    shards = [p.to_local() for p in sgd.param_groups[0]["params"]]
-    rows = [p.chunk(size)[rank] for p in before]
-    assert_equal(shards, rows)
-    return f"{type(caught.value).__name__}: {caught.value}"
+    shards = [p.to_local() for p in network.parameters()]
+    assert_equal(shards, [p.chunk(size)[rank] for p in before])
 
 
 def test_a_failing_shard_is_named_after_the_timeout() -> None:
     """With processes of its own: their connections are closed after it."""
     ranks = Ranks(2)
-    first, second = ranks.run(_with_a_failing_shard, 2)
+    ranks.run(_with_a_failing_shard, 2)
     ranks.stop()
-    assert re.match("RankError: rank 1 failed in step 0: BrokenError: no labels", first)
-    assert second == "BrokenError: no labels"
 
 
-def _on_a_grid(rank: int, size: int) -> list[Any]:
-    messages._GRID_FROM = 2
-    try:
-        assert messages.grid_rows(size) == 2
-        failing = _with_a_failing_rank(rank, size, "replicated", "Sum")
-        return [trained(rank, size, "replicated", "PCGrad")[:2], failing[0]]
-    finally:
-        messages._GRID_FROM = 16
-
-
-def test_messages_on_a_grid(pools: Callable[[int], Ranks]) -> None:
+@on_ranks(4, alone={})
+def test_messages_on_a_grid(rank: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Two rows of two ranks, as many ranks have."""
-    results = pools(4).run(_on_a_grid, 4)
-    for found, _ in results:
-        assert_equal(list(found), list(results[0][0]))
-    assert_near(results[0][0][0], trained(0, 4, "alone", "PCGrad")[0])
-    for rank in (0, 2, 3):
-        assert all(text.startswith("rank 1 failed") for _, text in results[rank][1])
     assert [messages.grid_rows(size) for size in (15, 16, 17, 512)] == [1, 4, 1, 16]
+    with mock.patch.object(messages, "_GRID_FROM", 2):
+        assert messages.grid_rows(4) == 2
+        if not dist.is_initialized():
+            return trained(rank, 4, "alone", "PCGrad")
+        _with_a_failing_rank(rank, 4, "Sum")
+        return trained(rank, 4, "replicated", "PCGrad")
 
 
 class Failing(torch.optim.SGD):
@@ -149,62 +136,50 @@ class Failing(torch.optim.SGD):
         super().step()
 
 
-def _with_a_failing_optimizer(rank: int, size: int) -> list[Any]:
+@pytest.mark.parametrize(
+    ("schedule", "fails"),
+    [(cs.Sequential(), 1), (cs.Sequential(), 2), (cs.Sequential(), 3), (cs.Joint(), 1)],
+)
+@on_ranks(2)
+def test_an_optimizer_that_fails_on_one_rank(
+    rank: int, schedule: cs.Schedule, fails: int
+) -> list[Tensor]:
     """In Phase 1 the others are in the next task's passes by then."""
-    texts: list[Any] = []
-    for phase, schedule in enumerate((cs.Sequential(), cs.Joint()), 1):
-        for fails in range(1, len(TASKS) + 1) if phase == 1 else [1]:
-            torch.manual_seed(0)
-            trunk = Whole()
-            sgd = Failing(trunk.parameters(), lr=0.1)
-            options: Any = {"process_group": dist.group.WORLD}
-            opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad(), schedule, **options)
-            x = torch.randn(12, 5)[rank::size]
-            opt.step(lambda task, x=x, trunk=trunk: trunk(x, task))
-            sgd.fails = fails if rank == 1 else 0
-            for _ in range(2):  # The others may have ended the step before.
-                try:
-                    opt.step(lambda task, x=x, trunk=trunk: trunk(x, task))
-                except (BrokenError, RuntimeError) as error:
-                    texts.append(f"{phase} {fails} {error}")
-                    break
-            sgd.fails = 0
-            with pytest.raises(RuntimeError) as caught:  # Ranks have made other updates.
-                opt.step(lambda task, x=x, trunk=trunk: trunk(x, task))
-            texts.append(str(caught.value))
-            if phase == 2 or fails == len(TASKS):  # Rank 0 has made one more step.
-                continue
-            for parameter in trunk.parameters():
-                dist.broadcast(parameter.data, 0)
-            for _ in range(3):  # The collectives of the failed step are over.
-                opt.step(lambda task, x=x, trunk=trunk: trunk(x, task))
-            texts.append([parameter.detach().clone() for parameter in trunk.parameters()])
-    return texts
+    network, x = Dense(), mine(torch.randn(12, 5))
+    sgd = Failing(network.parameters(), lr=0.1)
+    given = network, sgd, TASKS, cs.PCGrad(), schedule
+    opt = cs.MultiTaskOptimizer(*given, process_group=dist.group.WORLD)
+
+    def step() -> None:
+        opt.step(partial(network, x))
+
+    step()
+    sgd.fails = fails if rank == 1 else 0
+    is_last = isinstance(schedule, cs.Joint) or fails == len(TASKS)
+    if is_last and rank == 0:
+        step()  # It has ended the step before.
+    message = "in the torch optimizer" if rank == 1 else "rank 1 failed in step"
+    with pytest.raises((BrokenError, RuntimeError), match=message):
+        step()
+    sgd.fails = 0
+    with pytest.raises(RuntimeError, match=r"same parameters|number of steps made before"):
+        step()  # Ranks have made other updates.
+    if is_last:  # Rank 0 has made one more step.
+        return []
+    for parameter in network.parameters():
+        dist.broadcast(parameter.data, 0)
+    for _ in range(3):  # The collectives of the failed step are over.
+        step()
+    return values(network.parameters())
 
 
-def test_an_optimizer_that_fails_on_one_rank(pools: Callable[[int], Ranks]) -> None:
-    of_ranks = pools(2).run(_with_a_failing_optimizer, 2)
-    states = [[x for x in of_rank if isinstance(x, list)] for of_rank in of_ranks]
-    assert len(states[0]) == 2
-    assert_equal(*states)
-    of_ranks = [[x for x in of_rank if isinstance(x, str)] for of_rank in of_ranks]
-    assert len(of_ranks[0]) == len(of_ranks[1]) == 8
-    for rank, texts in enumerate(of_ranks):
-        for text in texts[::2]:
-            expected = "in the torch optimizer" if rank == 1 else "rank 1 failed in step"
-            assert expected in text
-        for text in texts[1::2]:
-            assert re.search("same parameters|number of steps made before", text)
-
-
-def _with_a_failing_backward_pass(rank: int, size: int) -> list[Tensor]:
+@on_ranks(2)
+def test_a_backward_pass_that_fails_on_one_rank(rank: int) -> list[Tensor]:
     """After some buckets are sent; later steps are made as if nothing had been."""
     buckets.BUCKET_BYTES = 100
-    torch.manual_seed(0)
     trunk = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad(), process_group=dist.group.WORLD)
-    x, fails = torch.randn(6, 4)[rank::size], False
+    opt = optimizer_on_ranks(trunk, cs.PCGrad())
+    x, fails = mine(torch.randn(6, 4)), False
 
     def fail(grad: Tensor) -> None:
         if fails:
@@ -214,33 +189,25 @@ def _with_a_failing_backward_pass(rank: int, size: int) -> list[Tensor]:
         trunk[1].bias.register_hook(fail)
     for step in range(8):
         fails = step in (0, 3, 4)
-        if fails:
-            with pytest.raises(BrokenError if rank == 1 else RuntimeError, match="in the backward"):
-                opt.step(lambda task: (trunk(x) - TASKS.index(task)).square().mean())
-        else:
-            opt.step(lambda task: (trunk(x) - TASKS.index(task)).square().mean())
+        error = pytest.raises(BrokenError if rank == 1 else RuntimeError, match="in the backward")
+        with error if fails else nullcontext():
+            opt.step(lambda task: apart(trunk(x), task))
     assert opt.state_dict()["steps"] == 5
-    return [p.detach().clone() for p in trunk.parameters()]
+    return values(trunk.parameters())
 
 
-def test_a_backward_pass_that_fails_on_one_rank(pools: Callable[[int], Ranks]) -> None:
-    first, second = pools(2).run(_with_a_failing_backward_pass, 2)
-    assert_equal(first, second)
+def _with_sharded_heads() -> tuple[Dense, cs.MultiTaskOptimizer]:
+    network = Dense()
+    shard(network.trunk[0], network.trunk, *network.heads.values())
+    network.trunk[0].set_reshard_after_backward(False)
+    given = {"heads": [network.heads], "process_group": None}
+    return network, optimizer_on_ranks(network.trunk, cs.PCGrad(), **given)
 
 
-def _with_sharded_heads(rank: int, size: int, fails: bool) -> list[Tensor]:
+def _after_a_failing_pass(rank: int, fails: bool) -> list[Tensor]:
     """A backward pass fails on all ranks alike, with heads that are roots of their own."""
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    network = Whole()
-    mesh = dist.init_device_mesh("cpu", (size,))
-    for module in (network.trunk[0], network.trunk, *network.heads.values()):
-        fully_shard(module, mesh=mesh)
-    parameters = list(network.parameters())
-    sgd = torch.optim.SGD(parameters, lr=0.1)
-    opt = cs.MultiTaskOptimizer(network.trunk, sgd, TASKS, cs.PCGrad())
-    x = torch.randn(12, 5)[rank::size]
+    network, opt = _with_sharded_heads()
+    x = mine(torch.randn(12, 5))
 
     def fail(grad: Tensor) -> None:
         raise BrokenError("in the backward pass")
@@ -249,112 +216,27 @@ def _with_sharded_heads(rank: int, size: int, fails: bool) -> list[Tensor]:
         y = network.trunk(x)
         if failing and task == "normals":
             y.register_hook(fail)
-        result: Tensor = network.heads[task](y).square().mean()
-        return result
+        return network.heads[task](y).square().mean()
 
     for step in range(4):
         if fails and step in (0, 2):
             with pytest.raises(BrokenError):
                 opt.step(partial(loss, failing=True))
         opt.step(loss)
-    return [p.full_tensor().detach() for p in parameters]
+    return values(opt.optimizer.param_groups[0]["params"])
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="fully_shard cannot be reset")
-def test_shards_after_a_backward_pass_that_fails(pools: Callable[[int], Ranks]) -> None:
-    first, second = pools(2).run(_with_sharded_heads, 2, True)
-    assert_equal(first, second)
-    assert_equal(first, pools(2).run(_with_sharded_heads, 2, False)[0])
+def test_shards_after_a_backward_pass_that_fails(pools: Pools) -> None:
+    found = [pools(2).agreed(_after_a_failing_pass, fails) for fails in (True, False)]
+    assert_equal(*found)
 
 
-def _with_a_sparse_gradient(rank: int, size: int, where: str) -> list[Any]:
-    """On one rank, in some steps; the other ones are made as if nothing had been."""
-    buckets.BUCKET_BYTES = 70
-    torch.manual_seed(0)
-    embedding = nn.Embedding(4, 4)
-    layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
-    trunk = nn.ModuleList([embedding, *layers]) if where == "trunk" else layers
-    sgd = torch.optim.SGD([*embedding.parameters(), *layers.parameters()], lr=0.1)
-    options: Any = {"process_group": dist.group.WORLD}
-    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS[:2], cs.PCGrad(), **options)
-
-    def loss(task: str) -> Tensor:
-        y = embedding(torch.arange(4)) + 1
-        for layer in layers:
-            y = torch.tanh(layer(y))
-        return (y - TASKS.index(task)).square().mean()
-
-    texts = []
-    for step in range(6):
-        embedding.sparse = rank == 0 and step in (1, 4)
-        try:
-            opt.step(loss, tasks=TASKS[:2] if rank == 0 else TASKS[1:2])
-        except (ValueError, RuntimeError) as error:
-            texts.append(str(error))
-    return [texts, [p.detach().clone() for p in sgd.param_groups[0]["params"]]]
-
-
-@pytest.mark.parametrize("where", ["trunk", "head"])
-def test_sparse_gradients(pools: Callable[[int], Ranks], where: str) -> None:
-    (texts, state), (others, other) = pools(2).run(_with_a_sparse_gradient, 2, where)
-    assert len(texts) == len(others) == 2
-    assert all("dense gradients" in text for text in texts + others)
-    assert_equal(state, other)
-
-
-class Own(cs.Joint):
-    """A schedule without a representation."""
-
-    __repr__ = object.__repr__
-
-
-def _backward_calls(rank: int, size: int, what: str) -> str:
-    torch.manual_seed(2)
-    trunk = Dense()
-    options: dict[str, Any] = {"process_group": dist.group.WORLD}
-    if what == "tasks":
-        from torch.distributed.fsdp import fully_shard
-
-        fully_shard(trunk, mesh=dist.init_device_mesh("cpu", (size,)))
-        options = {}
-    sgd = torch.optim.SGD(list(trunk.parameters()), lr=0.05)
-    opt = cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad(), Own(), **options)
-    losses = trunk(torch.ones(3, 5))
-    if what == "tasks" and rank == 1:
-        del losses["normals"]
-    with pytest.raises(RuntimeError) as caught:
-        opt.backward(losses, update=what != "update" or rank == 1)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("update", "same calls: step, or backward with the same update=: rank 0 has 2, rank 1 has"),
-        ("tasks", r"same tasks on all ranks .*: rank 1 lacks \['normals'\]"),
-    ],
-)
-def test_other_calls_of_backward_are_refused(
-    pools: Callable[[int], Ranks], what: str, message: str
-) -> None:
-    for text in pools(2).run(_backward_calls, 2, what):
-        assert re.search(message, text), text
-
-
-def _sharded_heads(rank: int, size: int) -> list[Any]:
+@on_ranks(2)
+def test_heads_that_are_sharded(rank: int) -> list[dict[str, Tensor]]:
     """`backward` does not see the heads run; the user's resharding stays; losses of inf."""
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    network = Whole()
-    mesh = dist.init_device_mesh("cpu", (size,))
-    for module in (network.trunk[0], network.trunk, *network.heads.values()):
-        fully_shard(module, mesh=mesh)
-    network.trunk[0].set_reshard_after_backward(False)
-    parameters = list(network.parameters())
-    sgd = torch.optim.SGD(parameters, lr=0.1)
-    opt = cs.MultiTaskOptimizer(network.trunk, sgd, TASKS, cs.PCGrad())
-    x = torch.randn(2, 12, 5)[:, rank::size]
+    network, opt = _with_sharded_heads()
+    x = mine(torch.randn(2, 12, 5), 1)
     returned = []
     for update in (False, True):
         y = network.trunk(x[int(update)])
@@ -365,93 +247,161 @@ def _sharded_heads(rank: int, size: int) -> list[Any]:
     group = network.trunk[0]._get_fsdp_state()
     groups = getattr(group, "_fsdp_param_groups", None) or [group._fsdp_param_group]
     assert not groups[0].reshard_after_backward
+    assert returned[0]["depth"].isinf()
+    assert returned[1]["depth"].isfinite()
     return returned
 
 
-def test_heads_that_are_sharded(pools: Callable[[int], Ranks]) -> None:
-    first, second = pools(2).run(_sharded_heads, 2)
-    assert_equal(first, second)
-    assert first[0]["depth"].isinf()
-    assert first[1]["depth"].isfinite()
+@pytest.mark.parametrize("where", ["trunk", "head"])
+@on_ranks(2)
+def test_sparse_gradients(rank: int, where: str) -> list[Tensor]:
+    """On one rank, in some steps; the other ones are made as if nothing had been."""
+    buckets.BUCKET_BYTES = 70
+    embedding = nn.Embedding(4, 4)
+    layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+    both = nn.ModuleList([embedding, *layers])
+    trunk, heads = (both, []) if where == "trunk" else (layers, [embedding])
+    opt = optimizer_on_ranks(trunk, cs.PCGrad(), heads=heads, tasks=TASKS[:2])
+
+    def loss(task: str) -> Tensor:
+        y = embedding(torch.arange(4)) + 1
+        for layer in layers:
+            y = torch.tanh(layer(y))
+        return apart(y, task)
+
+    step = partial(opt.step, loss, tasks=TASKS[:2] if rank == 0 else TASKS[1:2])
+    for number in range(6):
+        fails = number in (1, 4)
+        embedding.sparse = fails and rank == 0
+        error = pytest.raises((ValueError, RuntimeError), match="dense gradients")
+        with error if fails else nullcontext():
+            step()
+    return values(both.parameters())
 
 
-def _disagreeing(rank: int, size: int, what: str) -> str:
-    network = Network("alone", rank, size)
-    trunk, heads = network.plain, network.heads
-    tasks, method, schedule = list(TASKS), cs.PCGrad(), cs.Joint()
-    options: dict[str, Any] = {"process_group": dist.group.WORLD}
-    if rank == 1:
-        if what == "tasks":
-            tasks.reverse()
-        if what == "number of tasks":
-            tasks = TASKS[:2]
-        if what == "method":
-            method = cs.PCGrad(seed=2)
-        if what == "schedule":
-            schedule = cs.Switch(3)
-        if what == "shape":
-            trunk.layers[14] = nn.Linear(12, 11, bias=False)
-        if what == "head":
-            heads["depth"] = nn.Linear(9, 3)
-        if what == "argument":
-            options["layers"] = {"nowhere": None}
-        if what == "frozen":
-            trunk.layers[0].requires_grad_(False)
-    sgd = torch.optim.SGD([*trunk.parameters(), *heads.parameters()], lr=0.1)
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        cs.MultiTaskOptimizer(trunk, sgd, tasks, method, schedule, **options)
-    return str(caught.value)
+class Own(cs.Joint):
+    """A schedule without a representation."""
+
+    __repr__ = object.__repr__
 
 
 @pytest.mark.parametrize(
-    ("what", "message"),
+    ("kind", "message"),
     [
-        ("tasks", r"same tasks, in this order: rank 0 has 'depth', rank 1 has 'edges'"),
-        ("number of tasks", r"rank 0 has \['depth', 'normals', 'edges'\], rank 1 has \['depth'"),
-        ("method", r"same method: rank 0 has .*seed=0.*, rank 1 has .*seed=2"),
-        ("schedule", r"same schedule: rank 0 has 'Joint\(\)', rank 1 has 'Switch\(epoch=3\)'"),
-        ("shape", r"number of shared parameters: rank 0 has 13, rank 1 has 12"),
-        ("head", r"other parameters .*: rank 0 has \(\(2, 9\), .*, rank 1 has \(\(3, 9\)"),
-        ("frozen", r"rank 0 has \('layers.0.weight', .*True\), rank 1 has .*False"),
-        ("argument", r"nowhere"),
+        ("replicated", "step, or backward with the same update=: rank 0 has 2, rank 1 has"),
+        ("fully_shard", r"same tasks on all ranks .*: rank 1 lacks \['normals'\]"),
     ],
 )
+@on_ranks(2)
+def test_other_calls_of_backward_are_refused(rank: int, kind: str, message: str) -> None:
+    network, options = distributed(Dense(), kind)
+    opt = optimizer_on_ranks(network, cs.PCGrad(), Own(), **options)
+    losses = network(torch.ones(3, 5))
+    if kind == "fully_shard" and rank == 1:
+        del losses["normals"]
+    with pytest.raises(RuntimeError, match=message):
+        opt.backward(losses, update=kind == "fully_shard" or rank == 1)
+
+
+CHANGES: dict[str, Callable[[Network], object]] = {
+    "shape": lambda network: network.plain.__setitem__(14, nn.Linear(12, 11, bias=False)),
+    "head": lambda network: network.heads.update({"depth": nn.Linear(9, 3)}),
+    "frozen": lambda network: network.plain[3].requires_grad_(False),
+    "parameters": lambda network: network.plain[3].bias.data[2].add_(1e-6),
+    "epoch": lambda network: network.opt.start_epoch(0),
+    "group": lambda network: network.optimizer.add_param_group({"params": [nn.Parameter()]}),
+    "rate": lambda network: network.optimizer.param_groups[0].update(lr=0.01),
+    "number": lambda network: network.opt.load_state_dict({**network.opt.state_dict(), "steps": 2}),
+    "no task": lambda network: None,
+}
+"""What is different on rank 1."""
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tasks": TASKS[::-1]}, "tasks, in this order: rank 0 has 'depth', rank 1 has 'edges'"),
+        ({"tasks": TASKS[:2]}, r"0 has \['depth', 'normals', 'edges'\], rank 1 has \['depth'"),
+        ({"method": cs.PCGrad(seed=2)}, "same method: rank 0 has .*seed=0.*, rank 1 has .*seed=2"),
+        (
+            {"schedule": cs.Switch(3)},
+            r"schedule: rank 0 has 'Joint\(\)', rank 1 has 'Switch\(epoch=3\)'",
+        ),
+        ({"layers": {"nowhere": None}}, "nowhere"),
+        ("shape", "number of shared parameters: rank 0 has 13, rank 1 has 12"),
+        ("head", r"other parameters .*: rank 0 has \(\(2, 9\), .*, rank 1 has \(\(3, 9\)"),
+        ("frozen", r"rank 0 has \('3.weight', .*True\), rank 1 has .*False"),
+    ],
+)
+@on_ranks(2)
 def test_ranks_that_disagree_are_told_so(
-    pools: Callable[[int], Ranks], what: str, message: str
+    rank: int, change: str | dict[str, Any], message: str
 ) -> None:
-    for text in pools(2).run(_disagreeing, 2, what):
-        assert re.search(message, text), text
+    network = Network("alone", rank, 2)
+    options = {"tasks": TASKS, "method": cs.PCGrad(), "schedule": cs.Joint()}
+    if rank == 1 and isinstance(change, str):
+        CHANGES[change](network)
+    elif rank == 1:
+        options |= change
+    options |= {"optimizer": sgd_of(network.plain, network.heads)}
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        cs.MultiTaskOptimizer(network.plain, process_group=dist.group.WORLD, **options)
 
 
-def _other_groups(rank: int, size: int) -> str:
-    """A group of two ranks that the third one does not know of."""
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("parameters", "trunk.3.bias of rank 1 differs from that of rank 0.*same seed"),
+        ("epoch", "epoch, by start_epoch: rank 0 has 1, rank 1 has 0"),
+        ("group", "parameters in the optimizer: rank 0 has 49, rank 1 has 50"),
+        ("frozen", r"a gradient: rank 0 has \('3.weight', True, .*, rank 1 has \(.*False"),
+        ("rate", r"options of the optimizer: rank 0 has \(0, 'lr', 0.05\), rank 1 has .* 0.01\)"),
+        ("number", "number of steps made before: rank 0 has 1, rank 1 has 2"),
+        ("no task", "at least one task on some rank"),
+    ],
+)
+@on_ranks(2)
+def test_ranks_that_differ_in_a_step_are_told_so(rank: int, change: str, message: str) -> None:
+    """The error comes before anything has changed."""
+    network = Network("replicated", rank, 2)
+    opt = network.start(cs.PCGrad(), cs.Switch(1))
+    opt.start_epoch(1)
+    if change != "parameters":
+        opt.step(partial(network.loss, 0))
+    if rank == 1:
+        CHANGES[change](network)
+    with refused(network.state, RuntimeError, message):
+        opt.step(partial(network.loss, 1), tasks=[] if change == "no task" else None)
+
+
+@on_ranks(3)
+def test_ranks_with_other_groups_are_told_so(rank: int) -> None:
+    """Torch would wait for the group of two ranks that the third one does not know of."""
     trunk = nn.Linear(3, 3)
-    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-    options: Any = {"process_group": dist.group.WORLD}
     if rank != 1:
         dist.new_group([0, 2])
     try:
-        with pytest.raises(RuntimeError) as caught:
-            cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad(), **options)
+        with pytest.raises(RuntimeError, match="the same number of process groups"):
+            optimizer_on_ranks(trunk, cs.PCGrad())
     finally:
         if rank == 1:
             dist.new_group([0, 2])
-    cs.MultiTaskOptimizer(trunk, sgd, TASKS, cs.PCGrad(), **options)
-    return str(caught.value)
+    optimizer_on_ranks(trunk, cs.PCGrad())
 
 
-def test_ranks_with_other_groups_are_told_so(pools: Callable[[int], Ranks]) -> None:
-    """Torch would wait for a group of another name."""
-    for text in pools(3).run(_other_groups, 3):
-        assert "the same number of process groups" in text
-
-
-def _drifting(rank: int, size: int, what: str) -> tuple[int, str]:
-    """The first step in which it is noticed, of 70."""
-    torch.manual_seed(0)
+@pytest.mark.parametrize(
+    ("what", "noticed"), [("state", 64), ("parameter", 64), ("loaded", 5), ("equal options", None)]
+)
+@on_ranks(2)
+def test_ranks_that_drift_are_told_so(rank: int, what: str, noticed: int | None) -> None:
+    """In which step of 70 at the latest; options that are written in another way are the same."""
     trunk = nn.Linear(3, 3)
     adam = torch.optim.Adam(trunk.parameters(), lr=0.01)
     opt = cs.MultiTaskOptimizer(trunk, adam, TASKS, cs.Sum(), process_group=dist.group.WORLD)
+
+    def loss(task: str) -> Tensor:
+        return trunk(torch.ones(2, 3)).square().mean()
+
     for step in range(70):
         if what == "equal options":
             adam.param_groups[0]["lr"] = [0.5, 0.5, 1, 1.0][2 * (step % 2) + rank]
@@ -464,71 +414,13 @@ def _drifting(rank: int, size: int, what: str) -> tuple[int, str]:
         if what == "loaded" and step == 5:
             opt.load_state_dict(opt.state_dict())
         try:
-            opt.step(lambda task: trunk(torch.ones(2, 3)).square().mean())
+            opt.step(loss)
         except RuntimeError as error:
+            text = str(error)
+            assert "ranks must hold the same parameters: trunk." in text
+            assert step <= (noticed or 0)
             for _ in range(4):  # As long as it is so.
                 with pytest.raises(RuntimeError, match="same parameters"):
-                    opt.step(lambda task: trunk(torch.ones(2, 3)).square().mean(), TASKS[:1])
-            return step, str(error)
-    return 70, ""
-
-
-@pytest.mark.parametrize(("what", "noticed"), [("state", 64), ("parameter", 64), ("loaded", 5)])
-def test_ranks_that_drift_are_told_so(
-    pools: Callable[[int], Ranks], what: str, noticed: int
-) -> None:
-    assert pools(2).run(_drifting, 2, "equal options") == [(70, "")] * 2
-    for step, text in pools(2).run(_drifting, 2, what):
-        assert step <= noticed
-        assert "ranks must hold the same parameters: trunk." in text
-
-
-def _disagreeing_later(rank: int, size: int, what: str) -> tuple[str, list[Tensor], list[Tensor]]:
-    """Ranks differ in a step; the error comes before anything has changed."""
-    network = Network("replicated", rank, size)
-    opt = network.start(cs.PCGrad(), cs.Switch(1))
-    opt.start_epoch(1)
-    if what != "parameters":
-        opt.step(partial(network.loss, 0))
-    if rank == 1:
-        if what == "parameters":
-            with torch.no_grad():
-                network.plain.layers[3].bias[2] += 1e-6
-        if what == "epoch":
-            opt.start_epoch(0)
-        if what == "group":
-            network.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-        if what == "frozen":
-            network.plain.layers[3].requires_grad_(False)
-        if what == "number":
-            opt._engine.steps += 1
-        if what == "rate":
-            network.optimizer.param_groups[0]["lr"] = 0.01
-    before = network.state()
-    tasks = [] if what == "no task" else None
-    with pytest.raises(RuntimeError) as caught:
-        opt.step(partial(network.loss, 1), tasks=tasks)
-    return str(caught.value), before, network.state()
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("parameters", r"trunk.layers.3.bias of rank 1 differs from that of rank 0.*same seed"),
-        ("epoch", r"epoch, by start_epoch: rank 0 has 1, rank 1 has 0"),
-        ("group", r"parameters in the optimizer: rank 0 has 49, rank 1 has 50"),
-        (
-            "frozen",
-            r"require a gradient: rank 0 has \('layers.3.weight', True, .*, rank 1 has \(.*False",
-        ),
-        ("rate", r"options of the optimizer: rank 0 has \(0, 'lr', 0.05\), rank 1 has .* 0.01\)"),
-        ("number", "number of steps made before: rank 0 has 1, rank 1 has 2"),
-        ("no task", "at least one task on some rank"),
-    ],
-)
-def test_ranks_that_differ_in_a_step_are_told_so(
-    pools: Callable[[int], Ranks], what: str, message: str
-) -> None:
-    for text, before, after in pools(2).run(_disagreeing_later, 2, what):
-        assert re.search(message, text), text
-        assert_equal(after, before)
+                    opt.step(loss, TASKS[:1])
+            return
+    assert noticed is None

@@ -1,7 +1,5 @@
 """The parts of gradients on one process: pieces of channels, buckets that are sent early."""
 
-from collections.abc import Iterator
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from networks import AB, assert_equal
+from networks import AB, assert_equal, optimizer_of, sgd_of
+from rank_networks import distributed, shard, values
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -24,12 +23,11 @@ pytestmark = pytest.mark.loop
 
 
 @pytest.fixture
-def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+def group(tmp_path: Path) -> dist.ProcessGroup:
     """One process as a group of its own."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+    return dist.group.WORLD
 
 
 @given(
@@ -53,16 +51,16 @@ def test_pieces_have_the_channels_of_the_weight(
     stop = data.draw(st.integers(start, weight.numel()))
     pieces = pieces_of(start, stop, array)
     assert len(pieces) <= 7
-    found = [start]
+    found = start
     for piece in pieces:
         of_piece = piece.of(weight.flatten()[start:], start)
         rows = channel_rows(of_piece, piece.out_channel_dim, piece.groups)
         assert len(rows) == piece.channels
         for channel, row in enumerate(rows, piece.first_channel):
             assert (channel_of[row] == channel).all()
-        assert of_piece.flatten().tolist() == list(range(found[-1], found[-1] + of_piece.numel()))
-        found.append(found[-1] + of_piece.numel())
-    assert found[-1] == stop
+        assert of_piece.flatten().tolist() == list(range(found, found + of_piece.numel()))
+        found += of_piece.numel()
+    assert found == stop
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -86,37 +84,24 @@ def test_buckets_keep_the_memory_format(
 
 
 class Deep(nn.Module):
-    """Layers one after the other; the first runs twice, and can be recomputed in between."""
+    """Layers one after the other, of which one runs again, and which can be recomputed."""
 
-    def __init__(self, *, reentrant: bool | None = None) -> None:
+    def __init__(self, again: int, reentrant: bool | None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(5))
-        self.reentrant = reentrant
-        self.twice = True
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(5))
+        self.again, self.reentrant, self.twice = again, reentrant, True
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in [self.layers[0], *self.layers, *[self.layers[0]][: self.twice]]:
+        for layer in [*self.layers, *[self.layers[self.again]] * self.twice]:
             if self.reentrant is None:
-                x = torch.tanh(layer(x))
+                x = layer(x)
             else:
-                x = checkpoint(
-                    lambda y, layer=layer: torch.tanh(layer(y)), x, use_reentrant=self.reentrant
-                )
+                x = checkpoint(layer, x, use_reentrant=self.reentrant)
         return x
 
-
-def _sent(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The buckets sent, with the number of gradients that were still to come."""
-    sent: list[tuple[int, int]] = []
-    send = Buckets.send
-
-    def noted(self: Buckets, bucket: int, parts: Any) -> None:
-        later = [i for of_bucket in self.members[bucket + 1 :] for i in of_bucket]
-        sent.append((bucket, sum(self._parameters[i].grad is None for i in later)))
-        send(self, bucket, parts)
-
-    monkeypatch.setattr(Buckets, "send", noted)
-    return sent
+    def loss(self, task: str) -> Tensor:
+        x = torch.linspace(-1, 1, 18, dtype=self.layers[0][0].weight.dtype)
+        return (self(x.view(3, 6).requires_grad_()) - int(task == "b")).square().mean()
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
@@ -129,25 +114,31 @@ def test_buckets_are_sent_during_the_backward_pass(
 ) -> None:
     """From the second pass of each kind on; with one rank, the gradients are those without it."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 400)  # A layer each.
+    sent: list[tuple[int, int]] = []
+    send = Buckets.send
+
+    def noted(self: Buckets, bucket: int, parts: Any) -> None:
+        """Also notes the number of gradients that are still to come."""
+        later = [i for of_bucket in self.members[bucket + 1 :] for i in of_bucket]
+        sent.append((bucket, sum(self._parameters[i].grad is None for i in later)))
+        send(self, bucket, parts)
+
+    monkeypatch.setattr(Buckets, "send", noted)
     states = []
     for options in ({}, {"process_group": group}):
         torch.manual_seed(0)
-        trunk = Deep(reentrant=reentrant).double()
-        sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-        opt = cs.MultiTaskOptimizer(trunk, sgd, AB, method, **options)
-        x = torch.randn(3, 6).double().requires_grad_()
-        sent = _sent(monkeypatch)
+        trunk = Deep(0, reentrant).double()
+        opt = optimizer_of(trunk, method, **options)
         for _ in range(3):
             sent.clear()
-            opt.step(lambda task: (trunk(x) - int(task == "b")).square().mean())
-        if options:
-            rounds = 1 if isinstance(method, cs.Sum) else 2
-            assert [bucket for bucket, _ in sent] == [0, 1, 2, 3, 4] * rounds
-            # When a bucket is sent, the gradients of those behind it are still to come.
-            early = [missing for bucket, missing in sent if bucket == 0]
-            assert all(missing > 0 for missing in early) or isinstance(method, cs.Sum)
-        states.append([p.detach().clone() for p in trunk.parameters()])
+            opt.step(trunk.loss)
+        states.append(values(trunk.parameters()))
     torch.testing.assert_close(*states, rtol=1e-12, atol=1e-14)
+    rounds = 1 if isinstance(method, cs.Sum) else 2
+    assert [bucket for bucket, _ in sent] == [0, 1, 2, 3, 4] * rounds
+    # When a bucket is sent, the gradients of those behind it are still to come.
+    early = [missing for bucket, missing in sent if bucket == 0]
+    assert all(missing > 0 for missing in early) or isinstance(method, cs.Sum)
 
 
 def test_a_gradient_that_comes_after_it_was_sent_is_refused(
@@ -155,36 +146,24 @@ def test_a_gradient_that_comes_after_it_was_sent_is_refused(
 ) -> None:
     """Reentrant checkpointing accumulates a layer's gradient once for each of its runs."""
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 170)
-    trunk = Deep(reentrant=True)
-    trunk.layers = nn.ModuleList(reversed(trunk.layers))  # The first layer's bucket goes first.
-    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-    opt = cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad(), process_group=group)
-    x = torch.randn(3, 6).requires_grad_()
-
-    def loss(task: str) -> Tensor:
-        y = x
-        for layer in [*trunk.layers] + [trunk.layers[-1]] * trunk.twice:
-            y = checkpoint(lambda z, layer=layer: torch.tanh(layer(z)), y, use_reentrant=True)
-        return (y - int(task == "b")).square().mean()
-
+    trunk = Deep(-1, reentrant=True)  # The bucket of the last layer goes first.
+    opt = optimizer_of(trunk, cs.PCGrad(), process_group=group)
     trunk.twice = False
-    opt.step(loss)
+    opt.step(trunk.loss)
     trunk.twice = True
-    before = [p.detach().clone() for p in trunk.parameters()]
+    before = values(trunk.parameters())
     with pytest.raises(RuntimeError, match="must not change after they were sent"):
-        opt.step(loss)
+        opt.step(trunk.loss)
     assert_equal([*trunk.parameters()], before)
-    opt.step(loss)
-    assert not torch.equal(trunk.layers[0].weight, before[0])
+    opt.step(trunk.loss)
+    assert not torch.equal(trunk.layers[0][0].weight, before[0])
 
 
 def test_arguments(group: dist.ProcessGroup) -> None:
     trunk = nn.Linear(3, 3)
-    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-    given = trunk, sgd, AB, cs.PCGrad()
     with pytest.raises(TypeError, match=r"process_group must be a process group .*, got 'gloo'"):
-        cs.MultiTaskOptimizer(*given, process_group="gloo")
-    opt = cs.MultiTaskOptimizer(*given, process_group=group)
+        optimizer_of(trunk, cs.PCGrad(), process_group="gloo")
+    opt = optimizer_of(trunk, cs.PCGrad(), process_group=group)
     with pytest.raises(ValueError, match="process_group must be None for a captured step"):
         opt.capture(lambda task: trunk(torch.ones(2, 3)).sum())
     with pytest.raises(ValueError, match="tasks must name at least one task"):
@@ -205,65 +184,50 @@ def test_fsdp1_is_refused(group: dist.ProcessGroup) -> None:
             return nn.Module.__getattr__(self, name)
 
         def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.inner(x)
-            return result
+            return self.inner(x)
 
     layer = nn.Linear(3, 3)
-    sgd = torch.optim.SGD(layer.parameters(), lr=0.1)
+    sgd = sgd_of(layer)
     message = r"FullyShardedDataParallel \(FSDP1\).*fully_shard"
     for trunk in (Wrapped(layer), nn.Sequential(Wrapped(layer))):
         with pytest.raises(TypeError, match=message):
             cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad())
-    opt = cs.MultiTaskOptimizer(layer, sgd, AB, cs.PCGrad())
     with pytest.raises(TypeError, match=message):
-        opt.step(lambda task: Wrapped(layer)(torch.ones(2, 3)).sum())
+        optimizer_of(layer, cs.PCGrad()).step(lambda task: Wrapped(layer)(torch.ones(2, 3)).sum())
 
 
 def test_shards_that_do_not_fit_are_refused(group: dist.ProcessGroup) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
 
-    mesh = dist.init_device_mesh("cpu", (1,))
-
-    def started(trunk: nn.Module, **options: Any) -> None:
-        sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-        cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad(), **options)
-
     trunk = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    fully_shard(trunk[1], mesh=mesh)
+    shard(trunk[1])
     with pytest.raises(ValueError, match=r"sharded as a whole, got 0.weight that is not, beside 1"):
-        started(trunk)
-    fully_shard(trunk, mesh=mesh)
+        optimizer_of(trunk, cs.PCGrad())
+    shard(trunk)
     with pytest.raises(ValueError, match="process_group must be None for a trunk that is sharded"):
-        started(trunk, process_group=group)
+        optimizer_of(trunk, cs.PCGrad(), process_group=group)
     other = nn.Linear(3, 3, bias=False)
+    mesh = dist.init_device_mesh("cpu", (1,))
     fully_shard(other, mesh=mesh, shard_placement_fn=lambda _: Shard(1))
     with pytest.raises(ValueError, match=r"dimension 0, .*got weight with \(Shard\(dim=1\)"):
-        started(other)
-    head = nn.Linear(3, 1)
-    sgd = torch.optim.SGD([*trunk.parameters(), *head.parameters()], lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
+        optimizer_of(other, cs.PCGrad())
+    sgd, scaler = sgd_of(trunk, nn.Linear(3, 1)), torch.amp.GradScaler("cpu")
     with pytest.raises(ValueError, match="sharded parameters or others with a scaler, got SGD"):
         cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad(), scaler=scaler)
 
 
 def test_the_graph_of_a_loss_of_shards_is_checked(group: dist.ProcessGroup) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.init_device_mesh("cpu", (1,))
     trunk, head = nn.Sequential(nn.Linear(3, 4), nn.Tanh()), nn.Linear(4, 1)
-    fully_shard(trunk, mesh=mesh)
-    sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-    opt = cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad())
-    x = torch.ones(2, 3)
+    shard(trunk)
+    opt, x = optimizer_of(trunk, cs.PCGrad()), torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"must hold every parameter .* depends on Linear"):
         opt.step(lambda task: head(trunk(x)).sum())
-    sgd.add_param_group({"params": head.parameters()})
+    opt.optimizer.add_param_group({"params": head.parameters()})
     opt.step(lambda task: head(trunk(x)).sum())
+    opt = cs.MultiTaskOptimizer(trunk, opt.optimizer, AB, cs.PCGrad())
     with pytest.raises(ValueError, match="depend on a parameter of trunk, got one for 'a'"):
-        cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad()).step(
-            lambda task: head(x.new_ones(1, 4)).sum()
-        )
+        opt.step(lambda task: head(x.new_ones(1, 4)).sum())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
@@ -280,93 +244,71 @@ def test_one_rank_trains_as_no_group(
         opt = cs.MultiTaskOptimizer(trunk, sgd, AB, method, **options)
         x = torch.randn(4, 6).to(dtype)
         for _ in range(3):
-            opt.step(lambda task: trunk[task](trunk["body"](x)).float().square().mean())
-        states.append([p.detach().clone() for p in trunk.parameters()])
-        assert prod(trunk["unused"].weight.shape) == 36
+            losses = opt.step(lambda task: trunk[task](trunk["body"](x)).square().mean())
+        states.append([*values(trunk.parameters()), *losses.values()])
     assert_equal(*states)
 
 
-def test_sync_batchnorm_can_be_converted_before_or_after(group: dist.ProcessGroup) -> None:
-    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+@pytest.mark.parametrize("first", [True, False])
+def test_sync_batchnorm_can_be_converted_before_or_after(
+    group: dist.ProcessGroup, first: bool
+) -> None:
+    network: nn.Module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     x = torch.randn(2, 3, 5, 5)
-    expected = plain.eval()(x)
-    for first in (True, False):
-        network: nn.Module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
-        network.load_state_dict(plain.state_dict())
-        if first:
-            network = nn.SyncBatchNorm.convert_sync_batchnorm(network, group)
-        network = cs.nn.convert_task_batchnorm(network, AB)
-        if not first:
-            network = nn.SyncBatchNorm.convert_sync_batchnorm(network, group)
-        for task in AB:
-            norm = network[1].of(task)
-            assert isinstance(norm, nn.SyncBatchNorm)
-            assert norm.process_group is group
-            with cs.nn.active_task(network.eval(), task):
-                assert_equal(network(x), expected)
-        cs.nn.add_task(network, "c", like="a")
-        assert isinstance(cs.nn.extract_task(network, "c")[1], nn.SyncBatchNorm)
-        sgd = torch.optim.SGD(network.parameters(), lr=0.1)
-        opt = cs.MultiTaskOptimizer(network, sgd, AB, process_group=group)
-        opt.step(lambda task: network(x).square().mean())
-        assert opt.coverage().prioritized == {"0.weight": "1"}
+    expected = network.eval()(x)
+    conversions = [
+        lambda network: nn.SyncBatchNorm.convert_sync_batchnorm(network, group),
+        lambda network: cs.nn.convert_task_batchnorm(network, AB),
+    ]
+    for convert in conversions if first else reversed(conversions):
+        network = convert(network)
+    for task in AB:
+        norm = network[1].of(task)
+        assert isinstance(norm, nn.SyncBatchNorm)
+        assert norm.process_group is group
+        with cs.nn.active_task(network, task):
+            assert_equal(network(x), expected)
+    cs.nn.add_task(network, "c", like="a")
+    assert isinstance(cs.nn.extract_task(network, "c")[1], nn.SyncBatchNorm)
+    opt = optimizer_of(network, process_group=group)
+    opt.step(lambda task: network(x).square().mean())
+    assert opt.coverage().prioritized == {"0.weight": "1"}
 
 
 @pytest.mark.kernel("cuda")
 @pytest.mark.skipif(not dist.is_nccl_available() or not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
 @pytest.mark.parametrize(
     "method", [cs.ConnectionStrength(), cs.PCGrad(), cs.GradDrop(), cs.Sum()], ids=repr
 )
-def test_one_rank_on_a_gpu_trains_as_no_group(
-    tmp_path: Path, method: cs.Method, sharded: bool
-) -> None:
+def test_one_rank_on_a_gpu_trains_as_no_group(tmp_path: Path, method: cs.Method, kind: str) -> None:
     """With NCCL, in both phases; a GPU holds one rank only."""
-    from torch.distributed.fsdp import fully_shard
-
-    states = []
     dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        for ranks in (False, True):
-            torch.manual_seed(0)
-            plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 5, 3))
-            trunk = cs.nn.convert_task_batchnorm(plain, AB).cuda()
-            options: dict[str, Any] = {}
-            if ranks and sharded:
-                fully_shard(trunk, mesh=dist.init_device_mesh("cuda", (1,)))
-            elif ranks:
-                options["process_group"] = dist.group.WORLD
-            sgd = torch.optim.SGD(trunk.parameters(), lr=0.1)
-            schedule = cs.Mixed(2, seed=3, draw="step")
-            opt = cs.MultiTaskOptimizer(trunk, sgd, AB, method, schedule, **options)
-            opt.start_epoch(1)
-            for _ in range(6):
-                x = torch.randn(4, 3, 8, 8, device="cuda")
-                opt.step(lambda task, x=x: (trunk(x) - int(task == "b")).square().mean())
-            whole = [
-                p.full_tensor() if hasattr(p, "full_tensor") else p for p in trunk.parameters()
-            ]
-            states.append([p.detach().clone() for p in whole])
-    finally:
-        dist.destroy_process_group()
+    states = []
+    for shared in ("alone", kind):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 5, 3))
+        trunk, options = distributed(cs.nn.convert_task_batchnorm(plain, AB).cuda(), shared)
+        opt = optimizer_of(trunk, method, cs.Mixed(2, seed=3, draw="step"), **options)
+        opt.start_epoch(1)
+        for _ in range(6):
+            x = torch.randn(4, 3, 8, 8, device="cuda")
+            opt.step(lambda task: (trunk(x) - int(task == "b")).square().mean())
+        states.append(values(trunk.parameters()))
     torch.testing.assert_close(*states, rtol=1e-5, atol=1e-6)
 
 
 def test_shards_of_normalizations_do_not_keep_all_gradients(group: dist.ProcessGroup) -> None:
     """`fully_shard` reduces the gradients of a module in one buffer, of which they are parts."""
-    from torch.distributed.fsdp import fully_shard
-
     plain = nn.Sequential(nn.Conv2d(3, 64, 3, bias=False), nn.BatchNorm2d(64))
     trunk = cs.nn.convert_task_batchnorm(plain, AB)
-    fully_shard(trunk, mesh=dist.init_device_mesh("cpu", (1,)))
-    parameters = list(trunk.parameters())
-    for schedule in (cs.Joint(), cs.Sequential()):
-        sgd = torch.optim.SGD(parameters, lr=0.1)
-        opt = cs.MultiTaskOptimizer(trunk, sgd, AB, None, schedule)
+    shard(trunk)
+    for schedule, number in ((cs.Joint(), 4), (cs.Sequential(), 2)):
+        opt = optimizer_of(trunk, None, schedule)
         for _ in range(2):
             x = torch.randn(4, 3, 5, 5)
-            opt.step(lambda task, x=x: trunk(x).square().mean())
-        norms = [p for p in parameters[1:] if p.grad is not None]
-        assert len(norms) == (4 if isinstance(schedule, cs.Joint) else 2)
+            opt.step(lambda task: trunk(x).square().mean())
+        norms = [p for p in [*trunk.parameters()][1:] if p.grad is not None]
+        assert len(norms) == number
         for parameter in norms:
             assert parameter.grad.to_local().untyped_storage().nbytes() <= 64 * 4 * 4

@@ -2,13 +2,24 @@
 
 import copy
 import gc
-import io
 import pickle
+import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from networks import AB, BOTH_PHASES, assert_equal, optimizer_of, problem, refused, sgd_of
+from networks import (
+    AB,
+    BOTH_PHASES,
+    PRIORITIZED,
+    Setup,
+    assert_equal,
+    optimizer_of,
+    problem,
+    refused,
+    sgd_of,
+)
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -17,166 +28,239 @@ pytestmark = pytest.mark.loop
 
 
 class Network(nn.Module):
-    """Layers and one forward function."""
+    """Layers, and a function that runs them."""
 
-    def __init__(self, forward: str, **layers: nn.Module) -> None:
+    def __init__(self, run: Callable[["Network", Tensor], Tensor], **layers: nn.Module) -> None:
         super().__init__()
         for name, layer in layers.items():
             self.add_module(name, layer)
-        self.how = forward
+        self.run = run
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = getattr(self, f"_{self.how}")(x)
-        return result
-
-    def _in_place(self, x: Tensor) -> Tensor:
-        return self.norm(self.relu(self.layer(x)))
-
-    def _flattened(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        return self.norm(y.flatten(0, 1)).reshape_as(y)
-
-    def _transposed(self, x: Tensor) -> Tensor:
-        return self.norm(self.layer(x).transpose(1, 2))
-
-    def _in_place_through_a_view(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        y.view(-1).relu_()
-        return self.norm(y.flatten(0, 1))
-
-    def _direct(self, x: Tensor) -> Tensor:
-        return self.norm(self.layer(x))
-
-    def _by_keyword(self, x: Tensor) -> Tensor:
-        return self.norm(input=self.layer(x))
-
-    def _half(self, x: Tensor) -> Tensor:
-        return self.norm(self.layer(x)[:, :4])
-
-    def _squeezed(self, x: Tensor) -> Tensor:
-        return self.norm(self.layer(x).squeeze(-1).squeeze(-1))
+        return self.run(self, x)
 
 
-def _coverage(trunk: nn.Module, x: Tensor) -> cs.Coverage:
-    cs.nn.convert_task_batchnorm(trunk, AB)
-    return optimizer_of(trunk, cs.Sum()).trace(lambda task: trunk(x).sum())
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-def test_an_activation_in_between_counts_in_place_too(inplace: bool) -> None:
-    trunk = Network(
-        "in_place", layer=nn.Conv2d(3, 4, 1), relu=nn.ReLU(inplace), norm=nn.BatchNorm2d(4)
-    )
-    coverage = _coverage(trunk, torch.randn(2, 3, 5, 5))
-    assert coverage.prioritized == {}
-    assert coverage.plain["layer.weight"].startswith("no task-specific normalization takes")
-
-
-@pytest.mark.parametrize(
-    ("forward", "layer", "norm", "x", "seen"),
-    [
-        ("flattened", nn.Linear(3, 8), nn.BatchNorm1d(8), (2, 5, 3), True),
-        ("transposed", nn.Linear(3, 8), nn.BatchNorm1d(8), (2, 5, 3), True),
-        ("in_place_through_a_view", nn.Linear(3, 8), nn.BatchNorm1d(8), (2, 5, 3), False),
-        ("by_keyword", nn.Linear(3, 8), nn.BatchNorm1d(8), (5, 3), True),
-        ("squeezed", nn.Conv2d(3, 8, 2), nn.BatchNorm1d(8), (4, 3, 2, 2), True),
-        ("half", nn.Conv2d(3, 8, 1), nn.BatchNorm2d(4), (2, 3, 5, 5), False),
-        ("direct", nn.ConvTranspose1d(3, 8, 2), nn.BatchNorm1d(8), (2, 3, 5), True),
-        ("direct", nn.Conv3d(3, 8, 2), nn.BatchNorm3d(8), (2, 3, 4, 4, 4), True),
-    ],
-)
-def test_views(
-    forward: str, layer: nn.Module, norm: nn.Module, x: tuple[int, ...], seen: bool
-) -> None:
-    coverage = _coverage(Network(forward, layer=layer, norm=norm), torch.randn(x))
-    assert coverage.prioritized == ({"layer.weight": "norm"} if seen else {})
-
-
-@pytest.mark.parametrize("positions", [5, 8])
-def test_a_normalization_over_positions(positions: int) -> None:
-    """BatchNorm1d takes dimension 1, which a Linear leaves as it was: also if sizes agree."""
-    trunk = Network("direct", layer=nn.Linear(3, 8), norm=nn.BatchNorm1d(positions))
-    x = torch.randn(4, positions, 3)
-    coverage = _coverage(trunk, x)
-    assert coverage.plain["layer.weight"] == "norm normalizes other channels than its outputs"
-    with pytest.raises(ValueError, match=r"(?s)must have a layer.*other channels than its outputs"):
-        optimizer_of(trunk).step(lambda task: trunk(x).square().mean())
-
-
-def test_a_module_whose_statistics_have_another_size() -> None:
-    class Doubled(nn.BatchNorm1d):
-        def __init__(self, channels: int) -> None:
-            super().__init__(2 * channels)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(torch.cat([x, x], 1))
-
-    trunk = Network("direct", layer=nn.Linear(3, 8), norm=Doubled(8))
-    coverage = _coverage(trunk, torch.randn(4, 3))
-    assert coverage.plain["layer.weight"] == "norm has other channels than its 8 outputs"
-
-
-def test_after_trace_a_step_without_a_prioritized_layer_raises() -> None:
-    trunk = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4))
-    cs.nn.convert_task_batchnorm(trunk, AB)
-    opt, x = optimizer_of(trunk), torch.randn(6, 3)
-
-    def loss(task: str) -> Tensor:
-        return trunk(x).square().mean()
-
-    assert opt.trace(loss).prioritized == {}
-    for _ in range(2):
-        with refused(trunk.state_dict, ValueError, "must have a layer whose output"):
-            opt.step(loss)
-
-
-class Deep(nn.Module):
-    """A number of blocks that run is an argument."""
-
-    def __init__(self, width: int = 4) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(3)
-        )
-        self.depth = 1
+class Doubled(nn.BatchNorm1d):
+    """A normalization with more statistics than its input has channels."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks[: self.depth]:
-            x = torch.relu(block(x))
-        return x
+        return super().forward(torch.cat([x, x], 1))
 
 
 def _conflict(trunk: nn.Module, x: Tensor, task: str) -> Tensor:
     """Tasks in conflict in every channel."""
-    return (1 if task == "a" else -2) * trunk(x).sum() + trunk(x).square().mean()
+    return _conflict_of(trunk(x), task)
+
+
+def _conflict_of(y: Tensor, task: str) -> Tensor:
+    return (1 if task == "a" else -2) * y.sum() + y.square().mean()
+
+
+def _coverage(trunk: nn.Module, *shape: int, **layers: str | None) -> cs.Coverage:
+    trunk, x = cs.nn.convert_task_batchnorm(trunk, AB), torch.randn(shape)
+    return optimizer_of(trunk, cs.Sum(), layers=layers).trace(lambda task: trunk(x).sum())
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layers_are_seen_not_named(autocast: bool) -> None:
+    """In a trace, which changes nothing."""
+    setup = Setup(dtype=torch.float32)
+    opt, before = setup.start(), setup.state()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        coverage = opt.trace(setup.closure(0))
+    assert_equal(before, setup.state())
+    assert coverage.prioritized == PRIORITIZED
+    assert coverage.plain["bare.weight"] == NOTHING
+    assert "stem.bias" in coverage.plain
+    assert "4 of 9 shared parameters are prioritized" in str(coverage)
+    assert re.search("stem.weight +prioritized by stem_norm", str(coverage))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in setup.trunk.modules())
+
+
+def _direct(network: Network, x: Tensor) -> Tensor:
+    return network.norm(network.layer(x))
+
+
+def _in_place(network: Network, x: Tensor) -> Tensor:
+    y = network.layer(x)
+    y.view(-1).relu_()
+    return network.norm(y.flatten(0, 1))
+
+
+NOTHING = "no task-specific normalization takes its output"
+OTHERS = "norm normalizes other channels than its outputs"
+LINEAR, OF_5, OF_8 = nn.Linear(3, 8), nn.BatchNorm1d(5), nn.BatchNorm1d(8)
+PARAMETRIZED = nn.utils.parametrize.register_parametrization(
+    nn.BatchNorm1d(8), "weight", nn.Identity()
+)
+WITHOUT_STATISTICS = nn.BatchNorm1d(8, track_running_stats=False)
+
+
+@pytest.mark.parametrize(
+    ("run", "layer", "norm", "shape", "reason"),
+    [
+        (lambda n, x: n.norm(n.layer(x).flatten(0, 1)), LINEAR, OF_8, (2, 5, 3), None),
+        (lambda n, x: n.norm(n.layer(x).transpose(1, 2)), LINEAR, OF_8, (2, 5, 3), None),
+        (lambda n, x: n.norm(input=n.layer(x)), LINEAR, OF_8, (5, 3), None),
+        (lambda n, x: n.norm(n.layer(x)[..., 0, 0]), nn.Conv2d(3, 8, 2), OF_8, (4, 3, 2, 2), None),
+        (_direct, nn.ConvTranspose1d(3, 8, 2), OF_8, (2, 3, 5), None),
+        (_direct, nn.Conv3d(3, 8, 2), nn.BatchNorm3d(8), (2, 3, 4, 4, 4), None),
+        (_in_place, LINEAR, OF_8, (2, 5, 3), NOTHING),
+        (lambda n, x: n.norm(n.layer(x).relu()), LINEAR, OF_8, (5, 3), NOTHING),
+        (lambda n, x: n.norm(n.layer(x).relu_()), LINEAR, OF_8, (5, 3), NOTHING),
+        (lambda n, x: n.norm(n.layer(x)[:, :5]), LINEAR, OF_5, (5, 3), OTHERS),
+        # BatchNorm1d takes dimension 1, which a Linear leaves as it was: also if sizes agree.
+        (_direct, LINEAR, OF_5, (4, 5, 3), OTHERS),
+        (_direct, LINEAR, OF_8, (4, 8, 3), OTHERS),
+        (_direct, LINEAR, Doubled(16), (4, 3), "norm has other channels than its 8 outputs"),
+        (_direct, LINEAR, PARAMETRIZED, (4, 3), "norm has a scale that is not a parameter"),
+        (_direct, LINEAR, WITHOUT_STATISTICS, (4, 3), "norm keeps no running variance"),
+    ],
+)
+def test_a_normalization_takes_the_output_of_a_layer(
+    run: Callable[[Network, Tensor], Tensor],
+    layer: nn.Module,
+    norm: nn.Module,
+    shape: tuple[int, ...],
+    reason: str | None,
+) -> None:
+    """Or a view of it with the same channels."""
+    coverage = _coverage(copy.deepcopy(Network(run, layer=layer, norm=norm)), *shape)
+    assert coverage.prioritized == ({} if reason else {"layer.weight": "norm"})
+    assert coverage.plain.get("layer.weight") == reason
+
+
+def test_a_weight_of_two_kinds_of_layers() -> None:
+    """Its output channels are dimension 1 of one of them and dimension 0 of the other."""
+    up, down = nn.ConvTranspose2d(6, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
+    down.weight, norm = up.weight, nn.BatchNorm2d(6)
+    trunk = Network(lambda n, x: n.up(n.norm(n.down(x))), up=up, down=down, norm=norm)
+    reason = "up, down have other dimensions for their outputs"
+    assert _coverage(trunk, 2, 6, 4, 4).plain["up.weight"] == reason
+
+
+def _reused(n: Network, x: Tensor) -> Tensor:
+    """One layer in front of two normalizations, one normalization behind two layers."""
+    x = n.norm_a(n.twice(x)) + n.norm_b(n.twice(x))
+    x = n.common(n.left(x)) + n.common(n.right(x))
+    return n.tied(n.block(n.block(x)))
+
+
+def test_reused_modules() -> None:
+    layers = {name: nn.Linear(4, 4) for name in ("twice", "left", "right", "tied", "idle")}
+    norms = {name: nn.BatchNorm1d(4) for name in ("norm_a", "norm_b", "common")}
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    layers["tied"].weight = layers["left"].weight
+    trunk = Network(_reused, **layers, **norms, block=block)
+    coverage, of_block = _coverage(trunk, 8, 4), {"block.0.weight": "block.1"}
+    assert coverage.prioritized == {"left.weight": "common", "right.weight": "common", **of_block}
+    assert coverage.plain["twice.weight"] == "several normalizations follow: norm_a, norm_b"
+    assert coverage.plain["idle.weight"] == "the layer has not run"
+    named = {"twice": "norm_a", "left": None, "right": None, "idle": "norm_b"}
+    coverage = _coverage(trunk, 8, 4, **named)
+    assert coverage.prioritized == {"twice.weight": "norm_a", "idle.weight": "norm_b", **of_block}
+    assert coverage.plain["right.weight"] == "excluded by `layers`"
+
+
+def test_a_normalization_without_scale_counts_as_one() -> None:
+    x, priorities = {task: torch.randn(8, 3) for task in AB}, []
+    for affine in (False, True):
+        torch.manual_seed(0)
+        trunk = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=affine))
+        opt = optimizer_of(cs.nn.convert_task_batchnorm(trunk, AB))
+        trunk[1].requires_grad_(False)
+        opt.step(lambda task: trunk(x[task]).square().mean())
+        priorities.append(opt.priority()["0"].tolist())
+    assert priorities[0] == priorities[1]
+    assert set(priorities[0]) == {0, 1}
+
+
+def test_coverage_shows_what_is_frozen_now() -> None:
+    trunk = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    opt = optimizer_of(cs.nn.convert_task_batchnorm(trunk, AB))
+    opt.step(lambda task: trunk(torch.randn(8, 3)).square().mean())
+    trunk[2].requires_grad_(False)
+    assert opt.coverage().plain["2.weight"].startswith("frozen; ")
+    assert "0.weight  prioritized by 1" in str(opt.coverage())
+    trunk[0].weight.requires_grad_(False)
+    coverage = opt.coverage()
+    assert coverage.prioritized == {"0.weight": "1"}
+    assert "0.weight  frozen; prioritized by 1" in str(coverage)
+
+
+def test_a_step_without_a_prioritized_layer_raises() -> None:
+    """After a trace too."""
+    trunk = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(5))
+    opt, x = optimizer_of(cs.nn.convert_task_batchnorm(trunk, AB)), torch.randn(4, 5, 3)
+    loss = partial(_conflict, trunk, x)
+    message = "(?s)must have a layer whose output.*other channels than its outputs"
+    for _ in range(2):
+        with refused(trunk.state_dict, ValueError, message):
+            opt.step(loss)
+        assert opt.trace(loss).prioritized == {}
+
+
+def test_inference_mode_hides_changes_in_place() -> None:
+    trunk = Network(
+        lambda n, x: n.norm(n.layer(x).relu_()), layer=nn.Linear(3, 4), norm=nn.BatchNorm1d(4)
+    )
+    cs.nn.convert_task_batchnorm(trunk, AB)
+    opt, x = optimizer_of(trunk, cs.Sum()), torch.randn(6, 3)
+
+    def loss(task: str) -> Tensor:
+        trunk.eval()
+        with torch.inference_mode():
+            trunk(x)
+        trunk.train()
+        return trunk(x).sum()
+
+    assert opt.trace(loss).prioritized == {}
+
+
+# --- first runs ---
+
+
+class Deep(nn.Sequential):
+    """Blocks, of which only some run."""
+
+    depth = 1
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__(
+            *(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(blocks))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in list(self)[: self.depth]:
+            x = torch.relu(block(x))
+        return x
 
 
 def _deep() -> tuple[Deep, cs.MultiTaskOptimizer, Callable[[str], Tensor]]:
     trunk, x = cs.nn.convert_task_batchnorm(Deep(), AB), torch.randn(16, 4)
-    return trunk, optimizer_of(trunk), lambda task: _conflict(trunk, x, task)
+    return trunk, optimizer_of(trunk), partial(_conflict, trunk, x)
 
 
 @BOTH_PHASES
 def test_a_layer_that_first_runs_later(schedule: cs.Schedule) -> None:
-    """It is prioritized in that very step, as in a run that has traced it before."""
-    networks = []
-    for told in (False, True):
-        torch.manual_seed(0)
-        trunk = cs.nn.convert_task_batchnorm(Deep(), AB)
-        x = torch.randn(16, 4)
-        layers = {f"blocks.{n}.0": f"blocks.{n}.1" for n in range(3)} if told else None
-        opt = optimizer_of(trunk, schedule=schedule, layers=layers)
-        for depth in (1, 1, 2, 3):
-            trunk.depth = depth
-            opt.step(lambda task, trunk=trunk, x=x: _conflict(trunk, x, task))
-            if not told:
-                assert len(opt.coverage().prioritized) == depth
-                waiting = [f"blocks.{n}.0.weight" for n in range(depth, 3)]
-                plain = opt.coverage().plain.items()
-                assert [n for n, why in plain if why == "the layer has not run"] == waiting
-        networks.append(trunk.state_dict())
-        assert not any(m._forward_pre_hooks or m._forward_hooks for m in trunk.modules()) or told
-    assert_equal(*networks)
+    """It is prioritized in that very step, as in a run that was told of it, and in a copy."""
+    trunk, x = cs.nn.convert_task_batchnorm(Deep(), AB), torch.randn(16, 4)
+    told, layers = copy.deepcopy(trunk), {f"{n}.0": f"{n}.1" for n in range(3)}
+    opt = optimizer_of(trunk, schedule=schedule)
+    runs = [(trunk, opt), (told, optimizer_of(told, schedule=schedule, layers=layers))]
+    for depth in (1, 1, 2, 3):
+        for network, optimizer in runs:
+            network.depth = depth
+            optimizer.step(partial(_conflict, network, x))
+        if len(runs) == 2:
+            runs.append(copy.deepcopy(runs[0]))
+        coverage = opt.coverage()
+        assert len(coverage.prioritized) == depth
+        waiting = [name for name, why in coverage.plain.items() if why == "the layer has not run"]
+        assert waiting == [f"{n}.0.weight" for n in range(depth, 3)]
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in trunk.modules())
+    for network, _ in runs[1:]:
+        assert_equal(network.state_dict(), trunk.state_dict())
 
 
 def test_a_layer_that_first_runs_in_the_second_task() -> None:
@@ -187,23 +271,19 @@ def test_a_layer_that_first_runs_in_the_second_task() -> None:
         return loss(task)
 
     opt.step(deeper)
-    assert opt.coverage().prioritized == {"blocks.0.0.weight": "blocks.0.1"}
-    assert opt.coverage().own["blocks.1.0.weight"] == "b"  # No other task reaches it.
+    assert opt.coverage().prioritized == {"0.0.weight": "0.1"}
+    assert opt.coverage().own["1.0.weight"] == "b"  # No other task reaches it.
 
 
-def test_a_network_with_a_layer_that_has_not_run_is_copied_and_saved() -> None:
-    """The hooks that wait for its first run are not copied."""
-    trunk, opt, loss = _deep()
-    opt.step(loss)
-    average = copy.deepcopy(trunk)
-    loaded = pickle.loads(pickle.dumps(trunk))
-    torch.save(trunk, io.BytesIO())
-    version = opt._engine.trunk.watcher.version
-    for other in (average, loaded):
-        other.depth = 3
-        with cs.nn.active_task(other, "a"):
-            other(torch.randn(16, 4))
-    assert opt._engine.trunk.watcher.version == version
+@BOTH_PHASES
+def test_a_first_task_without_a_prioritized_layer(schedule: cs.Schedule) -> None:
+    """The others have one."""
+    trunk = Deep()
+    trunk[1][1] = nn.Identity()
+    cs.nn.convert_task_batchnorm(trunk, [*AB, "c"])
+    opt, x = optimizer_of(trunk, tasks=[*AB, "c"], schedule=schedule), torch.randn(8, 4)
+    opt.step(lambda task: trunk[int(task == "a")](x).square().mean())
+    assert opt.coverage().prioritized == {"0.0.weight": "0.1"}
 
 
 def test_a_first_run_in_a_pass_that_fails() -> None:
@@ -213,45 +293,64 @@ def test_a_first_run_in_a_pass_that_fails() -> None:
     with pytest.raises(ZeroDivisionError):
         opt.step(lambda task: loss(task) / (1 // 0))
     opt.step(loss)
-    assert "blocks.1.0.weight" in opt.coverage().prioritized
+    assert "1.0.weight" in opt.coverage().prioritized
 
 
-class Shifted(nn.Module):
-    """A convolution of one's own."""
+def test_a_first_run_outside_a_step_is_nobodys_concern() -> None:
+    """Validation, also in inference mode and of copies, neither adds pairs nor sets hooks."""
+    trunk, opt, loss = _deep()
+    opt.step(loss)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        for network in (trunk, copy.deepcopy(trunk), pickle.loads(pickle.dumps(trunk))):
+            network.depth = 3
+            network.eval()
+            with mode(), cs.nn.active_task(network, "a"):
+                network(torch.randn(16, 4))
+        trunk.train()
+        trunk.depth = 1
+        opt.step(loss)
+        assert opt.coverage().prioritized == {"0.0.weight": "0.1"}
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 3))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.weight) + 1
+def test_nothing_is_left_of_an_optimizer_that_is_gone() -> None:
+    """No hook stays, neither in the torch optimizer nor in layers that have not run."""
+    model, loss, *_ = problem()
+    sgd = sgd_of(model)
+    hooks = len(sgd._optimizer_step_post_hooks), len(sgd._optimizer_step_pre_hooks)
+    for _ in range(3):
+        opt = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad())
+        opt.step(loss)
+        assert model.unused._forward_pre_hooks
+        del opt
+        gc.collect()
+        assert not model.unused._forward_pre_hooks
+    assert hooks == (len(sgd._optimizer_step_post_hooks), len(sgd._optimizer_step_pre_hooks))
+
+
+# --- layers that are named, or are a task's own ---
 
 
 def test_layers_of_ones_own_can_be_named() -> None:
-    torch.manual_seed(0)
-    trunk = nn.Sequential(Shifted(), nn.BatchNorm1d(4))
-    cs.nn.convert_task_batchnorm(trunk, AB)
-    x = torch.randn(16, 3)
+    own = Network(lambda n, x: nn.functional.linear(x, n.weight) + 1)
+    own.weight = nn.Parameter(torch.randn(4, 3))
+    trunk = cs.nn.convert_task_batchnorm(nn.Sequential(own, nn.BatchNorm1d(4)), AB)
     opt = optimizer_of(trunk, layers={"0": "1"})
-    opt.step(lambda task: _conflict(trunk, x, task))
+    opt.step(partial(_conflict, trunk, torch.randn(16, 3)))
     assert opt.coverage().prioritized == {"0.weight": "1"}
     assert opt.priority()["0"].shape == (4,)
 
 
 def test_layers_are_never_ignored() -> None:
     """By another name of the same module, or of another module with the same weight."""
-    trunk = Deep()
-    trunk.alias = trunk.blocks[0][0]
-    trunk.emb = nn.Embedding(3, 4)
-    cs.nn.convert_task_batchnorm(trunk, AB)
-    x = torch.randn(16, 4)
+    trunk = cs.nn.convert_task_batchnorm(Deep(), AB)
+    trunk.alias, trunk.emb = trunk[0][0], nn.Embedding(3, 4)
     opt = optimizer_of(trunk, cs.Sum(), layers={"alias": None, "emb": None})
-    coverage = opt.trace(lambda task: _conflict(trunk, x, task))
-    assert coverage.plain["blocks.0.0.weight"] == "excluded by `layers`"
+    coverage = opt.trace(partial(_conflict, trunk, torch.randn(16, 4)))
+    assert coverage.plain["0.0.weight"] == "excluded by `layers`"
     for layers, message in (
-        ({"blocks.0.1.a": "blocks.0.1"}, "with a shared weight, got 'blocks.0.1.a'"),
-        ({"blocks.0": None}, "with a shared weight, got 'blocks.0'"),
-        ({"alias": None, "blocks.0.0": "blocks.0.1"}, "one weight to one normalization"),
+        ({"0.1.a": "0.1"}, "with a shared weight, got '0.1.a'"),
+        ({"0": None}, "with a shared weight, got '0'"),
+        ({"alias": None, "0.0": "0.1"}, "one weight to one normalization"),
     ):
         with pytest.raises(ValueError, match=message):
             optimizer_of(trunk, cs.Sum(), layers=layers)
@@ -275,270 +374,152 @@ def test_a_whole_network_of_tasks() -> None:
     assert str(coverage).startswith("1 of 2 shared parameters are prioritized, 75.0 % of 16")
 
 
-class Exchanged(nn.Module):
-    """Two layers and two normalizations, one behind the other in either order."""
+# --- networks that change ---
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.one, self.other, self.third = (nn.BatchNorm1d(4) for _ in range(3))
-        self.name = "one"
+ORDERS: dict[str, Callable[[Network, Tensor], Tensor]] = {
+    "plain": lambda n, x: n.one(n.first(x)) + n.other(n.second(x)),
+    "exchanged": lambda n, x: n.other(n.first(x)) + n.one(n.second(x)),
+    "one for both": lambda n, x: n.one(n.first(x)) + n.one(n.second(x)),
+    "without": lambda n, x: n.one(n.first(x)) + n.second(x),
+    "activated": lambda n, x: n.one(torch.relu(n.first(x))) + n.other(n.second(x)),
+    "a row": lambda n, x: n.other(n.second(n.one(n.first(x)))),
+    "another row": lambda n, x: n.second(n.third(n.first(x))),
+}
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = getattr(self, self.name)(self.first(x))
-        return self.other(self.second(x)) if self.name == "one" else self.second(x)
 
-
-def _exchanged() -> tuple[nn.Module, cs.MultiTaskOptimizer, Callable[[str], Tensor]]:
-    torch.manual_seed(0)
-    trunk, x = cs.nn.convert_task_batchnorm(Exchanged(), AB), torch.randn(16, 4)
+def _changing(order: str = "plain") -> tuple[Network, Tensor]:
+    """Two layers, and normalizations of which two have opposed priorities."""
+    layers = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
+    norms = {name: nn.BatchNorm1d(4) for name in ("one", "other", "third")}
+    trunk = cs.nn.convert_task_batchnorm(Network(ORDERS[order], **layers, **norms), AB)
     scales = torch.tensor([2.0, 2.0, 0.1, 0.1])
-    for norm, flips in ((trunk.one, False), (trunk.third, True)):  # Opposed priorities.
+    for norm, flips in ((trunk.one, False), (trunk.third, True)):
         for child, flips_more in zip(norm.children(), (False, True), strict=True):
             child.weight.data = scales.flip(0) if flips != flips_more else scales.clone()
-    return trunk, optimizer_of(trunk), lambda task: _conflict(trunk, x, task)
+    return trunk, torch.randn(16, 4)
 
 
-def _by_attribute(trunk: nn.Module) -> None:
-    trunk.one, trunk.third = trunk.third, trunk.one
-
-
-def _by_name(trunk: nn.Module) -> None:
-    trunk.name = "third"
-
-
-@pytest.mark.parametrize("change", [_by_attribute, _by_name])
-@pytest.mark.parametrize("traces", [False, True])
-def test_a_normalization_that_is_exchanged(
-    change: Callable[[nn.Module], None], traces: bool
-) -> None:
+@pytest.mark.parametrize("by_attribute", [False, True])
+@pytest.mark.parametrize("call", ["step", "trace"])
+def test_a_normalization_that_is_exchanged(by_attribute: bool, call: str) -> None:
     """Its own scale and variance give the priority from the next step on, or from a trace."""
-    trunk, opt, loss = _exchanged()
-    opt.step(loss)
-    before, priority = {"first.weight": "one", "second.weight": "other"}, opt.priority()["first"]
-    assert opt.coverage().prioritized == before
-    change(trunk)
-    twin = copy.deepcopy(trunk)
-    x = torch.randn(16, 4)
-    fresh = optimizer_of(twin)
-    if traces:
-        opt.trace(lambda task: _conflict(trunk, x, task))
-        fresh.trace(lambda task: _conflict(twin, x, task))
+    trunk, x = _changing("a row")
+    opt = optimizer_of(trunk)
+    opt.step(partial(_conflict, trunk, x))
+    before, priority = opt.coverage().prioritized, opt.priority()["first"]
+    assert before == {"first.weight": "one", "second.weight": "other"}
+    if by_attribute:
+        trunk.one, trunk.third = trunk.third, trunk.one
     else:
-        opt.step(lambda task: _conflict(trunk, x, task))
-        fresh.step(lambda task: _conflict(twin, x, task))
+        trunk.run = ORDERS["another row"]
+    twin, x = copy.deepcopy(trunk), torch.randn(16, 4)
+    fresh = optimizer_of(twin)
+    for network, optimizer in ((trunk, opt), (twin, fresh)):
+        getattr(optimizer, call)(partial(_conflict, network, x))
     assert opt.coverage().prioritized == fresh.coverage().prioritized
-    assert (opt.coverage().prioritized == before) == (change is _by_attribute)
+    assert (opt.coverage().prioritized == before) == by_attribute
     assert_equal(opt.priority(), fresh.priority())
     assert torch.equal(opt.priority()["first"], 1 - priority)
     assert_equal([*trunk.parameters()], [*twin.parameters()])
 
 
-class Changing(nn.Module):
-    """Two layers and two normalizations, behind one another as `how` says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.one, self.other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
-        self.how = "plain"
-
-    def forward(self, x: Tensor) -> Tensor:
-        x, y = self.first(x), self.second(x)
-        if self.how == "exchanged":
-            return self.other(x) + self.one(y)
-        if self.how == "one for both":
-            return self.one(x) + self.one(y)
-        if self.how == "without":
-            return self.one(x) + y
-        if self.how == "activated":
-            x = torch.relu(x)
-        return self.one(x) + self.other(y)
-
-
-def _step(opt: cs.MultiTaskOptimizer, trunk: nn.Module, x: Tensor, *, together: bool) -> None:
-    def loss(task: str, y: Tensor) -> Tensor:
-        return (1 if task == "a" else -2) * y.sum() + y.square().mean()
-
-    if together:
-        opt.step_together(lambda run: {task: loss(task, y) for task, y in run(x).items()})
-    else:
-        opt.step(lambda task: loss(task, trunk(x)))
+def _watched_passes(opt: cs.MultiTaskOptimizer) -> int:
+    return opt._engine.trunk.watcher.version
 
 
 @pytest.mark.parametrize(
-    ("how", "together"),
+    ("order", "together"),
     [
-        ("exchanged", False),
-        ("one for both", False),
-        ("without", False),
-        ("activated", False),
+        *((order, False) for order in ("exchanged", "one for both", "without", "activated")),
         ("exchanged", True),
     ],
 )
-def test_normalizations_that_have_run_before_in_other_places(how: str, together: bool) -> None:
+def test_normalizations_that_have_run_before_in_other_places(order: str, together: bool) -> None:
     """And back: a step sees the layers as a new optimizer would; one pass for all, the next one."""
-    torch.manual_seed(0)
-    trunk, x = cs.nn.convert_task_batchnorm(Changing(), AB), torch.randn(16, 4)
+    trunk, x = _changing()
     opt = optimizer_of(trunk)
-    order = [n for n in ("plain", "exchanged", how, "plain", how) for _ in range(2)]
-    for step, now in enumerate(order):
-        trunk.how = now
+
+    def step(opt: cs.MultiTaskOptimizer, trunk: nn.Module) -> None:
+        if together:
+            opt.step_together(lambda run: {t: _conflict_of(y, t) for t, y in run(x).items()})
+        else:
+            opt.step(partial(_conflict, trunk, x))
+
+    orders = [n for n in ("plain", "exchanged", order, "plain", order) for _ in range(2)]
+    for number, now in enumerate(orders):
+        trunk.run = ORDERS[now]
         twin = copy.deepcopy(trunk)
         fresh = optimizer_of(twin)
-        _step(opt, trunk, x, together=together)
-        _step(fresh, twin, x, together=together)
-        if together and step % 2 == 0:
+        step(opt, trunk)
+        step(fresh, twin)
+        if together and number % 2 == 0:
             continue
         found, expected = opt.coverage(), fresh.coverage()
         assert (found.prioritized, found.plain) == (expected.prioritized, expected.plain)
         assert_equal([*trunk.parameters()], [*twin.parameters()])
-    version = opt._engine.trunk.watcher.version
+    watched = _watched_passes(opt)
     for _ in range(3):  # What was seen goes on to hold.
-        _step(opt, trunk, x, together=together)
-    assert opt._engine.trunk.watcher.version == version
+        step(opt, trunk)
+    assert _watched_passes(opt) == watched
 
 
 def test_a_network_that_is_different_in_each_pass() -> None:
-    """It is not watched for ever, if nothing new is seen."""
-    torch.manual_seed(0)
-    trunk, x = cs.nn.convert_task_batchnorm(Deep(), AB), torch.randn(16, 4)
+    """It is not watched for ever, if nothing new is seen; but a layer that first runs still is."""
+    trunk, x = cs.nn.convert_task_batchnorm(Deep(4), AB), torch.randn(16, 4)
+    trunk[3].requires_grad_(False)  # No gradient shows its first run.
     opt = optimizer_of(trunk, lr=1e-3)
+
+    def loss(task: str) -> Tensor:
+        y = x
+        for n in order:
+            y = torch.relu(trunk[n](y))
+        return _conflict_of(y, task)
+
     for step in range(40):
         order = torch.randperm(3, generator=torch.Generator().manual_seed(step)).tolist()
-
-        def loss(task: str, order: list[int] = order) -> Tensor:
-            y = x
-            for n in order:
-                y = torch.relu(trunk.blocks[n](y))
-            return (1 if task == "a" else -2) * y.sum() + y.square().mean()
-
         opt.step(loss)
         if step == 20:
-            version = opt._engine.trunk.watcher.version
-    assert opt._engine.trunk.watcher.version == version
+            watched = _watched_passes(opt)
+    assert _watched_passes(opt) == watched
     assert len(opt.coverage().prioritized) == 3
+    order.append(3)
+    opt.step(loss)
+    assert len(opt.coverage().prioritized) == 4
 
 
 def test_normalizations_that_take_turns() -> None:
     """A layer has no priority if they change from step to step, and the report says why."""
-    torch.manual_seed(0)
-    trunk, x = cs.nn.convert_task_batchnorm(Changing(), AB), torch.randn(16, 4)
+    trunk, x = _changing()
     opt = optimizer_of(trunk, cs.Sum())
     for step in range(9):
-        trunk.how = "exchanged" if step % 2 else "plain"
-        opt.step(lambda task: _conflict(trunk, x, task))
+        trunk.run = ORDERS["exchanged" if step % 2 else "plain"]
+        opt.step(partial(_conflict, trunk, x))
     assert opt.coverage().plain["first.weight"] == "several normalizations follow: one, other"
 
 
 def test_a_normalization_that_is_exchanged_in_the_last_pass_of_a_step() -> None:
     """It is seen in the next step. Layers that do not run in it keep what was seen before."""
-    trunk, opt, loss = _exchanged()
+    trunk, x = _changing("a row")
+    opt, loss = optimizer_of(trunk), partial(_conflict, trunk, x)
     opt.step(loss)
 
     def later(task: str) -> Tensor:
-        trunk.name = "third" if task == "b" else "one"
+        trunk.run = ORDERS["another row" if task == "b" else "a row"]
         return loss(task)
 
     opt.step(later)
-    trunk.name = "third"
     opt.step(loss)
     assert opt.coverage().prioritized["first.weight"] == "third"
-    version = opt._engine.trunk.watcher.version
+    watched = _watched_passes(opt)
     opt.step(loss)
-    assert opt._engine.trunk.watcher.version == version
-
-
-# --- Conversion and a task's life ---------------------------------------------------------------
-
-
-def test_a_first_run_outside_a_step_is_nobodys_concern() -> None:
-    """Validation, also in inference mode, neither adds pairs nor sets hooks."""
-    trunk, opt, loss = _deep()
-    x = torch.randn(16, 4)
-    opt.step(loss)
-    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-        trunk.depth = 3
-        trunk.eval()
-        with mode(), cs.nn.active_task(trunk, "a"):
-            trunk(x)
-        pickle.dumps(trunk)
-        trunk.train()
-        trunk.depth = 1
-        opt.step(loss)
-        assert set(opt.coverage().prioritized) == {"blocks.0.0.weight"}
-
-
-def test_inference_mode_hides_changes_in_place() -> None:
-    trunk = Network("in_place", layer=nn.Linear(3, 4), relu=nn.ReLU(True), norm=nn.BatchNorm1d(4))
-    cs.nn.convert_task_batchnorm(trunk, AB)
-    opt, x = optimizer_of(trunk, cs.Sum()), torch.randn(6, 3)
-
-    def loss(task: str) -> Tensor:
-        trunk.eval()
-        with torch.inference_mode():
-            trunk(x)
-        trunk.train()
-        return trunk(x).sum()
-
-    assert opt.trace(loss).prioritized == {}
-
-
-def test_an_optimizer_is_copied_with_a_layer_that_has_not_run() -> None:
-    trunk, x = cs.nn.convert_task_batchnorm(Deep(), AB), torch.randn(16, 4)
-    opt = optimizer_of(trunk)
-    opt.step(lambda task: _conflict(trunk, x, task))
-    other, again = copy.deepcopy((trunk, opt))
-    for depth in (1, 2):
-        trunk.depth = other.depth = depth
-        opt.step(lambda task: _conflict(trunk, x, task))
-        again.step(lambda task: _conflict(other, x, task))
-    assert_equal([*trunk.parameters()], [*other.parameters()])
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(3, 4)
-        self.normed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-
-    def forward(self, x: Tensor, task: str) -> Tensor:
-        x = self.stem(x)
-        return x if task == "a" else self.normed(x)
-
-
-@BOTH_PHASES
-def test_a_first_task_without_a_prioritized_layer(schedule: cs.Schedule) -> None:
-    """The others have one."""
-    tasks = ["a", "b", "c"]
-    trunk = cs.nn.convert_task_batchnorm(Branches(), tasks)
-    x = torch.randn(8, 3)
-    opt = optimizer_of(trunk, tasks=tasks, schedule=schedule)
-    opt.step(lambda task: trunk(x, task).square().mean())
-    assert opt.coverage().prioritized == {"normed.0.weight": "normed.1"}
-
-
-def test_nothing_is_left_of_an_optimizer_that_is_gone() -> None:
-    """No hook stays, neither in the torch optimizer nor in layers that have not run."""
-    model, loss, *_ = problem()
-    sgd = sgd_of(model)
-    hooks = len(sgd._optimizer_step_post_hooks), len(sgd._optimizer_step_pre_hooks)
-    for _ in range(3):
-        opt = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad())
-        opt.step(loss)
-        assert model.unused._forward_pre_hooks
-        del opt
-        gc.collect()
-        assert not model.unused._forward_pre_hooks
-    assert hooks == (len(sgd._optimizer_step_post_hooks), len(sgd._optimizer_step_pre_hooks))
+    assert _watched_passes(opt) == watched
 
 
 def test_a_trace_does_not_hide_other_parameters() -> None:
     trunk, loss, *_ = problem()
     opt = optimizer_of(trunk, cs.PCGrad())
     opt.step(loss)
-    name, layer = next((n, m) for n, m in trunk.named_modules() if isinstance(m, nn.Linear))
-    trunk.set_submodule(name, copy.deepcopy(layer))
+    trunk.trunk[0] = copy.deepcopy(trunk.trunk[0])
 
     def fails(task: str) -> Tensor:
         raise KeyError(task)
