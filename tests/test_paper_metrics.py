@@ -154,7 +154,8 @@ def test_metrics_of_one_rank_do_not_wait_for_others(task: Task):
 
 
 def test_metrics_stay_in_float64_on_a_half_precision_network():
-    assert make_metric(DEPTH).half().sums.dtype == torch.float64
+    for metric in (make_metric(DEPTH).half(), make_metric(DEPTH).set_dtype(torch.float16)):
+        assert metric.sums.dtype == torch.float64
 
 
 @EVERY_KIND
