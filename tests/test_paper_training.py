@@ -349,13 +349,8 @@ def test_mixed_precision(tmp_path, data, row, amp):
 @pytest.mark.compile
 def test_compiled(tmp_path, data, monkeypatch):
     plain = train(make_run(epochs=2), tmp_path / "plain", data)
-    compiled, compile_of = [], torch.compile
-
-    def compile_eagerly(module):
-        compiled.append(module)
-        return compile_of(module, backend="eager")
-
-    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    compiled, compile_of = [], functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", lambda m: compiled.append(m) or compile_of(m))
     result = train(make_run(epochs=2, compile=True), tmp_path / "compiled", data)
     assert len(compiled) == 1
     assert same(plain, result)
@@ -455,18 +450,17 @@ def test_a_diverged_network_has_no_metrics(tmp_path, data):
 def test_runs_end_with_the_command(tmp_path, data, ranks):
     """Also if it is killed."""
     run = make_run(epochs=2000, ranks=ranks)
-    code = f"""
+    script = tmp_path / "command.py"
+    script.write_text(f"""
 from pathlib import Path
 from paper import runner
 from paper.experiments import Run
 from rich.console import Console
-run = Run.from_json({run.to_json()!r})
 place = runner.Place(Path({str(data)!r}), Path({str(tmp_path)!r}))
 if __name__ == "__main__":
+    run = Run.from_json({run.to_json()!r})
     runner.run_all([run], place, 1, Console(quiet=True))
-"""
-    script = tmp_path / "command.py"
-    script.write_text(code)
+""")
     folder = tmp_path / run.name
     killed(folder / "checkpoint.pt", str(script))
     with (folder / "lock").open() as lock:
