@@ -19,6 +19,8 @@ import cs_kernels as cs
 pytestmark = pytest.mark.paper
 
 NYUD, PASCAL, CITYSCAPES = TASKS["nyud"], TASKS["pascal"], TASKS["cityscapes"]
+MTI_NETS = ("hrnet18", "resnet18")
+EVERY_NETWORK = pytest.mark.parametrize("name", NAMES)
 
 
 def _count(module: nn.Module) -> int:
@@ -28,10 +30,6 @@ def _count(module: nn.Module) -> int:
 def _counted(name: str, tasks: Mapping[str, Task], **options: object) -> int:
     with torch.device("meta"):
         return _count(make_network(name, tasks, **options))
-
-
-MTI_NETS = ("hrnet18", "resnet18")
-EVERY_NETWORK = pytest.mark.parametrize("name", NAMES)
 
 
 def _small(

@@ -296,6 +296,10 @@ def test_from_torchjd(float64: None) -> None:
     projector = torchjd.linalg.QuadprogProjector(reg_eps=1e-12)
     theirs, _ = module.train_torchjd(aggregator=torchjd.aggregation.UPGrad(projector=projector))
     assert_equal_as_stated(module, network, theirs.state_dict(), 1)
+    # Of two tasks, the mean of PCGrad's projections.
+    options = {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+    expected = trained(plain_pcgrad(reduction="mean", **options), [2] * 12)
+    assert largest_difference(network.state_dict(), expected) <= 1e-12
 
 
 def test_from_pcgrad(float64: None) -> None:
@@ -349,21 +353,17 @@ def test_with_fabric_in_mixed_precision() -> None:
     assert_equal_as_stated(module, network, trained_in_mixed_precision(torch.bfloat16), 1)
 
 
-@pytest.fixture
-def accelerate_recipe(accelerate: Any) -> Any:
-    return recipe("with_accelerate")
-
-
 @pytest.mark.parametrize("batches", [6, 5])
-def test_with_accelerate(float64: None, accelerate_recipe: Any, batches: int) -> None:
+def test_with_accelerate(float64: None, accelerate: Any, batches: int) -> None:
     steps = steps_of(batches, micro_batches=2)
-    assert_accumulates(accelerate_recipe, steps, batches=batches, cpu=True)
+    assert_accumulates(recipe("with_accelerate"), steps, batches=batches, cpu=True)
 
 
-def test_with_accelerate_in_mixed_precision(accelerate_recipe: Any) -> None:
-    network, _ = accelerate_recipe.train(cpu=True, mixed_precision="bf16")
+def test_with_accelerate_in_mixed_precision(accelerate: Any) -> None:
+    module = recipe("with_accelerate")
+    network, _ = module.train(cpu=True, mixed_precision="bf16")
     expected = trained_in_mixed_precision(torch.bfloat16, steps=steps_of(6, micro_batches=2))
-    assert_equal_as_stated(accelerate_recipe, network, expected, 1)
+    assert_equal_as_stated(module, network, expected, 1)
 
 
 @pytest.fixture

@@ -42,6 +42,18 @@ def test_losses_and_gradients() -> None:
         torch.testing.assert_close(torch.from_numpy(gradients[:, i]), gradient)
 
 
+def test_steps_are_those_of_adam() -> None:
+    points = torch.tensor(toy.STARTS, requires_grad=True)
+    adam = torch.optim.Adam([points], lr=toy.RATE)
+    for _ in range(toy.KEPT):
+        adam.zero_grad()
+        _losses(points).sum().backward()
+        adam.step()
+    (path,) = toy.follow(["Sum"], toy.KEPT)
+    away = toy.STARTS[:, 1] != 0  # Of the kink between the valleys and the bowls.
+    np.testing.assert_allclose(path.points[-1, away], points.detach()[away], atol=1e-12)
+
+
 def test_the_front() -> None:
     """There the gradients are opposed, and at its ends one is zero; elsewhere they are not."""
     front = toy.pareto_front()
