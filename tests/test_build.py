@@ -16,9 +16,22 @@ from cs_kernels.ops import cuda
 
 pytestmark = pytest.mark.kernel
 
-CPU = "__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n"
-CUDA = "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
-ROCM = "__version__ = '2.13.0+rocm7.1'\ncuda = None\nhip = '7.1'\n"
+CPU, ROCM = Torch("2.13.0+cpu", None), Torch("2.13.0+rocm7.1", None)
+CUDA = Torch("2.13.0", "13.0")
+SILENT = Torch(None, None)
+NO_ANSWER = "the build found a torch that does not tell whether it has CUDA"
+VERSION_FILES = [
+    ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", CPU),
+    ("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n", CUDA),
+    ("__version__ = '2.13.0+rocm7.1'\ncuda = None\nhip = '7.1'\n", ROCM),
+    ("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n)", SILENT),
+    ("__version__ = '2.13.0'\ncuda = compute()\n", SILENT),
+    ("__version__ = '2.13.0'\n", SILENT),
+    ("__version__ = compute()\ncuda = None\n", SILENT),
+    ("cuda = None\0", SILENT),
+    ("", SILENT),
+]
+Toolkit = tuple[int, int] | None
 
 
 def _install(folder: Path, version: str) -> Path:
@@ -30,7 +43,7 @@ def _install(folder: Path, version: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("version", "toolkit", "driver", "option", "reason"),
+    ("torch", "toolkit", "driver", "option", "reason"),
     [
         (CPU, (13, 0), False, "0", "torch 2.13.0+cpu in this environment has no CUDA"),
         (CPU, (13, 0), True, "0", "torch 2.13.0+cpu in this environment has no CUDA"),
@@ -42,63 +55,40 @@ def _install(folder: Path, version: str) -> Path:
         (None, None, True, "0", "no CUDA compiler (nvcc) was on the path"),
         (None, (13, 0), True, "auto", "the build found no torch, and the NVIDIA driver"),
         (None, (13, 0), False, "0", "the build found no torch, and no NVIDIA driver"),
+        (SILENT, (13, 0), True, "auto", f"{NO_ANSWER}, and the NVIDIA driver"),
+        (SILENT, (13, 0), False, "0", f"{NO_ANSWER}, and no NVIDIA driver"),
     ],
 )
 def test_who_can_use_them_gets_them(
-    tmp_path: Path,
-    version: str | None,
-    toolkit: tuple[int, int] | None,
-    driver: bool,
-    option: str,
-    reason: str,
+    torch: Torch | None, toolkit: Toolkit, driver: bool, option: str, reason: str
 ) -> None:
-    if version is not None:
-        _install(tmp_path, version)
-    decision = decide(None, toolkit, installed_torch([tmp_path]), driver)
-    assert decision.option == option
-    assert decision.reason == reason
+    decision = decide(None, toolkit, torch, driver)
+    assert (decision.option, decision.reason) == (option, reason)
 
 
-@pytest.mark.parametrize(
-    "version",
-    [
-        "__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n)",
-        "__version__ = '2.13.0'\ncuda = compute()\n",
-        "__version__ = '2.13.0'\n",
-        "__version__ = compute()\ncuda = None\n",
-        "cuda = None\0",
-        "",
-    ],
-)
-def test_a_torch_that_does_not_tell_leaves_it_to_the_driver(tmp_path: Path, version: str) -> None:
-    torch = installed_torch([_install(tmp_path, version)])
-    assert torch == Torch(None, None)
-    assert decide(None, (13, 0), torch, True).option == "auto"
-    assert decide(None, (13, 0), torch, False).option == "0"
-    reason = "the build found a torch that does not tell whether it has CUDA, and no NVIDIA driver"
-    assert decide(None, (13, 0), torch, False).reason == reason
+@pytest.mark.parametrize(("version", "torch"), VERSION_FILES)
+def test_what_a_torch_tells(tmp_path: Path, version: str, torch: Torch) -> None:
+    assert installed_torch([_install(tmp_path, version)]) == torch
 
 
 def test_the_first_torch_counts(tmp_path: Path) -> None:
     """As it does for an import; folders that do not exist have none."""
-    with_cuda, without = _install(tmp_path / "a", CUDA), _install(tmp_path / "b", CPU)
-    assert installed_torch([tmp_path / "none", with_cuda, without]) == Torch("2.13.0", "13.0")
-    assert installed_torch([without, with_cuda]) == Torch("2.13.0+cpu", None)
+    (without, _), (with_cuda, _), *_ = VERSION_FILES
+    one, other = _install(tmp_path / "a", with_cuda), _install(tmp_path / "b", without)
+    assert installed_torch([tmp_path / "none", one, other]) == CUDA
+    assert installed_torch([other, one]) == CPU
     assert installed_torch([tmp_path / "none"]) is None
 
 
-@pytest.mark.parametrize("torch", [None, Torch("2.13.0+cpu", None), Torch("2.13.0", "13.0")])
+@pytest.mark.parametrize("torch", [None, CPU, CUDA])
 @pytest.mark.parametrize("driver", [False, True])
 @pytest.mark.parametrize("toolkit", [None, (11, 8), (13, 0)])
-def test_a_request_overrides(
-    torch: Torch | None, driver: bool, toolkit: tuple[int, int] | None
-) -> None:
+def test_a_request_overrides(torch: Torch | None, driver: bool, toolkit: Toolkit) -> None:
     """Also without a toolkit: then CMake fails."""
     for option in "01":
         assert decide(option, toolkit, torch, driver).option == option
-    of_no_request = decide(None, toolkit, torch, driver)
-    assert decide("auto", toolkit, torch, driver) == of_no_request
-    assert decide("", toolkit, torch, driver) == of_no_request
+    for option in ("auto", ""):
+        assert decide(option, toolkit, torch, driver) == decide(None, toolkit, torch, driver)
 
 
 def test_a_request_that_is_not_known() -> None:
@@ -107,7 +97,7 @@ def test_a_request_that_is_not_known() -> None:
 
 
 def test_one_line_says_what_why_and_how_to_change_it() -> None:
-    assert str(decide(None, (13, 0), Torch("2.13.0+cpu", None), True)) == (
+    assert str(decide(None, (13, 0), CPU, True)) == (
         "CUDA kernels: no: torch 2.13.0+cpu in this environment has no CUDA"
         " (CS_KERNELS_CUDA=1 builds them)"
     )
@@ -144,10 +134,7 @@ def test_the_module_of_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_the_version_of_the_toolkit(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    program: str,
-    version: tuple[int, int] | None,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, version: Toolkit
 ) -> None:
     """As CMake does, it prefers CUDACXX to the path."""
     nvcc = tmp_path / "nvcc"
@@ -167,7 +154,7 @@ def test_the_environment_is_that_of_the_prefix(tmp_path: Path, isolated: bool) -
     """An isolated build by pip removes its packages from the path alone. Nothing imports torch."""
     venv.create(tmp_path / "venv", symlinks=True)
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    _install(packages, CUDA)
+    _install(packages, VERSION_FILES[1][0])
     hide = "sys.path[:] = [path for path in sys.path if 'site-packages' not in path];"
     show = "import cuda_decision as c; print(c.installed_torch(c.package_folders()))"
     done = subprocess.run(
@@ -177,15 +164,14 @@ def test_the_environment_is_that_of_the_prefix(tmp_path: Path, isolated: bool) -
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == str(Torch("2.13.0", "13.0"))
+    assert done.stdout.strip() == str(CUDA)
 
 
 def test_the_package_tells_why_it_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "CS_KERNELS_CUDA=0 (=1 builds them)"
     monkeypatch.setattr(cuda, "_kernels", None)
-    monkeypatch.setattr(_C, "without_cuda", "CS_KERNELS_CUDA=0 (=1 builds them)", raising=False)
-    assert cuda.unavailable() == (
-        "the package was built without CUDA kernels: CS_KERNELS_CUDA=0 (=1 builds them)"
-    )
+    monkeypatch.setattr(_C, "without_cuda", why, raising=False)
+    assert cuda.unavailable() == f"the package was built without CUDA kernels: {why}"
 
 
 def test_the_compiled_module_has_kernels_or_the_reason() -> None:

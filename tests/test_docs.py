@@ -73,10 +73,9 @@ def test_python_runs(page: str, number: int) -> None:
     after = (ROOT / page).read_text().partition(f"{code}```")[2]
     if shown := re.match(r"\n\nprints\n\n```\n(.*?)```", after, re.DOTALL):
         assert printed == shown[1]
-    if re.search(r"opt\.(step|backward)\(", code) and isinstance(
-        names.get("trunk"), torch.nn.Module
-    ):
-        assert any(p.grad is not None for p in names["trunk"].parameters())
+    trunk = names.get("trunk")
+    if re.search(r"opt\.(step|backward)\(", code) and isinstance(trunk, torch.nn.Module):
+        assert any(p.grad is not None for p in trunk.parameters())
 
 
 @pytest.mark.parametrize(("page", "marker"), [("README.md", "# new"), ("docs/index.md", "# 1:")])

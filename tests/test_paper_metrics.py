@@ -17,6 +17,9 @@ DEPTH = Task("depth", 1)
 NORMALS = Task("normals", 3)
 EDGES = Task("edges", 1, edge_weight=0.95)
 SALIENCY = Task("saliency", 1)
+EVERY_KIND = pytest.mark.parametrize(
+    "task", [CLASSES, DEPTH, NORMALS, EDGES, SALIENCY], ids=lambda task: task.kind
+)
 
 
 def evaluated(task: Task, *batches) -> dict[str, float]:
@@ -26,7 +29,7 @@ def evaluated(task: Task, *batches) -> dict[str, float]:
     return metric.compute()
 
 
-def make(task: Task, pictures: int, seed: int = 0):
+def make(task: Task, pictures: int = 2, seed: int = 0):
     """Random predictions and targets, a fifth of which is unknown."""
     generator = torch.Generator().manual_seed(seed)
     shape = (pictures, task.channels, 6, 7)
@@ -43,53 +46,53 @@ def make(task: Task, pictures: int, seed: int = 0):
     return prediction, target.masked_fill(unknown[:, None], IGNORE)
 
 
-def test_classes_by_hand():
-    # Truth 0 0 1 1 2, unknown; found 0 1 1 1 1, 0: class 3 and 4 occur nowhere.
-    target = torch.tensor([[[0, 0, 1, 1, 2, IGNORE]]])
-    found = torch.tensor([[[0, 1, 1, 1, 1, 0]]])
-    prediction = functional.one_hot(found, 5).permute(0, 3, 1, 2).float()
-    result = evaluated(CLASSES, (prediction, target))
-    assert result["PAcc"] == pytest.approx(60)
-    assert result["mIoU"] == pytest.approx(100 * (1 / 2 + 2 / 4 + 0) / 3)
-    assert result["mAcc"] == pytest.approx(100 * (1 / 2 + 1 + 0) / 3)
+def joined(batches):
+    return (torch.cat(parts) for parts in zip(*batches, strict=True))
+
+
+FOUND = functional.one_hot(torch.tensor([0, 1, 1, 1, 1, 0]), 5).T.float()
+ANGLES = torch.deg2rad(torch.tensor([0.0, 10.0, 20.0, 25.0, 90.0, 45.0], dtype=torch.float64))
+DIRECTIONS = torch.stack([ANGLES.sin(), 0 * ANGLES, ANGLES.cos()])
+UPRIGHT = [[0.0] * 5 + [IGNORE], [0.0] * 5 + [IGNORE], [1.0] * 5 + [IGNORE]]
+OF_ANGLES = {"mean": 29, "median": 20, "<11.25": 40, "<22.5": 60, "<30": 80}
+OF_DEPTH = {"rmse": math.sqrt((0.25 + 9) / 3), "abs_err": 3.5 / 3, "abs_rel": (0.5 + 0.75) / 3}
+
+
+@pytest.mark.parametrize(
+    ("task", "prediction", "target", "expected"),
+    [
+        # (1/2 + 2/4 + 0) / 3 and (1/2 + 1 + 0) / 3: classes 3 and 4 occur nowhere.
+        (CLASSES, FOUND, [0, 0, 1, 1, 2, IGNORE], {"PAcc": 60, "mIoU": 100 / 3, "mAcc": 50}),
+        (DEPTH, [1.5, 2.0, 1.0, 9.0], [1.0, 2.0, 4.0, IGNORE], OF_DEPTH),
+        (NORMALS, 3 * DIRECTIONS, UPRIGHT, OF_ANGLES),
+        (EDGES, [2.0, -1.0, 3.0, -2.0, 5.0], [1.0, 1.0, 0.0, 0.0, IGNORE], {"F": 100 * 2 / 4}),
+        (SALIENCY, [-9.0] * 4, [0.0] * 4, {"mIoU": 100, "maxF": 0}),
+        (SALIENCY, [9.0] * 4, [0.0] * 4, {"mIoU": 0, "maxF": 0}),
+    ],
+)
+def test_metrics_by_hand(task: Task, prediction, target, expected):
+    """Of one row of pixels."""
+    prediction = torch.as_tensor(prediction).reshape(1, task.channels, 1, -1)
+    target = torch.as_tensor(target).reshape(1, -1, 1, prediction.shape[-1])
+    result = evaluated(task, (prediction, target[:, 0] if task is CLASSES else target))
+    assert result.keys() == expected.keys()
+    for name, value in expected.items():
+        assert result[name] == pytest.approx(value, abs=1e-3 if name == "median" else None)
 
 
 def test_classes_are_pooled_over_batches():
     batches = [make(CLASSES, 2, seed) for seed in range(3)]
-    prediction = torch.cat([batch[0] for batch in batches])
-    target = torch.cat([batch[1] for batch in batches])
+    prediction, target = joined(batches)
     expected = multiclass_jaccard_index(prediction.argmax(1), target, 5, ignore_index=IGNORE)
     assert evaluated(CLASSES, *batches)["mIoU"] == pytest.approx(100 * expected.item())
     one_by_one = [evaluated(CLASSES, batch)["mIoU"] for batch in batches]
     assert sum(one_by_one) / 3 != pytest.approx(100 * expected.item())
 
 
-def test_depth_by_hand():
-    target = torch.tensor([1.0, 2.0, 4.0, IGNORE]).reshape(1, 1, 1, 4)
-    prediction = torch.tensor([1.5, 2.0, 1.0, 9.0]).reshape(1, 1, 1, 4)
-    result = evaluated(DEPTH, (prediction, target))
-    assert result["rmse"] == pytest.approx(math.sqrt((0.25 + 0 + 9) / 3))
-    assert result["abs_err"] == pytest.approx(3.5 / 3)
-    assert result["abs_rel"] == pytest.approx((0.5 + 0 + 0.75) / 3)
-
-
-def test_normals_by_hand():
-    angles = torch.tensor([0.0, 10.0, 20.0, 25.0, 90.0, 45.0], dtype=torch.float64)
-    radians = torch.deg2rad(angles)
-    prediction = 3 * torch.stack([radians.sin(), torch.zeros(6), radians.cos()]).reshape(1, 3, 1, 6)
-    target = torch.zeros(1, 3, 1, 6, dtype=torch.float64)
-    target[:, 2] = 1
-    target[..., 5] = IGNORE
-    result = evaluated(NORMALS, (prediction, target))
-    assert result["mean"] == pytest.approx(29)
-    assert result["median"] == pytest.approx(20, abs=1e-3)
-    assert [result[name] for name in ("<11.25", "<22.5", "<30")] == pytest.approx([40, 60, 80])
-
-
 @pytest.mark.parametrize("pictures", [1, 4, 5])
 def test_normals_are_those_of_all_angles(pictures: int):
     batches = [make(NORMALS, pictures, seed) for seed in range(2)]
-    prediction, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    prediction, target = joined(batches)
     cosine = functional.cosine_similarity(prediction, target, dim=1)[target[:, 0] != IGNORE]
     angle = torch.rad2deg(cosine.clamp(-1, 1).arccos())
     result = evaluated(NORMALS, *batches)
@@ -99,7 +102,7 @@ def test_normals_are_those_of_all_angles(pictures: int):
 
 def test_saliency_is_the_best_threshold_of_the_means():
     batches = [make(SALIENCY, 3, seed) for seed in range(2)]
-    prediction, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    prediction, target = joined(batches)
     best_iou, best_f = 0.0, 0.0
     for threshold in torch.linspace(0.2, 0.9, 15):
         ious, precisions, recalls = [], [], []
@@ -118,12 +121,6 @@ def test_saliency_is_the_best_threshold_of_the_means():
     assert result["maxF"] == pytest.approx(100 * best_f)
 
 
-def test_saliency_of_an_empty_picture():
-    empty = torch.zeros(1, 1, 2, 2)
-    assert evaluated(SALIENCY, (empty - 9, empty))["mIoU"] == 100
-    assert evaluated(SALIENCY, (empty + 9, empty))["mIoU"] == 0
-
-
 def test_pictures_of_unknown_saliency_do_not_count():
     prediction, target = make(SALIENCY, 3)
     unknown = torch.full_like(target, IGNORE)
@@ -133,21 +130,15 @@ def test_pictures_of_unknown_saliency_do_not_count():
 
 def test_normals_of_a_diverged_network():
     """The caller reports NaN; no index is out of range."""
-    prediction, target = make(NORMALS, 1)
+    prediction, target = make(NORMALS)
     evaluated(NORMALS, (prediction * math.nan, target))
-
-
-def test_edges_by_hand():
-    target = torch.tensor([1.0, 1.0, 0.0, 0.0, IGNORE]).reshape(1, 1, 1, 5)
-    prediction = torch.tensor([2.0, -1.0, 3.0, -2.0, 5.0]).reshape(1, 1, 1, 5)
-    assert evaluated(EDGES, (prediction, target))["F"] == pytest.approx(100 * 2 * 1 / (2 + 2))
 
 
 @pytest.mark.kernel("cuda")
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("task", [CLASSES, DEPTH, NORMALS, EDGES, SALIENCY], ids=lambda t: t.kind)
+@EVERY_KIND
 def test_metrics_on_cuda(task: Task):
-    prediction, target = make(task, 2)
+    prediction, target = make(task)
     metric = make_metric(task).to("cuda")
     metric.update(prediction.cuda(), target.cuda())
     assert metric.compute() == pytest.approx(evaluated(task, (prediction, target)))
@@ -156,22 +147,20 @@ def test_metrics_on_cuda(task: Task):
 @pytest.mark.parametrize("task", [CLASSES, DEPTH], ids=lambda t: t.kind)
 def test_metrics_of_one_rank_do_not_wait_for_others(task: Task):
     """`compute` on one rank alone would wait for ever."""
-    metric = make_metric(task, all_ranks=False)
-    parts = metric.values() if task.kind == "classes" else [metric]
-    assert not any(part.sync_on_compute for part in parts)
-    metric = make_metric(task)
-    parts = metric.values() if task.kind == "classes" else [metric]
-    assert all(part.sync_on_compute for part in parts)
+    for options, waits in (({}, True), ({"all_ranks": False}, False)):
+        metric = make_metric(task, **options)
+        parts = metric.values() if task.kind == "classes" else [metric]
+        assert {part.sync_on_compute for part in parts} == {waits}
 
 
 def test_metrics_stay_in_float64_on_a_half_precision_network():
-    metric = make_metric(DEPTH).half()
-    assert metric.sums.dtype == torch.float64
+    for metric in (make_metric(DEPTH).half(), make_metric(DEPTH).set_dtype(torch.float16)):
+        assert metric.sums.dtype == torch.float64
 
 
-@pytest.mark.parametrize("task", [CLASSES, DEPTH, NORMALS, EDGES, SALIENCY], ids=lambda t: t.kind)
+@EVERY_KIND
 def test_unknown_pixels_do_not_count(task: Task):
-    prediction, target = make(task, 2)
+    prediction, target = make(task)
     unknown = (target == IGNORE).reshape(2, -1, 6, 7)[:, :1]
     other = torch.where(unknown, 7 * torch.randn_like(prediction), prediction)
     assert unknown.any()
@@ -180,48 +169,34 @@ def test_unknown_pixels_do_not_count(task: Task):
     assert evaluated(task, (prediction, target)) == evaluated(task, (other, target))
 
 
-def test_losses_by_hand():
-    prediction, target = make(CLASSES, 2)
-    expected = functional.cross_entropy(prediction, target, ignore_index=IGNORE)
-    assert loss(CLASSES, prediction, target) == pytest.approx(expected)
-
-    prediction, target = make(DEPTH, 2)
+@EVERY_KIND
+def test_losses_by_hand(task: Task):
+    prediction, target = make(task)
     known = target != IGNORE
-    expected = (prediction - target)[known].abs().mean()
-    assert loss(DEPTH, prediction, target) == pytest.approx(expected)
-
-    prediction, target = make(NORMALS, 2)
-    known = target != IGNORE
-    unit = prediction / prediction.norm(dim=1, keepdim=True)
-    expected = (unit - target)[known].abs().mean()
-    assert loss(NORMALS, prediction, target) == pytest.approx(expected)
-
-    prediction, target = make(EDGES, 2)
-    known, p = target != IGNORE, torch.sigmoid(prediction)
-    terms = torch.where(target > 0, -0.95 * p.log(), -0.05 * (1 - p).log())
-    assert loss(EDGES, prediction, target) == pytest.approx(terms[known].sum() / known.numel())
-
-    prediction, target = make(SALIENCY, 2)
-    known, p = target != IGNORE, torch.sigmoid(prediction)
-    share = (target[known] > 0).double().mean()
-    terms = torch.where(target > 0, -(1 - share) * p.log(), -share * (1 - p).log())
-    assert loss(SALIENCY, prediction, target) == pytest.approx(terms[known].sum() / known.numel())
+    if task.kind == "classes":
+        expected = functional.cross_entropy(prediction, target, ignore_index=IGNORE)
+    elif task.kind in ("edges", "saliency"):
+        p, positive = torch.sigmoid(prediction), (target[known] > 0).double().mean()
+        weight = 0.95 if task is EDGES else 1 - positive
+        terms = torch.where(target > 0, -weight * p.log(), -(1 - weight) * (1 - p).log())
+        expected = terms[known].sum() / known.numel()
+    else:
+        length = prediction.norm(dim=1, keepdim=True) if task is NORMALS else 1
+        expected = (prediction / length - target)[known].abs().mean()
+    assert loss(task, prediction, target) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("task", [CLASSES, DEPTH, NORMALS, EDGES, SALIENCY], ids=lambda t: t.kind)
+@EVERY_KIND
 def test_a_loss_of_nothing_known_is_zero(task: Task):
-    prediction, target = make(task, 2)
-    prediction.requires_grad_()
-    value = loss(task, prediction, torch.full_like(target, IGNORE))
+    prediction, target = make(task)
+    value = loss(task, prediction.requires_grad_(), torch.full_like(target, IGNORE))
     value.backward()
     assert value == 0
     assert not prediction.grad.any()
 
 
 def test_the_total_is_over_all_scales():
-    prediction, target = make(DEPTH, 2)
-    prediction = prediction.float()
-    target = target.float()
+    prediction, target = (tensor.float() for tensor in make(DEPTH))
     parts = [prediction, 2 * prediction]
     expected = sum(loss(DEPTH, part, target) for part in parts)
     assert torch.equal(total_loss(DEPTH, parts, target), expected)

@@ -1,14 +1,15 @@
 """The paper's experiments: a run's training, interruption, and the runs of a table."""
 
 import contextlib
+import copy
 import dataclasses
 import fcntl
+import functools
 import json
 import math
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 from paper import recon, runner
 from paper.experiments import SMALL, TABLES, Run, Settings, table
 from paper.losses import total_loss
@@ -33,13 +35,7 @@ pytestmark = pytest.mark.paper
 
 EXAMPLES = Path(runner.__file__).parents[1]
 SETTINGS = Settings(
-    epochs=1,
-    batch=2,
-    rate=1e-3,
-    size=(32, 64),
-    width=1 / 16,
-    pretrained=False,
-    workers=0,
+    epochs=1, batch=2, rate=1e-3, size=(32, 64), width=1 / 16, pretrained=False, workers=0
 )
 
 
@@ -74,27 +70,51 @@ def train(run: Run, folder: Path, data: Path, **options) -> dict:
     return Training(run, folder, data, **options).train()
 
 
-def same(a: dict, b: dict) -> bool:
-    """Whether two results are equal but for their times and settings."""
-    a, b = (json.loads(json.dumps(result)) for result in (a, b))
-    for result in (a, b):
-        result.pop("run")  # How it is trained.
-        result.pop("epoch_seconds")
-        for epoch in result["history"]:
-            epoch.pop("seconds")
-    return a == b
+@pytest.fixture
+def place(tmp_path, data) -> runner.Place:
+    return runner.Place(data, tmp_path / "runs")
 
 
-def states_equal(a, b) -> bool:
+def run_all(runs: list[Run], place: runner.Place, jobs: int = 1) -> None:
+    runner.run_all(runs, place, jobs, Console(quiet=True))
+
+
+TRAINED = [name for name in TABLES if name != "time"]
+small_table = functools.partial(table, seeds=[0], small=True, changes={})
+
+
+def runs_of(*names: str, **options) -> list[Run]:
+    parts = [part for name in names for part in small_table(name, **options)]
+    return [run for part in parts for run in part.runs()]
+
+
+def killed(checkpoint: Path, *arguments: str) -> None:
+    """Runs a process until it has written a checkpoint, and kills it."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
+    # Convolutions add in another order with other threads.
+    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
+    process = subprocess.Popen([sys.executable, *arguments], env=environment)
+    while not checkpoint.exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+
+
+def same(a, b) -> bool:
+    """Whether two states or results are equal but for their times, and how they were trained."""
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
-        return a.keys() == b.keys() and all(
-            states_equal(a[key], b[key]) for key in a if key not in ("seconds",)
-        )
+        compared = a.keys() - {"seconds", "epoch_seconds", "run"}
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in compared)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(states_equal, a, b))
+        return len(a) == len(b) and all(map(same, a, b))
     return a == b or (a != a and b != b)
+
+
+def state(module) -> dict:
+    return copy.deepcopy(dict(module.state_dict()))
 
 
 SCORES = {"encoder.0.0": 3, "decoder.0.0": 1}
@@ -115,7 +135,7 @@ SCORES = {"encoder.0.0": 3, "decoder.0.0": 1}
 def test_an_epoch_of_each_network(tmp_path, data, name, network, row, weighting):
     run = make_run(row, name, network, weighting=weighting)
     training = Training(run, tmp_path, data)
-    before = {key: value.clone() for key, value in training.network.state_dict().items()}
+    before = state(training.network)
     result = training.train()
     for measure in MEASURES[name]:
         assert math.isfinite(result["metrics"][measure.task][measure.name])
@@ -148,8 +168,7 @@ def test_an_epoch_on_cuda(tmp_path, data, name, network, row, amp):
 def test_an_epoch_of_a_single_task(tmp_path, data):
     run = make_run("Single-task", "nyud", "hrnet18", tasks=("normals",))
     assert not run.task_norm
-    result = train(run, tmp_path, data)
-    assert list(result["metrics"]) == ["normals"]
+    assert list(train(run, tmp_path, data)["metrics"]) == ["normals"]
 
 
 @pytest.mark.parametrize("task_norm", [False, True])
@@ -172,10 +191,11 @@ def test_gradient_descent_equals_a_plain_loop(tmp_path, data, task_norm):
         sums = dict.fromkeys(tasks, 0.0)
         for batch in training.loader:
             adam.zero_grad()
+            predictions = None
             for task, what in tasks.items():
-                if task_norm or task == next(iter(tasks)):
-                    if task_norm:
-                        cs.nn.set_task(plain.trunk, task)
+                if task_norm:
+                    cs.nn.set_task(plain.trunk, task)
+                if task_norm or predictions is None:
                     predictions = plain(batch["picture"])
                 loss = total_loss(what, predictions[task], batch[task])
                 (what.weight * loss).backward(retain_graph=True)
@@ -222,15 +242,11 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
     torch.manual_seed(123)  # Another process has other random numbers.
     parts = train(run, tmp_path / "parts", data, **options)
     assert same(whole, parts)
-    files = ["checkpoint.pt", *(["conflicts.json"] if row == "GD" else [])]
-    for file in files:
-        a, b = (tmp_path / name / file for name in ("whole", "parts"))
-        if file.endswith("json"):
-            assert a.read_text() == b.read_text()
-            assert any(json.loads(a.read_text()).values())
-        else:
-            assert states_equal(torch.load(a), torch.load(b))
-    assert states_equal(whole["history"][2]["losses"], parts["history"][2]["losses"])
+    assert same(*(torch.load(tmp_path / name / "checkpoint.pt") for name in ("whole", "parts")))
+    if row == "GD":
+        texts = [(tmp_path / n / "conflicts.json").read_text() for n in ("whole", "parts")]
+        assert texts[0] == texts[1]
+        assert any(json.loads(texts[0]).values())
 
 
 def test_a_killed_process_goes_on(tmp_path, data):
@@ -239,17 +255,9 @@ def test_a_killed_process_goes_on(tmp_path, data):
     folder = tmp_path / "killed"
     folder.mkdir()
     (folder / "run.json").write_text(run.to_json())
-    command = [sys.executable, "-m", "paper.train", str(folder), "--data", str(data)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
-    # Convolutions add in another order with other threads.
-    environment["OMP_NUM_THREADS"] = str(torch.get_num_threads())
-    process = subprocess.Popen(command, env=environment)
-    while not (folder / "checkpoint.pt").exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    reached = torch.load(folder / "checkpoint.pt")["epoch"]
+    checkpoint = folder / "checkpoint.pt"
+    killed(checkpoint, "-m", "paper.train", str(folder), "--data", str(data))
+    reached = torch.load(checkpoint)["epoch"]
     assert 1 <= reached < 400
 
     resumed = Training(run, folder, data)
@@ -258,21 +266,18 @@ def test_a_killed_process_goes_on(tmp_path, data):
     while whole.epoch < reached + 1:
         whole._train_epoch(None, lambda: None)
     resumed._train_epoch(None, lambda: None)
-    assert states_equal(whole.network.state_dict(), resumed.network.state_dict())
-    assert states_equal(whole.opt.state_dict(), resumed.opt.state_dict())
+    for part in ("network", "opt"):
+        assert same(*(state(getattr(training, part)) for training in (whole, resumed)))
 
 
 def test_seeds_draw_apart(tmp_path, data):
     """Batches, initial weights, and the draws of the method and of the schedule."""
-    trainings = [
-        Training(make_run(row, seed=seed), tmp_path / f"{row}{seed}", data)
-        for row in ("PCGrad", "Mixed")
-        for seed in (0, 1)
-    ]
-    methods = [repr(training.opt.method) for training in trainings[:2]]
-    assert ["seed=0" in methods[0], "seed=1" in methods[1]] == [True, True]
-    schedules = [repr(training.opt.schedule) for training in trainings[2:]]
-    assert ["seed=0" in schedules[0], "seed=1" in schedules[1]] == [True, True]
+    trainings = []
+    for row, part in (("PCGrad", "method"), ("Mixed", "schedule")):
+        for seed in (0, 1):
+            training = Training(make_run(row, seed=seed), tmp_path / f"{row}{seed}", data)
+            assert f"seed={seed}" in repr(getattr(training.opt, part))
+            trainings.append(training)
     orders = []
     for training in trainings[:2]:
         for epoch in range(40):
@@ -289,7 +294,7 @@ def test_orders_of_tasks_begin_with_the_same_weights(tmp_path, data):
     orders = [tuple(tasks), tuple(reversed(tasks))]
     runs = [make_run("Mixed", "nyud", "resnet18", tasks=order) for order in orders]
     a, b = (Training(run, tmp_path / str(i), data) for i, run in enumerate(runs))
-    assert states_equal(dict(a.network.state_dict()), dict(b.network.state_dict()))
+    assert same(state(a.network), state(b.network))
     assert [opt.tasks for opt in (a.opt, b.opt)] == orders
 
 
@@ -299,17 +304,16 @@ def test_batches_without_labels_of_a_task(tmp_path, data):
     training.opt.start_epoch(0)
     batch = next(iter(training.loader))
     training.step(batch)
-    heads = training.network.heads
-    before = {t: heads[t].state_dict() for t in heads}
-    before = {t: {k: v.clone() for k, v in state.items()} for t, state in before.items()}
+    heads, trunk = training.network.heads, training.network.trunk
+    before = {task: state(head) for task, head in heads.items()}
     batch["depth"] = torch.full_like(batch["depth"], IGNORE)
     assert list(training.step(batch)) == ["semseg"]
-    assert states_equal(before["depth"], dict(heads["depth"].state_dict()))
-    assert not states_equal(before["semseg"], dict(heads["semseg"].state_dict()))
-    trunk = {k: v.clone() for k, v in training.network.trunk.state_dict().items()}
+    assert same(before["depth"], state(heads["depth"]))
+    assert not same(before["semseg"], state(heads["semseg"]))
+    before = state(trunk)
     batch["semseg"] = torch.full_like(batch["semseg"], IGNORE)
     assert training.step(batch) == {}
-    assert states_equal(trunk, dict(training.network.trunk.state_dict()))
+    assert same(before, state(trunk))
 
 
 def _on_a_rank(rank, run, folder, data):
@@ -346,34 +350,34 @@ def test_mixed_precision(tmp_path, data, row, amp):
 @pytest.mark.compile
 def test_compiled(tmp_path, data, monkeypatch):
     plain = train(make_run(epochs=2), tmp_path / "plain", data)
-    compiled = []
-    compile_of = torch.compile
-
-    def compile_eagerly(module):
-        compiled.append(module)
-        return compile_of(module, backend="eager")
-
-    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    graphs = torch._dynamo.testing.CompileCounter()
+    compiled, compile_of = [], functools.partial(torch.compile, backend=graphs)
+    monkeypatch.setattr(torch, "compile", lambda m: compiled.append(m) or compile_of(m))
     result = train(make_run(epochs=2, compile=True), tmp_path / "compiled", data)
     assert len(compiled) == 1
+    assert graphs.frame_count > 0
     assert same(plain, result)
 
 
-def test_a_batch_larger_than_the_data(tmp_path, data):
-    with pytest.raises(ValueError, match="a batch of 8 needs as many pictures, got 5"):
-        Training(make_run(batch=8), tmp_path, data)
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (make_run(batch=8), "a batch of 8 needs as many pictures, got 5"),
+        (make_run(ranks=2), "ranks must be 2 as in run.json, .*, got 1"),
+        (make_run("RotoGrad", amp="bfloat16"), "RotoGrad runs in one process, without mixed"),
+        (make_run("GD + Recon"), "needs the conflicts of cityscapes/segnet/equal/GD/seed0"),
+    ],
+)
+def test_a_run_that_does_not_fit(tmp_path, data, run, message):
+    with pytest.raises(ValueError, match=message):
+        Training(run, tmp_path, data)
 
 
-def test_recon_needs_conflicts(tmp_path, data):
-    with pytest.raises(ValueError, match="needs the conflicts of cityscapes/segnet/equal/GD/seed0"):
-        Training(make_run("GD + Recon"), tmp_path, data)
-
-
-@pytest.mark.parametrize("name", [name for name in TABLES if name != "time"])
+@pytest.mark.parametrize("name", TRAINED)
 @pytest.mark.parametrize("small", [True, False])
 def test_every_run_of_a_table_is_one_folder(name, small):
     """No two runs share one, and a run that is read back is the same."""
-    runs = {run for part in table(name, [0, 1], small=small, changes={}) for run in part.runs()}
+    runs = {*runs_of(name, seeds=[0, 1], small=small)}
     assert len({run.name for run in runs}) == len(runs)
     for run in runs:
         assert Run.from_json(run.to_json()) == run
@@ -381,30 +385,27 @@ def test_every_run_of_a_table_is_one_folder(name, small):
 
 
 def test_rotograd_trains_in_one_process():
-    [part] = table("cityscapes", [0], small=True, changes={"ranks": 2, "amp": "bfloat16"})
-    settings = {row: runs[0].settings for row, runs in part.rows.items()}
-    assert (settings["RotoGrad"].ranks, settings["RotoGrad"].amp) == (1, None)
-    assert (settings["Ours"].ranks, settings["Ours"].amp) == (2, "bfloat16")
+    runs = runs_of("cityscapes", changes={"ranks": 2, "amp": "bfloat16"})
+    settings = {run.row: (run.settings.ranks, run.settings.amp) for run in runs}
+    assert settings["RotoGrad"] == (1, None)
+    assert settings["Mixed"] == (2, "bfloat16")
 
 
 def test_tables_share_runs():
-    def names(name):
-        parts = table(name, [0], small=True, changes={})
-        return {run for part in parts for run in part.runs()}
-
-    assert names("nyud") < names("scaling")
-    assert names("pascal") < names("scaling")
-    assert names("nyud") & names("ablation") & names("order")
+    nyud, pascal, scaling, ablation, order = (
+        {*runs_of(name)} for name in ("nyud", "pascal", "scaling", "ablation", "order")
+    )
+    assert nyud | pascal < scaling
+    assert nyud & ablation & order
 
 
 def test_an_unknown_table():
     with pytest.raises(ValueError, match=r"table must be one of .*, got 'coco'"):
-        table("coco", [0], small=True, changes={})
+        small_table("coco")
 
 
-def test_a_folder_of_another_run(tmp_path, data):
+def test_a_folder_of_another_run(tmp_path, data, place):
     """Other settings or other data are refused, whatever is in the folder."""
-    place = runner.Place(data, tmp_path / "runs")
     run = make_run("GD")
     folder = place.folder(run)
     folder.mkdir(parents=True)
@@ -429,9 +430,8 @@ def test_a_folder_of_another_run(tmp_path, data):
 
 
 def test_missing_data_are_found_before_any_run(tmp_path):
-    parts = table("cityscapes", [0], small=True, changes={})
     with pytest.raises(FileNotFoundError, match="cityscapes is no folder"):
-        runner.missing(parts, runner.Place(tmp_path, tmp_path / "runs"))
+        runner.missing(small_table("cityscapes"), runner.Place(tmp_path, tmp_path / "runs"))
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path, data):
@@ -453,26 +453,19 @@ def test_a_diverged_network_has_no_metrics(tmp_path, data):
 def test_runs_end_with_the_command(tmp_path, data, ranks):
     """Also if it is killed."""
     run = make_run(epochs=2000, ranks=ranks)
-    code = f"""
+    script = tmp_path / "command.py"
+    script.write_text(f"""
 from pathlib import Path
 from paper import runner
 from paper.experiments import Run
 from rich.console import Console
-run = Run.from_json({run.to_json()!r})
 place = runner.Place(Path({str(data)!r}), Path({str(tmp_path)!r}))
 if __name__ == "__main__":
+    run = Run.from_json({run.to_json()!r})
     runner.run_all([run], place, 1, Console(quiet=True))
-"""
-    script = tmp_path / "command.py"
-    script.write_text(code)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
-    command = subprocess.Popen([sys.executable, str(script)], env=environment)
+""")
     folder = tmp_path / run.name
-    while not (folder / "checkpoint.pt").exists():
-        assert command.poll() is None
-        time.sleep(0.05)
-    command.send_signal(signal.SIGKILL)
-    command.wait()
+    killed(folder / "checkpoint.pt", str(script))
     with (folder / "lock").open() as lock:
         while True:  # The run of 2000 epochs would take longer than the limit of the tests.
             with contextlib.suppress(BlockingIOError):
@@ -483,20 +476,19 @@ if __name__ == "__main__":
     assert not (folder / "result.json").exists()
 
 
-def test_missing_runs_come_after_those_that_they_need(tmp_path):
-    make_small(tmp_path, "cityscapes", train=4, val=3, size=(32, 64))
-    parts = table("cityscapes", [0], small=True, changes={})
-    rows = [run.row for run in runner.missing(parts, runner.Place(tmp_path, tmp_path / "runs"))]
+def test_missing_runs_come_after_those_that_they_need(place):
+    [part] = small_table("cityscapes")
+    backwards = dataclasses.replace(part, rows=dict(reversed(part.rows.items())))
+    rows = [run.row for run in runner.missing([backwards], place)]
     assert rows.index("GD") < rows.index("CAGrad + Recon")
     assert len(rows) == len(set(rows)) + 1  # Two single-task networks.
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_runs_in_processes(tmp_path, data, ranks):
+def test_runs_in_processes(place, ranks):
     """The conflicts of one run reach another; of two ranks, one writes."""
-    place = runner.Place(data, tmp_path / "runs")
     runs = [make_run("GD", ranks=ranks), make_run("PCGrad + Recon", ranks=ranks)]
-    runner.run_all(runs[::-1], place, jobs=2, console=Console(quiet=True))
+    run_all(runs[::-1], place, jobs=2)
     for run in runs:
         assert place.is_done(run)
         result = json.loads((place.folder(run) / "result.json").read_text())
@@ -508,32 +500,27 @@ def test_runs_in_processes(tmp_path, data, ranks):
 def test_the_exit_codes_of_many_short_runs(tmp_path, monkeypatch):
     """Each is read by one thread: another one that starts a run asks for it too."""
     monkeypatch.setattr(runner, "_train_here", print)
-    runs = [make_run(seed=seed) for seed in range(60)]
-    runner.run_all(runs, runner.Place(tmp_path, tmp_path), jobs=6, console=Console(quiet=True))
+    run_all([make_run(seed=n) for n in range(60)], runner.Place(tmp_path, tmp_path), jobs=6)
 
 
-def test_a_failing_run_is_named(tmp_path, data):
+def test_a_failing_run_is_named(place):
     """The others are trained, but not one that needs its conflicts."""
-    place = runner.Place(data, tmp_path / "runs")
     runs = [make_run("GD", batch=8), make_run("GD + Recon", batch=8), make_run("PCGrad")]
     with pytest.raises(RuntimeError) as raised:
-        runner.run_all(runs, place, jobs=1, console=Console(quiet=True))
+        run_all(runs, place)
     assert re.search(r"GD/seed0 ended with 1(.|\n)*as many pictures", str(raised.value))
     assert re.search(r"GD_\+_Recon/seed0 needs .*GD/seed0/conflicts.json", str(raised.value))
     assert [place.is_done(run) for run in runs] == [False, False, True]
 
 
-def test_one_process_trains_a_run(tmp_path, data):
-    """Such as one that outlived the command, and another one of the same command."""
-    place = runner.Place(data, tmp_path / "runs")
+def test_one_process_trains_a_run(place):
+    """Such as one that outlived the command."""
     run = make_run("GD")
     place.folder(run).mkdir(parents=True)
     with (place.folder(run) / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(RuntimeError, match="is being trained by another process"):
-            runner.run_all([run], place, jobs=1, console=Console(quiet=True))
-    runner.run_all([run], place, jobs=1, console=Console(quiet=True))
-    assert place.is_done(run)
+            run_all([run], place)
 
 
 def test_runs_do_not_begin_after_an_interruption(tmp_path, monkeypatch):
@@ -545,18 +532,10 @@ def test_runs_do_not_begin_after_an_interruption(tmp_path, monkeypatch):
 
     monkeypatch.setattr(runner.Place, "train", interrupted)
     monkeypatch.setattr(Console, "print", interrupted)
-    runs = [make_run(seed=seed) for seed in range(5)]
     with pytest.raises(KeyboardInterrupt):
-        runner.run_all(runs, runner.Place(tmp_path, tmp_path), 1, Console(quiet=True))
+        run_all([make_run(seed=n) for n in range(5)], runner.Place(tmp_path, tmp_path))
     assert len(begun) < 5
 
 
 def test_small_settings_have_a_row_for_every_published_table():
-    networks = {
-        run.data + "/" + run.network
-        for name in TABLES
-        if name != "time"
-        for part in table(name, [0], small=True, changes={})
-        for run in part.runs()
-    }
-    assert networks == set(SMALL)
+    assert {f"{run.data}/{run.network}" for run in runs_of(*TRAINED)} == set(SMALL)

@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +29,31 @@ import toy  # noqa: E402
 pytestmark = [
     pytest.mark.frameworks,
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*num_workers", "ignore:`max_epochs`"),
 ]
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "toy")
 TASKS = toy.TASKS
 PRIORITIZED = {"trunk.0.weight": "trunk.1", "trunk.3.weight": "trunk.4"}
-PHASES = [1, 1, 2, 2]
-"""Of each epoch."""
+PHASES = [1] * 6 + [2] * 6
+"""Of Switch(2), in four epochs of three steps."""
+MIXED_PHASES = [1, 1, 1, 1, 2, 1, 2, 1, 2, 2, 2, 2]
+"""Of Mixed(epochs=4, seed=0, draw="step")."""
 
-QUIET = dict.fromkeys(
-    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-)
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @pytest.fixture
 def float64() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+    with in_float64():
+        yield
 
 
 def recipe(name: str) -> Any:
@@ -84,21 +92,38 @@ def plain_training(
     loss: Callable[..., Tensor] = loss_of_batch,
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
     prioritized: dict[str, str] = PRIORITIZED,
+    kind: type[PlainTraining] = PlainTraining,
     **options: Any,
 ) -> PlainTraining:
     given = toy.make_network() if network is None else network, TASKS, loss, optimizer, prioritized
-    return PlainTraining(*given, **{"lr": 1e-2, **options})
+    return kind(*given, **{"lr": 1e-2, **options})
 
 
-def trained_plainly(
-    phases: Sequence[int] = PHASES, batches: int = 3, micro_batches: int = 1, **options: Any
-) -> dict[str, Tensor]:
-    plain = plain_training(**options)
+def plain_pcgrad(**options: Any) -> PlainTraining:
+    """Without normalization."""
+    return plain_training(toy.make_network(normalized=False), prioritized={}, **options)
+
+
+Steps = Sequence[Sequence[toy.Batch]]
+"""The micro-batches of each step of an epoch."""
+
+
+def steps_of(batches: int = 3, micro_batches: int = 1) -> Steps:
     data = toy.make_batches(batches)
-    for phase in phases:
-        for first in range(0, batches, micro_batches):
-            plain.step(phase, data[first : first + micro_batches])
-    assert plain.conflicts > 0
+    return [data[n : n + micro_batches] for n in range(0, batches, micro_batches)]
+
+
+def trained(
+    plain: PlainTraining,
+    phases: Sequence[int] = PHASES,
+    steps: Steps | None = None,
+    labeled: Sequence[Sequence[str] | None] = (None,),
+) -> dict[str, Tensor]:
+    """Epoch after epoch, until the last phase; some of the tasks may have labels in a step."""
+    steps = steps_of() if steps is None else steps
+    for n, phase in enumerate(phases):
+        plain.step(phase, steps[n % len(steps)], labeled[n % len(labeled)])
+    assert plain.conflicts > 0 or 2 not in phases
     return plain.state()
 
 
@@ -108,7 +133,7 @@ def half_loss(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
 
 
 def trained_in_mixed_precision(
-    dtype: torch.dtype, *, whole_step: bool = False, micro_batches: int = 1, **options: Any
+    dtype: torch.dtype, *, whole_step: bool = False, steps: Steps | None = None, **options: Any
 ) -> dict[str, Tensor]:
     """With autocast around the network, or around the loss too."""
 
@@ -118,24 +143,17 @@ def trained_in_mixed_precision(
             prediction = network(images, task)
             if whole_step:
                 return toy.loss_of(task, prediction, targets[task])
-        return toy.loss_of(task, prediction.float(), targets[task]) / micro_batches
+        return toy.loss_of(task, prediction.float(), targets[task]) / (1 if steps is None else 2)
 
-    return trained_plainly(loss=loss, micro_batches=micro_batches, **options)
-
-
-MIXED_PHASES = [1, 1, 1, 1, 2, 1, 2, 1, 2, 2, 2, 2]
-"""The phases of Mixed(epochs=4, seed=0, draw="step") in four epochs of three steps."""
+    return trained(plain_training(loss=loss, **options), steps=steps)
 
 
 def test_plain_loop(float64: None, tmp_path: Path) -> None:
     module = recipe("plain_loop")
+    plain = plain_training()
+    expected = trained(plain, MIXED_PHASES)
     network, history = module.train()
     assert len(history) == 12
-    plain = plain_training()
-    for phase, batch in zip(MIXED_PHASES, 4 * toy.make_batches(), strict=True):
-        plain.step(phase, [batch])
-    assert plain.conflicts > 0
-    expected = plain.state()
     assert_equal_as_stated(module, network, expected)
     for epochs in range(1, 5):
         network, history = module.train(epochs, tmp_path / "checkpoint")
@@ -156,16 +174,12 @@ def test_watched(float64: None, tmp_path: Path) -> None:
 
     module = recipe("watched")
     network, history = module.train(folder=tmp_path)
-    plain = plain_training()
-    for phase, batch in zip(MIXED_PHASES, 4 * toy.make_batches(), strict=True):
-        plain.step(phase, [batch])
-    assert_equal_as_stated(module, network, plain.state())
+    assert_equal_as_stated(module, network, trained(plain_training(), MIXED_PHASES))
     events = EventAccumulator(str(tmp_path)).Reload()
     depth = events.Scalars("loss/depth")
     assert [event.step for event in depth] == [0, 2, 4, 6, 8, 10]
-    assert [event.value for event in depth] == pytest.approx(
-        [float(losses["depth"]) for losses in history[::2]]
-    )
+    losses = [float(losses["depth"]) for losses in history[::2]]
+    assert [event.value for event in depth] == pytest.approx(losses)
     phases = [int(event.value) for event in events.Scalars("phase")]
     assert phases == MIXED_PHASES[::2]
     joint = [2 * n for n, phase in enumerate(phases) if phase == 2]
@@ -191,17 +205,23 @@ def test_compiled(float64: None, backend: str) -> None:
     torch._dynamo.reset()
     module = recipe("compiled")
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    assert_equal_as_stated(module, module.train(backend=counter)[0], trained_plainly())
+    assert_equal_as_stated(module, module.train(backend=counter)[0], trained(plain_training()))
     assert counter.frame_count == len(TASKS)
 
 
+def assert_accumulates(module: Any, steps: Steps, **options: Any) -> None:
+    """No micro-batch is lost; each has the weight of half a batch, also the last of an epoch."""
+    network, history = module.train(**options)
+    assert len(history) == len(PHASES)
+    expected = trained(plain_training(loss=half_loss), steps=steps)
+    assert_equal_as_stated(module, network, expected)
+    network, _ = module.train_unnormalized(**options)
+    expected = trained(plain_pcgrad(loss=half_loss), [2] * 12, steps)
+    assert_equal_as_stated(module, network, expected)
+
+
 def test_accumulation(float64: None) -> None:
-    module = recipe("accumulation")
-    options = {"batches": 6, "micro_batches": 2, "loss": half_loss}
-    assert_equal_as_stated(module, module.train()[0], trained_plainly(**options))
-    network, _ = module.train_unnormalized()
-    options |= {"network": toy.make_network(normalized=False), "prioritized": {}}
-    assert_equal_as_stated(module, network, trained_plainly([2] * 4, **options))
+    assert_accumulates(recipe("accumulation"), steps_of(6, micro_batches=2))
 
 
 def test_activation_checkpointing(float64: None) -> None:
@@ -215,19 +235,15 @@ def test_activation_checkpointing(float64: None) -> None:
 
     network, _ = module.train()
     network.trunk = network.trunk.module
-    assert_equal_as_stated(module, network, trained_plainly(loss=loss))
+    assert_equal_as_stated(module, network, trained(plain_training(loss=loss)))
 
 
 def test_partial_labels(float64: None) -> None:
     module = recipe("partial_labels")
     network, history = module.train()
     assert [list(losses) for losses in history] == 4 * module.LABELED
-    plain = plain_training(weight_decay=0.01)
-    for phase in PHASES:
-        for batch, labeled in zip(toy.make_batches(), module.LABELED, strict=True):
-            plain.step(phase, [batch], labeled)
-    assert plain.conflicts > 0
-    assert_equal_as_stated(module, network, plain.state())
+    expected = trained(plain_training(weight_decay=0.01), labeled=module.LABELED)
+    assert_equal_as_stated(module, network, expected)
 
 
 def test_add_a_task(float64: None) -> None:
@@ -249,10 +265,8 @@ def test_add_a_task(float64: None) -> None:
             for of_task in plain.networks.values():
                 of_task.heads["normals"] = head
             plain.optimizer.add_param_group({"params": [*new, *head.parameters()]})
-        for batch in toy.make_batches():
-            plain.step(phase, [batch])
-    assert plain.conflicts > 0
-    assert_equal_as_stated(module, network, plain.state())
+        expected = trained(plain, [phase] * 3)
+    assert_equal_as_stated(module, network, expected)
 
 
 def test_export_one_task(float64: None) -> None:
@@ -267,11 +281,9 @@ def test_export_one_task(float64: None) -> None:
             expected = network(images, task)
         difference = (program.module()(images) - expected).abs().max().item()
         assert difference <= stated(module)
-        exported = {name for name in program.state_dict if name.startswith("0.")}
-        assert exported == {
-            name.replace("trunk.", "0.") for name in original if name.startswith("trunk.")
-        }
-    assert_equal_as_stated(module, network.train(), trained_plainly([1, 2]))
+        exported = {f"trunk.{n[2:]}" for n in program.state_dict if n.startswith("0.")}
+        assert exported == {name for name in original if name.startswith("trunk.")}
+    assert_equal_as_stated(module, network.train(), trained(plain_training(), [1] * 3 + [2] * 3))
 
 
 def test_from_torchjd(float64: None) -> None:
@@ -281,26 +293,13 @@ def test_from_torchjd(float64: None) -> None:
     theirs, _ = module.train_torchjd()
     assert_equal_as_stated(module, network, theirs.state_dict())
     torchjd = importlib.import_module("torchjd")
-    aggregator = torchjd.aggregation.UPGrad(
-        projector=torchjd.linalg.QuadprogProjector(reg_eps=1e-12)
-    )
-    theirs, _ = module.train_torchjd(aggregator=aggregator)
-    difference = largest_difference(network.state_dict(), theirs.state_dict())
-    assert difference <= stated(module, 1)
+    projector = torchjd.linalg.QuadprogProjector(reg_eps=1e-12)
+    theirs, _ = module.train_torchjd(aggregator=torchjd.aggregation.UPGrad(projector=projector))
+    assert_equal_as_stated(module, network, theirs.state_dict(), 1)
     # Of two tasks, the mean of PCGrad's projections.
-    plain = plain_training(
-        toy.make_network(normalized=False),
-        optimizer=torch.optim.SGD,
-        prioritized={},
-        reduction="mean",
-        lr=0.1,
-        momentum=0.9,
-    )
-    for _ in range(4):
-        for batch in toy.make_batches():
-            plain.step(2, [batch])
-    assert plain.conflicts > 0
-    assert largest_difference(network.state_dict(), plain.state()) <= 1e-12
+    options = {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+    expected = trained(plain_pcgrad(reduction="mean", **options), [2] * 12)
+    assert largest_difference(network.state_dict(), expected) <= 1e-12
 
 
 def test_from_pcgrad(float64: None) -> None:
@@ -308,8 +307,7 @@ def test_from_pcgrad(float64: None) -> None:
     network, _ = module.train()
     theirs, _ = module.train_by_hand()
     assert_equal_as_stated(module, network, theirs.state_dict())
-    options = {"network": toy.make_network(normalized=False), "prioritized": {}}
-    assert_equal_as_stated(module, network, trained_plainly([2] * 4, **options))
+    assert_equal_as_stated(module, network, trained(plain_pcgrad(), [2] * 12))
 
 
 def test_with_timm(float64: None) -> None:
@@ -326,7 +324,7 @@ def test_with_timm(float64: None) -> None:
     average = {name: value.clone() for name, value in plain.state().items()}
     # A warmup of one epoch, then half a cosine: (1 + cos(pi e / 4)) / 2.
     rates = [1e-3, *(0.005 * (1 + torch.tensor(e * torch.pi / 4).cos().item()) for e in (1, 2, 3))]
-    for phase, rate in zip(PHASES, rates, strict=True):
+    for phase, rate in zip((1, 1, 2, 2), rates, strict=True):
         plain.optimizer.param_groups[0]["lr"] = rate
         for batch in toy.make_batches(2):
             plain.step(phase, [batch])
@@ -345,7 +343,8 @@ def test_with_timm(float64: None) -> None:
 
 def test_with_fabric(float64: None) -> None:
     module = recipe("with_fabric")
-    assert_equal_as_stated(module, module.train(accelerator="cpu")[0], trained_plainly())
+    network, _ = module.train(accelerator="cpu")
+    assert_equal_as_stated(module, network, trained(plain_training()))
 
 
 def test_with_fabric_in_mixed_precision() -> None:
@@ -354,33 +353,30 @@ def test_with_fabric_in_mixed_precision() -> None:
     assert_equal_as_stated(module, network, trained_in_mixed_precision(torch.bfloat16), 1)
 
 
-@pytest.fixture
-def accelerate_recipe(accelerate: Any) -> Any:
-    return recipe("with_accelerate")
-
-
 @pytest.mark.parametrize("batches", [6, 5])
-def test_with_accelerate(float64: None, accelerate_recipe: Any, batches: int) -> None:
-    """No micro-batch is lost; each has the weight of half a batch, also the last of an epoch."""
-    module = accelerate_recipe
-    options = {"batches": batches, "micro_batches": 2, "loss": half_loss}
-    network, history = module.train(batches=batches, cpu=True)
-    assert len(history) == 12
-    assert_equal_as_stated(module, network, trained_plainly(**options))
-    network, _ = module.train_unnormalized(batches=batches, cpu=True)
-    options |= {"network": toy.make_network(normalized=False), "prioritized": {}}
-    assert_equal_as_stated(module, network, trained_plainly([2] * 4, **options))
+def test_with_accelerate(float64: None, accelerate: Any, batches: int) -> None:
+    steps = steps_of(batches, micro_batches=2)
+    assert_accumulates(recipe("with_accelerate"), steps, batches=batches, cpu=True)
 
 
-def test_with_accelerate_in_mixed_precision(accelerate_recipe: Any) -> None:
-    network, _ = accelerate_recipe.train(cpu=True, mixed_precision="bf16")
-    expected = trained_in_mixed_precision(torch.bfloat16, batches=6, micro_batches=2)
-    assert_equal_as_stated(accelerate_recipe, network, expected, 1)
+def test_with_accelerate_in_mixed_precision(accelerate: Any) -> None:
+    module = recipe("with_accelerate")
+    network, _ = module.train(cpu=True, mixed_precision="bf16")
+    expected = trained_in_mixed_precision(torch.bfloat16, steps=steps_of(6, micro_batches=2))
+    assert_equal_as_stated(module, network, expected, 1)
 
 
-@pytest.mark.filterwarnings("ignore:.*num_workers", "ignore:`max_epochs`")
+@pytest.fixture
+def trainer_options(tmp_path: Path) -> dict[str, Any]:
+    parts = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
+    options = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path}
+    return options | dict.fromkeys(parts, False)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_with_lightning_in_mixed_precision(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_with_lightning_in_mixed_precision(
+    dtype: torch.dtype, trainer_options: dict[str, Any]
+) -> None:
     """Lightning takes float16 on the CPU as a plugin only."""
     module = recipe("with_lightning")
     precision = importlib.import_module("lightning.pytorch.plugins.precision")
@@ -390,29 +386,27 @@ def test_with_lightning_in_mixed_precision(dtype: torch.dtype, tmp_path: Path) -
         scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in range(2)]
         plugin = precision.MixedPrecision("16-mixed", "cpu", scaler=scalers[0])
         options = {"plugins": [plugin]}
-    options |= {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path, **QUIET}
     expected = trained_in_mixed_precision(dtype, scaler=scalers[1], whole_step=True)
-    assert_equal_as_stated(module, module.train(**options)[0].network, expected, 1)
+    found, _ = module.train(**options, **trainer_options)
+    assert_equal_as_stated(module, found.network, expected, 1)
 
 
-@pytest.mark.filterwarnings("ignore:.*num_workers", "ignore:`max_epochs`")
-def test_with_lightning(float64: None, tmp_path: Path) -> None:
+def test_with_lightning(float64: None, tmp_path: Path, trainer_options: dict[str, Any]) -> None:
     """Whole batches, though the torch optimizer makes another number of steps; and resumed."""
     module = recipe("with_lightning")
-    options = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path, **QUIET}
-    straight, trainer = module.train(**options)
+    straight, trainer = module.train(**trainer_options)
     assert len(straight.history) == 12
     assert trainer.global_step == 6 * 2 + 6
-    expected = trained_plainly()
+    expected = trained(plain_training())
     assert_equal_as_stated(module, straight.network, expected)
     for batches, before in ((3, 0), (9, 3), (12, 9)):
         resume = tmp_path / f"{before}.ckpt" if before else None
-        resumed, trainer = module.train(batches, resume, **options)
+        resumed, trainer = module.train(batches, resume, **trainer_options)
         assert len(resumed.history) == batches - before
         trainer.save_checkpoint(tmp_path / f"{batches}.ckpt")
     assert_equal_as_stated(module, resumed.network, expected)
     assert resumed.opt.state_dict()["steps"] == 12
-    assert len(module.train(5, **options)[0].history) == 5
+    assert len(module.train(5, **trainer_options)[0].history) == 5
 
 
 class _Parts(PlainTraining):
@@ -422,58 +416,45 @@ class _Parts(PlainTraining):
         self, task: str, micro_batches: Sequence[toy.Batch]
     ) -> dict[nn.Parameter, Tensor]:
         """Of the mean loss; the running statistics are means over the parts too."""
-        buffers = dict(self.networks[task].named_buffers())
-        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        buffers = [*self.networks[task].buffers()]
+        before = [buffer.clone() for buffer in buffers]
         total: dict[nn.Parameter, Tensor] = {}
-        sums = {name: torch.zeros_like(buffer) for name, buffer in buffers.items()}
+        after = []
         for part in micro_batches:
             for p, grad in super().gradients(task, [part]).items():
                 total[p] = total.get(p, 0) + grad / len(micro_batches)
-            for name, buffer in buffers.items():
-                sums[name] += buffer
-                buffer.copy_(before[name])
-        for name, buffer in buffers.items():
-            buffer.copy_(sums[name] / len(micro_batches))
+            after.append([buffer.clone() for buffer in buffers])
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+        for buffer, values in zip(buffers, zip(*after, strict=True), strict=True):
+            buffer.copy_(sum(values) / len(values))
         return total
 
 
 def _on_a_rank(rank: int) -> dict[str, Tensor]:
-    torch.set_default_dtype(torch.float64)
-    try:
+    with in_float64():
         network, history = recipe("on_many_ranks").train()
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert len(history) == 12
     return network.state_dict()
 
 
 @pytest.mark.ranks
 def test_on_many_ranks(float64: None, pools: Callable[[int], Ranks]) -> None:
-    given = toy.make_network(), TASKS, loss_of_batch, torch.optim.Adam, PRIORITIZED
-    plain = _Parts(*given, lr=1e-2)
-    for phase in PHASES:
-        for images, targets in toy.make_batches():
-            halves = [slice(rank, None, 2) for rank in range(2)]
-            parts = [(images[half], {t: y[half] for t, y in targets.items()}) for half in halves]
-            plain.step(phase, parts)
-    assert plain.conflicts > 0
-    expected = plain.state()
+    halves = [slice(rank, None, 2) for rank in range(2)]
+    steps = [
+        [(images[half], {t: y[half] for t, y in targets.items()}) for half in halves]
+        for images, targets in toy.make_batches()
+    ]
+    expected = trained(plain_training(kind=_Parts), steps=steps)
     for state in pools(2).run(_on_a_rank):
-        difference = largest_difference(state, expected)
-        assert difference <= stated(recipe("on_many_ranks"))
-
-
-@pytest.mark.parametrize("name", [*NAMES, "toy"])
-def test_recipes_are_short(name: str) -> None:
-    assert len((FOLDER / f"{name}.py").read_text().splitlines()) <= 80
+        assert largest_difference(state, expected) <= stated(recipe("on_many_ranks"))
 
 
 OPTIONS = {"compiled": ["--backend", "eager"]}
 
 
-@pytest.mark.filterwarnings("ignore:.*num_workers", "ignore:`max_epochs`")
 @pytest.mark.parametrize("name", NAMES)
-def test_recipes_are_scripts(
+def test_recipes_are_short_scripts(
     name: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -486,23 +467,19 @@ def test_recipes_are_scripts(
             monkeypatch.setenv(variable, value)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [name, *OPTIONS.get(name, [])])
-    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    path = FOLDER / f"{name}.py"
+    assert len(path.read_text().splitlines()) <= 80
+    runpy.run_path(str(path), run_name="__main__")
     assert len(re.findall(r"\{'depth': \d+\.\d+", capsys.readouterr().out)) >= 6
     assert [path.name for path in tmp_path.iterdir()] == (["runs"] if name == "watched" else [])
 
 
 def test_a_recipe_in_a_process_of_its_own(tmp_path: Path) -> None:
-    """As a user starts it, from another folder, and again from its checkpoint."""
-    command = [sys.executable, str(FOLDER / "plain_loop.py"), "--checkpoint", "checkpoint.pt"]
+    """As a user starts it, from another folder."""
+    command = [sys.executable, FOLDER / "plain_loop.py", "--checkpoint", "a.pt", "--epochs", "2"]
     environment = {"PYTHONPATH": str(Path(cs.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
-    for epochs, steps in ((1, 3), (3, 6)):
-        done = subprocess.run(
-            [*command, "--epochs", str(epochs)],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=1200,
-        )
-        assert done.returncode == 0, done.stderr
-        assert len(re.findall(r"\{'depth': \d", done.stdout)) == steps
+    options = {"cwd": tmp_path, "env": environment, "timeout": 1200}
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"\{'depth': \d", done.stdout)) == 6
+    assert torch.load(tmp_path / "a.pt")["epoch"] == 2
