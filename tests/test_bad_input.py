@@ -420,6 +420,8 @@ def _phase2(**change: object) -> tuple[object, ...]:
         (_stage("phase2_products_", 2), "priorities must be at most 1, one an update, got 2"),
         (_stage("phase2_apply_", 1, WIDE), r"\(1, 2, 2\), got torch.float64 .*\(1, 2, 3\)"),
         (_stage("phase2_apply_", 1, ones(1, 2, 2)), "products must be float64 .*got torch.float32"),
+        ((*_phase2(), ones(1, 2, 2).double().mT), "products must be contiguous, got strides"),
+        (("gramian", [ones(4)] * 2, [1], 1, 2), r"group_of must lie in \[0, 1\), got \[1\]"),
         (_phase2(grads=[ones(4, 3)]), "grads must have 2 entries.*got 1"),
         (_phase2(grads=[ones(4, 3), ones(3, 4)]), r"grads must be.*\(4, 3\).*\(3, 4\)"),
         (_phase2(grads=[ones(4, 3).double(), None]), "grads must be torch.float32.*float64"),

@@ -138,15 +138,3 @@ def test_solvers_in_any_order(solver: str, tasks: int) -> None:
     rows[1] = rows[1, :, : tasks // 2 + 1] @ rows[1, : tasks // 2 + 1]
     gramian, solve = rows @ rows.mT, getattr(_ops, f"{solver}_weights")
     _assert_same_in_any_order(tasks, lambda: solve(gramian, *solver_options(solver, gramian)))
-
-
-def test_copies_of_any_size_and_address() -> None:
-    """Bytes, at addresses of any remainder by 16, in more than one block."""
-    memory = torch.randint(256, (400_000,), dtype=torch.uint8)
-    firsts, sizes = [0, 16, 33, 52, 100, 1003, 2000], [16, 17, 15, 40, 0, 900, 200_000]
-    sources = [memory[first : first + size] for first, size in zip(firsts, sizes, strict=True)]
-    target = torch.zeros(sum(sizes) + 2, dtype=torch.uint8)
-    targets = list(torch.split(target[1:-1], sizes))
-    cuda.operators.copier(sources, targets)()
-    assert_equal(targets, sources)
-    assert target[0] == target[-1] == 0

@@ -12,6 +12,7 @@ from cs_kernels.ops.operands import DTYPES, Operands
 
 pytestmark = pytest.mark.kernel
 
+ONE_BY_ONE = torch.ones(12).as_strided((4, 3, 1, 1), (3, 1, 3, 7))
 
 Weight = tuple[Tensor, int, int]
 
@@ -73,6 +74,12 @@ def test_misfits_are_the_same_without_the_compiled_module(monkeypatch: pytest.Mo
     for reason in (None, "there is none"):
         monkeypatch.setattr(operands, "unavailable", reason)
         assert operands.misfits(tensors, 7 * [like]) == [1, 2, 3, 4, 6]
+        assert operands.misfits([ONE_BY_ONE], [torch.zeros(4, 3, 1, 1)]) == []
+
+
+def test_the_stride_of_a_dimension_of_one_element_says_nothing() -> None:
+    read = Operands([torch.zeros(4, 3, 1, 1)], [ONE_BY_ONE], 1)
+    assert read.native.gradients == [ONE_BY_ONE.data_ptr()]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

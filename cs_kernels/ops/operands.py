@@ -96,7 +96,7 @@ def laid_out(tensor: Tensor, like: Tensor, name: str) -> Tensor:
             f"{name} must be {like.dtype} of shape {tuple(like.shape)} on {like.device},"
             f" got {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"
         )
-    if tensor.stride() == like.stride():
+    if _order(tensor) == _order(like):
         return tensor
     return torch.empty_like(like).copy_(tensor)
 
@@ -114,9 +114,14 @@ def misfits(tensors: Grads, likes: Tensors) -> list[int]:
         index
         for index, (tensor, like) in enumerate(zip(tensors, likes, strict=True))
         if tensor is None
-        or (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
-        != (like.dtype, like.device, like.shape, like.stride())
+        or (tensor.dtype, tensor.device, tensor.shape, _order(tensor))
+        != (like.dtype, like.device, like.shape, _order(like))
     ]
+
+
+def _order(tensor: Tensor) -> list[int]:
+    """The strides of dimensions of more than one element; torch sets the others as it likes."""
+    return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
 
 
 def first_present(grads: Grads, tensors: int, tasks: int) -> list[Tensor]:
