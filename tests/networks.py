@@ -67,6 +67,15 @@ PRIORITIZED = {
 }
 
 
+def with_task_norms(trunk: nn.Module, tasks: list[str] = AB) -> nn.Module:
+    """Converted, with channels that differ between tasks."""
+    cs.nn.convert_task_batchnorm(trunk, tasks)
+    for norm in cs.nn.task_norms(trunk):
+        for child in norm.children():
+            nn.init.uniform_(child.weight, 0.5, 1.5)
+    return trunk
+
+
 class Setup:
     """A converted trunk, heads, data, and a torch optimizer, from a seed."""
 
@@ -80,10 +89,7 @@ class Setup:
     ) -> None:
         torch.manual_seed(seed)
         self.tasks = tasks
-        self.trunk = cs.nn.convert_task_batchnorm(Trunk(), tasks).to(dtype)
-        for norm in cs.nn.task_norms(self.trunk):  # Channels that differ between tasks.
-            for child in norm.children():
-                nn.init.uniform_(child.weight, 0.5, 1.5)
+        self.trunk = with_task_norms(Trunk().to(dtype), tasks)
         self.heads = nn.ModuleDict({task: nn.Conv2d(6, 1, 1) for task in tasks}).to(dtype)
         shapes = (4, 3, 6, 6), (len(tasks), 4, 1, 12, 12)
         self.batches = [tuple(torch.randn(s, dtype=dtype) for s in shapes) for _ in range(8)]
@@ -95,8 +101,9 @@ class Setup:
     def start(
         self, method: cs.Method | None = None, schedule: cs.Schedule | None = None, **options: Any
     ) -> cs.MultiTaskOptimizer:
-        given = self.trunk, self.optimizer, self.tasks
-        return cs.MultiTaskOptimizer(*given, method, schedule, **options)
+        return cs.MultiTaskOptimizer(
+            self.trunk, self.optimizer, self.tasks, method, schedule, **options
+        )
 
     def closure(self, batch: int) -> Callable[[str], Tensor]:
         x, targets = self.batches[batch]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torchvision_operators
 from layers import Kind
+from networks import with_task_norms
 from plain import projected_rows, rows, strength
 from torch import Tensor, nn
 
@@ -77,10 +78,7 @@ class Setup:
                 module.p = 0.0
         self.converts = case.prioritized > 0
         if self.converts:
-            cs.nn.convert_task_batchnorm(self.trunk, TASKS)
-            for norm in cs.nn.task_norms(self.trunk):  # Channels that differ between tasks.
-                for child in norm.children():
-                    nn.init.uniform_(child.weight, 0.5, 1.5)
+            with_task_norms(self.trunk, TASKS)
         self.method = cs.ConnectionStrength() if self.converts else cs.PCGrad()
         self.x = torch.randn(2, 3, case.size, case.size).double()
 
