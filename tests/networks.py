@@ -129,6 +129,18 @@ def started(*arguments: Any, **options: Any) -> tuple[Setup, cs.MultiTaskOptimiz
     return setup, setup.start(*arguments, **options)
 
 
+def stem_priority(setup: Setup) -> Tensor:
+    """The top-priority tasks of the stem's channels, from the scales and statistics of now."""
+    norms = [setup.trunk.stem_norm.of(task) for task in setup.tasks]
+    strengths = cs.functional.connection_strength(
+        setup.trunk.stem.weight,
+        torch.stack([norm.weight for norm in norms]),
+        torch.stack([norm.running_var for norm in norms]),
+        eps=[norm.eps for norm in norms],
+    )
+    return cs.functional.task_priority(strengths)
+
+
 def assert_equal(first: object, second: object) -> None:
     """Tensors, or lists and dictionaries of them, bit for bit."""
     torch.testing.assert_close(first, second, rtol=0, atol=0)
