@@ -67,6 +67,39 @@ PRIORITIZED = {
 }
 
 
+class Composed(nn.Module):
+    """Modules, and a function of them and the input."""
+
+    number = 0
+    """That of the step, for a network that is not always the same."""
+
+    def __init__(self, run: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.run = run
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.run(self, *inputs, **options)
+
+
+def with_gradient(
+    forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor | None]
+) -> Callable[[Tensor], Tensor]:
+    """A function that autograd knows by its gradient alone, and that may hide parameters."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return forward(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor | None:
+            return backward(grad)
+
+    return Function.apply
+
+
 def with_task_norms(trunk: nn.Module, tasks: list[str] = AB) -> nn.Module:
     """Converted, with channels that differ between tasks."""
     cs.nn.convert_task_batchnorm(trunk, tasks)

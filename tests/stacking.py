@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import AB, TASKS, Setup, with_task_norms
+from networks import AB, TASKS, Composed, Setup, with_task_norms
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -52,14 +52,7 @@ def assert_trains_alike(
 ) -> cs.MultiTaskOptimizer:
     """Eight batches an epoch with `step` and with `step_together`; returns the second's.
 
-    Args:
-        arguments: Of the method and the schedule.
-        epochs: Of eight batches.
-        tasks: Those of a batch.
-        change: Called before each batch, and with batch -1 before the start.
-        close: Tolerances.
-        options: Of `MultiTaskOptimizer`.
-
+    `change` is called before each batch, and with batch -1 before the start.
     """
     setups, opts = [], []
     for _ in range(2):
@@ -115,21 +108,10 @@ def trained(
 ) -> tuple[cs.MultiTaskOptimizer, list[Tensor | None]]:
     """Some steps of a copy of a network; its optimizer and its state.
 
-    Args:
-        network: Whose attribute `number` is that of the step.
-        x: The trunk's input; or a function that gets the trunk, or `run`, and calls it.
-        way: "step", "together" or "backward"; with "mixed", step 2 alone is one of `step`.
-        steps: Their number.
-        tasks: The names of all tasks.
-        loss: Gets the network, an output of the trunk, and the task.
-        trunk: Finds the trunk of the network.
-        optimizer: Makes the torch optimizer of all parameters of the network.
-        lr: Its learning rate.
-        chosen: The tasks of a step.
-        step: Makes a step.
-        watch: Called after each step.
-        options: Of `MultiTaskOptimizer`.
-
+    `x` is the trunk's input, or a function that gets the trunk, or `run`, and calls it. `loss` gets
+    the network, whose `number` is that of the step, an output of the trunk, and the task; `chosen`
+    gives the tasks of a step, `step` makes one, `watch` is called after it. With the way "mixed",
+    step 2 alone is one of `step`.
     """
     network = copy.deepcopy(network)
     own, torch_optimizer = trunk(network), optimizer(network.parameters(), lr=lr)
@@ -218,32 +200,28 @@ class Checkpointed(nn.Module):
         return x
 
 
-class Branches(nn.Module):
+def branches() -> nn.Module:
     """Two outputs, of which a task uses one, or a task both."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        self.one = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
-        self.two = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5))
+    def layer(inputs: int, outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(inputs, outputs), nn.BatchNorm1d(outputs))
 
-    def forward(self, x: Tensor) -> list[Tensor]:
-        x = self.stem(x)
-        return [self.one(x), self.two(x)]
+    def run(trunk: Any, x: Tensor) -> list[Tensor]:
+        x = trunk.stem(x)
+        return [trunk.one(x), trunk.two(x)]
+
+    return Composed(run, stem=layer(3, 4), one=layer(4, 5), two=layer(4, 5))
 
 
-class Head(nn.Module):
+def head() -> nn.Module:
     """A network whose heads are called by the loss."""
+    return Composed(
+        lambda network, x: network.trunk(x),
+        trunk=nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)),
+        heads=nn.ModuleDict({task: nn.Linear(4, 1) for task in AB}),
+    )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        self.heads = nn.ModuleDict({t: nn.Linear(4, 1) for t in AB})
 
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.trunk(x)
-        return result
-
-    def loss(self, z: Tensor, task: str) -> Tensor:
-        result: Tensor = self.heads[task](z).sin().mean()
-        return result
+def of_head(network: Any, z: Tensor, task: str) -> Tensor:
+    result: Tensor = network.heads[task](z).sin().mean()
+    return result

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from networks import (
     AB,
+    Composed,
     Trunk,
     assert_equal,
     optimizer_of,
@@ -21,6 +22,7 @@ from networks import (
     restore,
     saved,
     sgd_of,
+    with_gradient,
 )
 from ranks import Ranks
 from torch import Tensor, nn
@@ -33,22 +35,23 @@ pytestmark = pytest.mark.loop
 ABC = ["a", "b", "c"]
 
 
-class Scales(nn.Module):
+def scales() -> nn.Module:
     """Attention, then two features: one a token, one a sequence."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(5, 8)
-        self.norm = nn.LayerNorm(8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.token = nn.Linear(8, 4)
-        self.tokens = nn.Linear(8, 6)
+    def run(trunk: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = trunk.embed(x)
+        y = trunk.norm(x)
+        x = x + trunk.attention(y, y, y, need_weights=False)[0]
+        return trunk.token(x[:, 0]), trunk.tokens(x).transpose(1, 2)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        x = self.embed(x)
-        y = self.norm(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        return self.token(x[:, 0]), self.tokens(x).transpose(1, 2)
+    return Composed(
+        run,
+        embed=nn.Linear(5, 8),
+        norm=nn.LayerNorm(8),
+        attention=nn.MultiheadAttention(8, 2, batch_first=True),
+        token=nn.Linear(8, 4),
+        tokens=nn.Linear(8, 6),
+    )
 
 
 class Network(nn.Module):
@@ -58,7 +61,7 @@ class Network(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.tasks = list(tasks)
-        self.trunk = Trunk() if kind == "residual" else Scales()
+        self.trunk = Trunk() if kind == "residual" else scales()
         sizes = [6 * 12 * 12] if kind == "residual" else [4, 18]
         self.heads = nn.ModuleDict(
             {task: nn.ModuleList(nn.Linear(size, 2) for size in sizes) for task in tasks}
@@ -135,29 +138,29 @@ def by_hand(
     """The definition: every gradient of one step, in plain autograd."""
     features = network.features()
     losses = {t: weigh(t, loss) for t, loss in network.losses(features, tasks).items()}
-    named = dict(network.named_parameters())
-    heads = {n: p for n, p in named.items() if n.startswith("heads.")}
-    rows, found = [], dict[str, Tensor]()
-    for loss in losses.values():
-        inputs = [*features, *heads.values()]
-        grads = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
-        rows.append(row_of(grads[: len(features)], features))
-        for name, grad in zip(heads, grads[len(features) :], strict=True):
-            if grad is not None:
-                found[name] = found[name] + grad if name in found else grad
-    matrix = torch.stack(rows)
+    rows = rows_of(losses, features)
     if isinstance(method, cs.GradDrop):
-        update = _dropped(method, matrix, number)
+        update = _dropped(method, rows, number)
     else:
         assert isinstance(method, cs.GramianMethod)
         seen = {task: loss.detach() for task, loss in losses.items()}
-        step = cs.Step(number, tuple(losses), seen, seen)
-        update = method.weights(matrix @ matrix.T, step) @ matrix
-    pairs = zip(update.split([z.numel() for z in features]), features, strict=True)
-    parts = [u.as_strided(z.shape, z.stride()) for u, z in pairs]
-    trunk = {n: p for n, p in named.items() if n.startswith("trunk.")}
+        update = method.weights(rows @ rows.T, cs.Step(number, tuple(losses), seen, seen)) @ rows
+    heads, options = dict(network.heads.named_parameters(prefix="heads")), {"allow_unused": True}
+    of_heads = torch.autograd.grad(
+        sum(losses.values()), [*heads.values()], **options, retain_graph=True
+    )
+    found = {n: grad for n, grad in zip(heads, of_heads, strict=True) if grad is not None}
+    return found | through_trunk(network, features, update.split([z.numel() for z in features]))
+
+
+def through_trunk(
+    network: Network, features: Sequence[Tensor], updates: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """The gradients of the trunk from rows of features."""
+    trunk = dict(network.trunk.named_parameters(prefix="trunk"))
+    parts = [u.as_strided(z.shape, z.stride()) for u, z in zip(updates, features, strict=True)]
     of_trunk = torch.autograd.grad(features, [*trunk.values()], parts)
-    return found | dict(zip(trunk, of_trunk, strict=True))
+    return dict(zip(trunk, of_trunk, strict=True))
 
 
 def assert_gradients(
@@ -239,23 +242,18 @@ def test_steps_equal_the_plain_loop(make: Callable[[], cs.Method]) -> None:
 
 def test_groups_are_features() -> None:
     network = Network("scales")
-    expected = {}
-    for i in range(2):  # Two networks of one feature each, as far as the weights go.
-        one = copy.deepcopy(network)
-        z = one.features()
-        losses = one.losses(z)
-        rows = rows_of(losses, z[i : i + 1])
-        gramian = rows @ rows.T
-        expected[i] = gramian, cs.MGDA().weights(gramian) @ rows
+    z = network.features()
+    losses = network.losses(z)
+    rows = [rows_of(losses, [feature]) for feature in z]
+    gramians = [of_feature @ of_feature.T for of_feature in rows]
+    updates = [cs.MGDA().weights(g) @ r for g, r in zip(gramians, rows, strict=True)]
+    expected = through_trunk(network, z, updates)
     opt = network.start(cs.MGDA(groups="layer"))
     network.backward(opt)
-    report = opt.report()
-    assert report.layers == ("0", "1")
-    torch.testing.assert_close(report.gramian, torch.stack([expected[i][0] for i in range(2)]))
-    z = (other := copy.deepcopy(network)).features()
-    parts = [expected[i][1].as_strided(z[i].shape, z[i].stride()) for i in range(2)]
-    of_trunk = torch.autograd.grad(z, [*other.trunk.parameters()], parts)
-    torch.testing.assert_close([p.grad for p in network.trunk.parameters()], [*of_trunk])
+    assert opt.report().layers == ("0", "1")
+    torch.testing.assert_close(opt.report().gramian, torch.stack(gramians))
+    of_trunk = {n: g for n, g in network.gradients().items() if n.startswith("trunk.")}
+    torch.testing.assert_close(of_trunk, expected)
 
 
 @EVERY
@@ -424,21 +422,13 @@ def test_gradients_that_the_next_pass_overwrites() -> None:
     """As those in the memory of a CUDA graph, parts of one allocation."""
     memory = torch.empty(2, 20).double()
 
-    class Reused(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, z: Tensor) -> Tensor:
-            return z.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Tensor:
-            return memory[1].view(5, 4).copy_(grad).detach()
-
+    reused = with_gradient(Tensor.clone, lambda grad: memory[1].view(5, 4).copy_(grad).detach())
     trunk, x = nn.Linear(3, 4).double(), torch.randn(5, 3).double()
     opt = optimizer_of(trunk, cs.MGDA())
     found = []
-    for reused in (Reused.apply, Tensor.clone):
+    for copied in (reused, Tensor.clone):
         z = trunk(x)
-        first, second = reused(z), reused(z)
+        first, second = copied(z), copied(z)
         losses = {"a": first.square().mean(), "b": (second.cumsum(0) - 1).square().mean()}
         opt.backward(losses, features=z)
         found.append([trunk.weight.grad.clone(), opt.report().gramian])
@@ -873,19 +863,11 @@ def test_a_method_that_assigns_nothing() -> None:
 
 def test_a_loss_without_a_gradient_of_the_features() -> None:
     """Its graph leads there; an operation on the way gives no gradient."""
-
-    class Stop(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, z: Tensor) -> Tensor:
-            return z.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> None:
-            return None
-
     network = Network("residual")
     (z,) = network.features()
-    losses = network.losses([z]) | {"b": network.loss("b", [Stop.apply(z)])}
+    losses = network.losses([z]) | {
+        "b": network.loss("b", [with_gradient(Tensor.clone, lambda grad: None)(z)])
+    }
     with fails(network, ValueError, "gradient with respect to features, got none for 'b'"):
         network.start(cs.MGDA()).backward(losses, features=z)
 

@@ -14,6 +14,7 @@ from networks import (
     BOTH_PHASES,
     GRAMIAN_METHODS,
     TASKS,
+    Composed,
     Setup,
     assert_same_gradients,
     optimizer_of,
@@ -123,21 +124,14 @@ def test_a_trunk_that_is_unfrozen_later_is_shared(schedule: cs.Schedule, some: b
 
 def test_a_parameter_that_one_task_never_uses(backend: str) -> None:
     """Its gradient counts as zero for that task; one that nobody uses keeps None."""
+    layers = {name: nn.Linear(n, 4) for name, n in (("common", 3), ("some", 4), ("unused", 4))}
+    norms = {name: nn.BatchNorm1d(4) for name in ("norm", "some_norm")}
 
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.common = nn.Linear(3, 4)
-            self.norm = nn.BatchNorm1d(4)
-            self.some = nn.Linear(4, 4)
-            self.some_norm = nn.BatchNorm1d(4)
-            self.unused = nn.Linear(4, 4)
+    def run(trunk: Composed, x: Tensor, deep: bool) -> Tensor:
+        x = trunk.norm(trunk.common(x))
+        return trunk.some_norm(trunk.some(x)) if deep else x
 
-        def forward(self, x: Tensor, deep: bool) -> Tensor:
-            x = self.norm(self.common(x))
-            return self.some_norm(self.some(x)) if deep else x
-
-    trunk = cs.nn.convert_task_batchnorm(Branches(), AB)
+    trunk = cs.nn.convert_task_batchnorm(Composed(run, **layers, **norms), AB)
     opt = optimizer_of(trunk)
     x = torch.randn(16, 3)
     opt.step(lambda task: trunk(x, deep=task == "b").square().mean() + 0 * x.sum())

@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from networks import (
     started,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import cs_kernels as cs
 
@@ -144,28 +144,18 @@ def test_a_new_parameter_that_the_optimizer_holds(method: cs.Method) -> None:
 
 def test_a_task_whose_part_is_frozen_later() -> None:
     """It reaches no shared parameter then, which is allowed."""
-
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Linear(3, 4), nn.Linear(3, 4)
-
-        def forward(self, x: Tensor, task: str) -> Tensor:
-            result: Tensor = (self.left if task == "a" else self.right)(x)
-            return result
-
-    trunk, x = Branches(), torch.randn(5, 3)
-    heads = nn.ModuleDict({task: nn.Linear(4, 1) for task in AB})
+    trunk = nn.ModuleDict({task: nn.Linear(3, 4) for task in AB})
+    heads, x = nn.ModuleDict({task: nn.Linear(4, 1) for task in AB}), torch.randn(5, 3)
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk, heads), AB, cs.PCGrad())
 
     def loss(task: str) -> Tensor:
-        return heads[task](trunk(x, task)).square().mean()
+        return heads[task](trunk[task](x)).square().mean()
 
     opt.step(loss)
-    trunk.left.requires_grad_(False)
-    before = trunk.left.weight.clone()
+    trunk["a"].requires_grad_(False)
+    before = trunk["a"].weight.clone()
     opt.step(loss)
-    assert torch.equal(before, trunk.left.weight)
+    assert torch.equal(before, trunk["a"].weight)
     assert heads["a"].weight.grad is not None
 
 
@@ -177,15 +167,12 @@ def test_checkpointed_trunks(method: cs.Method, reentrant: bool) -> None:
     Reentrant checkpointing hides the parameters from the graph of the loss.
     """
     states = []
-    for run in (
-        lambda trunk, x: trunk(x),
-        partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant),
-    ):
+    for run in (lambda trunk, x: trunk(x), partial(checkpoint, use_reentrant=reentrant)):
         setup, opt = started(method)
         setup.trunk.eval()  # Running twice would move the statistics twice.
+        x, targets = setup.batches[0]
 
-        def loss(task: str, run: Any = run, setup: Setup = setup) -> Tensor:
-            x, targets = setup.batches[0]
+        def loss(task: str) -> Tensor:
             y = setup.heads[task](run(setup.trunk, x.requires_grad_(reentrant)))
             return (y - targets[TASKS.index(task)]).square().mean()
 
@@ -193,10 +180,7 @@ def test_checkpointed_trunks(method: cs.Method, reentrant: bool) -> None:
         for _ in range(2):
             opt.step(loss)
         states.append(setup.state())
-    if reentrant:
-        torch.testing.assert_close(*states)
-    else:
-        assert_equal(*states)
+    (torch.testing.assert_close if reentrant else assert_equal)(*states)
 
 
 def test_a_normalization_unfrozen_later_must_be_held() -> None:

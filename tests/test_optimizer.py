@@ -26,7 +26,6 @@ import cs_kernels as cs
 pytestmark = pytest.mark.loop
 
 METHODS = [cs.Sum, cs.ConnectionStrength]
-SCHEDULES = [cs.Joint(), cs.Sequential(), cs.Switch(2), cs.Mixed(4, seed=3, draw="step")]
 
 
 def _grads_of(
@@ -102,26 +101,14 @@ def test_mixed_equals_an_independent_step(backend: str) -> None:
     for epoch in range(5):
         opt.start_epoch(epoch)
         phases.append(opt.phase)
-        opt.step(ours.closure(epoch))
+        losses = opt.step(ours.closure(epoch))
+        assert list(losses) == TASKS
+        assert all(not loss.requires_grad for loss in losses.values())
         (_independent_phase1 if opt.phase == 1 else _independent_phase2)(theirs, epoch)
         torch.testing.assert_close(ours.state(), theirs.state(), rtol=1e-10, atol=1e-12)
     assert {1, 2} == set(phases)
     assert dict(opt.coverage().prioritized) == PRIORITIZED
     assert opt.report().conflicts.any()
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=repr)
-@pytest.mark.parametrize("method", METHODS)
-def test_losses_fall(backend: str, method: type[cs.Method], schedule: cs.Schedule) -> None:
-    setup = Setup(dtype=torch.float32)
-    opt = setup.start(method(), schedule)
-    losses = []
-    for step in range(12):
-        opt.start_epoch(step // 3)
-        losses.append(opt.step(setup.closure(0)))
-    assert list(losses[-1]) == TASKS
-    assert all(not loss.requires_grad for loss in losses[-1].values())
-    assert all(losses[-1][task] < losses[0][task] for task in TASKS)
 
 
 def test_sum_is_the_gradient_of_the_sum() -> None:

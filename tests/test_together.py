@@ -12,16 +12,28 @@ from typing import Any
 
 import pytest
 import torch
-from networks import AB, TASKS, Setup, assert_equal, optimizer_of, refused, sgd_of, started
+from networks import (
+    AB,
+    TASKS,
+    Composed,
+    Setup,
+    assert_equal,
+    optimizer_of,
+    refused,
+    sgd_of,
+    started,
+    with_gradient,
+)
 from stacking import (
     CLOSE,
     LAYERWISE,
-    Branches,
     Checkpointed,
-    Head,
     assert_alike,
     assert_trains_alike,
+    branches,
     converted,
+    head,
+    of_head,
     pictures,
     small,
     squares,
@@ -29,6 +41,7 @@ from stacking import (
     trained,
 )
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 import cs_kernels as cs
 from cs_kernels.engine.stacked.mode import RunTrunk
@@ -118,22 +131,12 @@ def test_parts_frozen(change: Callable[[Setup, int], object]) -> None:
     assert_trains_alike(change=change)
 
 
-class Layers(nn.Module):
+def behind_a_layer(layer: nn.Module, channels: int, dims: int) -> nn.Module:
     """A layer with a normalization behind it, with another layer before."""
-
-    def __init__(self, layer: nn.Module, channels: int, dims: int) -> None:
-        super().__init__()
-        kind = {0: nn.Linear, 1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dims]
-        norm = {0: nn.BatchNorm1d, 1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dims]
-        self.first = kind(3, 4) if dims == 0 else kind(3, 4, 1)
-        self.first_norm = norm(4)
-        self.layer = layer
-        self.norm = norm(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.relu(self.first_norm(self.first(x)))
-        result: Tensor = self.norm(self.layer(x))
-        return result
+    kind = [nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d][dims]
+    norm = [nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d][dims]
+    first = kind(3, 4) if dims == 0 else kind(3, 4, 1)
+    return nn.Sequential(first, norm(4), nn.ReLU(), layer, norm(channels))
 
 
 LAYERS = {
@@ -157,7 +160,7 @@ LAYERS = {
 def test_layers(name: str) -> None:
     make, channels, dims = LAYERS[name]
     torch.manual_seed(0)
-    trunk = converted(Layers(make(), channels, dims))
+    trunk = converted(behind_a_layer(make(), channels, dims))
     opt = assert_alike(trunk, torch.randn(4, 3, *[7] * dims).double())
     assert len(opt.coverage().prioritized) == 2
     assert opt.report().conflicts.any()
@@ -275,24 +278,13 @@ def test_factors_of_the_loss(
 
 
 def test_layer_that_first_runs_later() -> None:
-    class Late(nn.Module):
-        number = 0
+    def run(trunk: Composed, x: Tensor) -> Tensor:
+        y = trunk.norm(trunk.first(x))
+        return y + trunk.other(trunk.second(x)) if trunk.number > 1 else y
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(3, 4), nn.Linear(3, 4)
-            self.norm, self.other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.norm(self.first(x))
-            return y + self.other(self.second(x)) if self.number > 1 else y
-
-    x = features()
-
-    def loss(_: nn.Module, z: Tensor, task: str) -> Tensor:
-        return (z - AB.index(task) * x[:, :1]).square().mean()
-
-    opt = assert_alike(converted(Late()), x, loss=loss, steps=4)
+    layers = {"first": nn.Linear(3, 4), "second": nn.Linear(3, 4)}
+    trunk = Composed(run, **layers, norm=nn.BatchNorm1d(4), other=nn.BatchNorm1d(4))
+    opt = assert_alike(converted(trunk), features(), loss=from_number, steps=4)
     assert opt.coverage().prioritized == {"first.weight": "norm", "second.weight": "other"}
 
 
@@ -323,35 +315,15 @@ def test_state_after_an_error() -> None:
     assert_equal(setup.state(), again.state())
 
 
-class Odd(nn.Module):
-    """A trunk that does something that a stacked pass cannot serve."""
+def _counts(trunk: Any, x: Tensor) -> Tensor:
+    trunk.seen += 1
+    return trunk.normed(x)
 
-    def __init__(self, does: str) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(3, 3), nn.BatchNorm1d(3)
-        self.register_buffer("seen", torch.zeros(1))
-        self.does = does
 
-    def forward(self, x: Tensor) -> Any:
-        if self.does == "time":  # The batch in dimension 1.
-            y = self.layer(x.unsqueeze(0).expand(2, *x.shape))
-            return self.norm(y.flatten(0, 1)).unflatten(0, y.shape[:2])[0]
-        if self.does == "sorts":
-            x = x[x[:, 0].argsort()]
-        y = self.norm(self.layer(x))
-        if self.does == "twice":
-            y = y + self.norm(self.layer(x + 1))
-        elif self.does == "standardizes":
-            y = y + self.norm(nn.functional.linear(x, self.layer.weight - self.layer.weight.mean()))
-        elif self.does in MIXES:
-            y = MIXES[self.does](y)
-        elif self.does == "counts":
-            self.seen += 1
-        elif self.does == "scalar":
-            return y, y.square().mean()
-        elif self.does == "transposes":
-            return y.t()
-        return y
+def _over_time(trunk: Any, x: Tensor) -> Tensor:
+    """The batch is in dimension 1."""
+    y = trunk.layer(x.expand(2, *x.shape))
+    return trunk.norm(y.flatten(0, 1)).unflatten(0, y.shape[:2])[0]
 
 
 MIXES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -363,14 +335,33 @@ MIXES: dict[str, Callable[[Tensor], Tensor]] = {
     "nans": lambda y: y - y.nan_to_num().mean(0),
     "cumsum": lambda y: y.flip(0).cumsum(0).flip(0),
 }
-ODD = {
-    **dict.fromkeys([*MIXES, "time", "sorts"], "one task's part depends on another's"),
-    "twice": "several times",
-    "standardizes": r"in (sub|__sub__|mean)",
-    "counts": "must not change its buffers",
-    "scalar": r"got the output of trunk with a tensor of shape \(\)",
-    "transposes": "the output of trunk",
+OF_ANOTHER = "one task's part depends on another's"
+ODD: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    name: (lambda odd, x, mix=mix: mix(odd.normed(x)), OF_ANOTHER) for name, mix in MIXES.items()
+} | {
+    "time": (_over_time, OF_ANOTHER),
+    "sorts": (lambda odd, x: odd.normed(x[x[:, 0].argsort()]), OF_ANOTHER),
+    "twice": (lambda odd, x: odd.normed(x) + odd.normed(x + 1), "several times"),
+    "standardizes": (
+        lambda odd, x: odd.normed(x) + odd.norm(linear(x, odd.layer.weight - 1)),
+        r"in (sub|__sub__)",
+    ),
+    "counts": (_counts, "must not change its buffers"),
+    "scalar": (
+        lambda odd, x: (y := odd.normed(x), y.mean()),
+        r"got the output of trunk with a tensor of shape \(\)",
+    ),
+    "transposes": (lambda odd, x: odd.normed(x).t(), "the output of trunk"),
 }
+
+
+def odd(does: str) -> tuple[nn.Module, cs.MultiTaskOptimizer]:
+    """A trunk that does something that a stacked pass cannot serve."""
+    trunk = Composed(ODD[does][0], layer=nn.Linear(3, 3), norm=nn.BatchNorm1d(3))
+    trunk.register_buffer("seen", torch.zeros(1))
+    trunk.normed = lambda x: trunk.norm(trunk.layer(x))
+    trunk = converted(trunk)
+    return trunk, optimizer_of(trunk)
 
 
 def of_odd(z: Any) -> Tensor:
@@ -383,38 +374,28 @@ def together_of_odd(run: RunTrunk) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("does", ODD)
 def test_refuses_trunks(does: str) -> None:
-    trunk = converted(Odd(does))
-    opt = optimizer_of(trunk)
-    with refused(trunk.state_dict, ValueError, ODD[does]):
+    trunk, opt = odd(does)
+    with refused(trunk.state_dict, ValueError, ODD[does][1]):
         opt.step_together(together_of_odd)
     opt.step(lambda task: of_odd(trunk(features())))
 
 
 def test_steps_of_one_task_do_not_show_whether_parts_stay_apart() -> None:
-    opt = optimizer_of(converted(Odd("centers")))
+    _, opt = odd("centers")
     for task in AB:
         opt.step_together(together_of_odd, [task])
-    with pytest.raises(ValueError, match="one task's part depends on another's"):
+    with pytest.raises(ValueError, match=OF_ANOTHER):
         opt.step_together(together_of_odd)
 
 
-class Sign(torch.autograd.Function):
-    """It asks no subclass of a tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+sign = with_gradient(Tensor.sign, lambda grad: grad)
 
 
-@pytest.mark.parametrize("of", [lambda w: w - w.mean(1, keepdim=True), Sign.apply])
+@pytest.mark.parametrize("of", [lambda w: w - w.mean(1, keepdim=True), sign])
 def test_weight_that_is_no_layers_may_be_used_in_any_way(of: Callable[[Tensor], Tensor]) -> None:
     class Own(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.linear(x, of(self.weight), self.bias)
+            return linear(x, of(self.weight), self.bias)
 
     trunk = converted(nn.Sequential(Own(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.BatchNorm1d(5)))
     opt = assert_alike(trunk, features())
@@ -428,18 +409,14 @@ def test_arguments_by_name_and_types_of_weights() -> None:
         def forward(self, x: Tensor) -> Tensor:
             assert isinstance(self.weight, nn.Parameter)
             x = x.float().to(self.weight).type_as(self.weight) + self.weight.new_zeros(3)
-            return nn.functional.linear(input=x, weight=self.weight, bias=self.bias)
+            return linear(input=x, weight=self.weight, bias=self.bias)
 
-    class Trunk(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.norm = Named(3, 4), nn.BatchNorm1d(4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.norm(input=self.linear(x))
-            return result
-
-    opt = assert_alike(converted(Trunk()), features())
+    trunk = Composed(
+        lambda trunk, x: trunk.norm(input=trunk.linear(x)),
+        linear=Named(3, 4),
+        norm=nn.BatchNorm1d(4),
+    )
+    opt = assert_alike(converted(trunk), features())
     assert list(opt.coverage().prioritized) == ["linear.weight"]
 
 
@@ -605,7 +582,7 @@ def test_outputs_that_a_task_does_not_use(batches: list[str]) -> None:
     tasks = sorted(set("".join(batches)))
     torch.manual_seed(0)
     assert_alike(
-        converted(Branches(), tasks),
+        converted(branches(), tasks),
         features(),
         steps=8,
         tasks=tasks,
@@ -713,7 +690,7 @@ def test_run_called_twice() -> None:
 
 def test_heads_in_trunk() -> None:
     x = features()[:5]  # An odd batch.
-    assert_alike(converted(Head()), x, loss=Head.loss)
+    assert_alike(converted(head()), x, loss=of_head)
 
 
 def _normed(head: nn.Module) -> tuple[nn.Module, nn.ModuleDict, cs.MultiTaskOptimizer]:

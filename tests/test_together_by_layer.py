@@ -10,23 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from networks import AB, assert_equal, optimizer_of, refused
+from networks import AB, Composed, assert_equal, optimizer_of, refused, with_gradient
 from stacking import (
     BY_LAYER,
     CLOSE,
     LAYERWISE,
-    Branches,
     Checkpointed,
-    Head,
     assert_alike,
     assert_trains_alike,
+    branches,
     converted,
+    head,
+    of_head,
     pictures,
     small,
     squares,
     trained,
 )
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from trunks import CASES
 from trunks import TASKS as TRUNK_TASKS
 from trunks import Setup as TrunkSetup
@@ -90,7 +92,7 @@ def of_branch(trunk: nn.Module, z: list[Tensor], task: str) -> Tensor:
     return z[AB.index(task)].sin().mean() + (z[1].cos().mean() if task == "b" else 0)
 
 
-@pytest.mark.parametrize(("network", "loss"), [(Head, Head.loss), (Branches, of_branch)])
+@pytest.mark.parametrize(("network", "loss"), [(head, of_head), (branches, of_branch)])
 def test_parameters_of_one_task(
     network: Callable[[], nn.Module], loss: Callable[..., Tensor]
 ) -> None:
@@ -103,7 +105,7 @@ def test_parameters_of_one_task(
 def test_parameters_that_another_task_reaches_later() -> None:
     """They are shared from then on, also in steps where one task alone reaches them."""
     torch.manual_seed(0)
-    trunk, x = converted(Branches()), torch.randn(6, 3).double()
+    trunk, x = converted(branches()), torch.randn(6, 3).double()
     owned: dict[str, list[int]] = {}
 
     def loss(network: nn.Module, z: list[Tensor], task: str) -> Tensor:
@@ -125,35 +127,25 @@ def test_parameters_that_another_task_reaches_later() -> None:
 SKIPPED = {0, 33, 34, 64}
 
 
-class Blocks(nn.Module):
+def blocks(hides: bool = False) -> nn.Module:
     """The second block does not always run, and may be hidden in a function."""
 
-    def __init__(self, hides: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(3)
-        )
-        self.heads = nn.ModuleDict({t: nn.Linear(3, 1) for t in "abc"})
-        self.never = nn.Linear(3, 3)
-        self.hides, self.number = hides, 1
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        x = self.blocks[0](x).tanh()
-        if self.number not in SKIPPED:
-            x = x + self.blocks[1](x).tanh()
-        x = Twice.apply(x) if self.hides else x
-        x = self.blocks[2](x)
+    def run(network: Any, x: Tensor) -> list[Tensor]:
+        x = network.blocks[0](x).tanh()
+        if network.number not in SKIPPED:
+            x = x + network.blocks[1](x).tanh()
+        x = network.blocks[2](twice(x) if hides else x)
         return [x, x]
 
+    return Composed(
+        run,
+        blocks=nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(3)),
+        heads=nn.ModuleDict({t: nn.Linear(3, 1) for t in "abc"}),
+        never=nn.Linear(3, 3),
+    )
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad
+twice = with_gradient(lambda x: 2 * x, lambda grad: 2 * grad)
 
 
 @pytest.mark.parametrize("hides", [False, True])
@@ -168,13 +160,13 @@ def test_layers_that_do_not_always_run(method: cs.Method, hides: bool) -> None:
     tasks = ["a", "b", "c"]
     without_gradient = []
 
-    def loss(network: Blocks, z: list[Tensor], task: str) -> Tensor:
+    def loss(network: Composed, z: list[Tensor], task: str) -> Tensor:
         return (network.heads[task](z[1]) - tasks.index(task)).sin().square().mean()
 
-    def watch(_: object, network: Blocks) -> None:
+    def watch(_: object, network: Composed) -> None:
         without_gradient.append([p.grad is None for p in network.parameters()])
 
-    trunk, x = converted(Blocks(hides), tasks), torch.randn(6, 3).double()
+    trunk, x = converted(blocks(hides), tasks), torch.randn(6, 3).double()
     close = {"rtol": 1e-8, "atol": 1e-10}
     options = {"method": method, "hides": hides, "close": close, "lr": 0.1}
     assert_alike(trunk, x, steps=66, tasks=tasks, loss=loss, watch=watch, **options)
@@ -184,7 +176,8 @@ def test_layers_that_do_not_always_run(method: cs.Method, hides: bool) -> None:
 def test_method_after_an_error() -> None:
     """The state of a method is that of before, even if it has made a part of the updates."""
     torch.manual_seed(0)
-    trunk, x = converted(Blocks()), torch.randn(6, 3).double()
+    trunk, x = converted(blocks()), torch.randn(6, 3).double()
+    trunk.number = 1
     opt = optimizer_of(trunk, cs.GradVac(beta=0.5, groups="layer"))
 
     def forward(run: RunTrunk) -> dict[str, Tensor]:
@@ -211,19 +204,16 @@ def test_method_after_an_error() -> None:
 @LAYERWISE
 def test_layer_of_a_constant(method: cs.Method) -> None:
     """The rows of a tensor that is not of the batch are no tasks'."""
-
-    class Grid(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("grid", torch.randn(4, 2))
-            self.at, self.layer, self.norm = nn.Linear(2, 3), nn.Linear(3, 3), nn.BatchNorm1d(3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.norm(self.layer(x) + self.at(self.grid).mean(0))
-            return result
-
-    torch.manual_seed(0)
-    trunk, x = converted(Grid()), torch.randn(6, 3).double()
+    grid = torch.randn(4, 2).double()
+    trunk, x = (
+        converted(
+            Composed(
+                lambda trunk, x: trunk.norm(trunk.layer(x) + trunk.at(grid).mean(0)),
+                at=nn.Linear(2, 3), layer=nn.Linear(3, 3), norm=nn.BatchNorm1d(3),
+            )
+        ),
+        torch.randn(6, 3).double(),
+    )
     layers = {"at": "norm"} if method.prioritizes else None
     with pytest.raises(ValueError, match=r"got at\.weight with a tensor of shape \(4, 2\)"):
         optimizer_of(trunk, method, layers=layers).step_together(squares(x))
@@ -249,54 +239,46 @@ def test_report_without_a_layer() -> None:
     assert report.products.shape == (0, 2, 2)
 
 
-class Odd(nn.Module):
-    """A trunk of which one parameter or weight is used in another way."""
-
-    def __init__(self, does: str) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.scale = nn.Parameter(torch.ones(3))
-        self.norm = nn.LayerNorm(3)
-        self.does = does
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.one(x))
-        if self.does == "scale":
-            x = x * self.scale
-        elif self.does == "norm":
-            x = self.norm(x)
-        elif self.does == "split":
-            return nn.functional.linear(x, self.two.weight) + self.two.bias
-        elif self.does == "mixed":
-            x = nn.functional.linear(x, self.two.weight, self.one.bias)
-        elif self.does == "tied":
-            x = nn.functional.linear(self.two(x), self.two.weight)
-        elif self.does == "twice":
-            x = nn.functional.linear(self.two(x), self.two.weight.clone(), self.two.bias)
-        return self.two(x)
-
-
 @pytest.mark.parametrize(
     ("does", "match"),
     [
-        ("scale", "got scale elsewhere: use step, or freeze it"),
-        ("norm", "got norm.weight elsewhere: use step"),
-        ("split", "two.bias .* used in "),
-        ("mixed", "several times"),
-        ("tied", "two.weight .* several times"),
-        ("twice", "two.weight .* used in clone"),
+        (
+            lambda trunk, x: trunk.two(x * trunk.scale),
+            "got scale elsewhere: use step, or freeze it",
+        ),
+        (lambda trunk, x: trunk.two(trunk.norm(x)), "got norm.weight elsewhere: use step"),
+        (lambda trunk, x: linear(x, trunk.two.weight) + trunk.two.bias, "two.bias .* used in "),
+        (
+            lambda trunk, x: trunk.two(linear(x, trunk.two.weight, trunk.one.bias)),
+            "several times",
+        ),
+        (lambda trunk, x: linear(trunk.two(x), trunk.two.weight), "two.weight .* several times"),
+        (
+            lambda trunk, x: linear(trunk.two(x), trunk.two.weight.clone(), trunk.two.bias),
+            "two.weight .* used in clone",
+        ),
     ],
+    ids=["scale", "norm", "split", "mixed", "tied", "twice"],
 )
-def test_refuses_trunks(does: str, match: str) -> None:
+def test_refuses_trunks(does: Callable[[Any, Tensor], Tensor], match: str) -> None:
+    """A parameter or weight is used in another way than by one layer."""
     torch.manual_seed(0)
-    trunk, x = Odd(does).double(), torch.randn(6, 3).double()
+    trunk, x = (
+        Composed(
+            lambda trunk, x: does(trunk, torch.tanh(trunk.one(x))),
+            one=nn.Linear(3, 3), two=nn.Linear(3, 3), norm=nn.LayerNorm(3),
+        ),
+        torch.randn(6, 3).double(),
+    )
+    trunk.scale = nn.Parameter(torch.ones(3))
+    trunk.double()
     opt = optimizer_of(trunk, BY_LAYER)
-
     with refused(trunk.state_dict, ValueError, match):
         opt.step_together(squares(x))
-    if does in ("scale", "norm"):
+    if "elsewhere" in match:
         before = trunk.one.weight.clone()
-        getattr(trunk, does).requires_grad_(False)
+        for own in (trunk.scale, trunk.norm):
+            own.requires_grad_(False)
         opt.step_together(squares(x))
         assert not torch.equal(trunk.one.weight, before)
 
@@ -325,7 +307,7 @@ def test_refuses_methods() -> None:
 
 def test_unknown_reach() -> None:
     """If a function may hide parameters, all losses must depend on the same outputs."""
-    trunk = converted(Branches())
+    trunk = converted(branches())
     x = torch.randn(6, 3).double().requires_grad_()
     trunk.one, trunk.two = (nn.Sequential(nn.Linear(4, 4)).double() for _ in AB)
     trunk.one = Checkpointed(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double(), True)
