@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from layers import Kind
+from plain import projected_rows, strength
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -172,6 +174,24 @@ def stem_priority(setup: Setup) -> Tensor:
         eps=[norm.eps for norm in norms],
     )
     return cs.functional.task_priority(strengths)
+
+
+def projected_update(weight: Tensor, norm: nn.Module, grads: list[Tensor], kind: Kind) -> Tensor:
+    """The update of a prioritized layer by the paper's formulas, nothing of the package."""
+    children = [*norm.children()]
+    strengths = strength(
+        weight.detach(),
+        torch.stack([child.weight.detach() for child in children]),
+        torch.stack([child.running_var for child in children]),
+        [child.eps for child in children],
+        kind,
+    )
+    priority = (strengths / strengths.sum(1, keepdim=True)).argmax(0)
+    update = torch.empty_like(weight)
+    rows = projected_rows(torch.stack(grads), priority, kind)
+    for row, channel in zip(rows, update.unbind(kind.out_channel_dim), strict=True):
+        channel.copy_(row.view(channel.shape))
+    return update
 
 
 def assert_equal(first: object, second: object) -> None:

@@ -19,8 +19,6 @@ from networks import (
     optimizer_of,
     problem,
     refused,
-    restore,
-    saved,
     sgd_of,
     with_gradient,
 )
@@ -203,25 +201,6 @@ def test_sum_is_plain_backward(kind: str) -> None:
     assert_equal(network.gradients(), plain.gradients())
 
 
-def test_one_linear_layer_and_one_sample() -> None:
-    """dW_i = dz_i x^T, so <dW_i, dW_j> = <dz_i, dz_j> |x|^2, and MGDA has the same weights."""
-    trunk = nn.Linear(2, 2, bias=False).double()
-    x = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
-    rows = torch.tensor([[1.0, 0.0], [-1.0, 2.0]], dtype=torch.float64)
-    opt = optimizer_of(trunk, cs.MGDA())
-    # The min-norm point of (1, 0) and (-1, 2): weights 3/4 and 1/4, (1/2, 1/2).
-    expected = torch.tensor([[0.5], [0.5]]).double() @ x
-    for at_features in (True, False):
-        z = trunk(x)
-        losses = {task: (z * row).sum() for task, row in zip(AB, rows, strict=True)}
-        opt.backward(losses, features=z if at_features else None)
-        assert opt.report().task_weights.tolist() == pytest.approx([0.75, 0.25], abs=1e-12)
-        gramian = rows @ rows.T * (1 if at_features else 25)
-        torch.testing.assert_close(opt.report().gramian, gramian)
-        torch.testing.assert_close(trunk.weight.grad, expected)
-        opt.optimizer.zero_grad()
-
-
 @EVERY
 def test_steps_equal_the_plain_loop(make: Callable[[], cs.Method]) -> None:
     """Ten steps, also of methods with a state."""
@@ -293,19 +272,11 @@ def test_weightings() -> None:
 def test_a_report() -> None:
     network = Network("residual")
     opt = network.start(cs.PCGrad())
-    network.backward(opt)
-    scalars = opt.report().scalars()
-    z = network.features()
-    rows = rows_of(network.losses(z), z)
-    norms = [scalars[f"gradient_norm/{task}"] for task in ABC]
-    assert norms == pytest.approx(rows.norm(dim=1).tolist(), rel=1e-9)
-    cosine = torch.cosine_similarity(rows[0], rows[1], dim=0)
-    assert scalars["cosine/a,b"] == pytest.approx(float(cosine), rel=1e-9)
-    assert scalars["surgery_ms"] > 0
-    assert opt.report().step == 0
-    opt.optimizer.step()
-    network.backward(opt)
-    assert opt.report().step == 1
+    for number in range(2):
+        network.backward(opt)
+        assert opt.report().step == number
+        assert opt.report().scalars()["surgery_ms"] > 0
+        opt.optimizer.step()
 
 
 def test_both_ways_in_turn() -> None:
@@ -421,7 +392,6 @@ def test_gradients_with_one_memory() -> None:
 def test_gradients_that_the_next_pass_overwrites() -> None:
     """As those in the memory of a CUDA graph, parts of one allocation."""
     memory = torch.empty(2, 20).double()
-
     reused = with_gradient(Tensor.clone, lambda grad: memory[1].view(5, 4).copy_(grad).detach())
     trunk, x = nn.Linear(3, 4).double(), torch.randn(5, 3).double()
     opt = optimizer_of(trunk, cs.MGDA())
@@ -511,24 +481,6 @@ def test_features_keep_no_gradient(retains: bool) -> None:
         warnings.simplefilter("error")
         opt.backward(network.losses([z]), features=z)
     assert z.grad is None
-
-
-def test_a_resumed_run_is_bit_equal() -> None:
-    def start() -> tuple[Network, cs.MultiTaskOptimizer]:
-        network = Network("scales")
-        return network, network.start(cs.NashMTL(update_every=2))
-
-    def train(network: Network, opt: cs.MultiTaskOptimizer, steps: int) -> None:
-        for _ in range(steps):
-            network.backward(opt)
-            opt.optimizer.step()
-
-    whole, first, resumed = start(), start(), start()
-    train(*whole, 7)
-    train(*first, 3)
-    restore(saved(*first), *resumed)
-    train(*resumed, 4)
-    assert_equal(whole[0].state_dict(), resumed[0].state_dict())
 
 
 @pytest.mark.compile
@@ -837,12 +789,8 @@ def test_gradients_are_none_after_a_failing_pass(at: str) -> None:
     network = Network("residual")
     opt = network.start(cs.MGDA())
     before = copy.deepcopy(network.state_dict())
-
-    def fail(_: Tensor) -> None:
-        raise RuntimeError("no")
-
-    hook = network.get_parameter(at).register_hook(fail)
-    with fails(network, RuntimeError, r"^no$"):
+    hook = network.get_parameter(at).register_hook(lambda _: 1 // 0)
+    with fails(network, ZeroDivisionError, "by zero"):
         network.backward(opt)
     hook.remove()
     network.load_state_dict(before)  # Normalization has seen a batch.

@@ -15,10 +15,10 @@ from networks import (
     assert_same_gradients,
     optimizer_of,
     problem,
+    projected_update,
     started,
     stem_priority,
 )
-from plain import projected_rows, strength
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -60,19 +60,7 @@ def _independent_phase2(setup: Setup, batch: int) -> None:
             continue
         kind = Kind(name, tuple(p.shape), int(name == "up.weight"))
         norm = setup.trunk.get_submodule(PRIORITIZED[name])
-        children = [norm.of(task) for task in TASKS]
-        s = strength(
-            p.detach(),
-            torch.stack([c.weight.detach() for c in children]),
-            torch.stack([c.running_var for c in children]),
-            [c.eps for c in children],
-            kind,
-        )
-        priority = (s / s.sum(1, keepdim=True)).argmax(0)
-        update = projected_rows(torch.stack(grads[name]), priority, kind)
-        p.grad = torch.empty_like(p)
-        for row, destination in zip(update, p.grad.unbind(kind.out_channel_dim), strict=True):
-            destination.copy_(row.view(destination.shape))
+        p.grad = projected_update(p.detach(), norm, grads[name], kind)
     setup.optimizer.step()
 
 

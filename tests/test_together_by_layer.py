@@ -209,7 +209,9 @@ def test_layer_of_a_constant(method: cs.Method) -> None:
         converted(
             Composed(
                 lambda trunk, x: trunk.norm(trunk.layer(x) + trunk.at(grid).mean(0)),
-                at=nn.Linear(2, 3), layer=nn.Linear(3, 3), norm=nn.BatchNorm1d(3),
+                at=nn.Linear(2, 3),
+                layer=nn.Linear(3, 3),
+                norm=nn.BatchNorm1d(3),
             )
         ),
         torch.randn(6, 3).double(),
@@ -266,7 +268,9 @@ def test_refuses_trunks(does: Callable[[Any, Tensor], Tensor], match: str) -> No
     trunk, x = (
         Composed(
             lambda trunk, x: does(trunk, torch.tanh(trunk.one(x))),
-            one=nn.Linear(3, 3), two=nn.Linear(3, 3), norm=nn.LayerNorm(3),
+            one=nn.Linear(3, 3),
+            two=nn.Linear(3, 3),
+            norm=nn.LayerNorm(3),
         ),
         torch.randn(6, 3).double(),
     )

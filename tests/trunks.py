@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 import torchvision_operators
 from layers import Kind
-from networks import with_task_norms
-from plain import projected_rows, rows, strength
+from networks import projected_update, with_task_norms
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -127,18 +126,8 @@ def plain_updates(
     updates = dict(sums)
     for name, norm_name in prioritized.items():
         weight = shared[name].detach()
-        kind = Kind(name, tuple(weight.shape))
-        children = [*setup.trunk.get_submodule(norm_name).children()]
-        strengths = strength(
-            weight,
-            torch.stack([child.weight.detach() for child in children]),
-            torch.stack([child.running_var for child in children]),
-            [child.eps for child in children],
-            kind,
-        )
-        priority = (strengths / strengths.sum(1, keepdim=True)).argmax(0)
-        update = projected_rows(torch.stack(grads[name]), priority, kind)
-        updates[name] = update.view(rows(weight, kind).shape).view_as(weight)
+        norm, kind = setup.trunk.get_submodule(norm_name), Kind(name, tuple(weight.shape))
+        updates[name] = projected_update(weight, norm, grads[name], kind)
     return updates, sums
 
 
