@@ -182,22 +182,23 @@ def small() -> nn.Module:
     )
 
 
+def vectors() -> Tensor:
+    return torch.randn(6, 3, generator=torch.Generator().manual_seed(0)).double()
+
+
 def pictures() -> Tensor:
     return torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(3)).double()
 
 
-class Checkpointed(nn.Module):
+def checkpointed(reentrant: bool, *parts: nn.Module) -> nn.Module:
     """Recomputes its parts in the backward pass."""
 
-    def __init__(self, trunk: nn.Sequential, reentrant: bool) -> None:
-        super().__init__()
-        self.trunk = trunk
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in (self.trunk[:3], self.trunk[3:]):
-            x = checkpoint(part, x, use_reentrant=self.reentrant)
+    def run(trunk: Any, x: Tensor) -> Tensor:
+        for part in trunk.parts:
+            x = checkpoint(part, x, use_reentrant=reentrant)
         return x
+
+    return Composed(run, parts=nn.ModuleList(parts))
 
 
 def branches() -> nn.Module:

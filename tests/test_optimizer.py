@@ -152,18 +152,6 @@ def test_one_task(backend: str) -> None:
     torch.testing.assert_close(*states)
 
 
-def test_frozen_layers_and_thawing() -> None:
-    setup = Setup()
-    frozen = setup.trunk.block.first[0].weight.requires_grad_(False)
-    opt, before = setup.start(), frozen.clone()
-    opt.step(setup.closure(0))
-    assert frozen.grad is None
-    assert torch.equal(frozen, before)
-    frozen.requires_grad_(True)
-    opt.step(setup.closure(1))
-    assert not torch.equal(frozen, before)
-
-
 @pytest.mark.parametrize("kept", [["bare.weight"], []], ids=["a plain one", "none"])
 def test_every_prioritized_layer_is_frozen_later(backend: str, kept: list[str]) -> None:
     setup, opt = started()

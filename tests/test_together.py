@@ -6,8 +6,8 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +27,10 @@ from networks import (
 from stacking import (
     CLOSE,
     LAYERWISE,
-    Checkpointed,
     assert_alike,
     assert_trains_alike,
     branches,
+    checkpointed,
     converted,
     head,
     of_head,
@@ -39,6 +39,7 @@ from stacking import (
     squares,
     together,
     trained,
+    vectors,
 )
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -47,10 +48,6 @@ import cs_kernels as cs
 from cs_kernels.engine.stacked.mode import RunTrunk
 
 pytestmark = pytest.mark.loop
-
-
-def features() -> Tensor:
-    return torch.randn(6, 3, generator=torch.Generator().manual_seed(0)).double()
 
 
 def from_number(_: nn.Module, z: Tensor, task: str) -> Tensor:
@@ -73,38 +70,27 @@ def test_partial_labels(method: cs.Method | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weighting", "close"),
+    "weighting",
     [
-        (cs.FixedWeights({"depth": 1.0, "normals": 10.0, "edges": 0.1}), CLOSE),
-        (cs.RandomWeights(seed=2), CLOSE),
-        (cs.DynamicWeightAverage(), CLOSE),
-        # Its parameters are float32.
-        (
-            cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression")),
-            {"rtol": 1e-5, "atol": 1e-6},
-        ),
+        cs.FixedWeights({"depth": 1.0, "normals": 10.0, "edges": 0.1}),
+        cs.RandomWeights(seed=2),
+        cs.DynamicWeightAverage(),
+        cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression")),
     ],
-    ids=lambda value: type(value).__name__,
+    ids=lambda weighting: type(weighting).__name__,
 )
-def test_weightings(weighting: cs.Weighting, close: dict[str, float]) -> None:
+def test_weightings(weighting: cs.Weighting) -> None:
+    in_float32 = {"rtol": 1e-5, "atol": 1e-6}  # As the parameters of a weighting are.
+    close = in_float32 if weighting.parameters() else CLOSE
     assert_trains_alike(weighting=weighting, epochs=2, close=close)
 
 
 def test_weighting_by_known_losses() -> None:
     """All losses are known before any is weighed, as after `backward`."""
-    torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    found = [
-        trained(
-            trunk,
-            torch.ones(5, 3).double(),
-            way,
-            loss=from_number,
-            method=cs.Sum(),
-            weighting=cs.SmoothTchebycheff(0.5, warmup=0),
-        )[1]
-        for way in ("backward", "together")
-    ]
+    options = {"method": cs.Sum(), "weighting": cs.SmoothTchebycheff(0.5, warmup=0)}
+    train = partial(trained, trunk, vectors(), loss=from_number, **options)
+    found = [train(way)[1] for way in ("backward", "together")]
     torch.testing.assert_close(*found, **CLOSE)
 
 
@@ -166,24 +152,18 @@ def test_layers(name: str) -> None:
     assert opt.report().conflicts.any()
 
 
-class Tokens(nn.Module):
+def of_words(p: float = 0.0, mixes: bool = False) -> nn.Module:
     """Embeddings, dropout, a linear layer of three dimensions, and outputs in a dictionary."""
 
-    def __init__(self, p: float = 0.0, mixes: bool = False) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(9, 4)
-        self.linear = nn.Linear(4, 5)
-        self.norm = nn.BatchNorm1d(5)
-        self.dropout = nn.Dropout(p)
-        self.mixes = mixes
+    def run(trunk: Any, inputs: dict[str, Tensor], scale: float = 1.0) -> dict[str, Any]:
+        words = inputs["tokens"]
+        words = (words + words[:1]) % 9 if mixes else words
+        y = trunk.linear(trunk.embedding(words) * inputs["mask"].unsqueeze(-1) * scale)
+        y = trunk.norm(y.flatten(0, 1)).unflatten(0, y.shape[:2])
+        return {"all": [nn.functional.dropout(y, p)], "size": 3}
 
-    def forward(self, inputs: dict[str, Tensor], scale: float = 1.0) -> dict[str, Any]:
-        tokens = inputs["tokens"]
-        if self.mixes:
-            tokens = (tokens + tokens[:1]) % 9
-        y = self.linear(self.embedding(tokens) * inputs["mask"].unsqueeze(-1) * scale)
-        y = self.norm(y.flatten(0, 1)).unflatten(0, y.shape[:2])
-        return {"all": [self.dropout(y)], "size": 3}
+    layers = {"embedding": nn.Embedding(9, 4), "linear": nn.Linear(4, 5)}
+    return converted(Composed(run, **layers, norm=nn.BatchNorm1d(5)))
 
 
 def tokens() -> dict[str, Tensor]:
@@ -197,7 +177,7 @@ def of_tokens(network: nn.Module, z: dict[str, Any], task: str) -> Tensor:
 
 
 def test_nested_inputs_and_outputs() -> None:
-    assert_alike(converted(Tokens()), lambda run: run(tokens(), scale=2.0), loss=of_tokens)
+    assert_alike(of_words(), lambda run: run(tokens(), scale=2.0), loss=of_tokens)
 
 
 def test_dropout_draws_a_mask_a_task() -> None:
@@ -211,12 +191,12 @@ def test_dropout_draws_a_mask_a_task() -> None:
         assert not torch.equal(*masks.values())
         assert all(0.2 < mask.double().mean() < 0.8 for mask in masks.values())
 
-    trained(converted(Tokens(p=0.5)), tokens(), "together", loss=loss, watch=watch)
+    trained(of_words(p=0.5), tokens(), "together", loss=loss, watch=watch)
 
 
 def test_integers_over_the_batch() -> None:
     with pytest.raises(ValueError, match="depends on another's"):
-        trained(converted(Tokens(mixes=True)), tokens(), "together", loss=of_tokens)
+        trained(of_words(mixes=True), tokens(), "together", loss=of_tokens)
 
 
 @pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.PCGrad(groups="layer")], ids=repr)
@@ -224,7 +204,8 @@ def test_integers_over_the_batch() -> None:
 def test_checkpointing(reentrant: bool, method: cs.Method) -> None:
     """Also the statistics, which recomputation updates again."""
     x = pictures().requires_grad_(reentrant)  # As reentrant checkpointing wants it.
-    opt = assert_alike(Checkpointed(small(), reentrant), x, method=method)
+    trunk = small()
+    opt = assert_alike(checkpointed(reentrant, trunk[:3], trunk[3:]), x, method=method)
     assert len(opt.coverage().prioritized) == 2
 
 
@@ -246,11 +227,9 @@ def test_autocast() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             make()
 
-    exact, expected, found = (
-        train("step")[1],
-        train("step", step=step)[1],
-        train("together", step=step)[1],
-    )
+    _, exact = train("step")
+    _, expected = train("step", step=step)
+    _, found = train("together", step=step)
     for one, other, third in zip(expected, found, exact, strict=True):
         assert other.dtype is one.dtype
         error, size = (other - one).double().norm(), one.double().norm()
@@ -284,7 +263,7 @@ def test_layer_that_first_runs_later() -> None:
 
     layers = {"first": nn.Linear(3, 4), "second": nn.Linear(3, 4)}
     trunk = Composed(run, **layers, norm=nn.BatchNorm1d(4), other=nn.BatchNorm1d(4))
-    opt = assert_alike(converted(trunk), features(), loss=from_number, steps=4)
+    opt = assert_alike(converted(trunk), vectors(), loss=from_number, steps=4)
     assert opt.coverage().prioritized == {"first.weight": "norm", "second.weight": "other"}
 
 
@@ -369,7 +348,7 @@ def of_odd(z: Any) -> Tensor:
 
 
 def together_of_odd(run: RunTrunk) -> dict[str, Tensor]:
-    return {task: of_odd(z) for task, z in run(features()).items()}
+    return {task: of_odd(z) for task, z in run(vectors()).items()}
 
 
 @pytest.mark.parametrize("does", ODD)
@@ -377,7 +356,7 @@ def test_refuses_trunks(does: str) -> None:
     trunk, opt = odd(does)
     with refused(trunk.state_dict, ValueError, ODD[does][1]):
         opt.step_together(together_of_odd)
-    opt.step(lambda task: of_odd(trunk(features())))
+    opt.step(lambda task: of_odd(trunk(vectors())))
 
 
 def test_steps_of_one_task_do_not_show_whether_parts_stay_apart() -> None:
@@ -398,10 +377,10 @@ def test_weight_that_is_no_layers_may_be_used_in_any_way(of: Callable[[Tensor], 
             return linear(x, of(self.weight), self.bias)
 
     trunk = converted(nn.Sequential(Own(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.BatchNorm1d(5)))
-    opt = assert_alike(trunk, features())
+    opt = assert_alike(trunk, vectors())
     assert list(opt.coverage().prioritized) == ["2.weight"]
     with pytest.raises(ValueError, match=r"use 0\.weight "):
-        trained(converted(nn.Sequential(Own(3, 4), nn.BatchNorm1d(4))), features(), "together")
+        trained(converted(nn.Sequential(Own(3, 4), nn.BatchNorm1d(4))), vectors(), "together")
 
 
 def test_arguments_by_name_and_types_of_weights() -> None:
@@ -416,7 +395,7 @@ def test_arguments_by_name_and_types_of_weights() -> None:
         linear=Named(3, 4),
         norm=nn.BatchNorm1d(4),
     )
-    opt = assert_alike(converted(trunk), features())
+    opt = assert_alike(converted(trunk), vectors())
     assert list(opt.coverage().prioritized) == ["linear.weight"]
 
 
@@ -535,13 +514,13 @@ def test_order_of_tasks_and_a_single_one() -> None:
         cs.nn.add_task(trunk, "c", like="a")
         assert_alike(trunk, pictures(), tasks=list(names), steps=1)
     trunk = converted(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), ["a"])
-    assert_alike(trunk, features(), tasks=["a"])
+    assert_alike(trunk, vectors(), tasks=["a"])
 
 
 def test_trunk_that_changes_its_input() -> None:
     """The first layer reads what is there now."""
     trunk = converted(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 4), nn.BatchNorm1d(4)))
-    assert_alike(trunk, lambda run: run(features()), loss=from_number)
+    assert_alike(trunk, lambda run: run(vectors()), loss=from_number)
 
 
 # Before the first normalization, the tasks' batches are the same, and a sum sees no difference.
@@ -583,7 +562,7 @@ def test_outputs_that_a_task_does_not_use(batches: list[str]) -> None:
     torch.manual_seed(0)
     assert_alike(
         converted(branches(), tasks),
-        features(),
+        vectors(),
         steps=8,
         tasks=tasks,
         loss=loss,
@@ -656,10 +635,6 @@ def test_forward_that_runs_other_things() -> None:
         losses["a"].backward(retain_graph=True)
         return losses
 
-    @dataclass
-    class Output:
-        z: Tensor
-
     for forward, error, match in (
         (direct, ValueError, "forward must run trunk by run"),
         (steps_back, RuntimeError, "leave out backward"),
@@ -668,7 +643,7 @@ def test_forward_that_runs_other_things() -> None:
         with pytest.raises(error, match=match):
             opt.step_together(forward)
         assert all(p.grad is None for p in trunk.parameters())
-    trunk.register_forward_hook(lambda _, __, output: Output(output))
+    trunk.register_forward_hook(lambda _, __, output: SimpleNamespace(z=output))
     with pytest.raises(ValueError, match="trunk must return tensors in lists"):
         opt.step_together(lambda run: {t: z.z.mean() for t, z in run(x).items()})
 
@@ -689,7 +664,7 @@ def test_run_called_twice() -> None:
 
 
 def test_heads_in_trunk() -> None:
-    x = features()[:5]  # An odd batch.
+    x = vectors()[:5]  # An odd batch.
     assert_alike(converted(head()), x, loss=of_head)
 
 
@@ -704,18 +679,18 @@ def test_a_head_that_begins_in_place() -> None:
     trunk, heads, opt = _normed(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 1)))
 
     def forward(run: RunTrunk) -> dict[str, Tensor]:
-        return {task: heads[task](z).square().mean() for task, z in run(features()).items()}
+        return {task: heads[task](z).square().mean() for task, z in run(vectors()).items()}
 
     with refused(trunk.state_dict, ValueError, r"ReLU\(inplace=True\) does: use step"):
         opt.step_together(forward)
-    opt.step(lambda task: heads[task](trunk(features())).square().mean())
+    opt.step(lambda task: heads[task](trunk(vectors())).square().mean())
 
 
 @pytest.mark.parametrize("of", ["input", "weight"])
 def test_a_gradient_penalty(of: str) -> None:
     """It would need the layers' second derivatives."""
     trunk, heads, opt = _normed(nn.Linear(4, 1))
-    x = features().requires_grad_()
+    x = vectors().requires_grad_()
 
     def loss(task: str, z: Tensor) -> Tensor:
         loss = heads[task](z).square().mean()

@@ -15,10 +15,10 @@ from stacking import (
     BY_LAYER,
     CLOSE,
     LAYERWISE,
-    Checkpointed,
     assert_alike,
     assert_trains_alike,
     branches,
+    checkpointed,
     converted,
     head,
     of_head,
@@ -26,6 +26,7 @@ from stacking import (
     small,
     squares,
     trained,
+    vectors,
 )
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -70,15 +71,9 @@ def test_trains_as_step(method: cs.GramianMethod) -> None:
 @pytest.mark.parametrize("name", ["resnet18", pytest.param("hrnet_w18", marks=pytest.mark.full)])
 def test_trunks(name: str) -> None:
     setup = TrunkSetup(CASES[name])
-    assert_alike(
-        setup.trunk,
-        setup.x,
-        steps=2,
-        tasks=TRUNK_TASKS,
-        loss=lambda _, z, task: setup.loss_of(z, task),
-        lr=0.0,
-        method=cs.UPGrad(groups="layer"),
-    )
+    method, loss = cs.UPGrad(groups="layer"), lambda _, z, task: setup.loss_of(z, task)
+    options = {"tasks": TRUNK_TASKS, "loss": loss, "lr": 0.0, "method": method}
+    assert_alike(setup.trunk, setup.x, steps=2, **options)
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
@@ -97,15 +92,13 @@ def test_parameters_of_one_task(
     network: Callable[[], nn.Module], loss: Callable[..., Tensor]
 ) -> None:
     """They get that task's gradient, as in `step`: heads, and branches that others do not use."""
-    torch.manual_seed(0)
-    opt = assert_alike(converted(network()), torch.randn(6, 3).double(), loss=loss, method=BY_LAYER)
+    opt = assert_alike(converted(network()), vectors(), loss=loss, method=BY_LAYER)
     assert opt.coverage().own
 
 
 def test_parameters_that_another_task_reaches_later() -> None:
     """They are shared from then on, also in steps where one task alone reaches them."""
-    torch.manual_seed(0)
-    trunk, x = converted(branches()), torch.randn(6, 3).double()
+    trunk, x = converted(branches()), vectors()
     owned: dict[str, list[int]] = {}
 
     def loss(network: nn.Module, z: list[Tensor], task: str) -> Tensor:
@@ -156,7 +149,6 @@ twice = with_gradient(lambda x: 2 * x, lambda grad: 2 * grad)
 )
 def test_layers_that_do_not_always_run(method: cs.Method, hides: bool) -> None:
     """Also if the graph of a step without them is the one that was searched."""
-    torch.manual_seed(0)
     tasks = ["a", "b", "c"]
     without_gradient = []
 
@@ -166,7 +158,7 @@ def test_layers_that_do_not_always_run(method: cs.Method, hides: bool) -> None:
     def watch(_: object, network: Composed) -> None:
         without_gradient.append([p.grad is None for p in network.parameters()])
 
-    trunk, x = converted(blocks(hides), tasks), torch.randn(6, 3).double()
+    trunk, x = converted(blocks(hides), tasks), vectors()
     close = {"rtol": 1e-8, "atol": 1e-10}
     options = {"method": method, "hides": hides, "close": close, "lr": 0.1}
     assert_alike(trunk, x, steps=66, tasks=tasks, loss=loss, watch=watch, **options)
@@ -175,8 +167,7 @@ def test_layers_that_do_not_always_run(method: cs.Method, hides: bool) -> None:
 
 def test_method_after_an_error() -> None:
     """The state of a method is that of before, even if it has made a part of the updates."""
-    torch.manual_seed(0)
-    trunk, x = converted(blocks()), torch.randn(6, 3).double()
+    trunk, x = converted(blocks()), vectors()
     trunk.number = 1
     opt = optimizer_of(trunk, cs.GradVac(beta=0.5, groups="layer"))
 
@@ -205,20 +196,12 @@ def test_method_after_an_error() -> None:
 def test_layer_of_a_constant(method: cs.Method) -> None:
     """The rows of a tensor that is not of the batch are no tasks'."""
     grid = torch.randn(4, 2).double()
-    trunk, x = (
-        converted(
-            Composed(
-                lambda trunk, x: trunk.norm(trunk.layer(x) + trunk.at(grid).mean(0)),
-                at=nn.Linear(2, 3),
-                layer=nn.Linear(3, 3),
-                norm=nn.BatchNorm1d(3),
-            )
-        ),
-        torch.randn(6, 3).double(),
-    )
+    modules = {"at": nn.Linear(2, 3), "layer": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3)}
+    run = lambda trunk, x: trunk.norm(trunk.layer(x) + trunk.at(grid).mean(0))  # noqa: E731
+    trunk = converted(Composed(run, **modules))
     layers = {"at": "norm"} if method.prioritizes else None
     with pytest.raises(ValueError, match=r"got at\.weight with a tensor of shape \(4, 2\)"):
-        optimizer_of(trunk, method, layers=layers).step_together(squares(x))
+        optimizer_of(trunk, method, layers=layers).step_together(squares(vectors()))
 
 
 def test_method_of_ones_own() -> None:
@@ -264,16 +247,8 @@ def test_report_without_a_layer() -> None:
 )
 def test_refuses_trunks(does: Callable[[Any, Tensor], Tensor], match: str) -> None:
     """A parameter or weight is used in another way than by one layer."""
-    torch.manual_seed(0)
-    trunk, x = (
-        Composed(
-            lambda trunk, x: does(trunk, torch.tanh(trunk.one(x))),
-            one=nn.Linear(3, 3),
-            two=nn.Linear(3, 3),
-            norm=nn.LayerNorm(3),
-        ),
-        torch.randn(6, 3).double(),
-    )
+    modules = {"one": nn.Linear(3, 3), "two": nn.Linear(3, 3), "norm": nn.LayerNorm(3)}
+    trunk, x = Composed(lambda trunk, x: does(trunk, trunk.one(x).tanh()), **modules), vectors()
     trunk.scale = nn.Parameter(torch.ones(3))
     trunk.double()
     opt = optimizer_of(trunk, BY_LAYER)
@@ -311,10 +286,9 @@ def test_refuses_methods() -> None:
 
 def test_unknown_reach() -> None:
     """If a function may hide parameters, all losses must depend on the same outputs."""
-    trunk = converted(branches())
-    x = torch.randn(6, 3).double().requires_grad_()
-    trunk.one, trunk.two = (nn.Sequential(nn.Linear(4, 4)).double() for _ in AB)
-    trunk.one = Checkpointed(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]).double(), True)
+    trunk, x = converted(branches()), vectors().requires_grad_()
+    layers = [nn.Linear(4, 4).double() for _ in range(3)]
+    trunk.one, trunk.two = checkpointed(True, *layers[:2]), layers[2]
     opt = optimizer_of(trunk, BY_LAYER)
 
     def losses(run: RunTrunk, uses: Callable[[str], list[int]]) -> dict[str, Tensor]:
@@ -350,7 +324,6 @@ def test_backend_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @LAYERWISE
 def test_memory_of_gradients(monkeypatch: pytest.MonkeyPatch, method: cs.Method) -> None:
     """Gradients of no more than the largest layer wait; small layers are combined in one call."""
-    torch.manual_seed(0)
     widths = [3, 4, 4, 40, 40, 4, 4, 4, 4]
     pairs = itertools.pairwise(widths)
     trunk = converted(
