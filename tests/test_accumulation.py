@@ -244,8 +244,9 @@ def test_what_was_dropped_is_not_said_after_a_new_start(
     restart: Callable[..., object] | None,
 ) -> None:
     (model, loss, opt), (twin, other, straight) = (started_problem(cs.PCGrad()) for _ in range(2))
-    if restart:
-        opt.backward({task: loss(task) for task in AB}, update=False)
+    opt.backward({task: loss(task) for task in AB}, update=False)
+    if not restart:
+        opt.optimizer.zero_grad()
     with pytest.raises(TypeError):
         opt.backward(loss, update=False)
     if restart:
@@ -327,6 +328,8 @@ def test_zero_grad_frees_the_optimizer(method: cs.Method, set_to_none: bool, fro
     with pytest.raises(RuntimeError, match="wait for their update"):
         opt.optimizer.step()
     opt.optimizer.zero_grad(set_to_none=set_to_none)
+    opt.optimizer.step()
+    sum(loss(task) for task in AB).backward()
     opt.optimizer.step()
     opt.backward({task: loss(task) for task in AB}, update=False)
     opt.optimizer.zero_grad(set_to_none=set_to_none)

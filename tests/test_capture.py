@@ -1,4 +1,4 @@
-"""Captured steps: replays train as eager steps do, bit by bit, in a CPU model of CUDA graphs."""
+"""Captured steps: replays train as eager steps do, bit by bit, in a CPU model of CUDA Recorder."""
 
 import copy
 from collections.abc import Callable
@@ -28,13 +28,12 @@ from cs_kernels.engine import cuda_graphs
 pytestmark = pytest.mark.loop
 
 
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+@pytest.fixture(autouse=True)
+def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps on the CPU are captured."""
     monkeypatch.setitem(cuda_graphs.DEVICES, "cpu", Recorder)
     monkeypatch.setattr(Recorder, "captures", 0)
     monkeypatch.setattr(Recorder, "replays", 0)
-    return Recorder
 
 
 def trained_alike(train: Callable[..., Loop]) -> Loop:
@@ -45,19 +44,19 @@ def trained_alike(train: Callable[..., Loop]) -> Loop:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_replays_are_steps(graphs: type[Recorder], name: str) -> None:
+def test_replays_are_steps(name: str) -> None:
     """Losses, parameters, buffers, gradients and states; after the warm-up all are replays."""
     trained_alike(lambda captured: CASES[name](captured=captured).train())
     phases = 2 if name in ("Switch", "Mixed", "FAMO") else 1
-    assert graphs.captures == phases
-    assert graphs.replays == STEPS - 2 * phases
+    assert Recorder.captures == phases
+    assert Recorder.replays == STEPS - 2 * phases
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["PCGrad", "GradDrop", "Mixed", "Uncertainty", "Tchebycheff", "FAMO", "GradNorm"]
 )
-def test_a_captured_run_resumes(graphs: type[Recorder], name: str) -> None:
+def test_a_captured_run_resumes(name: str) -> None:
     """In both ways, captured and eager; what was saved does not change in later replays."""
     first = CASES[name](captured=True).train(0, 7)
     states = saved(first.setup, first.opt)
@@ -75,7 +74,7 @@ def test_a_captured_run_resumes(graphs: type[Recorder], name: str) -> None:
 
 
 @pytest.mark.parametrize("method", [cs.PCGrad(), cs.GradDrop()], ids=repr)
-def test_replays_draw_anew(graphs: type[Recorder], method: cs.Method) -> None:
+def test_replays_draw_anew(method: cs.Method) -> None:
     """On gradients that stay: three directions, each in conflict with the others."""
     trunk = nn.Linear(2, 1, bias=False)
     directions = torch.tensor([[1.0, 0.0], [-0.6, 0.9], [-0.5, -1.0]])
@@ -85,11 +84,11 @@ def test_replays_draw_anew(graphs: type[Recorder], method: cs.Method) -> None:
     for _ in range(23):
         captured()
         updates.append(tuple(trunk.weight.grad.flatten().tolist()))
-    assert graphs.replays == 20
+    assert Recorder.replays == 20
     assert len(set(updates[3:])) > 3
 
 
-def test_other_steps_between_replays(graphs: type[Recorder]) -> None:
+def test_other_steps_between_replays() -> None:
     """The counter follows, and `.grad` is that of the last step."""
 
     def train(captured: bool) -> Loop:
@@ -103,7 +102,7 @@ def test_other_steps_between_replays(graphs: type[Recorder]) -> None:
         return loop
 
     trained_alike(train)
-    assert graphs.captures == 1
+    assert Recorder.captures == 1
 
 
 def _norm(loop: Loop) -> Any:
@@ -168,9 +167,7 @@ CHANGES: dict[str, Callable[[Loop, int], object]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("method", [cs.GradDrop, cs.NashMTL])
-def test_captured_again(
-    graphs: type[Recorder], method: Callable[[], cs.Method], change: str
-) -> None:
+def test_captured_again(method: Callable[[], cs.Method], change: str) -> None:
     """Something changes before steps 5 and 8; the heads have statistics too."""
 
     def train(captured: bool) -> Loop:
@@ -185,11 +182,11 @@ def test_captured_again(
         return loop
 
     trained_alike(train)
-    assert graphs.captures >= 2
-    assert graphs.replays >= 4
+    assert Recorder.captures >= 2
+    assert Recorder.replays >= 4
 
 
-def test_a_learning_rate_in_a_tensor(graphs: type[Recorder]) -> None:
+def test_a_learning_rate_in_a_tensor() -> None:
     """It changes in every step, and nothing is captured again."""
 
     def train(captured: bool) -> Loop:
@@ -198,10 +195,10 @@ def test_a_learning_rate_in_a_tensor(graphs: type[Recorder]) -> None:
         return loop.train(stop=8, rate=rate)
 
     trained_alike(train)
-    assert (graphs.captures, graphs.replays) == (1, 6)
+    assert (Recorder.captures, Recorder.replays) == (1, 6)
 
 
-def test_a_scaler(graphs: type[Recorder]) -> None:
+def test_a_scaler() -> None:
     """It skips a step with infinite gradients, and lowers its scale, in a replay too."""
 
     def train(captured: bool) -> Loop:
@@ -216,10 +213,10 @@ def test_a_scaler(graphs: type[Recorder]) -> None:
     loop = trained_alike(train)
     assert all(tensor.isfinite().all() for tensor in loop.setup.state(grads=False))
     assert scales[0].get_scale() == scales[1].get_scale() < 8 * 2**3
-    assert graphs.captures == 1
+    assert Recorder.captures == 1
 
 
-def test_nash_mtl_keeps_nothing(graphs: type[Recorder]) -> None:
+def test_nash_mtl_keeps_nothing() -> None:
     """A batch whose gradients are not finite leaves nothing for the steps after it."""
 
     def train(captured: bool) -> Loop:
@@ -234,12 +231,12 @@ def test_nash_mtl_keeps_nothing(graphs: type[Recorder]) -> None:
         return loop.train(stop=9)
 
     loop = trained_alike(train)
-    assert graphs.replays == 7
+    assert Recorder.replays == 7
     assert loop.opt.method.captured_state() == []
     assert all(tensor.isfinite().all() for tensor in loop.setup.state(grads=False))
 
 
-def test_a_warmup_counts_steps_that_were_made(graphs: type[Recorder]) -> None:
+def test_a_warmup_counts_steps_that_were_made() -> None:
     _, loss, opt = started_problem(cs.PCGrad())
     results: list[Any] = [None, None, 1.0, 1.0]
 
@@ -253,18 +250,19 @@ def test_a_warmup_counts_steps_that_were_made(graphs: type[Recorder]) -> None:
         results.pop(0)
     for made in range(2):
         captured()
-        assert (graphs.captures, graphs.replays) == (made, made)
+        assert (Recorder.captures, Recorder.replays) == (made, made)
 
 
-def test_snapshots_stay_outside(graphs: type[Recorder]) -> None:
+def test_snapshots_stay_outside() -> None:
     """Replays do not copy running statistics for steps that fail."""
     for schedule in (cs.Joint(), cs.Sequential()):
         Loop(cs.PCGrad(), schedule, captured=True).train(stop=3)
-        assert "aten::native_batch_norm" in graphs.operators
-        assert "aten::_foreach_copy_" not in graphs.operators
+        assert "aten::native_batch_norm" in Recorder.operators
+        assert "aten::_foreach_copy_" not in Recorder.operators
 
 
-def test_on_the_cpu_every_call_is_a_step() -> None:
+def test_without_graphs_every_call_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(cuda_graphs.DEVICES, "cpu")
     trained_alike(lambda captured: Loop(cs.GradDrop(), captured=captured).train(stop=4))
 
 
@@ -299,16 +297,14 @@ class Factor(cs.Weighting):
         ),
     ],
 )
-def test_what_replays_would_get_wrong(
-    graphs: type[Recorder], options: dict[str, Any], message: str
-) -> None:
+def test_what_replays_would_get_wrong(options: dict[str, Any], message: str) -> None:
     _, loss, opt = started_problem(**{"method": cs.PCGrad(), **options})
     with pytest.raises(ValueError, match=message):
         opt.capture(loss)
-    assert opt.state_dict()["steps"] == graphs.captures == 0
+    assert opt.state_dict()["steps"] == Recorder.captures == 0
 
 
-def test_arguments(graphs: type[Recorder]) -> None:
+def test_arguments() -> None:
     _, loss, opt = started_problem(cs.PCGrad())
     for arguments, error, message in (
         ({"closure": None}, TypeError, "closure must be a function"),
@@ -320,7 +316,7 @@ def test_arguments(graphs: type[Recorder]) -> None:
             opt.capture(**{"closure": loss, **arguments})
 
 
-def test_optimizers_that_cannot_be_captured(graphs: type[Recorder]) -> None:
+def test_optimizers_that_cannot_be_captured() -> None:
     model, loss, *_ = problem()
     adam, sgd = torch.optim.Adam(model.parameters()), sgd_of(model)
     sgd.add_param_group({"params": [nn.Parameter(torch.ones(3, device="meta"))]})
@@ -332,7 +328,7 @@ def test_optimizers_that_cannot_be_captured(graphs: type[Recorder]) -> None:
             cs.MultiTaskOptimizer(model, optimizer, AB, cs.PCGrad()).capture(loss)
 
 
-def test_an_optimizer_that_counts_on_the_host(graphs: type[Recorder]) -> None:
+def test_an_optimizer_that_counts_on_the_host() -> None:
     """Its steps before the capture are as ever."""
 
     class Counted(torch.optim.SGD):
@@ -350,7 +346,7 @@ def test_an_optimizer_that_counts_on_the_host(graphs: type[Recorder]) -> None:
     assert_equal(model.state_dict(), before)
 
 
-def test_a_weighting_by_the_number_of_the_step(graphs: type[Recorder]) -> None:
+def test_a_weighting_by_the_number_of_the_step() -> None:
     class Ramp(cs.Weighting):
         def weigh(self, task: str, loss: Tensor, step: cs.Step) -> Tensor:
             return loss * step.number
@@ -363,7 +359,7 @@ def test_a_weighting_by_the_number_of_the_step(graphs: type[Recorder]) -> None:
     assert opt.state_dict()["steps"] == 1
 
 
-def test_autocast_around_a_captured_step(graphs: type[Recorder]) -> None:
+def test_autocast_around_a_captured_step() -> None:
     """Its cache has weights cast to half precision, which the graph would read for ever."""
     _, loss, opt = started_problem(cs.PCGrad())
     captured = opt.capture(loss, warmup=1)
@@ -375,17 +371,17 @@ def test_autocast_around_a_captured_step(graphs: type[Recorder]) -> None:
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         for _ in range(3):
             captured()
-    assert graphs.replays == 2
+    assert Recorder.replays == 2
 
 
-def test_batch_normalization_without_momentum(graphs: type[Recorder]) -> None:
+def test_batch_normalization_without_momentum() -> None:
     setup, opt = started()
     setup.trunk.up_norm.of("depth").momentum = None
     with pytest.raises(ValueError, match=r"momentum=None in up_norm\.depth"):
         opt.capture(setup.closure(0))
 
 
-def test_gradients_that_wait_for_their_update(graphs: type[Recorder]) -> None:
+def test_gradients_that_wait_for_their_update() -> None:
     _, loss, opt = started_problem(cs.PCGrad())
     captured = opt.capture(loss, warmup=1)
     for _ in range(3):
@@ -397,10 +393,10 @@ def test_gradients_that_wait_for_their_update(graphs: type[Recorder]) -> None:
     opt.backward({task: loss(task) for task in AB})
     with pytest.raises(RuntimeError, match=r"the update of the last backward"):
         captured()
-    assert graphs.replays == 2
+    assert Recorder.replays == 2
 
 
-def test_a_capture_around_a_step_is_refused(graphs: type[Recorder]) -> None:
+def test_a_capture_around_a_step_is_refused() -> None:
     _, loss, opt = started_problem(cs.PCGrad())
     losses = {task: loss(task) for task in AB}
     captured = opt.capture(loss)
@@ -420,9 +416,7 @@ def test_a_capture_around_a_step_is_refused(graphs: type[Recorder]) -> None:
 
 
 @pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
-def test_a_capture_that_fails_changes_nothing(
-    graphs: type[Recorder], schedule: cs.Schedule
-) -> None:
+def test_a_capture_that_fails_changes_nothing(schedule: cs.Schedule) -> None:
     """Nor do later steps differ."""
     wrong: list[str] = []
 
