@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -227,21 +228,12 @@ def test_report_without_a_layer() -> None:
 @pytest.mark.parametrize(
     ("does", "match"),
     [
-        (
-            lambda trunk, x: trunk.two(x * trunk.scale),
-            "got scale elsewhere: use step, or freeze it",
-        ),
-        (lambda trunk, x: trunk.two(trunk.norm(x)), "got norm.weight elsewhere: use step"),
-        (lambda trunk, x: linear(x, trunk.two.weight) + trunk.two.bias, "two.bias .* used in "),
-        (
-            lambda trunk, x: trunk.two(linear(x, trunk.two.weight, trunk.one.bias)),
-            "several times",
-        ),
-        (lambda trunk, x: linear(trunk.two(x), trunk.two.weight), "two.weight .* several times"),
-        (
-            lambda trunk, x: linear(trunk.two(x), trunk.two.weight.clone(), trunk.two.bias),
-            "two.weight .* used in clone",
-        ),
+        (lambda net, x: net.two(x * net.scale), "got scale elsewhere: use step, or freeze it"),
+        (lambda net, x: net.two(net.norm(x)), "got norm.weight elsewhere: use step"),
+        (lambda net, x: linear(x, net.two.weight) + net.two.bias, "two.bias .* used in "),
+        (lambda net, x: net.two(linear(x, net.two.weight, net.one.bias)), "several times"),
+        (lambda net, x: linear(net.two(x), net.two.weight), "two.weight .* several times"),
+        (lambda net, x: net.two(linear(x, net.two.weight.clone())), "two.weight .* used in clone"),
     ],
     ids=["scale", "norm", "split", "mixed", "tied", "twice"],
 )
@@ -262,26 +254,27 @@ def test_refuses_trunks(does: Callable[[Any, Tensor], Tensor], match: str) -> No
         assert not torch.equal(trunk.one.weight, before)
 
 
-def test_refuses_methods() -> None:
-    trunk = small()
+class Weighs(cs.GradVac):
+    def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
+        return super().weights(gramian, step)
 
-    class Weighs(cs.GradVac):
-        def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
-            return super().weights(gramian, step)
 
-    class Combines(cs.MGDA):
-        def combine(self, *arguments: Any) -> None:
-            super().combine(*arguments)
+class Combines(cs.MGDA):
+    def combine(self, *arguments: Any) -> None:
+        super().combine(*arguments)
 
-    for method in (
-        cs.NashMTL(update_every=2, groups="layer"),
-        Weighs(groups="layer"),
-        Combines(groups="layer"),
-        cs.MGDA(),
-        cs.GradDrop(),
-    ):
-        with pytest.raises(ValueError, match="groups='layer' for step_together"):
-            optimizer_of(trunk, method).step_together(squares(pictures()))
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        *(cs.NashMTL(update_every=2, groups="layer"), cs.MGDA(), cs.GradDrop()),
+        *(Weighs(groups="layer"), Combines(groups="layer")),
+    ],
+    ids=repr,
+)
+def test_refuses_methods(method: cs.Method) -> None:
+    with pytest.raises(ValueError, match="groups='layer' for step_together"):
+        optimizer_of(small(), method).step_together(squares(pictures()))
 
 
 def test_unknown_reach() -> None:
@@ -324,18 +317,13 @@ def test_backend_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @LAYERWISE
 def test_memory_of_gradients(monkeypatch: pytest.MonkeyPatch, method: cs.Method) -> None:
     """Gradients of no more than the largest layer wait; small layers are combined in one call."""
-    widths = [3, 4, 4, 40, 40, 4, 4, 4, 4]
-    pairs = itertools.pairwise(widths)
-    trunk = converted(
-        nn.Sequential(
-            *(module for m, n in pairs for module in (nn.Linear(m, n), nn.BatchNorm1d(n)))
-        )
-    )
-    opt = optimizer_of(trunk, method)
-    x = torch.randn(5, 3).double()
+    pairs = itertools.pairwise([3, 4, 4, 40, 40, 4, 4, 4, 4])
+    layers = ((nn.Linear(m, n), nn.BatchNorm1d(n)) for m, n in pairs)
+    trunk = converted(nn.Sequential(*itertools.chain.from_iterable(layers)))
     alive: list[weakref.ref[Tensor]] = []
-    most, calls = 0, 0
-    hand_over, combine = LayerUpdates.hand_over, type(method).combine
+    most, hand_over = 0, LayerUpdates.hand_over
+    method = copy.deepcopy(method)
+    method.combine = combine = Mock(side_effect=method.combine)
 
     def counted(self: LayerUpdates, parameter: Tensor, grads: Iterable[Tensor]) -> None:
         def noted() -> Iterator[Tensor]:
@@ -348,15 +336,11 @@ def test_memory_of_gradients(monkeypatch: pytest.MonkeyPatch, method: cs.Method)
 
         hand_over(self, parameter, noted())
 
-    def counts(*arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        combine(*arguments)
-
     monkeypatch.setattr(LayerUpdates, "hand_over", counted)
-    monkeypatch.setattr(type(method), "layerwise", True)
-    monkeypatch.setattr(method, "combine", lambda *arguments: counts(method, *arguments))
-    opt.step_together(lambda run: {t: (z - 1).square().mean() for t, z in run(x).items()})
+    x = vectors()
+    optimizer_of(trunk, method).step_together(
+        lambda run: {task: (z - 1).square().mean() for task, z in run(x).items()}
+    )
     largest = 40 * 40 + (0 if method.prioritizes else 40)
     assert most == 2 * largest
-    assert calls == 3
+    assert combine.call_count == 3
