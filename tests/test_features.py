@@ -55,9 +55,9 @@ def scales() -> nn.Module:
 class Network(nn.Module):
     """A trunk, and a head a task on every feature; the last task has only the last feature."""
 
-    def __init__(self, kind: str, tasks: Sequence[str] = ABC, seed: int = 0) -> None:
+    def __init__(self, kind: str, tasks: Sequence[str] = ABC) -> None:
         super().__init__()
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         self.tasks = list(tasks)
         self.trunk = Trunk() if kind == "residual" else scales()
         sizes = [6 * 12 * 12] if kind == "residual" else [4, 18]
@@ -87,11 +87,11 @@ class Network(nn.Module):
     def start(
         self, method: cs.Method, weighting: cs.Weighting | None = None, **options: Any
     ) -> cs.MultiTaskOptimizer:
-        self.optimizer = sgd_of(self.trunk, self.heads, lr=0.02)
+        sgd = sgd_of(self.trunk, self.heads, lr=0.02)
         if weighting is not None:
-            self.optimizer.param_groups[0]["params"] += weighting.parameters()
+            sgd.param_groups[0]["params"] += weighting.parameters()
         return cs.MultiTaskOptimizer(
-            self.trunk, self.optimizer, self.tasks, method, weighting=weighting, **options
+            self.trunk, sgd, self.tasks, method, weighting=weighting, **options
         )
 
     def backward(self, opt: cs.MultiTaskOptimizer, tasks: Sequence[str] | None = None) -> None:
@@ -118,11 +118,9 @@ def rows_of(losses: dict[str, Tensor], features: Sequence[Tensor]) -> Tensor:
 
 
 def _dropped(method: cs.GradDrop, rows: Tensor, number: int) -> Tensor:
-    update = torch.empty_like(rows[0])
-    tasks = len(rows)
-    leaks = [float(method.leak)] * tasks
+    update, leaks = torch.empty_like(rows[0]), [float(method.leak)] * len(rows)
     with cs.use_backend("reference"):
-        torch.ops.cs_kernels.drop_signs_([update], [*rows], leaks, method.seed, number, tasks)
+        torch.ops.cs_kernels.drop_signs_([update], [*rows], leaks, method.seed, number, len(rows))
     return update
 
 
@@ -143,10 +141,9 @@ def by_hand(
         assert isinstance(method, cs.GramianMethod)
         seen = {task: loss.detach() for task, loss in losses.items()}
         update = method.weights(rows @ rows.T, cs.Step(number, tuple(losses), seen, seen)) @ rows
-    heads, options = dict(network.heads.named_parameters(prefix="heads")), {"allow_unused": True}
-    of_heads = torch.autograd.grad(
-        sum(losses.values()), [*heads.values()], **options, retain_graph=True
-    )
+    heads = dict(network.heads.named_parameters(prefix="heads"))
+    options = {"retain_graph": True, "allow_unused": True}
+    of_heads = torch.autograd.grad(sum(losses.values()), [*heads.values()], **options)
     found = {n: grad for n, grad in zip(heads, of_heads, strict=True) if grad is not None}
     return found | through_trunk(network, features, update.split([z.numel() for z in features]))
 
