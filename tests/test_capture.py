@@ -93,7 +93,7 @@ def test_other_steps_between_replays() -> None:
 
     def train(captured: bool) -> Loop:
         loop = Loop(cs.GradDrop(), captured=captured)
-        for number in range(9):
+        for number in range(10):
             loop.train(number, number + 1)
             if number % 3 == 2:
                 loop.opt.step(loop._loss)
@@ -151,6 +151,7 @@ CHANGES: dict[str, Callable[[Loop, int], object]] = {
     "frozen, then not": lambda loop, number: loop.setup.trunk.up.requires_grad_(number == 8),
     "moved": _move,
     "loaded": lambda loop, _: restore(saved(loop.setup, loop.opt), loop.setup, loop.opt),
+    "state of the torch optimizer": lambda loop, _: restore(saved(loop.setup), loop.setup),
     "evaluation": lambda loop, number: loop.setup.trunk.train(number == 8),
     "evaluation of heads": lambda loop, number: loop.setup.heads.train(number == 8),
     "buffer": lambda loop, _: _replace_buffer(_norm(loop).depth),

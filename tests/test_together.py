@@ -312,7 +312,8 @@ MIXES: dict[str, Callable[[Tensor], Tensor]] = {
     "halves": lambda y: torch.cat([y.chunk(2)[0] - y.chunk(2)[1], y.chunk(2)[1]]),
     "median": lambda y: y * (y > y.median()),
     "nans": lambda y: y - y.nan_to_num().mean(0),
-    "cumsum": lambda y: y.flip(0).cumsum(0).flip(0),
+    "sums before": lambda y: y.cumsum(0),
+    "sums behind": lambda y: y.flip(0).cumsum(0).flip(0),
 }
 OF_ANOTHER = "one task's part depends on another's"
 ODD: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
