@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from layers import Kind
+from plain import projected_rows, strength
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -67,6 +69,48 @@ PRIORITIZED = {
 }
 
 
+class Composed(nn.Module):
+    """Modules, and a function of them and the input."""
+
+    number = 0
+    """That of the step, for a network that is not always the same."""
+
+    def __init__(self, run: Callable[..., Any], **modules: nn.Module) -> None:
+        super().__init__()
+        self.run = run
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.run(self, *inputs, **options)
+
+
+def with_gradient(
+    forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor | None]
+) -> Callable[[Tensor], Tensor]:
+    """A function that autograd knows by its gradient alone, and that may hide parameters."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return forward(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor | None:
+            return backward(grad)
+
+    return Function.apply
+
+
+def with_task_norms(trunk: nn.Module, tasks: list[str] = AB) -> nn.Module:
+    """Converted, with channels that differ between tasks."""
+    cs.nn.convert_task_batchnorm(trunk, tasks)
+    for norm in cs.nn.task_norms(trunk):
+        for child in norm.children():
+            nn.init.uniform_(child.weight, 0.5, 1.5)
+    return trunk
+
+
 class Setup:
     """A converted trunk, heads, data, and a torch optimizer, from a seed."""
 
@@ -80,10 +124,7 @@ class Setup:
     ) -> None:
         torch.manual_seed(seed)
         self.tasks = tasks
-        self.trunk = cs.nn.convert_task_batchnorm(Trunk(), tasks).to(dtype)
-        for norm in cs.nn.task_norms(self.trunk):  # Channels that differ between tasks.
-            for child in norm.children():
-                nn.init.uniform_(child.weight, 0.5, 1.5)
+        self.trunk = with_task_norms(Trunk().to(dtype), tasks)
         self.heads = nn.ModuleDict({task: nn.Conv2d(6, 1, 1) for task in tasks}).to(dtype)
         shapes = (4, 3, 6, 6), (len(tasks), 4, 1, 12, 12)
         self.batches = [tuple(torch.randn(s, dtype=dtype) for s in shapes) for _ in range(8)]
@@ -95,8 +136,9 @@ class Setup:
     def start(
         self, method: cs.Method | None = None, schedule: cs.Schedule | None = None, **options: Any
     ) -> cs.MultiTaskOptimizer:
-        given = self.trunk, self.optimizer, self.tasks
-        return cs.MultiTaskOptimizer(*given, method, schedule, **options)
+        return cs.MultiTaskOptimizer(
+            self.trunk, self.optimizer, self.tasks, method, schedule, **options
+        )
 
     def closure(self, batch: int) -> Callable[[str], Tensor]:
         x, targets = self.batches[batch]
@@ -120,6 +162,36 @@ class Setup:
 def started(*arguments: Any, **options: Any) -> tuple[Setup, cs.MultiTaskOptimizer]:
     setup = Setup()
     return setup, setup.start(*arguments, **options)
+
+
+def stem_priority(setup: Setup) -> Tensor:
+    """The top-priority tasks of the stem's channels, from the scales and statistics of now."""
+    norms = [setup.trunk.stem_norm.of(task) for task in setup.tasks]
+    strengths = cs.functional.connection_strength(
+        setup.trunk.stem.weight,
+        torch.stack([norm.weight for norm in norms]),
+        torch.stack([norm.running_var for norm in norms]),
+        eps=[norm.eps for norm in norms],
+    )
+    return cs.functional.task_priority(strengths)
+
+
+def projected_update(weight: Tensor, norm: nn.Module, grads: list[Tensor], kind: Kind) -> Tensor:
+    """The update of a prioritized layer by the paper's formulas, nothing of the package."""
+    children = [*norm.children()]
+    strengths = strength(
+        weight.detach(),
+        torch.stack([child.weight.detach() for child in children]),
+        torch.stack([child.running_var for child in children]),
+        [child.eps for child in children],
+        kind,
+    )
+    priority = (strengths / strengths.sum(1, keepdim=True)).argmax(0)
+    update = torch.empty_like(weight)
+    rows = projected_rows(torch.stack(grads), priority, kind)
+    for row, channel in zip(rows, update.unbind(kind.out_channel_dim), strict=True):
+        channel.copy_(row.view(channel.shape))
+    return update
 
 
 def assert_equal(first: object, second: object) -> None:

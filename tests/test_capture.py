@@ -1,4 +1,4 @@
-"""Captured steps: replays train as eager steps do, bit by bit, in a CPU model of CUDA graphs."""
+"""Captured steps: replays train as eager steps do, bit by bit, in a CPU model of CUDA Recorder."""
 
 import copy
 from collections.abc import Callable
@@ -28,30 +28,35 @@ from cs_kernels.engine import cuda_graphs
 pytestmark = pytest.mark.loop
 
 
-@pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+@pytest.fixture(autouse=True)
+def _captures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps on the CPU are captured."""
     monkeypatch.setitem(cuda_graphs.DEVICES, "cpu", Recorder)
     monkeypatch.setattr(Recorder, "captures", 0)
     monkeypatch.setattr(Recorder, "replays", 0)
-    return Recorder
+
+
+def trained_alike(train: Callable[..., Loop]) -> Loop:
+    """Trains with captured steps, then with eager ones; returns the first loop."""
+    captured, eager = train(captured=True), train(captured=False)
+    assert_alike(captured, eager)
+    return captured
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_replays_are_steps(graphs: type[Recorder], name: str) -> None:
+def test_replays_are_steps(name: str) -> None:
     """Losses, parameters, buffers, gradients and states; after the warm-up all are replays."""
-    captured = CASES[name](captured=True).train()
-    assert_alike(captured, CASES[name](captured=False).train())
+    trained_alike(lambda captured: CASES[name](captured=captured).train())
     phases = 2 if name in ("Switch", "Mixed", "FAMO") else 1
-    assert graphs.captures == phases
-    assert graphs.replays == STEPS - 2 * phases
+    assert Recorder.captures == phases
+    assert Recorder.replays == STEPS - 2 * phases
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["PCGrad", "GradDrop", "Mixed", "Uncertainty", "Tchebycheff", "FAMO", "GradNorm"]
 )
-def test_a_captured_run_resumes(graphs: type[Recorder], name: str) -> None:
+def test_a_captured_run_resumes(name: str) -> None:
     """In both ways, captured and eager; what was saved does not change in later replays."""
     first = CASES[name](captured=True).train(0, 7)
     states = saved(first.setup, first.opt)
@@ -69,7 +74,7 @@ def test_a_captured_run_resumes(graphs: type[Recorder], name: str) -> None:
 
 
 @pytest.mark.parametrize("method", [cs.PCGrad(), cs.GradDrop()], ids=repr)
-def test_replays_draw_anew(graphs: type[Recorder], method: cs.Method) -> None:
+def test_replays_draw_anew(method: cs.Method) -> None:
     """On gradients that stay: three directions, each in conflict with the others."""
     trunk = nn.Linear(2, 1, bias=False)
     directions = torch.tensor([[1.0, 0.0], [-0.6, 0.9], [-0.5, -1.0]])
@@ -79,233 +84,161 @@ def test_replays_draw_anew(graphs: type[Recorder], method: cs.Method) -> None:
     for _ in range(23):
         captured()
         updates.append(tuple(trunk.weight.grad.flatten().tolist()))
-    assert graphs.replays == 20
+    assert Recorder.replays == 20
     assert len(set(updates[3:])) > 3
 
 
-def test_other_steps_between_replays(graphs: type[Recorder]) -> None:
+def test_other_steps_between_replays() -> None:
     """The counter follows, and `.grad` is that of the last step."""
-    loops = []
-    for captured in (True, False):
+
+    def train(captured: bool) -> Loop:
         loop = Loop(cs.GradDrop(), captured=captured)
-        for number in range(9):
+        for number in range(10):
             loop.train(number, number + 1)
             if number % 3 == 2:
                 loop.opt.step(loop._loss)
             if number == 5:
                 loop.setup.optimizer.zero_grad()
-        loops.append(loop)
-    assert_alike(*loops)
-    assert graphs.captures == 1
+        return loop
+
+    trained_alike(train)
+    assert Recorder.captures == 1
 
 
-def _one_per_epoch(loop: Loop) -> Callable[[int], None]:
-    rate = torch.optim.lr_scheduler.StepLR(loop.setup.optimizer, 1, 0.5)
-    return lambda number: rate.step() if number % 5 == 4 else None
+def _norm(loop: Loop) -> Any:
+    return next(iter(cs.nn.task_norms(loop.setup.trunk)))
 
 
-def _rebind(loop: Loop) -> Callable[[int], None]:
-    """The state of a weighting is loaded alone; a step of other tasks has other kept weights."""
-
-    def call(number: int) -> None:
-        if number == 5:
-            loop.opt.weighting.load_state_dict(loop.opt.weighting.state_dict())
-        if number == 9:
-            loop.opt.step(loop._loss, TASKS[:2])
-
-    return call
-
-
-def _unfreeze(loop: Loop) -> Callable[[int], None]:
-    loop.setup.trunk.up.requires_grad_(False)
-    return lambda number: loop.setup.trunk.up.requires_grad_(number >= 4) and None
-
-
-def _move(loop: Loop) -> Callable[[int], None]:
+def _move(loop: Loop, _: int) -> None:
     """The parameters stay the same objects and get other memory, as by `module.to`."""
-
-    def call(number: int) -> None:
-        if number == 5:
-            for parameter in loop.setup.trunk.parameters():
-                parameter.data = parameter.data.clone()
-
-    return call
+    for parameter in loop.setup.trunk.parameters():
+        parameter.data = parameter.data.clone()
 
 
-def _reload(loop: Loop) -> Callable[[int], None]:
-    """Everything is loaded again; the optimizers' state are new tensors."""
-
-    def call(number: int) -> None:
-        if number == 5:
-            restore(saved(loop.setup, loop.opt), loop.setup, loop.opt)
-
-    return call
+def _replace_buffer(norm: nn.Module) -> None:
+    norm.running_mean = norm.running_mean + 1
 
 
-def _evaluate(loop: Loop) -> Callable[[int], None]:
-    return lambda number: loop.setup.trunk.train(number < 5) and None
-
-
-def _with_normalized_heads(loop: Loop) -> None:
-    """Whose statistics a step changes, and whose normalization is another one in evaluation."""
-    for task, head in loop.setup.heads.items():
-        loop.setup.heads[task] = nn.Sequential(nn.BatchNorm2d(6, affine=False).double(), head)
-
-
-def _evaluate_heads(loop: Loop) -> Callable[[int], None]:
-    _with_normalized_heads(loop)
-    return lambda number: loop.setup.heads.train(number < 5) and None
-
-
-def _replace_buffer_of_a_head(loop: Loop) -> Callable[[int], None]:
-    _with_normalized_heads(loop)
-
-    def call(number: int) -> None:
-        norm = loop.setup.heads["depth"][0]
-        if number == 5:
-            norm.running_mean = norm.running_mean + 1
-
-    return call
-
-
-def _replace_buffer(loop: Loop) -> Callable[[int], None]:
-    def call(number: int) -> None:
-        norm = next(iter(cs.nn.task_norms(loop.setup.trunk))).of("depth")
-        if number == 5:
-            norm.running_mean = norm.running_mean + 1
-
-    return call
-
-
-def _replace_norm(loop: Loop) -> Callable[[int], None]:
+def _replace_norm(loop: Loop, _: int) -> None:
     """With the same parameters; a step sees it before the captured one does."""
-
-    def call(number: int) -> None:
-        norm = next(iter(cs.nn.task_norms(loop.setup.trunk)))
-        if number == 5:
-            old, new = norm.of("depth"), nn.BatchNorm2d(8, eps=0.5).double()
-            new.weight, new.bias = old.weight, old.bias
-            norm.depth = new
-            loop.opt.step(loop._loss, TASKS[:2])
-
-    return call
+    old, new = _norm(loop).depth, nn.BatchNorm2d(8, eps=0.5).double()
+    new.weight, new.bias = old.weight, old.bias
+    _norm(loop).depth = new
+    loop.opt.step(loop._loss, TASKS[:2])
 
 
-def _clip(loop: Loop) -> Callable[[int], None]:
+def _clip(loop: Loop, _: int) -> None:
     def clip(*_: object) -> None:
         nn.utils.clip_grad_norm_(loop.setup.parameters(), 0.01)
 
-    def call(number: int) -> None:
-        if number == 5:
-            loop.setup.optimizer.register_step_pre_hook(clip)
-
-    return call
+    loop.setup.optimizer.register_step_pre_hook(clip)
 
 
-def _option(loop: Loop) -> Callable[[int], None]:
-    def call(number: int) -> None:
-        name, value = ("leak", 0.5) if isinstance(loop.opt.method, cs.GradDrop) else ("max_norm", 9)
-        if number == 5:
-            setattr(loop.opt.method, name, value)
-
-    return call
+def _option(loop: Loop, _: int) -> None:
+    name, value = ("leak", 0.5) if isinstance(loop.opt.method, cs.GradDrop) else ("max_norm", 9)
+    setattr(loop.opt.method, name, value)
 
 
-def _swap(loop: Loop) -> Callable[[int], None]:
-    def call(number: int) -> None:
-        if number == 5:
-            loop.opt.weighting = cs.FixedWeights(dict.fromkeys(TASKS, 0.5))
+def _load_weighting(loop: Loop, _: int) -> None:
+    """A step of other tasks has other kept weights."""
+    loop.opt.weighting.load_state_dict(loop.opt.weighting.state_dict())
+    loop.opt.step(loop._loss, TASKS[:2])
 
-    return call
+
+CHANGES: dict[str, Callable[[Loop, int], object]] = {
+    "rate": lambda loop, number: loop.setup.optimizer.param_groups[0].update(lr=0.1 / number),
+    "state of the weighting": _load_weighting,
+    "frozen, then not": lambda loop, number: loop.setup.trunk.up.requires_grad_(number == 8),
+    "moved": _move,
+    "loaded": lambda loop, _: restore(saved(loop.setup, loop.opt), loop.setup, loop.opt),
+    "state of the torch optimizer": lambda loop, _: restore(saved(loop.setup), loop.setup),
+    "evaluation": lambda loop, number: loop.setup.trunk.train(number == 8),
+    "evaluation of heads": lambda loop, number: loop.setup.heads.train(number == 8),
+    "buffer": lambda loop, _: _replace_buffer(_norm(loop).depth),
+    "buffer of a head": lambda loop, _: _replace_buffer(loop.setup.heads["depth"][0]),
+    "normalization": _replace_norm,
+    "hook": _clip,
+    "option": _option,
+    "weighting": lambda loop, number: setattr(
+        loop.opt, "weighting", cs.FixedWeights(dict.fromkeys(TASKS, 1 / number))
+    ),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change",
-    [
-        _one_per_epoch,
-        _rebind,
-        _unfreeze,
-        _move,
-        _reload,
-        _evaluate,
-        _evaluate_heads,
-        _replace_buffer,
-        _replace_buffer_of_a_head,
-        _replace_norm,
-        _clip,
-        _option,
-        _swap,
-    ],
-)
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("method", [cs.GradDrop, cs.NashMTL])
-def test_captured_again(
-    graphs: type[Recorder],
-    method: Callable[[], cs.Method],
-    change: Callable[[Loop], Callable[[int], None]],
-) -> None:
-    loops = []
-    for captured in (True, False):
+def test_captured_again(method: Callable[[], cs.Method], change: str) -> None:
+    """Something changes before steps 5 and 8; the heads have statistics too."""
+
+    def train(captured: bool) -> Loop:
         loop = Loop(method(), None, cs.DynamicWeightAverage(), captured=captured)
-        before = change(loop)
-        for number in range(STEPS):
-            before(number)
-            loop.train(number, number + 1)
-        loops.append(loop)
-    assert_alike(*loops)
-    assert graphs.captures >= 2
-    assert graphs.replays >= 4
+        for task, head in loop.setup.heads.items():
+            norm = nn.BatchNorm2d(6, affine=False).double()
+            loop.setup.heads[task] = nn.Sequential(norm, head)
+        for start, stop in ((0, 5), (5, 8), (8, STEPS)):
+            if start:
+                CHANGES[change](loop, start)
+            loop.train(start, stop)
+        return loop
+
+    trained_alike(train)
+    assert Recorder.captures >= 2
+    assert Recorder.replays >= 4
 
 
-def test_a_learning_rate_in_a_tensor(graphs: type[Recorder]) -> None:
+def test_a_learning_rate_in_a_tensor() -> None:
     """It changes in every step, and nothing is captured again."""
-    loops = []
-    for captured in (True, False):
-        lr = torch.tensor(0.05)
-        loop = Loop(cs.PCGrad(), captured=captured, lr=lr, fused=True)
+
+    def train(captured: bool) -> Loop:
+        loop = Loop(cs.PCGrad(), captured=captured, lr=torch.tensor(0.05), fused=True)
         rate = torch.optim.lr_scheduler.ExponentialLR(loop.setup.optimizer, 0.8)
-        loops.append(loop.train(stop=8, rate=rate))
-    assert_alike(*loops)
-    assert (graphs.captures, graphs.replays) == (1, 6)
+        return loop.train(stop=8, rate=rate)
+
+    trained_alike(train)
+    assert (Recorder.captures, Recorder.replays) == (1, 6)
 
 
-def test_a_scaler(graphs: type[Recorder]) -> None:
+def test_a_scaler() -> None:
     """It skips a step with infinite gradients, and lowers its scale, in a replay too."""
-    loops, scales = [], []
-    for captured in (True, False):
+
+    def train(captured: bool) -> Loop:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
         optimizer = partial(torch.optim.SGD, momentum=0.9, fused=True)
         loop = Loop(cs.CAGrad(), captured=captured, optimizer=optimizer, scaler=scaler)
         loop.setup.batches[6][1].fill_(torch.inf)
-        loops.append(loop.train())
-        scales.append(scaler.get_scale())
-    assert all(tensor.isfinite().all() for tensor in loops[0].setup.state(grads=False))
-    assert_alike(*loops)
-    assert scales[0] == scales[1] < 8 * 2**3
-    assert graphs.captures == 1
+        scales.append(loop.train().opt.scaler)
+        return loop
+
+    scales: list[torch.amp.GradScaler] = []
+    loop = trained_alike(train)
+    assert all(tensor.isfinite().all() for tensor in loop.setup.state(grads=False))
+    assert scales[0].get_scale() == scales[1].get_scale() < 8 * 2**3
+    assert Recorder.captures == 1
 
 
-def test_nash_mtl_keeps_nothing(graphs: type[Recorder]) -> None:
+def test_nash_mtl_keeps_nothing() -> None:
     """A batch whose gradients are not finite leaves nothing for the steps after it."""
-    loops = []
-    for captured in (True, False):
+
+    def train(captured: bool) -> Loop:
         loop = Loop(cs.NashMTL(), captured=captured)
         loop.setup.batches[6][1].fill_(torch.inf)
 
-        def finite(*_: object, loop: Loop = loop) -> None:
+        def finite(*_: object) -> None:
             for parameter in loop.setup.parameters():
                 parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
 
         loop.setup.optimizer.register_step_pre_hook(finite)
-        loops.append(loop.train(stop=9))
-    assert graphs.replays == 7
-    assert loops[0].opt.method.captured_state() == []
-    assert all(tensor.isfinite().all() for tensor in loops[0].setup.state(grads=False))
-    assert_alike(*loops)
+        return loop.train(stop=9)
+
+    loop = trained_alike(train)
+    assert Recorder.replays == 7
+    assert loop.opt.method.captured_state() == []
+    assert all(tensor.isfinite().all() for tensor in loop.setup.state(grads=False))
 
 
-def test_a_warmup_counts_steps_that_were_made(graphs: type[Recorder]) -> None:
-    model, loss, opt = started_problem(cs.PCGrad())
+def test_a_warmup_counts_steps_that_were_made() -> None:
+    _, loss, opt = started_problem(cs.PCGrad())
     results: list[Any] = [None, None, 1.0, 1.0]
 
     def sometimes(task: str) -> Tensor:
@@ -318,39 +251,20 @@ def test_a_warmup_counts_steps_that_were_made(graphs: type[Recorder]) -> None:
         results.pop(0)
     for made in range(2):
         captured()
-        assert (graphs.captures, graphs.replays) == (made, made)
-    del model
+        assert (Recorder.captures, Recorder.replays) == (made, made)
 
 
-def test_snapshots_stay_outside(graphs: type[Recorder]) -> None:
+def test_snapshots_stay_outside() -> None:
     """Replays do not copy running statistics for steps that fail."""
     for schedule in (cs.Joint(), cs.Sequential()):
         Loop(cs.PCGrad(), schedule, captured=True).train(stop=3)
-        assert "aten::native_batch_norm" in graphs.operators
-        assert "aten::_foreach_copy_" not in graphs.operators
+        assert "aten::native_batch_norm" in Recorder.operators
+        assert "aten::_foreach_copy_" not in Recorder.operators
 
 
-def test_losses_are_copies(graphs: type[Recorder]) -> None:
-    loop = Loop(cs.Sum(), captured=True).train()
-    values = [loss.item() for losses in loop.losses for loss in losses.values()]
-    assert len(set(values)) == len(values)
-
-
-def test_on_the_cpu_every_call_is_a_step() -> None:
-    captured = Loop(cs.GradDrop(), captured=True).train()
-    assert_alike(captured, Loop(cs.GradDrop(), captured=False).train())
-
-
-def test_dropout_draws_in_replays(graphs: type[Recorder]) -> None:
-    model, loss, opt = started_problem(cs.CAGrad())
-    captured = opt.capture(lambda task: nn.functional.dropout(loss(task).expand(8), 0.5).sum())
-    assert len({captured()["a"].item() for _ in range(12)}) > 3
-    assert graphs.replays == 9
-    del model
-
-
-def _adagrad() -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(problem()[0].parameters())
+def test_without_graphs_every_call_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(cuda_graphs.DEVICES, "cpu")
+    trained_alike(lambda captured: Loop(cs.GradDrop(), captured=captured).train(stop=4))
 
 
 class Counting(cs.GramianMethod):
@@ -371,16 +285,6 @@ class Factor(cs.Weighting):
         return {"factor": 2}
 
 
-class FakeScaler:
-    """Enabled, as one is on a GPU."""
-
-    def is_enabled(self) -> bool:
-        return True
-
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -388,56 +292,53 @@ class FakeScaler:
         ({"method": cs.NashMTL(3)}, r"update_every must be 1 in a captured step, got 3 by Nash"),
         ({"method": Counting()}, r"state in place, but Counting\(\) has a state and no"),
         ({"weighting": Factor()}, "state in place, but .*Factor"),
-        ({"scaler": FakeScaler()}, "scaler must have optimizers with fused=True.*got SGD without"),
+        (
+            {"scaler": torch.amp.GradScaler("cpu")},
+            "scaler must have optimizers with fused=True.*got SGD without",
+        ),
     ],
 )
-def test_what_replays_would_get_wrong(
-    graphs: type[Recorder], options: dict[str, Any], message: str
-) -> None:
-    _, loss, opt = started_problem(options.pop("method", cs.PCGrad()), **options)
+def test_what_replays_would_get_wrong(options: dict[str, Any], message: str) -> None:
+    _, loss, opt = started_problem(**{"method": cs.PCGrad(), **options})
     with pytest.raises(ValueError, match=message):
         opt.capture(loss)
-    assert opt.state_dict()["steps"] == graphs.captures == 0
+    assert opt.state_dict()["steps"] == Recorder.captures == 0
 
 
-def test_arguments(graphs: type[Recorder]) -> None:
+def test_arguments() -> None:
     _, loss, opt = started_problem(cs.PCGrad())
-    for call, error, message in (
-        (lambda: opt.capture(None), TypeError, "closure must be a function"),
-        (lambda: opt.capture(loss, ["c"]), ValueError, "tasks must be among .*got 'c'"),
-        (lambda: opt.capture(loss, warmup=0), ValueError, "warmup must be at least 1, got 0"),
-        (lambda: opt.capture(loss, warmup=1.5), TypeError, "warmup must be an integer, got 1.5"),
+    for arguments, error, message in (
+        ({"closure": None}, TypeError, "closure must be a function"),
+        ({"tasks": ["c"]}, ValueError, "tasks must be among .*got 'c'"),
+        ({"warmup": 0}, ValueError, "warmup must be at least 1, got 0"),
+        ({"warmup": 1.5}, TypeError, "warmup must be an integer, got 1.5"),
     ):
         with pytest.raises(error, match=message):
-            call()
+            opt.capture(**{"closure": loss, **arguments})
 
 
-def test_optimizers_that_cannot_be_captured(graphs: type[Recorder]) -> None:
+def test_optimizers_that_cannot_be_captured() -> None:
     model, loss, *_ = problem()
-    adam = torch.optim.Adam(model.parameters())
-    opt = cs.MultiTaskOptimizer(model, adam, AB, cs.PCGrad())
-    with pytest.raises(ValueError, match=r"built with capturable=True.*got Adam with"):
-        opt.capture(loss)
-    sgd = sgd_of(model)
+    adam, sgd = torch.optim.Adam(model.parameters()), sgd_of(model)
     sgd.add_param_group({"params": [nn.Parameter(torch.ones(3, device="meta"))]})
-    opt = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad())
-    with pytest.raises(ValueError, match=r"parameters on cpu alone.*shape \(3,\) on meta"):
-        opt.capture(loss)
+    for optimizer, message in (
+        (adam, r"built with capturable=True.*got Adam with"),
+        (sgd, r"parameters on cpu alone.*shape \(3,\) on meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cs.MultiTaskOptimizer(model, optimizer, AB, cs.PCGrad()).capture(loss)
 
 
-def test_an_optimizer_that_counts_on_the_host(graphs: type[Recorder]) -> None:
+def test_an_optimizer_that_counts_on_the_host() -> None:
     """Its steps before the capture are as ever."""
 
-    class Decaying(torch.optim.SGD):
+    class Counted(torch.optim.SGD):
         def step(self, closure: None = None) -> None:
             super().step()
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    state = self.state[parameter]
-                    state["step"] = state.get("step", 0) + 1
+            self.state[self.param_groups[0]["params"][0]]["step"] = 1
 
     model, loss, *_ = problem()
-    sgd = Decaying(model.parameters(), lr=0.1)
+    sgd = Counted(model.parameters(), lr=0.1)
     captured = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad()).capture(loss, warmup=1)
     captured()
     before = copy.deepcopy(model.state_dict())
@@ -446,7 +347,7 @@ def test_an_optimizer_that_counts_on_the_host(graphs: type[Recorder]) -> None:
     assert_equal(model.state_dict(), before)
 
 
-def test_a_weighting_by_the_number_of_the_step(graphs: type[Recorder]) -> None:
+def test_a_weighting_by_the_number_of_the_step() -> None:
     class Ramp(cs.Weighting):
         def weigh(self, task: str, loss: Tensor, step: cs.Step) -> Tensor:
             return loss * step.number
@@ -459,7 +360,7 @@ def test_a_weighting_by_the_number_of_the_step(graphs: type[Recorder]) -> None:
     assert opt.state_dict()["steps"] == 1
 
 
-def test_autocast_around_a_captured_step(graphs: type[Recorder]) -> None:
+def test_autocast_around_a_captured_step() -> None:
     """Its cache has weights cast to half precision, which the graph would read for ever."""
     _, loss, opt = started_problem(cs.PCGrad())
     captured = opt.capture(loss, warmup=1)
@@ -471,17 +372,17 @@ def test_autocast_around_a_captured_step(graphs: type[Recorder]) -> None:
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         for _ in range(3):
             captured()
-    assert graphs.replays == 2
+    assert Recorder.replays == 2
 
 
-def test_batch_normalization_without_momentum(graphs: type[Recorder]) -> None:
+def test_batch_normalization_without_momentum() -> None:
     setup, opt = started()
     setup.trunk.up_norm.of("depth").momentum = None
     with pytest.raises(ValueError, match=r"momentum=None in up_norm\.depth"):
         opt.capture(setup.closure(0))
 
 
-def test_gradients_that_wait_for_their_update(graphs: type[Recorder]) -> None:
+def test_gradients_that_wait_for_their_update() -> None:
     _, loss, opt = started_problem(cs.PCGrad())
     captured = opt.capture(loss, warmup=1)
     for _ in range(3):
@@ -493,10 +394,10 @@ def test_gradients_that_wait_for_their_update(graphs: type[Recorder]) -> None:
     opt.backward({task: loss(task) for task in AB})
     with pytest.raises(RuntimeError, match=r"the update of the last backward"):
         captured()
-    assert graphs.replays == 2
+    assert Recorder.replays == 2
 
 
-def test_a_capture_around_a_step_is_refused(graphs: type[Recorder]) -> None:
+def test_a_capture_around_a_step_is_refused() -> None:
     _, loss, opt = started_problem(cs.PCGrad())
     losses = {task: loss(task) for task in AB}
     captured = opt.capture(loss)
@@ -516,25 +417,21 @@ def test_a_capture_around_a_step_is_refused(graphs: type[Recorder]) -> None:
 
 
 @pytest.mark.parametrize("schedule", [cs.Joint(), cs.Sequential()], ids=repr)
-def test_a_capture_that_fails_changes_nothing(
-    graphs: type[Recorder], schedule: cs.Schedule
-) -> None:
+def test_a_capture_that_fails_changes_nothing(schedule: cs.Schedule) -> None:
     """Nor do later steps differ."""
     wrong: list[str] = []
 
-    def loop(captured: bool) -> Loop:
-        made = Loop(cs.GradDrop(), schedule, cs.DynamicWeightAverage(), captured=captured)
-        whole = made._loss
+    def start(captured: bool) -> Loop:
+        loop = Loop(cs.GradDrop(), schedule, cs.DynamicWeightAverage(), captured=captured)
 
         def loss(task: str) -> Tensor:
-            value = whole(task)
+            value = loop._loss(task)
             return value * value.item() if task in wrong else value
 
-        step = made.opt.capture(loss, warmup=2)
-        made.step = step if captured else lambda: made.opt.step(loss)
-        return made.train(0, 2)
+        loop.step = loop.opt.capture(loss, warmup=2) if captured else partial(loop.opt.step, loss)
+        return loop.train(0, 2)
 
-    captured, eager = loop(True), loop(False)
+    captured, eager = start(True), start(False)
     before = captured.setup.state(grads=False)
     wrong.append("normals")
     with pytest.raises(RuntimeError, match="a host synchronization in a capture"):
@@ -549,21 +446,21 @@ def test_a_capture_that_fails_changes_nothing(
 def test_a_saved_state_stays_as_it_is() -> None:
     """Tensors that are updated in place are copied into a state, and out of it."""
     gramian = torch.tensor([[1.0, -0.5], [-0.5, 2.0]]).double()
-    nash, weighting = cs.NashMTL(), cs.DynamicWeightAverage()
+    parts = nash, weighting = cs.NashMTL(), cs.DynamicWeightAverage()
 
     def step(number: int) -> None:
         nash.weights(gramian * (number + 1), cs.Step(number, ("a", "b")))
         weighting.observe(cs.Step(losses={"a": torch.tensor(1.0 + number)}))
 
     weighting.start_epoch(0)
-    for number in range(2):
-        step(number)
-    states = nash.state_dict(), weighting.state_dict()
+    step(0)
+    step(1)
+    states = [part.state_dict() for part in parts]
     before = numbers(*states)
     step(2)
     assert numbers(*states) == before
-    nash.load_state_dict(states[0])
-    weighting.load_state_dict(states[1])
+    for part, state in zip(parts, states, strict=True):
+        part.load_state_dict(state)
     step(3)
     assert numbers(*states) == before
-    assert numbers(nash, weighting) != before
+    assert numbers(*parts) != before

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from networks import AB, GRAMIAN_METHODS, assert_equal
+from networks import AB, GRAMIAN_METHODS, assert_equal, optimizer_of
 from ranks import Ranks
 from torch import Tensor, nn
 
@@ -50,31 +50,24 @@ def test_the_update_of_a_plain_loop(backend: str, method: cs.GramianMethod) -> N
     detached = {task: loss.detach() for task, loss in losses.items()}
     step = cs.Step(0, tuple(AB), detached, detached)
     weights = copy.deepcopy(method).weights(rows @ rows.T, step)
-    sgd = torch.optim.SGD(parameters, lr=0.1)
-    opt = cs.MultiTaskOptimizer(network, sgd, AB, copy.deepcopy(method))
+    opt = optimizer_of(network, copy.deepcopy(method))
     opt.count_conflicts()
     opt.backward(losses)
     update = _flat([p.grad for p in parameters if p.grad is not None])
     torch.testing.assert_close(update, weights @ rows, rtol=1e-9, atol=1e-12)
     assert "scale" in str(opt.conflicts())
-    sgd.step()
+    opt.optimizer.step()
     opt.step(lambda task: _losses(network, x, task))
 
 
 def test_gradients_are_added_without_their_real_parts_alone() -> None:
-    """ConnectionStrength and the plain sum, against one backward pass of the sum."""
-
-    def build() -> tuple[nn.Module, Tensor]:
-        network = nn.Sequential(Spectral(), nn.Linear(8, 4).double(), nn.BatchNorm1d(4).double())
-        return cs.nn.convert_task_batchnorm(network, AB), torch.randn(7, 6, dtype=torch.float64)
-
+    """ConnectionStrength, and the plain sum in one backward pass and in one a task."""
     found = []
     for method in (cs.ConnectionStrength(), cs.Sum(), cs.Sum(separate=True)):
-        network, x = build()
-        sgd = torch.optim.SGD(network.parameters(), lr=0.1)
-        opt = cs.MultiTaskOptimizer(network, sgd, AB, method)
-        torch.manual_seed(1)
+        network = nn.Sequential(Spectral(), nn.Linear(8, 4).double(), nn.BatchNorm1d(4).double())
+        cs.nn.convert_task_batchnorm(network, AB)
         x = torch.randn(7, 6, dtype=torch.float64)
+        opt = optimizer_of(network, method)
         opt.step(lambda task: _losses(network, x, task))
         found.append([network[0].scale, network[0].mix])
         if method.prioritizes:
@@ -87,42 +80,37 @@ def test_gradients_are_added_without_their_real_parts_alone() -> None:
 def test_methods_that_cannot_name_the_parameter() -> None:
     network = nn.Sequential(Spectral(torch.complex64), nn.Linear(8, 8), nn.BatchNorm1d(8))
     cs.nn.convert_task_batchnorm(network, AB)
-    sgd = torch.optim.SGD(network.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"got 0\.scale of torch\.complex64: use Sum\(\)"):
-        cs.MultiTaskOptimizer(network, sgd, AB, cs.GradDrop())
+        optimizer_of(network, cs.GradDrop())
     network[0].requires_grad_(False)
-    cs.MultiTaskOptimizer(network, sgd, AB, cs.GradDrop())
+    optimizer_of(network, cs.GradDrop())
     network = nn.Sequential(nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3))
     network[0].weight = nn.Parameter(torch.zeros(3, 2, 1, dtype=torch.complex64))
     cs.nn.convert_task_batchnorm(network, AB)
-    sgd = torch.optim.SGD(network.parameters(), lr=0.1)
-    with pytest.raises(
-        ValueError, match=r"with real output channels, got '0' with a torch\.complex"
-    ):
-        cs.MultiTaskOptimizer(network, sgd, AB, layers={"0": "1"})
+    match = r"with real output channels, got '0' with a torch\.complex"
+    with pytest.raises(ValueError, match=match):
+        optimizer_of(network, layers={"0": "1"})
 
 
 def test_types_without_kernels_are_named() -> None:
     linear = nn.Linear(3, 4)
     linear.weight = nn.Parameter(torch.zeros(4, 3).to(torch.float8_e5m2))
-    sgd = torch.optim.SGD(linear.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"got weight of torch\.float8_e5m2: use Sum\(\)"):
-        cs.MultiTaskOptimizer(linear, sgd, AB, cs.PCGrad())
-    cs.MultiTaskOptimizer(linear, sgd, AB, cs.Sum())
+        optimizer_of(linear, cs.PCGrad())
+    optimizer_of(linear, cs.Sum())
 
 
 def _on_ranks(rank: int, size: int, way: str) -> list[Tensor]:
     network, x = Spectral(), torch.randn(3, 8, 6, dtype=torch.float64)
-    sgd = torch.optim.SGD(network.parameters(), lr=0.1)
     group = dist.group.WORLD if size > 1 else None
-    opt = cs.MultiTaskOptimizer(network, sgd, AB, cs.UPGrad(), process_group=group)
+    opt = optimizer_of(network, cs.UPGrad(), process_group=group)
     for batch in x:
         mine = batch.chunk(size)[rank]
         if way == "step":
             opt.step(lambda task, x=mine: (network(x) - AB.index(task)).square().mean())
         else:
             opt.backward({t: (network(mine) - AB.index(t)).square().mean() for t in AB})
-            sgd.step()
+            opt.optimizer.step()
     return [p.detach().clone() for p in network.parameters()]
 
 

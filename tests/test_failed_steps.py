@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from networks import BOTH_PHASES, TASKS, Setup, assert_equal, refused, started
+from networks import BOTH_PHASES, TASKS, Setup, assert_equal, refused, started, stem_priority
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -25,6 +25,25 @@ class HeadWithStatistics(nn.Module):
         self.calls = self.calls + 1  # Another tensor, not the same one changed.
         result: Tensor = self.layers(x)
         return result
+
+
+def failing_in(
+    setup: Setup, failing: str = TASKS[0], change: Callable[[], object] = lambda: None
+) -> Callable[[str], Tensor]:
+    """A closure that raises in the pass of a task, after a change."""
+
+    def closure(task: str) -> Tensor:
+        loss = setup.closure(1)(task)
+        if task == failing:
+            change()
+            raise KeyError(task)
+        return loss
+
+    return closure
+
+
+def buffers_of(setup: Setup) -> Callable[[], dict[str, Tensor]]:
+    return lambda: dict(setup.trunk.named_buffers())
 
 
 @pytest.mark.parametrize("warm", [False, True])
@@ -45,15 +64,9 @@ def test_statistics_of_heads_are_restored(schedule: cs.Schedule, warm: bool, sha
     def states() -> list[dict[str, Tensor]]:
         return [setup.trunk.state_dict(), setup.heads.state_dict()]
 
-    def fails(task: str) -> Tensor:
-        loss = setup.closure(1)(task)
-        if task == failing:
-            raise KeyError(task)
-        return loss
-
     before = copy.deepcopy(states())
     with refused(states, KeyError, failing):
-        opt.step(fails)
+        opt.step(failing_in(setup, failing))
     opt.trace(setup.closure(1))
     assert_equal(states(), before)
 
@@ -74,57 +87,26 @@ def test_buffers_that_are_not_dense(change: Callable[[Tensor], Tensor]) -> None:
     opt.step(setup.closure(0))
 
 
-def test_statistics_of_another_size_or_type_between_steps() -> None:
-    """A failing step restores their current size and type, not earlier ones."""
-    setup = Setup(optimizer=torch.optim.SGD)
-    setup.trunk.register_buffer("seen", torch.zeros(2))
-    opt = setup.start()
-    opt.step(setup.closure(0))
-    setup.trunk.seen.resize_(4).fill_(1)
-    mean = setup.trunk.stem_norm.depth.running_mean
-    mean.data = mean.data.double() + 1e-9
-
-    def fails(task: str) -> Tensor:
-        setup.trunk.seen.zero_()
-        mean.zero_()
-        raise KeyError(task)
-
-    with refused(lambda: [setup.trunk.seen, mean], KeyError, TASKS[0]):
-        opt.step(fails)
-
-
-def _shared(trunk: nn.Module) -> None:
-    trunk.bare.register_buffer("seen", trunk.seen)
-
-
-def _renamed(trunk: nn.Module) -> None:
-    trunk.register_buffer("found", trunk._buffers.pop("seen"))
-
-
-def _absent(trunk: nn.Module) -> None:
-    trunk.seen = None
-
-
-def _larger(trunk: nn.Module) -> None:
-    trunk.seen = torch.ones(1 << 15)
-
-
-def _every_second(trunk: nn.Module) -> None:
-    trunk.seen = torch.ones(8)[::2]
-
-
-def _another(trunk: nn.Module) -> None:
-    trunk.register_buffer("other", torch.ones(3, dtype=torch.bool))
-
-
-def _same(trunk: nn.Module) -> None:
-    trunk.seen += 1
+def _retyped(buffer: Tensor) -> None:
+    buffer.data = buffer.data.double() + 1e-9
 
 
 @pytest.mark.parametrize(
-    "change", [_same, _shared, _renamed, _absent, _larger, _every_second, _another]
+    "change",
+    [
+        lambda trunk: trunk.seen.add_(1),
+        lambda trunk: trunk.seen.resize_(7).fill_(1),
+        lambda trunk: _retyped(trunk.seen),
+        lambda trunk: trunk.bare.register_buffer("seen", trunk.seen),
+        lambda trunk: trunk.register_buffer("found", trunk._buffers.pop("seen")),
+        lambda trunk: setattr(trunk, "seen", None),
+        lambda trunk: setattr(trunk, "seen", torch.ones(1 << 15)),
+        lambda trunk: setattr(trunk, "seen", torch.ones(8)[::2]),
+        lambda trunk: trunk.register_buffer("other", torch.ones(3, dtype=torch.bool)),
+    ],
+    ids=["same", "size", "type", "shared", "renamed", "absent", "large", "every second", "another"],
 )
-def test_buffers_that_change_between_steps(change: Callable[[nn.Module], None]) -> None:
+def test_buffers_that_change_between_steps(change: Callable[[nn.Module], object]) -> None:
     """A failing step restores them as they are then: values, names, and which tensors they are."""
     setup, opt = started()
     setup.trunk.register_buffer("seen", torch.zeros(4))
@@ -132,44 +114,28 @@ def test_buffers_that_change_between_steps(change: Callable[[nn.Module], None]) 
     change(setup.trunk)
     before = {name: id(buffer) for name, buffer in setup.trunk.named_buffers()}
 
-    def fails(task: str) -> Tensor:
-        setup.closure(0)(task)
+    def zero() -> None:
         for buffer in setup.trunk.buffers():
             buffer.zero_()
-        raise KeyError(task)
 
-    with refused(lambda: dict(setup.trunk.named_buffers()), KeyError, TASKS[0]):
-        opt.step(fails)
+    with refused(buffers_of(setup), KeyError, TASKS[0]):
+        opt.step(failing_in(setup, change=zero))
     assert {name: id(buffer) for name, buffer in setup.trunk.named_buffers()} == before
-
-
-def _resized(buffer: Tensor) -> None:
-    buffer.resize_(7)
-
-
-def _retyped(buffer: Tensor) -> None:
-    buffer.data = buffer.data.double() + 1e-9
 
 
 def _rebound(buffer: Tensor) -> None:
     buffer.data = torch.cat([buffer.data, buffer.data])
 
 
-@pytest.mark.parametrize("change", [_resized, _retyped, _rebound])
-def test_buffers_that_change_in_the_step(change: Callable[[Tensor], None]) -> None:
+@pytest.mark.parametrize("change", [lambda buffer: buffer.resize_(7), _retyped, _rebound])
+def test_buffers_that_change_in_the_step(change: Callable[[Tensor], object]) -> None:
     """All are restored, also those behind one that has another size or type now."""
     setup, opt = started()
     setup.trunk.register_buffer("seen", torch.arange(4.0))
     opt.step(setup.closure(0))
-
-    def fails(task: str) -> Tensor:
-        setup.closure(1)(task)
-        change(setup.trunk.seen)
-        raise KeyError(task)
-
     for _ in range(2):
-        with refused(lambda: dict(setup.trunk.named_buffers()), KeyError, TASKS[0]):
-            opt.step(fails)
+        with refused(buffers_of(setup), KeyError, TASKS[0]):
+            opt.step(failing_in(setup, change=lambda: change(setup.trunk.seen)))
     opt.step(setup.closure(0))
 
 
@@ -180,39 +146,21 @@ def test_buffers_with_lazy_values(change: Callable[[Tensor], Tensor]) -> None:
     setup.trunk.register_buffer("filters", change(filters))
     opt.trace(setup.closure(0))
     opt.step(setup.closure(0))
-
-    def fails(task: str) -> Tensor:
-        setup.trunk.filters.mul_(2)
-        raise KeyError(task)
-
-    with refused(lambda: dict(setup.trunk.named_buffers()), KeyError, TASKS[0]):
-        opt.step(fails)
+    with refused(buffers_of(setup), KeyError, TASKS[0]):
+        opt.step(failing_in(setup, change=lambda: setup.trunk.filters.mul_(2)))
 
 
 def test_a_normalization_that_is_replaced() -> None:
     """Its statistics are restored, and its factors used, though its parameters are the same."""
     setup, opt = started()
     opt.step(setup.closure(0))
-    old = setup.trunk.stem_norm.depth
-    new = nn.BatchNorm2d(8, eps=0.5).double()
+    old, new = setup.trunk.stem_norm.depth, nn.BatchNorm2d(8, eps=0.5).double()
     new.weight, new.bias = old.weight, old.bias
     new.running_var.uniform_(1, 9)
     setup.trunk.stem_norm.depth = new
-    priority = opt.priority()["stem"]
-    strength = cs.functional.connection_strength(
-        setup.trunk.stem.weight,
-        torch.stack([setup.trunk.stem_norm.of(task).weight for task in TASKS]),
-        torch.stack([setup.trunk.stem_norm.of(task).running_var for task in TASKS]),
-        eps=[setup.trunk.stem_norm.of(task).eps for task in TASKS],
-    )
-    assert torch.equal(priority, cs.functional.task_priority(strength))
-
-    def fails(task: str) -> Tensor:
-        setup.closure(1)(task)
-        raise KeyError(task)
-
-    with refused(lambda: dict(setup.trunk.named_buffers()), KeyError, TASKS[0]):
-        opt.step(fails)
+    assert torch.equal(opt.priority()["stem"], stem_priority(setup))
+    with refused(buffers_of(setup), KeyError, TASKS[0]):
+        opt.step(failing_in(setup))
     opt.step(setup.closure(0))
     norms = {norm.module for layer in opt._engine.trunk.layout().layers for norm in layer.norms}
     assert new in norms
@@ -229,16 +177,9 @@ def test_snapshots_do_not_pile_up() -> None:
 def test_phase_1_keeps_the_updates_of_earlier_tasks() -> None:
     """Each is a step of its own; a note says which have been made, where Python has notes."""
     (setup, opt), (twin, other) = (started(schedule=cs.Sequential()) for _ in range(2))
-
-    def fails(task: str) -> Tensor:
-        loss = setup.closure(0)(task)
-        if task == TASKS[2]:
-            raise KeyError(task)
-        return loss
-
     with pytest.raises(KeyError) as caught:
-        opt.step(fails)
-    other.step(twin.closure(0), tasks=TASKS[:2])
+        opt.step(failing_in(setup, TASKS[2]))
+    other.step(twin.closure(1), tasks=TASKS[:2])
     assert_equal(setup.state(grads=False), twin.state(grads=False))
     assert all(p.grad is None for p in setup.parameters())
     if sys.version_info >= (3, 11):

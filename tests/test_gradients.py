@@ -14,6 +14,7 @@ from networks import (
     BOTH_PHASES,
     GRAMIAN_METHODS,
     TASKS,
+    Composed,
     Setup,
     assert_same_gradients,
     optimizer_of,
@@ -28,6 +29,7 @@ import cs_kernels as cs
 pytestmark = pytest.mark.loop
 
 OWN = {f"heads.{task}.{name}": task for task in AB for name in ("weight", "bias")}
+WAYS = pytest.mark.parametrize("way", ["step", "backward"])
 
 
 def _update(opt: cs.MultiTaskOptimizer, loss: Callable[[str], Tensor], way: str) -> None:
@@ -38,7 +40,7 @@ def _update(opt: cs.MultiTaskOptimizer, loss: Callable[[str], Tensor], way: str)
 
 
 @pytest.mark.parametrize("method", GRAMIAN_METHODS, ids=repr)
-@pytest.mark.parametrize("way", ["step", "backward"])
+@WAYS
 def test_a_head_in_the_trunk_gets_its_own_gradient(
     backend: str, method: cs.GramianMethod, way: str
 ) -> None:
@@ -59,7 +61,7 @@ def test_a_head_in_the_trunk_gets_its_own_gradient(
     assert model.unused.weight.grad is None
 
 
-@pytest.mark.parametrize("way", ["step", "backward"])
+@WAYS
 def test_own_parameters_of_the_plain_sum(way: str) -> None:
     _, loss, opt = started_problem(cs.Sum())
     _update(opt, loss, way)
@@ -122,21 +124,14 @@ def test_a_trunk_that_is_unfrozen_later_is_shared(schedule: cs.Schedule, some: b
 
 def test_a_parameter_that_one_task_never_uses(backend: str) -> None:
     """Its gradient counts as zero for that task; one that nobody uses keeps None."""
+    layers = {name: nn.Linear(n, 4) for name, n in (("common", 3), ("some", 4), ("unused", 4))}
+    norms = {name: nn.BatchNorm1d(4) for name in ("norm", "some_norm")}
 
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.common = nn.Linear(3, 4)
-            self.norm = nn.BatchNorm1d(4)
-            self.some = nn.Linear(4, 4)
-            self.some_norm = nn.BatchNorm1d(4)
-            self.unused = nn.Linear(4, 4)
+    def run(trunk: Composed, x: Tensor, deep: bool) -> Tensor:
+        x = trunk.norm(trunk.common(x))
+        return trunk.some_norm(trunk.some(x)) if deep else x
 
-        def forward(self, x: Tensor, deep: bool) -> Tensor:
-            x = self.norm(self.common(x))
-            return self.some_norm(self.some(x)) if deep else x
-
-    trunk = cs.nn.convert_task_batchnorm(Branches(), AB)
+    trunk = cs.nn.convert_task_batchnorm(Composed(run, **layers, **norms), AB)
     opt = optimizer_of(trunk)
     x = torch.randn(16, 3)
     opt.step(lambda task: trunk(x, deep=task == "b").square().mean() + 0 * x.sum())
@@ -190,17 +185,16 @@ def test_memory_beside_the_gradients_is_one_update() -> None:
 @pytest.mark.parametrize("detached", [False, True])
 def test_a_gradient_in_somebodys_bucket_is_copied(detached: bool) -> None:
     """Views of one buffer that every backward pass writes again, as DistributedDataParallel's."""
-    model, loss, opt = started_problem(cs.PCGrad())
-    twin, other, straight = started_problem(cs.PCGrad())
+    (model, loss, opt), (twin, other, straight) = (started_problem(cs.PCGrad()) for _ in range(2))
     shared = [*model.trunk.parameters()]
-    bucket = torch.zeros(sum(p.numel() for p in shared), dtype=torch.float64)
-    views = bucket.split([p.numel() for p in shared])
-    for p, view in zip(shared, views, strict=True):
-        place = view.view_as(p)
+    sizes = [p.numel() for p in shared]
+    views = torch.zeros(sum(sizes), dtype=torch.float64).split(sizes)
+    places = {p: view.view_as(p) for p, view in zip(shared, views, strict=True)}
 
-        def into_bucket(p: nn.Parameter, place: Tensor = place) -> None:
-            p.grad = place.copy_(p.grad).detach() if detached else place.copy_(p.grad)
+    def into_bucket(p: nn.Parameter) -> None:
+        p.grad = places[p].copy_(p.grad).detach() if detached else places[p].copy_(p.grad)
 
+    for p in shared:
         p.register_post_accumulate_grad_hook(into_bucket)
     opt.step(loss)
     straight.step(other)
@@ -220,20 +214,17 @@ def test_no_gradient_is_held_during_a_forward_pass(
 
     def loss(task: str) -> Tensor:
         gc.collect()
-        seen.append([ref() for ref in last])
-        value = setup.closure(0)(task)
+        seen.extend(ref() for ref in last)
         last.clear()
-        value.register_hook(lambda _: None)
-        return value
+        return setup.closure(0)(task)
 
-    def note(*_: object) -> None:
-        last.append(weakref.ref(setup.trunk.stem.weight.grad))
-
-    setup.optimizer.register_step_pre_hook(note)
+    setup.optimizer.register_step_pre_hook(
+        lambda *_: last.append(weakref.ref(setup.trunk.stem.weight.grad))
+    )
     for _ in range(2):
         opt.step(loss)
-    assert any(refs for refs in seen)
-    assert all(ref is None for refs in seen for ref in refs)
+    assert seen
+    assert all(grad is None for grad in seen)
 
 
 PEAK = """

@@ -2,7 +2,6 @@
 
 import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from networks import (
     started,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import cs_kernels as cs
 
@@ -41,79 +41,68 @@ def test_a_forgotten_head(method: cs.Method, schedule: cs.Schedule) -> None:
 
 
 @EVERY_METHOD
-def test_a_parameter_that_is_unfrozen_later(method: cs.Method) -> None:
+@pytest.mark.parametrize("name", ["trunk.bare.weight", "heads.normals.weight"])
+def test_a_parameter_that_is_unfrozen_later(method: cs.Method, name: str) -> None:
     """A parameter of the trunk or of a head trains as soon as the optimizer holds it."""
-    for find in (
-        lambda setup: setup.trunk.bare.weight,
-        lambda setup: setup.heads["normals"].weight,
-    ):
-        setup = Setup()
-        late = find(setup)
-        late.requires_grad_(False)
-        params = setup.optimizer.param_groups[0]["params"]
-        params[:] = [p for p in params if p is not late]
-        opt = setup.start(method)
-        for batch in range(2):
-            opt.step(setup.closure(batch))
-        late.requires_grad_(True)
-        for _ in range(2):
-            message = r"optimizer must hold.*'(depth|normals)'"
-            with refused(lambda: setup.state(grads=False), ValueError, message):
-                opt.step(setup.closure(2))
-        setup.optimizer.add_param_group({"params": [late]})
-        value = late.detach().clone()
-        opt.step(setup.closure(2))
-        assert not torch.equal(value, late)
+    setup = Setup()
+    late = nn.ModuleDict({"trunk": setup.trunk, "heads": setup.heads}).get_parameter(name)
+    late.requires_grad_(False)
+    params = setup.optimizer.param_groups[0]["params"]
+    params[:] = [p for p in params if p is not late]
+    opt = setup.start(method)
+    for batch in range(2):
+        opt.step(setup.closure(batch))
+    late.requires_grad_(True)
+    for _ in range(2):
+        message = r"optimizer must hold.*'(depth|normals)'"
+        with refused(partial(setup.state, False), ValueError, message):
+            opt.step(setup.closure(2))
+    setup.optimizer.add_param_group({"params": [late]})
+    value = late.detach().clone()
+    opt.step(setup.closure(2))
+    assert not torch.equal(value, late)
 
 
-def test_unheld_parameters_are_seen_by_backward() -> None:
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_head_that_the_optimizer_does_not_hold_in_backward(before: int) -> None:
+    """Its module was never seen; if it is unfrozen later, its parameters show in a later graph."""
     model, loss, *_ = problem()
-    opt = cs.MultiTaskOptimizer(model.trunk, sgd_of(model.trunk), AB, cs.PCGrad())
-    with pytest.raises(ValueError, match=r"optimizer must hold.*'a' depends on.*(\(1, 6\)|\(1,\))"):
-        opt.backward({task: loss(task) for task in AB})
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_parameter_that_is_unfrozen_later_in_backward() -> None:
-    """Its module was never seen; the parameter shows in a later graph."""
-    model, loss, *_ = problem()
-    head = model.heads["b"].requires_grad_(False)
-    sgd = sgd_of(model.trunk, model.heads["a"])
-    opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, cs.PCGrad())
+    held = sgd_of(model.trunk, model.heads["a"])
+    opt = cs.MultiTaskOptimizer(model.trunk, held, AB, cs.PCGrad())
 
     def steps(number: int) -> None:
         for _ in range(number):
             opt.backward({task: loss(task) for task in AB})
-            sgd.step()
+            opt.optimizer.step()
 
-    steps(1)
-    head.requires_grad_(True)
-    with pytest.raises(ValueError, match=r"optimizer must hold.*'b'"):
-        steps(40)
+    model.heads["b"].requires_grad_(False)
+    steps(before)
+    model.heads["b"].requires_grad_(True)
+    match = r"optimizer must hold.*'b' depends on.*(\(1, 6\)|\(1,\))"
+    with pytest.raises(ValueError, match=match):
+        steps(40 * before + 1)
+    assert all(p.grad is None for group in held.param_groups for p in group["params"])
 
 
 @BOTH_PHASES
 @EVERY_METHOD
-def test_a_loss_from_another_copy(method: cs.Method, schedule: cs.Schedule) -> None:
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_loss_from_another_copy(method: cs.Method, schedule: cs.Schedule, steps: int) -> None:
     """One task's loss, in the first step or later."""
-    for warm in (False, True):
-        setup, other = Setup(), Setup()
-        params = setup.optimizer.param_groups[0]["params"]
-        params += [*other.trunk.parameters(), *other.heads.parameters()]
-        opt = setup.start(method, schedule)
-        if warm and isinstance(method, cs.Sum):
-            continue  # It cannot tell tasks apart then.
-        if warm:
-            opt.step(setup.closure(0))
+    setup, other = Setup(), Setup()
+    setup.optimizer.param_groups[0]["params"] += other.parameters()
+    opt = setup.start(method, schedule)
+    for _ in range(steps if method.separate_gradients else 0):  # A sum cannot tell tasks apart.
+        opt.step(setup.closure(0))
 
-        def loss(task: str, setup: Setup = setup, other: Setup = other) -> Tensor:
-            if task != "edges":
-                return setup.closure(1)(task)
-            with cs.nn.active_task(other.trunk, task):
-                return other.closure(1)(task)
+    def loss(task: str) -> Tensor:
+        if task != "edges":
+            return setup.closure(1)(task)
+        with cs.nn.active_task(other.trunk, task):
+            return other.closure(1)(task)
 
-        with pytest.raises(ValueError, match=r"depend on a parameter of trunk.*'edges'"):
-            opt.step(loss)
+    with pytest.raises(ValueError, match=r"depend on a parameter of trunk.*'edges'"):
+        opt.step(loss)
 
 
 def test_a_loss_from_another_copy_in_backward() -> None:
@@ -151,28 +140,18 @@ def test_a_new_parameter_that_the_optimizer_holds(method: cs.Method) -> None:
 
 def test_a_task_whose_part_is_frozen_later() -> None:
     """It reaches no shared parameter then, which is allowed."""
-
-    class Branches(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Linear(3, 4), nn.Linear(3, 4)
-
-        def forward(self, x: Tensor, task: str) -> Tensor:
-            result: Tensor = (self.left if task == "a" else self.right)(x)
-            return result
-
-    trunk, x = Branches(), torch.randn(5, 3)
-    heads = nn.ModuleDict({task: nn.Linear(4, 1) for task in AB})
+    trunk = nn.ModuleDict({task: nn.Linear(3, 4) for task in AB})
+    heads, x = nn.ModuleDict({task: nn.Linear(4, 1) for task in AB}), torch.randn(5, 3)
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk, heads), AB, cs.PCGrad())
 
     def loss(task: str) -> Tensor:
-        return heads[task](trunk(x, task)).square().mean()
+        return heads[task](trunk[task](x)).square().mean()
 
     opt.step(loss)
-    trunk.left.requires_grad_(False)
-    before = trunk.left.weight.clone()
+    trunk["a"].requires_grad_(False)
+    before = trunk["a"].weight.clone()
     opt.step(loss)
-    assert torch.equal(before, trunk.left.weight)
+    assert torch.equal(before, trunk["a"].weight)
     assert heads["a"].weight.grad is not None
 
 
@@ -184,15 +163,12 @@ def test_checkpointed_trunks(method: cs.Method, reentrant: bool) -> None:
     Reentrant checkpointing hides the parameters from the graph of the loss.
     """
     states = []
-    for run in (
-        lambda trunk, x: trunk(x),
-        partial(torch.utils.checkpoint.checkpoint, use_reentrant=reentrant),
-    ):
+    for run in (lambda trunk, x: trunk(x), partial(checkpoint, use_reentrant=reentrant)):
         setup, opt = started(method)
         setup.trunk.eval()  # Running twice would move the statistics twice.
+        x, targets = setup.batches[0]
 
-        def loss(task: str, run: Any = run, setup: Setup = setup) -> Tensor:
-            x, targets = setup.batches[0]
+        def loss(task: str) -> Tensor:
             y = setup.heads[task](run(setup.trunk, x.requires_grad_(reentrant)))
             return (y - targets[TASKS.index(task)]).square().mean()
 
@@ -200,10 +176,7 @@ def test_checkpointed_trunks(method: cs.Method, reentrant: bool) -> None:
         for _ in range(2):
             opt.step(loss)
         states.append(setup.state())
-    if reentrant:
-        torch.testing.assert_close(*states)
-    else:
-        assert_equal(*states)
+    (torch.testing.assert_close if reentrant else assert_equal)(*states)
 
 
 def test_a_normalization_unfrozen_later_must_be_held() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 import torchvision_operators
 from layers import Kind
-from plain import projected_rows, rows, strength
+from networks import projected_update, with_task_norms
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -77,10 +77,7 @@ class Setup:
                 module.p = 0.0
         self.converts = case.prioritized > 0
         if self.converts:
-            cs.nn.convert_task_batchnorm(self.trunk, TASKS)
-            for norm in cs.nn.task_norms(self.trunk):  # Channels that differ between tasks.
-                for child in norm.children():
-                    nn.init.uniform_(child.weight, 0.5, 1.5)
+            with_task_norms(self.trunk, TASKS)
         self.method = cs.ConnectionStrength() if self.converts else cs.PCGrad()
         self.x = torch.randn(2, 3, case.size, case.size).double()
 
@@ -129,18 +126,8 @@ def plain_updates(
     updates = dict(sums)
     for name, norm_name in prioritized.items():
         weight = shared[name].detach()
-        kind = Kind(name, tuple(weight.shape))
-        children = [*setup.trunk.get_submodule(norm_name).children()]
-        strengths = strength(
-            weight,
-            torch.stack([child.weight.detach() for child in children]),
-            torch.stack([child.running_var for child in children]),
-            [child.eps for child in children],
-            kind,
-        )
-        priority = (strengths / strengths.sum(1, keepdim=True)).argmax(0)
-        update = projected_rows(torch.stack(grads[name]), priority, kind)
-        updates[name] = update.view(rows(weight, kind).shape).view_as(weight)
+        norm, kind = setup.trunk.get_submodule(norm_name), Kind(name, tuple(weight.shape))
+        updates[name] = projected_update(weight, norm, grads[name], kind)
     return updates, sums
 
 
