@@ -162,7 +162,7 @@ def test_a_normalization_that_is_replaced() -> None:
     with refused(buffers_of(setup), KeyError, TASKS[0]):
         opt.step(failing_in(setup))
     opt.step(setup.closure(0))
-    norms = {norm.module for layer in opt._engine.trunk.layout().layers for norm in layer.norms}
+    norms = {norm for layer in opt._engine.trunk.layout().layers for norm in layer.norms}
     assert new in norms
     assert old not in norms
 
