@@ -780,7 +780,7 @@ def _on_ranks(rank: int, size: int, kind: str, name: str) -> list[Any]:
     opt.start_epoch(0)
     weighting.observe(step_of(values(depth=2.0, normals=5.0, edges=1.0)))
     found = []
-    halves = [slice(0, 6), slice(6, 12)] if kind == "alone" else [None]
+    halves = [slice(0, 6), slice(6, 12)] if kind == "alone" else [slice(None)]
     for step in range(8):
         opt.start_epoch(1 + step // 4)
         loss = partial(network.loss, step)
