@@ -703,3 +703,14 @@ def test_a_gradient_penalty(of: str) -> None:
     with refused(trunk.state_dict, ValueError, "as for a gradient penalty: use step"):
         opt.step_together(lambda run: {task: loss(task, z) for task, z in run(x).items()})
     opt.step(lambda task: loss(task, trunk(x)))
+
+
+def test_a_refused_pass_notes_for_no_task_what_it_reaches() -> None:
+    """Whichever task is checked first."""
+    setup = Setup()
+    held = [*setup.trunk.parameters(), *setup.heads["depth"].parameters()]
+    opt = cs.MultiTaskOptimizer(setup.trunk, torch.optim.SGD(held, lr=0.1), TASKS)
+    before = opt.state_dict()["reach"]
+    with pytest.raises(ValueError, match="optimizer must hold every parameter that a loss depends"):
+        opt.step_together(together(setup, 0))
+    assert opt.state_dict()["reach"] == before
