@@ -66,11 +66,10 @@ def gammas(layers: Sequence[Layer]) -> list[Tensor]:
         StaleLayoutError: The layers have to be found anew.
 
     """
-    # Dictionaries: a step reads thousands, and a module's attributes are slower.
-    of_norms = [norm._parameters for layer in layers for norm in layer.norms]
-    if not all("weight" in parameters for parameters in of_norms):
-        raise StaleLayoutError
-    found = [parameters["weight"] for parameters in of_norms]
+    try:  # Dictionaries: a step reads thousands, and a module's attributes are slower.
+        found = [norm._parameters["weight"] for layer in layers for norm in layer.norms]
+    except KeyError:
+        raise StaleLayoutError from None
     if any(gamma is None for gamma in found):
         pairs = zip(found, running_vars(layers), strict=True)
         return [torch.ones_like(var) if gamma is None else gamma for gamma, var in pairs]

@@ -52,37 +52,35 @@ class _Snapshot:
             plain = type(tensor) is Tensor and tensor.dim() < 2
             if plain and others.pop(id(tensor), None) is not None:
                 alike.setdefault((tensor.dtype, tensor.dim(), tensor.device), []).append(tensor)
-        self._alike = [(dtype, tensors) for (dtype, *_), tensors in alike.items()]
+        self._alike = list(alike.values())
+        self._shapes = [[tensor.shape for tensor in of] for of in self._alike]
         self._others = list(others.values())
         self._copy()
 
     @torch.no_grad()
     def _copy(self) -> None:
-        self._packed = [torch.cat(t) if t[0].dim() else torch.stack(t) for _, t in self._alike]
-        self._shapes = [[tensor.shape for tensor in tensors] for _, tensors in self._alike]
+        self._packed = [torch.cat(of) if of[0].dim() else torch.stack(of) for of in self._alike]
         self._clones = [tensor.clone() for tensor in self._others]
 
     def take(self, modules: Sequence[Buffers]) -> bool:
-        """Copies the buffers anew, if they are the same tensors of the same types."""
+        """Copies the buffers anew, if they are the same tensors of the same types and sizes."""
         values = [value for buffers in modules for value in buffers.values()]
         if not (_same(modules, self._modules) and _same(values, self._values)):
             return False
-        if any(tensor.dtype is not dtype for dtype, of in self._alike for tensor in of):
-            return False
+        before = self._packed
         self._copy()
-        return True
+        pairs = zip(self._packed, before, strict=True)
+        return all((now.dtype, now.shape) == (then.dtype, then.shape) for now, then in pairs)
 
     @torch.no_grad()
     def put_back(self) -> None:
         for (buffers, name), value in zip(self._slots, self._values, strict=True):
             buffers[name] = value
         pairs = list(zip(self._others, self._clones, strict=True))
-        for (_, tensors), packed, shapes in zip(
-            self._alike, self._packed, self._shapes, strict=True
-        ):
+        for of, packed, shapes in zip(self._alike, self._packed, self._shapes, strict=True):
             parts = torch.split(packed.flatten(), [shape.numel() for shape in shapes])
             copies = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
-            pairs += zip(tensors, copies, strict=True)
+            pairs += zip(of, copies, strict=True)
         for tensor, copy in pairs:
             if (tensor.shape, tensor.dtype) == (copy.shape, copy.dtype):
                 tensor.copy_(copy)
