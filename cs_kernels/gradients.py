@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from cs_kernels.ops.operands import misfits
-from cs_kernels.trunk.layers import LayerLists, epsilons, gammas, running_vars
+from cs_kernels.trunk.layers import LayerLists
 from cs_kernels.trunk.reach import Reach
 
 
@@ -213,15 +213,15 @@ class TaskGradients:
             torch.ops.cs_kernels.task_priority(
                 torch.ops.cs_kernels.connection_strength(
                     layer.weight,
-                    torch.stack(gammas([layer])),
-                    torch.stack(running_vars([layer])),
-                    epsilons([layer]),
+                    torch.stack(of_layer.gammas()),
+                    torch.stack(of_layer.running_vars()),
+                    of_layer.epsilons(),
                     True,
                     layer.out_channel_dim,
                     layer.groups,
                 )
             )
-            for layer in lists.layers
+            for layer, of_layer in ((layer, LayerLists.of([layer])) for layer in lists.layers)
         ]
 
     def phase2(
@@ -247,9 +247,9 @@ class TaskGradients:
             updates,
             grads,
             lists.weights,
-            torch.cat(gammas(lists.layers) or none),
-            torch.cat(running_vars(lists.layers) or none),
-            epsilons(lists.layers),
+            torch.cat(lists.gammas() or none),
+            torch.cat(lists.running_vars() or none),
+            lists.epsilons(),
             lists.out_channel_dims,
             lists.groups,
             number,

@@ -10,7 +10,7 @@ from torch import Tensor
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.ranks.fsdp import is_sharded, shards_of
 from cs_kernels.ranks.pieces import ChannelArray, Piece, pieces_of
-from cs_kernels.trunk.layers import LayerLists, epsilons, gammas, running_vars
+from cs_kernels.trunk.layers import LayerLists
 
 
 class Parts(Protocol):
@@ -102,7 +102,7 @@ def task_priorities(parts: Parts, lists: LayerLists, *, averaged: bool) -> Tenso
     """
     if not lists.layers:
         return parts.like().new_empty(0, dtype=torch.int64)
-    gamma = gammas(lists.layers)
+    gamma = lists.gammas()
     if any(map(is_sharded, (*lists.weights, *gamma))):
         energies, scales = _gathered(parts, parts.phase2_plan(lists), gamma)
     else:
@@ -111,11 +111,11 @@ def task_priorities(parts: Parts, lists: LayerLists, *, averaged: bool) -> Tenso
             weights, lists.out_channel_dims, lists.groups
         )
         scales = torch.cat([scale.detach() for scale in gamma])
-    variances = torch.cat(running_vars(lists.layers))
+    variances = torch.cat(lists.running_vars())
     if not averaged:
         variances = parts.mean_over_ranks(variances)
     priorities: Tensor = torch.ops.cs_kernels.energy_priority(
-        energies, scales, variances, epsilons(lists.layers), lists.channels
+        energies, scales, variances, lists.epsilons(), lists.channels
     )
     return priorities
 

@@ -37,61 +37,67 @@ class LayerLists(NamedTuple):
     weights: list[Tensor]
     out_channel_dims: list[int]
     groups: list[int]
-
-    @property
-    def channels(self) -> list[int]:
-        """The number of output channels of every layer."""
-        return list(map(out_channels, self.weights, self.out_channel_dims, self.groups))
+    norms: list[nn.Module]
+    """The normalization of every layer and task."""
+    parameters: list[dict[str, nn.Parameter | None]]
+    """Their parameters: a step reads thousands, and a module's attributes are slower."""
+    buffers: list[dict[str, Tensor | None]]
 
     @classmethod
     def of(cls, layers: Sequence[Layer]) -> "LayerLists":
         """The lists of these layers."""
+        norms = [norm for layer in layers for norm in layer.norms]
         return cls(
             layers=tuple(layers),
             weight_indices=[layer.weight_index for layer in layers],
             weights=[layer.weight for layer in layers],
             out_channel_dims=[layer.out_channel_dim for layer in layers],
             groups=[layer.groups for layer in layers],
+            norms=norms,
+            parameters=[norm._parameters for norm in norms],
+            buffers=[norm._buffers for norm in norms],
         )
+
+    @property
+    def channels(self) -> list[int]:
+        """The number of output channels of every layer."""
+        return list(map(out_channels, self.weights, self.out_channel_dims, self.groups))
+
+    def gammas(self) -> list[Tensor]:
+        """Gamma of every normalization, [O], layer by layer; ones if it has no scale.
+
+        Raises:
+            StaleLayoutError: The layers have to be found anew.
+
+        """
+        try:
+            found = [parameters["weight"] for parameters in self.parameters]
+        except KeyError:
+            raise StaleLayoutError from None
+        if any(gamma is None for gamma in found):
+            pairs = zip(found, self.running_vars(), strict=True)
+            return [torch.ones_like(var) if gamma is None else gamma for gamma, var in pairs]
+        return cast("list[Tensor]", found)
+
+    def running_vars(self) -> list[Tensor]:
+        """The running variance of every normalization, [O], layer by layer.
+
+        Raises:
+            StaleLayoutError: The layers have to be found anew.
+
+        """
+        found = [buffers.get("running_var") for buffers in self.buffers]
+        if any(variance is None for variance in found):
+            raise StaleLayoutError
+        return cast("list[Tensor]", found)
+
+    def epsilons(self) -> list[float]:
+        """Epsilon of every normalization, layer by layer."""
+        return [cast("float", norm.eps) for norm in self.norms]
 
 
 class StaleLayoutError(RuntimeError):
     """A normalization has no running variance any more, or a scale that is no parameter."""
-
-
-def gammas(layers: Sequence[Layer]) -> list[Tensor]:
-    """Gamma of every normalization, [O], layer by layer; ones if it has no scale.
-
-    Raises:
-        StaleLayoutError: The layers have to be found anew.
-
-    """
-    try:  # Dictionaries: a step reads thousands, and a module's attributes are slower.
-        found = [norm._parameters["weight"] for layer in layers for norm in layer.norms]
-    except KeyError:
-        raise StaleLayoutError from None
-    if any(gamma is None for gamma in found):
-        pairs = zip(found, running_vars(layers), strict=True)
-        return [torch.ones_like(var) if gamma is None else gamma for gamma, var in pairs]
-    return cast("list[Tensor]", found)
-
-
-def running_vars(layers: Sequence[Layer]) -> list[Tensor]:
-    """The running variance of every normalization, [O], layer by layer.
-
-    Raises:
-        StaleLayoutError: The layers have to be found anew.
-
-    """
-    buffers = [norm._buffers.get("running_var") for layer in layers for norm in layer.norms]
-    if any(buffer is None for buffer in buffers):
-        raise StaleLayoutError
-    return cast("list[Tensor]", buffers)
-
-
-def epsilons(layers: Sequence[Layer]) -> list[float]:
-    """Epsilon of every normalization, layer by layer."""
-    return [cast("float", norm.eps) for layer in layers for norm in layer.norms]
 
 
 def channels_of(layer: nn.Module, weight: Tensor) -> tuple[int, int, int]:

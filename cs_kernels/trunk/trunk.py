@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from operator import is_not
 
 import torch
 from torch import Tensor, nn
@@ -76,9 +75,7 @@ class Trunk:
     def changed(self) -> bool:
         """Whether other parameters train than in the last step, or a module was exchanged."""
         children = [child for of_one in self._holders for child in of_one.values()]
-        replaced = len(children) != len(self._children) or any(
-            map(is_not, children, self._children)
-        )
+        replaced = any(self._childless) or children != self._children
         return self._what_trains() != self.trains or replaced
 
     def forget(self) -> None:
@@ -125,8 +122,10 @@ class Trunk:
         return flags
 
     def _find_children(self) -> None:
-        self._holders = [module._modules for module in self.module.modules()]
-        """The dictionaries of children of the trunk's modules."""
+        holders = [module._modules for module in self.module.modules()]
+        self._childless = [of_one for of_one in holders if not of_one]
+        """The dictionaries of children of modules that have none, and of those that have some."""
+        self._holders = [of_one for of_one in holders if of_one]
         self._children = [child for of_one in self._holders for child in of_one.values()]
         """The modules in them, to see when one is exchanged."""
 
