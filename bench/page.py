@@ -47,7 +47,7 @@ TABLES = {
 }
 """`header=cell` of each column; a case of a record fills in the first form that it has all of."""
 SOURCE = """Record: `bench/results/{name}.jsonl`, commit {commit}, {time:.10}, {machine[cpu]}, \
-{machine[threads]} threads, {machine[instruction_set]}, torch {versions[torch]}, \
+{threads} threads, {machine[instruction_set]}, torch {versions[torch]}, \
 torchjd {versions[torchjd]}."""
 
 
@@ -73,6 +73,8 @@ def contents(name: str) -> list[str]:
     """A table and the records that it comes from."""
     several = {"summary": [("phase2",), ("methods",)], "sizes": [("methods", "resnet50")]}
     used = [last(*which) for which in several.get(name, [(name,)])]
+    for record in used:
+        record["threads"] = record["cases"][0].get("threads", record["machine"]["threads"])
     cases = [c for record in used for c in record["cases"]]
     columns = dict(column.split("=") for column in re.split(" *[|\n] *", TABLES.get(name, "=")))
     if name == "summary":  # ResNet-18 with 4 tasks in float32.

@@ -147,9 +147,7 @@ class TaskGradients:
         self, parameters: Sequence[int], tasks: Sequence[str] | None = None
     ) -> list[Tensor | None]:
         """The gradients of some parameters: for each of them, those of `tasks`, or of all."""
-        rows = self.rows
-        if tasks is not None:
-            rows = [rows[self.tasks.index(task)] for task in tasks]
+        rows = self.rows if tasks is None else [self.row_of(task) for task in tasks]
         grads = [row[i] for i in parameters for row in rows]
         return [g if g is None else as_real(g) for g in grads] if self._has_complex else grads
 
@@ -167,7 +165,7 @@ class TaskGradients:
     def release_own(self) -> None:
         """Moves the gradients of every task's own parameters from the rows to `.grad`."""
         for i, task in self.reach.owners().items():
-            row = self.rows[self.tasks.index(task)]
+            row = self.row_of(task)
             if row[i] is not None:
                 self.parameters[i].grad, row[i] = row[i], None
 
@@ -177,9 +175,6 @@ class TaskGradients:
         # A buffer is missing; or the parameter, or its `.grad`, the last update, was moved or cast.
         for n in misfits([self._updates[i] for i in parameters], likes):
             self._updates[parameters[n]] = torch.empty_like(likes[n], requires_grad=False)
-        return self._real_updates(parameters)
-
-    def _real_updates(self, parameters: Sequence[int]) -> list[Tensor]:
         updates = [cast("Tensor", self._updates[i]) for i in parameters]
         return list(map(as_real, updates)) if self._has_complex else updates
 

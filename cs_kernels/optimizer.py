@@ -50,10 +50,10 @@ class MultiTaskOptimizer(Copyable):
             `MultiTaskOptimizer.backward` is used. It may multiply the loss by a factor.
         process_group: The ranks that hold the same network, each with batches of its own, such as
             `torch.distributed.group.WORLD`. The gradient of a task is then that of its mean loss
-            over the ranks. Default: that of `trunk`, if it is a DistributedDataParallel. Of one
-            around the trunk and the heads, hand over the wrapped network as `trunk`. The ranks of a
-            trunk after `fully_shard` are found from its parameters; a rank that fails there leaves
-            the others in a collective until the timeout of their group.
+            over the ranks. Default: that of `trunk`, if it is a DistributedDataParallel. If one
+            is around the trunk and the heads, hand over the wrapped network as `trunk`. The ranks
+            of a trunk after `fully_shard` are found from its parameters; a rank that fails there
+            leaves the others in a collective until the timeout of their group.
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.

@@ -51,19 +51,19 @@ def optimizer_on_ranks(
     return cs.MultiTaskOptimizer(trunk, sgd_of(trunk, *heads, lr=lr), tasks, *arguments, **options)
 
 
-def mine(samples: Tensor, dim: int = 0) -> Tensor:
+def part_of_this_rank(samples: Tensor, dim: int = 0) -> Tensor:
     """The samples of this rank; all in one process."""
     if not dist.is_initialized():
         return samples
     return samples.chunk(dist.get_world_size(), dim)[dist.get_rank()]
 
 
-def apart(y: Tensor, task: str) -> Tensor:
-    """A loss of the tasks, which are in conflict."""
+def conflicting_loss(y: Tensor, task: str) -> Tensor:
+    """The tasks have different targets, so their gradients are in conflict."""
     return (y - TASKS.index(task)).square().mean()
 
 
-def values(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+def whole_copies(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Copies of whole parameters."""
     return [
         (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for p in parameters
@@ -125,7 +125,7 @@ class Network:
         return (self.heads[task](self.trunk(x)) - target).square().mean()
 
     def state(self) -> list[Tensor]:
-        return values(self.parameters)
+        return whole_copies(self.parameters)
 
 
 METHODS: dict[str, Callable[[], cs.Method]] = {

@@ -1,4 +1,4 @@
-"""Captured steps: replays train as eager steps do, bit by bit, in a CPU model of CUDA Recorder."""
+"""Captured steps: replays train as eager steps do, bit by bit, in a model of CUDA graphs."""
 
 import copy
 from collections.abc import Callable
@@ -464,3 +464,10 @@ def test_a_saved_state_stays_as_it_is() -> None:
     step(3)
     assert numbers(*states) == before
     assert numbers(*parts) != before
+
+
+def test_dropout_draws_in_replays() -> None:
+    _, loss, opt = started_problem(cs.CAGrad())
+    captured = opt.capture(lambda task: nn.functional.dropout(loss(task).expand(8), 0.5).sum())
+    assert len({captured()["a"].item() for _ in range(12)}) > 3
+    assert Recorder.replays == 9

@@ -166,7 +166,7 @@ def test_parts_draw_as_the_whole(
     ]
     whole[1] = None
     arguments = [leak] * tasks, 3, 11, tasks, None
-    results = [[torch.full((n,), torch.nan, dtype=dtype) for n in sizes] for _ in "123"]
+    results = [[torch.full((n,), torch.nan, dtype=dtype) for n in sizes] for _ in range(3)]
     _ops.drop_signs_(results[0], whole, *arguments, offsets)
     reference.drop_signs_(results[1], whole, *arguments, offsets)
     updates, grads, firsts = [], [], []
@@ -223,7 +223,7 @@ def test_a_trunk_larger_than_the_caches(dtype: torch.dtype, tasks: int) -> None:
         """The weighted sum and the update with dropped signs of tensors of these sizes."""
         pieces = zip(*(g.split(sizes) for g in flat), strict=True)
         grads = [piece for of_tensor in pieces for piece in of_tensor]
-        combined, dropped = (torch.empty_like(flat[0]) for _ in "12")
+        combined, dropped = (torch.empty_like(flat[0]) for _ in range(2))
         _ops.combine_(combined.split(sizes), grads, weights, [0] * len(sizes), tasks)
         _ops.drop_signs_(dropped.split(sizes), grads, [0.1] * tasks, 0, 0, tasks)
         return [combined, dropped]

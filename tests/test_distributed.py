@@ -19,15 +19,15 @@ from rank_networks import (
     TASKS,
     Dense,
     Network,
-    apart,
     assert_near,
+    conflicting_loss,
     distributed,
-    mine,
     on_ranks,
     optimizer_on_ranks,
+    part_of_this_rank,
     shard,
     trained,
-    values,
+    whole_copies,
 )
 from ranks import Pools
 from torch import Tensor, nn
@@ -136,14 +136,14 @@ def test_losses_of_one_forward_pass(rank: int, kind: str, method: str, parts: in
     means = []
     for batch in torch.randn(5, 12, 5):
         means.append(dict.fromkeys(TASKS, torch.zeros(())))
-        for n, x in enumerate(mine(batch).chunk(parts), 1):
+        for n, x in enumerate(part_of_this_rank(batch).chunk(parts), 1):
             losses = {task: loss / parts for task, loss in network(x).items()}
             if rank == 1:  # The order of the losses is that of no collective.
                 losses = dict(reversed(losses.items()))
             for task, loss in opt.backward(losses, update=n == parts).items():
                 means[-1][task] = means[-1][task] + loss
         opt.optimizer.step()
-    return values(network.parameters()), means
+    return whole_copies(network.parameters()), means
 
 
 class Gathers(TorchDispatchMode):
@@ -177,7 +177,7 @@ def test_parameters_are_gathered_once_for_all_backward_passes(rank: int, tasks: 
 @on_ranks(2, alone={"kind": "alone"})
 def test_gradients_that_are_dropped(rank: int, kind: str) -> list[Tensor]:
     network, opt = _dense(kind, "PCGrad")
-    sgd, x = opt.optimizer, mine(torch.randn(3, 12, 5), 1)
+    sgd, x = opt.optimizer, part_of_this_rank(torch.randn(3, 12, 5), 1)
     for set_to_none in (True, False):
         opt.backward(network(x[0]), update=False)
         sgd.zero_grad(set_to_none=set_to_none)
@@ -197,7 +197,7 @@ def test_gradients_that_are_dropped(rank: int, kind: str) -> list[Tensor]:
     with pytest.warns(UserWarning, match="has dropped the gradients of 1 calls"):
         opt.backward(network(x[1]))
     sgd.step()
-    return values(network.parameters())
+    return whole_copies(network.parameters())
 
 
 def test_methods_differ_on_this_network() -> None:
@@ -216,9 +216,9 @@ def test_a_wrapper_around_trunk_and_heads(rank: int) -> list[Tensor]:
         network = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
     opt = optimizer_on_ranks(plain.trunk, cs.PCGrad(), heads=[plain.heads])
     for batch in torch.randn(4, 12, 5):
-        opt.step(lambda task: network(mine(batch), task))
+        opt.step(lambda task: network(part_of_this_rank(batch), task))
         network.require_backward_grad_sync = True  # As Lightning does after its step.
-    return values(plain.parameters())
+    return whole_copies(plain.parameters())
 
 
 @on_ranks(2, alone={})
@@ -234,10 +234,10 @@ def test_a_wrapped_trunk_that_is_handed_over_plain(rank: int) -> list[Tensor]:
             if n == rank or not dist.is_initialized():
                 z = trunk(part)
                 for task in TASKS[n : n + 2]:
-                    losses.setdefault(task, []).append(apart(plain.heads[task](z), task))
+                    losses.setdefault(task, []).append(conflicting_loss(plain.heads[task](z), task))
         opt.backward({task: torch.stack(of_task).mean() for task, of_task in losses.items()})
         opt.optimizer.step()
-    return values(plain.parameters())
+    return whole_copies(plain.parameters())
 
 
 MESSAGES = {
@@ -289,10 +289,10 @@ def test_a_wrapper_reduces_again_when_its_last_optimizer_is_gone(rank: int) -> l
     gc.disable()
     sgd = sgd_of(network)
     first, second = (cs.MultiTaskOptimizer(network, sgd, TASKS, cs.PCGrad()) for _ in range(2))
-    x = mine(torch.randn(4, 12, 5), 1)
+    x = part_of_this_rank(torch.randn(4, 12, 5), 1)
     for batch in x:
         second.step(lambda task: network(batch, task))
-    state = values(network.parameters())
+    state = whole_copies(network.parameters())
 
     def reduces() -> tuple[bool, bool]:
         return network.require_backward_grad_sync, network.require_forward_param_sync
@@ -307,7 +307,7 @@ def test_a_wrapper_reduces_again_when_its_last_optimizer_is_gone(rank: int) -> l
         sgd.zero_grad()
         sum(network(batch).values()).backward()
         sgd.step()
-    return [state, values(network.parameters())]
+    return [state, whole_copies(network.parameters())]
 
 
 def _threads() -> int:

@@ -11,13 +11,13 @@ from rank_networks import (
     METHODS,
     TASKS,
     Network,
-    apart,
     assert_near,
     both_phases,
-    mine,
+    conflicting_loss,
     on_ranks,
     optimizer_on_ranks,
-    values,
+    part_of_this_rank,
+    whole_copies,
 )
 from torch import Tensor, nn
 
@@ -33,7 +33,7 @@ def _linear() -> tuple[nn.Linear, Callable[[str], Tensor]]:
     trunk, x = nn.Linear(4, 4), torch.randn(6, 4)
 
     def loss(task: str) -> Tensor:
-        return apart(trunk(mine(x).to(trunk.weight.dtype)).float(), task)
+        return conflicting_loss(trunk(part_of_this_rank(x).to(trunk.weight.dtype)).float(), task)
 
     return trunk, loss
 
@@ -53,7 +53,7 @@ def test_a_network_that_is_moved_between_steps(rank: int, method: str) -> list[T
         opt.step(loss)
         change()
     opt.step(loss)
-    return values(trunk.parameters())
+    return whole_copies(trunk.parameters())
 
 
 def _halve(parameter: Tensor) -> None:
@@ -75,7 +75,7 @@ def test_layers_that_are_left_out(rank: int, method: str) -> list[Tensor]:
             y = x[r]
             for layer, draw in zip(trunk, draws[step, TASKS.index(task), r], strict=True):
                 y = torch.tanh(layer(y)) if draw < 0.6 or layer is trunk[0] else y
-            losses.append(apart(y, task))
+            losses.append(conflicting_loss(y, task))
         return torch.stack(losses).mean()
 
     for step in range(10):
@@ -83,7 +83,7 @@ def test_layers_that_are_left_out(rank: int, method: str) -> list[Tensor]:
         if step == 4:  # Hooks that run after those of the first step.
             for parameter in trunk[0].parameters():
                 parameter.register_post_accumulate_grad_hook(_halve)
-    return values(trunk.parameters())
+    return whole_copies(trunk.parameters())
 
 
 @on_ranks(2, alone={})
@@ -91,12 +91,12 @@ def test_parameters_that_are_unfrozen(rank: int) -> list[Tensor]:
     """One that a task has tried to reach while it was frozen, and one unfrozen too late."""
     trunk = nn.ModuleDict({"body": nn.Linear(4, 4), "x": nn.Linear(4, 4)})
     opt = optimizer_on_ranks(trunk, cs.CAGrad(), tasks=TASKS[:2])
-    x = mine(torch.randn(6, 4))
+    x = part_of_this_rank(torch.randn(6, 4))
 
     def loss(task: str, train: bool | None = None) -> Tensor:
         if train is not None:
             trunk["x"].requires_grad_(train)
-        return apart(trunk["x"](trunk["body"](x)), task)
+        return conflicting_loss(trunk["x"](trunk["body"](x)), task)
 
     for train, tasks in ((False, None), (False, None), (True, TASKS[:1]), (True, None)):
         trunk["x"].requires_grad_(train)
@@ -106,7 +106,7 @@ def test_parameters_that_are_unfrozen(rank: int) -> list[Tensor]:
         trunk["x"].requires_grad_(False)
         with pytest.raises(RuntimeError, match="must not be unfrozen within a step"):
             opt.step(partial(loss, train=True))
-    return values(trunk.parameters())
+    return whole_copies(trunk.parameters())
 
 
 def _seen(opt: cs.MultiTaskOptimizer, loss: Callable[[str], Tensor], tasks: list[str]) -> Any:
@@ -132,7 +132,7 @@ def test_a_rank_without_labels_knows_the_factor_of_backward_passes(rank: int) ->
     trunk, x = nn.Linear(4, 4), torch.randn(3, 4)
     options = {"tasks": TASKS[:2], "backward": lambda x, **more: (4 * x).backward(**more)}
     opt = optimizer_on_ranks(trunk, cs.NashMTL(max_norm=0.1), **options)
-    return _seen(opt, lambda task: apart(trunk(x), task), [] if rank else TASKS[:2])
+    return _seen(opt, lambda task: conflicting_loss(trunk(x), task), [] if rank else TASKS[:2])
 
 
 @on_ranks(2)
@@ -142,7 +142,7 @@ def test_statistics_count_with_the_ranks_that_have_labels(rank: int) -> list[Any
     opt, x = optimizer_on_ranks(trunk, lr=0.0), torch.randn(12, 4)
 
     def loss(task: str) -> Tensor:
-        return trunk(mine(x)).square().mean()
+        return trunk(part_of_this_rank(x)).square().mean()
 
     opt.step(loss)
     opt.step(loss, tasks=TASKS if rank == 0 else TASKS[:1])
@@ -173,7 +173,7 @@ def test_statistics_of_heads(rank: int) -> list[Tensor]:
     opt = optimizer_on_ranks(trunk, cs.PCGrad(), heads=[heads], lr=0.0)
     tasks = TASKS[: 3 - rank]  # Rank 1 never sees the last task's head.
     for _ in range(2):
-        opt.step(lambda task: heads[task](trunk(mine(x))).square().mean(), tasks=tasks)
+        opt.step(lambda task: heads[task](trunk(part_of_this_rank(x))).square().mean(), tasks=tasks)
     variances = torch.stack([trunk(of_rank).var(0) for of_rank in x.chunk(2)]).detach()
     for task in tasks:
         of_task = variances[:1] if task == TASKS[2] else variances

@@ -15,14 +15,14 @@ from rank_networks import (
     TASKS,
     Dense,
     Network,
-    apart,
+    conflicting_loss,
     distributed,
-    mine,
     on_ranks,
     optimizer_on_ranks,
+    part_of_this_rank,
     shard,
     trained,
-    values,
+    whole_copies,
 )
 from ranks import TIMEOUT, Pools, Ranks
 from torch import Tensor, nn
@@ -86,7 +86,7 @@ def _with_a_failing_shard(rank: int, size: int) -> None:
     group = dist.new_group(range(size), timeout=TIMEOUT)
     network = Dense()
     fully_shard(network, mesh=dist.DeviceMesh.from_group(group, "cpu"))
-    before = values(network.parameters())
+    before = whole_copies(network.parameters())
     opt = optimizer_on_ranks(network, cs.PCGrad(), process_group=None)
 
     def loss(task: str) -> Tensor:
@@ -145,7 +145,7 @@ def test_an_optimizer_that_fails_on_one_rank(
     rank: int, schedule: cs.Schedule, fails: int
 ) -> list[Tensor]:
     """In Phase 1 the others are in the next task's passes by then."""
-    network, x = Dense(), mine(torch.randn(12, 5))
+    network, x = Dense(), part_of_this_rank(torch.randn(12, 5))
     sgd = Failing(network.parameters(), lr=0.1)
     given = network, sgd, TASKS, cs.PCGrad(), schedule
     opt = cs.MultiTaskOptimizer(*given, process_group=dist.group.WORLD)
@@ -170,7 +170,7 @@ def test_an_optimizer_that_fails_on_one_rank(
         dist.broadcast(parameter.data, 0)
     for _ in range(3):  # The collectives of the failed step are over.
         step()
-    return values(network.parameters())
+    return whole_copies(network.parameters())
 
 
 @on_ranks(2)
@@ -179,7 +179,7 @@ def test_a_backward_pass_that_fails_on_one_rank(rank: int) -> list[Tensor]:
     buckets.BUCKET_BYTES = 100
     trunk = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     opt = optimizer_on_ranks(trunk, cs.PCGrad())
-    x, fails = mine(torch.randn(6, 4)), False
+    x, fails = part_of_this_rank(torch.randn(6, 4)), False
 
     def fail(grad: Tensor) -> None:
         if fails:
@@ -191,9 +191,9 @@ def test_a_backward_pass_that_fails_on_one_rank(rank: int) -> list[Tensor]:
         fails = step in (0, 3, 4)
         error = pytest.raises(BrokenError if rank == 1 else RuntimeError, match="in the backward")
         with error if fails else nullcontext():
-            opt.step(lambda task: apart(trunk(x), task))
+            opt.step(lambda task: conflicting_loss(trunk(x), task))
     assert opt.state_dict()["steps"] == 5
-    return values(trunk.parameters())
+    return whole_copies(trunk.parameters())
 
 
 def _with_sharded_heads() -> tuple[Dense, cs.MultiTaskOptimizer]:
@@ -207,7 +207,7 @@ def _with_sharded_heads() -> tuple[Dense, cs.MultiTaskOptimizer]:
 def _after_a_failing_pass(rank: int, fails: bool) -> list[Tensor]:
     """A backward pass fails on all ranks alike, with heads that are roots of their own."""
     network, opt = _with_sharded_heads()
-    x = mine(torch.randn(12, 5))
+    x = part_of_this_rank(torch.randn(12, 5))
 
     def fail(grad: Tensor) -> None:
         raise BrokenError("in the backward pass")
@@ -223,7 +223,7 @@ def _after_a_failing_pass(rank: int, fails: bool) -> list[Tensor]:
             with pytest.raises(BrokenError):
                 opt.step(partial(loss, failing=True))
         opt.step(loss)
-    return values(opt.optimizer.param_groups[0]["params"])
+    return whole_copies(opt.optimizer.param_groups[0]["params"])
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="fully_shard cannot be reset")
@@ -236,7 +236,7 @@ def test_shards_after_a_backward_pass_that_fails(pools: Pools) -> None:
 def test_heads_that_are_sharded(rank: int) -> list[dict[str, Tensor]]:
     """`backward` does not see the heads run; the user's resharding stays; losses of inf."""
     network, opt = _with_sharded_heads()
-    x = mine(torch.randn(2, 12, 5), 1)
+    x = part_of_this_rank(torch.randn(2, 12, 5), 1)
     returned = []
     for update in (False, True):
         y = network.trunk(x[int(update)])
@@ -267,7 +267,7 @@ def test_sparse_gradients(rank: int, where: str) -> list[Tensor]:
         y = embedding(torch.arange(4)) + 1
         for layer in layers:
             y = torch.tanh(layer(y))
-        return apart(y, task)
+        return conflicting_loss(y, task)
 
     step = partial(opt.step, loss, tasks=TASKS[:2] if rank == 0 else TASKS[1:2])
     for number in range(6):
@@ -276,7 +276,7 @@ def test_sparse_gradients(rank: int, where: str) -> list[Tensor]:
         error = pytest.raises((ValueError, RuntimeError), match="dense gradients")
         with error if fails else nullcontext():
             step()
-    return values(both.parameters())
+    return whole_copies(both.parameters())
 
 
 class Own(cs.Joint):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from networks import AB, assert_equal, optimizer_of, sgd_of
-from rank_networks import distributed, shard, values
+from rank_networks import distributed, shard, whole_copies
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -132,7 +132,7 @@ def test_buckets_are_sent_during_the_backward_pass(
         for _ in range(3):
             sent.clear()
             opt.step(trunk.loss)
-        states.append(values(trunk.parameters()))
+        states.append(whole_copies(trunk.parameters()))
     torch.testing.assert_close(*states, rtol=1e-12, atol=1e-14)
     rounds = 1 if isinstance(method, cs.Sum) else 2
     assert [bucket for bucket, _ in sent] == [0, 1, 2, 3, 4] * rounds
@@ -151,7 +151,7 @@ def test_a_gradient_that_comes_after_it_was_sent_is_refused(
     trunk.twice = False
     opt.step(trunk.loss)
     trunk.twice = True
-    before = values(trunk.parameters())
+    before = whole_copies(trunk.parameters())
     with pytest.raises(RuntimeError, match="must not change after they were sent"):
         opt.step(trunk.loss)
     assert_equal([*trunk.parameters()], before)
@@ -245,7 +245,7 @@ def test_one_rank_trains_as_no_group(
         x = torch.randn(4, 6).to(dtype)
         for _ in range(3):
             losses = opt.step(lambda task: trunk[task](trunk["body"](x)).square().mean())
-        states.append([*values(trunk.parameters()), *losses.values()])
+        states.append([*whole_copies(trunk.parameters()), *losses.values()])
     assert_equal(*states)
 
 
@@ -294,7 +294,7 @@ def test_one_rank_on_a_gpu_trains_as_no_group(tmp_path: Path, method: cs.Method,
         for _ in range(6):
             x = torch.randn(4, 3, 8, 8, device="cuda")
             opt.step(lambda task: (trunk(x) - int(task == "b")).square().mean())
-        states.append(values(trunk.parameters()))
+        states.append(whole_copies(trunk.parameters()))
     torch.testing.assert_close(*states, rtol=1e-5, atol=1e-6)
 
 

@@ -74,9 +74,8 @@ def test_a_change_between_steps_counts(change: Callable[[Setup], None]) -> None:
     torch.manual_seed(0)
     change(setup)
     weight = setup.trunk.stem.weight
-    strength = cs.functional.connection_strength(
-        weight, *_factors(setup)[:2], eps=_factors(setup)[2]
-    )
+    *factors, eps = _factors(setup)
+    strength = cs.functional.connection_strength(weight, *factors, eps=eps)
     expected = cs.functional.task_priority(strength)
     with torch.no_grad():
         for task in TASKS:

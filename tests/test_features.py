@@ -808,3 +808,34 @@ def test_many_ranks(pools: Callable[[int], Ranks]) -> None:
         assert "got 2 ranks" in replicated
         assert sharded.startswith("optimizer must hold whole parameters")
         assert "got 6 after fully_shard" in sharded
+
+
+def test_gramians_of_one_linear_layer_and_one_sample() -> None:
+    """dW_i = dz_i x^T, so the Gramians differ by the factor |x|^2."""
+    trunk, x = nn.Linear(2, 2, bias=False).double(), torch.tensor([[3.0, 4.0]]).double()
+    rows = torch.tensor([[1.0, 0.0], [-1.0, 2.0]]).double()
+    opt, gramians = optimizer_of(trunk, cs.MGDA()), []
+    for at_features in (True, False):
+        z = trunk(x)
+        losses = {task: (z * row).sum() for task, row in zip(AB, rows, strict=True)}
+        opt.backward(losses, features=z if at_features else None)
+        gramians.append(opt.report().gramian)
+        assert opt.report().task_weights.tolist() == pytest.approx([0.75, 0.25])
+        opt.optimizer.zero_grad()
+    torch.testing.assert_close(gramians, [rows @ rows.T, 25 * rows @ rows.T])
+
+
+def test_a_resumed_run_is_bit_equal() -> None:
+    def trained(steps: int, states: Sequence[Any] = ()) -> tuple[Any, ...]:
+        network = Network("scales")
+        opt = network.start(cs.NashMTL(update_every=2))
+        parts = network, opt.optimizer, opt
+        for part, state in zip(parts, states, strict=bool(states)):
+            part.load_state_dict(state)
+        for _ in range(steps):
+            network.backward(opt)
+            opt.optimizer.step()
+        return parts
+
+    states = copy.deepcopy([part.state_dict() for part in trained(3)])
+    assert_equal(trained(4, states)[0].state_dict(), trained(7)[0].state_dict())

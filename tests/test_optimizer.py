@@ -235,3 +235,17 @@ def test_tasks_of_anything_that_has_an_order() -> None:
         opt = optimizer_of(model, cs.PCGrad(), tasks=tasks)
         assert opt.tasks == ("a", "b")
         opt.step(loss, tasks=dict.fromkeys(["b"]).keys())
+
+
+def test_a_frozen_backbone_keeps_its_statistics_until_it_thaws() -> None:
+    setup, opt = started()
+    parts = setup.trunk.stem, setup.trunk.stem_norm
+    for part in parts:
+        part.requires_grad_(False).eval()
+    before = copy.deepcopy([part.state_dict() for part in parts])
+    opt.step(setup.closure(0))
+    assert_equal([part.state_dict() for part in parts], before)
+    assert setup.trunk.stem.weight.grad is None
+    setup.trunk.stem.requires_grad_(True)
+    opt.step(setup.closure(1))
+    assert not torch.equal(setup.trunk.stem.weight, before[0]["weight"])

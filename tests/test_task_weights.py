@@ -265,6 +265,8 @@ def test_orders_with_a_counter(backend: str, solver: str) -> None:
     assert not torch.equal(solved(7, 1), expected)
     with cs.use_backend("reference"):
         torch.testing.assert_close(solved(7), expected, rtol=1e-9, atol=1e-12)
+    gramians = gramians[:1].repeat(2, 1, 1)
+    assert not torch.equal(*solved(7))
 
 
 def test_pcgrad_orders_are_uniform() -> None:

@@ -714,3 +714,25 @@ def test_a_refused_pass_notes_for_no_task_what_it_reaches() -> None:
     with pytest.raises(ValueError, match="optimizer must hold every parameter that a loss depends"):
         opt.step_together(together(setup, 0))
     assert opt.state_dict()["reach"] == before
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_stem_that_ran_before_the_check_of_the_parts(training: bool) -> None:
+    """The check restores its statistics without a trace in its graph, and so does a failed step."""
+    torch.manual_seed(0)
+    stem = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double().train(training)
+    trunk = converted(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+    parameters = [*stem.parameters(), *trunk.parameters()]
+    opt = cs.MultiTaskOptimizer(trunk, torch.optim.SGD(parameters, lr=0.1), AB)
+    opt.step_together(lambda run: squares(stem(vectors()))(run))
+    assert stem[0].weight.grad is not None
+    trunk[0].bias.requires_grad_(False)  # The next step checks the parts again.
+    before = copy.deepcopy(stem.state_dict())
+
+    def fails(run: RunTrunk) -> dict[str, Tensor]:
+        squares(stem(vectors()))(run)
+        raise KeyError("a")
+
+    with pytest.raises(KeyError):
+        opt.step_together(fails)
+    assert_equal(stem.state_dict(), before)

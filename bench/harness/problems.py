@@ -177,7 +177,7 @@ class Problem:
         return (reads + 1) * self.numel * self.itemsize
 
     def check_combine(self, make: Callable[[], cs.Method]) -> None:
-        """The update is that of the reference."""
+        """The update is that of the reference, which multiplies and adds in float32."""
         self.combine(make())
         found = [p.grad.clone() for p in self.parameters if p.grad is not None]
         with cs.use_backend("reference"):

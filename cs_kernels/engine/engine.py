@@ -295,7 +295,7 @@ class Mode(ABC):
         """Makes the gradients of a part.
 
         Args:
-            part: Of the step.
+            part: The part of the step.
             held: The parameters of the torch optimizers.
 
         """

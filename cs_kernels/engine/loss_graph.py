@@ -62,7 +62,7 @@ class LossGraph:
         self.version += 1
 
     def known_scale(self) -> Tensor | None:
-        """The factor of losses that is known before a step; that of `backward` shows in it."""
+        """The scaler's factor, if it is known before a step: with `backward=`, a pass shows it."""
         if self.backward is not None or self.scaler is None or not self.scaler.is_enabled():
             return None
         return self.scaler.scale(torch.ones((), device=self._trunk.device))

@@ -59,7 +59,7 @@ class OneGraph(Mode):
         """Further checks, before an update begins."""
 
     def open_step(self) -> Step | None:
-        """That of earlier calls."""
+        """The step that earlier calls have begun."""
         return self.engine.accumulation.step
 
     def parts(self, step: Step, tasks: Sequence[str], phase: Phase) -> Iterator[Part]:

@@ -42,7 +42,7 @@ class Loop(Protocol):
 
     @property
     def phase(self) -> Phase:
-        """Of the next step."""
+        """The phase of the next step."""
 
 
 @dataclass(frozen=True)

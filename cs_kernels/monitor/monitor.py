@@ -25,7 +25,7 @@ class Monitor:
 
     @property
     def threshold(self) -> float | None:
-        """That of the counted conflicts."""
+        """The threshold of the counted conflicts."""
         return None if self.counter is None else self.counter.threshold
 
     def timer(self, device: torch.device, *, eager: bool) -> Elapsed:

@@ -140,7 +140,7 @@ class Report:
         groups="layer", the mean over the layers), "update_norm".
 
         `ConnectionStrength`: "channel_share/TASK", the fraction of the prioritized channels with
-        this top-priority task. Of the tasks that take part: "conflict_share", the fraction in
+        this top-priority task. For the tasks that take part: "conflict_share", the fraction in
         conflict among the pairs of a channel group and another task; "removed_norm/TASK", the norm
         of what projections took from the task's gradient.
 

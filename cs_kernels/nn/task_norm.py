@@ -52,7 +52,7 @@ class TaskBatchNorm(nn.Module):
     """
 
     _stack: ClassVar[Any] = None
-    """During `step_together`, each instance has the `StackedPass`, which takes all tasks."""
+    """During `step_together`, the `TrunkPass` that normalizes the parts of all tasks."""
 
     def __init__(self, norms: dict[str, nn.Module]) -> None:
         super().__init__()

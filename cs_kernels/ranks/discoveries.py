@@ -98,7 +98,7 @@ class Discoveries:
     def of_heads(self, task: str, ranks: Sequence[int], like: Tensor) -> list[Tensor]:
         """The running statistics of a task's heads; other tensors of their sizes without them.
 
-        None if the ranks with the task have run other normalizations, or in another order.
+        Empty if the ranks with the task have run other normalizations, or in another order.
         """
         sizes, *others = (self._sizes_of_ranks[rank].get(task, []) for rank in ranks)
         if any(other != sizes for other in others):

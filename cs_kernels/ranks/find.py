@@ -49,16 +49,15 @@ def find_ranks(
         return Sharded(shared, tasks, wrappers, messages, mesh, trunk)
     group = wrappers.group() if process_group is None else process_group
     if group is None:
-        is_alone = not (dist.is_available() and dist.is_initialized())
-        if not is_alone:
+        if dist.is_available() and dist.is_initialized():
             wrappers.watch(trunk, [])
-        if not is_alone and dist.get_world_size() > 1:
-            warnings.warn(
-                f"process_group= is missing on {dist.get_world_size()} ranks: each trains a network"
-                " of its own; give process_group=torch.distributed.group.WORLD, or the"
-                " DistributedDataParallel network as trunk",
-                stacklevel=4,
-            )
+            if dist.get_world_size() > 1:
+                warnings.warn(
+                    f"process_group= is missing on {dist.get_world_size()} ranks: each trains a"
+                    " network of its own; give process_group=torch.distributed.group.WORLD, or the"
+                    " DistributedDataParallel network as trunk",
+                    stacklevel=4,
+                )
         return Ranks(shared, tasks, wrappers)
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(

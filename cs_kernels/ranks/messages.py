@@ -114,7 +114,7 @@ class Messages:
     """Messages between the ranks.
 
     Args:
-        ranks: Of the default group, in their order here.
+        ranks: The numbers of the ranks in the default group, in order.
         group: A group of these ranks, whose timeout is taken.
         device: The device of its collectives.
         sharded: Whether all ranks have to make the same passes, as those of `fully_shard`.
@@ -158,8 +158,8 @@ class Messages:
         self.facts = Facts((), {})
         """The facts of the current step."""
         self._call = Call(0, 0, 0, 0, 0, 0)
-        self._started = self._failed_after = time.monotonic()
-        """When the step has begun, and how long after this rank has failed, in seconds."""
+        self._started, self._failed_after = time.monotonic(), 0.0
+        """When the step has begun, and after how many seconds this rank has failed."""
         self._received = False
         """Whether the failure of a step is known to all ranks."""
 

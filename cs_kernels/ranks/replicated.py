@@ -30,7 +30,6 @@ _SUM = ""
 class _Round:
     """The collectives of one task's gradients, or of their sum, a bucket each."""
 
-    name: str
     parts: list[Tensor] | None
     """Where to write this rank's part; None for the whole sum, in the buckets."""
     adds: bool
@@ -39,7 +38,7 @@ class _Round:
 
 @dataclass
 class _Passes:
-    """The passes between two messages of the ranks: all ranks make the same rounds in them."""
+    """The passes of a part of a step, in which all ranks make the same rounds."""
 
     tasks: tuple[str, ...] = ()
     separate: bool = True
@@ -162,15 +161,15 @@ class Replicated(Distributed):
         self._had.clear()
         self._overlap.reset(self._order(name))
         if not self._passes.separate:
-            self._round = _Round(name, None, adds=False)
+            self._round = _Round(None, adds=False)
         elif name in self.gradients.collected:
-            self._round = _Round(name, self._buckets.new_parts(), adds=True)
+            self._round = _Round(self._buckets.new_parts(), adds=True)
         else:
             parts = self._parts.get(name)
             if parts is None:
                 parts = self._parts[name] = self._buckets.new_parts()
                 self._rows[name] = self._of_parameters(parts)
-            self._round = _Round(name, parts, adds=False)
+            self._round = _Round(parts, adds=False)
         return self._round
 
     def _send(self, bucket: int) -> None:
@@ -314,7 +313,7 @@ class Replicated(Distributed):
         return None
 
     def update_parts(self, parameters: Sequence[int]) -> list[Tensor]:
-        """Those of the buckets."""
+        """The parts in the buckets."""
         return [cast("Tensor", self._updates[i]) for i in parameters]
 
     def publish(self, parameters: Sequence[int]) -> None:

@@ -152,7 +152,7 @@ class Ranks:
         """Makes equal on all ranks what the passes of a part have left.
 
         Args:
-            part: Of a step.
+            part: The part of the step.
             held: The torch optimizers' parameters.
 
         """

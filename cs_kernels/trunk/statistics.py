@@ -35,11 +35,25 @@ def _same(now: Sequence[object], before: Sequence[object]) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
 
+def _put_back(tensors: list[Tensor], copies: list[Tensor]) -> None:
+    """Writes the copies, without a trace in a graph of the caller's that has read the tensors."""
+    pairs = list(zip(tensors, copies, strict=True))
+    same = all(t.shape == c.shape and t.dtype == c.dtype for t, c in pairs)
+    if same and not any(t.is_conj() or t.is_neg() for t in tensors):
+        torch._foreach_copy_([tensor.data for tensor in tensors], copies)
+        return
+    for tensor, copy in pairs:
+        if (tensor.shape, tensor.dtype) == (copy.shape, copy.dtype):
+            tensor.data.copy_(copy)
+        else:  # A step has given it another size or type.
+            tensor.data = copy.clone()
+
+
 class _Snapshot:
     """The buffers of some modules, and copies of their values.
 
-    Running statistics are thousands of small tensors in a large network, so all that are alike are
-    copied in one call of torch.
+    A large network has thousands of small running statistics. Those of one type, device and number
+    of dimensions are copied by one call of torch.
     """
 
     def __init__(self, modules: Sequence[Buffers]) -> None:
@@ -76,16 +90,11 @@ class _Snapshot:
     def put_back(self) -> None:
         for (buffers, name), value in zip(self._slots, self._values, strict=True):
             buffers[name] = value
-        pairs = list(zip(self._others, self._clones, strict=True))
+        if self._others:
+            _put_back(self._others, self._clones)
         for of, packed, shapes in zip(self._alike, self._packed, self._shapes, strict=True):
             parts = torch.split(packed.flatten(), [shape.numel() for shape in shapes])
-            copies = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
-            pairs += zip(of, copies, strict=True)
-        for tensor, copy in pairs:
-            if (tensor.shape, tensor.dtype) == (copy.shape, copy.dtype):
-                tensor.copy_(copy)
-            else:  # A step has given it another size or type.
-                tensor.data = copy.clone()
+            _put_back(of, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
 
 
 class RunningStatistics:
@@ -120,10 +129,10 @@ class RunningStatistics:
         return modules + [m._buffers for m in (ref() for ref in outside) if m is not None]
 
     def _take(self, task: str | None) -> _Snapshot:
-        # Reused from step to step: a step costs one copy and no allocation.
+        # Reused from step to step; inside another one's context, that one's has to stay.
         modules = self._modules(task)
         snapshot = self._snapshots.get(task)
-        if snapshot is None or not snapshot.take(modules):
+        if snapshot is None or snapshot in (self._taken or ()) or not snapshot.take(modules):
             snapshot = self._snapshots[task] = _Snapshot(modules)
         return snapshot
 

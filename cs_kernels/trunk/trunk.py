@@ -67,15 +67,14 @@ class Trunk:
 
     @property
     def device(self) -> torch.device:
-        """That of the shared parameters."""
+        """The device of the shared parameters."""
         return self.shared[0].device
 
     # --- changes ---
 
     def changed(self) -> bool:
         """Whether other parameters train than in the last step, or a module was exchanged."""
-        children = [child for of_one in self._holders for child in of_one.values()]
-        replaced = any(self._childless) or children != self._children
+        replaced = any(self._empty) or self._children_now() != self._children
         return self._what_trains() != self.trains or replaced
 
     def forget(self) -> None:
@@ -122,12 +121,15 @@ class Trunk:
         return flags
 
     def _find_children(self) -> None:
-        holders = [module._modules for module in self.module.modules()]
-        self._childless = [of_one for of_one in holders if not of_one]
-        """The dictionaries of children of modules that have none, and of those that have some."""
-        self._holders = [of_one for of_one in holders if of_one]
-        self._children = [child for of_one in self._holders for child in of_one.values()]
-        """The modules in them, to see when one is exchanged."""
+        of_all = [module._modules for module in self.module.modules()]
+        self._empty = [children for children in of_all if not children]
+        """The dictionaries of modules without children, to see when one is added."""
+        self._filled = [children for children in of_all if children]
+        self._children = self._children_now()
+        """The names and modules in the others, to see when one is exchanged."""
+
+    def _children_now(self) -> list[tuple[str, nn.Module | None]]:
+        return [entry for children in self._filled for entry in children.items()]
 
     def _find_norms(self) -> None:
         held = self.held()

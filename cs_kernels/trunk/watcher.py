@@ -2,9 +2,9 @@
 
 A layer's output channels are prioritized if a task-specific normalization consumes exactly the
 tensor that the layer returned, or a view of it with the same channels. The first pass of every task
-is watched, and a later one from the first run of a new layer on. After a pass in which other
-normalizations have run than in watched ones, or on what other operations have made, the next pass
-of every task is watched again.
+is watched, and a later one from the first run of a new layer on. A later
+pass may run other normalizations than the watched ones, or feed them the outputs of other
+operations: then the next pass of every task is watched again.
 """
 
 import contextlib

@@ -117,9 +117,8 @@ class LayerUpdates:
 
     def surgery(self) -> Surgery:
         """What the method did, as if in one call."""
-        self._step.surgery = Surgery()
         if not self._surgeries:
-            return self._step.surgery if self.by_module else self._of_no_layer()
+            return Surgery() if self.by_module else self._of_no_layer()
         layers_of = [set(self._gradients.layers(of_call)[0]) for of_call, _ in self._surgeries]
         return Surgery.merge([surgery for _, surgery in self._surgeries], layers_of)
 

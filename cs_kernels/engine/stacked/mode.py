@@ -37,7 +37,7 @@ class Reached(NamedTuple):
     shared: list[int]
     """The indices of the others that are reached."""
     unknown: bool
-    """Whether a task may not reach what others reach, and what that is is not known."""
+    """Whether tasks may reach different parameters, and the graph does not show which."""
 
 
 class KnownPasses:
@@ -148,7 +148,7 @@ class Stacked(PerTask):
             self._known.parts_checked = trunk.generation
 
     def _losses(self, passes: TrunkPass, tasks: Sequence[str]) -> dict[str, Tensor]:
-        """The forward pass, which shows anew what it must if other layers run or others train."""
+        """The losses; graphs are checked again if the pass is watched or a layer first runs."""
         trunk, graph = self.engine.trunk, self.engine.graph
         with trunk.watcher.passing(*tasks) as watched, eager(), passes.in_trunk():
             layers_seen = trunk.watcher.version

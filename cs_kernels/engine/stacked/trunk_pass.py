@@ -29,8 +29,8 @@ from cs_kernels.step import Step
 class Pattern(NamedTuple):
     """What a stacked pass used: passes with the same pattern have the same graph."""
 
-    outputs: frozenset[tuple[str, frozenset[int]]]
-    """Each task that takes part, and the numbers of the outputs on which its loss depends."""
+    outputs: tuple[tuple[str, frozenset[int]], ...]
+    """Each task that takes part, in order, and the numbers of the outputs that its loss uses."""
     ran: frozenset[object]
     """The parameters of each layer, and the normalizations, that have run."""
 
@@ -264,7 +264,7 @@ class TrunkPass:
                 or, if the trunk trains, on no output.
 
         """
-        outputs = set()
+        outputs = []
         for task in self._chosen:
             reached = self._reached[task] = walk([edge_of(losses[task])], self._edges.keys())
             ends = [self._edges[edge] for edge in reached.features]
@@ -285,8 +285,8 @@ class TrunkPass:
                     f"a loss must depend on an output of run, got one for {task!r} that depends on"
                     " none"
                 )
-            outputs.add((task, frozenset(end[1] for end in ends if end is not None)))
-        return Pattern(frozenset(outputs), frozenset([*self._stack.layers, *self._norms_ran]))
+            outputs.append((task, frozenset(end[1] for end in ends if end is not None)))
+        return Pattern(tuple(outputs), frozenset([*self._stack.layers, *self._norms_ran]))
 
     def uses_all(self, pattern: Pattern) -> bool:
         """Whether every loss depends on all outputs."""
@@ -303,11 +303,11 @@ class TrunkPass:
             for graph in (*graphs, *self._reached.values())
             for node in graph.nodes
         )
-        found, numbers_of = {}, dict(pattern.outputs)
-        for task in self._chosen:
+        found = {}
+        for task, numbers in pattern.outputs:
             others = {t for t in self._chosen if t != task}
             of_others = {p for n in self._norms for t in others for p in n.of(t).parameters()}
-            inside = {leaf for number in numbers_of[task] for leaf in graphs[number].leaves}
+            inside = {leaf for number in numbers for leaf in graphs[number].leaves}
             found[task] = (inside - of_others) | self._reached[task].leaves.keys()
         return found, hidden
 
