@@ -47,7 +47,7 @@ TABLES = {
 }
 """`header=cell` of each column; a case of a record fills in the first form that it has all of."""
 SOURCE = """Record: `bench/results/{name}.jsonl`, commit {commit}, {time:.10}, {machine[cpu]}, \
-{threads} threads, {machine[instruction_set]}, torch {versions[torch]}, \
+threads {threads}, {machine[instruction_set]}, torch {versions[torch]}, \
 torchjd {versions[torchjd]}."""
 
 
