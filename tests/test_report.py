@@ -270,3 +270,11 @@ def test_a_method_may_report_nothing() -> None:
     loop = Loop(cs.GradDrop(), captured=False).train(0, 1)
     names = {"phase", "surgery_ms", *(f"loss/{t}" for t in TASKS)}
     assert set(loop.opt.report().scalars()) == names
+
+
+def test_cosines_are_at_most_one() -> None:
+    """The square of the root of 3 is rounded below 3."""
+    equal = torch.full((2, 2), 3.0, dtype=torch.float64)
+    report = cs.Report(0, None, 2, "", ("a", "b"), {}, {}, gramian=equal)
+    assert report.cosines is not None
+    assert report.cosines.tolist() == [[1, 1], [1, 1]]

@@ -53,7 +53,7 @@ class Conflicts:
         0 for a zero gradient, which is thus in conflict below a positive threshold; NaN where
         `gramians` is NaN and for gradients that are not finite.
         """
-        return _cosines(self.gramians)
+        return cosines_of(self.gramians)
 
     @cached_property
     def share(self) -> Tensor:
@@ -188,7 +188,7 @@ class ConflictCounter:
         products = torch.cat([of_parameters[:-1], of_modules])
         finite = gramians.isfinite().all()
         # In place, for the replays of a CUDA graph.
-        self._counts += (_cosines(products) < self.threshold) & others & finite
+        self._counts += (cosines_of(products) < self.threshold) & others & finite
         self._steps += pairs & finite
         self._gramians.copy_(torch.where(pairs, products, torch.nan))
 
@@ -297,7 +297,7 @@ class ConflictCounter:
         return [rows[name] for name in parameters] + [of_modules[name] for name in modules]
 
 
-def _cosines(products: Tensor) -> Tensor:
+def cosines_of(products: Tensor) -> Tensor:
     """[..., K, K], 0 for zero gradients."""
     norms = products.diagonal(dim1=-2, dim2=-1).sqrt()
     scale = norms.unsqueeze(-1) * norms.unsqueeze(-2)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.methods import Method
+from cs_kernels.monitor.conflicts import cosines_of
 from cs_kernels.monitor.elapsed import Elapsed
 from cs_kernels.schedules import Phase
 from cs_kernels.step import Step
@@ -69,12 +70,7 @@ class Report:
     @cached_property
     def cosines(self) -> Tensor | None:
         """Gramian methods: cosines between gradients, like `gramian`; 0 for zero gradients."""
-        if self.gramian is None:
-            return None
-        norms = self.gradient_norms
-        assert norms is not None
-        scale = norms.unsqueeze(-1) * norms.unsqueeze(-2)
-        return torch.where(scale == 0, 0.0, self.gramian / scale)
+        return None if self.gramian is None else cosines_of(self.gramian)
 
     @cached_property
     def gradient_norms(self) -> Tensor | None:
