@@ -126,7 +126,7 @@ def test_commands_exist(page: str) -> None:
                 assert (ROOT / word).exists(), command
 
 
-@pytest.mark.parametrize("page", [*PAGES, "bench/NOTES.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_named_files_exist(page: str) -> None:
     """By their whole path, or by the end of it."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]

@@ -842,3 +842,13 @@ def test_representations() -> None:
         shown = repr(kind(**({"minima": {"a": 1.0}} if kind is cs.FAMO else {})))
         assert shown.startswith(kind.__name__)
         assert all(f"{name}=" in shown for name in parameters)
+
+
+def test_first_micro_batches_of_backward_weigh_each_task_by_its_own_loss() -> None:
+    """No other loss is known; in the warm-up, a loss times its weight is 1."""
+    _, loss, opt = started_problem(cs.Sum(), weighting=cs.SmoothTchebycheff(0.3, 1))
+    opt.start_epoch(0)
+    for update in (False, True):
+        opt.backward({task: loss(task) for task in ("a", "b")}, update=update)
+    weighted = opt.report().weighted_losses
+    assert [float(x) for x in weighted.values()] == pytest.approx([2.0, 2.0])
