@@ -19,7 +19,7 @@ KERNEL = re.compile(
     r" (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
     re.DOTALL,
 )
-# Of demangled names.
+# Parts of demangled names.
 NAMESPACES_AND_ARGUMENTS = r"cs_kernels::cuda::|\(anonymous namespace\)::|^void |\(int\)|\(\w+\)$"
 
 if __name__ == "__main__":

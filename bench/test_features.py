@@ -1,6 +1,6 @@
 """`backward(losses)` against `backward(losses, features=z)`: ResNet-18 with a head a task.
 
-What is timed is the call, without the forward pass: K backward passes through heads and trunk, or K
+The call is timed without the forward pass: K backward passes through heads and trunk, or K
 through the heads and one through the trunk, and the method in between. Plain
 `sum(losses).backward()` is the least that a step takes.
 """

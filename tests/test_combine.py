@@ -46,7 +46,7 @@ def _rows(grads: list[Tensor | None], tasks: int, dtype: torch.dtype) -> Tensor:
 
 
 def _written(operator: Callable[..., None], like: Tensor, memory: str, *arguments: Any) -> Tensor:
-    """What an operator writes into a tensor of each shape, in one."""
+    """The values that an operator writes into a tensor of each shape, in one."""
     updates = [laid_out(like.new_empty(shape), memory) for shape in SHAPES]
     operator(updates, *arguments)
     return torch.cat([update.flatten() for update in updates]).double()

@@ -110,7 +110,7 @@ def test_parameters_that_are_unfrozen(rank: int) -> list[Tensor]:
 
 
 def _seen(opt: cs.MultiTaskOptimizer, loss: Callable[[str], Tensor], tasks: list[str]) -> Any:
-    """What a method and a weighting have made of the losses of some steps."""
+    """The results of a method and a weighting from the losses of some steps."""
     weights = []
     for n in range(4):
         opt.start_epoch(n)

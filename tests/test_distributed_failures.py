@@ -314,7 +314,7 @@ CHANGES: dict[str, Callable[[Network], object]] = {
     "number": lambda network: network.opt.load_state_dict({**network.opt.state_dict(), "steps": 2}),
     "no task": lambda network: None,
 }
-"""What is different on rank 1."""
+"""The differences on rank 1."""
 
 
 @pytest.mark.parametrize(

@@ -572,7 +572,7 @@ def test_small_data_that_exist(tmp_path: Path, name: str) -> None:
 
 
 def test_parts_of_small_data(tmp_path: Path) -> None:
-    """Of all groups, where the published reader finds them; every fourth picture has none."""
+    """All groups appear, where the published reader finds them; every fourth picture has none."""
     make_small(tmp_path, "pascal", train=8, val=4)
     classes = []
     for path in sorted((tmp_path / "PASCAL_MT" / "human_parts").iterdir()):

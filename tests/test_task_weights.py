@@ -249,7 +249,7 @@ def test_orders(backend: str, kind: Callable[..., GramianMethod]) -> None:
 
 @pytest.mark.parametrize("solver", ["pcgrad", "gradvac"])
 def test_orders_with_a_counter(backend: str, solver: str) -> None:
-    """Those of step plus counter; several Gramians have orders of their own."""
+    """A counter adds to the step; several Gramians have orders of their own."""
     rows = torch.stack([_random_rows(8, 3) - 0.5, _random_rows(8, 3) - 0.3])
     gramians = rows @ rows.mT
 

@@ -1,1 +1,1 @@
-"""What the benchmarks share: problems, peers, times, counts and records."""
+"""Code that the benchmarks share: problems, peers, times, counts and records."""

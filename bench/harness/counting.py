@@ -1,4 +1,4 @@
-"""What torch's dispatcher sees of a run: host synchronizations, gradients' memory, collectives."""
+"""Counts by torch's dispatcher: host synchronizations, gradients' memory, collectives."""
 
 from __future__ import annotations
 

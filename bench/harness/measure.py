@@ -45,7 +45,7 @@ def timed(run: Run, device: str = "cpu", before: Run | None = None) -> Callable[
 def in_turns(
     runs: dict[str, Callable[[], Any]], rounds: int, seconds: float = math.inf
 ) -> dict[str, list[Any]]:
-    """What each run gives in every round; they take turns, so that all see the same machine.
+    """The results of each run in every round; runs take turns, so all see the same machine.
 
     The first round warms up. After some seconds no other round begins, and if the first one has
     taken as long, it counts.

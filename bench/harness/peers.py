@@ -1,4 +1,4 @@
-"""What ours is compared with: TorchJD, and loops that are copied from repository to repository.
+"""The peers: TorchJD, and the loops that are copied from repository to repository.
 
 TorchJD's Nash-MTL is the authors' own, and UPGrad comes from it. The copied loops, "textbook",
 flatten the gradients in plain torch and solve the small problem on the host.
@@ -161,7 +161,7 @@ def peers(
     *,
     prepared: bool = False,
 ) -> dict[str, Callable[[], object]]:
-    """What is there of TorchJD and the textbook, on some gradients.
+    """The steps of TorchJD and of the textbook, as far as they exist, on some gradients.
 
     TorchJD's step begins with its `.jac` and its default options if they are `prepared`, else with
     the gradients one by one and its faster option, the Gramian without the whole matrix. "TorchJD

@@ -58,7 +58,7 @@ NETWORKS: dict[str, list[Shape]] = {
 
 
 def shapes_of(network: str) -> list[Shape]:
-    """Those of HRNet-18, the 305 convolutions of its stem and stages, come from timm."""
+    """The shapes of HRNet-18, 305 convolutions of its stem and stages, come from timm."""
     if network == "hrnet18":
         return [tuple(p.shape) for p in HRNET18.trunk().parameters() if p.dim() == 4]
     return NETWORKS[network]
@@ -133,7 +133,7 @@ class Problem:
             self.phase2()
 
     def phase2_facts(self, steps: list[float], copies: list[float]) -> dict[str, Any]:
-        """What a record has of Phase 2, whose peers start from gradients that are prepared."""
+        """A record's entries of Phase 2, whose peers start from gradients that are prepared."""
         milliseconds, moved = quantiles(steps), self.phase2_bytes()
         runs = peers("PCGrad", self.parameters, self.rows, prepared=True)
         runs["reference"] = self.reference

@@ -36,11 +36,11 @@ class Setting:
     """The channels of each task's output."""
     batch: int
     shape: tuple[int, ...]
-    """Of one input."""
+    """The shape of one input."""
     device: str = "cpu"
 
     def facts(self) -> dict[str, Any]:
-        """What a record has."""
+        """The entries of a record."""
         tasks, size = len(self.channels), self.shape[-1]
         return {"network": self.name, "tasks": tasks, "batch": self.batch, "size": size}
 
@@ -91,13 +91,13 @@ class Training:
                 self.targets[task] = torch.randn_like(head(self.trunk(self.x)))
 
     def loss(self, task: str, z: Any = None) -> Tensor:
-        """Of the output of the trunk, or of a pass of it."""
+        """The loss of an output of the trunk, or of a pass of it."""
         output = self.heads[task](self.trunk(self.x) if z is None else z)
         loss: Tensor = (output - self.targets[task]).abs().mean()
         return loss
 
     def losses(self, of_tasks: dict[str, Any]) -> dict[str, Tensor]:
-        """Of the trunk's output for each task."""
+        """The losses of the trunk's output for each task."""
         return {task: self.loss(task, z) for task, z in of_tasks.items()}
 
     def step(self) -> None:
