@@ -65,7 +65,7 @@ class Row(Training):
         self.device, self.in_triton = setting.device, name.endswith("triton")
         self.marks: list[tuple[Any, Any]] = []
         self.host = 0.0
-        self.opt.method.combine = self.marked(self.opt.method.combine)  # type: ignore[method-assign]
+        self.opt.method.combine = self.marked(self.opt.method.combine)
 
     def step(self) -> None:
         collect = cs.TaskGradients.collect
@@ -111,9 +111,9 @@ class Row(Training):
             assert all(grad.isfinite().all() for grad in found)
             assert_close(found if expected else [], expected, 1e-4)
 
-        method.combine = compared  # type: ignore[method-assign]
+        method.combine = compared
         self.step()
-        method.combine = combine  # type: ignore[method-assign]
+        method.combine = combine
 
     def times(self) -> tuple[float, float, float]:
         """Milliseconds of a step, of its surgery, and of the latter by the host's clock."""

@@ -79,7 +79,7 @@ def structure(fields: list[str], *rows: tuple[object, ...]) -> np.ndarray:
 
 
 def parts(*things: tuple[int, np.ndarray, list[tuple[str, np.ndarray]]]) -> dict[str, np.ndarray]:
-    """Of things with a class, a mask, and the names and masks of parts."""
+    """The annotation of things with a class, a mask, and the names and masks of parts."""
     rows = []
     for index, mask, named in things:
         masks = structure(["part_name", "mask"], *named) if named else np.zeros((0, 0))
@@ -373,7 +373,7 @@ def test_resized_pictures_stay_in_range(root: Path) -> None:
 
 
 OPTIONAL = "/(val|n3|VOC12|pascal-context/p1.png|image/1.npy)"
-"""Of the other part; one of two segmentations; the last one of the numbered pictures."""
+"""Files of the other part, one of two segmentations, the last of the numbered pictures."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -414,7 +414,7 @@ def test_empty_splits(root: Path, name: str, place: str, message: str) -> None:
 def test_files_that_cannot_be_read(root: Path, name: str) -> None:
     """Cut in the middle, or of another format."""
     paths = sorted((root / FOLDERS[name]).rglob({"cityscapes": "train/*/0.*"}.get(name, "[np]1.*")))
-    paths = [path for path in paths if not path.match("semseg/pascal-context/*")]  # Of p2 alone.
+    paths = [path for path in paths if not path.match("semseg/pascal-context/*")]  # p2's.
     assert len(paths) == 1 + len(TASKS[name])
     for path in paths:
         whole = path.read_bytes()

@@ -71,7 +71,7 @@ OF_DEPTH = {"rmse": math.sqrt((0.25 + 9) / 3), "abs_err": 3.5 / 3, "abs_rel": (0
     ],
 )
 def test_metrics_by_hand(task: Task, prediction, target, expected):
-    """Of one row of pixels."""
+    """The metrics of one row of pixels."""
     prediction = torch.as_tensor(prediction).reshape(1, task.channels, 1, -1)
     target = torch.as_tensor(target).reshape(1, -1, 1, prediction.shape[-1])
     result = evaluated(task, (prediction, target[:, 0] if task is CLASSES else target))

@@ -50,7 +50,7 @@ def test_steps_are_those_of_adam() -> None:
         _losses(points).sum().backward()
         adam.step()
     (path,) = toy.follow(["Sum"], toy.KEPT)
-    away = toy.STARTS[:, 1] != 0  # Of the kink between the valleys and the bowls.
+    away = toy.STARTS[:, 1] != 0  # From the kink between the valleys and the bowls.
     np.testing.assert_allclose(path.points[-1, away], points.detach()[away], atol=1e-12)
 
 

@@ -710,7 +710,7 @@ def test_random_weights_depend_on_seed_step_and_names() -> None:
     one, weightings = torch.tensor(1.0), [cs.RandomWeights(0), cs.RandomWeights(1)]
 
     def ratio(tasks: str, seed: int = 0, number: int = 7) -> float:
-        """Of the weights of the two tasks that are the first by their names."""
+        """The ratio of the weights of the two tasks that are the first by their names."""
         weighting, step = weightings[seed], cs.Step(number, tuple(tasks.split()))
         first, second = (weighting.weigh(task, one, step) for task in sorted(step.tasks)[:2])
         return (first / second).item()

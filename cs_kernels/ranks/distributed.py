@@ -385,7 +385,7 @@ class Distributed(Ranks):
     ) -> list[tuple[list[Tensor], float]]:
         """The running statistics of one task and dtype, with this rank's weight, on every rank.
 
-        Those of heads are among them.
+        The statistics of heads are among them.
         """
         ranks_of, like = self.messages.facts.ranks_of, self.like()
         of_heads: Statistics = {
