@@ -69,9 +69,13 @@ class AtFeatures(OneGraph):
             self._given_features, self.losses, trunk.tasks, trunk.shared, trunk.watcher.names_of
         )
 
+    def separates(self, step: Step) -> bool:
+        """As each node runs once in any case, also where task weights are kept."""
+        return self.engine.method.separate_gradients
+
     def backward_passes(self, part: Part, losses: Mapping[str, Tensor]) -> None:
         """Backward passes that end at the features; a plain sum of gradients needs no stop."""
-        if not self.separates:
+        if not part.separate:
             super().backward_passes(part, losses)
             return
         assert self._features is not None
@@ -80,7 +84,7 @@ class AtFeatures(OneGraph):
 
     def surgery(self, part: Part) -> None:
         """Combines the gradients of features, and takes the combination through the trunk."""
-        if not self.separates:
+        if not part.separate:
             super().surgery(part)
             return
         assert self._features is not None

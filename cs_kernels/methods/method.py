@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.stateful import Stateful
-from cs_kernels.step import Step
+from cs_kernels.step import KeptWeights, Step
 from cs_kernels.trunk.layers import Layout
 
 
@@ -55,6 +55,19 @@ class Method(Stateful, ABC):
             step: The tasks that take part, their losses, the number of the step.
 
         """
+
+    def kept_weights(self, step: Step) -> KeptWeights | None:
+        """The task weights of an earlier step that this one uses, if it does.
+
+        The tasks' gradients then add up in `.grad`, and `combine` is not called; it is where there
+        are gradients one by one in any case, with these weights in `step.kept`.
+        """
+        del step
+        return None
+
+    def observe(self, step: Step) -> None:
+        """Called after a joint step that has been made."""
+        del step
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
