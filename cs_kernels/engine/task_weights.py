@@ -100,10 +100,10 @@ def _weighing(entries: Set[int], weight: Tensor) -> Callable[..., Any]:
 def _nodes_to_others(
     roots: Collection[Any], shared: Set[Tensor], held: Iterable[Tensor]
 ) -> set[Any] | None:
-    """The nodes that lead to a leaf that is not shared; None if the graph may hide a parameter.
+    """The nodes that lead to a leaf that is not shared; None if these cannot be told.
 
-    A `torch.autograd.Function` can hide some: reentrant checkpointing does. If the walk has met all
-    parameters, it hides none.
+    A `torch.autograd.Function` can hide the parameters that the walk does not meet: reentrant
+    checkpointing does. Hidden ones must be shared, and their function lead to no others.
     """
     parents: dict[Any, list[Any]] = defaultdict(list)
     seen, nodes = set(roots), list(roots)
@@ -116,9 +116,9 @@ def _nodes_to_others(
                     seen.add(following)
                     nodes.append(following)
     leaves = {node.variable: node for node in seen if is_leaf(node)}
-    if any(isinstance(node, BackwardCFunction) for node in seen) and any(
-        p.requires_grad and p not in leaves for p in held
-    ):
+    hiding = {node for node in seen if isinstance(node, BackwardCFunction)}
+    unmet = {p for p in held if p.requires_grad and p not in leaves} if hiding else set()
+    if not unmet <= shared:
         return None
     own = set[Any]()
     nodes = [node for leaf, node in leaves.items() if leaf not in shared]
@@ -127,4 +127,4 @@ def _nodes_to_others(
         if node not in own:
             own.add(node)
             nodes += parents[node]
-    return own
+    return None if unmet and not own.isdisjoint(hiding) else own

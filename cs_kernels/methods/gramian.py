@@ -139,6 +139,11 @@ class GramianMethod(Method):
 
     # --- weights that are kept ---
 
+    @property
+    def kept_since(self) -> int | None:
+        """The number of the step whose task weights are kept, if there are any."""
+        return None if self._kept is None else self._kept.number
+
     def kept_weights(self, step: Step) -> KeptWeights | None:
         """Those of the last step that solved for them, if it was one of the last `update_every`."""
         kept = self._kept

@@ -29,6 +29,11 @@ class Method(Stateful, ABC):
     """The greatest number of tasks, if there is a limit."""
 
     @property
+    def kept_since(self) -> int | None:
+        """The number of the step whose task weights are kept, if there are any."""
+        return None
+
+    @property
     def layerwise(self) -> bool:
         """Whether the updates of a module depend on its own gradients alone.
 
