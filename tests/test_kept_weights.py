@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -125,6 +126,31 @@ def test_steps_between_make_one_backward_pass(method: cs.GramianMethod) -> None:
     assert "update_every" not in repr(type(method)())
 
 
+def test_steps_between_keep_one_gradient() -> None:
+    """The update of the step before is freed, where the next one would be written with rows."""
+    for every in (1, 3):
+        opt, losses, trunk = started(cs.PCGrad(update_every=every))
+        for number in range(2):
+            before = [weakref.ref(p.grad) for p in trunk.parameters() if p.grad is not None]
+            opt.backward(losses(number))
+            opt.optimizer.step()
+        assert {grad() is None for grad in before} == {every > 1}
+
+
+class Times(torch.autograd.Function):
+    """A function of one's own, of an input and a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
 class Decoder(nn.Module):
     """A trunk, and what stands between it and the losses, by the name of a case."""
 
@@ -170,6 +196,8 @@ class Decoder(nn.Module):
             y = z
             if case in ("layer behind adapters", "own parts of the trunk"):
                 y = trunk["two"](torch.tanh(self.between[task](z)))
+            if case == "a head of one's own":
+                y = Times.apply(y, self.between[task].bias)
             if case == "one head":
                 head = self.heads["a"]
             if case == "reentrant head":
@@ -195,6 +223,7 @@ ONE_PASS = {
     "own parts of the trunk": True,
     "checkpointed": True,
     "a function of one's own": True,
+    "a head of one's own": True,
     "complex": True,
     "shared neck": False,
     "input with a gradient": False,
