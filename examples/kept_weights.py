@@ -156,9 +156,10 @@ def main() -> None:
 
 def write(runs: Runs, out: Path, console: Console) -> None:
     """The tables and the picture."""
+    seeds = f"seeds: {len(runs[SUM])}"
     tables = {
-        "Training losses of the last epoch, and metrics of the evaluation part": final_rows(runs),
-        "Differences between rows of the same seed": difference_rows(runs),
+        f"Last epoch's training losses, metrics of the evaluation part; {seeds}": final_rows(runs),
+        f"Differences between rows of the same seed; {seeds}": difference_rows(runs),
     }
     for title, body in tables.items():
         show(console, title, HEAD, body)
