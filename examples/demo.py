@@ -219,8 +219,10 @@ class Run:
             ]
             means = torch.stack(shares).mean(0).tolist()
             conflicts = dict(zip(reports[0].layers, means, strict=True))
-        if reports[0].cosines is not None:
-            mean = torch.stack([report.cosines for report in reports]).mean(0)
+        # With `update_every`, only steps that solve for task weights have cosines.
+        known = [report.cosines for report in reports if report.cosines is not None]
+        if known:
+            mean = torch.stack(known).mean(0)
             cosines = {
                 f"{a}, {b}": mean[i, j].item()
                 for i, a in enumerate(self.tasks)
@@ -230,10 +232,11 @@ class Run:
         self.cosines.append(cosines)
 
     def conflict_shares(self) -> dict[str, float]:
-        """The steps of this epoch, in which all tasks took part."""
+        """Of the steps of this epoch that had gradients task by task; empty if none had."""
         found = self.opt.conflicts().by_module()
-        scores, pairs = found.scores(), len(self.tasks) * (len(self.tasks) - 1) // 2
-        return {name: scores[name] / (pairs * self.settings.steps) for name in found.names}
+        a, b = torch.triu_indices(len(self.tasks), len(self.tasks), 1)
+        shares = found.share[:, a, b].mean(1)
+        return {} if shares.isnan().any() else dict(zip(found.names, shares.tolist(), strict=True))
 
     @torch.no_grad()
     def evaluate(self, scene: Scene) -> dict[str, dict[str, float]]:

@@ -26,6 +26,36 @@ def losses(runs: dict[str, Any], tasks: list[str], path: Path) -> None:
     plt.close(figure)
 
 
+def losses_over_seeds(
+    runs: Mapping[str, Mapping[str, list[Any]]], tasks: list[str], path: Path
+) -> None:
+    """Training loss of each task over epochs: the mean over seeds as a line, the range as a band.
+
+    `runs[row][line]` has a run a seed; all rows have the same lines, and a task has one scale.
+    """
+    size = (4.2 * len(tasks), 3.1 * len(runs) + 0.3)
+    figure, axes = plt.subplots(
+        len(runs), len(tasks), figsize=size, layout="constrained", squeeze=False, sharey="col"
+    )
+    styles = ["-", "--", "-.", ":"]  # Lines that lie on each other are all seen.
+    for of_row, (title, lines) in zip(axes, runs.items(), strict=True):
+        for ax, task in zip(of_row, tasks, strict=True):
+            for i, (label, of_line) in enumerate(lines.items()):
+                values = np.array([run["losses"][task] for run in of_line])
+                style = {"color": f"C{i}", "linestyle": styles[i % len(styles)]}
+                ax.plot(values.mean(0), label=label, linewidth=1.6, **style)
+                band = values.min(0), values.max(0)
+                ax.fill_between(range(values.shape[1]), *band, color=f"C{i}", alpha=0.12)
+            ax.set(title=f"{title}: {task}", xlabel="epoch", yscale="log")
+            ax.xaxis.get_major_locator().set_params(integer=True)
+        of_row[0].set_ylabel("training loss")
+    shown = axes[0, 0].get_legend_handles_labels()
+    title = "mean over seeds; band: from the lowest seed to the highest"
+    figure.legend(*shown, loc="outside lower center", ncols=len(shown[0]), title=title, fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def priority(runs: dict[str, Any], tasks: list[str], names: list[str], path: Path) -> None:
     """The share of channels that each task has priority over: by epoch, and by layer at the end.
 

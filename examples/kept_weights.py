@@ -1,0 +1,176 @@
+"""Trains the demo's network with task weights that are kept for 1, 5 and 20 steps, over seeds.
+
+    python examples/kept_weights.py [--quick] [--seeds 0 1 ...] [--out FOLDER]
+
+It draws the training losses, and writes final losses and metrics, with the differences that keeping
+makes beside those between seeds. All rows of a seed have the same initial weights and crops; PCGrad
+draws its orders by the same seed.
+
+It does not show the time that kept weights save: task-specific normalization needs `step`, which
+makes a forward and a backward pass a task either way, where `backward` would make one pass for all.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import demo
+import plots
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from stereo import MEASURES, TASKS, load
+from table import cell, markdown, show
+
+import cs_kernels as cs
+
+QUICK = replace(demo.QUICK, epochs=3)
+METHODS = ("UPGrad", "PCGrad")
+EVERY = (1, 5, 20)
+
+Key = tuple[str, int]
+"""A row: the method, and its `update_every`."""
+Runs = dict[Key, list[dict[str, Any]]]
+"""By row, a run a seed: "losses" by task and epoch, "metrics" by task and name, "cosines" by epoch
+and pair of tasks."""
+
+SUM: Key = ("Sum", 1)
+
+PRIMARY = [measure for measure in MEASURES if measure.counts]
+HEAD = [
+    "method",
+    "update_every",
+    *(f"{task} loss↓" for task in TASKS),
+    *(f"{measure.task} {measure.title.replace('*', '')}" for measure in PRIMARY),
+]
+DIGITS = [4] * len(TASKS) + [measure.digits for measure in PRIMARY]
+
+
+def rows(seed: int) -> dict[Key, demo.Row]:
+    """The plain sum, and every method with every `update_every`."""
+    makers = {"UPGrad": cs.UPGrad, "PCGrad": partial(cs.PCGrad, seed=seed)}
+    kept = {
+        (name, every): demo.Row(partial(makers[name], update_every=every))
+        for name in METHODS
+        for every in EVERY
+    }
+    return {SUM: demo.Row(cs.Sum), **kept}
+
+
+def label(key: Key) -> str:
+    """The name of a row."""
+    return key[0] if key == SUM else f"{key[0]}, every {key[1]}"
+
+
+def train_all(settings: demo.Settings, seeds: list[int], console: Console) -> Runs:
+    """Every row for every seed."""
+    train, test = load()
+    runs: Runs = {}
+    columns = (
+        TextColumn("{task.description:>24}"),
+        BarColumn(24),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[status]}"),
+    )
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        for seed in seeds:
+            for key, row in rows(seed).items():
+                run = demo.Run(list(TASKS), row, settings, seed, train, demo.Ranks())
+                run.train(f"{label(key)}, seed {seed}", progress)
+                metrics = run.evaluate(test)
+                found = {"losses": run.losses, "metrics": metrics, "cosines": run.cosines}
+                runs.setdefault(key, []).append(found)
+            if not console.is_terminal:
+                console.print(f"seed {seed}: trained")
+    return runs
+
+
+def figures(run: dict[str, Any]) -> list[float]:
+    """The numbers of a run in the tables: losses of the last epoch, primary metrics."""
+    losses = [run["losses"][task][-1] for task in TASKS]
+    return losses + [run["metrics"][measure.task][measure.name] for measure in PRIMARY]
+
+
+def final_rows(runs: Runs) -> list[list[str]]:
+    """The means over seeds, with the deviation where there are several."""
+    return [
+        [name, "" if (name, every) == SUM else str(every), *_cells(map(figures, of_row))]
+        for (name, every), of_row in runs.items()
+    ]
+
+
+def difference_rows(runs: Runs) -> list[list[str]]:
+    """Of each method: the deviation between seeds, and differences between rows of one seed."""
+    found = []
+    for name in METHODS:
+        first = [figures(run) for run in runs[name, 1]]
+        if len(first) > 1:
+            deviations = map(statistics.stdev, zip(*first, strict=True))
+            texts = [f"{x:.{digits}f}" for x, digits in zip(deviations, DIGITS, strict=True)]
+            found.append([name, "1: deviation between seeds", *texts])
+        others = {(name, every): [name, f"{every} minus 1"] for every in EVERY if every > 1}
+        for key, titles in [*others.items(), (SUM, [f"Sum minus {name}", "1"])]:
+            changes = [
+                [value - of_first for value, of_first in zip(figures(run), base, strict=True)]
+                for run, base in zip(runs[key], first, strict=True)
+            ]
+            found.append([*titles, *_cells(changes, "+")])
+    return found
+
+
+def _cells(of_seeds: Any, sign: str = "") -> list[str]:
+    columns = zip(zip(*of_seeds, strict=True), DIGITS, strict=True)
+    return [cell(values, digits, sign) for values, digits in columns]
+
+
+def main() -> None:
+    """Trains, prints and writes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="half a minute: to see that it runs")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
+    options = parser.parse_args()
+    settings = QUICK if options.quick else demo.Settings()
+    console = Console()
+    start = time.perf_counter()
+    runs = train_all(settings, options.seeds, console)
+    options.out.mkdir(parents=True, exist_ok=True)
+    record = {
+        "settings": vars(settings),
+        "seeds": options.seeds,
+        "torch": torch.__version__,
+        "runs": {label(key): of_row for key, of_row in runs.items()},
+    }
+    (options.out / "kept_weights.json").write_text(json.dumps(record, indent=1))
+    write(runs, options.out, console)
+    console.print(f"written to {options.out} after {time.perf_counter() - start:.0f} s")
+
+
+def write(runs: Runs, out: Path, console: Console) -> None:
+    """The tables and the picture."""
+    seeds = f"seeds: {len(runs[SUM])}"
+    tables = {
+        f"Last epoch's training losses, metrics of the evaluation part; {seeds}": final_rows(runs),
+        f"Differences between rows of the same seed; {seeds}": difference_rows(runs),
+    }
+    for title, body in tables.items():
+        show(console, title, HEAD, body)
+    parts = (f"{title}:\n\n{markdown(HEAD, body)}" for title, body in tables.items())
+    (out / "kept_weights.md").write_text("\n".join(parts))
+    lines = {
+        name: {"Sum": runs[SUM], **{f"update_every={every}": runs[name, every] for every in EVERY}}
+        for name in METHODS
+    }
+    plots.losses_over_seeds(lines, list(TASKS), out / "kept_weights.png")
+
+
+if __name__ == "__main__":
+    main()

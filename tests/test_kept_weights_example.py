@@ -1,0 +1,138 @@
+"""The example with kept task weights: what it trains, draws and writes."""
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import demo
+import kept_weights
+import numpy as np
+import plots
+import pytest
+import stereo
+from matplotlib.figure import Figure
+from rich.progress import Progress
+
+import cs_kernels as cs
+
+pytestmark = pytest.mark.docs
+
+TINY = demo.Settings(epochs=4, steps=2, crop=32, batch=2)
+SEEDS = [0, 1]
+TASKS = list(stereo.TASKS)
+
+Scenes = tuple[stereo.Scene, stereo.Scene]
+
+
+class Made(NamedTuple):
+    """What the script has made."""
+
+    runs: kept_weights.Runs
+    figure: Figure
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def scenes() -> Scenes:
+    """The part to train on, and a small one to evaluate on."""
+    train, test = stereo.load()
+    return train, test.crop(slice(0, 64), slice(0, 64))
+
+
+@pytest.fixture(scope="module")
+def made(scenes: Scenes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    folder = tmp_path_factory.mktemp("kept_weights")
+    runs, drawn = [], []
+
+    def write(of_rows: kept_weights.Runs, *rest: Any) -> None:
+        runs.append(of_rows)
+        original(of_rows, *rest)
+
+    original, close = kept_weights.write, plots.plt.close
+    seeds = [str(seed) for seed in SEEDS]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kept_weights, "load", lambda: scenes)
+        patched.setattr(kept_weights, "QUICK", TINY)
+        patched.setattr(kept_weights, "write", write)
+        patched.setattr(plots.plt, "close", drawn.append)
+        patched.setattr(sys, "argv", ["", "--quick", "--seeds", *seeds, "--out", str(folder)])
+        kept_weights.main()
+    (figure,) = drawn
+    yield Made(runs[0], figure, folder)
+    close(figure)
+
+
+def trained(method: Callable[[], cs.Method], seed: int, scenes: Scenes) -> demo.Run:
+    run = demo.Run(TASKS, demo.Row(method), TINY, seed, scenes[0], demo.Ranks())
+    with Progress(disable=True) as progress:
+        run.train("", progress)
+    return run
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", ["Sum", *kept_weights.METHODS])
+def test_every_1_is_the_method_without_the_option(
+    name: str, seed: int, made: Made, scenes: Scenes
+) -> None:
+    method = partial(cs.PCGrad, seed=seed) if name == "PCGrad" else getattr(cs, name)
+    assert made.runs[name, 1][SEEDS.index(seed)]["losses"] == trained(method, seed, scenes).losses
+
+
+def test_weights_are_kept(made: Made) -> None:
+    """Of eight steps, those with number 0 and 5 solve for weights, or the first one alone."""
+    assert list(made.runs) == [
+        kept_weights.SUM,
+        *((name, every) for name in kept_weights.METHODS for every in kept_weights.EVERY),
+    ]
+    for name in kept_weights.METHODS:
+        of_rows = [made.runs[name, every][0] for every in kept_weights.EVERY]
+        solved = [[bool(cosines) for cosines in run["cosines"]] for run in of_rows]
+        assert solved == [[True] * 4, [True, False, True, False], [True, False, False, False]]
+        assert len({run["losses"]["normals"][-1] for run in of_rows}) == len(of_rows)
+
+
+def test_conflicts_of_an_epoch_are_those_of_steps_that_solve(scenes: Scenes) -> None:
+    kept = trained(partial(cs.UPGrad, update_every=5), 0, scenes)
+    assert [bool(shares) for shares in kept.modules] == [True, False, True, False]
+    assert all(0 <= share <= 1 for share in kept.modules[2].values())
+
+
+def test_the_picture_shows_all_rows(made: Made) -> None:
+    assert (made.folder / "kept_weights.png").stat().st_size > 1000
+    panels = {ax.get_title(): ax for ax in made.figure.axes}
+    assert len(panels) == len(kept_weights.METHODS) * len(TASKS)
+    labels = ["Sum", *(f"update_every={every}" for every in kept_weights.EVERY)]
+    assert [text.get_text() for text in made.figure.legends[0].get_texts()] == labels
+    for name in kept_weights.METHODS:
+        rows = [kept_weights.SUM, *((name, every) for every in kept_weights.EVERY)]
+        for task in TASKS:
+            ax = panels[f"{name}: {task}"]
+            drawn = zip(rows, ax.get_lines(), ax.collections, strict=True)
+            for row, line, band in drawn:
+                values = np.array([run["losses"][task] for run in made.runs[row]])
+                np.testing.assert_allclose(line.get_ydata(), values.mean(0))
+                corners = band.get_paths()[0].vertices[:, 1]
+                assert {*values.min(0), *values.max(0)} <= {*corners}
+
+
+def test_the_tables_have_all_rows(made: Made) -> None:
+    text = (made.folder / "kept_weights.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    second = 2 + len(made.runs)
+    assert cells[0] == cells[second] == kept_weights.HEAD
+    assert [(row[0], int(row[1] or 1)) for row in cells[2:second]] == list(made.runs)
+    differences = {(row[0], row[1]): row for row in cells[second + 2 :]}
+    assert len(differences) == len(kept_weights.METHODS) * (len(kept_weights.EVERY) + 1)
+    final = {
+        every: np.array([run["losses"]["edges"][-1] for run in made.runs["PCGrad", every]])
+        for every in kept_weights.EVERY
+    }
+    column = kept_weights.HEAD.index("edges loss↓")
+    changes = final[5] - final[1]
+    expected = f"{changes.mean():+.4f}±{changes.std(ddof=1):.4f}"
+    assert differences["PCGrad", "5 minus 1"][column] == expected
+    spread = f"{final[1].std(ddof=1):.4f}"
+    assert differences["PCGrad", "1: deviation between seeds"][column] == spread
