@@ -2,7 +2,8 @@
 
 Tried with torch 2.10 to 2.14: `DTensor._local_tensor`; `FSDPModule._get_fsdp_state` with its group
 of parameters, or, in 2.13 and 2.14, a list of them; their `fsdp_params`, each with a
-`sharded_param` and, from its first pass on, an `_unsharded_param`; `reset_iter_state`, since 2.13.
+`sharded_param`, an `unsharded_accumulated_grad` and, from its first pass on, an `_unsharded_param`;
+`reset_iter_state`, since 2.13.
 `groups_of` raises a clear error when torch has changed them.
 """
 
@@ -99,6 +100,9 @@ def end_passes(module: Any) -> None:
             reset()
         else:
             module.reshard()
+    for parameter in (p for group in groups_of(module) for p in group.fsdp_params):
+        if hasattr(parameter, "_unsharded_param"):  # The next pass would add to its gradient.
+            parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad = None
 
 
 def all_sharded_modules() -> list[nn.Module]:
