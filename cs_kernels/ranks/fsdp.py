@@ -110,6 +110,16 @@ def all_sharded_modules() -> list[nn.Module]:
     return fsdp_modules(gc.get_objects())
 
 
+def modules_that_shard(parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """The modules that have sharded some parameters; slow, as roots may be anywhere."""
+    wanted = {p for p in parameters if is_sharded(p)}
+    return [
+        module
+        for module in (all_sharded_modules() if wanted else ())
+        if any(p.sharded_param in wanted for group in groups_of(module) for p in group.fsdp_params)
+    ]
+
+
 def sharded_parameters(modules: Iterable[nn.Module]) -> dict[Tensor, nn.Parameter]:
     """By the whole parameter that a loss's graph has: the sharded one of the torch optimizer."""
     found: dict[Tensor, nn.Parameter] = {}
