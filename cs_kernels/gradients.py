@@ -178,6 +178,10 @@ class TaskGradients:
         updates = [cast("Tensor", self._updates[i]) for i in parameters]
         return list(map(as_real, updates)) if self._has_complex else updates
 
+    def free_updates(self) -> None:
+        """Frees the buffers of the updates: the next gradients add up in `.grad`."""
+        self._updates = [None] * len(self.parameters)
+
     def assign(self, parameters: Sequence[int]) -> None:
         """Makes the updates of some parameters their `.grad`, and forgets the rows."""
         for i in parameters:

@@ -84,6 +84,23 @@ def _ranges(numbers: Set[int]) -> Iterator[slice]:
     return map(slice, starts, stops)
 
 
+@dataclass(frozen=True)
+class KeptWeights:
+    """The task weights of a step, for those after it."""
+
+    number: int
+    """The number of steps made before it."""
+    tasks: tuple[str, ...]
+    layers: tuple[str, ...]
+    """The modules of per-layer Gramians."""
+    weights: Tensor
+    """[K] or [layers, K]."""
+
+    def surgery(self) -> Surgery:
+        """What a step that uses them leaves for a report."""
+        return Surgery(self.tasks, self.layers, task_weights=self.weights)
+
+
 @dataclass
 class Step:
     """One training step, as methods and weightings see it."""
@@ -103,6 +120,8 @@ class Step:
     """The losses on the same batch after the step, for a weighting that `reevaluates`."""
     layers: tuple[str, ...] = ()
     """The modules of the per-layer Gramians, with groups="layer"."""
+    kept: KeptWeights | None = None
+    """The task weights of an earlier step that this one uses, with `update_every` above 1."""
     loss_scale: Tensor | None = None
     """The factor of the weighted losses in their backward passes, if there is one."""
     counter: Tensor | None = None

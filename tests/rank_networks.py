@@ -133,6 +133,7 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
     "PCGrad": partial(cs.PCGrad, seed=3),
     "PCGrad-layer": partial(cs.PCGrad, seed=3, groups="layer"),
     "CAGrad": cs.CAGrad,
+    "CAGrad-kept": partial(cs.CAGrad, update_every=4),
     "GradDrop": partial(cs.GradDrop, [0.1, 0.0, 0.2], seed=4),
     "MGDA": partial(cs.MGDA, "loss+"),
     "Sum": cs.Sum,

@@ -3,6 +3,7 @@
 import gc
 import pickle
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -126,7 +127,7 @@ def _dense(kind: str, method: str) -> tuple[nn.Module, cs.MultiTaskOptimizer]:
 
 
 @pytest.mark.each
-@pytest.mark.parametrize("method", ["CAGrad", "GradDrop", "MGDA", "Sum"])
+@pytest.mark.parametrize("method", ["CAGrad", "CAGrad-kept", "GradDrop", "MGDA", "Sum"])
 @pytest.mark.parametrize("kind", ["replicated", "DDP", "fully_shard"])
 @pytest.mark.parametrize("parts", [1, 2])
 @on_ranks(2, alone={"kind": "alone", "parts": 1})
@@ -144,6 +145,47 @@ def test_losses_of_one_forward_pass(rank: int, kind: str, method: str, parts: in
                 means[-1][task] = means[-1][task] + loss
         opt.optimizer.step()
     return whole_copies(network.parameters()), means
+
+
+class Sent(TorchDispatchMode):
+    """Counts the elements that collectives of gradients, parameters and sums take, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = Counter[str]()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function.namespace == "c10d":
+            given = [t for t in tree_leaves(args[:1]) if isinstance(t, Tensor)]
+            floats = [t.numel() for t in given if t.is_floating_point()]
+            self.elements[str(function.overloadpacket)] += sum(floats)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["replicated", "DDP", "fully_shard"])
+@pytest.mark.parametrize("call", ["step", "backward"])
+@on_ranks(2)
+def test_steps_with_kept_weights_send_what_plain_ones_send(rank: int, kind: str, call: str) -> Any:
+    sent = []
+    for method in (cs.Sum(), cs.CAGrad(update_every=9), cs.CAGrad()):
+        network, opt = _dense(kind, "Sum")
+        opt.method = method
+        for batch in torch.randn(4, 12, 5):
+            x = part_of_this_rank(batch)
+            with Sent() as mode:
+                if call == "step":
+                    opt.step(lambda task, x=x, network=network: network(x, task))
+                else:
+                    opt.backward(network(x))
+                    opt.optimizer.step()
+        sent.append(mode.elements)
+    summed, kept, exact = sent
+    assert kept == summed
+    if call == "backward" or kind != "fully_shard":  # There, each pass has a reduction.
+        assert exact.total() > summed.total()
+    return summed
 
 
 class Gathers(TorchDispatchMode):

@@ -323,6 +323,7 @@ CHANGES: dict[str, Callable[[Network], object]] = {
     "rate": lambda network: network.optimizer.param_groups[0].update(lr=0.01),
     "number": lambda network: network.opt.load_state_dict({**network.opt.state_dict(), "steps": 2}),
     "no task": lambda network: None,
+    "weights": lambda network: network.opt.method.load_state_dict({}),
 }
 """The differences on rank 1."""
 
@@ -367,6 +368,7 @@ def test_ranks_that_disagree_are_told_so(
         ("frozen", r"a gradient: rank 0 has \('3.weight', True, .*, rank 1 has \(.*False"),
         ("rate", r"options of the optimizer: rank 0 has \(0, 'lr', 0.05\), rank 1 has .* 0.01\)"),
         ("number", "number of steps made before: rank 0 has 1, rank 1 has 2"),
+        ("weights", "step of the kept task weights: rank 0 has 0, rank 1 has None"),
         ("no task", "at least one task on some rank"),
     ],
 )
@@ -374,7 +376,7 @@ def test_ranks_that_disagree_are_told_so(
 def test_ranks_that_differ_in_a_step_are_told_so(rank: int, change: str, message: str) -> None:
     """The error comes before anything has changed."""
     network = Network("replicated", rank, 2)
-    opt = network.start(cs.PCGrad(), cs.Switch(1))
+    opt = network.start(cs.PCGrad(update_every=4), cs.Switch(1))
     opt.start_epoch(1)
     if change != "parameters":
         opt.step(partial(network.loss, 0))

@@ -34,7 +34,7 @@ METHODS: dict[str, Callable[..., cs.Method]] = {
     "MGDA-loss": lambda **options: cs.MGDA("loss", **options),
     "MGDA-loss+": lambda **options: cs.MGDA("loss+", **options),
     "AlignedMTL": cs.AlignedMTL,
-    "NashMTL": lambda **options: cs.NashMTL(update_every=2, **options),
+    "NashMTL": cs.NashMTL,
     "IMTLG": cs.IMTLG,
     "UPGrad": cs.UPGrad,
     "FairGrad": lambda **options: cs.FairGrad(2.0, **options),

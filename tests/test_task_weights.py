@@ -295,42 +295,6 @@ def test_nash_mtl_of_dependent_gradients(backend: str, tasks: int, rank: int) ->
     assert (weights * (gramian @ weights) + ridge - 1).abs().max() < 1e-3
 
 
-def test_nash_keeps_weights() -> None:
-    """Weights are kept for `update_every` steps; those of an overflow are not."""
-    method = cs.NashMTL(update_every=2, max_norm=0)
-    steps = [cs.Step(number, ("a", "b")) for number in range(8)]
-    first = method.weights(CONFLICT, steps[0])
-    assert torch.equal(method.weights(2 * CONFLICT, steps[1]), first)
-    assert not torch.equal(method.weights(2 * CONFLICT, steps[2]), first)
-    kept = method.weights(CONFLICT, steps[3])
-    assert method.weights(torch.full_like(CONFLICT, math.inf), steps[4]).isnan().all()
-    assert torch.equal(method.weights(CONFLICT, steps[5]), kept)
-    fresh = method.weights(torch.eye(3).double(), cs.Step(6, ("a", "b", "c")))
-    assert fresh.shape == (3,)
-    resumed = cs.NashMTL(update_every=2, max_norm=0)
-    resumed.load_state_dict(method.state_dict())
-    for other in (resumed, method):
-        again = other.weights(4 * torch.eye(3).double(), cs.Step(7, ("a", "b", "c")))
-        assert torch.equal(again, fresh)
-
-
-@pytest.mark.parametrize(
-    "steps",
-    [
-        (cs.Step(0, ("a", "b")), cs.Step(1, ("b", "c"))),
-        [cs.Step(n, ("a", "b"), layers=(layer,)) for n, layer in enumerate(["first", "second"])],
-    ],
-    ids=["tasks", "layers"],
-)
-def test_nash_keeps_no_weights_of_others(steps: list[cs.Step]) -> None:
-    """Other tasks or layers get weights of their own, even if their number is the same."""
-    method = cs.NashMTL(update_every=4, max_norm=0, groups="layer")
-    gramians = torch.diag_embed(torch.tensor([[[1.0, 4.0]], [[9.0, 25.0]]]).double())
-    method.weights(gramians[0], steps[0])
-    second = method.weights(gramians[1], steps[1])
-    torch.testing.assert_close(second, torch.tensor([[1 / 3, 1 / 5]]).double())
-
-
 @pytest.mark.parametrize("tasks", [2, 3])
 def test_opposed_gradients_of_16_bits(backend: str, tasks: int) -> None:
     """Rounding makes their Gramian indefinite: a cosine is below -1, by more than Nash's ridge."""

@@ -267,7 +267,7 @@ class Combines(cs.MGDA):
 @pytest.mark.parametrize(
     "method",
     [
-        *(cs.NashMTL(update_every=2, groups="layer"), cs.MGDA(), cs.GradDrop()),
+        *(cs.NashMTL(update_every=2), cs.MGDA(), cs.GradDrop()),
         *(Weighs(groups="layer"), Combines(groups="layer")),
     ],
     ids=repr,

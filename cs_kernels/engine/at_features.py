@@ -76,6 +76,10 @@ class AtFeatures(OneGraph):
             features, self.losses, trunk.tasks, shared, trunk.watcher.names_of, engine.ranks
         )
 
+    def separates(self, step: Step) -> bool:
+        """As each node runs once in any case, also where task weights are kept."""
+        return self.engine.method.separate_gradients
+
     def parts(self, step: Step, tasks: Sequence[str], phase: Phase) -> Iterator[Part]:
         """The heads' passes, then the trunk's; a plain sum of gradients needs no stop between."""
         for part in super().parts(step, tasks, phase):

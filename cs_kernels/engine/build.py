@@ -95,6 +95,7 @@ def _agree(engine: Engine) -> None:
         return {
             "options of the optimizer": optimizers.numbers(),
             "threshold of count_conflicts": [monitor.threshold],
+            "step of the kept task weights": [engine.method.kept_since],
         }
 
     def facts() -> dict[str, object]:

@@ -28,7 +28,7 @@ from cs_kernels.nn.task_norm import check_tasks
 from cs_kernels.options import checked_integer
 from cs_kernels.ranks.strategy import Call, Ranks
 from cs_kernels.schedules import Phase, Schedule
-from cs_kernels.step import CapturedFacts, Part, Step
+from cs_kernels.step import CapturedFacts, KeptWeights, Part, Step
 from cs_kernels.trunk.layers import StaleLayoutError
 from cs_kernels.trunk.trunk import Trunk
 from cs_kernels.weightings import Weighting
@@ -95,7 +95,7 @@ class Engine:
     ) -> Step:
         """Makes a step that has been checked; in a capture, with a counter on the device."""
         with record_function(mode.label):
-            step = mode.open_step() or self._new_step(tasks, counter)
+            step = mode.open_step() or self._new_step(mode, tasks, phase, counter)
             for part in mode.parts(step, tasks, phase):
                 with (
                     noted(part.note),
@@ -122,22 +122,27 @@ class Engine:
         epoch = -1 if self.epoch is None else self.epoch
         return Call(self.steps, phase, epoch, len(self.trunk.held()), mode.kind, mode.passes)
 
-    def _new_step(self, tasks: Sequence[str], counter: Tensor | None) -> Step:
+    def _new_step(
+        self, mode: "Mode", tasks: Sequence[str], phase: Phase, counter: Tensor | None
+    ) -> Step:
         if self.trunk.changed():
             self.forget_passes()
         self.graph.begin_step(self.steps)
         facts = Step if counter is None else CapturedFacts
-        return facts(
+        step = facts(
             number=self.steps,
             tasks=self.in_order(tasks),
             loss_scale=self.graph.known_scale(),
             counter=counter,
         )
+        step.kept = mode.kept_weights(step) if phase == 2 else None
+        return step
 
-    def surgery(self, step: Step) -> None:
+    def surgery(self, part: Part) -> None:
         """Makes the update of the shared parameters in `.grad`, from the gradients of all tasks."""
+        step = part.step
         gradients, eager = self.ranks.gradients, step.counter is None
-        if not self.method.separate_gradients:  # The tasks' gradients have added up.
+        if not part.separate:  # The tasks' gradients have added up.
             reached = any(p.grad is not None for p in self.trunk.shared)
             self.trunk.check_reached(step.tasks[0], reached)
         timer = self.monitor.timer(self.trunk.device, eager=eager)
@@ -145,7 +150,10 @@ class Engine:
             gradients.release_own()
             first = gradients.first()
             self.monitor.measure(step)
-            self.combine(step)
+            if part.separate or step.kept is None:
+                self.combine(step)
+            else:
+                step.surgery = step.kept.surgery()
             gradients.publish()
             if first is not None and self.trunk.shared[first[0]].grad is None:
                 raise RuntimeError(
@@ -173,6 +181,8 @@ class Engine:
         """Notes a step that has been made."""
         self.monitor.done = Done(step, self.steps, self.epoch, phase)
         self.steps += 1
+        if phase == 2:
+            self.method.observe(step)
         self.weighting.observe(step)
         self.monitor.count_step(step)
         self.trunk.end_step_if_watched()
@@ -278,16 +288,20 @@ class Mode(ABC):
     def parts(self, step: Step, tasks: Sequence[str], phase: Phase) -> Iterator[Part]:
         """The parts of a step, in order."""
         if phase == 2:
-            yield Part(step, tuple(tasks), joint=True, separate=self.separates)
+            yield Part(step, tuple(tasks), joint=True, separate=self.separates(step))
             return
         for n, task in enumerate(tasks):
             made = f"in Phase 1, the updates of {list(tasks[:n])} have been made"
             yield Part(step, (task,), joint=False, separate=False, note=made if n else "")
 
-    @property
-    def separates(self) -> bool:
+    def kept_weights(self, step: Step) -> KeptWeights | None:
+        """The task weights of an earlier step that a new one uses, if it does."""
+        return self.engine.method.kept_weights(step)
+
+    def separates(self, step: Step) -> bool:
         """Whether joint parts keep the tasks' gradients one by one."""
-        return self.engine.method.separate_gradients
+        weights_are_known = step.kept is not None and not step.kept.layers
+        return self.engine.method.separate_gradients and not weights_are_known
 
     @abstractmethod
     def make(self, part: Part, held: Sequence[nn.Parameter]) -> None:
@@ -302,7 +316,7 @@ class Mode(ABC):
     def surgery(self, part: Part) -> None:
         """Makes the update of a joint part, to which no later call adds, from its gradients."""
         if part.joint and not part.adds_up:
-            self.engine.surgery(part.step)
+            self.engine.surgery(part)
 
     def end(self, step: Step, tasks: Sequence[str], phase: Phase) -> None:
         """Ends a step of some tasks, in their order."""

@@ -1,11 +1,13 @@
 """From a task's loss to its gradients: what its graph must reach, its weight, its backward pass."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from cs_kernels.engine.autograd_graph import reached_parameters
+from cs_kernels.engine.task_weights import at_leaves, hooked, in_one_pass
 from cs_kernels.errors import described
 from cs_kernels.ranks.fsdp import (
     all_sharded_modules,
@@ -148,8 +150,43 @@ class LossGraph:
         """The loss times the scaler's factor."""
         return weighted if self.scaler is None else self.scaler.scale(weighted)
 
-    def run_backward(self, weighted: Tensor, step: Step, retain_graph: bool = False) -> None:
-        """A backward pass into `.grad`."""
+    def run_backward(
+        self, losses: Mapping[str, Tensor], step: Step, *, last: bool, retain_graph: bool = False
+    ) -> None:
+        """Makes a backward pass of some losses into `.grad`; with kept task weights, perhaps more.
+
+        Args:
+            losses: By task; their gradients add up.
+            step: Their step.
+            last: Whether no further pass of these tasks follows.
+            retain_graph: Whether a pass of another task through the same graph follows.
+
+        """
+        kept = step.kept
+        if kept is None or kept.layers:  # Weights of layers need the tasks' gradients one by one.
+            first, *others = losses.values()
+            self._pass(sum(others, first), step, [*losses][-1] if last else None, retain_graph)
+            return
+        weights = dict(zip(kept.tasks, kept.weights.to(self._trunk.device), strict=True))
+        shared = self._in_graph(self._trunk.shared_of_several())
+        if len(losses) > 1:
+            found = in_one_pass(losses, weights, shared, self._in_graph(self._trunk.held()))
+            if found is not None:
+                (first, *others), hooks = found
+                with hooked(hooks):
+                    self._pass(sum(others, first), step, [*losses][-1] if last else None)
+                return
+        for n, (task, loss) in enumerate(losses.items(), 1):
+            more = n < len(losses)
+            with hooked(at_leaves(shared, weights[task])):
+                self._pass(loss, step, task if last and not more else None, retain_graph or more)
+
+    def _pass(
+        self, weighted: Tensor, step: Step, ends: str | None, retain_graph: bool = False
+    ) -> None:
+        """One backward pass; `ends` is the task of which it is the last."""
+        if ends is not None:
+            self._ranks.last_backward(ends)
         self._ranks.before_backward(retains=retain_graph)
         if self.backward is None:
             self.scaled(weighted).backward(  # type: ignore[no-untyped-call]
@@ -165,6 +202,14 @@ class LossGraph:
                 lambda factor: setattr(step, "loss_scale", factor)
             )
         self.backward(loss, **({"retain_graph": True} if retain_graph else {}))
+
+    def _in_graph(self, parameters: Iterable[nn.Parameter]) -> set[Tensor]:
+        """Parameters as graphs have them: whole in place of sharded ones."""
+        found: set[Tensor] = set(parameters)
+        if any(map(is_sharded, found)):
+            whole = {shard: p for p, shard in self.sharded().items()}
+            found = {whole.get(cast("nn.Parameter", p), p) for p in found}
+        return found
 
 
 def checked_loss(loss: object, task: str, source: str = "closure must return") -> Tensor:

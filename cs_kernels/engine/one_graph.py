@@ -11,7 +11,7 @@ from cs_kernels.engine import supports
 from cs_kernels.engine.engine import Engine, Mode
 from cs_kernels.engine.loss_graph import checked_losses
 from cs_kernels.schedules import Phase
-from cs_kernels.step import Part, Step
+from cs_kernels.step import KeptWeights, Part, Step
 
 
 class OneGraph(Mode):
@@ -62,6 +62,11 @@ class OneGraph(Mode):
         """The step that earlier calls have begun."""
         return self.engine.accumulation.step
 
+    def kept_weights(self, step: Step) -> KeptWeights | None:
+        """Only if no further call can bring a task that they lack."""
+        more = not self.update and step.tasks != self.engine.trunk.tasks
+        return None if more else super().kept_weights(step)
+
     def parts(self, step: Step, tasks: Sequence[str], phase: Phase) -> Iterator[Part]:
         """One part, to which earlier calls may have contributed."""
         for part in super().parts(step, tasks, phase):
@@ -88,19 +93,17 @@ class OneGraph(Mode):
     def backward_passes(self, part: Part, losses: Mapping[str, Tensor]) -> None:
         """The backward passes of weighted losses; other ranks may have some for more tasks."""
         engine, step, present = self.engine, part.step, [*losses]
-        ranks = engine.ranks
+        ranks, graph = engine.ranks, engine.graph
         if not part.separate:
             if present:
-                first, *others = losses.values()
-                ranks.last_backward(present[-1])
-                engine.graph.run_backward(sum(others, first), step)
+                graph.run_backward(losses, step, last=True)
             return
         for task in part.tasks:
             if task not in losses:
                 ranks.skip(task)
                 continue
-            ranks.last_backward(task)
-            engine.graph.run_backward(losses[task], step, retain_graph=task != present[-1])
+            retains = task != present[-1]
+            graph.run_backward({task: losses[task]}, step, last=True, retain_graph=retains)
             with record_function("cs_kernels.collect"), torch.no_grad():
                 engine.trunk.check_reached(task, ranks.collect(task))
 

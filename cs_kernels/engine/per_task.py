@@ -80,10 +80,8 @@ class PerTask(Mode):
                 alone = len(self._closures) == 1 and ranks.size == 1
                 step.known = {task: loss.detach()} if alone else {}
                 weighted = graph.weigh(task, loss, step, self.engine.weighting)
-                if number == len(self._closures):
-                    ranks.last_backward(task)
                 with _hint_at_backward():
-                    graph.run_backward(weighted, step)
+                    graph.run_backward({task: weighted}, step, last=number == len(self._closures))
         trunk.watcher.learned(task)
         graph.passed(task)
 

@@ -18,6 +18,7 @@ class AlignedMTL(GramianMethod):
     Args:
         scale: The common length: the "min", "median" or root mean square ("rmse") of the lengths.
         groups: "all" or "layer".
+        update_every: As in `GramianMethod`.
 
     Raises:
         ValueError: An option is none of these.
@@ -25,9 +26,12 @@ class AlignedMTL(GramianMethod):
     """
 
     def __init__(
-        self, scale: Literal["min", "median", "rmse"] = "min", groups: Groups = "all"
+        self,
+        scale: Literal["min", "median", "rmse"] = "min",
+        groups: Groups = "all",
+        update_every: int = 1,
     ) -> None:
-        super().__init__(groups)
+        super().__init__(groups, update_every)
         if scale not in ("min", "median", "rmse"):
             raise ValueError(f"scale must be 'min', 'median' or 'rmse', got {scale!r}")
         self.scale = scale

@@ -20,6 +20,7 @@ class CAGrad(GramianMethod):
         c: The radius, relative to |g_0|; below 1 it converges to a minimum of the mean loss.
         rescale: 0, the direction itself; 1, divided by 1 + c^2, as the authors do; 2, by 1 + c.
         groups: "all" or "layer".
+        update_every: As in `GramianMethod`.
 
     Raises:
         ValueError: `c` is negative or not finite, or another option is none of these.
@@ -27,9 +28,13 @@ class CAGrad(GramianMethod):
     """
 
     def __init__(
-        self, c: float = 0.4, rescale: Literal[0, 1, 2] = 1, groups: Groups = "all"
+        self,
+        c: float = 0.4,
+        rescale: Literal[0, 1, 2] = 1,
+        groups: Groups = "all",
+        update_every: int = 1,
     ) -> None:
-        super().__init__(groups)
+        super().__init__(groups, update_every)
         if not (is_finite_number(c) and c >= 0):
             raise ValueError(f"c must be finite and at least 0, got {c!r}")
         if rescale not in (0, 1, 2):

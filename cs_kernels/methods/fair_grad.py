@@ -23,14 +23,15 @@ class FairGrad(GramianMethod):
             condition of Nash-MTL without its `max_norm`; the larger, the nearer to the greatest
             gain of the task that gains least.
         groups: "all" or "layer".
+        update_every: As in `GramianMethod`.
 
     Raises:
         ValueError: `alpha` is out of range, or `groups` something else.
 
     """
 
-    def __init__(self, alpha: float = 1.0, groups: Groups = "all") -> None:
-        super().__init__(groups)
+    def __init__(self, alpha: float = 1.0, groups: Groups = "all", update_every: int = 1) -> None:
+        super().__init__(groups, update_every)
         if not (is_finite_number(alpha) and _LEAST <= alpha <= _GREATEST):
             raise ValueError(f"alpha must lie in [1/16, 16], got {alpha!r}")
         self.alpha = alpha

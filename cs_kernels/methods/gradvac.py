@@ -27,6 +27,7 @@ class GradVac(GramianMethod):
         beta: The part of a step in the moving averages, in [0, 1].
         seed: The seed of the orders, which are a function of it and of the number of the step.
         groups: "all", or "layer" with targets for each layer, as in the paper.
+        update_every: As in `GramianMethod`.
 
     Raises:
         ValueError: `target` or `beta` is out of range, `groups` something else, or the seed outside
@@ -40,8 +41,9 @@ class GradVac(GramianMethod):
         beta: float = 0.01,
         seed: int = 0,
         groups: Groups = "all",
+        update_every: int = 1,
     ) -> None:
-        super().__init__(groups)
+        super().__init__(groups, update_every)
         if target is not None and not (is_finite_number(target) and -1 <= target < 1):
             raise ValueError(f"target must be None or lie in [-1, 1), got {target!r}")
         if not (is_finite_number(beta) and 0 <= beta <= 1):
@@ -119,6 +121,7 @@ class GradVac(GramianMethod):
         """The moving averages, with their tasks and layers."""
         targets = None if self._targets is None else self._targets.clone()
         return {
+            **super().state_dict(),
             "groups": self.groups,
             "tasks": self._tasks,
             "layers": self._layers,
@@ -134,6 +137,7 @@ class GradVac(GramianMethod):
         """
         if state["groups"] != self.groups:
             raise ValueError(f"state must be of groups={self.groups!r}, got {state['groups']!r}")
+        super().load_state_dict(state)
         targets = state["targets"]
         self._tasks, self._layers = tuple(state["tasks"]), tuple(state["layers"])
         self._targets = None if targets is None else targets.clone()
@@ -141,6 +145,8 @@ class GradVac(GramianMethod):
 
     def captured_state(self) -> list[Tensor]:
         """The moving averages, which change in place."""
+        if self.update_every > 1:
+            return super().captured_state()
         return [] if self._targets is None else [self._targets]
 
     def __repr__(self) -> str:

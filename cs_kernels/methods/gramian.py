@@ -2,8 +2,9 @@
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.methods.method import Method
 from cs_kernels.ops.operands import MOST_TASKS
-from cs_kernels.step import Step, Surgery
+from cs_kernels.options import checked_integer
+from cs_kernels.step import KeptWeights, Step, Surgery
 from cs_kernels.trunk.layers import Layout
 
 Groups = Literal["all", "layer"]
@@ -29,23 +31,32 @@ class GramianMethod(Method):
     The gradients are read once for the Gramian and once for the sum. Tasks that take no part in a
     step have no row in its Gramian.
 
+    With `update_every` above 1, task weights are kept for the steps after the one that has solved
+    for them. A step with kept weights needs no gradients one by one: those of all tasks, weighted,
+    add up in `.grad`, in one backward pass where the losses come from one forward pass. Weights are
+    kept for steps of the same tasks alone, and not if one is not finite.
+
     Args:
         groups: "all", one Gramian and one set of task weights for the whole trunk; or "layer", both
             for the parameters of every module, as if it were a trunk of its own.
+        update_every: The steps, of both phases, from one that solves for task weights to the next.
 
     Raises:
-        ValueError: `groups` is something else.
+        ValueError: `groups` is something else, or `update_every` below 1.
 
     """
 
     has_gramian = True
     most_tasks = MOST_TASKS
     groups: Groups = "all"
+    update_every: int = 1
+    _kept: KeptWeights | None = None
 
-    def __init__(self, groups: Groups = "all") -> None:
+    def __init__(self, groups: Groups = "all", update_every: int = 1) -> None:
         if groups not in ("all", "layer"):
             raise ValueError(f"groups must be 'all' or 'layer', got {groups!r}")
         self.groups = groups
+        self.update_every = checked_integer("update_every", update_every, 1)
 
     @property
     def layerwise(self) -> bool:
@@ -87,7 +98,7 @@ class GramianMethod(Method):
         """
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
-        """One operator call for the Gramian, one for the sum."""
+        """One operator call for the Gramian, unless task weights are kept, and one for the sum."""
         del layout
         parameters = gradients.reached()
         if not parameters:
@@ -95,37 +106,92 @@ class GramianMethod(Method):
             return
         tasks = len(step.tasks)
         grads = gradients.of(parameters, step.tasks)
-        per_layer = self.groups == "layer"
         gramian_of = [0] * len(parameters)
-        if per_layer:
+        if self.groups == "layer":
             gramian_of, step.layers = gradients.layers(parameters)
-        gramians = len(step.layers) if per_layer else 1
-        gramian = torch.ops.cs_kernels.gramian(grads, gramian_of, gramians, tasks)
-        gramian = gradients.sum_over_ranks(gramian)
-        if step.loss_scale is not None:
-            gramian = gramian / step.loss_scale.double() ** 2
-        weights = self.weights(gramian if per_layer else gramian[0], step)
-        if not isinstance(weights, Tensor):
-            raise TypeError(f"method must give weights as a tensor, got {weights!r} by {self!r}")
-        step.surgery = Surgery(
-            step.tasks,
-            step.layers if per_layer else (),
-            gramian=gramian if per_layer else gramian[0],
-            task_weights=weights,
-        )
+        kept = step.kept
+        if kept is not None and (kept.tasks, kept.layers) != (step.tasks, step.layers):
+            kept = step.kept = None
+        if kept is not None:
+            weights = kept.weights.to(gradients.parameters[0].device)
+            step.surgery = kept.surgery()
+        else:
+            number = len(step.layers) or 1
+            gramian = torch.ops.cs_kernels.gramian(grads, gramian_of, number, tasks)
+            gramian = gradients.sum_over_ranks(gramian)
+            if step.loss_scale is not None:
+                gramian = gramian / step.loss_scale.double() ** 2
+            gramian = gramian if step.layers else gramian[0]
+            weights = self.weights(gramian, step)
+            if not isinstance(weights, Tensor):
+                raise TypeError(
+                    f"method must give weights as a tensor, got {weights!r} by {self!r}"
+                )
+            step.surgery = Surgery(step.tasks, step.layers, gramian, weights)
         torch.ops.cs_kernels.combine_(
             gradients.updates(parameters),
             grads,
-            weights if per_layer else weights.unsqueeze(0),
+            weights if step.layers else weights.unsqueeze(0),
             gramian_of,
             tasks,
         )
         gradients.assign(parameters)
 
+    # --- weights that are kept ---
+
+    @property
+    def kept_since(self) -> int | None:
+        """The number of the step whose task weights are kept, if there are any."""
+        return None if self._kept is None else self._kept.number
+
+    def kept_weights(self, step: Step) -> KeptWeights | None:
+        """Those of the last step that solved for them, if it was one of the last `update_every`."""
+        kept = self._kept
+        if kept is None or kept.tasks != step.tasks:
+            return None
+        return kept if 0 < step.number - kept.number < self.update_every else None
+
+    def observe(self, step: Step) -> None:
+        """Keeps the weights of a step that has solved for them; the host waits to check them."""
+        solved = step.surgery
+        if self.update_every == 1 or step.kept is not None or solved.task_weights is None:
+            return
+        if solved.task_weights.isfinite().all():
+            weights = solved.task_weights.detach()
+            self._kept = KeptWeights(step.number, solved.rows, solved.layers, weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The kept weights, with their step, tasks and layers, if there are any."""
+        return {} if self._kept is None else {"kept": asdict(self._kept)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the kept weights."""
+        kept = state.get("kept")
+        self._kept = None
+        if kept is not None:
+            tasks, layers = tuple(kept["tasks"]), tuple(kept["layers"])
+            self._kept = KeptWeights(kept["number"], tasks, layers, kept["weights"].clone())
+
+    def captured_state(self) -> list[Tensor]:
+        """Empty: no weights are kept.
+
+        Raises:
+            ValueError: `update_every` is above 1: steps differ; or a subclass has a state.
+
+        """
+        if self.update_every > 1:
+            raise ValueError(
+                f"update_every must be 1 in a captured step, got {self.update_every} by {self!r}"
+            )
+        stateless = type(self).state_dict is GramianMethod.state_dict
+        return [] if stateless else super().captured_state()
+
     def _repr(self, **options: object) -> str:
-        """`Name(option=value)`, with `groups` where it is not the default."""
+        """`Name(option=value)`, with the options of all methods where they are not the default."""
         if self.groups != "all":
             options["groups"] = self.groups
+        if self.update_every != 1:
+            options["update_every"] = self.update_every
         arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
         return f"{type(self).__name__}({arguments})"
 

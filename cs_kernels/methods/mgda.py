@@ -22,14 +22,17 @@ class MGDA(GramianMethod):
             values of the weighted losses ("loss") or both ("loss+"). The weights that it finds
             apply to the gradients themselves.
         groups: "all" or "layer".
+        update_every: As in `GramianMethod`.
 
     Raises:
         ValueError: An option is none of these.
 
     """
 
-    def __init__(self, normalize: Normalization | None = None, groups: Groups = "all") -> None:
-        super().__init__(groups)
+    def __init__(
+        self, normalize: Normalization | None = None, groups: Groups = "all", update_every: int = 1
+    ) -> None:
+        super().__init__(groups, update_every)
         if normalize not in (None, "l2", "loss", "loss+"):
             raise ValueError(f"normalize must be None, 'l2', 'loss' or 'loss+', got {normalize!r}")
         self.normalize = normalize

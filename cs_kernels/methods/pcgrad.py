@@ -22,6 +22,7 @@ class PCGrad(GramianMethod):
         reduction: "sum" of the projected gradients, or their "mean".
         seed: The seed of the orders.
         groups: "all", or "layer" for projections layer by layer.
+        update_every: As in `GramianMethod`.
 
     Raises:
         ValueError: An option is none of these, or the seed outside [0, 2^63).
@@ -29,9 +30,13 @@ class PCGrad(GramianMethod):
     """
 
     def __init__(
-        self, reduction: Literal["sum", "mean"] = "sum", seed: int = 0, groups: Groups = "all"
+        self,
+        reduction: Literal["sum", "mean"] = "sum",
+        seed: int = 0,
+        groups: Groups = "all",
+        update_every: int = 1,
     ) -> None:
-        super().__init__(groups)
+        super().__init__(groups, update_every)
         if reduction not in ("sum", "mean"):
             raise ValueError(f"reduction must be 'sum' or 'mean', got {reduction!r}")
         self.reduction = reduction

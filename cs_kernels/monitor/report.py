@@ -60,6 +60,9 @@ class Report:
     """Gramian methods: the products of the gradients, float64 [K, K], or [L, K, K]."""
     task_weights: Tensor | None = None
     """Gramian methods: the update is this weighted sum of the gradients; [K] or [L, K]."""
+    weights_from: int | None = None
+    """Gramian methods: the step, counted as `step`, that has solved for the task weights. With
+    `update_every` above 1, it may be an earlier one; this one then has no Gramian."""
     priorities: tuple[Tensor, ...] = ()
     """`ConnectionStrength`: of each layer, the top-priority task of each channel, int64 [O]."""
     products: Tensor | None = None
@@ -132,8 +135,8 @@ class Report:
 
         Always: "phase", "loss/TASK", and with a weighting "weighted_loss/TASK".
 
-        Gramian methods: "gradient_norm/TASK", "cosine/TASK,TASK", "task_weight/TASK" (with
-        groups="layer", the mean over the layers), "update_norm".
+        Gramian methods: "task_weight/TASK" (with groups="layer", the mean over the layers); and, in
+        steps that solve for them, "gradient_norm/TASK", "cosine/TASK,TASK", "update_norm".
 
         `ConnectionStrength`: "channel_share/TASK", the fraction of the prioritized channels with
         this top-priority task. For the tasks that take part: "conflict_share", the fraction in
@@ -155,13 +158,15 @@ class Report:
         return scalars if elapsed is None else scalars | {"surgery_ms": elapsed}
 
     def _of_gramian(self) -> dict[str, Tensor]:
-        if self.gramian is None or self.task_weights is None or self.update_norm is None:
+        if self.task_weights is None:
             return {}
+        weights = self.task_weights.reshape(-1, len(self.rows)).mean(0)
+        if self.gramian is None or self.update_norm is None:  # The weights were kept.
+            return {f"task_weight/{task}": weights[i] for i, task in enumerate(self.rows)}
         whole = replace(self, gramian=self.gramian.reshape(-1, *self.gramian.shape[-2:]).sum(0))
         norms, cosines = whole.gradient_norms, whole.cosines
         assert norms is not None
         assert cosines is not None
-        weights = self.task_weights.reshape(-1, len(self.rows)).mean(0)
         found = {"update_norm": self.update_norm.square().sum().sqrt()}
         for i, task in enumerate(self.rows):
             found[f"gradient_norm/{task}"] = norms[i]
@@ -219,6 +224,7 @@ def report_of(done: Done, method: Method, weighting: Weighting) -> Report:
     """The report of a step; copies of its numbers, which the replay of a graph overwrites."""
     step = done.step
     surgery, scale = step.surgery, step.loss_scale
+    solved = done.number if step.kept is None else step.kept.number
     weighted = {} if isinstance(weighting, EqualWeights) else step.weighted_losses
     products, priorities = surgery.products, tuple[Tensor, ...]()
     layers = surgery.layers
@@ -239,6 +245,7 @@ def report_of(done: Done, method: Method, weighting: Weighting) -> Report:
         layers=layers,
         gramian=None if surgery.gramian is None else surgery.gramian.clone(),
         task_weights=None if surgery.task_weights is None else surgery.task_weights.clone(),
+        weights_from=None if surgery.task_weights is None else solved,
         priorities=priorities,
         products=products,
         _elapsed=step.elapsed,

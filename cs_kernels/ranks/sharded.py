@@ -26,6 +26,7 @@ from cs_kernels.ranks.fsdp import (
 from cs_kernels.ranks.messages import Messages
 from cs_kernels.ranks.pieces import ChannelArray
 from cs_kernels.ranks.wrappers import Wrappers
+from cs_kernels.step import Part
 
 
 class Sharded(Distributed):
@@ -63,6 +64,11 @@ class Sharded(Distributed):
         """The groups whose parameters stay whole now, and what the user has set."""
         self._kept: dict[nn.Parameter, Tensor] = {}
         """The gradients of the normalizations that have memory of their own."""
+
+    def expect(self, part: Part) -> None:
+        """Begins the passes of a part."""
+        if part.joint and not part.separate:
+            self._updates = [None] * len(self.parameters)
 
     def before_backward(self, *, retains: bool) -> None:
         """Keeps whole parameters until the last backward pass of a forward pass."""

@@ -137,6 +137,8 @@ class Ranks:
 
     def expect(self, part: Part) -> None:
         """Begins the passes of a part."""
+        if part.joint and not part.separate:
+            self.gradients.free_updates()
 
     def before_backward(self, *, retains: bool) -> None:
         """Before a backward pass, which retains its graph or not."""

@@ -70,6 +70,11 @@ class Trunk:
         """The device of the shared parameters."""
         return self.shared[0].device
 
+    def shared_of_several(self) -> list[nn.Parameter]:
+        """The shared parameters that are no task's own."""
+        owners = self.reach.owners()
+        return [p for i, p in enumerate(self.shared) if i not in owners]
+
     # --- changes ---
 
     def changed(self) -> bool:

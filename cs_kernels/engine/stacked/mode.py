@@ -136,9 +136,9 @@ class Stacked(PerTask):
             reached = self._reached_by(passes, pattern)
         passes.begin_updates(self._taken(reached), reached.by_task, counts=is_new)
         step.known = {task: losses[task].detach() for task in tasks}
-        weighted = [graph.weigh(task, losses[task], step, engine.weighting) for task in tasks]
+        weighted = {t: graph.weigh(t, losses[t], step, engine.weighting) for t in tasks}
         with passes.in_trunk(recomputes=True):
-            graph.run_backward(sum(weighted[1:], weighted[0]), step)
+            graph.run_backward(weighted, step, last=True)
         self._updates.flush()
         for parameter in reached.unreached:
             parameter.grad = None  # In place of zeros, which have an effect in an optimizer.
