@@ -5,7 +5,9 @@
 ResNet-18 with 4 tasks, on 1, 2 and 4 processes of this machine with gloo: replicated ranks, those
 of `fully_shard`, and the textbook way, in which the whole gradient of every task is all-reduced.
 Before anything is counted, the ranks hold the same bits, and the updates are those of the textbook
-way. `--quick` has a narrow network and 2 processes, and keeps no record.
+way. At features, with a trunk that is not converted, the textbook way adds up the products of their
+gradients over the ranks, and all-reduces the one gradient that it takes through the trunk.
+`--quick` has a narrow network and 2 processes, and keeps no record.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ from torch.distributed.fsdp import fully_shard
 import cs_kernels as cs
 
 TASKS = ["segmentation", "depth", "normals", "edges"]
+AT_FEATURES = "PCGrad at features"
 METHODS: dict[str, Callable[[], cs.Method]] = {
     "Phase 2": cs.ConnectionStrength,
     "PCGrad": cs.PCGrad,
     "Phase 1": cs.ConnectionStrength,
+    AT_FEATURES: cs.PCGrad,
 }
 WAYS = ("textbook", "replicated", "fully_shard")
 STEPS = 4
@@ -68,12 +72,14 @@ class Training:
 
     def __init__(self, way: str, method: str, rank: int, size: int, width: int) -> None:
         torch.manual_seed(0)
-        # Fixed statistics: a batch's own would be those of two pictures.
-        self.trunk = cs.nn.convert_task_batchnorm(smooth_resnet18(width), TASKS).eval()
-        for norm in cs.nn.task_norms(self.trunk):
-            for child in norm.children():
-                nn.init.uniform_(child.weight, 0.5, 1.5)
-                nn.init.uniform_(child.running_var, 0.5, 1.5)
+        self.trunk = smooth_resnet18(width)
+        if method != AT_FEATURES:
+            cs.nn.convert_task_batchnorm(self.trunk, TASKS)
+        self.trunk.eval()  # Fixed statistics: a batch's own would be those of two pictures.
+        for norm in self.trunk.modules():
+            if isinstance(norm, nn.BatchNorm2d):
+                nn.init.uniform_(norm.weight, 0.5, 1.5)
+                nn.init.uniform_(norm.running_var, 0.5, 1.5)
         head = [nn.AdaptiveAvgPool2d(1), nn.Flatten()]
         heads = {task: nn.Sequential(*head, nn.Linear(8 * width, 8)) for task in TASKS}
         self.heads = nn.ModuleDict(heads)
@@ -112,17 +118,45 @@ class Training:
                 process_group=dist.group.WORLD if self.way == "replicated" else None,
             )
 
-    def loss(self, task: str) -> Tensor:
-        output = self.heads[task](self.trunk(self.x[self.number]))
-        return (output - self.targets[self.number, TASKS.index(task)]).square().mean()
+    def loss(self, task: str, features: Tensor | None = None) -> Tensor:
+        z = self.trunk(self.x[self.number]) if features is None else features
+        target = self.targets[self.number, TASKS.index(task)]
+        return (self.heads[task](z) - target).square().mean()
 
     def step(self) -> None:
-        if self.way == "textbook":  # It keeps no buffer of the update.
-            state, self.opt = self.opt.state_dict(), self.made()
-            self.opt.load_state_dict(state)
-            gc.collect()
-        self.opt.step(self.loss)
+        if self.method == AT_FEATURES:
+            z = self.trunk(self.x[self.number])
+            losses = {task: self.loss(task, z) for task in TASKS}
+            if self.way == "textbook":
+                self.textbook_at_features(z, losses)
+            else:
+                self.opt.backward(losses, features=z)
+            self.opt.optimizer.step()
+        else:
+            if self.way == "textbook":  # It keeps no buffer of the update.
+                state, self.opt = self.opt.state_dict(), self.made()
+                self.opt.load_state_dict(state)
+                gc.collect()
+            self.opt.step(self.loss)
         self.number += 1
+
+    def textbook_at_features(self, z: Tensor, losses: dict[str, Tensor]) -> None:
+        """The gradients of all parameters, in plain torch."""
+        self.opt.optimizer.zero_grad()
+        rows, ranks = [], dist.get_world_size()
+        for task, loss in losses.items():
+            heads = [*self.heads[task].parameters()]
+            row, *of_head = torch.autograd.grad(loss, [z, *heads], retain_graph=True)
+            rows.append(row.flatten())
+            for parameter, grad in zip(heads, of_head, strict=True):
+                parameter.grad = grad
+        gradients = torch.stack(rows).double()
+        gramian = gradients @ gradients.T / ranks**2  # Of the mean over the ranks.
+        dist.all_reduce(gramian)
+        weights = METHODS[self.method]().weights(gramian, cs.Step(self.number, tuple(TASKS)))
+        z.backward((weights @ gradients).to(z.dtype).view_as(z))
+        average(self.shared)
+        average(self.heads.parameters())
 
     def counted_step(self) -> dict[str, dict[str, tuple[int, float]]]:
         """A step's collectives, as many as the groups themselves have counted."""
@@ -217,7 +251,9 @@ def check_formulas(c: dict[str, Any]) -> None:
     """Compares counts with the formulas of docs/benchmarks.md, to 1 % for padding and heads."""
     ring = 4 * c["numel"] * (c["ranks"] - 1) / c["ranks"]
     expected = {"all-reduce": 2 * c["tasks"] * ring}
-    if c["way"] == "replicated" and c["method"] != "Phase 1":
+    if c["method"] == AT_FEATURES:
+        expected = {"all-reduce": 2 * ring}
+    elif c["way"] == "replicated" and c["method"] != "Phase 1":
         expected = {"reduce-scatter": c["tasks"] * ring, "all-gather": ring}
     for kind, sent in expected.items() if c["way"] != "fully_shard" else ():
         assert abs(c["by_kind"]["devices"][kind][1] - sent) <= 1e-2 * sent, (c, kind, sent)
@@ -229,9 +265,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="narrow, 2 ranks, no record")
     quick = parser.parse_args().quick
     origin = records.origin()
-    found = []
+    methods, found = ["Phase 2", AT_FEATURES] if quick else [*METHODS], []
     for size in (2,) if quick else (1, 2, 4):
-        for c in on_ranks(size, 32 if quick else 64, ["Phase 2"] if quick else [*METHODS]):
+        for c in on_ranks(size, 32 if quick else 64, methods):
             check_formulas(c)
             print(records.line(c))
             found.append(c)

@@ -261,7 +261,8 @@ class MultiTaskOptimizer(Copyable):
             update: Whether to make the update now.
             features: A tensor that the trunk returned in the forward pass of the losses, or a
                 sequence of them. Every loss depends on some, and on what has led to them through
-                them alone. A shared parameter may lie behind them if only one loss reaches it.
+                them alone. A shared parameter may lie behind them if only one loss reaches it. Each
+                rank hands over as many, of its own batch; without losses, any tensors.
 
         Returns:
             The losses, detached.
@@ -271,11 +272,12 @@ class MultiTaskOptimizer(Copyable):
                 parameter that the optimizer does not hold or on none of the trunk, or the trunk has
                 task-specific normalization, or the weighting computes losses again (`FAMO()`); or
                 `features` does not separate the losses from the trunk, or does not go with the
-                method, `update=False`, `backward=` or many ranks.
+                method (`GradDrop` on many ranks), `update=False` or `backward=`.
             TypeError: `losses` is not a mapping, or a loss or a feature not a tensor.
             RuntimeError: The schedule is in Phase 1, which takes a forward pass a task; or the
                 last update was neither used by the optimizer nor set to zero; or a CUDA graph is
-                captured around it; or gradients of `update=False` wait and there are features.
+                captured around it; or gradients of `update=False` wait and there are features; or
+                another rank has failed or makes another call.
 
         """
         if features is None:

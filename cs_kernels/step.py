@@ -191,3 +191,7 @@ class Part:
     """What has been done before, for exceptions."""
     before: Losses = field(default_factory=Losses)
     """The losses of earlier calls."""
+    stops: bool = False
+    """Whether its passes stop at features, and the next part goes on from there."""
+    reached: tuple[bool, ...] = ()
+    """For each feature, whether a task has a gradient of it: once averaged, on any rank."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from networks import (
     AB,
     Composed,
@@ -22,7 +21,6 @@ from networks import (
     sgd_of,
     with_gradient,
 )
-from ranks import Ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -416,6 +414,22 @@ def test_hooks_of_parameters_run_once() -> None:
     torch.testing.assert_close(network.gradients(), {name: 2 * g for name, g in grads.items()})
 
 
+@pytest.mark.parametrize("method", [cs.Sum(), cs.PCGrad()], ids=repr)
+def test_hooks_of_features_run_once(method: cs.Method) -> None:
+    """On the gradient that goes through the trunk."""
+    network, twin = Network("scales"), Network("scales")
+    calls: list[int] = []
+    features = network.features()
+    for n, z in enumerate(features):
+        z.register_hook(lambda g, n=n: (calls.append(n), 2 * g)[1])
+    network.start(method).backward(network.losses(features), features=features)
+    twin.backward(twin.start(method))
+    assert sorted(calls) == [0, 1]
+    doubled = {n: 2 * g if n.startswith("trunk.") else g for n, g in twin.gradients().items()}
+    torch.testing.assert_close(network.gradients(), doubled)
+    assert all(len(z._backward_hooks) == 1 for z in features)
+
+
 @pytest.mark.parametrize("method", [cs.Sum(), cs.PCGrad(), cs.GradDrop()], ids=repr)
 def test_every_part_has_one_backward_pass(method: cs.Method) -> None:
     """Also the node of the feature, which `backward(inputs=...)` would run for each task."""
@@ -575,18 +589,6 @@ def test_features_that_do_not_fit(
     (z,) = network.features()
     error = TypeError if "must be a tensor" in match else ValueError
     assert_refused(network, network.start(method), network.losses([z]), change(z), match, error)
-
-
-def test_features_with_hooks() -> None:
-    network = Network("residual")
-    opt = network.start(cs.MGDA())
-    (z,) = network.features()
-    hook = z.register_hook(lambda g: 2 * g)
-    losses = network.losses([z])
-    assert_refused(network, opt, losses, z, r"no hooks.*got 1 on features\[0\]")
-    hook.remove()
-    opt.optimizer.zero_grad()
-    opt.backward(losses, features=z)
 
 
 Losses = tuple[dict[str, Tensor], Sequence[Tensor] | Tensor]
@@ -779,35 +781,6 @@ def test_a_loss_without_a_gradient_of_the_features() -> None:
     }
     with fails(network, ValueError, "gradient with respect to features, got none for 'b'"):
         network.start(cs.MGDA()).backward(losses, features=z)
-
-
-def _refused_on_a_rank(rank: int) -> list[str]:
-    """Replicated, then with heads after `fully_shard` behind a trunk that is not."""
-    from torch.distributed.fsdp import fully_shard
-
-    found = []
-    for sharded in (False, True):
-        network = Network("residual")
-        if sharded:
-            for head in network.heads.values():
-                fully_shard(head[0], mesh=dist.init_device_mesh("cpu", (2,)))
-        group = None if sharded else dist.group.WORLD
-        opt = network.start(cs.MGDA(), process_group=group)
-        (z,) = network.features()
-        losses = {"a": z.square().mean()}
-        with pytest.raises(ValueError, match="backward with features") as raised:
-            opt.backward(losses, features=z)
-        found.append(str(raised.value))
-    return found
-
-
-@pytest.mark.ranks
-def test_many_ranks(pools: Callable[[int], Ranks]) -> None:
-    for replicated, sharded in pools(2).run(_refused_on_a_rank):
-        assert replicated.startswith("process_group must be None")
-        assert "got 2 ranks" in replicated
-        assert sharded.startswith("optimizer must hold whole parameters")
-        assert "got 6 after fully_shard" in sharded
 
 
 def test_gramians_of_one_linear_layer_and_one_sample() -> None:

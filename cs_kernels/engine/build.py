@@ -89,13 +89,13 @@ def _agree(engine: Engine) -> None:
     trunk, optimizers, monitor = engine.trunk, engine.optimizers, engine.monitor
     shared = set(trunk.shared)
     others = [p for p in optimizers.held() if p not in shared]
-    scaler = engine.scaler
+    scaler, this = engine.scaler, weakref.proxy(engine)  # The ranks keep `planned`: no circle.
 
     def planned() -> dict[str, list[object]]:
         return {
             "options of the optimizer": optimizers.numbers(),
             "threshold of count_conflicts": [monitor.threshold],
-            "step of the kept task weights": [engine.method.kept_since],
+            "step of the kept task weights": [this.method.kept_since],
         }
 
     def facts() -> dict[str, object]:

@@ -111,8 +111,7 @@ class Engine:
                     self.ranks.average(part, held)
                     if part.joint or self.trunk.watcher.norms_ran:
                         self._require_covered()
-                    if part.joint and not part.adds_up:
-                        mode.surgery(part)
+                    mode.surgery(part)
                     if mode.applies:
                         self._apply()
             mode.end(step, tasks, phase)
@@ -315,8 +314,9 @@ class Mode(ABC):
         """
 
     def surgery(self, part: Part) -> None:
-        """Makes the update of a joint part from its gradients."""
-        self.engine.surgery(part)
+        """Makes the update of a joint part, to which no later call adds, from its gradients."""
+        if part.joint and not part.adds_up:
+            self.engine.surgery(part)
 
     def end(self, step: Step, tasks: Sequence[str], phase: Phase) -> None:
         """Ends a step of some tasks, in their order."""

@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from cs_kernels.engine.autograd_graph import reached_parameters
 from cs_kernels.engine.task_weights import at_leaves, hooked, in_one_pass
 from cs_kernels.errors import described
-from cs_kernels.ranks.fsdp import all_sharded_modules, is_sharded, sharded_parameters
+from cs_kernels.ranks.fsdp import (
+    all_sharded_modules,
+    is_sharded,
+    modules_that_shard,
+    sharded_parameters,
+)
 from cs_kernels.ranks.strategy import Ranks
 from cs_kernels.step import Step
 from cs_kernels.trunk.trunk import Trunk, no_shared_parameter
@@ -42,7 +47,7 @@ class LossGraph:
     ) -> None:
         self._trunk = trunk
         self._of_trunk = set(trunk.module.parameters())
-        self._modules = list(trunk.module.modules())
+        self._modules = [*trunk.module.modules(), *modules_that_shard(trunk.shared)]
         self._ranks = ranks
         self.scaler = scaler
         self.backward = backward
@@ -100,7 +105,7 @@ class LossGraph:
 
         """
         held, watcher = self._trunk.held(), self._trunk.watcher
-        sharded = sharded_parameters((*self._modules, *watcher.outside))
+        sharded = self.sharded()
         reached = [sharded.get(parameter, parameter) for parameter in reached]
         unheld = list(set(reached) - set(held))
         if unheld and any(map(is_sharded, held)):  # Heads that no watched pass has run.
@@ -116,6 +121,10 @@ class LossGraph:
                 " them to it (or to a second one), or freeze them"
             )
         return reached
+
+    def sharded(self) -> dict[Tensor, nn.Parameter]:
+        """By the whole parameter that a graph has: the sharded one of the torch optimizer."""
+        return sharded_parameters((*self._modules, *self._trunk.watcher.outside))
 
     def weigh(self, task: str, loss: Tensor, step: Step, weighting: Weighting) -> Tensor:
         """The loss after weighting, times this rank's share; noted in the step.
@@ -198,8 +207,7 @@ class LossGraph:
         """Parameters as graphs have them: whole in place of sharded ones."""
         found: set[Tensor] = set(parameters)
         if any(map(is_sharded, found)):
-            modules = (*self._modules, *self._trunk.watcher.outside)
-            whole = {shard: p for p, shard in sharded_parameters(modules).items()}
+            whole = {shard: p for p, shard in self.sharded().items()}
             found = {whole.get(cast("nn.Parameter", p), p) for p in found}
         return found
 

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cs_kernels.engine.accumulation import Accumulation
 from cs_kernels.engine.loss_graph import LossGraph
-from cs_kernels.methods import ConnectionStrength, GramianMethod, Method
+from cs_kernels.methods import ConnectionStrength, GradDrop, GramianMethod, Method
 from cs_kernels.monitor.monitor import Monitor
 from cs_kernels.ranks.fsdp import is_sharded
 from cs_kernels.ranks.strategy import Ranks
@@ -89,6 +89,13 @@ _AGAIN = (
     "weighting must not compute losses again {where}, got {{found!r}}: use FAMO(reevaluate=False)"
 )
 
+_ONE_PROCESS = {
+    TOGETHER: "process_group must be None and no parameter sharded for step_together, got"
+    " {loop.ranks.size} ranks: use step",
+    CAPTURED: "process_group must be None for a captured step, got {loop.ranks.size} ranks, which"
+    " agree on every step on their hosts",
+}
+
 TABLE = (
     Feature(
         "a method that needs the gradients of all layers at once",
@@ -126,24 +133,22 @@ TABLE = (
     ),
     Feature(
         "many ranks",
-        lambda loop: loop.ranks.size if loop.ranks.is_distributed else None,
+        lambda loop: loop.ranks.is_distributed,
+        _ONE_PROCESS,
+    ),
+    Feature(
+        "`GradDrop()` on many ranks",
+        lambda loop: loop.ranks.is_distributed and isinstance(loop.method, GradDrop),
         {
-            FEATURES: "process_group must be None for backward with features, got {found} ranks",
-            TOGETHER: "process_group must be None and no parameter sharded for step_together, got"
-            " {found} ranks: use step",
-            CAPTURED: "process_group must be None for a captured step, got {found} ranks, which"
-            " agree on every step on their hosts",
+            FEATURES: "method must not draw a number for each element for backward with features on"
+            " many ranks, which have elements of their own, got {loop.method!r}",
+            **_ONE_PROCESS,
         },
     ),
     Feature(
         "parameters after `fully_shard`",
         _sharded,
-        {
-            FEATURES: "optimizer must hold whole parameters for backward with features, got {found}"
-            " after fully_shard",
-            TOGETHER: "process_group must be None and no parameter sharded for step_together, got"
-            " {loop.ranks.size} ranks: use step",
-        },
+        {TOGETHER: _ONE_PROCESS[TOGETHER]},
     ),
     Feature(
         "`backward=`",

@@ -271,6 +271,10 @@ class Distributed(Ranks):
         """Whether this rank adds what all ranks have to sums over them."""
         return self.messages.rank == 0
 
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, replicas too."""
+        return self._all_reduce(tensor)
+
     def mean_over_ranks(self, tensor: Tensor) -> Tensor:
         """The mean of all ranks' values, in float64."""
         return self._all_reduce(tensor.double() / self.size)
@@ -289,9 +293,11 @@ class Distributed(Ranks):
         self._end_passes(part, held)
         self.messages.passed()
         with torch.no_grad():
+            if part.stops:
+                part.reached = self._discoveries.pattern()
             if not part.adds_up:
                 self._average_others()
-            self._average_numbers(part, self._statistics.of_norms(part.tasks))
+            self._average_numbers(part)
             self._settle(adds_up=part.adds_up)
 
     def _settle(self, *, adds_up: bool) -> None:
@@ -302,11 +308,12 @@ class Distributed(Ranks):
         """The parameters whose gradients nothing else reduces."""
 
     def _end_passes(self, part: Part, held: Sequence[nn.Parameter]) -> None:
-        """Notes which parameters have a gradient on this rank."""
+        """Notes which parameters, or features, have a gradient on this rank."""
         ranks_of = self.messages.facts.ranks_of
         self._remaining = self._others(held)
-        kind = len(self.parameters), *((task, *ranks_of[task]) for task in part.tasks)
-        self._discoveries.note_pattern(kind, self._pattern())
+        pattern = part.reached if part.stops else self._pattern()
+        tasks = ((task, *ranks_of[task]) for task in part.tasks)
+        self._discoveries.note_pattern((len(self.parameters), part.stops, *tasks), pattern)
 
     def _pattern(self) -> tuple[bool, ...]:
         for grad in (p.grad for p in self._remaining if p.grad is not None):
@@ -331,15 +338,12 @@ class Distributed(Ranks):
         for parameters in kinds.values():
             grads = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in parameters]
             flat = self._all_reduce(torch.cat([grad.flatten() for grad in grads]))
-            flat = flat if self._others_scale == 1 else flat.mul_(self._others_scale)
+            flat = flat if self.scale == 1 else flat.mul_(self.scale)
             parts = torch.split(flat, [p.numel() for p in parameters])
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = part.view(parameter.shape)
 
-    _others_scale: float = 1.0
-    """The factor by which the sums have still to be multiplied."""
-
-    def _average_numbers(self, part: Part, statistics: Statistics) -> None:
+    def _average_numbers(self, part: Part) -> None:
         """One collective for all losses and statistics, in float64."""
         tasks, step, like = part.tasks, part.step, self.like()
         kinds = (
@@ -354,7 +358,8 @@ class Distributed(Ranks):
                     numbers[2 * n + k] = recent[task].to(numbers) * weight
         if self._factor_is_hidden and step.loss_scale is not None:
             numbers[-2], numbers[-1] = step.loss_scale.to(numbers), 1
-        alike = self._alike(tasks, statistics)
+        # The rest of the backward pass would miss the statistics that it has saved.
+        alike = [] if part.stops else self._alike(tasks, self._statistics.of_norms(tasks))
         # A rank without weight may have a statistic that is not finite: it must not count.
         flat = [
             torch.cat([t.flatten() for t in tensors]).to(numbers) * weight

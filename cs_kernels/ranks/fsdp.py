@@ -2,7 +2,8 @@
 
 Tried with torch 2.10 to 2.14: `DTensor._local_tensor`; `FSDPModule._get_fsdp_state` with its group
 of parameters, or, in 2.13 and 2.14, a list of them; their `fsdp_params`, each with a
-`sharded_param` and, from its first pass on, an `_unsharded_param`; `reset_iter_state`, since 2.13.
+`sharded_param`, an `unsharded_accumulated_grad` and, from its first pass on, an `_unsharded_param`;
+`reset_iter_state`, since 2.13.
 `groups_of` raises a clear error when torch has changed them.
 """
 
@@ -99,11 +100,24 @@ def end_passes(module: Any) -> None:
             reset()
         else:
             module.reshard()
+    for parameter in (p for group in groups_of(module) for p in group.fsdp_params):
+        if hasattr(parameter, "_unsharded_param"):  # The next pass would add to its gradient.
+            parameter.unsharded_accumulated_grad = parameter._unsharded_param.grad = None
 
 
 def all_sharded_modules() -> list[nn.Module]:
     """All modules after `fully_shard` in this process; it is slow."""
     return fsdp_modules(gc.get_objects())
+
+
+def modules_that_shard(parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """The modules that have sharded some parameters; slow, as roots may be anywhere."""
+    wanted = {p for p in parameters if is_sharded(p)}
+    return [
+        module
+        for module in (all_sharded_modules() if wanted else ())
+        if any(p.sharded_param in wanted for group in groups_of(module) for p in group.fsdp_params)
+    ]
 
 
 def sharded_parameters(modules: Iterable[nn.Module]) -> dict[Tensor, nn.Parameter]:

@@ -410,7 +410,7 @@ class Messages:
             "number": "number of steps made before",
             "epoch": "epoch, by start_epoch",
             "phase": "phase",
-            "kind_of_call": "calls: step, or backward with the same update=",
+            "kind_of_call": "calls: step, or backward with the same update= and number of features",
             "held": "number of parameters in the optimizer",
             "plan": "shared parameters that require a gradient, and options of the optimizer",
         }

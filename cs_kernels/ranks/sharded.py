@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from cs_kernels.ranks.distributed import Distributed
 from cs_kernels.ranks.fsdp import (
-    all_sharded_modules,
     end_passes,
     fsdp_modules,
     groups_of,
     is_sharded,
     local_shard,
+    modules_that_shard,
     rows_of,
 )
 from cs_kernels.ranks.messages import Messages
@@ -56,7 +56,7 @@ class Sharded(Distributed):
         self._updates: list[Tensor | None] = [None] * len(self.parameters)
         """The sharded updates, kept from step to step."""
         self._shards, self._replicas = groups[0], groups[1] if mesh.ndim == 2 else None
-        self._others_scale = 1 / self.size
+        self.scale = 1 / self.size  # `fully_shard` averages, so losses have shares for that.
         self._modules = fsdp_modules(trunk.modules())
         of_trunk = set(self.parameters)
         self._of_norms = [p for p in trunk.parameters() if p not in of_trunk and is_sharded(p)]
@@ -88,11 +88,8 @@ class Sharded(Distributed):
     def recover(self, held: Sequence[nn.Parameter]) -> None:
         """Ends what a failed pass has left: whole parameters, and callbacks that wait."""
         self._restore_resharding()
-        of_optimizer = set(held)
-        for module in all_sharded_modules():  # Heads have roots of their own.
-            groups = groups_of(module)
-            if any(p.sharded_param in of_optimizer for group in groups for p in group.fsdp_params):
-                end_passes(module)
+        for module in modules_that_shard(held):  # Heads have roots of their own.
+            end_passes(module)
 
     def collect(self, task: str) -> bool:
         """Moves the shards of every `.grad` into a task's row, or adds them to those there."""

@@ -31,7 +31,8 @@ class Call(NamedTuple):
     held: int
     """The number of parameters in the torch optimizer."""
     kind_of_call: int
-    """0 for `step`; for `backward`, 1, or 2 without an update, plus 2 after one without."""
+    """0 for `step`; for `backward`, 1, or 2 without an update, plus 2 after one without; with
+    features, 4 and their number."""
     passes: int
     """The number of micro-batches."""
 
@@ -69,6 +70,8 @@ class Ranks:
 
     size = 1
     is_distributed = False
+    scale = 1.0
+    """The factor that the ranks' gradients, added up, have still to be multiplied by."""
 
     def __init__(
         self, shared: Mapping[str, nn.Parameter], tasks: Sequence[str], wrappers: Wrappers
@@ -118,6 +121,10 @@ class Ranks:
         """The share of this rank's loss in the mean loss over the ranks with labels."""
         del task
         return 1.0
+
+    def total(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks of what each has of its own samples, the same bits on all."""
+        return tensor
 
     def returned(self, losses: Mapping[str, Tensor], tasks: Iterable[str]) -> dict[str, Tensor]:
         """The losses of some tasks, for the caller."""

@@ -1,0 +1,332 @@
+"""The features of one call of `backward`: checks of graphs, gradients, the passes to and from."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from cs_kernels.engine.autograd_graph import Reached, edge_of, is_leaf, walk
+from cs_kernels.errors import described
+from cs_kernels.gradients import TaskGradients
+from cs_kernels.methods import Method
+from cs_kernels.ranks.strategy import Ranks
+from cs_kernels.step import Part
+from cs_kernels.trunk.layers import Coverage, Layout
+
+_NO_LAYERS = Layout((), Coverage({}, {}, {}, {}))
+"""A combination of gradients of features knows no layers."""
+
+
+class FeatureGradients(TaskGradients):
+    """K rows of gradients, a tensor or None for every feature; of this rank's samples.
+
+    Unlike a parameter, a feature that only one loss reaches is no task's own: shared parameters
+    have led to it.
+    """
+
+    def __init__(self, features: Sequence[Tensor], tasks: Sequence[str], ranks: Ranks) -> None:
+        # With groups="layer", the part before the dot is the name of the Gramian.
+        named = {f"{i}.feature": cast("nn.Parameter", z) for i, z in enumerate(features)}
+        super().__init__(named, tasks)
+        self._ranks = ranks
+        self.combined: dict[int, Tensor] = {}
+        """By index of the feature: the combination of its gradients."""
+
+    def put_features(self, task: str, gradients: Sequence[Tensor | None]) -> None:
+        """Makes gradients a task's row."""
+        self.rows[self.tasks.index(task)] = [None if g is None else self._own(g) for g in gradients]
+        self.collected.add(task)
+
+    def _own(self, grad: Tensor) -> Tensor:
+        if self._ranks.scale != 1:
+            return grad * self._ranks.scale
+        # The next pass overwrites a part of a larger allocation, such as a CUDA graph's.
+        return grad.clone() if _is_part(grad) else grad
+
+    def reached_here(self) -> tuple[bool, ...]:
+        """For each feature, whether a task has a gradient of it on this rank."""
+        here = set(self.reached())
+        return tuple(i in here for i in range(len(self.parameters)))
+
+    def fill(self, task: str, reached: Sequence[bool]) -> None:
+        """Gives a task zeros for the features that the losses of other ranks alone have reached."""
+        pairs = zip(reached, self.reached_here(), strict=True)
+        for i, (anywhere, here) in enumerate(pairs):
+            if anywhere and not here:
+                self.put_one(task, i, torch.zeros_like(self.parameters[i], requires_grad=False))
+
+    def updates(self, parameters: Sequence[int]) -> list[Tensor]:
+        """The tensors for the updates of some features; dense, also where a feature is not."""
+        for i in parameters:
+            if self._updates[i] is None:
+                self._updates[i] = torch.empty_like(self.parameters[i], requires_grad=False)
+        return [cast("Tensor", self._updates[i]) for i in parameters]
+
+    def assign(self, parameters: Sequence[int]) -> None:
+        """Keeps the updates of some features for the trunk's pass, and forgets the rows."""
+        self.combined.update(zip(parameters, self.updates(parameters), strict=True))
+        self.clear()
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """The sum over all samples."""
+        return self._ranks.total(tensor)
+
+
+def _is_part(grad: Tensor) -> bool:
+    return grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
+
+
+def tensors_of(features: object) -> list[Tensor]:
+    """The features as a list."""
+    many = isinstance(features, Iterable) and not isinstance(features, Mapping | Tensor | str)
+    tensors = list(features) if isinstance(features, Iterable) and many else [features]
+    if not tensors:
+        raise ValueError("features must be a tensor or a sequence of them, got none")
+    for i, z in enumerate(tensors):
+        if not isinstance(z, Tensor):
+            raise TypeError(
+                f"features must be a tensor or a sequence of them, got {described(z)} as"
+                f" features[{i}]"
+            )
+    return cast("list[Tensor]", tensors)
+
+
+def _check_computed(features: Iterable[Tensor]) -> None:
+    for i, z in enumerate(features):
+        if not z.is_floating_point() or z.layout is not torch.strided:
+            raise ValueError(
+                f"features must be dense tensors of real numbers, got a {z.layout} {z.dtype} one as"
+                f" features[{i}]"
+            )
+        if z.grad_fn is None:
+            raise ValueError(
+                f"features must be outputs of trunk with a graph, got features[{i}] of shape"
+                f" {tuple(z.shape)} {'that is a leaf' if z.requires_grad else 'without one'}: hand"
+                " over the tensor that the trunk returned, not a detached copy"
+            )
+
+
+@contextlib.contextmanager
+def _without_hooks(features: Iterable[Tensor]) -> Iterator[None]:
+    """Leaves hooks of features, as those of `fully_shard`, to the pass of the trunk."""
+    hooks = [(z._backward_hooks, dict(z._backward_hooks)) for z in features if z._backward_hooks]
+    for of_feature, _ in hooks:
+        of_feature.clear()  # In place: the graph has this dictionary.
+    try:
+        yield
+    finally:
+        for of_feature, kept in hooks:
+            of_feature.update(kept)
+
+
+@contextlib.contextmanager
+def _accumulated(leaves: Mapping[Tensor, Any]) -> Iterator[None]:
+    """Adds gradients of leaves to `.grad` as soon as `torch.autograd.grad` has them."""
+
+    def accumulates(node: Any) -> Callable[[Tensor], None]:
+        def hook(grad: Tensor) -> None:
+            node(grad)
+
+        return hook
+
+    handles = [
+        leaf.register_hook(accumulates(node))  # type: ignore[no-untyped-call]
+        for leaf, node in leaves.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _without_trunk(i: int, z: Tensor) -> ValueError:
+    return ValueError(
+        f"features must depend on a shared parameter of trunk, got features[{i}] of shape"
+        f" {tuple(z.shape)} that depends on none: was it computed without the trunk, or with a copy"
+        " of it?"
+    )
+
+
+class Features:
+    """The features of one call of `backward`, and the passes of its heads and its trunk.
+
+    Args:
+        features: Those of this rank's samples; without losses, any of their number.
+        losses: The loss of each task; none where only other ranks have labels.
+        tasks: The names of all tasks.
+        shared: The shared parameters of the trunk, by their leaf in a graph.
+        names_of: Names parameters in errors.
+        ranks: They add up products of gradients.
+
+    Raises:
+        ValueError: The features do not separate the losses from the shared parameters; the message
+            says how.
+
+    """
+
+    def __init__(
+        self,
+        features: Sequence[Tensor],
+        losses: Mapping[str, Tensor],
+        tasks: Sequence[str],
+        shared: Mapping[Tensor, nn.Parameter],
+        names_of: Callable[[Iterable[nn.Parameter]], list[str]],
+        ranks: Ranks,
+    ) -> None:
+        self._features, self._shared, self._names_of = features, shared, names_of
+        self._scale = ranks.scale
+        self.number = len(features)
+        self.gradients = FeatureGradients(features, tasks, ranks)
+        self._behind: set[Tensor] = set()
+        self._combined: list[int] = []
+        if not losses:
+            return
+        _check_computed(features)
+        self._edges = {edge_of(z): i for i, z in enumerate(features)}
+        self._check_distinct()
+        self._trunk = self._graph_of_trunk()
+        heads = {task: self._reached_by(task, loss) for task, loss in losses.items()}
+        self._check_shared(heads)
+        leaves = {leaf for reached in heads.values() for leaf in reached.leaves}
+        self._behind = {shared[leaf] for leaf in leaves & shared.keys()}
+
+    def _check_distinct(self) -> None:
+        for i, z in enumerate(self._features):
+            if self._edges[edge_of(z)] != i:
+                raise ValueError(
+                    f"features must be different tensors, got one as features[{i}] and as"
+                    f" features[{self._edges[edge_of(z)]}]"
+                )
+        if len(devices := {z.device for z in self._features}) > 1:
+            found = ", ".join(sorted(map(str, devices)))
+            raise ValueError(f"features must be on one device, got some on {found}")
+
+    def _graph_of_trunk(self) -> set[Any]:
+        """The nodes that have led to the features."""
+        nodes: set[Any] = set()
+        for (node, _), i in self._edges.items():
+            reached = walk(node.next_functions, self._edges.keys(), nodes)
+            for other in reached.features:
+                raise ValueError(
+                    "features must not be computed from each other, or gradients would count twice,"
+                    f" got features[{i}] that depends on features[{self._edges[other]}]"
+                )
+            # A `torch.autograd.Function` can hide parameters: reentrant checkpointing does.
+            hidden = any(isinstance(n, BackwardCFunction) for n in (node, *reached.nodes))
+            joins = not nodes.isdisjoint(reached.nodes)  # The graph of an earlier feature.
+            if not (hidden or joins) and self._shared.keys().isdisjoint(reached.leaves):
+                raise _without_trunk(i, self._features[i])
+            nodes |= reached.nodes | {node}
+        return nodes
+
+    def _reached_by(self, task: str, loss: Tensor) -> Reached:
+        """The nodes between a loss and the features."""
+        reached = walk([edge_of(loss)], self._edges.keys())
+        if not reached.features:
+            raise ValueError(
+                f"a loss must depend on features, got one for {task!r} that depends on none: were"
+                " they computed in the forward pass of the losses?"
+            )
+        past = reached.nodes & self._trunk
+        if past:
+            leaves = {node.variable for node in past if is_leaf(node)}
+            raise ValueError(
+                "losses must depend on what leads to features through features alone, or a part of"
+                f" its gradient would not be weighed: that of {task!r} depends on"
+                f" {self._described(leaves)} past them: hand over every output of the trunk that a"
+                " loss depends on"
+            )
+        return reached
+
+    def _described(self, leaves: Set[Tensor]) -> str:
+        """One of some leaves, a parameter if there is one."""
+        wholes = self._shared  # Those of `fully_shard` have the names of their shards.
+        parameters = [wholes.get(leaf, leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)]
+        if parameters:
+            return min(self._names_of(parameters))
+        shapes = [f"a leaf of shape {tuple(leaf.shape)}" for leaf in leaves]
+        return (shapes or ["an output of trunk"])[0]
+
+    def _check_shared(self, heads: Mapping[str, Reached]) -> None:
+        """A shared parameter behind the features is a task's own, as in a trunk with its heads."""
+        found: dict[Tensor, str] = {}
+        for task, reached in heads.items():
+            for leaf in self._shared.keys() & reached.leaves.keys():
+                other = found.setdefault(leaf, task)
+                if other != task:
+                    raise ValueError(
+                        "features must lie behind every shared parameter that several losses reach,"
+                        " or its gradients would not be weighed: those of"
+                        f" {other!r} and {task!r} depend on {self._described({leaf})} past them"
+                    )
+
+    def head_passes(self, losses: Mapping[str, Tensor]) -> None:
+        """A backward pass from each weighted loss to the features.
+
+        The parameters on the way get its gradient, where two losses reach one, both: during the
+        pass, as `fully_shard` sends it then.
+
+        Raises:
+            ValueError: A weighting's part of a loss reaches the trunk past the features; or no
+                gradient gets to the features.
+
+        """
+        heads = {task: self._reached_by(task, loss) for task, loss in losses.items()}
+        self._check_shared(heads)
+        inner = {task: head.inner for task, head in heads.items()}
+        for task, loss in losses.items():
+            nodes = inner.pop(task)
+            # Frees nodes that no other head needs; those of the trunk do not run.
+            retains = any(not nodes.isdisjoint(others) for others in inner.values())
+            leaves = {v: node for v, node in heads[task].leaves.items() if v.requires_grad}
+            with _without_hooks(self._features), _accumulated(leaves):
+                # Not `backward(inputs=...)`, which runs the node that has made a feature too.
+                grads = torch.autograd.grad(
+                    loss, [*self._features, *leaves], retain_graph=retains, allow_unused=True
+                )[: self.number]
+            if all(grad is None for grad in grads):
+                raise ValueError(
+                    f"a loss must have a gradient with respect to features, got none for {task!r}"
+                )
+            self.gradients.put_features(task, grads)
+
+    def combine(self, method: Method, part: Part) -> None:
+        """Makes one gradient of the features from those of all tasks.
+
+        Raises:
+            RuntimeError: The method assigns no update.
+
+        """
+        self.gradients.fill(part.tasks[0], part.reached)
+        method.combine(self.gradients, _NO_LAYERS, part.step)
+        self.gradients.clear()
+        self._combined = sorted(self.gradients.combined)
+        if not self._combined:
+            raise RuntimeError(
+                f"method must assign the updates, got none of features by {method!r}.combine: call"
+                " gradients.assign(parameters) in it"
+            )
+
+    def trunk_pass(self) -> None:
+        """The backward pass of the trunk, which frees its graph."""
+        combined, scale = self.gradients.combined, self._scale
+        grads = [grad if scale == 1 else grad / scale for grad in combined.values()]
+        torch.autograd.backward([self._features[i] for i in combined], grads)
+        combined.clear()
+
+    def check_reached(self) -> None:
+        """Raises ValueError if the trunk's pass has reached no shared parameter.
+
+        Without hidden ones, that was seen before.
+        """
+        if all(p.grad is None for p in self._shared.values() if p not in self._behind):
+            raise _without_trunk(self._combined[0], self._features[self._combined[0]])
+
+    def close(self) -> None:
+        """Leaves no gradient in `.grad` of a feature; one with `retain_grad()` has got some."""
+        for z in self._features:
+            z.grad = None

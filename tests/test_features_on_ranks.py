@@ -1,0 +1,485 @@
+"""`backward(losses, features=z)` on many ranks, each with the features of its own samples."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from networks import TASKS, assert_equal, refused
+from rank_networks import (
+    conflicting_loss,
+    distributed,
+    on_ranks,
+    optimizer_on_ranks,
+    part_of_this_rank,
+    shard,
+    whole_copies,
+)
+from ranks import Pools
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import checkpoint
+
+import cs_kernels as cs
+from cs_kernels.ranks import buckets
+from cs_kernels.ranks.strategy import RankError
+
+pytestmark = pytest.mark.ranks
+
+METHODS: dict[str, Callable[[], cs.Method]] = {
+    "PCGrad": partial(cs.PCGrad, seed=3),
+    "PCGrad-layer": partial(cs.PCGrad, seed=3, groups="layer"),
+    "GradVac-layer": partial(cs.GradVac, beta=0.5, groups="layer"),
+    "CAGrad": cs.CAGrad,
+    "DBMTL": cs.DBMTL,
+    "MGDA": partial(cs.MGDA, "loss+"),
+    "NashMTL": partial(cs.NashMTL, update_every=2),
+    "UPGrad": cs.UPGrad,
+    "Sum": cs.Sum,
+}
+SIZES = {2: (7, 5), 3: (5, 4, 3), 4: (3, 4, 2, 3)}
+"""The samples of each rank."""
+
+
+class Trunk(nn.Module):
+    """Two features; the second one is behind a layer that the first one needs too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(5, 13), nn.Tanh())
+        self.first = nn.Linear(13, 7)
+        self.second = nn.Linear(13, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.stem(x)
+        return torch.tanh(self.first(y)), self.second(y).exp()
+
+
+class Whole(nn.Module):
+    """The trunk with heads on both features; the last task has only the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = Trunk()
+        self.heads = nn.ModuleDict(
+            {t: nn.ModuleList([nn.Linear(7, 2), nn.Linear(4, 2)]) for t in TASKS}
+        )
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def outputs(self, features: Sequence[Tensor]) -> dict[str, Tensor]:
+        found = {}
+        for task in TASKS:
+            pairs = [*zip(self.heads[task], features, strict=True)][task == TASKS[-1] :]
+            outputs = [head(z) for head, z in pairs]
+            found[task] = sum(outputs[1:], outputs[0])
+        return found
+
+    def forward(self, x: Tensor) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
+        features = self.trunk(x)
+        return features, self.outputs(features)
+
+
+class Network:
+    """A network as ranks share it: the trunk alone, or with its heads ("whole")."""
+
+    def __init__(
+        self,
+        kind: str,
+        rank: int,
+        size: int,
+        method: cs.Method,
+        dtype: torch.dtype = torch.float32,
+        sizes: Mapping[int, Sequence[int]] = SIZES,
+        **options: Any,
+    ) -> None:
+        buckets.BUCKET_BYTES = 300  # Several buckets.
+        torch.manual_seed(1)
+        self.alone, self.rank, self.sizes = kind == "alone", rank, sizes[size]
+        self.plain = Whole().to(dtype)
+        kind, _, more = kind.partition(" with ")
+        whole, trunk = self.plain, self.plain.trunk
+        if more == "sharded heads":
+            shard(*(layer for of_task in whole.heads.values() for layer in of_task))
+        shared = whole if more == "heads" else trunk
+        layers = [trunk.stem[0], trunk.first, *([trunk] if more == "heads" else [])]
+        self.network, group = distributed(shared, kind, *layers)
+        self.run = self.network if more == "heads" else self._run
+        self.x = torch.randn(6, sum(self.sizes), 5, dtype=dtype)
+        self.targets = 2 * torch.randn(6, len(TASKS), sum(self.sizes), 2, dtype=dtype)
+        parameters = [*trunk.parameters(), *whole.heads.parameters()]
+        others = [*options.get("weighting", cs.EqualWeights()).parameters(), self.plain.unused]
+        self.optimizers = [
+            torch.optim.SGD(some, lr=0.05, momentum=0.9) for some in (parameters, others)
+        ]
+        given = self.network, self.optimizers, TASKS, method
+        self.opt = cs.MultiTaskOptimizer(*given, **group, **options)
+
+    def _run(self, x: Tensor) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
+        features = self.network(x)
+        return features, self.plain.outputs(features)
+
+    def backward(self, step: int, labels: Sequence[Sequence[str]] | None = None) -> Any:
+        """A task's loss is the mean over the ranks that have labels of it."""
+        labels = [TASKS] * len(self.sizes) if labels is None else labels
+        x = self.x[step].split(self.sizes)
+        features, outputs = self.run(self.x[step] if self.alone else x[self.rank])
+        targets = self.targets[step].split(self.sizes, dim=1)
+        losses = {}
+        for n, task in enumerate(TASKS):
+            if self.alone:
+                of_ranks = zip(outputs[task].split(self.sizes), targets, labels, strict=True)
+                means = [
+                    (y - t[n]).square().mean() for y, t, of_rank in of_ranks if task in of_rank
+                ]
+                if means:
+                    losses[task] = torch.stack(means).mean()
+            elif task in labels[self.rank]:
+                losses[task] = (outputs[task] - targets[self.rank][n]).square().mean()
+        if not losses:  # Their number is all that counts.
+            features = [torch.empty(0)] * 2
+        return self.opt.backward(losses, features=features)
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state(self) -> list[Tensor]:
+        return whole_copies(self.plain.parameters())
+
+
+def _facts(opt: cs.MultiTaskOptimizer) -> list[Tensor]:
+    """The numbers of a report, and those of the states of the method and the weighting."""
+    report = opt.report()
+    found = [x for x in (report.gramian, report.task_weights) if x is not None]
+    states = opt.method.state_dict(), opt.weighting.state_dict()
+    return [*found, *(x for x in tree_leaves(states) if isinstance(x, Tensor))]
+
+
+def _trained(
+    rank: int, size: int, kind: str, method: str, dtype: torch.dtype = torch.float32
+) -> list[Any]:
+    network = Network(kind, rank, size, METHODS[method](), dtype)
+    found = []
+    for step in range(6):
+        found += [network.backward(step), _facts(network.opt)]
+        network.step()
+    return [*found, network.state()]
+
+
+def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[Any]:
+    """Rank 0 has all labels, then the last task's, whose loss needs one feature; one rank none."""
+    network = Network(kind, rank, size, METHODS[method]())
+    first = [TASKS, TASKS[1:], [], TASKS[:1]][:size]
+    second = [TASKS[2:], [], TASKS[:1], TASKS[1:]][:size]
+    found = []
+    for step, labels in enumerate((first, first, second, second, first[::-1], [TASKS] * size)):
+        found += [network.backward(step, labels), _facts(network.opt)]
+        network.step()
+    return [*found, network.state()]
+
+
+def _scaled(rank: int, size: int, kind: str, method: str) -> list[Any]:
+    """With a scaler and a weighting that learns; a step with a loss of inf is skipped by all."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    weighting = cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression"))
+    options = {"weighting": weighting, "scaler": scaler}
+    network = Network(kind, rank, size, METHODS[method](), **options)
+    found = []
+    for step in range(6):
+        if step == 2 and rank in (1, 0 if network.alone else 1):
+            network.targets[step, 0] = float("inf")
+        losses = network.backward(step)
+        found += [losses, _facts(network.opt)] if step != 2 else []
+        for optimizer in network.optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 512
+    return [*found, network.state(), whole_copies(weighting.parameters())]
+
+
+KINDS = ["replicated", "DDP", "DDP with heads", "fully_shard", "fully_shard with heads"]
+CASES = [
+    *((_trained, kind, 2) for kind in (*KINDS, "fully_shard with sharded heads")),
+    *((_trained, kind, 3) for kind in ("replicated", "fully_shard")),
+    (_trained, "fully_shard 2-D", 4),
+    *((_with_some_labels, "replicated", size) for size in (2, 3, 4)),
+    (_with_some_labels, "DDP with heads", 2),
+    *((_scaled, kind, 2) for kind in ("replicated", "fully_shard with sharded heads")),
+]
+NAMES = [f"{train.__name__.strip('_')}-{kind}-{size}" for train, kind, size in CASES]
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_ranks_train_as_one_process(
+    pools: Pools, case: tuple[Callable[..., Any], str, int], method: str
+) -> None:
+    train, kind, size = case
+    found = pools(size).agreed(train, size, kind, method)
+    torch.testing.assert_close(found, train(0, size, "alone", method), rtol=1e-5, atol=1e-6)
+
+
+def test_methods_differ_on_this_network() -> None:
+    """Else the other tests would show nothing."""
+    states = {name: _trained(0, 2, "alone", name)[-1] for name in METHODS}
+    for one, other in combinations(states, 2):
+        pairs = zip(states[one], states[other], strict=True)
+        assert max(float((a - b).abs().max()) for a, b in pairs) > 1e-4, (one, other)
+
+
+def _one_update(
+    rank: int, size: int, kind: str, method: str, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Parts of equal size, so the mean of the ranks' losses is that of the whole batch."""
+    network = Network(kind, rank, size, METHODS[method](), dtype, sizes={size: [6] * size})
+    network.backward(0)
+    named = {n: p.grad for n, p in network.plain.named_parameters() if p.grad is not None}
+    return dict(zip(named, whole_copies(named.values()), strict=True))
+
+
+@pytest.mark.each
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_update_is_that_of_the_whole_batch(
+    pools: Pools, kind: str, method: str, dtype: torch.dtype, error: float
+) -> None:
+    """Up to rounding, relative to the norm of each parameter's gradient."""
+    found = pools(2).agreed(_one_update, 2, kind, method, dtype)
+    expected = _one_update(0, 2, "alone", method, dtype)
+    for name, grad in expected.items():
+        assert (found.pop(name) - grad).norm() <= error * grad.norm(), name
+    assert not found
+
+
+class Sent(TorchDispatchMode):
+    """Counts collectives of numbers: how many, and the elements of the whole tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers, self.elements, self.messages = Counter[str](), Counter[str](), 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function.namespace == "c10d":
+            name = function._schema.name.removeprefix("c10d::").strip("_")
+            tensors = [t for t in tree_leaves(args[:2]) if isinstance(t, Tensor)]
+            if tensors[0].is_floating_point():
+                self.numbers[name] += 1
+                self.elements[name] += max(t.numel() for t in tensors)
+            else:
+                self.messages += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
+@on_ranks(2)
+def test_the_trunk_is_reduced_once(rank: int, kind: str) -> None:
+    """Beside it, K x K products, the heads, and after either pass 2 K + 2 losses and factors."""
+    network = Network(kind, rank, 2, cs.PCGrad())
+    for step in range(2):
+        network.backward(step)
+        network.step()
+    with Sent() as sent:
+        network.backward(2)
+    tasks = len(TASKS)
+    small = tasks * tasks + 2 * (2 * tasks + 2)
+    heads = sum(p.numel() for p in network.plain.heads.parameters() if p.grad is not None)
+    if kind == "replicated":
+        found = network.opt._engine.ranks._buckets.flat
+        trunk = sum(p.numel() for p in network.plain.trunk.parameters())
+        padded = sum(flat.numel() for flat in found)
+        assert trunk <= padded < trunk + 8 * len(found)
+        assert len(found) > 1
+        assert sent.elements == {"allreduce": small + heads + padded}
+        assert sent.numbers == {"allreduce": 4 + len(found)}
+    else:
+        shapes = [p.shape for p in network.plain.trunk.parameters()]
+        padded = sum(-(-shape[0] // 2) * 2 * shape[1:].numel() for shape in shapes)
+        assert sent.elements["allreduce"] == small + heads
+        assert sent.elements["reduce_scatter_base"] == padded
+    # Before the passes, after those of the heads, after that of the trunk.
+    assert sent.messages == 3
+
+
+@on_ranks(2)
+def test_shards_of_heads_in_the_trunk_are_gathered_once_for_all_passes(rank: int) -> None:
+    """Of the four groups of parameters, each is gathered forward and backward."""
+    network = Network("fully_shard with heads", rank, 2, cs.PCGrad())
+    for step in range(3):
+        with Sent() as sent:
+            network.backward(step)
+        network.step()
+    assert sent.numbers["allgather_base"] == 8
+
+
+@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
+@on_ranks(2, alone={"kind": "alone"}, rtol=1e-5)
+def test_both_ways_in_turn(rank: int, kind: str) -> list[Any]:
+    network, found = Network(kind, rank, 2, cs.CAGrad()), []
+    for step in range(6):
+        if step % 3 == 0:
+            found.append(network.backward(step))
+        else:  # The mean of the ranks' means, of parts of other sizes.
+            sizes = network.sizes if network.alone else network.sizes[rank : rank + 1]
+            x = network.x[step] if network.alone else network.x[step].split(network.sizes)[rank]
+            outputs = network.run(x)[1]
+            losses = {
+                task: torch.stack([of_rank.square().mean() for of_rank in y.split(sizes)]).mean()
+                for task, y in outputs.items()
+            }
+            found.append(network.opt.backward(losses))
+        found.append(_facts(network.opt))
+        network.step()
+    return [*found, network.state()]
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@on_ranks(2)
+def test_statistics_that_both_passes_change(rank: int, reentrant: bool | None) -> list[Tensor]:
+    """A trunk under checkpointing runs again in its backward pass."""
+    buckets.BUCKET_BYTES = 100
+    trunk = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+    heads = nn.ModuleDict({task: nn.Linear(4, 2) for task in TASKS})
+    opt = optimizer_on_ranks(trunk, cs.MGDA(), heads=[heads])
+    for batch in torch.randn(4, 12, 5):
+        x = part_of_this_rank(batch).requires_grad_()
+        z = trunk(x) if reentrant is None else checkpoint(trunk, x, use_reentrant=reentrant)
+        losses = {t: conflicting_loss(heads[t](z), t) for t in TASKS[: 3 - rank]}
+        opt.backward(losses, features=z)
+        opt.optimizer.step()
+    return [*whole_copies([*trunk.parameters(), *heads.parameters()]), *trunk.buffers()]
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
+
+
+@on_ranks(2)
+def test_a_resumed_run_is_bit_equal(rank: int) -> list[Tensor]:
+    def train(states: Sequence[Any], steps: range) -> tuple[Network, list[Any]]:
+        network = Network("replicated", rank, 2, cs.NashMTL(update_every=2))
+        parts = [network.plain, *network.optimizers, network.opt]
+        for part, state in zip(parts, states, strict=bool(states)):
+            part.load_state_dict(state)
+        for step in steps:
+            network.backward(step)
+            network.step()
+        return network, [copy.deepcopy(part.state_dict()) for part in parts]
+
+    _, states = train((), range(3))
+    of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(of_ranks, tree_map(_plain, states[-1]))
+    assert of_ranks[0] == of_ranks[1]
+    resumed, straight = train(states, range(3, 6))[0].state(), train((), range(6))[0].state()
+    assert_equal(resumed, straight)
+    return straight
+
+
+# Errors
+
+
+class BrokenError(Exception):
+    """That of one rank."""
+
+
+@pytest.mark.parametrize("where", ["heads.normals.1.weight", "trunk.stem.0.bias"])
+@on_ranks(2)
+def test_a_pass_that_fails_on_one_rank(rank: int, where: str) -> list[Tensor]:
+    """In the passes of the heads, or that of the trunk after buckets were sent."""
+    network, twin = (Network("replicated", rank, 2, cs.PCGrad()) for _ in range(2))
+    fails = False
+
+    def fail(grad: Tensor) -> None:
+        if fails and rank == 1:
+            raise BrokenError("in a hook")
+
+    network.plain.get_parameter(where).register_hook(fail)
+    message = "^in a hook" if rank == 1 else r"^rank 1 failed in step \d: BrokenError: in a hook"
+    for step in range(5):
+        fails = step in (0, 2)
+        if fails:
+            with refused(network.state, BrokenError if rank == 1 else RankError, message):
+                network.backward(step)
+            assert all(p.grad is None for p in network.plain.parameters())
+            fails = False
+        network.backward(step)
+        twin.backward(step)
+        network.step()
+        twin.step()
+    assert_equal(network.state(), twin.state())
+    return network.state()
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="fully_shard cannot be reset")
+@pytest.mark.parametrize("where", ["head", "trunk"])
+@on_ranks(2)
+def test_shards_after_a_pass_that_fails_everywhere(rank: int, where: str) -> list[Tensor]:
+    def fail(grad: Tensor) -> None:
+        raise BrokenError("in a hook")
+
+    kind = "fully_shard with sharded heads"
+    network, twin = (Network(kind, rank, 2, cs.PCGrad()) for _ in range(2))
+    module = network.plain.heads["normals"][1] if where == "head" else network.plain.trunk.stem
+    for step in range(3):
+        hook = module.register_forward_hook(lambda _, args, y: y.register_hook(fail) and None)
+        with pytest.raises(BrokenError, match="in a hook"):
+            network.backward(step)
+        hook.remove()
+        network.backward(step)
+        twin.backward(step)
+        network.step()
+        twin.step()
+    assert_equal(network.state(), twin.state())
+    return network.state()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("no graph", r"features must be outputs of trunk with a graph, got features\[0\]"),
+        ("one", r"update= and number of features: rank 0 has 6, rank 1 has 5$"),
+        ("none", r"update= and number of features: rank 0 has 6, rank 1 has 1$"),
+    ],
+)
+@on_ranks(2)
+def test_features_that_differ_between_ranks(rank: int, given: str, message: str) -> None:
+    """The error reaches all, before anything is changed."""
+    network = Network("replicated", rank, 2, cs.PCGrad())
+    network.backward(0)
+    network.step()
+    features, outputs = network.run(network.x[1])
+    losses = {task: y.square().mean() for task, y in outputs.items()}
+    changed: Any = features
+    if rank == 1 and given == "no graph":
+        changed = [features[0].detach(), features[1]]
+    if rank == 1 and given == "one":
+        losses, changed = {TASKS[2]: losses[TASKS[2]]}, features[1]
+    if rank == 1 and given == "none":
+        changed = None
+    kept = [p.grad for p in network.plain.parameters()]
+    error = ValueError if rank == 1 and given == "no graph" else RankError
+    with refused(network.state, error, message):
+        network.opt.backward(losses, features=changed)
+    assert all(p.grad is grad for p, grad in zip(network.plain.parameters(), kept, strict=True))
+    network.backward(1)
+
+
+@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
+@on_ranks(2)
+def test_what_does_not_go_with_features_on_ranks(rank: int, kind: str) -> None:
+    network = Network(kind, rank, 2, cs.GradDrop())
+    with refused(network.state, ValueError, r"method must not draw .*many ranks.*GradDrop\("):
+        network.backward(0)
+    if kind == "fully_shard":
+        network = Network(kind, rank, 2, cs.PCGrad())
+        with refused(network.state, RankError, r"same tasks on all ranks .*: rank 1 lacks"):
+            network.backward(0, [TASKS, TASKS[1:]])
