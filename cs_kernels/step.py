@@ -93,6 +93,7 @@ class KeptWeights:
     tasks: tuple[str, ...]
     layers: tuple[str, ...]
     """The modules of per-layer Gramians."""
+    at_features: bool
     weights: Tensor
     """[K] or [layers, K]."""
 
@@ -120,6 +121,8 @@ class Step:
     """The losses on the same batch after the step, for a weighting that `reevaluates`."""
     layers: tuple[str, ...] = ()
     """The modules of the per-layer Gramians, with groups="layer"."""
+    at_features: bool = False
+    """Whether the gradients are those of features, not of the shared parameters."""
     kept: KeptWeights | None = None
     """The task weights of an earlier step that this one uses, with `update_every` above 1."""
     loss_scale: Tensor | None = None

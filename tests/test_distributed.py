@@ -1,5 +1,6 @@
 """Many ranks: the bits of each other, and what one process gives on the whole batch."""
 
+import copy
 import gc
 import pickle
 import warnings
@@ -186,6 +187,43 @@ def test_steps_with_kept_weights_send_what_plain_ones_send(rank: int, kind: str,
     if call == "backward" or kind != "fully_shard":  # There, each pass has a reduction.
         assert exact.total() > summed.total()
     return summed
+
+
+@pytest.mark.parametrize("what", ["a loss without its head", "a neck on one rank", "an input"])
+@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
+@on_ranks(2)
+def test_ranks_make_as_many_passes_with_kept_weights(rank: int, what: str, kind: str) -> Any:
+    """Where the graph of one rank alone needs a pass for each task."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+    neck, heads = nn.Linear(4, 4), nn.ModuleDict({task: nn.Linear(4, 2) for task in TASKS})
+    found = []
+    for every in (1, 9):
+        torch.manual_seed(3)
+        trunk, options = distributed(copy.deepcopy(plain), kind, *())
+        others = copy.deepcopy(nn.ModuleList([neck, heads]))
+        given = Thirds(update_every=every)
+        opt = optimizer_on_ranks(trunk, given, heads=[others], **{"process_group": None, **options})
+        for x in torch.randn(4, 6, 5).chunk(2, 1)[rank]:
+            x = x.clone().requires_grad_(what == "an input" and rank == 0)
+            z = trunk(x)
+            y = others[0](z) if what == "a neck on one rank" else z
+            losses = {task: conflicting_loss(others[1][task](y), task) for task in TASKS}
+            if rank == 1 and what != "an input":
+                losses[TASKS[1]] = 0 * z.sum()
+                losses[TASKS[2]] = 0 * z.sum()
+            opt.backward(losses)
+            opt.optimizer.step()
+        found.append(whole_copies([*trunk.parameters(), *others.parameters()]))
+    assert_near(*found)
+    return found
+
+
+class Thirds(cs.GramianMethod):
+    """The same weights in every step."""
+
+    def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
+        return gramian.new_tensor([0.3, 1.5, -0.6])
 
 
 class Gathers(TorchDispatchMode):

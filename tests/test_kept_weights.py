@@ -227,7 +227,7 @@ ONE_PASS = {
     "complex": True,
     "shared neck": False,
     "input with a gradient": False,
-    "reentrant": True,
+    "reentrant": False,
     "reentrant head": False,
 }
 
@@ -246,6 +246,115 @@ def test_gradients_of_other_parameters_are_not_weighted(
     shared = [p for p in model.trunk.parameters() if p not in own]
     passes = follow(opt, model.losses, shared)
     assert passes == ([2, 1, 1, 2] if ONE_PASS[case] else [2, 2, 2, 2])
+
+
+def test_a_checkpoint_hides_parameters_that_others_show() -> None:
+    """A penalty shows the head's parameters, and reentrant checkpointing hides their other use."""
+    trunk, heads, x = parts()
+    opt = optimizer_of(Given((0.25, 2.0, -1.0)), trunk, heads)
+
+    def losses(number: int) -> dict[str, Tensor]:
+        z = trunk(x[number])
+        return {
+            task: checkpoint(head, z, use_reentrant=True).square().mean()
+            + sum(p.square().sum() for p in head.parameters())
+            for task, head in heads.items()
+        }
+
+    assert follow(opt, losses, trunk.parameters()) == [3, 3, 3, 3]
+
+
+class Adapted(nn.Module):
+    """A trunk with an adapter a task, which may be left out, or used by the others too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+        self.adapters = nn.ModuleDict({task: nn.Linear(4, 4) for task in AB})
+        self.double()
+
+
+@pytest.mark.parametrize("call", ["step", "backward"])
+@pytest.mark.parametrize("case", ["unfrozen", "first used", "used by another"])
+def test_own_parts_of_the_trunk(call: str, case: str) -> None:
+    """What is first reached gets the plain sum until the next solve; what trains solves anew."""
+    trunk, heads = Adapted(), nn.ModuleDict({task: nn.Linear(4, 2) for task in AB}).double()
+    _, _, x = parts()
+    opt = optimizer_of(Given((0.25, 2.0), (-1.0, 3.0)), trunk, heads, tasks=AB)
+    parameters = opt.optimizer.param_groups[0]["params"]
+
+    def losses(number: int) -> dict[str, Tensor]:
+        z = torch.tanh(trunk.layer(x[number]))
+        found = {}
+        for task in AB:
+            y = z
+            if case != "first used" or number > 0:
+                y = trunk.adapters[task](y)
+            if case == "used by another" and number > 0:
+                y = y + trunk.adapters["a"](z)
+            found[task] = heads[task](y).square().mean()
+        return found
+
+    for number in range(4):
+        if case == "unfrozen":
+            trunk.adapters.requires_grad_(number > 0)
+        rows = gradients(losses(number), parameters)
+        if call == "step":
+            opt.step(lambda task, n=number: losses(n)[task])
+        else:
+            opt.backward(losses(number))
+        report = opt.report()
+        solves = number in ((0, 1) if case == "unfrozen" else (0, 3))
+        assert (report.weights_from == number) == solves
+        weights = dict(zip(report.rows, report.task_weights.tolist(), strict=True))
+        shared = [*trunk.layer.parameters()]
+        if case == "used by another" and number == 3:
+            shared += trunk.adapters["a"].parameters()
+        assert_update(rows, weights, parameters, shared)
+        if call == "backward":
+            opt.optimizer.step()
+
+
+def test_weights_of_features_are_not_those_of_layers() -> None:
+    trunk, heads, losses = features_and_losses()
+    opt = optimizer_of(cs.UPGrad(update_every=9), trunk, heads)
+    found = []
+    for number in range(6):
+        z, of_tasks = losses(number)
+        opt.backward(of_tasks, features=z if number % 4 < 2 else None)
+        opt.optimizer.step()
+        found.append(opt.report().weights_from)
+    assert found == [0, 0, 2, 2, 4, 4]
+
+
+def test_another_update_every_in_mid_training() -> None:
+    opt, losses, _ = started(cs.UPGrad())
+    found = []
+    for number, every in enumerate([9, 9, 1, 9, 9, 2, 2, 2]):
+        opt.method.update_every = every
+        opt.backward(losses(number))
+        opt.optimizer.step()
+        found.append(opt.report().weights_from)
+    assert found == [0, 0, 2, 3, 3, 5, 5, 7]
+
+
+class Reuses(cs.GramianMethod):
+    """Its weights are always in one tensor."""
+
+    buffer = torch.ones(3).double()
+
+    def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
+        return self.buffer
+
+
+def test_kept_weights_are_copies() -> None:
+    method = Reuses(update_every=2)
+    opt, losses, _ = started(method)
+    opt.backward(losses(0))
+    opt.optimizer.step()
+    method.buffer.fill_(7.0)
+    opt.backward(losses(1))
+    assert opt.report().task_weights.tolist() == [1.0] * 3
 
 
 def features_and_losses(number: int = 0) -> Any:

@@ -37,6 +37,7 @@ class AtFeatures(OneGraph):
     """
 
     name = supports.FEATURES
+    at_features = True
 
     def __init__(self, engine: Engine, losses: object, features: object, *, update: bool) -> None:
         super().__init__(engine, losses, update=update)
@@ -77,7 +78,7 @@ class AtFeatures(OneGraph):
         )
 
     def separates(self, step: Step) -> bool:
-        """As each node runs once in any case, also where task weights are kept."""
+        """Whether passes stop at the features; kept task weights would save none of them."""
         return self.engine.method.separate_gradients
 
     def parts(self, step: Step, tasks: Sequence[str], phase: Phase) -> Iterator[Part]:

@@ -86,6 +86,8 @@ class Engine:
             supports.check(mode.name, self)
             phase = mode.phase()
             mode.check()
+            if mode.open_step() is None and self.trunk.changed():
+                self.forget_passes()
             chosen = self.ranks.begin(chosen, self._call(mode, phase))
             step = self.make(mode, chosen, phase)
         return self.ranks.returned(mode.losses_of(step), chosen)
@@ -125,13 +127,12 @@ class Engine:
     def _new_step(
         self, mode: "Mode", tasks: Sequence[str], phase: Phase, counter: Tensor | None
     ) -> Step:
-        if self.trunk.changed():
-            self.forget_passes()
         self.graph.begin_step(self.steps)
         facts = Step if counter is None else CapturedFacts
         step = facts(
             number=self.steps,
             tasks=self.in_order(tasks),
+            at_features=mode.at_features,
             loss_scale=self.graph.known_scale(),
             counter=counter,
         )
@@ -238,8 +239,9 @@ class Engine:
         self.optimizers.check_step_now()
 
     def forget_passes(self) -> None:
-        """Learns anew what passes show."""
+        """Learns anew what passes show; the next joint step solves for task weights."""
         self.trunk.forget()
+        self.method.forget_weights()
         self.graph.forget()
         self.ranks.forget_passes()
 
@@ -255,6 +257,8 @@ class Mode(ABC):
     """Its column in `supports.TABLE`."""
     label: ClassVar[str] = "cs_kernels.step"
     """Its name in a profile."""
+    at_features: ClassVar[bool] = False
+    """Whether methods combine gradients of features, not of parameters."""
     applies: ClassVar[bool] = True
     """Whether the torch optimizers are stepped here, not by the caller."""
     passes = 1

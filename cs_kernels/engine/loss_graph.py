@@ -1,13 +1,12 @@
 """From a task's loss to its gradients: what its graph must reach, its weight, its backward pass."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import cast
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from cs_kernels.engine.autograd_graph import reached_parameters
-from cs_kernels.engine.task_weights import at_leaves, hooked, in_one_pass
+from cs_kernels.engine.task_weights import OnePass, at_leaves, find_one_pass, hooked
 from cs_kernels.errors import described
 from cs_kernels.ranks.fsdp import (
     all_sharded_modules,
@@ -151,40 +150,55 @@ class LossGraph:
         return weighted if self.scaler is None else self.scaler.scale(weighted)
 
     def run_backward(
-        self, losses: Mapping[str, Tensor], step: Step, *, last: bool, retain_graph: bool = False
+        self,
+        losses: Mapping[str, Tensor],
+        step: Step,
+        *,
+        last: bool,
+        retain_graph: bool = False,
+        apart: bool = False,
     ) -> None:
-        """Makes a backward pass of some losses into `.grad`; with kept task weights, perhaps more.
+        """Makes a backward pass of some losses into `.grad`, or a pass of each.
 
         Args:
             losses: By task; their gradients add up.
             step: Their step.
             last: Whether no further pass of these tasks follows.
             retain_graph: Whether a pass of another task through the same graph follows.
+            apart: Whether each has a pass, if task weights are kept: one pass may not be right.
 
         """
-        kept = step.kept
+        kept, ends = step.kept, [*losses][-1] if last else None
         if kept is None or kept.layers:  # Weights of layers need the tasks' gradients one by one.
-            first, *others = losses.values()
-            self._pass(sum(others, first), step, [*losses][-1] if last else None, retain_graph)
+            self._pass([*losses.values()], step, ends, retain_graph)
             return
         weights = dict(zip(kept.tasks, kept.weights.to(self._trunk.device), strict=True))
-        shared = self._in_graph(self._trunk.shared_of_several())
-        if len(losses) > 1:
-            found = in_one_pass(losses, weights, shared, self._in_graph(self._trunk.held()))
-            if found is not None:
-                (first, *others), hooks = found
-                with hooked(hooks):
-                    self._pass(sum(others, first), step, [*losses][-1] if last else None)
-                return
+        found = None if apart or len(losses) == 1 else self._find_one_pass(losses)
+        if found is not None:
+            with hooked(found.hooks(weights)):
+                self._pass(found.terms(losses, weights), step, ends)
+            return
+        shared = self._in_graph(self._trunk.combined())
         for n, (task, loss) in enumerate(losses.items(), 1):
             more = n < len(losses)
             with hooked(at_leaves(shared, weights[task])):
-                self._pass(loss, step, task if last and not more else None, retain_graph or more)
+                self._pass([loss], step, None if more else ends, retain_graph or more)
+
+    def passes(self, losses: Mapping[str, Tensor]) -> int:
+        """The number of backward passes that these losses need with kept task weights."""
+        return 1 if len(losses) < 2 or self._find_one_pass(losses) is not None else len(losses)
+
+    def _find_one_pass(self, losses: Mapping[str, Tensor]) -> OnePass | None:
+        combined = self._trunk.combined()
+        # Shared parameters that no task has ever reached are not hidden in the graph.
+        held = (set(self._trunk.held()) - set(self._trunk.shared)) | set(combined)
+        return find_one_pass(losses, self._in_graph(combined), self._in_graph(held))
 
     def _pass(
-        self, weighted: Tensor, step: Step, ends: str | None, retain_graph: bool = False
+        self, terms: Sequence[Tensor], step: Step, ends: str | None, retain_graph: bool = False
     ) -> None:
-        """One backward pass; `ends` is the task of which it is the last."""
+        """One backward pass of a sum; `ends` is the task of which it is the last."""
+        weighted = sum(terms[1:], terms[0])
         if ends is not None:
             self._ranks.last_backward(ends)
         self._ranks.before_backward(retains=retain_graph)
@@ -203,13 +217,12 @@ class LossGraph:
             )
         self.backward(loss, **({"retain_graph": True} if retain_graph else {}))
 
-    def _in_graph(self, parameters: Iterable[nn.Parameter]) -> set[Tensor]:
+    def _in_graph(self, parameters: Collection[nn.Parameter]) -> set[Tensor]:
         """Parameters as graphs have them: whole in place of sharded ones."""
-        found: set[Tensor] = set(parameters)
-        if any(map(is_sharded, found)):
-            whole = {shard: p for p, shard in self.sharded().items()}
-            found = {whole.get(cast("nn.Parameter", p), p) for p in found}
-        return found
+        if not any(map(is_sharded, parameters)):
+            return set(parameters)
+        whole = {shard: p for p, shard in self.sharded().items()}
+        return {whole.get(p, p) for p in parameters}
 
 
 def checked_loss(loss: object, task: str, source: str = "closure must return") -> Tensor:

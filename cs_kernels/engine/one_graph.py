@@ -54,6 +54,9 @@ class OneGraph(Mode):
             self.engine.guard.check_update_used()
             accumulation.begin()
         self.kind = 1 + (not self.update) + 2 * self._continues
+        engine = self.engine
+        if engine.ranks.passes_are_counted and engine.method.kept_since is not None:
+            self.passes = engine.graph.passes(self.losses)
 
     def prepare(self) -> None:
         """Further checks, before an update begins."""
@@ -96,7 +99,7 @@ class OneGraph(Mode):
         ranks, graph = engine.ranks, engine.graph
         if not part.separate:
             if present:
-                graph.run_backward(losses, step, last=True)
+                graph.run_backward(losses, step, last=True, apart=ranks.passes > 1)
             return
         for task in part.tasks:
             if task not in losses:

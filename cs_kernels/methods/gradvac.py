@@ -145,8 +145,7 @@ class GradVac(GramianMethod):
 
     def captured_state(self) -> list[Tensor]:
         """The moving averages, which change in place."""
-        if self.update_every > 1:
-            return super().captured_state()
+        self._check_captured()
         return [] if self._targets is None else [self._targets]
 
     def __repr__(self) -> str:

@@ -145,20 +145,26 @@ class GramianMethod(Method):
         return None if self._kept is None else self._kept.number
 
     def kept_weights(self, step: Step) -> KeptWeights | None:
-        """Those of the last step that solved for them, if it was one of the last `update_every`."""
+        """Those of the last step that solved for them, for the `update_every - 1` after it."""
         kept = self._kept
-        if kept is None or kept.tasks != step.tasks:
+        if kept is None or (kept.tasks, kept.at_features) != (step.tasks, step.at_features):
             return None
         return kept if 0 < step.number - kept.number < self.update_every else None
+
+    def forget_weights(self) -> None:
+        """Solves anew in the next joint step."""
+        self._kept = None
 
     def observe(self, step: Step) -> None:
         """Keeps the weights of a step that has solved for them; the host waits to check them."""
         solved = step.surgery
-        if self.update_every == 1 or step.kept is not None or solved.task_weights is None:
+        if step.kept is not None or solved.task_weights is None:
             return
-        if solved.task_weights.isfinite().all():
-            weights = solved.task_weights.detach()
-            self._kept = KeptWeights(step.number, solved.rows, solved.layers, weights)
+        self._kept = None
+        if self.update_every > 1 and solved.task_weights.isfinite().all():
+            weights = solved.task_weights.detach().clone()
+            known = step.number, solved.rows, solved.layers, step.at_features
+            self._kept = KeptWeights(*known, weights)
 
     def state_dict(self) -> dict[str, Any]:
         """The kept weights, with their step, tasks and layers, if there are any."""
@@ -170,7 +176,8 @@ class GramianMethod(Method):
         self._kept = None
         if kept is not None:
             tasks, layers = tuple(kept["tasks"]), tuple(kept["layers"])
-            self._kept = KeptWeights(kept["number"], tasks, layers, kept["weights"].clone())
+            known = kept["number"], tasks, layers, kept["at_features"]
+            self._kept = KeptWeights(*known, kept["weights"].clone())
 
     def captured_state(self) -> list[Tensor]:
         """Empty: no weights are kept.
@@ -179,12 +186,15 @@ class GramianMethod(Method):
             ValueError: `update_every` is above 1: steps differ; or a subclass has a state.
 
         """
+        self._check_captured()
+        stateless = type(self).state_dict is GramianMethod.state_dict
+        return [] if stateless else super().captured_state()
+
+    def _check_captured(self) -> None:
         if self.update_every > 1:
             raise ValueError(
                 f"update_every must be 1 in a captured step, got {self.update_every} by {self!r}"
             )
-        stateless = type(self).state_dict is GramianMethod.state_dict
-        return [] if stateless else super().captured_state()
 
     def _repr(self, **options: object) -> str:
         """`Name(option=value)`, with the options of all methods where they are not the default."""

@@ -70,6 +70,9 @@ class Method(Stateful, ABC):
         del step
         return None
 
+    def forget_weights(self) -> None:
+        """Solves anew in the next joint step: other parameters may train, or modules run."""
+
     def observe(self, step: Step) -> None:
         """Called after a joint step that has been made."""
         del step

@@ -33,7 +33,7 @@ class Monitor:
         return Elapsed(device, wanted=self._reported and eager)
 
     def measure(self, step: Step) -> None:
-        """Measures the gradients of a step, before its method takes them; not with kept weights."""
+        """Measures the gradients of a step that solves, before its method takes them."""
         if self.counter is not None and step.kept is None:
             self.counter.measure(step)
 

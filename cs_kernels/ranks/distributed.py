@@ -187,7 +187,9 @@ class Distributed(Ranks):
 
     def begin(self, tasks: Sequence[str], call: Call) -> tuple[str, ...]:
         """The tasks of all ranks, in the order of the first rank that has each."""
-        return self.messages.begin(tasks, call)
+        found = self.messages.begin(tasks, call)
+        self.passes = self.messages.facts.passes
+        return found
 
     def has(self, task: str) -> bool:
         """Whether this rank makes the passes of a task."""

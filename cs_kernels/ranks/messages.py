@@ -30,7 +30,6 @@ _NETWORKS_EVERY = 64
 _CHECKS = 2
 """The first steps that are checked: the second one shows whether torch optimizers differ."""
 
-
 _GRID_FROM = 16
 """Ranks from which messages go along the rows of a grid, then along its columns: a ring of W ranks
 has W - 1 hops, one after the other, and a square grid 2 (sqrt(W) - 1)."""
@@ -82,6 +81,8 @@ class Facts(NamedTuple):
     """The tasks of any rank, in the order of Phase 1."""
     ranks_of: Mapping[str, Sequence[int]]
     """The ranks that have labels for each task."""
+    passes: int = 1
+    """The greatest number of passes of any rank."""
 
 
 class RankPasses(Protocol):
@@ -270,10 +271,9 @@ class Messages:
         self._check_same(messages)
         lists = [message["order"] for message in messages]
         union = dict.fromkeys(n for order in lists for n in order)
-        self.facts = Facts(
-            tuple(self._tasks[n] for n in union),
-            {self._tasks[n]: [r for r, order in enumerate(lists) if n in order] for n in union},
-        )
+        ranks_of = {n: [r for r, order in enumerate(lists) if n in order] for n in union}
+        named = {self._tasks[n]: ranks for n, ranks in ranks_of.items()}
+        self.facts = Facts((*named,), named, max(message["passes"] for message in messages))
         if not union:
             self._received = True
             raise RankError("tasks must name at least one task on some rank, got none on all")
@@ -414,7 +414,7 @@ class Messages:
             "held": "number of parameters in the optimizer",
             "plan": "shared parameters that require a gradient, and options of the optimizer",
         }
-        if self._sharded:
+        if self._sharded and not messages[0]["kind_of_call"]:
             names["passes"] = "number of micro-batches"
         for key, name in names.items():
             first = messages[0][key]

@@ -42,6 +42,8 @@ class Sharded(Distributed):
 
     """
 
+    passes_are_counted = True
+
     def __init__(
         self,
         shared: Mapping[str, nn.Parameter],
@@ -67,6 +69,7 @@ class Sharded(Distributed):
 
     def expect(self, part: Part) -> None:
         """Begins the passes of a part."""
+        super().expect(part)
         if part.joint and not part.separate:
             self._updates = [None] * len(self.parameters)
 

@@ -34,7 +34,7 @@ class Call(NamedTuple):
     """0 for `step`; for `backward`, 1, or 2 without an update, plus 2 after one without; with
     features, 4 and their number."""
     passes: int
-    """The number of micro-batches."""
+    """The number of micro-batches; in `backward`, of the passes with kept task weights."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,10 @@ class Ranks:
 
     size = 1
     is_distributed = False
+    passes_are_counted = False
+    """Whether every backward pass has collectives, so that all ranks need as many."""
+    passes = 1
+    """The greatest number of passes of any rank, `Call.passes`, once a step has begun."""
     scale = 1.0
     """The factor that the ranks' gradients, added up, have still to be multiplied by."""
 

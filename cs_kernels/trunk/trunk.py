@@ -70,10 +70,10 @@ class Trunk:
         """The device of the shared parameters."""
         return self.shared[0].device
 
-    def shared_of_several(self) -> list[nn.Parameter]:
-        """The shared parameters that are no task's own."""
-        owners = self.reach.owners()
-        return [p for i, p in enumerate(self.shared) if i not in owners]
+    def combined(self) -> list[nn.Parameter]:
+        """The shared parameters that tasks have reached and that are no task's own."""
+        owners, reached = self.reach.owners(), self.reach.reached_by_any(self.tasks)
+        return [self.shared[i] for i in sorted(reached) if i not in owners]
 
     # --- changes ---
 
