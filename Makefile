@@ -108,7 +108,7 @@ $(VENV)/.docs: docs/requirements.txt | $(PYTHON)
 
 # A process a file: what one has done to the heap changes how fast the peers of the next allocate.
 bench: $(VENV)/.ready
-	for table in phase2 methods steps features together host; do \
+	for table in phase2 methods steps features together price host; do \
 		$(PYTHON) -m pytest bench/test_$$table.py --quiet || exit 1; \
 	done
 	$(PYTHON) bench/ranks.py

@@ -70,11 +70,14 @@ class GradientMemory(TorchDispatchMode):
 
     Args:
         parameters: What the optimizer writes with gradients, and is no gradient.
+        everything: Whether every allocation counts that an operator makes, and what it writes:
+            after a forward pass, gradients of weights of all kinds and of activations.
 
     """
 
-    def __init__(self, parameters: Iterable[Tensor]) -> None:
+    def __init__(self, parameters: Iterable[Tensor], *, everything: bool = False) -> None:
         super().__init__()
+        self._everything = everything
         self._parameters = {_storage(parameter)._cdata for parameter in parameters}
         self._live: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
@@ -84,15 +87,27 @@ class GradientMemory(TorchDispatchMode):
             return NotImplemented  # It calls the operators of its shards, which come here.
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func is torch.ops.aten.convolution_backward.default:
+        if self._everything:
+            self._take_new(result, tree_leaves((args, kwargs)))
+            self._take_written(func, args, kwargs)
+        elif func is torch.ops.aten.convolution_backward.default:
             self._take([result[1]])
         elif any(self._holds_gradients(leaf) for leaf in tree_leaves((args, kwargs))):
             self._take(tree_leaves(result))
-            for n, argument in enumerate(func._schema.arguments):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    given = args[n] if n < len(args) else kwargs.get(argument.name)
-                    self._take(tree_leaves(given))
+            self._take_written(func, args, kwargs)
         return result
+
+    def _take_new(self, result: object, given: Iterable[object]) -> None:
+        """Takes the results that are no views of what an operator was given."""
+        known = {_storage(leaf)._cdata for leaf in given if isinstance(leaf, Tensor)}
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._take(t for t in tensors if _storage(t)._cdata not in known)
+
+    def _take_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        for n, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[n] if n < len(args) else kwargs.get(argument.name)
+                self._take(tree_leaves(given))
 
     def _holds_gradients(self, leaf: object) -> bool:
         return isinstance(leaf, Tensor) and _storage(leaf)._cdata in self._live

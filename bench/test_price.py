@@ -1,0 +1,190 @@
+"""Whole training steps over the plain step: one forward pass, one backward pass of the summed loss.
+
+Beside the peers in `test_price`, and in `test_limits` beside the least that exact gradients take:
+K backward passes after one forward pass cost (1 + 2K) / 3 of a plain step where a forward pass, one
+for the gradients of inputs and one for those of weights cost alike. Every round begins with the
+plain step, and a ratio is the median of those of the rounds.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from harness.measure import in_turns, medians, ratio, timed
+from harness.problems import METHODS, assert_close
+from harness.whole_steps import (
+    OneMatrix,
+    Ours,
+    OursAtFeatures,
+    OursPerTask,
+    Textbook,
+    TorchJD,
+    TorchJDAtFeatures,
+    TorchJDEngine,
+    WholeStep,
+)
+from torch import Tensor
+
+import cs_kernels as cs
+
+THREADS = 2
+EVERY = 10
+CYCLE = 2 * EVERY
+"""The steps of a run with `update_every`; some of every two cycles, wherever it begins."""
+KEEPING = ("PCGrad", "CAGrad", "UPGrad", "NashMTL")
+EXACT = ("PCGrad", "UPGrad")
+PEERS: dict[str, Callable[[str, int], WholeStep]] = {
+    "TorchJD backward": TorchJD,
+    "TorchJD backward, a loss at a time": partial(TorchJD, chunk=1),
+    "TorchJD mtl_backward": TorchJDAtFeatures,
+    "TorchJD Engine": TorchJDEngine,
+    "textbook PCGrad": Textbook,
+    "LibMTL's way, PCGrad": OneMatrix,
+}
+
+
+def _keeping(name: str) -> cs.Method | None:
+    """A method that solves in every tenth step, if this version has such."""
+    try:
+        cs.PCGrad(update_every=EVERY)  # NashMTL has had another option of this name.
+        return getattr(cs, name)(update_every=EVERY)
+    except TypeError:
+        return None
+
+
+def _check(row: WholeStep, expected: Tensor, tolerance: float = 1e-4) -> None:
+    assert_close([row.found()], [expected], tolerance)
+
+
+def _check_kept(row: WholeStep, weights: Tensor) -> None:
+    """A step between has the weights of the first one."""
+    row.optimizer.step()
+    _check(row, weights @ row.rows())
+
+
+def _rows(network: str, tasks: int) -> dict[str, WholeStep]:
+    """The plain step, ours and the peers', after a check of each in float64."""
+    plain = WholeStep(network, tasks)
+    rows, gradients = {"plain": plain}, plain.rows()
+    weights = {name: plain.weights(getattr(cs, name)(), gradients) for name in KEEPING}
+    updates = {name: weights[name] @ gradients for name in KEEPING}
+    at_features = plain.weights(cs.UPGrad(), plain.rows(at_features=True)) @ gradients
+    del gradients
+    for name in EXACT:
+        rows[f"{name}, exact"] = row = Ours(network, tasks, METHODS[name]())
+        _check(row, updates[name])
+    for name in KEEPING:
+        method = _keeping(name)
+        if method is not None:
+            rows[f"{name}, update_every={EVERY}"] = row = Ours(network, tasks, method)
+            _check(row, updates[name])
+            _check_kept(row, weights[name])
+    rows["UPGrad, features=z"] = row = OursAtFeatures(network, tasks, cs.UPGrad())
+    _check(row, at_features)
+    for name, make in PEERS.items():
+        of_torchjd = name.startswith("TorchJD")
+        if of_torchjd and find_spec("torchjd") is None:
+            continue
+        rows[name] = row = make(network, tasks)
+        if of_torchjd:
+            _check(row, updates["UPGrad"], 1e-2)  # It regularizes the Gramian.
+        elif tasks == 2:
+            _check(row, updates["PCGrad"])
+        else:  # The order of the projections is random.
+            assert row.found().isfinite().all()
+    return rows
+
+
+def _run(name: str, row: WholeStep) -> Callable[[], float]:
+    """Gives the milliseconds of a step; with `update_every`, their mean over whole cycles."""
+    if "update_every" not in name:
+        return timed(row.step)
+
+    def cycle() -> None:
+        for _ in range(CYCLE):
+            row.step()
+
+    return lambda: timed(cycle)() / CYCLE
+
+
+def _peaks(name: str, row: WholeStep) -> dict[str, int]:
+    """The memory of a step that solves, and of the least one of a cycle, which is between."""
+    if "update_every" not in name:
+        return {"peak_bytes": row.peak()}
+    peaks = [row.peak() for _ in range(EVERY)]
+    return {"peak_bytes": max(peaks), "between_peak_bytes": min(peaks)}
+
+
+def _measured(rows: dict[str, WholeStep], quick: bool, seconds: float) -> dict[str, dict[str, Any]]:
+    """Times and memory of every row."""
+    runs = {name: _run(name, row) for name, row in rows.items()}
+    times = in_turns(runs, 1 if quick else 11, seconds)
+    milliseconds = medians(times)
+    return {
+        name: {
+            "milliseconds": milliseconds[name],
+            "over_plain": ratio(times[name], times["plain"]),
+            "rounds": len(times[name]),
+            "threads": THREADS,
+        }
+        for name in rows
+    }
+
+
+def _network(name: str, tasks: int, quick: bool) -> str:
+    torch.set_num_threads(THREADS)
+    if not quick:
+        if find_spec("timm") is None:
+            pytest.skip("timm is not installed")
+        return name
+    if (name, tasks) != ("resnet18", 2):
+        pytest.skip("one small network")
+    return "small"
+
+
+@pytest.mark.parametrize("tasks", [2, 4, 8])
+@pytest.mark.parametrize("name", ["resnet18", "vit"])
+def test_price(report: Any, quick: bool, name: str, tasks: int) -> None:
+    network = _network(name, tasks, quick)
+    rows = _rows(network, tasks)
+    for way, measured in _measured(rows, quick, 60).items():
+        peaks = _peaks(way, rows[way])
+        report("price", step=way, **rows[way].setting.facts(), **measured, **peaks)
+
+
+@pytest.mark.parametrize("tasks", [2, 4, 8])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "vit"])
+def test_limits(report: Any, quick: bool, name: str, tasks: int) -> None:
+    network = _network(name, tasks, quick)
+    plain = WholeStep(network, tasks)
+    rows, gradients = {"plain": plain}, plain.rows()
+    for method in EXACT:
+        rows[method] = Ours(network, tasks, METHODS[method]())
+        _check(rows[method], plain.weights(METHODS[method](), gradients) @ gradients)
+    del gradients
+    if name == "resnet18":
+        rows["ConnectionStrength, step"] = _per_task(network, tasks)
+    for way, measured in _measured(rows, quick, 35).items():
+        row = rows[way]
+        limit = {"plain": 1.0, "ConnectionStrength, step": tasks}.get(way, (1 + 2 * tasks) / 3)
+        more = {} if isinstance(row, OursPerTask) else {"peak_bytes": row.peak()}
+        over = {"limit": limit, "over_limit": measured["over_plain"] / limit}
+        report("limits", step=way, **row.setting.facts(), **measured, **over, **more)
+
+
+def _per_task(network: str, tasks: int) -> OursPerTask:
+    """Phase 2 with task-specific normalization, whose first update is that of the reference."""
+    updates = []
+    for backend in ("reference", None):
+        row = OursPerTask(network, tasks, cs.ConnectionStrength(), convert=True)
+        if backend is None:
+            row.step()
+        else:
+            with cs.use_backend(backend):
+                row.step()
+        updates.append([p.grad for p in row.shared if p.grad is not None])
+    assert_close(*updates, 1e-4)
+    return row
