@@ -30,6 +30,13 @@ TABLES = {
         x reference={{peers[reference][ratio]:.1f}}""",
     "steps": """method={method} | step ms={milliseconds:.1f} | surgery ms={surgery_milliseconds:.2f}
         of the step={surgery_share:.2%} | over Phase 1={over_phase_1:+.1%}""",
+    "price": """network={network} | step={step} | x, 2 tasks={K2[over_plain]:.2f}
+        x, 4 tasks={K4[over_plain]:.2f} | x, 8 tasks={K8[over_plain]:.2f}
+        MB, 2 tasks={K2[peak_bytes]:.0f} | MB, 4 tasks={K4[peak_bytes]:.0f}
+        MB, 8 tasks={K8[peak_bytes]:.0f} | between, MB={K8[between_peak_bytes]:.0f}""",
+    "limits": """network={network} | step={step} | K={tasks} | ms={milliseconds:.0f}
+        x plain={over_plain:.2f} | limit={limit:.2f} | x plain / limit={over_limit:.2f}
+        MB={peak_bytes:.0f}""",
     "features": """K={tasks} | plain ms={milliseconds[plain]:.1f} | ms={milliseconds[all]:.1f}
         at features, ms={milliseconds[features]:.1f} | x={ratio:.2f} | x plain={over_plain:.2f}
         plain MB={peak_bytes[plain]:.1f} | MB={peak_bytes[all]:.1f}
@@ -88,6 +95,14 @@ def contents(name: str) -> list[str]:
         cases = [*rows.values()]
     if name == "solvers":
         cases = [{"K": str(c["tasks"]), **c["microseconds"]} for c in cases]
+    if name == "price":
+        of_ways: dict[tuple[str, str], dict[str, Any]] = {}
+        for c in cases:
+            row = of_ways.setdefault((c["network"], c["step"]), dict(c))
+            row[f"K{c['tasks']}"] = c
+        cases = [*of_ways.values()]
+    if name == "limits":
+        cases = [c for c in cases if c["step"] != "plain"]
     if name == "ranks":
         cases = [c for c in cases if c["ranks"] > 1 and c["method"] != "PCGrad"]
         for c in cases:
@@ -148,6 +163,33 @@ def draw(name: str) -> None:
     figure.savefig(RESULTS / f"{name}.png", dpi=120)
 
 
+def draw_price() -> None:
+    """Plots whole steps over the plain step, of one method of ours each way, and of the peers."""
+    import matplotlib.pyplot as plt
+
+    record = last("price", "resnet18")
+    lines: dict[str, dict[int, float]] = {}
+    for case in record["cases"]:
+        if case["network"] == "resnet18":
+            lines.setdefault(case["step"], {})[case["tasks"]] = case["over_plain"]
+    tasks = [*lines.pop("plain")]
+    first = {label.rpartition(", ")[2]: label for label in reversed(lines)}
+    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    for label in lines:
+        if label in first.values():
+            axes.plot(tasks, [lines[label][n] for n in tasks], marker="o", label=label)
+    axes.plot(tasks, [(1 + 2 * n) / 3 for n in tasks], "k--", label="limit of exact: (1 + 2K) / 3")
+    axes.set_yscale("log")
+    axes.set_yticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
+    axes.minorticks_off()
+    axes.set_xticks(tasks)
+    axes.set_xlabel("K")
+    axes.set_ylabel("x of a plain step")
+    axes.set_title(f"{record['machine']['cpu']}, commit {record['commit']}", fontsize=9)
+    axes.legend(fontsize=8)
+    figure.savefig(RESULTS / "price.png", dpi=120)
+
+
 if __name__ == "__main__":
     now = PAGE.read_text()
     block = re.compile(r"(<!-- table: (\S+) -->).*?(<!-- end -->)", re.DOTALL)
@@ -155,5 +197,7 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["--check"]:
         sys.exit(now != wanted)
     PAGE.write_text(wanted)
-    for plot in ("phase2", "methods") if find_spec("matplotlib") else ():
-        draw(plot)
+    if find_spec("matplotlib"):
+        draw("phase2")
+        draw("methods")
+        draw_price()
