@@ -19,6 +19,12 @@ CS_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? 
 // Keeps memory busy while a panel in cache is computed on. Any address is valid.
 CS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
+// The same for a line that is not read again: it takes no room from those that are.
+CS_INLINE void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
+
+template <class Element>
+constexpr std::int64_t kLineElements = kLine / static_cast<std::int64_t>(sizeof(Element));
+
 template <class Type, int kRows>
 void add_energies_of(const typename Type::Element* x, std::int64_t n, std::int64_t apart,
                      double* energies) {
@@ -30,7 +36,9 @@ void add_energies_of(const typename Type::Element* x, std::int64_t n, std::int64
     Accumulator sums[kRows] = {};
     for (; i + kLanes <= stop; i += kLanes)
       unrolled<kRows>([&](int row) CS_LAMBDA_INLINE {
-        const Accumulator v = Type::load(x + row * apart * n + i);
+        const auto* p = x + row * apart * n + i;
+        prefetch_once(p + kEnergiesAhead / sizeof *p);
+        const Accumulator v = Type::load(p);
         sums[row].add_product(v, v);
       });
     if (i < stop) {
@@ -60,7 +68,7 @@ void add_energies(const void* data, std::int64_t n, std::int64_t rows, double* e
 
 template <class Type, int kCount>
 void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int64_t n, void* out,
-                           double* dots) {
+                           double* dots, const void* const* next) {
   using Accumulator = typename Type::Accumulator;
   using Element = typename Type::Element;
   constexpr std::int64_t kLanes = Accumulator::kLanes;
@@ -69,6 +77,15 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
     g[j] = static_cast<const Element*>(gradients[j]);
   const Element* r = g[reference];
   auto* update = static_cast<Element*>(out);
+
+  const auto prefetch_line = [&](std::int64_t i) CS_LAMBDA_INLINE {
+    const std::int64_t to = i + kAhead / static_cast<std::int64_t>(sizeof(Element));
+    const auto line = [&](int j) CS_LAMBDA_INLINE {
+      return to < n ? g[j] + to : static_cast<const Element*>(next[j]) + (to - n);
+    };
+    prefetch(line(reference));
+    unrolled<kCount>([&](int j) CS_LAMBDA_INLINE { prefetch_once(line(j)); });
+  };
 
   Doubles totals[kCount] = {};
   for (std::int64_t i = 0; i < n;) {
@@ -85,9 +102,12 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
       });
       return sum;
     };
-    for (; i + kLanes <= stop; i += kLanes)
+    for (; i + kLanes <= stop; i += kLanes) {
+      if (next != nullptr && i % kLineElements<Element> == 0)
+        prefetch_line(i);
       Type::store(update + i,
                   add([i](const Element* p) CS_LAMBDA_INLINE { return Type::load(p + i); }));
+    }
     if (const std::int64_t left = stop - i; left > 0) {
       store_tail<Type>(update + i,
                        add([i, left](const Element* p) { return load_tail<Type>(p + i, left); }),
@@ -141,8 +161,9 @@ void sum_and_dots_panels(const void* const* gradients, int count, int reference,
 
 template <class Type>
 void sum_and_dots(const void* const* gradients, int count, int reference, std::int64_t n, void* out,
-                  double* dots) {
-  using Unrolled = void (*)(const void* const*, int, std::int64_t, void*, double*);
+                  double* dots, const void* const* next) {
+  using Unrolled =
+      void (*)(const void* const*, int, std::int64_t, void*, double*, const void* const*);
   static constexpr Unrolled unrolled_for[kUnrolledTasks] = {
       sum_and_dots_unrolled<Type, 1>, sum_and_dots_unrolled<Type, 2>,
       sum_and_dots_unrolled<Type, 3>, sum_and_dots_unrolled<Type, 4>,
@@ -151,7 +172,7 @@ void sum_and_dots(const void* const* gradients, int count, int reference, std::i
   if (count > kUnrolledTasks)
     sum_and_dots_panels<Type>(gradients, count, reference, n, out, dots);
   else
-    unrolled_for[count - 1](gradients, reference, n, out, dots);
+    unrolled_for[count - 1](gradients, reference, n, out, dots, next);
 }
 
 // The number of elements before the first whole cache line; n if elements are not aligned to lines.
@@ -397,6 +418,10 @@ void add_scaled(const void* sum, const void* x, double scale, std::int64_t n, bo
   auto* update = static_cast<Element*>(out);
   if (scale != 0)
     write<Type>(update, n, stream, [&](std::int64_t i, std::int64_t left) CS_LAMBDA_INLINE {
+      if (stream) {
+        prefetch(s + i + kAhead / sizeof(Element));
+        prefetch(g + i + kAhead / sizeof(Element));
+      }
       Accumulator v = load_some<Type>(s + i, left);
       v.add_product(a, load_some<Type>(g + i, left));
       return v;
