@@ -33,6 +33,7 @@ struct Work {
   std::vector<std::int64_t> order;    // [rows]: rows in the order of their visit
   std::vector<double> dots;           // [rows, gradients], by index into `order`
   std::vector<double> coefficient;    // [tasks]: a_i
+  bool past_caches = false;           // channel groups are too large for a cache
   std::atomic<std::int64_t> chunks_left{0};
 
   double* row_dots(std::int64_t index) {
@@ -132,8 +133,9 @@ void sum_rows(const Summed& summed, int threads) {
                       outer, next);
       const int reference = work.reference_of_row(row);
       if (reference >= 0)
-        kernels.sum_and_dots(segment.data(), count, reference, layout.inner, sums,
-                             work.row_dots(index), threads > 0 ? next.data() : nullptr);
+        kernels.sum_and_dots(segment.data(), count, reference, layout.inner,
+                             work.past_caches && threads > 0, sums, work.row_dots(index),
+                             threads > 0 ? next.data() : nullptr);
       else
         kernels.combine(segment.data(), ones.data(), count, layout.inner, false, sums);
     }
@@ -230,7 +232,9 @@ void sum_elements(const Chunk& chunk, bool stream) {
                chunk.range.last - first, stream, at(tensor.update, tensor.type, first));
 }
 
-// The rows of a layer in the order of their visit, and the units that this order is cut into.
+// The rows of a layer in the order of their visit, and the units that this order is cut into. Where
+// channel groups find nothing in cache at their second visit, the rows are visited in the order of
+// memory, which is faster, and their sums are streamed.
 std::vector<RowRange> order_rows(Work& work) {
   const Phase2Tensor& tensor = *work.tensor;
   const std::int64_t rows = tensor.layout.rows();
@@ -238,7 +242,9 @@ std::vector<RowRange> order_rows(Work& work) {
   std::iota(work.order.begin(), work.order.end(), std::int64_t{0});
   const std::int64_t bytes = tensor.layout.size() * item_size(tensor.type) *
                              static_cast<std::int64_t>(work.gradients.size() + 1);
-  if (tensor.layout.outer > 1 || bytes <= kGroupwiseBytes)
+  const std::int64_t read_again = 2 * tensor.layout.size() * item_size(tensor.type);
+  work.past_caches = read_again > kGroupBytes * static_cast<std::int64_t>(work.reference.size());
+  if (tensor.layout.outer > 1 || bytes <= kGroupwiseBytes || work.past_caches)
     return {{0, rows}};
   std::stable_sort(work.order.begin(), work.order.end(), [&tensor](std::int64_t a, std::int64_t b) {
     return tensor.priority[a] < tensor.priority[b];
@@ -320,7 +326,8 @@ public:
 private:
   static bool fits_scratch(const Chunk& chunk) {
     const Phase2Tensor& tensor = *chunk.work->tensor;
-    return tensor.layout.outer == 1 && tensor.layout.inner * item_size(tensor.type) >= kStreamRow &&
+    return !chunk.work->past_caches && tensor.layout.outer == 1 &&
+           tensor.layout.inner * item_size(tensor.type) >= kStreamRow &&
            (chunk.range.last - chunk.range.first) * tensor.layout.inner <= kChunkElements;
   }
 

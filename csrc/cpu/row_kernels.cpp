@@ -25,6 +25,13 @@ CS_INLINE void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
 template <class Element>
 constexpr std::int64_t kLineElements = kLine / static_cast<std::int64_t>(sizeof(Element));
 
+// The number of elements before the first whole cache line; n if elements are not aligned to lines.
+template <class Element> CS_INLINE std::int64_t before_line(const Element* out, std::int64_t n) {
+  const std::int64_t bytes = -reinterpret_cast<std::intptr_t>(out) & (kLine - 1);
+  constexpr auto kSize = static_cast<std::int64_t>(sizeof(Element));
+  return bytes % kSize == 0 ? smaller(n, bytes / kSize) : n;
+}
+
 template <class Type, int kRows>
 void add_energies_of(const typename Type::Element* x, std::int64_t n, std::int64_t apart,
                      double* energies) {
@@ -67,8 +74,8 @@ void add_energies(const void* data, std::int64_t n, std::int64_t rows, double* e
 }
 
 template <class Type, int kCount>
-void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int64_t n, void* out,
-                           double* dots, const void* const* next) {
+void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int64_t n, bool stream,
+                           void* out, double* dots, const void* const* next) {
   using Accumulator = typename Type::Accumulator;
   using Element = typename Type::Element;
   constexpr std::int64_t kLanes = Accumulator::kLanes;
@@ -78,6 +85,7 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
   const Element* r = g[reference];
   auto* update = static_cast<Element*>(out);
 
+  const bool streams = stream && before_line(update, 1) == 0;
   const auto prefetch_line = [&](std::int64_t i) CS_LAMBDA_INLINE {
     const std::int64_t to = i + kAhead / static_cast<std::int64_t>(sizeof(Element));
     const auto line = [&](int j) CS_LAMBDA_INLINE {
@@ -105,8 +113,12 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
     for (; i + kLanes <= stop; i += kLanes) {
       if (next != nullptr && i % kLineElements<Element> == 0)
         prefetch_line(i);
-      Type::store(update + i,
-                  add([i](const Element* p) CS_LAMBDA_INLINE { return Type::load(p + i); }));
+      const Accumulator sum =
+          add([i](const Element* p) CS_LAMBDA_INLINE { return Type::load(p + i); });
+      if (streams)
+        Type::template store<true>(update + i, sum);
+      else
+        Type::store(update + i, sum);
     }
     if (const std::int64_t left = stop - i; left > 0) {
       store_tail<Type>(update + i,
@@ -160,10 +172,10 @@ void sum_and_dots_panels(const void* const* gradients, int count, int reference,
 }
 
 template <class Type>
-void sum_and_dots(const void* const* gradients, int count, int reference, std::int64_t n, void* out,
-                  double* dots, const void* const* next) {
+void sum_and_dots(const void* const* gradients, int count, int reference, std::int64_t n,
+                  bool stream, void* out, double* dots, const void* const* next) {
   using Unrolled =
-      void (*)(const void* const*, int, std::int64_t, void*, double*, const void* const*);
+      void (*)(const void* const*, int, std::int64_t, bool, void*, double*, const void* const*);
   static constexpr Unrolled unrolled_for[kUnrolledTasks] = {
       sum_and_dots_unrolled<Type, 1>, sum_and_dots_unrolled<Type, 2>,
       sum_and_dots_unrolled<Type, 3>, sum_and_dots_unrolled<Type, 4>,
@@ -172,14 +184,7 @@ void sum_and_dots(const void* const* gradients, int count, int reference, std::i
   if (count > kUnrolledTasks)
     sum_and_dots_panels<Type>(gradients, count, reference, n, out, dots);
   else
-    unrolled_for[count - 1](gradients, reference, n, out, dots, next);
-}
-
-// The number of elements before the first whole cache line; n if elements are not aligned to lines.
-template <class Element> CS_INLINE std::int64_t before_line(const Element* out, std::int64_t n) {
-  const std::int64_t bytes = -reinterpret_cast<std::intptr_t>(out) & (kLine - 1);
-  constexpr auto kSize = static_cast<std::int64_t>(sizeof(Element));
-  return bytes % kSize == 0 ? smaller(n, bytes / kSize) : n;
+    unrolled_for[count - 1](gradients, reference, n, stream, out, dots, next);
 }
 
 // Writes value(i, left) from out[i] on: a whole vector, or its first `left` lanes.
