@@ -36,9 +36,9 @@ inline std::int64_t rows_per_chunk(const ChannelLayout& layout) {
   return std::max<std::int64_t>({1, rows, run});
 }
 
-// Chunks for the energies, whose kernel reads four streams: long enough for prefetching.
+// Chunks for the energies, whose kernel reads four rows at a time.
 inline std::vector<RowRange> weight_chunks(const ChannelLayout& layout) {
-  const std::int64_t step = 16 * rows_per_chunk(layout);
+  const std::int64_t step = 4 * rows_per_chunk(layout);
   std::vector<RowRange> chunks;
   for (std::int64_t first = 0; first < layout.rows(); first += step)
     chunks.push_back({first, std::min(layout.rows(), first + step)});

@@ -22,8 +22,15 @@ CS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 // The same for a line that is not read again: it takes no room from those that are.
 CS_INLINE void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
 
-template <class Element>
-constexpr std::int64_t kLineElements = kLine / static_cast<std::int64_t>(sizeof(Element));
+// As many elements as `bytes` hold.
+template <class Element> constexpr std::int64_t elements_in(std::int64_t bytes) {
+  return bytes / static_cast<std::int64_t>(sizeof(Element));
+}
+
+// Whether element i begins a line, in a run that does.
+template <class Element> CS_INLINE bool begins_line(std::int64_t i) {
+  return i % elements_in<Element>(kLine) == 0;
+}
 
 // The number of elements before the first whole cache line; n if elements are not aligned to lines.
 template <class Element> CS_INLINE std::int64_t before_line(const Element* out, std::int64_t n) {
@@ -43,9 +50,7 @@ void add_energies_of(const typename Type::Element* x, std::int64_t n, std::int64
     Accumulator sums[kRows] = {};
     for (; i + kLanes <= stop; i += kLanes)
       unrolled<kRows>([&](int row) CS_LAMBDA_INLINE {
-        const auto* p = x + row * apart * n + i;
-        prefetch_once(p + kEnergiesAhead / sizeof *p);
-        const Accumulator v = Type::load(p);
+        const Accumulator v = Type::load(x + row * apart * n + i);
         sums[row].add_product(v, v);
       });
     if (i < stop) {
@@ -87,7 +92,7 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
 
   const bool streams = stream && before_line(update, 1) == 0;
   const auto prefetch_line = [&](std::int64_t i) CS_LAMBDA_INLINE {
-    const std::int64_t to = i + kAhead / static_cast<std::int64_t>(sizeof(Element));
+    const std::int64_t to = i + elements_in<Element>(kAhead);
     const auto line = [&](int j) CS_LAMBDA_INLINE {
       return to < n ? g[j] + to : static_cast<const Element*>(next[j]) + (to - n);
     };
@@ -110,11 +115,14 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
       });
       return sum;
     };
+    const auto load = [&](const Element* p) CS_LAMBDA_INLINE { return Type::load(p + i); };
+    if (next == nullptr)
+      for (; i + kLanes <= stop; i += kLanes)
+        Type::store(update + i, add(load));
     for (; i + kLanes <= stop; i += kLanes) {
-      if (next != nullptr && i % kLineElements<Element> == 0)
+      if (begins_line<Element>(i))
         prefetch_line(i);
-      const Accumulator sum =
-          add([i](const Element* p) CS_LAMBDA_INLINE { return Type::load(p + i); });
+      const Accumulator sum = add(load);
       if (streams)
         Type::template store<true>(update + i, sum);
       else
@@ -421,11 +429,13 @@ void add_scaled(const void* sum, const void* x, double scale, std::int64_t n, bo
   const auto* g = static_cast<const Element*>(x);
   const auto a = static_cast<typename Accumulator::Lane>(scale);
   auto* update = static_cast<Element*>(out);
+  // Conversions fill the window in which the processor itself would reach the next lines.
+  constexpr bool kNarrow = sizeof(Element) == 2;
   if (scale != 0)
     write<Type>(update, n, stream, [&](std::int64_t i, std::int64_t left) CS_LAMBDA_INLINE {
-      if (stream) {
-        prefetch(s + i + kAhead / sizeof(Element));
-        prefetch(g + i + kAhead / sizeof(Element));
+      if ((stream || kNarrow) && begins_line<Element>(i)) {
+        prefetch(s + i + elements_in<Element>(kAhead));
+        prefetch(g + i + elements_in<Element>(kAhead));
       }
       Accumulator v = load_some<Type>(s + i, left);
       v.add_product(a, load_some<Type>(g + i, left));

@@ -37,8 +37,7 @@ constexpr std::int64_t kPanel = 512; // elements
 constexpr std::int64_t kProductPanel = 128; // elements: 16 KB of doubles at 16 tasks
 constexpr std::int64_t kLine = 64;          // bytes
 // Bytes that each of several streams is prefetched ahead: at ten gigabytes a second a stream, about
-// twice what memory takes to answer. The energies have fewer instructions for each line.
+// twice what memory takes to answer.
 constexpr std::int64_t kAhead = 2048;
-constexpr std::int64_t kEnergiesAhead = 2 * kAhead;
 
 } // namespace cs_kernels::cpu

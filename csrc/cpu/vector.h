@@ -256,7 +256,7 @@ template <bool kLast> CS_INLINE DoublePart widened_half(const FloatPart& v) {
 CS_INLINE void add_widened(Doubles& total, const Floats& v) {
   DoublePart half[2 * Floats::kParts];
   unrolled<Floats::kParts>([&](int i) CS_LAMBDA_INLINE {
-    half[2 * i] = widened_half<false>(v.part[i]);
+    half[2 * std::ptrdiff_t{i}] = widened_half<false>(v.part[i]);
     half[2 * i + 1] = widened_half<true>(v.part[i]);
   });
   unrolled<Doubles::kParts>(
