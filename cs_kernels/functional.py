@@ -3,6 +3,9 @@
 K is the number of tasks, O the number of output channels. The output channels of a weight are its
 dimension `out_channel_dim`: 0 for convolutions and linear layers, 1 for transposed convolutions,
 whose `groups` are blocks of dimension 0. No function is differentiable.
+
+`out=` takes a tensor for a result of a gradient's size. In a loop it saves the memory that every
+call would allocate, whose new pages can cost more time than the result.
 """
 
 from collections.abc import Sequence
@@ -98,7 +101,12 @@ def task_priority(strength: Tensor) -> Tensor:
 
 
 def project_conflicts(
-    grads: Tensor, priority: Tensor, *, out_channel_dim: int = 0, groups: int = 1
+    grads: Tensor,
+    priority: Tensor,
+    *,
+    out_channel_dim: int = 0,
+    groups: int = 1,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The joint update of one layer whose channels belong to tasks (Algorithm 1, Phase 2).
 
@@ -111,14 +119,16 @@ def project_conflicts(
         priority: int64 [O], each in [0, K).
         out_channel_dim: 0 or 1.
         groups: The groups of a transposed convolution.
+        out: A tensor for the update, in the weight's shape, on the device and in the dtype of
+            `grads`, with which it shares no memory. Fastest in the memory layout of `grads[0]`.
 
     Returns:
-        The update, in the weight's shape.
+        The update, in the weight's shape: `out`, if given.
 
     Raises:
-        ValueError: A shape, device or option does not fit. The values of `priority` are checked on
-            the CPU only; on a GPU, where that would take a host synchronization, a channel with a
-            priority outside [0, K) has no projection.
+        ValueError: A shape, device or option does not fit, or anything of `out`. The values of
+            `priority` are checked on the CPU only; on a GPU, where that would take a host
+            synchronization, a channel with a priority outside [0, K) has no projection.
         TypeError: A dtype does not fit.
 
     """
@@ -137,9 +147,9 @@ def project_conflicts(
             wrong = int(low if low < 0 else high)
             raise ValueError(f"priority must lie in [0, {len(grads)}), got {wrong}")
     grads = grads.detach()
-    update = torch.empty_like(grads[0])
+    update = _check_out(out, grads[0], grads=grads)
     torch.ops.cs_kernels.project_conflicts_(
-        [update], list(grads), [priority], [out_channel_dim], [groups], len(grads)
+        [update.detach()], list(grads), [priority], [out_channel_dim], [groups], len(grads)
     )
     return update
 
@@ -153,17 +163,20 @@ def phase2_update(
     eps: float | Sequence[float] = 1e-5,
     out_channel_dim: int = 0,
     groups: int = 1,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`connection_strength`, `task_priority` and `project_conflicts` of one layer in one call.
 
-    `grads` is [K, *weight.shape], in the weight's dtype; the other arguments are those of
-    `connection_strength`.
+    `grads` is [K, *weight.shape], in the weight's dtype; `out` is a tensor for the update, as in
+    `project_conflicts`, and shares no memory with the weight either; the other arguments are those
+    of `connection_strength`.
 
     Returns:
-        The update in the weight's shape and dtype, and the priority, int64 [O].
+        The update in the weight's shape and dtype (`out`, if given), and the priority, int64 [O].
 
     Raises:
-        ValueError: A shape, device or option does not fit; the message names the argument.
+        ValueError: A shape, device or option does not fit, or anything of `out`; the message names
+            the argument.
         TypeError: A dtype does not fit.
 
     """
@@ -175,9 +188,10 @@ def phase2_update(
     if grads.dtype is not weight.dtype:
         raise TypeError(f"grads must have the weight's dtype {weight.dtype}, got {grads.dtype}")
     check_device(grads, weight.device, "grads")
-    update = torch.empty_like(weight)
+    read = {"weight": weight, "grads": grads, "gamma": gamma, "running_var": running_var}
+    update = _check_out(out, weight, **read)
     priority: Tensor = torch.ops.cs_kernels.phase2_update_(
-        [update],
+        [update.detach()],
         list(grads.detach()),
         [weight.detach()],
         gamma.detach().flatten(),
@@ -215,19 +229,29 @@ def gramian(grads: Tensor) -> Tensor:
     return result[0]
 
 
-def combine(grads: Tensor, coefficients: Tensor) -> Tensor:
+def combine(grads: Tensor, coefficients: Tensor, *, out: Tensor | None = None) -> Tensor:
     """The weighted sum of K gradients.
 
     Args:
         grads: [K, N] or [K, *shape], of any floating dtype.
         coefficients: Floating [K].
+        out: A tensor for the sum, [N] or [*shape], on the device and in the dtype of `grads`, with
+            which it shares no memory. Fastest in the memory layout of `grads[0]`.
 
     Returns:
-        [N] or [*shape], in the dtype of `grads`.
+        [N] or [*shape], in the dtype of `grads`: `out`, if given.
 
     Raises:
-        ValueError: A shape or device does not fit.
+        ValueError: A shape or device does not fit, or anything of `out`.
         TypeError: A dtype does not fit.
+
+    Examples:
+        >>> grads = torch.tensor([[1.0, 2.0], [-1.0, 1.0]])
+        >>> update = torch.empty(2)
+        >>> cs.functional.combine(grads, torch.tensor([0.5, 0.25]), out=update) is update
+        True
+        >>> update
+        tensor([0.2500, 1.2500])
 
     """
     _check_grads(grads)
@@ -238,11 +262,46 @@ def combine(grads: Tensor, coefficients: Tensor) -> Tensor:
         )
     check_device(coefficients, grads.device, "coefficients")
     grads = grads.detach()
-    update = torch.empty_like(grads[0])
+    update = _check_out(out, grads[0], grads=grads, coefficients=coefficients)
     torch.ops.cs_kernels.combine_(
-        [update], list(grads), coefficients.detach().unsqueeze(0), [0], len(grads)
+        [update.detach()], list(grads), coefficients.detach().unsqueeze(0), [0], len(grads)
     )
     return update
+
+
+def _check_out(out: Tensor | None, like: Tensor, **read: Tensor) -> Tensor:
+    """The tensor that a result like another one is written to, which is none of those read."""
+    if out is None:
+        return torch.empty_like(like)
+    if out.dtype is not like.dtype or out.shape != like.shape or out.device != like.device:
+        raise ValueError(
+            f"out must be {like.dtype} of shape {tuple(like.shape)} on {like.device},"
+            f" got {out.dtype} of shape {tuple(out.shape)} on {out.device}"
+        )
+    if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride(), strict=True)):
+        raise ValueError(f"out must have memory for every element, got strides {out.stride()}")
+    for name, tensor in read.items():
+        if _share_memory(out, tensor):
+            raise ValueError(f"out must share no memory with {name}, got a tensor that does")
+    return out
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether the bytes from the first to the last element of two tensors overlap."""
+    if torch.compiler.is_compiling() or a.is_meta or b.is_meta:  # They have no addresses.
+        return False
+    if a.device != b.device or 0 in (a.numel(), b.numel()):
+        return False
+    (first, end), (other_first, other_end) = _bytes_of(a), _bytes_of(b)
+    return first < other_end and other_first < end
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of a tensor and of the one behind its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * step for size, step in steps)
+    first = tensor.data_ptr()
+    return first, first + (last + 1) * tensor.element_size()
 
 
 def _check_layout(weight: Tensor, out_channel_dim: int, groups: int) -> None:

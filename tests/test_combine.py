@@ -259,6 +259,18 @@ def test_functional(backend: str) -> None:
     assert combined.dtype is grads.dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_combine_into_a_tensor(backend: str, dtype: torch.dtype) -> None:
+    """The bits are those of a new tensor; a tensor that requires gradients gets none."""
+    grads, weights = torch.randn(4, 5, 3).to(dtype), torch.randn(4)
+    combined = cs.functional.combine(grads, weights)
+    for out in (torch.empty_like(combined), torch.empty(3, 5, dtype=dtype).T):
+        out.requires_grad_()
+        assert cs.functional.combine(grads, weights, out=out) is out
+        assert torch.equal(out, combined)
+        assert out.is_leaf
+
+
 def test_drop_signs_equals_torchjd(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same uniform numbers, leaks included."""
     rows = torch.randn(4, 1000, dtype=torch.float64)

@@ -371,6 +371,25 @@ def test_same_bits_on_any_number_of_threads(backend: str, dtype: torch.dtype) ->
         torch.set_num_threads(default)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_update_into_a_tensor(backend: str, kind: Kind, dtype: torch.dtype) -> None:
+    """The bits are those of a new tensor, whatever was in `out`."""
+    args = sample(kind, 3, dtype)
+    call = (args.weight, args.gamma, args.running_var, args.grads)
+    update, priority = cs.functional.phase2_update(*call, eps=args.eps, **kind.layout)
+    out = torch.full_like(update, torch.nan)
+    written, same = cs.functional.phase2_update(*call, eps=args.eps, **kind.layout, out=out)
+    assert written is out
+    assert torch.equal(out, update)
+    assert torch.equal(same, priority)
+    projected = cs.functional.project_conflicts(args.grads, priority, **kind.layout)
+    out = torch.full_like(projected, torch.nan)
+    given = {**kind.layout, "out": out}
+    assert cs.functional.project_conflicts(args.grads, priority, **given) is out
+    assert torch.equal(out, projected)
+
+
 def test_empty_layers(backend: str) -> None:
     for shape in ((3, 0), (0, 4)):
         grads, priority = torch.zeros(2, *shape), torch.zeros(shape[0]).long()

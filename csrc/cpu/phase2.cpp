@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <cstring>
 #include <deque>
-#include <iterator>
 #include <numeric>
 #include <thread>
 #include <vector>
@@ -34,6 +33,7 @@ struct Work {
   std::vector<std::int64_t> order;    // [rows]: rows in the order of their visit
   std::vector<double> dots;           // [rows, gradients], by index into `order`
   std::vector<double> coefficient;    // [tasks]: a_i
+  bool past_caches = false;           // channel groups are too large for a cache
   std::atomic<std::int64_t> chunks_left{0};
 
   double* row_dots(std::int64_t index) {
@@ -99,7 +99,18 @@ struct Summed {
   }
 };
 
-void sum_rows(const Summed& summed) {
+// The addresses of a segment in all gradients.
+void find_segments(const Work& work, std::int64_t index, std::int64_t outer,
+                   std::vector<const void*>& segments) {
+  const std::int64_t row = work.order[static_cast<std::size_t>(index)];
+  const std::int64_t offset = segment_offset(work.tensor->layout, row, outer);
+  for (std::size_t j = 0; j < segments.size(); ++j)
+    segments[j] = at(work.gradients[j], work.tensor->type, offset);
+}
+
+// With `threads`, the row that this thread probably sums next is prefetched: as many chunks on, as
+// they are claimed in turns.
+void sum_rows(const Summed& summed, int threads) {
   Work& work = *summed.chunk->work;
   const RowRange& range = summed.chunk->range;
   const Phase2Tensor& tensor = *work.tensor;
@@ -108,17 +119,23 @@ void sum_rows(const Summed& summed) {
   const int count = static_cast<int>(work.gradients.size());
   const std::vector<double> ones(work.gradients.size(), 1.0);
   std::vector<const void*> segment(work.gradients.size());
+  std::vector<const void*> next(work.gradients.size());
+  const auto rows = static_cast<std::int64_t>(work.order.size());
+  const std::int64_t skipped = (threads - 1) * (range.last - range.first);
   for (std::int64_t outer = 0; outer < layout.outer; ++outer)
     for (std::int64_t index = range.first; index < range.last; ++index) {
       const std::int64_t row = work.order[static_cast<std::size_t>(index)];
-      const std::int64_t offset = segment_offset(layout, row, outer);
-      for (std::size_t j = 0; j < segment.size(); ++j)
-        segment[j] = at(work.gradients[j], tensor.type, offset);
-      char* sums = summed.row(index, offset);
+      char* sums = summed.row(index, segment_offset(layout, row, outer));
+      find_segments(work, index, outer, segment);
+      if (threads > 0)
+        find_segments(work,
+                      std::min(rows, index + 1 < range.last ? index + 2 : index + 2 + skipped) - 1,
+                      outer, next);
       const int reference = work.reference_of_row(row);
       if (reference >= 0)
-        kernels.sum_and_dots(segment.data(), count, reference, layout.inner, sums,
-                             work.row_dots(index));
+        kernels.sum_and_dots(segment.data(), count, reference, layout.inner,
+                             work.past_caches && threads > 0, sums, work.row_dots(index),
+                             threads > 0 ? next.data() : nullptr);
       else
         kernels.combine(segment.data(), ones.data(), count, layout.inner, false, sums);
     }
@@ -154,15 +171,16 @@ void find_coefficients(Unit& unit) {
   unit.coefficients_known.store(true, std::memory_order_release);
 }
 
-// In reverse: the rows that were read last are still in cache.
+// Forward, also where the rows that were read last are in cache: memory is prefetched in this
+// direction.
 void add_references(const Summed& summed) {
   const Work& work = *summed.chunk->work;
   const RowRange& range = summed.chunk->range;
   const Phase2Tensor& tensor = *work.tensor;
   const auto kernel = row_kernels(tensor.type).add_scaled;
   const bool stream = summed.sums != nullptr;
-  for (std::int64_t outer = tensor.layout.outer - 1; outer >= 0; --outer)
-    for (std::int64_t index = range.last - 1; index >= range.first; --index) {
+  for (std::int64_t outer = 0; outer < tensor.layout.outer; ++outer)
+    for (std::int64_t index = range.first; index < range.last; ++index) {
       const std::int64_t row = work.order[static_cast<std::size_t>(index)];
       const int reference = work.reference_of_row(row);
       const double coefficient =
@@ -191,7 +209,7 @@ void visit_again(std::vector<Summed>& summed, Scratch& scratch, bool last) {
     }
     const auto end = std::find_if(
         done, summed.end(), [unit](const Summed& other) { return other.chunk->unit != unit; });
-    for (auto it = std::make_reverse_iterator(end); it != std::make_reverse_iterator(done); ++it) {
+    for (auto it = done; it != end; ++it) {
       add_references(*it);
       if (it->sums != nullptr)
         scratch.give_back(it->sums);
@@ -214,7 +232,9 @@ void sum_elements(const Chunk& chunk, bool stream) {
                chunk.range.last - first, stream, at(tensor.update, tensor.type, first));
 }
 
-// The rows of a layer in the order of their visit, and the units that this order is cut into.
+// The rows of a layer in the order of their visit, and the units that this order is cut into. Where
+// channel groups find nothing in cache at their second visit, the rows are visited in the order of
+// memory, which is faster, and their sums are streamed.
 std::vector<RowRange> order_rows(Work& work) {
   const Phase2Tensor& tensor = *work.tensor;
   const std::int64_t rows = tensor.layout.rows();
@@ -222,7 +242,9 @@ std::vector<RowRange> order_rows(Work& work) {
   std::iota(work.order.begin(), work.order.end(), std::int64_t{0});
   const std::int64_t bytes = tensor.layout.size() * item_size(tensor.type) *
                              static_cast<std::int64_t>(work.gradients.size() + 1);
-  if (tensor.layout.outer > 1 || bytes <= kGroupwiseBytes)
+  const std::int64_t read_again = 2 * tensor.layout.size() * item_size(tensor.type);
+  work.past_caches = read_again > kGroupBytes * static_cast<std::int64_t>(work.reference.size());
+  if (tensor.layout.outer > 1 || bytes <= kGroupwiseBytes || work.past_caches)
     return {{0, rows}};
   std::stable_sort(work.order.begin(), work.order.end(), [&tensor](std::int64_t a, std::int64_t b) {
     return tensor.priority[a] < tensor.priority[b];
@@ -242,8 +264,8 @@ std::vector<RowRange> order_rows(Work& work) {
 // One call: its two stages, each a list of chunks that the threads claim in order.
 class Step {
 public:
-  Step(const Phase2Arguments& arguments, Stages stages)
-      : tasks_(arguments.tasks), stages_(stages),
+  Step(const Phase2Arguments& arguments, Stages stages, int threads)
+      : tasks_(arguments.tasks), stages_(stages), threads_(threads),
         works_(static_cast<std::size_t>(arguments.count)) {
     for (std::size_t t = 0; t < works_.size(); ++t) {
       Work& work = works_[t];
@@ -289,7 +311,7 @@ public:
         continue;
       }
       summed.push_back({&chunk, fits_scratch(chunk) ? scratch.take() : nullptr});
-      sum_rows(summed.back());
+      sum_rows(summed.back(), stream ? threads_ : 0);
       if (chunk.unit->chunks_left.fetch_sub(1, std::memory_order_acq_rel) == 1)
         find_coefficients(*chunk.unit);
       if (stages_ == Stages::kAll)
@@ -304,7 +326,8 @@ public:
 private:
   static bool fits_scratch(const Chunk& chunk) {
     const Phase2Tensor& tensor = *chunk.work->tensor;
-    return tensor.layout.outer == 1 && tensor.layout.inner * item_size(tensor.type) >= kStreamRow &&
+    return !chunk.work->past_caches && tensor.layout.outer == 1 &&
+           tensor.layout.inner * item_size(tensor.type) >= kStreamRow &&
            (chunk.range.last - chunk.range.first) * tensor.layout.inner <= kChunkElements;
   }
 
@@ -380,6 +403,7 @@ private:
 
   const std::int32_t tasks_;
   const Stages stages_;
+  const int threads_;
   std::vector<Work> works_;
   std::int64_t elements_ = 0;
   std::int64_t bytes_ = 0;
@@ -399,7 +423,7 @@ void run(const Phase2Arguments& arguments, Stages stages, int threads) {
   for (std::int64_t t = 0; t < arguments.count && stages != Stages::kApply; ++t)
     if (double* products = arguments.tensors[t].products)
       std::fill(products, products + std::ptrdiff_t{arguments.tasks} * arguments.tasks, 0.0);
-  Step step(arguments, stages);
+  Step step(arguments, stages, threads);
   run_parallel(useful_threads(threads, step.elements()), [&step] { step.run(); });
 }
 

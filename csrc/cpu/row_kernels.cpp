@@ -19,6 +19,26 @@ CS_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? 
 // Keeps memory busy while a panel in cache is computed on. Any address is valid.
 CS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
+// The same for a line that is not read again: it takes no room from those that are.
+CS_INLINE void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
+
+// As many elements as `bytes` hold.
+template <class Element> constexpr std::int64_t elements_in(std::int64_t bytes) {
+  return bytes / static_cast<std::int64_t>(sizeof(Element));
+}
+
+// Whether element i begins a line, in a run that does.
+template <class Element> CS_INLINE bool begins_line(std::int64_t i) {
+  return i % elements_in<Element>(kLine) == 0;
+}
+
+// The number of elements before the first whole cache line; n if elements are not aligned to lines.
+template <class Element> CS_INLINE std::int64_t before_line(const Element* out, std::int64_t n) {
+  const std::int64_t bytes = -reinterpret_cast<std::intptr_t>(out) & (kLine - 1);
+  constexpr auto kSize = static_cast<std::int64_t>(sizeof(Element));
+  return bytes % kSize == 0 ? smaller(n, bytes / kSize) : n;
+}
+
 template <class Type, int kRows>
 void add_energies_of(const typename Type::Element* x, std::int64_t n, std::int64_t apart,
                      double* energies) {
@@ -59,8 +79,8 @@ void add_energies(const void* data, std::int64_t n, std::int64_t rows, double* e
 }
 
 template <class Type, int kCount>
-void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int64_t n, void* out,
-                           double* dots) {
+void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int64_t n, bool stream,
+                           void* out, double* dots, const void* const* next) {
   using Accumulator = typename Type::Accumulator;
   using Element = typename Type::Element;
   constexpr std::int64_t kLanes = Accumulator::kLanes;
@@ -69,6 +89,16 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
     g[j] = static_cast<const Element*>(gradients[j]);
   const Element* r = g[reference];
   auto* update = static_cast<Element*>(out);
+
+  const bool streams = stream && before_line(update, 1) == 0;
+  const auto prefetch_line = [&](std::int64_t i) CS_LAMBDA_INLINE {
+    const std::int64_t to = i + elements_in<Element>(kAhead);
+    const auto line = [&](int j) CS_LAMBDA_INLINE {
+      return to < n ? g[j] + to : static_cast<const Element*>(next[j]) + (to - n);
+    };
+    prefetch(line(reference));
+    unrolled<kCount>([&](int j) CS_LAMBDA_INLINE { prefetch_once(line(j)); });
+  };
 
   Doubles totals[kCount] = {};
   for (std::int64_t i = 0; i < n;) {
@@ -85,9 +115,19 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
       });
       return sum;
     };
-    for (; i + kLanes <= stop; i += kLanes)
-      Type::store(update + i,
-                  add([i](const Element* p) CS_LAMBDA_INLINE { return Type::load(p + i); }));
+    const auto load = [&](const Element* p) CS_LAMBDA_INLINE { return Type::load(p + i); };
+    if (next == nullptr)
+      for (; i + kLanes <= stop; i += kLanes)
+        Type::store(update + i, add(load));
+    for (; i + kLanes <= stop; i += kLanes) {
+      if (begins_line<Element>(i))
+        prefetch_line(i);
+      const Accumulator sum = add(load);
+      if (streams)
+        Type::template store<true>(update + i, sum);
+      else
+        Type::store(update + i, sum);
+    }
     if (const std::int64_t left = stop - i; left > 0) {
       store_tail<Type>(update + i,
                        add([i, left](const Element* p) { return load_tail<Type>(p + i, left); }),
@@ -140,9 +180,10 @@ void sum_and_dots_panels(const void* const* gradients, int count, int reference,
 }
 
 template <class Type>
-void sum_and_dots(const void* const* gradients, int count, int reference, std::int64_t n, void* out,
-                  double* dots) {
-  using Unrolled = void (*)(const void* const*, int, std::int64_t, void*, double*);
+void sum_and_dots(const void* const* gradients, int count, int reference, std::int64_t n,
+                  bool stream, void* out, double* dots, const void* const* next) {
+  using Unrolled =
+      void (*)(const void* const*, int, std::int64_t, bool, void*, double*, const void* const*);
   static constexpr Unrolled unrolled_for[kUnrolledTasks] = {
       sum_and_dots_unrolled<Type, 1>, sum_and_dots_unrolled<Type, 2>,
       sum_and_dots_unrolled<Type, 3>, sum_and_dots_unrolled<Type, 4>,
@@ -151,14 +192,7 @@ void sum_and_dots(const void* const* gradients, int count, int reference, std::i
   if (count > kUnrolledTasks)
     sum_and_dots_panels<Type>(gradients, count, reference, n, out, dots);
   else
-    unrolled_for[count - 1](gradients, reference, n, out, dots);
-}
-
-// The number of elements before the first whole cache line; n if elements are not aligned to lines.
-template <class Element> CS_INLINE std::int64_t before_line(const Element* out, std::int64_t n) {
-  const std::int64_t bytes = -reinterpret_cast<std::intptr_t>(out) & (kLine - 1);
-  constexpr auto kSize = static_cast<std::int64_t>(sizeof(Element));
-  return bytes % kSize == 0 ? smaller(n, bytes / kSize) : n;
+    unrolled_for[count - 1](gradients, reference, n, stream, out, dots, next);
 }
 
 // Writes value(i, left) from out[i] on: a whole vector, or its first `left` lanes.
@@ -395,8 +429,14 @@ void add_scaled(const void* sum, const void* x, double scale, std::int64_t n, bo
   const auto* g = static_cast<const Element*>(x);
   const auto a = static_cast<typename Accumulator::Lane>(scale);
   auto* update = static_cast<Element*>(out);
+  // Conversions fill the window in which the processor itself would reach the next lines.
+  constexpr bool kNarrow = sizeof(Element) == 2;
   if (scale != 0)
     write<Type>(update, n, stream, [&](std::int64_t i, std::int64_t left) CS_LAMBDA_INLINE {
+      if ((stream || kNarrow) && begins_line<Element>(i)) {
+        prefetch(s + i + elements_in<Element>(kAhead));
+        prefetch(g + i + elements_in<Element>(kAhead));
+      }
       Accumulator v = load_some<Type>(s + i, left);
       v.add_product(a, load_some<Type>(g + i, left));
       return v;

@@ -15,9 +15,11 @@ struct RowKernels {
   void (*add_energies)(const void* x, std::int64_t n, std::int64_t rows, double* energies);
 
   // out = sum_j gradients[j]; dots[j] += <gradients[reference], gradients[j]>, for count gradients.
-  // Reads count * n, writes n. Squares of 16-bit types may be up to 1e37.
+  // Reads count * n, writes n. Squares of 16-bit types may be up to 1e37. `next` has the gradients
+  // of the row that follows, for prefetching, which keeps the reference alone in the caches; null:
+  // nothing is prefetched. Streams only to an `out` that is aligned to lines.
   void (*sum_and_dots)(const void* const* gradients, int count, int reference, std::int64_t n,
-                       void* out, double* dots);
+                       bool stream, void* out, double* dots, const void* const* next);
 
   // out = sum_j weights[j] * gradients[j]. Reads count * n, writes n.
   void (*combine)(const void* const* gradients, const double* weights, int count, std::int64_t n,

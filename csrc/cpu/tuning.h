@@ -21,6 +21,11 @@ constexpr std::int64_t kStreamBytes = 64 << 20;
 // still in a cache of some tens of megabytes at its second visit.
 constexpr std::int64_t kGroupwiseBytes = 8 << 20;
 
+// What the second visit to a channel group reads, its sums and its reference gradient, is no longer
+// in cache above this size, on average over the tasks: a quarter of a last cache of 32 MB, into
+// which the processor's prefetching brings the other gradients too.
+constexpr std::int64_t kGroupBytes = 8 << 20;
+
 // A thread's scratch buffer for updates that are streamed once their a_i are known; rows shorter
 // than kStreamRow would leave many partial lines.
 constexpr std::int64_t kScratchBytes = 4 << 20;
@@ -31,5 +36,8 @@ constexpr int kUnrolledTasks = 8;    // above, one task at a time over a panel t
 constexpr std::int64_t kPanel = 512; // elements
 constexpr std::int64_t kProductPanel = 128; // elements: 16 KB of doubles at 16 tasks
 constexpr std::int64_t kLine = 64;          // bytes
+// Bytes that each of several streams is prefetched ahead: at ten gigabytes a second a stream, about
+// twice what memory takes to answer.
+constexpr std::int64_t kAhead = 2048;
 
 } // namespace cs_kernels::cpu

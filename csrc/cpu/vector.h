@@ -236,14 +236,31 @@ CS_INLINE auto to_float16(FloatPart v) {
 #endif
 }
 
-// Adds to doubles, lanes i and i + 8 together.
+// The first or the last half of a register's floats.
+template <bool kLast> CS_INLINE DoublePart widened_half(const FloatPart& v) {
+#if defined(__AVX512F__)
+  return _mm512_cvtps_pd(kLast ? _mm512_extractf32x8_ps(v, 1) : _mm512_castps512_ps256(v));
+#elif defined(__AVX2__)
+  return _mm256_cvtps_pd(kLast ? _mm256_extractf128_ps(v, 1) : _mm256_castps256_ps128(v));
+#elif defined(__SSE2__)
+  return _mm_cvtps_pd(kLast ? _mm_movehl_ps(v, v) : v);
+#else
+  float lanes[kRegisterBytes / sizeof(float)];
+  std::memcpy(lanes, &v, sizeof v);
+  return load_widened(lanes + (kLast ? kRegisterBytes / sizeof(double) : 0));
+#endif
+}
+
+// Adds to doubles, lanes i and i + 8 together. Never through memory: the compiler would then keep
+// the floats there in the loop that sums them.
 CS_INLINE void add_widened(Doubles& total, const Floats& v) {
-  float lanes[Floats::kLanes];
-  v.store(lanes);
-  unrolled<Doubles::kParts>([&](int i) CS_LAMBDA_INLINE {
-    total.part[i] += load_widened(lanes + i * Doubles::kPartLanes) +
-                     load_widened(lanes + Doubles::kLanes + i * Doubles::kPartLanes);
+  DoublePart half[2 * Floats::kParts];
+  unrolled<Floats::kParts>([&](int i) CS_LAMBDA_INLINE {
+    half[2 * std::ptrdiff_t{i}] = widened_half<false>(v.part[i]);
+    half[2 * i + 1] = widened_half<true>(v.part[i]);
   });
+  unrolled<Doubles::kParts>(
+      [&](int i) CS_LAMBDA_INLINE { total.part[i] += half[i] + half[i + Doubles::kParts]; });
 }
 
 CS_INLINE void add_widened(Doubles& total, const Doubles& v) { total += v; }
