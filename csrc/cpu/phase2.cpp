@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstring>
 #include <deque>
+#include <fstream>
 #include <numeric>
 #include <thread>
 #include <vector>
@@ -232,6 +233,13 @@ void sum_elements(const Chunk& chunk, bool stream) {
                chunk.range.last - first, stream, at(tensor.update, tensor.type, first));
 }
 
+std::int64_t last_cache_bytes() {
+  std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index3/size"); // such as "32768K"
+  std::int64_t kilobytes = 0;
+  file >> kilobytes;
+  return kilobytes > 0 ? kilobytes << 10 : kLastCacheBytes;
+}
+
 // The rows of a layer in the order of their visit, and the units that this order is cut into. Where
 // channel groups find nothing in cache at their second visit, the rows are visited in the order of
 // memory, which is faster, and their sums are streamed.
@@ -243,7 +251,8 @@ std::vector<RowRange> order_rows(Work& work) {
   const std::int64_t bytes = tensor.layout.size() * item_size(tensor.type) *
                              static_cast<std::int64_t>(work.gradients.size() + 1);
   const std::int64_t read_again = 2 * tensor.layout.size() * item_size(tensor.type);
-  work.past_caches = read_again > kGroupBytes * static_cast<std::int64_t>(work.reference.size());
+  static const std::int64_t group_bytes = last_cache_bytes() / kGroupPart;
+  work.past_caches = read_again > group_bytes * static_cast<std::int64_t>(work.reference.size());
   if (tensor.layout.outer > 1 || bytes <= kGroupwiseBytes || work.past_caches)
     return {{0, rows}};
   std::stable_sort(work.order.begin(), work.order.end(), [&tensor](std::int64_t a, std::int64_t b) {

@@ -21,10 +21,11 @@ constexpr std::int64_t kStreamBytes = 64 << 20;
 // still in a cache of some tens of megabytes at its second visit.
 constexpr std::int64_t kGroupwiseBytes = 8 << 20;
 
-// What the second visit to a channel group reads, its sums and its reference gradient, is no longer
-// in cache above this size, on average over the tasks: a quarter of a last cache of 32 MB, into
-// which the processor's prefetching brings the other gradients too.
-constexpr std::int64_t kGroupBytes = 8 << 20;
+// What the second visit to a channel group reads, its sums and its reference gradient, is still in
+// cache up to this part of the last one: the processor's prefetching brings the other gradients
+// there too. The size of the last one if the system does not tell it is that of one AMD EPYC.
+constexpr std::int64_t kGroupPart = 4;
+constexpr std::int64_t kLastCacheBytes = 32 << 20;
 
 // A thread's scratch buffer for updates that are streamed once their a_i are known; rows shorter
 // than kStreamRow would leave many partial lines.
