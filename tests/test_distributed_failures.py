@@ -323,7 +323,7 @@ CHANGES: dict[str, Callable[[Network], object]] = {
     "rate": lambda network: network.optimizer.param_groups[0].update(lr=0.01),
     "number": lambda network: network.opt.load_state_dict({**network.opt.state_dict(), "steps": 2}),
     "no task": lambda network: None,
-    "weights": lambda network: network.opt.method.load_state_dict({}),
+    "weights": lambda network: network.opt._engine.kept.forget(),
 }
 """The differences on rank 1."""
 

@@ -95,7 +95,7 @@ def _agree(engine: Engine) -> None:
         return {
             "options of the optimizer": optimizers.numbers(),
             "threshold of count_conflicts": [monitor.threshold],
-            "step of the kept task weights": [this.method.kept_since],
+            "step of the kept task weights": [this.kept.since],
         }
 
     def facts() -> dict[str, object]:

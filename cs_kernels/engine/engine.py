@@ -16,6 +16,7 @@ from torch.profiler import record_function
 from cs_kernels.engine import supports
 from cs_kernels.engine.accumulation import Accumulation
 from cs_kernels.engine.cuda_graphs import refuse_capture
+from cs_kernels.engine.kept import Kept
 from cs_kernels.engine.loop_guard import LoopGuard
 from cs_kernels.engine.loss_graph import Backward, LossGraph
 from cs_kernels.engine.torch_optimizers import TorchOptimizers
@@ -71,6 +72,7 @@ class Engine:
         self.guard = LoopGuard(ranks.gradients, optimizers, self.accumulation)
         self.transaction = Transaction(trunk, ranks, self.accumulation, self.guard)
         self.monitor = Monitor()
+        self.kept = Kept()
         self.epoch: int | None = None
         self.steps = 0
         """The number of steps made."""
@@ -155,6 +157,8 @@ class Engine:
                 self.combine(step)
             else:
                 step.surgery = step.kept.surgery()
+                if self.trunk.reach.has_unknown_gradient():
+                    self.kept.forget()
             gradients.publish()
             if first is not None and self.trunk.shared[first[0]].grad is None:
                 raise RuntimeError(
@@ -183,7 +187,7 @@ class Engine:
         self.monitor.done = Done(step, self.steps, self.epoch, phase)
         self.steps += 1
         if phase == 2:
-            self.method.observe(step)
+            self.kept.observe(step, self.method)
         self.weighting.observe(step)
         self.monitor.count_step(step)
         self.trunk.end_step_if_watched()
@@ -241,7 +245,7 @@ class Engine:
     def forget_passes(self) -> None:
         """Learns anew what passes show; the next joint step solves for task weights."""
         self.trunk.forget()
-        self.method.forget_weights()
+        self.kept.forget()
         self.graph.forget()
         self.ranks.forget_passes()
 
@@ -300,7 +304,7 @@ class Mode(ABC):
 
     def kept_weights(self, step: Step) -> KeptWeights | None:
         """The task weights of an earlier step that a new one uses, if it does."""
-        return self.engine.method.kept_weights(step)
+        return self.engine.kept.weights_for(step, self.engine.method)
 
     def separates(self, step: Step) -> bool:
         """Whether joint parts keep the tasks' gradients one by one."""

@@ -198,7 +198,8 @@ class LossGraph:
         self, terms: Sequence[Tensor], step: Step, ends: str | None, retain_graph: bool = False
     ) -> None:
         """One backward pass of a sum; `ends` is the task of which it is the last."""
-        weighted = sum(terms[1:], terms[0])
+        with torch.enable_grad():
+            weighted = sum(terms[1:], terms[0])
         if ends is not None:
             self._ranks.last_backward(ends)
         self._ranks.before_backward(retains=retain_graph)

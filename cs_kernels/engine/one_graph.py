@@ -55,7 +55,7 @@ class OneGraph(Mode):
             accumulation.begin()
         self.kind = 1 + (not self.update) + 2 * self._continues
         engine = self.engine
-        if engine.ranks.passes_are_counted and engine.method.kept_since is not None:
+        if engine.ranks.passes_are_counted and engine.kept.since is not None:
             self.passes = engine.graph.passes(self.losses)
 
     def prepare(self) -> None:

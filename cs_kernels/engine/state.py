@@ -19,6 +19,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
         "reach": (engine.trunk.reach.state_dict(),),
         "method": _named_state(engine.method),
         "weighting": _named_state(engine.weighting),
+        "kept": (engine.kept.state_dict(),),
     }
     if engine.monitor.counter is not None:
         state["conflicts"] = (engine.monitor.counter.state_dict(),)
@@ -45,7 +46,8 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 def _check(engine: Engine, state: Mapping[str, Any]) -> None:
-    expected = {key: of for key, of in state_of(engine).items() if key != "conflicts"}
+    optional = "conflicts", "kept"
+    expected = {key: of for key, of in state_of(engine).items() if key not in optional}
     if not isinstance(state, Mapping) or not set(expected) <= set(state):
         found = list(state) if isinstance(state, Mapping) else type(state).__name__
         raise ValueError(f"state must have {list(expected)}, got {found}")
@@ -67,6 +69,8 @@ def _load(engine: Engine, state: Mapping[str, Any]) -> None:
     engine.trunk.reach.load_state_dict(reach)
     engine.method.load_state_dict(of_method)
     engine.weighting.load_state_dict(of_weighting)
+    (kept,) = state.get("kept", (None,))
+    engine.kept.load_state_dict(kept)
     if engine.monitor.counter is not None:
         (of_conflicts,) = state.get("conflicts", (None,))
         engine.monitor.counter.load_state_dict(of_conflicts)

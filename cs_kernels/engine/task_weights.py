@@ -2,14 +2,15 @@
 
 The gradients of shared parameters are weighted by task; those of other parameters, as of heads, are
 not, so the gradient of a weighted loss would be wrong for them. A gradient gets its weight where it
-enters the part of the graph that leads to shared parameters alone, or at the shared parameters.
+enters the part of the graph that several tasks have in common, or at the shared parameters.
 """
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
@@ -46,9 +47,10 @@ class OnePass(NamedTuple):
     """Where one backward pass of several tasks weights gradients; every node runs once."""
 
     edges: Sequence[tuple[Any, Set[int], str]]
-    """A node, the indices of the gradients that it hands on to shared parameters, and its task."""
+    """A node of one task, the indices of the gradients that it hands on to nodes of several tasks
+    or to shared parameters, and its task."""
     whole: Set[str]
-    """The tasks whose losses lead to shared parameters alone."""
+    """The tasks whose loss is a node of several tasks."""
 
     def hooks(self, weights: Mapping[str, Tensor]) -> Hooks:
         """The hooks of the nodes."""
@@ -56,7 +58,8 @@ class OnePass(NamedTuple):
 
     def terms(self, losses: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[Tensor]:
         """The losses to add up."""
-        return [weighed(x, weights[t]) if t in self.whole else x for t, x in losses.items()]
+        with torch.enable_grad():
+            return [weighed(x, weights[t]) if t in self.whole else x for t, x in losses.items()]
 
 
 def find_one_pass(
@@ -64,8 +67,10 @@ def find_one_pass(
 ) -> OnePass | None:
     """One backward pass of several tasks, or None where it would give a wrong gradient.
 
-    It would if losses have nodes in common that lead to other leaves than shared parameters, or if
-    the graph may hide parameters.
+    It would if a node of several tasks led to other leaves than shared parameters. It might if the
+    graph hides parameters: reentrant checkpointing runs its function again in the backward pass,
+    and any other `torch.autograd.Function` can hide those that the graph does not show. These must
+    be shared, and the function a node of several tasks.
 
     Args:
         losses: By task.
@@ -74,25 +79,63 @@ def find_one_pass(
 
     """
     roots: dict[str, Any] = {task: loss.grad_fn for task, loss in losses.items()}
-    to_others = None if None in roots.values() else _nodes_to_others(roots.values(), shared, held)
-    if to_others is None:
+    if None in roots.values():
+        return None
+    tasks, parents = _tasks_of_nodes(roots)
+    leaves = {node.variable: node for node in tasks if is_leaf(node)}
+    functions = {node for node in tasks if isinstance(node, BackwardCFunction)}
+    if any(hasattr(node, "run_function") for node in functions):
+        return None
+    hiding = {node for node in functions if type(node).__name__ not in _HIDE_NOTHING}
+    unmet = {p for p in held if p.requires_grad and p not in leaves} if hiding else set()
+    if not unmet <= shared or (unmet and any(tasks[node] is not None for node in hiding)):
+        return None
+    others = [node for leaf, node in leaves.items() if leaf not in shared]
+    if any(tasks[node] is None and not is_leaf(node) for node in _leading_to(others, parents)):
         return None
     edges = []
-    task_of: dict[Any, str] = {}
-    for task, root in roots.items():
-        nodes = [root] if root in to_others else []
-        while nodes:
-            node = nodes.pop()
-            if is_leaf(node) or task_of.get(node) == task:
-                continue
-            if task_of.setdefault(node, task) != task:
-                return None
-            following = [n for n, _ in node.next_functions]
-            nodes += [n for n in following if n in to_others]
-            entries = {i for i, n in enumerate(following) if n is not None and n not in to_others}
+    for node, task in tasks.items():
+        if task is not None and not is_leaf(node):
+            entries = {
+                i
+                for i, (n, _) in enumerate(node.next_functions)
+                if n is not None and (n.variable in shared if is_leaf(n) else tasks[n] is None)
+            }
             if entries:
                 edges.append((node, entries, task))
-    return OnePass(edges, {task for task, root in roots.items() if root not in to_others})
+    return OnePass(edges, {task for task, root in roots.items() if tasks[root] is None})
+
+
+def _tasks_of_nodes(
+    roots: Mapping[str, Any],
+) -> tuple[dict[Any, str | None], dict[Any, list[Any]]]:
+    """By node, its task, or None for several; and the nodes that hand gradients to it."""
+    tasks: dict[Any, str | None] = {}  # It keeps nodes alive, and so their identity.
+    parents: dict[Any, list[Any]] = defaultdict(list)
+    for task, root in roots.items():
+        nodes = [root]
+        while nodes:
+            node = nodes.pop()
+            if node in tasks and tasks[node] in (task, None):
+                continue
+            following = [n for n, _ in node.next_functions if n is not None]
+            if node not in tasks:
+                for n in following:
+                    parents[n].append(node)
+            tasks[node] = None if node in tasks else task
+            nodes += following
+    return tasks, parents
+
+
+def _leading_to(leaves: Sequence[Any], parents: Mapping[Any, Sequence[Any]]) -> set[Any]:
+    """The nodes that lead to some, these among them."""
+    found, nodes = set[Any](), [*leaves]
+    while nodes:
+        node = nodes.pop()
+        if node not in found:
+            found.add(node)
+            nodes += parents.get(node, ())
+    return found
 
 
 def _times(grad: Tensor, weight: Tensor) -> Tensor:
@@ -109,40 +152,3 @@ def _weighing(entries: Set[int], weight: Tensor) -> Callable[..., Any]:
         )
 
     return weigh
-
-
-def _nodes_to_others(
-    roots: Collection[Any], shared: Set[Tensor], held: Iterable[Tensor]
-) -> set[Any] | None:
-    """The nodes that lead to a leaf that is not shared; None if these cannot be told.
-
-    Reentrant checkpointing runs its function again in the backward pass, so the graph does not have
-    the parameters there. Any other `torch.autograd.Function` can hide those that the walk does not
-    meet: they must be shared, and the function must lead to no others.
-    """
-    parents: dict[Any, list[Any]] = defaultdict(list)
-    seen, nodes = set(roots), list(roots)
-    while nodes:
-        node = nodes.pop()
-        for following, _ in node.next_functions:
-            if following is not None:
-                parents[following].append(node)
-                if following not in seen:  # The set keeps nodes alive, and so their identity.
-                    seen.add(following)
-                    nodes.append(following)
-    functions = {n for n in seen if isinstance(n, BackwardCFunction)}
-    if any(hasattr(node, "run_function") for node in functions):
-        return None
-    leaves = {node.variable: node for node in seen if is_leaf(node)}
-    hiding = {node for node in functions if type(node).__name__ not in _HIDE_NOTHING}
-    unmet = {p for p in held if p.requires_grad and p not in leaves} if hiding else set()
-    if not unmet <= shared:
-        return None
-    to_others = set[Any]()
-    nodes = [node for leaf, node in leaves.items() if leaf not in shared]
-    while nodes:
-        node = nodes.pop()
-        if node not in to_others:
-            to_others.add(node)
-            nodes += parents[node]
-    return None if unmet and not to_others.isdisjoint(hiding) else to_others

@@ -13,6 +13,11 @@ class ConFIG(GramianMethod):
     The update has the same cosine to every gradient, and its length is the sum of their components
     along it. Where no direction has equal cosines, the least-squares one takes its place; the
     update is zero if that is none (opposed gradients).
+
+    Args:
+        groups: "all" or "layer".
+        update_every: As in `GramianMethod`.
+
     """
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:

@@ -17,6 +17,11 @@ class DBMTL(GramianMethod):
     weights are NaN. The weight of a task with a zero gradient is zero.
 
     Parameters outside the trunk, such as heads, get the gradients of the losses themselves.
+
+    Args:
+        groups: "all" or "layer".
+        update_every: As in `GramianMethod`.
+
     """
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:

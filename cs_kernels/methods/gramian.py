@@ -2,9 +2,8 @@
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from cs_kernels.gradients import TaskGradients
 from cs_kernels.methods.method import Method
 from cs_kernels.ops.operands import MOST_TASKS
 from cs_kernels.options import checked_integer
-from cs_kernels.step import KeptWeights, Step, Surgery
+from cs_kernels.step import Step, Surgery
 from cs_kernels.trunk.layers import Layout
 
 Groups = Literal["all", "layer"]
@@ -34,7 +33,7 @@ class GramianMethod(Method):
     With `update_every` above 1, task weights are kept for the steps after the one that has solved
     for them. A step with kept weights needs no gradients one by one: those of all tasks, weighted,
     add up in `.grad`, in one backward pass where the losses come from one forward pass. Weights are
-    kept for steps of the same tasks alone, and not if one is not finite.
+    kept for steps of the same tasks alone, and not if one is not finite or a gradient is zero.
 
     Args:
         groups: "all", one Gramian and one set of task weights for the whole trunk; or "layer", both
@@ -49,8 +48,6 @@ class GramianMethod(Method):
     has_gramian = True
     most_tasks = MOST_TASKS
     groups: Groups = "all"
-    update_every: int = 1
-    _kept: KeptWeights | None = None
 
     def __init__(self, groups: Groups = "all", update_every: int = 1) -> None:
         if groups not in ("all", "layer"):
@@ -136,65 +133,6 @@ class GramianMethod(Method):
             tasks,
         )
         gradients.assign(parameters)
-
-    # --- weights that are kept ---
-
-    @property
-    def kept_since(self) -> int | None:
-        """The number of the step whose task weights are kept, if there are any."""
-        return None if self._kept is None else self._kept.number
-
-    def kept_weights(self, step: Step) -> KeptWeights | None:
-        """Those of the last step that solved for them, for the `update_every - 1` after it."""
-        kept = self._kept
-        if kept is None or (kept.tasks, kept.at_features) != (step.tasks, step.at_features):
-            return None
-        return kept if 0 < step.number - kept.number < self.update_every else None
-
-    def forget_weights(self) -> None:
-        """Solves anew in the next joint step."""
-        self._kept = None
-
-    def observe(self, step: Step) -> None:
-        """Keeps the weights of a step that has solved for them; the host waits to check them."""
-        solved = step.surgery
-        if step.kept is not None or solved.task_weights is None:
-            return
-        self._kept = None
-        if self.update_every > 1 and solved.task_weights.isfinite().all():
-            weights = solved.task_weights.detach().clone()
-            known = step.number, solved.rows, solved.layers, step.at_features
-            self._kept = KeptWeights(*known, weights)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The kept weights, with their step, tasks and layers, if there are any."""
-        return {} if self._kept is None else {"kept": asdict(self._kept)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the kept weights."""
-        kept = state.get("kept")
-        self._kept = None
-        if kept is not None:
-            tasks, layers = tuple(kept["tasks"]), tuple(kept["layers"])
-            known = kept["number"], tasks, layers, kept["at_features"]
-            self._kept = KeptWeights(*known, kept["weights"].clone())
-
-    def captured_state(self) -> list[Tensor]:
-        """Empty: no weights are kept.
-
-        Raises:
-            ValueError: `update_every` is above 1: steps differ; or a subclass has a state.
-
-        """
-        self._check_captured()
-        stateless = type(self).state_dict is GramianMethod.state_dict
-        return [] if stateless else super().captured_state()
-
-    def _check_captured(self) -> None:
-        if self.update_every > 1:
-            raise ValueError(
-                f"update_every must be 1 in a captured step, got {self.update_every} by {self!r}"
-            )
 
     def _repr(self, **options: object) -> str:
         """`Name(option=value)`, with the options of all methods where they are not the default."""

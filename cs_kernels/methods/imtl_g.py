@@ -12,6 +12,11 @@ class IMTLG(GramianMethod):
 
     The update has the same component along every task's gradient. The task weights sum to one, and
     some may be negative.
+
+    Args:
+        groups: "all" or "layer".
+        update_every: As in `GramianMethod`.
+
     """
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:

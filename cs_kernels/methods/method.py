@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.stateful import Stateful
-from cs_kernels.step import KeptWeights, Step
+from cs_kernels.step import Step
 from cs_kernels.trunk.layers import Layout
 
 
@@ -25,13 +25,11 @@ class Method(Stateful, ABC):
     takes_complex: ClassVar[bool] = True
     """Whether a complex gradient may be taken as pairs of real numbers."""
 
+    update_every: int = 1
+    """The steps from one that solves for task weights to the next; they are kept in between."""
+
     most_tasks: int | None = None
     """The greatest number of tasks, if there is a limit."""
-
-    @property
-    def kept_since(self) -> int | None:
-        """The number of the step whose task weights are kept, if there are any."""
-        return None
 
     @property
     def layerwise(self) -> bool:
@@ -60,22 +58,6 @@ class Method(Stateful, ABC):
             step: The tasks that take part, their losses, the number of the step.
 
         """
-
-    def kept_weights(self, step: Step) -> KeptWeights | None:
-        """The task weights of an earlier step that this one uses, if it does.
-
-        The tasks' gradients then add up in `.grad`, and `combine` is not called; it is where there
-        are gradients one by one in any case, with these weights in `step.kept`.
-        """
-        del step
-        return None
-
-    def forget_weights(self) -> None:
-        """Solves anew in the next joint step: other parameters may train, or modules run."""
-
-    def observe(self, step: Step) -> None:
-        """Called after a joint step that has been made."""
-        del step
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

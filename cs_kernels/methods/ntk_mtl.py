@@ -12,6 +12,11 @@ class NTKMTL(GramianMethod):
 
     The weight of task i is sqrt(tr G / G_ii): gradients add up with equal lengths, the root of the
     sum of their squared lengths. The weight of a task with a zero gradient is zero.
+
+    Args:
+        groups: "all" or "layer".
+        update_every: As in `GramianMethod`.
+
     """
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:

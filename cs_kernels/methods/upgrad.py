@@ -12,6 +12,11 @@ class UPGrad(GramianMethod):
 
     Each gradient is projected onto the dual cone: the vectors in conflict with no gradient. The
     update is the mean of the projections, and lies in the dual cone too.
+
+    Args:
+        groups: "all" or "layer".
+        update_every: As in `GramianMethod`.
+
     """
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:

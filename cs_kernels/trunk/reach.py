@@ -54,6 +54,11 @@ class Reach:
         """Notes the next pass of every task anew: other parameters may require a gradient now."""
         self._unreached.clear()
 
+    def has_unknown_gradient(self) -> bool:
+        """Whether `.grad` has a gradient of a parameter that no task was seen to reach."""
+        pairs = zip(self._parameters, self._reached_by, strict=True)
+        return any(not by and p.grad is not None for p, by in pairs)
+
     @property
     def tasks_seen(self) -> bool:
         """Whether a pass of any task has been noted."""
