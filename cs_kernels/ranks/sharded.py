@@ -75,6 +75,7 @@ class Sharded(Distributed):
 
     def before_backward(self, *, retains: bool) -> None:
         """Keeps whole parameters until the last backward pass of a forward pass."""
+        self._keep_norms()
         if retains and not self._resharded:
             groups = [group for module in self._modules for group in groups_of(module)]
             self._resharded = [(group, group.reshard_after_backward) for group in groups]
@@ -125,6 +126,10 @@ class Sharded(Distributed):
             for parameter, shard, own in zip(parameters, shards, copies, strict=True):
                 cast("Any", new[parameter])._local_tensor = own.view(shard.shape)
         self._kept = dict(grads)
+
+    def _end_passes(self, part: Part, held: Sequence[nn.Parameter]) -> None:
+        self._keep_norms()
+        super()._end_passes(part, held)
 
     def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         return [parameter for parameter in held if not is_sharded(parameter)]
