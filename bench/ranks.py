@@ -252,7 +252,7 @@ def on_ranks(size: int, width: int, methods: Sequence[str]) -> Iterator[dict[str
 
 
 def check_formulas(c: dict[str, Any]) -> None:
-    """Compares counts with the formulas of docs/benchmarks.md, to 2 % for padding, heads and statistics."""
+    """Compares counts with the formulas of docs/benchmarks.md, to 2 % for what is small."""
     ring = 4 * c["numel"] * (c["ranks"] - 1) / c["ranks"]
     expected = {"all-reduce": 2 * c["tasks"] * ring}
     if c["method"] == AT_FEATURES or (c["way"], c["method"]) == ("replicated", KEPT):

@@ -388,6 +388,87 @@ def test_functions_of_one_task_see_its_own_gradient() -> None:
     assert follow(opt, losses, trunk.parameters()) == [3, 1, 1, 3]
 
 
+def test_a_pass_for_each_task_frees_the_graph() -> None:
+    model = Decoder("shared neck")
+    opt = optimizer_of(Given((0.25, 2.0)), model.trunk, model, tasks=AB)
+    for number in range(2):
+        losses = model.losses(number)
+        opt.backward(losses)
+        with pytest.raises(RuntimeError, match="a second time"):
+            losses["a"].backward()
+        opt.optimizer.step()
+
+
+class Hidden(torch.autograd.Function):
+    """Runs a module whose parameters the graph does not have, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.module = module
+        ctx.save_for_backward(x)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.module(x).backward(grad)
+        return x.grad, None
+
+
+@pytest.mark.parametrize(
+    ("what", "passes"), [("a layer for all", 1), ("a layer a task", 3), ("heads", 3)]
+)
+def test_functions_that_hide_parameters(what: str, passes: int) -> None:
+    """A shared one may be hidden behind what the tasks have in common, and nowhere else."""
+    trunk, heads, x = parts()
+    first, last = trunk[0], trunk[1:]
+    trunk.register_parameter("unused", nn.Parameter(torch.ones(2).double()))
+    opt = optimizer_of(Given((0.25, -3.0, 20.0)), trunk, heads)
+
+    def losses(number: int) -> dict[str, Tensor]:
+        z = first(x[number])
+        found = {}
+        together = Hidden.apply(z, last) if what == "a layer for all" else None
+        for task, head in heads.items():
+            if what == "heads":
+                found[task] = Hidden.apply(last(z), head).square().mean()
+            else:
+                y = Hidden.apply(z, last) if together is None else together
+                found[task] = head(y).square().mean()
+        return found
+
+    shared = [*first.parameters(), *last.parameters()]
+    assert follow(opt, losses, shared) == [3, passes, passes, 3]
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_losses_with_nodes_in_common(grad_mode: bool) -> None:
+    """One loss for two tasks, and one that is a part of another, without heads."""
+    trunk, _, x = parts()
+    opt = optimizer_of(Given((0.25, -3.0, 20.0)), trunk)
+
+    def losses(number: int) -> dict[str, Tensor]:
+        one = trunk(x[number]).square().mean()
+        return {"depth": one, "normals": one, "edges": one.exp()}
+
+    def backward(of_tasks: Mapping[str, Tensor]) -> None:
+        with torch.set_grad_enabled(grad_mode):
+            opt.backward(of_tasks)
+
+    assert follow(opt, losses, trunk.parameters(), backward=backward) == [3, 1, 1, 3]
+
+
+def test_a_loss_that_is_a_parameter() -> None:
+    trunk = nn.Module()
+    trunk.scale = nn.Parameter(torch.tensor(2.0).double())
+    opt = optimizer_of(Given((0.5, 3.0)), trunk, tasks=AB)
+    assert follow(opt, lambda _: {"a": trunk.scale, "b": trunk.scale * 2}, [trunk.scale]) == [
+        *(2, 2, 2),
+        2,
+    ]
+
+
 def test_a_backward_pass_without_gradient_mode() -> None:
     opt, losses, _ = started(Given((0.5, 3.0, -2.0)))
     for number in range(2):
@@ -395,6 +476,28 @@ def test_a_backward_pass_without_gradient_mode() -> None:
         with torch.no_grad():
             opt.backward(of_tasks)
         opt.optimizer.step()
+
+
+def test_weights_that_a_method_cannot_solve_for_are_not_kept() -> None:
+    opt, losses, _ = started(Given((math.nan, 1.0, 1.0), (1.0, 1.0, 1.0)))
+    found = []
+    for number in range(4):
+        opt.backward(losses(number))
+        opt.optimizer.zero_grad()
+        found.append(opt.report().weights_from)
+    assert found == [0, 1, 1, 1]
+
+
+def test_a_loaded_state_is_copied() -> None:
+    opt, losses, _ = started(cs.UPGrad(update_every=3))
+    opt.backward(losses(0))
+    opt.optimizer.step()
+    state = opt.state_dict()
+    opt.load_state_dict(state)
+    state["kept"][0]["weights"].fill_(7.0)
+    opt.backward(losses(1))
+    assert opt.report().weights_from == 0
+    assert (opt.report().task_weights != 7).all()
 
 
 def test_a_state_of_other_groups_is_not_used() -> None:
