@@ -792,15 +792,18 @@ def test_a_resumed_run_is_bit_equal(name: str, stop: int) -> None:
     assert pickled.state_dict()["kept"][0]["number"] == whole[3].report().weights_from
 
 
-def test_reports_and_conflicts() -> None:
-    opt, losses, _ = started(cs.PCGrad(update_every=3))
+@pytest.mark.parametrize("groups", ["all", "layer"])
+def test_reports_and_conflicts(groups: Any) -> None:
+    opt, losses, _ = started(cs.PCGrad(groups=groups, update_every=3))
     opt.count_conflicts()
-    counts = []
+    counts, of_solve = [], torch.empty(0)
     for number in range(7):
         opt.backward(losses(number))
         opt.optimizer.step()
         report, conflicts = opt.report(), opt.conflicts()
         counts.append(int(conflicts.steps.max()))
+        of_solve = conflicts.cosines if number % 3 == 0 else of_solve
+        assert_equal(conflicts.cosines, of_solve)
         scalars = report.scalars()
         names = {name.split("/")[0] for name in scalars}
         assert {"task_weight", "loss", "phase", "surgery_ms"} <= names
@@ -883,6 +886,21 @@ def test_layer_by_layer() -> None:
         if number == 1:
             assert not torch.equal(grads[0][0], grads[2][0])
     assert solves[0] == 2
+
+
+def test_layers_that_are_left_out_are_solved_anew() -> None:
+    trunk, heads, x = parts()
+    extra = nn.Linear(4, 4).double()
+    trunk.add_module("extra", extra)
+    opt = optimizer_of(cs.UPGrad(groups="layer", update_every=9), trunk, heads)
+    found = []
+    for number in range(5):
+        z = trunk[:3](x[number])
+        z = z if number in (2, 3) else extra(z)
+        opt.backward({task: head(z).square().mean() for task, head in heads.items()})
+        opt.optimizer.step()
+        found.append((opt.report().weights_from, len(opt.report().layers)))
+    assert found == [(0, 3), (0, 3), (2, 2), (2, 2), (4, 3)]
 
 
 def test_layers_that_are_others_are_solved_anew() -> None:
