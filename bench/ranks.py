@@ -252,7 +252,7 @@ def on_ranks(size: int, width: int, methods: Sequence[str]) -> Iterator[dict[str
 
 
 def check_formulas(c: dict[str, Any]) -> None:
-    """Compares counts with the formulas of docs/benchmarks.md, to 2 % for what is small."""
+    """Compares counts with the formulas of docs/benchmarks.md, to 3 % for what is small."""
     ring = 4 * c["numel"] * (c["ranks"] - 1) / c["ranks"]
     expected = {"all-reduce": 2 * c["tasks"] * ring}
     if c["method"] == AT_FEATURES or (c["way"], c["method"]) == ("replicated", KEPT):
@@ -260,7 +260,7 @@ def check_formulas(c: dict[str, Any]) -> None:
     elif c["way"] == "replicated" and c["method"] != "Phase 1":
         expected = {"reduce-scatter": c["tasks"] * ring, "all-gather": ring}
     for kind, sent in expected.items() if c["way"] != "fully_shard" else ():
-        assert abs(c["by_kind"]["devices"][kind][1] - sent) <= 2e-2 * sent, (c, kind, sent)
+        assert abs(c["by_kind"]["devices"][kind][1] - sent) <= 3e-2 * sent, (c, kind, sent)
 
 
 def main() -> None:
