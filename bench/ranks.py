@@ -155,7 +155,7 @@ class Training:
             for parameter, grad in zip(heads, of_head, strict=True):
                 parameter.grad = grad
         gradients = torch.stack(rows).double()
-        gramian = gradients @ gradients.T / ranks**2  # Of the mean over the ranks.
+        gramian = gradients @ gradients.T / ranks**2  # The gradients are means over the ranks.
         dist.all_reduce(gramian)
         weights = METHODS[self.method]().weights(gramian, cs.Step(self.number, tuple(TASKS)))
         z.backward((weights @ gradients).to(z.dtype).view_as(z))

@@ -98,7 +98,7 @@ class KeptWeights:
     """[K] or [layers, K]."""
 
     def surgery(self) -> Surgery:
-        """What a step that uses them leaves for a report."""
+        """The numbers for the report of a step that uses these weights."""
         return Surgery(self.tasks, self.layers, task_weights=self.weights)
 
 

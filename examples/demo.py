@@ -232,7 +232,7 @@ class Run:
         self.cosines.append(cosines)
 
     def conflict_shares(self) -> dict[str, float]:
-        """Of the steps of this epoch that had gradients task by task; empty if none had."""
+        """The shares in this epoch's steps with gradients task by task; empty without any."""
         found = self.opt.conflicts().by_module()
         a, b = torch.triu_indices(len(self.tasks), len(self.tasks), 1)
         shares = found.share[:, a, b].mean(1)

@@ -106,7 +106,7 @@ def final_rows(runs: Runs) -> list[list[str]]:
 
 
 def difference_rows(runs: Runs) -> list[list[str]]:
-    """Of each method: the deviation between seeds, and differences between rows of one seed."""
+    """Each method's deviation between seeds, and differences between rows of one seed."""
     found = []
     for name in METHODS:
         first = [figures(run) for run in runs[name, 1]]

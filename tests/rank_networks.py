@@ -160,6 +160,20 @@ def trained(rank: int, size: int, kind: str, method: str) -> tuple[list[Tensor],
     return network.state(), losses
 
 
+Case = tuple[Callable[..., Any], str, int]
+"""A function that trains, how its network is distributed, and the number of ranks."""
+
+
+def names_of(cases: Iterable[Case]) -> list[str]:
+    return [f"{train.__name__.strip('_')}-{kind}-{size}" for train, kind, size in cases]
+
+
+def assert_trains_as_one_process(pools: Pools, case: Case, method: str) -> None:
+    train, kind, size = case
+    found = pools(size).agreed(train, size, kind, method)
+    assert_near(found, train(0, size, "alone", method))
+
+
 def assert_near(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 

@@ -5,7 +5,6 @@ import gc
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from itertools import combinations, product
@@ -19,11 +18,14 @@ from networks import assert_equal, sgd_of
 from rank_networks import (
     METHODS,
     TASKS,
+    Case,
     Dense,
     Network,
     assert_near,
+    assert_trains_as_one_process,
     conflicting_loss,
     distributed,
+    names_of,
     on_ranks,
     optimizer_on_ranks,
     part_of_this_rank,
@@ -104,18 +106,13 @@ CASES = [
     *((_in_parts, kind, 2) for kind in ("replicated", "DDP", "fully_shard")),
     *((_scaled, kind, 2) for kind in ("replicated", "fully_shard")),
 ]
-NAMES = [f"{train.__name__.strip('_')}-{kind}-{size}" for train, kind, size in CASES]
 
 
 @pytest.mark.each
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_ranks_train_as_one_process(
-    pools: Pools, case: tuple[Callable[..., Any], str, int], method: str
-) -> None:
-    train, kind, size = case
-    found = pools(size).agreed(train, size, kind, method)
-    assert_near(found, train(0, size, "alone", method))
+@pytest.mark.parametrize("case", CASES, ids=names_of(CASES))
+def test_ranks_train_as_one_process(pools: Pools, case: Case, method: str) -> None:
+    assert_trains_as_one_process(pools, case, method)
 
 
 def _dense(kind: str, method: str) -> tuple[nn.Module, cs.MultiTaskOptimizer]:

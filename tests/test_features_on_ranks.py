@@ -12,8 +12,11 @@ import torch
 import torch.distributed as dist
 from networks import TASKS, assert_equal, refused
 from rank_networks import (
+    Case,
+    assert_trains_as_one_process,
     conflicting_loss,
     distributed,
+    names_of,
     on_ranks,
     optimizer_on_ranks,
     part_of_this_rank,
@@ -212,18 +215,13 @@ CASES = [
     (_with_some_labels, "DDP with heads", 2),
     *((_scaled, kind, 2) for kind in ("replicated", "fully_shard with sharded heads")),
 ]
-NAMES = [f"{train.__name__.strip('_')}-{kind}-{size}" for train, kind, size in CASES]
 
 
 @pytest.mark.each
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_ranks_train_as_one_process(
-    pools: Pools, case: tuple[Callable[..., Any], str, int], method: str
-) -> None:
-    train, kind, size = case
-    found = pools(size).agreed(train, size, kind, method)
-    torch.testing.assert_close(found, train(0, size, "alone", method), rtol=1e-5, atol=1e-6)
+@pytest.mark.parametrize("case", CASES, ids=names_of(CASES))
+def test_ranks_train_as_one_process(pools: Pools, case: Case, method: str) -> None:
+    assert_trains_as_one_process(pools, case, method)
 
 
 def test_methods_differ_on_this_network() -> None:
@@ -312,7 +310,7 @@ def test_the_trunk_is_reduced_once(rank: int, kind: str) -> None:
 
 @on_ranks(2)
 def test_shards_of_heads_in_the_trunk_are_gathered_once_for_all_passes(rank: int) -> None:
-    """Of the four groups of parameters, each is gathered forward and backward."""
+    """Each of the four groups of parameters is gathered forward and backward."""
     network = Network("fully_shard with heads", rank, 2, cs.PCGrad())
     for step in range(3):
         with Sent() as sent:

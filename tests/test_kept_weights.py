@@ -533,7 +533,7 @@ def test_kept_weights_are_copies() -> None:
     assert opt.report().task_weights.tolist() == [1.0] * 3
 
 
-def features_and_losses(number: int = 0) -> Any:
+def features_and_losses() -> Any:
     """A trunk, heads, and the losses of a step."""
     trunk, heads, x = parts()
 

@@ -81,7 +81,7 @@ def test_every_1_is_the_method_without_the_option(
 
 
 def test_weights_are_kept(made: Made) -> None:
-    """Of eight steps, those with number 0 and 5 solve for weights, or the first one alone."""
+    """Steps 0 and 5 of eight solve for weights, or the first one alone."""
     assert list(made.runs) == [
         kept_weights.SUM,
         *((name, every) for name in kept_weights.METHODS for every in kept_weights.EVERY),

@@ -1,6 +1,7 @@
-"""Walks through autograd's graphs."""
+"""Walks through autograd's graphs, and hooks in them."""
 
-from collections.abc import Iterable, Set
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -9,6 +10,10 @@ from torch.autograd.function import BackwardCFunction
 
 Edge = tuple[Any, int]
 """A node of autograd's graph, and the index of one of its outputs: one tensor."""
+
+
+Hooks = Iterable[tuple[Any, Callable[..., Any]]]
+"""Leaves or nodes of autograd's graph, and a hook to register with each."""
 
 
 def is_leaf(node: object) -> bool:
@@ -69,3 +74,12 @@ def reached_parameters(loss: Tensor) -> tuple[list[nn.Parameter], bool]:
     reached = walk([edge_of(loss)], frozenset())
     parameters = [leaf for leaf in reached.leaves if isinstance(leaf, nn.Parameter)]
     return parameters, any(isinstance(node, BackwardCFunction) for node in reached.nodes)
+
+
+@contextlib.contextmanager
+def hooked(hooks: Hooks) -> Iterator[None]:
+    """Around a backward pass with some hooks."""
+    with contextlib.ExitStack() as handles:
+        for place, hook in hooks:
+            handles.callback(place.register_hook(hook).remove)
+        yield

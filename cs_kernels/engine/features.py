@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from cs_kernels.engine.autograd_graph import Reached, edge_of, is_leaf, walk
+from cs_kernels.engine.autograd_graph import Hooks, Reached, edge_of, hooked, is_leaf, walk
 from cs_kernels.errors import described
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.methods import Method
@@ -122,9 +122,8 @@ def _without_hooks(features: Iterable[Tensor]) -> Iterator[None]:
             of_feature.update(kept)
 
 
-@contextlib.contextmanager
-def _accumulated(leaves: Mapping[Tensor, Any]) -> Iterator[None]:
-    """Adds gradients of leaves to `.grad` as soon as `torch.autograd.grad` has them."""
+def _accumulating(leaves: Mapping[Tensor, Any]) -> Hooks:
+    """Hooks that add gradients of leaves to `.grad` as soon as `torch.autograd.grad` has them."""
 
     def accumulates(node: Any) -> Callable[[Tensor], None]:
         def hook(grad: Tensor) -> None:
@@ -132,15 +131,7 @@ def _accumulated(leaves: Mapping[Tensor, Any]) -> Iterator[None]:
 
         return hook
 
-    handles = [
-        leaf.register_hook(accumulates(node))  # type: ignore[no-untyped-call]
-        for leaf, node in leaves.items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return [(leaf, accumulates(node)) for leaf, node in leaves.items()]
 
 
 def _without_trunk(i: int, z: Tensor) -> ValueError:
@@ -244,7 +235,7 @@ class Features:
 
     def _described(self, leaves: Set[Tensor]) -> str:
         """One of some leaves, a parameter if there is one."""
-        wholes = self._shared  # Those of `fully_shard` have the names of their shards.
+        wholes = self._shared  # After `fully_shard`, a whole parameter has its shard's name.
         parameters = [wholes.get(leaf, leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)]
         if parameters:
             return min(self._names_of(parameters))
@@ -283,7 +274,7 @@ class Features:
             # Frees nodes that no other head needs; those of the trunk do not run.
             retains = any(not nodes.isdisjoint(others) for others in inner.values())
             leaves = {v: node for v, node in heads[task].leaves.items() if v.requires_grad}
-            with _without_hooks(self._features), _accumulated(leaves):
+            with _without_hooks(self._features), hooked(_accumulating(leaves)):
                 # Not `backward(inputs=...)`, which runs the node that has made a feature too.
                 grads = torch.autograd.grad(
                     loss, [*self._features, *leaves], retain_graph=retains, allow_unused=True

@@ -22,7 +22,7 @@ class Kept:
         return None if self._weights is None else self._weights.number
 
     def weights_for(self, step: Step, method: Method) -> KeptWeights | None:
-        """Those of one of the `update_every - 1` steps before, of the same tasks and method."""
+        """The kept weights, if they are recent enough and of the step's tasks and method."""
         kept = self._weights
         if kept is None or step.counter is not None or self._method not in (None, method):
             return None
@@ -41,11 +41,13 @@ class Kept:
             return
         self.forget()
         solved = step.surgery
-        if method.update_every == 1 or solved.task_weights is None or solved.gramian is None:
+        if method.update_every == 1 or step.counter is not None:
+            return
+        if solved.task_weights is None or solved.gramian is None:
             return
         weights = solved.task_weights.detach().clone()
         energies = solved.gramian.diagonal(dim1=-2, dim2=-1).reshape(-1, len(solved.rows)).sum(0)
-        if step.counter is None and weights.isfinite().all() & (energies > 0).all():
+        if weights.isfinite().all() & (energies > 0).all():
             known = step.number, solved.rows, solved.layers, step.at_features
             self._weights, self._method = KeptWeights(*known, weights), method
 

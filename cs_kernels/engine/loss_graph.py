@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from cs_kernels.engine.autograd_graph import reached_parameters
-from cs_kernels.engine.task_weights import OnePass, at_leaves, find_one_pass, hooked
+from cs_kernels.engine.autograd_graph import hooked, reached_parameters
+from cs_kernels.engine.task_weights import OnePass, at_leaves, find_one_pass
 from cs_kernels.errors import described
 from cs_kernels.ranks.fsdp import (
     all_sharded_modules,

@@ -5,20 +5,16 @@ not, so the gradient of a weighted loss would be wrong for them. A gradient gets
 enters the part of the graph that several tasks have in common, or at the shared parameters.
 """
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from cs_kernels.engine.autograd_graph import is_leaf
+from cs_kernels.engine.autograd_graph import Hooks, is_leaf
 from cs_kernels.weightings.weighting import weighed
-
-Hooks = list[tuple[Any, Callable[..., Any]]]
-"""Parameters or nodes of autograd's graph, and a hook to register with each."""
 
 _HIDE_NOTHING = {
     "CompiledFunctionBackward",
@@ -27,15 +23,6 @@ _HIDE_NOTHING = {
 }
 """Functions of torch (`torch.compile`, `fully_shard`, DistributedDataParallel): the graph shows all
 parameters behind them."""
-
-
-@contextlib.contextmanager
-def hooked(hooks: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
-    """Around a backward pass with some hooks."""
-    with contextlib.ExitStack() as handles:
-        for place, hook in hooks:
-            handles.callback(place.register_hook(hook).remove)
-        yield
 
 
 def at_leaves(shared: Iterable[Tensor], weight: Tensor) -> Hooks:
