@@ -80,15 +80,15 @@ std::map<std::string, Fields> tables() {
   using namespace cuda;
   using Tensor = PlannedTensor;
   using Gradient = PlannedGradient;
-  static_assert(sizeof(Tensor) == 15 * sizeof(std::int64_t), "a field is missing below");
+  static_assert(sizeof(Tensor) == 17 * sizeof(std::int64_t), "a field is missing below");
   static_assert(sizeof(Gradient) == 6 * sizeof(std::int64_t), "a field is missing below");
   return {{"TensorField",
            {CS_FIELD(Tensor, rows), CS_FIELD(Tensor, length), CS_FIELD(Tensor, channels),
-            CS_FIELD(Tensor, inner), CS_FIELD(Tensor, row_segments), CS_FIELD(Tensor, size),
-            CS_FIELD(Tensor, kernel_size), CS_FIELD(Tensor, layer), CS_FIELD(Tensor, first_row),
-            CS_FIELD(Tensor, first_sum), CS_FIELD(Tensor, sum_items), CS_FIELD(Tensor, tiles),
-            CS_FIELD(Tensor, energy_items), CS_FIELD(Tensor, energy_rows),
-            CS_FIELD(Tensor, project_sums)}},
+            CS_FIELD(Tensor, inner), CS_FIELD(Tensor, segment), CS_FIELD(Tensor, row_segments),
+            CS_FIELD(Tensor, size), CS_FIELD(Tensor, kernel_size), CS_FIELD(Tensor, layer),
+            CS_FIELD(Tensor, first_row), CS_FIELD(Tensor, first_sum), CS_FIELD(Tensor, sum_items),
+            CS_FIELD(Tensor, tiles), CS_FIELD(Tensor, fits_room), CS_FIELD(Tensor, energy_items),
+            CS_FIELD(Tensor, energy_rows), CS_FIELD(Tensor, project_sums)}},
           {"CallField",
            {entry("update", kUpdate), entry("weight", kWeight), entry("priority", kPriority),
             entry("aligned", kAligned), entry("gradients", kGradients)}},
@@ -107,22 +107,17 @@ std::map<std::string, Fields> tables() {
             entry("gradients", kGradientGradients)}}};
 }
 
-Fields phase2_tiling(DataType type, std::int32_t tasks) {
-  const auto tiling = cuda::phase2_tiling(type, tasks);
-  return {entry("elements", tiling.elements),
+Fields phase2_tiling(DataType type) {
+  const auto tiling = cuda::phase2_tiling(type);
+  return {entry("tile_segments", tiling.tile_segments),
+          entry("unit", tiling.unit),
+          entry("most_units", tiling.most_units),
+          entry("vector", tiling.vector),
           entry("energy_elements", tiling.energy_elements),
           entry("least_energy_rows", tiling.least_energy_rows),
-          entry("most_tiles", tiling.most_tiles),
           entry("least_items", tiling.least_items),
           entry("lag", tiling.lag),
           entry("project_sums", tiling.project_sums)};
-}
-
-// Blocks of a multiprocessor and the tiles that each can hold, on a GPU of these bytes.
-Fields phase2_blocks(std::int32_t tasks, std::int64_t multiprocessor, std::int64_t block,
-                     std::int64_t reserved) {
-  const auto blocks = cuda::phase2_blocks_on({multiprocessor, block, reserved}, tasks);
-  return {entry("resident", blocks.resident), entry("slots", blocks.slots)};
 }
 
 // Elements of a tile, and tiles of an item of the Gramian.
@@ -131,7 +126,7 @@ std::pair<std::int64_t, std::int64_t> gradient_tiling(DataType type) {
   return {tiling.elements, tiling.most_tiles};
 }
 
-// Bytes of a block, by kernel; in Phase 2 without the tiles that it holds.
+// Bytes of a block, by kernel; in Phase 2 without the items that it holds.
 Fields shared_memory(std::int32_t tasks) {
   return {entry("phase2", cuda::phase2_memory(tasks)),
           entry("gramian", cuda::gramian_memory(tasks)),
@@ -144,8 +139,7 @@ void define_cuda(py::module_ module) {
   module.doc() = "GPU kernels of cs_kernels, on device addresses.";
   module.def("unavailable", &unavailable, "Why the current device cannot run them, if it cannot.");
   module.def("tables", &tables, "Offsets of the fields of every table, by name.");
-  define(module, "phase2_tiling", &phase2_tiling, "type", "tasks");
-  define(module, "phase2_blocks", &phase2_blocks, "tasks", "multiprocessor", "block", "reserved");
+  define(module, "phase2_tiling", &phase2_tiling, "type");
   define(module, "gradient_tiling", &gradient_tiling, "type");
   define(module, "shared_memory", &shared_memory, "tasks");
   define_launch(module, "phase2", "Phase 2", &cuda::phase2, Type{"type"}, Int32{"tasks"},

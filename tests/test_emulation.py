@@ -12,6 +12,7 @@ from torch import Tensor
 import cs_kernels as cs
 from cs_kernels.ops import cuda
 from cs_kernels.ops.gpu import Phase2Launch
+from cs_kernels.ops.gpu.phase2_plan import TensorField
 from cs_kernels.ops.solvers import SOLVERS
 
 pytestmark = [
@@ -21,16 +22,16 @@ pytestmark = [
 
 _ops = torch.ops.cs_kernels
 
-_TILE_BYTES = 128 * 16
-_SLOT_BYTES = 2 * _TILE_BYTES + 128
-_SLOTS = 16
-"""Tiles that a block can hold at most."""
+_ROOM_BYTES = 2 * 6 * 128 * 16
+"""What a SUM item takes that a block of Phase 2 holds."""
+_ROOMS = 4
+"""Items that a block can hold at most."""
 
 
-def _order(tasks: int, seed: int, resident: int, slots: int) -> None:
-    """Sets the order of blocks and threads, and the tiles that a block of Phase 2 can hold."""
+def _order(tasks: int, seed: int, resident: int, rooms: int) -> None:
+    """Sets the order of blocks and threads, and the items that a block of Phase 2 can hold."""
     fixed = cuda._kernels.shared_memory(tasks)["phase2"]
-    cuda._kernels.order(seed, resident, fixed + _SLOT_BYTES * slots)
+    cuda._kernels.order(seed, resident, fixed + _ROOM_BYTES * rooms)
 
 
 def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
@@ -54,8 +55,8 @@ def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
 
 def _assert_same_in_any_order(tasks: int, run: Callable[[], object]) -> None:
     results = []
-    for seed, slots in enumerate((0, _SLOTS, 1, 3)):
-        _order(tasks, seed, 1 + seed, slots)
+    for seed, rooms in enumerate((0, _ROOMS, 1, 2)):
+        _order(tasks, seed, 1 + seed, rooms)
         torch.manual_seed(0)
         with cs.use_backend("cuda"):
             results.append(run())
@@ -76,7 +77,7 @@ def test_same_bits_in_any_order(dtype: torch.dtype, tasks: int) -> None:
 def test_same_bits_whatever_blocks_hold(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tasks: int
 ) -> None:
-    """Nothing, all, or the last tiles of some items: rows of whole vectors, others, unaligned."""
+    """Nothing, all that fits, or some items: rows of whole vectors, others, several runs."""
     launches = []
     launch_phase2 = cuda.operators.launch_phase2
 
@@ -88,39 +89,43 @@ def test_same_bits_whatever_blocks_hold(
     # PROJECT items right behind their layer, while other blocks are not done with it.
     tiling = replace(cuda.operators.tiling(tasks, dtype), lag=0)
     monkeypatch.setattr(cuda.operators, "tiling", lambda *_: tiling)
-    tile = _TILE_BYTES // dtype.itemsize
-    shapes = [(64, tile), (37, tile - 3), (tile + 5, 21), (3, 11 * tile + 8)] + 8 * [(3, tile)]
-    memory = 3 * ["contiguous"] + 9 * ["misaligned"]
+    unit = tiling.unit
+    # Of few units, of many, ends in no vector, many short rows, unaligned; one without priorities.
+    shapes = [(64, 3 * unit), (20, 40 * unit), (37, 5 * unit - 3), (300, 21), (40, unit), (9, unit)]
+    shapes += [(12, 7, 2, 4), (5, unit)]
+    dims = [0] * 6 + [1]
     grads = [
-        laid_out(torch.randn(shape).to(dtype), layout)
-        for shape, layout in zip(shapes, memory, strict=True)
+        laid_out(torch.randn(shape).to(dtype), "misaligned" if t == 4 else "contiguous")
+        for t, shape in enumerate(shapes)
         for _ in range(tasks)
     ]
     grads[tasks] = None
-    priorities = [torch.randint(-1, tasks, shape[:1]) for shape in shapes[:-1]]
+    channels = [shape[dim] for shape, dim in zip(shapes, dims, strict=False)]
+    priorities = [torch.randint(-1, tasks, (n,)) for n in channels]
     priorities[0][:8] = -1
-    layers = [0] * len(priorities), [1] * len(priorities), tasks
+    layers = dims, [1] * len(dims), tasks
     updates = [torch.empty(shape, dtype=dtype) for shape in shapes]
 
-    def held(seed: int, resident: int, slots: int) -> tuple[int, int]:
-        """The tiles of layers that were held, and those left to PROJECT items."""
+    def left(seed: int, resident: int, rooms: int) -> list[int]:
+        """The SUM items of every layer that no block held."""
         launches.clear()
-        _order(tasks, seed, resident, slots)
+        _order(tasks, seed, resident, rooms)
         _ops.project_conflicts_(updates, grads, priorities, *layers)
         (launch,) = launches
-        all_tiles = sum(-(-update.numel() // tile) for update in updates[:-1])
-        left = int(launch.left.sum()) if slots else all_tiles
-        return all_tiles - left, left
+        items = launch.plan.tensors[: len(dims), TensorField.SUM_ITEMS].tolist()
+        if not rooms:
+            return items
+        return [int(part.sum()) for part in launch.left.split(items)]
 
     with cs.use_backend("cuda"):
-        assert held(0, 1, 0)[0] == 0
+        items = left(0, 1, 0)
         expected = [update.clone() for update in updates]
-        assert held(1, 200, _SLOTS)[1] == 0
+        assert left(1, 200, _ROOMS) == [0, 0, 0, 0, items[4], 0, 0]
         assert_equal(updates, expected)
-        for seed, resident, slots in [(2, 1, 1), (3, 2, 6), (4, 7, 3)]:
+        for seed, resident, rooms in [(2, 1, 1), (3, 2, 2), (4, 7, 1)]:
             for update in updates:
                 update.fill_(torch.nan)
-            assert min(held(seed, resident, slots)) > 0
+            assert items[4] < sum(left(seed, resident, rooms)) < sum(items)
             assert_equal(updates, expected)
         # The items of a kind alone hold nothing.
         products = _ops.phase2_products_(updates, grads, priorities, *layers)

@@ -46,7 +46,7 @@ def test_items_depend_on_earlier_ones(
         rows, segments = fields[TensorField.ROWS], fields[TensorField.SIZE]
         number = {kind: sum(k == kind and u == t for k, u, _ in items) for kind in ItemKind}
         sums = number[ItemKind.SUM]
-        per_item = fields[TensorField.TILES] * tiling.elements // tiling.segment
+        per_item = fields[TensorField.TILES] * tiling.tile_segments
         assert sums == fields[TensorField.SUM_ITEMS] == -(-segments // per_item)
         projections = -(-sums // fields[TensorField.PROJECT_SUMS])
         assert number[ItemKind.PROJECT] == (projections if t < layers else 0)

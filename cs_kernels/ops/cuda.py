@@ -64,8 +64,8 @@ def unavailable() -> str | None:
 
 
 @cache
-def _tiling(tasks: int, dtype: torch.dtype) -> Tiling:
-    return Tiling(segment=1, **_kernels.phase2_tiling(TYPES[dtype], tasks))
+def _tiling(dtype: torch.dtype) -> Tiling:
+    return Tiling(**_kernels.phase2_tiling(TYPES[dtype]))
 
 
 if operands.unavailable is None:
@@ -85,8 +85,8 @@ class CudaOperators(GpuOperators):
     """Every launch is on the current stream of the tensors' device."""
 
     def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling:
-        """The tiling of `csrc/cuda/tuning.h`; a tile crosses rows."""
-        return _tiling(tasks, dtype)
+        """The tiling of `csrc/cuda/tuning.h`."""
+        return _tiling(dtype)
 
     def gradient_tiling(self, dtype: torch.dtype, tasks: int) -> tuple[int, int]:
         """The tiling of `csrc/cuda/tuning.h`."""

@@ -2,14 +2,14 @@
 
 #include "block.h"
 #include "cs_kernels/random.h"
-#include "types.h"
+#include "segment.h"
 
 namespace cs_kernels::cuda {
 namespace {
 
-// Elements of a block's pass, and of a tile.
-template <class T> constexpr std::int64_t kStep = std::int64_t{kThreads} * Vector<T>::kSize;
-template <class T> constexpr std::int64_t kTile = kGradientVectors * kStep<T>;
+// Elements of a tile.
+template <class T>
+constexpr std::int64_t kTile = std::int64_t{kGradientVectors} * kThreads * Vector<T>::kSize;
 
 // The item of a block.
 template <class T> struct Piece {
@@ -26,9 +26,10 @@ template <class T> struct Piece {
     return pointer<const T>(load(call + kGradientGradients + task));
   }
   CS_DEVICE T* update() const { return pointer<T>(load(call + kGradientUpdate)); }
-  // Whether the 16 bytes from an element on can be read by one access.
-  CS_DEVICE bool whole(std::int64_t element) const {
-    return aligned && element + Vector<T>::kSize <= tensor.size;
+  // Calls visit(pieces) for this thread's part of the item, kMost vectors at a time.
+  template <int kMost, class Visit> CS_DEVICE void visit(Visit visit) const {
+    for_each_piece<kMost>(Segment<T>(range.begin, range.end, aligned),
+                          static_cast<std::uint32_t>(thread_index()), kThreads, visit);
   }
 
 private:
@@ -71,50 +72,63 @@ CS_DEVICE void add_up(const GramianLaunch& launch, const PlannedGradient& tensor
   }
 }
 
-// The products of an item's gradients, for up to 8 tasks: in registers, then over the block.
+// The products of an item's gradients, for up to 8 tasks: in registers, then over the block. A task
+// without a gradient reads another's, and its products are zero.
 template <class T, int kTasks>
 CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride,
                         double* workspace) {
-  constexpr int kVector = Vector<T>::kSize;
+  constexpr int kPairs = pair_of(kTasks, 0);
   const T* gradients[kTasks];
+  bool exists[kTasks];
+  const T* any = nullptr;
+  CS_UNROLL(kTasks)
+  for (int j = 0; j < kTasks; ++j) {
+    gradients[j] = piece.gradient(j);
+    exists[j] = gradients[j] != nullptr;
+    any = exists[j] ? gradients[j] : any;
+  }
   CS_UNROLL(kTasks)
   for (int j = 0; j < kTasks; ++j)
-    gradients[j] = piece.gradient(j);
-  double products[pair_of(kTasks, 0)] = {};
-  const int offset = thread_index() * kVector;
-  for (std::int64_t element = piece.range.begin + offset; element < piece.range.end;
-       element += kStep<T>) {
-    Vector<T> g[kTasks];
-    const bool whole = piece.whole(element);
-    CS_UNROLL(kTasks)
-    for (int j = 0; j < kTasks; ++j) {
-      if (gradients[j] == nullptr)
-        g[j] = {};
-      else if (whole)
-        g[j] = as_vector<T>(load(words_at(gradients[j] + element)));
-      else
-        for (int e = 0; e < kVector; ++e)
-          g[j].x[e] = element + e < piece.range.end ? load(gradients[j] + element + e) : T{};
-    }
-    CS_UNROLL(kTasks)
-    for (int i = 0; i < kTasks; ++i)
+    gradients[j] = exists[j] ? gradients[j] : any;
+  double products[kPairs] = {};
+  const auto add = [&](const auto& pieces) {
+    using Of = std::decay_t<decltype(pieces)>;
+    Wide<T> dots[kPairs] = {};
+    CS_UNROLL(Of::kNumber)
+    for (int n = 0; n < Of::kNumber; ++n) {
+      Wide<T> g[kTasks][Of::kSize];
       CS_UNROLL(kTasks)
-    for (int j = 0; j <= i; ++j) {
-      Wide<T> dot = 0;
-      for (int e = 0; e < kVector; ++e)
-        dot += widened(g[i].x[e]) * widened(g[j].x[e]);
-      products[pair_of(i, j)] += dot;
+      for (int j = 0; j < kTasks; ++j)
+        widen(vector_at<Of::kSize>(pieces.of(gradients[j], n)), g[j]);
+      CS_UNROLL(kTasks)
+      for (int i = 0; i < kTasks; ++i) {
+        CS_UNROLL(kTasks)
+        for (int j = 0; j <= i; ++j) {
+          CS_UNROLL(Of::kSize)
+          for (int e = 0; e < Of::kSize; ++e)
+            dots[pair_of(i, j)] += g[i][e] * g[j][e];
+        }
+      }
     }
-  }
+    CS_UNROLL(kPairs)
+    for (int pair = 0; pair < kPairs; ++pair)
+      products[pair] += dots[pair];
+  };
+  if (any != nullptr)
+    piece.template visit<gramian_vectors(kTasks)>(add);
   // [pair, warp]
-  CS_UNROLL(kTasks * (kTasks + 1) / 2)
-  for (int pair = 0; pair < pair_of(kTasks, 0); ++pair) {
-    const double sum = warp_sum(products[pair], kWarp);
-    if (thread_index() % kWarp == 0)
-      workspace[pair * kWarps + thread_index() / kWarp] = sum;
+  CS_UNROLL(kTasks)
+  for (int i = 0; i < kTasks; ++i) {
+    CS_UNROLL(kTasks)
+    for (int j = 0; j <= i; ++j) {
+      const double sum = warp_sum(products[pair_of(i, j)], kWarp);
+      if (thread_index() % kWarp == 0)
+        workspace[pair_of(i, j) * kWarps + thread_index() / kWarp] =
+            exists[i] && exists[j] ? sum : 0;
+    }
   }
   synchronize_block();
-  for (int pair = thread_index(); pair < pair_of(kTasks, 0); pair += kThreads) {
+  for (int pair = thread_index(); pair < kPairs; pair += kThreads) {
     double sum = 0;
     for (int warp = 0; warp < kWarps; ++warp)
       sum += workspace[pair * kWarps + warp];
@@ -184,98 +198,116 @@ gramian_kernel(GramianLaunch launch) {
     add_up<kTasks>(launch, tensor);
 }
 
-// Calls write(first element, whether a whole vector) for the vectors and last elements of an item.
-template <class T, class Write> CS_DEVICE void for_each_vector(const Piece<T>& piece, Write write) {
-  constexpr int kVector = Vector<T>::kSize;
-  const int offset = thread_index() * kVector;
-  for (std::int64_t element = piece.range.begin + offset; element < piece.range.end;
-       element += kStep<T>) {
-    if (piece.whole(element)) {
-      write(element, std::true_type{});
-      continue;
-    }
-    const std::int64_t stop =
-        element + kVector < piece.range.end ? element + kVector : piece.range.end;
-    CS_UNROLL(1)
-    for (std::int64_t e = element; e < stop; ++e)
-      write(e, std::false_type{});
+// Calls add(task, numbers, whether they are the first) with some pieces of every gradient that
+// exists; of zeros if none does.
+template <class T, class Pieces, class Add>
+CS_DEVICE void for_each_task(const Piece<T>& piece, const Pieces& pieces, int tasks,
+                             const Add& add) {
+  const auto read_and_add = [&](int j, const T* gradient, auto first) {
+    typename Pieces::Vectors vectors;
+    typename Pieces::Numbers g;
+    read(pieces, gradient, vectors);
+    widen_all(vectors, g);
+    add(j, g, first);
+  };
+  int j = 0;
+  const T* gradient = piece.gradient(0);
+  while (gradient == nullptr && ++j < tasks)
+    gradient = piece.gradient(j);
+  if (gradient == nullptr) {
+    const typename Pieces::Numbers zeros = {};
+    add(0, zeros, std::true_type{});
+    return;
+  }
+  read_and_add(j, gradient, std::true_type{});
+  CS_UNROLL(1)
+  while (++j < tasks) {
+    gradient = piece.gradient(j);
+    if (gradient != nullptr)
+      read_and_add(j, gradient, std::false_type{});
   }
 }
 
-// Calls add(task, its elements) for every task with a gradient.
-template <class T, int kSize, class Add>
-CS_DEVICE void for_each_task(const Piece<T>& piece, int tasks, std::int64_t element, Add add) {
-  CS_UNROLL(kTaskLoads)
-  for (int j = 0; j < tasks; ++j) {
-    const T* gradient = piece.gradient(j);
-    if (gradient == nullptr)
-      continue;
-    Vector<T> g;
-    if constexpr (kSize > 1)
-      g = as_vector<T>(load(words_at(gradient + element)));
-    else
-      g.x[0] = load(gradient + element);
-    add(j, g);
-  }
+// sum = number or sum += number.
+template <class Number>
+CS_DEVICE void add_to(Number& sum, Number number, std::true_type /* first */) {
+  sum = number;
+}
+template <class Number>
+CS_DEVICE void add_to(Number& sum, Number number, std::false_type /* first */) {
+  sum += number;
 }
 
-template <class T> CS_KERNEL(kThreads, kSmallBlocks) combine_kernel(CombineLaunch launch) {
+template <class T> CS_KERNEL(kThreads, kCombineBlocks) combine_kernel(CombineLaunch launch) {
   const Piece<T> piece(launch.gradients);
   const int tasks = launch.gradients.tasks;
   const double* weights = launch.weights + piece.tensor.group * tasks;
-  T* update = piece.update();
-  for_each_vector(piece, [&](std::int64_t element, auto vectors) {
-    constexpr int kSize = vectors ? Vector<T>::kSize : 1;
-    Wide<T> total[kSize] = {};
-    for_each_task<T, kSize>(piece, tasks, element, [&](int j, const Vector<T>& g) {
+  piece.template visit<kCombineVectors<T>>([&](const auto& pieces) {
+    using Of = std::decay_t<decltype(pieces)>;
+    typename Of::Numbers totals;
+    for_each_task(piece, pieces, tasks, [&](int j, const typename Of::Numbers& g, auto first) {
       const auto weight = static_cast<Wide<T>>(load(weights + j));
-      for (int e = 0; e < kSize; ++e)
-        total[e] += weight * widened(g.x[e]);
+      CS_UNROLL(Of::kNumber)
+      for (int n = 0; n < Of::kNumber; ++n) {
+        CS_UNROLL(Of::kSize)
+        for (int e = 0; e < Of::kSize; ++e)
+          add_to(totals[n][e], weight * g[n][e], first);
+      }
     });
-    store_narrowed(update + element, total);
+    typename Of::Vectors vectors;
+    narrow_all<T>(totals, vectors);
+    write(pieces, piece.update(), vectors);
   });
 }
 
-template <class T> CS_KERNEL(kThreads, kSmallBlocks / 2) drop_signs_kernel(DropLaunch launch) {
+template <class T> CS_KERNEL(kThreads, kCombineBlocks) drop_signs_kernel(DropLaunch launch) {
   const Piece<T> piece(launch.gradients);
   const int tasks = launch.gradients.tasks;
-  T* update = piece.update();
   const std::uint64_t key = splitmix64(advanced(launch.state, launch.counter));
-  // A tile has indices of at most two ranges of 2^32.
+  // An item has indices of at most two ranges of 2^32.
   const auto first = static_cast<std::uint64_t>(piece.tensor.first_index + piece.range.begin);
   const UniformNumbers of_first(key, first);
   const UniformNumbers of_next(key, first + (std::uint64_t{1} << 32));
-  for_each_vector(piece, [&](std::int64_t element, auto vectors) {
-    using W = Wide<T>;
-    constexpr int kSize = vectors ? Vector<T>::kSize : 1;
-    W positive[kSize] = {};
-    W negative[kSize] = {};
-    W kept_positive[kSize] = {};
-    W kept_negative[kSize] = {};
-    W leaked[kSize] = {};
-    for_each_task<T, kSize>(piece, tasks, element, [&](int j, const Vector<T>& elements) {
-      const auto leak = static_cast<W>(load(launch.leaks + j));
-      for (int e = 0; e < kSize; ++e) {
-        const W g = widened(elements.x[e]);
-        const W above = g > 0 ? g : 0;
-        const W below = g > 0 ? 0 : g; // and NaN
-        positive[e] += above;
-        negative[e] += below;
-        kept_positive[e] += (1 - leak) * above;
-        kept_negative[e] += (1 - leak) * below;
-        leaked[e] += leak * g;
+  piece.template visit<kDropVectors<T>>([&](const auto& pieces) {
+    using Of = std::decay_t<decltype(pieces)>;
+    typename Of::Numbers positive;
+    typename Of::Numbers negative;
+    typename Of::Numbers leaked_positive; // kept where the sign is not chosen
+    typename Of::Numbers leaked_negative;
+    for_each_task(piece, pieces, tasks, [&](int j, const typename Of::Numbers& g, auto begins) {
+      const auto leak = static_cast<Wide<T>>(load(launch.leaks + j));
+      CS_UNROLL(Of::kNumber)
+      for (int n = 0; n < Of::kNumber; ++n) {
+        CS_UNROLL(Of::kSize)
+        for (int e = 0; e < Of::kSize; ++e) {
+          const Wide<T> above = g[n][e] > 0 ? g[n][e] : 0;
+          const Wide<T> below = g[n][e] - above; // and NaN
+          add_to(positive[n][e], above, begins);
+          add_to(negative[n][e], below, begins);
+          add_to(leaked_positive[n][e], leak * above, begins);
+          add_to(leaked_negative[n][e], leak * below, begins);
+        }
       }
     });
-    for (int e = 0; e < kSize; ++e) {
-      const auto number = static_cast<std::uint64_t>(piece.tensor.first_index + element + e);
-      const UniformNumbers& numbers = number >> 32 == first >> 32 ? of_first : of_next;
-      const W u = numbers.at(static_cast<std::uint32_t>(number));
-      const W chosen =
-          u * (positive[e] - negative[e]) < positive[e] ? kept_positive[e] : kept_negative[e];
-      // Zero times the sum: infinities and NaN are not dropped.
-      leaked[e] += chosen + 0 * (positive[e] + negative[e]);
+    CS_UNROLL(Of::kNumber)
+    for (int n = 0; n < Of::kNumber; ++n) {
+      const std::int64_t element = pieces.offsets[n] / static_cast<std::int64_t>(sizeof(T));
+      const auto index = static_cast<std::uint64_t>(piece.tensor.first_index + element);
+      CS_UNROLL(Of::kSize)
+      for (int e = 0; e < Of::kSize; ++e) {
+        const std::uint64_t number = index + static_cast<std::uint64_t>(e);
+        const UniformNumbers& numbers = number >> 32 == first >> 32 ? of_first : of_next;
+        const Wide<T> u = numbers.at(static_cast<std::uint32_t>(number));
+        const Wide<T> p = positive[n][e];
+        const bool chosen = u * (p - negative[n][e]) < p;
+        // Zero times the other sum: its infinities and NaN are not dropped.
+        positive[n][e] = chosen ? p + leaked_negative[n][e] + 0 * negative[n][e]
+                                : negative[n][e] + leaked_positive[n][e] + 0 * p;
+      }
     }
-    store_narrowed(update + element, leaked);
+    typename Of::Vectors vectors;
+    narrow_all<T>(positive, vectors);
+    write(pieces, piece.update(), vectors);
   });
 }
 
@@ -287,7 +319,7 @@ std::size_t gramian_memory(std::int32_t tasks) {
 
 GradientTiling gradient_tiling(DataType type) {
   return with_type(
-      type, [](auto like) { return GradientTiling{kTile<decltype(like)>, kMostGramianTiles}; });
+      type, [](auto like) { return GradientTiling{kTile<decltype(like)>, kMostGradientTiles}; });
 }
 
 Status gramian(const GramianLaunch& arguments, Stream stream) {

@@ -5,338 +5,150 @@
 
 namespace cs_kernels::cuda {
 
-// A SUM item of up to 8 tasks: the plain sum, to memory or to a slot, and products[i, j] =
-// <G_i, G_j> over channel group i. Products are in shared memory: the group changes from row to
-// row, and registers cannot be indexed.
-template <class T, int kTasks> struct Sum {
-  static constexpr int kVector = Vector<T>::kSize;
-  static constexpr auto kTile = tile_elements<T, kTasks>();
-  static constexpr int kLanes = product_lanes(kTasks);
-  static constexpr int kShare = product_share(kTasks);
-  static constexpr int kApart = Work<T>::kApart;
-  static constexpr int kNoSlot = -1;
-
+// The plain sum of a team's segment, and its products with the reference gradient. A thread reads
+// some vectors of the reference gradient, then of one other gradient after the other.
+template <class T> struct Sum {
   const Work<T>& work;
-  const T* gradients[kTasks];
-  double* kept; // [K * kShare, kThreads], from this thread's column on
-  std::uint64_t evict;
+  const TeamSegment<T> segment;
+  const T* first; // the gradient that the sum begins with; null if there is none
+  int first_task; // its task
+  int group;      // the channel group if it is the reference gradient; otherwise products are zero
+  T* held = nullptr;  // the thread's first vector in a room; null: the sum goes to memory
+  bool began = false; // whether the products have a first part
 
-  CS_DEVICE explicit Sum(const Work<T>& of)
-      : work(of), kept(shared_products() + thread_index()), evict(policy_to_evict()) {
-    CS_UNROLL(kTasks)
-    for (int j = 0; j < kTasks; ++j)
-      gradients[j] = work.gradient(j);
-  }
-
-  CS_DEVICE double& kept_at(int number) {
-    const int offset = number * kThreads;
-    return kept[offset];
-  }
-
-  // Adds dot(j), this thread's part of <G_group, G_j>, to the products; -1: nothing. Adjacent lanes
-  // keep the products together: each adds up its share of the j for all of them. All threads of
-  // a warp must call it.
-  template <class Dot> CS_DEVICE void add(int group, const Dot& dot) {
-    bool pending = group >= 0;
-    // Once where the lanes have the same group, as within a row.
-    while (kLanes > 1 ? any_of_warp(pending) : pending) {
-      int greatest = pending ? group : -1;
-      for (int mask = kLanes / 2; mask > 0; mask /= 2) {
-        const int other = exchanged(greatest, mask);
-        greatest = other > greatest ? other : greatest;
-      }
-      const bool counts = pending && group == greatest;
-      Wide<T> sums[kLanes * kShare] = {};
-      CS_UNROLL(kTasks)
-      for (int j = 0; j < kTasks; ++j)
-        sums[j] = counts ? dot(j) : 0;
-      scatter_sum<kLanes, kShare>(sums);
-      if (greatest >= 0)
-        for (int n = 0; n < kShare; ++n)
-          kept_at(greatest * kShare + n) += sums[n];
-      pending = pending && !counts;
-    }
-  }
-
-  // A vector of each gradient, and their channel group.
-  struct Read {
-    int group;
-    Words words[kTasks];
-  };
-
-  // keep: whether a PROJECT item will read the reference gradient again.
-  CS_DEVICE Read read(std::int64_t element, int group, bool keep) const {
-    Read result;
-    result.group = group;
-    const bool whole = group != kApart;
-    if (work.aligned) {
-      CS_UNROLL(kTasks)
-      for (int j = 0; j < kTasks; ++j)
-        result.words[j] = whole && gradients[j] != nullptr
-                              ? load(words_at(gradients[j] + element), keep && j == group, evict)
-                              : Words{};
-    } else {
-      CS_UNROLL(kTasks)
-      for (int j = 0; j < kTasks; ++j) {
-        Vector<T> vector{};
-        for (int e = 0; e < kVector; ++e)
-          if (whole && gradients[j] != nullptr)
-            vector.x[e] = load(gradients[j] + element + e);
-        result.words[j] = as_words(vector);
-      }
-    }
-    return result;
-  }
-
-  // The vectors of a warp. offset: of this thread's vector in the tile.
-  CS_DEVICE void vector(std::int64_t element, int offset, int slot, const Words (&words)[kTasks],
-                        int group) {
-    // Masks, as the compiler may index an array of candidates in local memory.
-    Words reference_words{};
-    CS_UNROLL(kTasks)
-    for (int j = 0; j < kTasks; ++j) {
-      const std::uint32_t mask = j == group ? ~0u : 0u;
-      for (int word = 0; word < 4; ++word)
-        reference_words.x[word] |= words[j].x[word] & mask;
-    }
-    if (group != kApart) {
-      Wide<T> total[kVector] = {};
-      CS_UNROLL(kTasks)
-      for (int j = 0; j < kTasks; ++j) {
-        const auto g = as_vector<T>(words[j]);
-        for (int e = 0; e < kVector; ++e)
-          total[e] += widened(g.x[e]);
-      }
-      if (slot == kNoSlot) {
-        store_narrowed(work.update + element, total, work.aligned);
-      } else {
-        auto& held = slot_at<T, kTasks>(slot);
-        store_narrowed(held.sums + offset, total);
-        *words_at(held.references + offset) = reference_words;
-      }
-    }
-    const auto reference = as_vector<T>(reference_words);
-    add(group, [&](int j) {
-      const auto g = as_vector<T>(words[j]);
-      Wide<T> dot = 0;
-      for (int e = 0; e < kVector; ++e)
-        dot += widened(reference.x[e]) * widened(g.x[e]);
-      return dot;
-    });
-  }
-
-  // The elements of a vector, one at a time, as far as they are before `end`: at the ends of rows.
-  // offset: of the first one in the tile.
-  CS_DEVICE void elements(std::int64_t element, int offset, std::int64_t end, int slot) {
-    Wide<T> dots[kTasks] = {};
-    std::int64_t group = -1;
-    CS_UNROLL(1)
-    for (int n = 0; n <= kVector; ++n, ++element, ++offset) {
-      const bool inside = n < kVector && element < end;
-      const std::int64_t next = inside ? work.task_of(work.run_of(element)) : -1;
-      if (any_of_warp(next != group)) {
-        add(static_cast<int>(group), [&](int j) { return dots[j]; });
-        CS_UNROLL(kTasks)
-        for (int j = 0; j < kTasks; ++j)
-          dots[j] = 0;
-        group = next;
-      }
-      if (!inside)
-        continue;
-      Wide<T> g[kTasks];
-      Wide<T> total = 0;
-      Wide<T> reference = 0;
-      CS_UNROLL(kTasks)
-      for (int j = 0; j < kTasks; ++j) {
-        g[j] = gradients[j] != nullptr ? widened(load(gradients[j] + element)) : 0;
-        total += g[j];
-        reference = j == group ? g[j] : reference;
-      }
-      if (slot == kNoSlot) {
-        work.update[element] = narrowed<T>(total);
-      } else {
-        slot_at<T, kTasks>(slot).sums[offset] = narrowed<T>(total);
-        slot_at<T, kTasks>(slot).references[offset] = narrowed<T>(reference);
-      }
-      CS_UNROLL(kTasks)
-      for (int j = 0; j < kTasks; ++j)
-        dots[j] += reference * g[j];
-    }
-  }
-
-  // Writes the first tiles, `left`, and keeps the others in the slots of the ring from `slot` on.
-  CS_DEVICE void run(std::int32_t index, int left, int slot, int slots) {
-    const PlannedTensor& tensor = work.tensor;
-    for (int number = 0; number < kTasks * kShare; ++number)
-      kept_at(number) = 0;
-    const auto [begin, end] = item_range(index, tensor.tiles * kTile, tensor.size);
-    const int offset = thread_index() * kVector;
-    // The group decides what the cache keeps, so its load is ahead of the gradients'.
-    constexpr auto kAhead = prefetches(kTasks) ? kTile : 0;
-    Read next;
-    int group = work.group_at(begin + offset, end);
-    if constexpr (prefetches(kTasks)) {
-      next = read(begin + offset, group, left > 0);
-      group = work.group_at(begin + offset + kTile, end);
-    }
-    for (std::int64_t start = begin; start < end; start += kTile, --left) {
-      const std::int64_t element = start + offset;
-      if constexpr (!prefetches(kTasks))
-        next = read(element, group, left > 0);
-      const Read now = next;
-      if constexpr (prefetches(kTasks))
-        next = read(element + kTile, group, left > 1);
-      group = work.group_at(element + kTile + kAhead, end);
-      const int to = left > 0 ? kNoSlot : slot;
-      if (to != kNoSlot)
-        slot_at<T, kTasks>(to).groups[thread_index()] = static_cast<std::int8_t>(now.group);
-      vector(element, offset, to, now.words, now.group);
-      const bool apart = now.group == kApart && element < end;
-      if (any_of_warp(apart))
-        elements(element, offset, apart ? end : element, to);
-      if (left <= 0)
-        slot = wrapped(slot + 1, slots);
-    }
-    if (tensor.layer < 0)
+  CS_DEVICE Sum(const Work<T>& of, std::int64_t item)
+      : work(of), segment(of, item), first_task(segment.group < 0 ? 0 : segment.group),
+        group(segment.group) {
+    first = work.gradient(first_task);
+    if (first != nullptr)
       return;
-    synchronize_block();
-    double* products = work.launch.item_products + tensor.first_sum * kTasks * kTasks;
-    const int lane = thread_index() % kWarp;
-    for (int number = thread_index() / kWarp; number < kTasks * kShare; number += kWarps) {
-      const int first = number * kThreads + lane;
-      double sum = 0;
-      for (int n = first; n < first + kThreads; n += kWarp)
-        sum += shared_products()[n];
-      sum = strided_sum(sum, kLanes);
-      const int j = lane * kShare + number % kShare;
-      if (lane < kLanes && j < kTasks)
-        products[(number / kShare * kTasks + j) * tensor.sum_items + index] = sum;
+    group = -1;
+    for (int task = 0; task < work.launch.tasks && first == nullptr; ++task) {
+      first_task = task;
+      first = work.gradient(task);
     }
+  }
+
+  CS_DEVICE void add_dot(int task, Wide<T> dot) const {
+    const int offset = task * kDotsWidth + thread_index() + thread_index() / kTeam;
+    double& sum = dots_of_lanes()[offset];
+    sum = began ? sum + dot : dot;
+  }
+
+  template <int kSize, int kNumber> CS_DEVICE void add(const Pieces<T, kSize, kNumber>& pieces) {
+    const std::uint64_t evict = policy_to_evict(); // PROJECT items read the first one again
+    Vector<T, kSize> vectors[kNumber];
+    Wide<T> references[kNumber][kSize];
+    Wide<T> totals[kNumber][kSize]; // begin with the reference gradient
+    Wide<T> dot = 0;
+    read(pieces, first, vectors);
+    widen_all(vectors, references);
+    widen_all(vectors, totals);
+    CS_UNROLL(kNumber)
+    for (int n = 0; n < kNumber; ++n) {
+      CS_UNROLL(kSize)
+      for (int e = 0; e < kSize; ++e)
+        dot += references[n][e] * references[n][e];
+    }
+    add_dot(first_task, dot);
+    if (held != nullptr)
+      write_held(pieces, held + kHalfRoom<T>, vectors);
+    int other = 1; // of the other tasks; without any, one that has no gradient
+    CS_UNROLL(1)
+    do {
+      const int task = other > first_task ? other : other - 1;
+      const T* gradient = other < work.launch.tasks ? work.gradient(task) : nullptr;
+      dot = 0;
+      if (gradient != nullptr) {
+        read(pieces, gradient, vectors, evict);
+        CS_UNROLL(kNumber)
+        for (int n = 0; n < kNumber; ++n) {
+          Wide<T> g[kSize];
+          widen(vectors[n], g);
+          CS_UNROLL(kSize)
+          for (int e = 0; e < kSize; ++e) {
+            totals[n][e] += g[e];
+            dot += references[n][e] * g[e];
+          }
+        }
+      }
+      add_dot(task, dot);
+    } while (++other < work.launch.tasks);
+    began = true;
+    narrow_all<T>(totals, vectors);
+    if (held != nullptr)
+      write_held(pieces, held, vectors);
+    else
+      write(pieces, work.update(), vectors);
+  }
+
+  // Without any gradient, the update is zero.
+  template <int kSize, int kNumber>
+  CS_DEVICE void clear(const Pieces<T, kSize, kNumber>& pieces) const {
+    const Vector<T, kSize> zeros[kNumber] = {};
+    write(pieces, work.update(), zeros);
+  }
+
+  CS_DEVICE void run() {
+    if (first != nullptr)
+      for_each_team_piece(segment, [&](const auto& pieces) { add(pieces); });
+    else
+      for_each_team_piece(segment, [&](const auto& pieces) { clear(pieces); });
+    if (!began)
+      for (int task = 0; task < work.launch.tasks; ++task)
+        add_dot(task, 0);
   }
 };
 
-// Sums an item. Its last tiles go to the free slots, its first tiles to memory, for PROJECT.
-template <class T, int kTasks>
-CS_DEVICE void sum_and_hold(const Work<T>& work, const Phase2Arguments& launch, const Item& item,
-                            Shared& shared) {
-  constexpr auto kTile = tile_elements<T, kTasks>();
-  const PlannedTensor& tensor = work.tensor;
-  const auto [begin, end] = item_range(item.index, tensor.tiles * kTile, work.size);
-  const int tiles = static_cast<int>((end - begin + kTile - 1) / kTile);
-  const int free = tensor.layer >= 0 ? launch.slots - shared.used : 0;
-  const int held = free < tiles ? free : tiles;
-  const int left = tiles - held;
-  const int slot = wrapped(shared.oldest + shared.used, launch.slots);
-  Sum<T, kTasks>(work).run(item.index, left, slot, launch.slots);
-  if (thread_index() > 0 || tensor.layer < 0 || launch.slots == 0)
-    return;
-  launch.left[tensor.first_sum + item.index] = left;
-  if (held > 0)
-    shared.held[slot] = {item.tensor, item.index, left, held};
-  shared.used += held;
+// The products of an item, d_ij over its segments of channel group i, written to [tasks, tasks].
+CS_DEVICE void write_products(const Shared& shared, int tasks, double* products) {
+  const double* of_lanes = dots_of_lanes();
+  double* of_teams = dots_of_teams(tasks);
+  synchronize_block();
+  for (int n = thread_index(); n < tasks * kTeams; n += kThreads) {
+    const int first = n / kTeams * kDotsWidth + n % kTeams * (kTeam + 1);
+    double sum = of_lanes[first];
+    for (int lane = 1; lane < kTeam; ++lane)
+      sum += of_lanes[first + lane];
+    of_teams[n] = sum;
+  }
+  synchronize_block();
+  for (int pair = thread_index(); pair < tasks * tasks; pair += kThreads) {
+    const int group = pair / tasks;
+    const int first = (pair - group * tasks) * kTeams;
+    double sum = 0;
+    CS_UNROLL(kTeams)
+    for (int team = 0; team < kTeams; ++team)
+      if (shared.groups[team] == group)
+        sum += of_teams[first + team];
+    products[pair] = sum;
+  }
 }
 
-// A SUM item of any number of tasks. A tile of all gradients is in shared memory; a thread computes
-// all products with one gradient, over a part of the columns.
-template <class T> struct Sum<T, 0> {
-  const Work<T>& work;
-  const int tasks;
-  const int slots; // K * K
-  const int parts;
-  const int numbers; // parts * K * K
-  const int task;    // this thread's
-  const int part;
-  double* products; // [parts, K, K]
-  double* tile;     // [K, kGeneralColumns + 1]: columns in different banks
-  double* groups;   // [kGeneralColumns], a task or -1
-
-  CS_DEVICE explicit Sum(const Work<T>& of)
-      : work(of), tasks(of.launch.tasks), slots(tasks * tasks), parts(general_parts(tasks)),
-        numbers(parts * slots), task(thread_index() % tasks), part(thread_index() / tasks),
-        products(shared_products()), tile(products + numbers), groups(column(tasks)) {}
-
-  // The elements of a task.
-  CS_DEVICE double* column(int j) const {
-    const int first = j * (kGeneralColumns + 1);
-    return tile + first;
-  }
-
-  CS_DEVICE void read(std::int64_t start, std::int64_t end) {
-    CS_UNROLL(4)
-    for (int i = thread_index(); i < tasks * kGeneralColumns; i += kThreads) {
-      const int j = i / kGeneralColumns;
-      const int e = i % kGeneralColumns;
-      const T* gradient = work.gradient(j);
-      const bool inside = gradient != nullptr && start + e < end;
-      column(j)[e] = inside ? widened(load(gradient + start + e)) : 0;
-    }
-    const int e = thread_index();
-    if (e < kGeneralColumns)
-      groups[e] = start + e < end ? work.task_of(work.run_of(start + e)) : -1;
-  }
-
-  CS_DEVICE void write(std::int64_t start, std::int64_t end) {
-    const int e = thread_index() - (kThreads - kGeneralColumns);
-    if (e < 0 || start + e >= end)
-      return;
-    Wide<T> total = 0;
-    for (int j = 0; j < tasks; ++j)
-      total += static_cast<Wide<T>>(column(j)[e]);
-    work.update[start + e] = narrowed<T>(total);
-  }
-
-  CS_DEVICE void multiply() {
-    if (part >= parts)
-      return;
-    const double* g = column(task);
-    const int first = part * slots + task;
-    double* own = products + first;
-    const int columns = kGeneralColumns / parts;
-    int group = -1;
-    double sum = 0;
-    const auto add = [&] {
-      const int row = group * tasks;
-      if (group >= 0)
-        own[row] += sum;
-    };
-    for (int e = part * columns; e < (part + 1) * columns; ++e) {
-      const int next = static_cast<int>(groups[e]);
-      if (next != group) {
-        add();
-        group = next;
-        sum = 0;
-      }
-      if (group >= 0)
-        sum += column(group)[e] * g[e];
-    }
-    add();
-  }
-
-  CS_DEVICE void run(std::int32_t index) {
-    constexpr auto kTile = tile_elements<T, 0>();
-    const PlannedTensor& tensor = work.tensor;
-    for (int slot = thread_index(); slot < numbers; slot += kThreads)
-      products[slot] = 0;
-    const auto [begin, end] = item_range(index, tensor.tiles * kTile, tensor.size);
-    for (std::int64_t start = begin; start < end; start += kGeneralColumns) {
-      synchronize_block();
-      read(start, end);
-      synchronize_block();
-      write(start, end);
-      if (tensor.layer >= 0)
-        multiply();
-    }
-    synchronize_block();
-    if (tensor.layer < 0)
-      return;
-    double* out = work.launch.item_products + (tensor.first_sum + index) * slots;
-    for (int slot = thread_index(); slot < slots; slot += kThreads) {
-      double sum = 0;
-      for (int n = 0; n < parts; ++n)
-        sum += products[n * slots + slot];
-      out[slot] = sum;
-    }
-  }
-};
+// Sums an item. A block holds it if it fits into a room and one is free.
+template <class T>
+CS_DEVICE void sum_and_hold(const Work<T>& work, const Phase2Arguments& launch, const Item& item,
+                            Shared& shared) {
+  const PlannedTensor& tensor = work.tensor;
+  Sum<T> sum(work, item.index);
+  const bool holds =
+      tensor.fits_room != 0 && work.aligned && shared.used < launch.rooms && sum.first != nullptr;
+  const int room = wrapped(shared.oldest + shared.used, launch.rooms);
+  if (holds)
+    sum.held = room_at<T>(launch.tasks, room);
+  sum.run();
+  if (tensor.layer < 0)
+    return;
+  if (lane_of_team() == 0)
+    shared.groups[thread_index() / kTeam] = sum.group;
+  const std::int64_t number = tensor.first_sum + item.index;
+  write_products(shared, launch.tasks, launch.item_products + number * launch.tasks * launch.tasks);
+  if (thread_index() > 0 || launch.left == nullptr)
+    return;
+  launch.left[number] = !holds;
+  if (holds)
+    shared.held[room] = {item.tensor, item.index};
+  shared.used += holds;
+}
 
 } // namespace cs_kernels::cuda

@@ -6,133 +6,143 @@
 
 #include "block.h"
 #include "cs_kernels/combine.h"
-#include "cs_kernels/cuda/phase2.h"
-#include "types.h"
+#include "segment.h"
 
 namespace cs_kernels::cuda {
 
 struct Phase2Arguments : Phase2Launch {
-  std::int32_t slots; // tiles that a block can hold; 0: every tile is left to PROJECT
+  std::int32_t rooms; // of a block, each for a SUM item that it holds
 };
 
-// The last tiles of a SUM item, held in consecutive slots of a ring.
+// A SUM item whose sums and reference gradients are held.
 struct HeldItem {
   std::int32_t tensor;
   std::int32_t index;
-  std::int32_t first; // tile of the item
-  std::int32_t tiles;
 };
 
 // The first part of a block's shared memory.
 struct alignas(16) Shared {
-  double sums[strength_tasks(0) * kWarps];
-  double numbers[kMaxTasks]; // sums of strengths, or the coefficients a_i
+  double sums[kThreads];    // workspace
+  double totals[kMaxTasks]; // of strengths
   std::int32_t drawn;
   std::int32_t last;
   std::int32_t ready;
-  std::int32_t oldest;             // slot that is in use
-  std::int32_t used;               // slots
-  std::int32_t left[kProjectSums]; // tiles of SUM items
-  HeldItem held[kMostSlots];       // each at its first slot
+  std::int32_t oldest; // of the held items
+  std::int32_t used;   // rooms
+  std::int32_t groups[kTeams];
+  HeldItem held[kMostRooms]; // a ring
 };
 
-// The second: the products of an item, for all threads.
-CS_DEVICE double* shared_products() {
+// The second: the products of the teams' segments, of every lane [tasks, kDotsWidth] and then of
+// every team [tasks, kTeams]. There is a row for a second task in any case.
+constexpr int kDotsWidth = kThreads + kThreads / kTeam; // lanes of a team in different banks
+CS_HOST_DEVICE_INLINE constexpr int dots_rows(int tasks) { return tasks < 2 ? 2 : tasks; }
+CS_DEVICE double* dots_of_lanes() {
   return reinterpret_cast<double*>(shared_memory() + sizeof(Shared));
 }
-
-// In the unrolled kernels, [K * K / lanes, kThreads] products: each lane has a share of every row.
-CS_HOST_DEVICE_INLINE constexpr int product_share(int tasks) {
-  return (tasks + product_lanes(tasks) - 1) / product_lanes(tasks);
+CS_DEVICE double* dots_of_teams(int tasks) {
+  return dots_of_lanes() + dots_rows(tasks) * kDotsWidth;
 }
-CS_HOST_DEVICE_INLINE constexpr int unrolled_products(int tasks) {
-  return tasks * product_share(tasks) * kThreads;
-}
-
-// The threads that share a task's products in the general kernel: each has a part of the columns.
-CS_HOST_DEVICE_INLINE constexpr int general_parts(int tasks) {
-  int parts = 1;
-  while (parts < kGeneralColumns / 4 && 2 * parts * tasks <= kThreads &&
-         2 * parts * tasks * tasks <= kGeneralProducts)
-    parts *= 2;
-  return parts;
+CS_HOST_DEVICE_INLINE constexpr int shared_bytes(int tasks) {
+  constexpr int kRow = (kDotsWidth + kTeams) * sizeof(double);
+  return static_cast<int>(sizeof(Shared)) + dots_rows(tasks) * kRow;
 }
 
-// Elements of a tile: a vector of each thread, or the rounds of the general kernel.
-template <class T, int kTasks> constexpr std::int64_t tile_elements() {
-  return std::int64_t{kTasks > 0 ? kThreads * Vector<T>::kSize : kGeneralRounds * kGeneralColumns};
+// The third: rooms of [2, kPieces, kThreads] vectors. A thread reads what it has written.
+constexpr int kRoomBytes = 2 * kPieces * kThreads * 16;
+template <class T> constexpr int kHalfRoom = kRoomBytes / 2 / sizeof(T);
+// This thread's first vector of a room; its first reference gradient is half a room later.
+template <class T> CS_DEVICE T* room_at(int tasks, int room) {
+  unsigned char* rooms = shared_memory() + shared_bytes(tasks);
+  const int offset = room * kRoomBytes + thread_index() * 16;
+  return reinterpret_cast<T*>(rooms + offset);
+}
+// Some pieces, to or from half a room.
+template <class T, int kSize, int kNumber>
+CS_DEVICE void write_held(const Pieces<T, kSize, kNumber>& pieces, T* half,
+                          const Vector<T, kSize> (&vectors)[kNumber]) {
+  constexpr int kStep = kThreads * Vector<T>::kSize;
+  CS_UNROLL(kNumber)
+  for (int n = 0; n < kNumber; ++n)
+    store(half + (pieces.first + n) * kStep, vectors[n]);
+}
+template <class T, int kSize, int kNumber>
+CS_DEVICE void read_held(const Pieces<T, kSize, kNumber>& pieces, const T* half,
+                         Vector<T, kSize> (&vectors)[kNumber]) {
+  constexpr int kStep = kThreads * Vector<T>::kSize;
+  CS_UNROLL(kNumber)
+  for (int n = 0; n < kNumber; ++n)
+    vectors[n] = vector_at<kSize>(half + (pieces.first + n) * kStep);
 }
 
-// The third, in the unrolled kernels: a slot has a tile's plain sums, its reference gradients, and
-// the channel groups of its vectors.
-template <class T> struct alignas(16) Slot {
-  T sums[kThreads * Vector<T>::kSize];
-  T references[kThreads * Vector<T>::kSize];
-  std::int8_t groups[kThreads];
-};
-constexpr std::int64_t kSlotBytes = sizeof(Slot<float>);
-
-template <class T, int kTasks> CS_DEVICE Slot<T>& slot_at(int number) {
-  return reinterpret_cast<Slot<T>*>(shared_memory() + sizeof(Shared) +
-                                    unrolled_products(kTasks) * sizeof(double))[number];
+// A place in the ring, from its number or a round later.
+CS_DEVICE std::int32_t wrapped(std::int32_t place, std::int32_t rooms) {
+  return place < rooms ? place : place - rooms;
 }
 
-// A slot of the ring, from its number or a round later.
-CS_DEVICE std::int32_t wrapped(std::int32_t slot, std::int32_t slots) {
-  return slot < slots ? slot : slot - slots;
+CS_DEVICE std::uint32_t lane_of_team() {
+  return static_cast<std::uint32_t>(thread_index()) % kTeam;
 }
 
-// The tensor that a block works on. Hot fields are copied to registers: the compiler must assume
-// that stores alias the tables.
+// The tensor that a block works on.
 template <class T> struct Work {
   const Phase2Launch& launch;
   const PlannedTensor& tensor;
   const std::int64_t* call; // its row of the table of addresses
-  T* update;
-  const std::int64_t* priority;
-  std::int64_t size;
-  std::int64_t inner;
   bool aligned;
-  bool contiguous_rows;
 
   CS_DEVICE Work(const Phase2Launch& arguments, std::int32_t number)
       : launch(arguments), tensor(arguments.tensors[number]),
         call(arguments.table + static_cast<std::int64_t>(number) * (kGradients + arguments.tasks)),
-        update(pointer<T>(load(call + kUpdate))),
-        priority(tensor.layer >= 0 ? pointer<const std::int64_t>(load(call + kPriority)) : nullptr),
-        size(tensor.size), inner(tensor.inner), aligned(load(call + kAligned) != 0),
-        contiguous_rows(tensor.length == tensor.inner) {}
+        aligned(load(call + kAligned) != 0) {}
 
-  CS_DEVICE const T* gradient(std::int64_t task) const {
+  CS_DEVICE T* update() const { return pointer<T>(load(call + kUpdate)); }
+  CS_DEVICE const T* gradient(int task) const {
     return pointer<const T>(load(call + kGradients + task));
   }
-
-  // The task whose channel group the elements of a run belong to, or -1; a run is `inner`
-  // contiguous elements. Priorities may have been written in the same launch.
-  CS_DEVICE std::int64_t task_of(std::int64_t run) const {
-    if (priority == nullptr)
-      return -1;
-    std::int64_t row = run;
-    if (!contiguous_rows) {
-      const std::int64_t channels = tensor.channels;
-      const std::int64_t group = quotient(run, channels * quotient(tensor.length, inner));
-      row = group * channels + run - quotient(run, channels) * channels;
-    }
-    const std::int64_t task = priority[row];
-    return task >= 0 && task < launch.tasks ? task : -1;
-  }
-  CS_DEVICE std::int64_t run_of(std::int64_t element) const {
-    return priority == nullptr ? 0 : quotient(element, inner);
-  }
-  // The channel group of a vector: a task, -1, or kApart where its elements are not all of one row.
-  static constexpr int kApart = -2;
-  CS_DEVICE int group_at(std::int64_t element, std::int64_t end) const {
-    if (element >= end)
-      return kApart;
-    const std::int64_t run = run_of(element);
-    const std::int64_t row_end = priority == nullptr ? size : (run + 1) * inner;
-    return element + Vector<T>::kSize <= row_end ? static_cast<int>(task_of(run)) : kApart;
+  CS_DEVICE std::int32_t* counters() const {
+    return launch.counters + tensor.layer * kLayerCounters;
   }
 };
+
+// The segment of a thread's team in a SUM item, and the task whose channel group it belongs to, or
+// -1. Priorities may have been written in the same launch.
+template <class T> struct TeamSegment : Segment<T> {
+  int group;
+
+  CS_DEVICE TeamSegment(const Work<T>& work, std::int64_t item)
+      : TeamSegment(work, static_cast<std::uint32_t>(item) * kTeams + thread_index() / kTeam,
+                    static_cast<std::uint32_t>(work.tensor.row_segments)) {}
+
+private:
+  CS_DEVICE TeamSegment(const Work<T>& work, std::uint32_t number, std::uint32_t of_row)
+      : TeamSegment(work, number, number / of_row,
+                    number % of_row * static_cast<std::uint32_t>(work.tensor.segment)) {}
+
+  CS_DEVICE TeamSegment(const Work<T>& work, std::uint32_t number, std::uint32_t row,
+                        std::uint32_t begin)
+      : Segment<T>(work.tensor, work.aligned, row, begin, elements(work.tensor, number, begin)),
+        group(-1) {
+    if (work.tensor.layer < 0 || this->length == 0)
+      return;
+    const std::int64_t task = pointer<const std::int64_t>(load(work.call + kPriority))[row];
+    if (task >= 0 && task < work.launch.tasks)
+      group = static_cast<int>(task);
+  }
+
+  CS_DEVICE static std::uint32_t elements(const PlannedTensor& tensor, std::uint32_t number,
+                                          std::uint32_t begin) {
+    const auto left = static_cast<std::uint32_t>(tensor.length) - begin;
+    const auto most = static_cast<std::uint32_t>(tensor.segment);
+    return number >= tensor.size ? 0 : left < most ? left : most;
+  }
+};
+
+// Calls visit(pieces) for a lane's part of its team's segment.
+template <class T, class Visit>
+CS_DEVICE void for_each_team_piece(const TeamSegment<T>& segment, Visit visit) {
+  for_each_piece<kPieces>(static_cast<const Segment<T>&>(segment), lane_of_team(),
+                          std::integral_constant<std::uint32_t, kTeam>{}, visit);
+}
 
 } // namespace cs_kernels::cuda

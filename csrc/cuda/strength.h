@@ -6,6 +6,7 @@
 #include "block.h"
 #include "cs_kernels/cuda/phase2.h"
 #include "cs_kernels/equations.h"
+#include "segment.h"
 #include "types.h"
 
 namespace cs_kernels::cuda {
@@ -31,40 +32,34 @@ CS_DEVICE double number_at(const Numbers& numbers, std::int64_t offset) {
 template <class T>
 CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool aligned, Range rows,
                             double* energy, double* workspace) {
-  constexpr int kVector = Vector<T>::kSize;
-  const bool vectors = aligned && tensor.inner % kVector == 0;
-  const std::int64_t step = vectors ? kVector : 1;
-  int lanes = 1;
-  while (lanes < kWarp && lanes * step < tensor.length)
+  const auto length = static_cast<std::uint32_t>(tensor.length);
+  const std::int64_t bytes = tensor.length * static_cast<std::int64_t>(sizeof(T));
+  int lanes = kTeam;
+  while (lanes < kWarp && 2 * kRowBytes * lanes <= bytes)
     lanes *= 2;
-  const bool whole_block = tensor.length * static_cast<std::int64_t>(sizeof(T)) >= kLongRow;
+  const bool whole_block = bytes >= kLongRow;
   if (whole_block)
     lanes = kThreads;
-  const int teams = kThreads / lanes;
-  const int team = thread_index() / lanes;
-  const int lane = thread_index() % lanes;
-  const std::int64_t outer = quotient(tensor.length, tensor.inner);
-  for (std::int64_t base = rows.begin; base < rows.end; base += teams) {
-    const std::int64_t row = base + team;
+  const auto lane = static_cast<std::uint32_t>(thread_index() % lanes);
+  for (std::int64_t base = rows.begin; base < rows.end; base += kThreads / lanes) {
+    const std::int64_t row = base + thread_index() / lanes;
     double sum = 0;
     if (row < rows.end) {
-      const std::int64_t group = quotient(row, tensor.channels);
-      const std::int64_t channel = row - group * tensor.channels;
-      CS_UNROLL(kEnergyLoads)
-      for (std::int64_t i = lane * step; i < tensor.length; i += lanes * step) {
-        const std::int64_t run = outer == 1 ? 0 : quotient(i, tensor.inner);
-        const std::int64_t offset =
-            ((group * outer + run) * tensor.channels + channel) * tensor.inner + i -
-            run * tensor.inner;
-        if (vectors) {
-          const auto w = as_vector<T>(load_once(words_at(weight + offset)));
-          for (int e = 0; e < kVector; ++e)
-            sum += static_cast<double>(widened(w.x[e])) * widened(w.x[e]);
-        } else {
-          const double w = widened(load(weight + offset));
-          sum += w * w;
-        }
-      }
+      const Segment<T> segment(tensor, aligned, static_cast<std::uint32_t>(row), 0, length);
+      for_each_piece<kEnergyLoads>(segment, lane, lanes, [&](const auto& pieces) {
+        using Of = std::decay_t<decltype(pieces)>;
+        typename Of::Vectors vectors;
+        typename Of::Numbers w;
+        read(pieces, weight, vectors);
+        widen_all(vectors, w);
+        Square<T> squares = 0; // of 48 numbers at most
+        CS_UNROLL(Of::kNumber)
+        for (int n = 0; n < Of::kNumber; ++n)
+          CS_UNROLL(Of::kSize)
+        for (int e = 0; e < Of::kSize; ++e)
+          squares += static_cast<Square<T>>(w[n][e]) * w[n][e];
+        sum += squares;
+      });
     }
     sum = whole_block ? block_sum(sum, workspace) : warp_sum(sum, lanes);
     if (lane == 0 && row < rows.end)
@@ -120,19 +115,18 @@ CS_DEVICE void strength_totals(const StrengthLaunch& layer, int task, double (&t
   block_sums(totals, workspace);
 }
 
-// Eq. (10) of every row; kTasks is 0 for any number. totals: [tasks], shared.
-template <int kTasks>
+// Eq. (10) of every row. totals: [tasks], shared.
 CS_DEVICE void find_priorities(const StrengthLaunch& layer, double* totals, double* workspace,
                                std::int64_t* priority) {
-  constexpr int kTogether = strength_tasks(kTasks);
-  constexpr int kRows = strength_rows(kTasks);
+  constexpr int kTasks = kStrengthTasks;
+  constexpr int kRows = kStrengthRows;
   constexpr int kStep = kRows * kThreads;
   CS_UNROLL(1)
-  for (int task = 0; task < layer.tasks; task += kTogether) {
-    double sums[kTogether];
-    strength_totals<kTogether, kRows>(layer, task, sums, workspace);
-    CS_UNROLL(kTogether)
-    for (int n = 0; n < kTogether; ++n)
+  for (int task = 0; task < layer.tasks; task += kTasks) {
+    double sums[kTasks];
+    strength_totals<kTasks, kRows>(layer, task, sums, workspace);
+    CS_UNROLL(kTasks)
+    for (int n = 0; n < kTasks; ++n)
       if (thread_index() == 0 && task + n < layer.tasks)
         totals[task + n] = sums[n];
   }
@@ -141,14 +135,14 @@ CS_DEVICE void find_priorities(const StrengthLaunch& layer, double* totals, doub
   for (std::int64_t row = thread_index(); row < layer.rows; row += kStep) {
     TopTask tops[kRows];
     CS_UNROLL(1)
-    for (int task = 0; task < layer.tasks; task += kTogether) {
-      double strengths[kRows * kTogether];
-      strengths_at<kTogether, kRows>(layer, task, row, strengths);
-      CS_UNROLL(kRows * kTogether)
-      for (int n = 0; n < kRows * kTogether; ++n) {
-        const int of = task + n % kTogether;
+    for (int task = 0; task < layer.tasks; task += kTasks) {
+      double strengths[kRows * kTasks];
+      strengths_at<kTasks, kRows>(layer, task, row, strengths);
+      CS_UNROLL(kRows * kTasks)
+      for (int n = 0; n < kRows * kTasks; ++n) {
+        const int of = task + n % kTasks;
         if (of < layer.tasks)
-          tops[n / kTogether].compare(of, normalized_strength(strengths[n], totals[of]));
+          tops[n / kTasks].compare(of, normalized_strength(strengths[n], totals[of]));
       }
     }
     CS_UNROLL(kRows)

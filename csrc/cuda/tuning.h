@@ -13,64 +13,58 @@ constexpr int kThreads = 128;
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 
-// Resident blocks of a multiprocessor, for kernels that need few registers.
+// Resident blocks of a multiprocessor: for kernels that need few registers, for combine and sign
+// dropping, and for Phase 2.
 constexpr int kSmallBlocks = 8;
+constexpr int kCombineBlocks = 5;
+constexpr int kPhase2Blocks = 3;
 
-// The same for Phase 2: as many as registers allow without spills; 0 is the general kernel.
-constexpr int phase2_blocks(int tasks) {
-  return tasks == 0 ? 4 : tasks <= 2 ? 5 : tasks <= 5 ? 4 : 3;
-}
+// Lanes of Phase 2 that share a segment: their vectors are a cache line.
+constexpr int kTeam = 8;
+constexpr int kTeams = kThreads / kTeam;
+// Vectors of a gradient that a thread has in flight in Phase 2, and of a segment at most: 36 KiB
+// for a multiprocessor, and bandwidth times latency is about 25 KiB on an H100, 36 KiB on an H200.
+// What an item costs beside its elements is as much as about two of its vectors.
+constexpr int kPieces = 6;
 
-// Adjacent lanes of Phase 2 that keep their K * K products together: 16 KiB of shared memory a
-// block for 8 tasks rather than 64, and as many accesses of it, shuffles included.
-CS_HOST_DEVICE_INLINE constexpr int product_lanes(int tasks) { return tasks < 4 ? 1 : 4; }
-
-// Tiles that a block of Phase 2 holds at most: on an H200 8 to 12 fit.
-constexpr int kMostSlots = 16;
-// Bytes of a multiprocessor that are left to its L1 cache, beside 28 KiB that it has anyway: the
-// gradients in flight are 24 to 48 KiB.
-constexpr std::int64_t kCacheBytes = 32 << 10;
+// SUM items that a block of Phase 2 holds at most: on an H200 two fit, with 99 KiB one.
+constexpr int kMostRooms = 4;
+// Bytes of a multiprocessor that are left to its L1 cache, beside 28 KiB that it has anyway, for
+// the vectors in flight.
+constexpr std::int64_t kCacheBytes = 16 << 10;
 
 // Numbers that a thread loads at once when it adds up the products of a layer's items, 1024 at
 // most: the block that does so has no other loads in flight, and other blocks hold tiles until it
 // ends.
-constexpr int kProductLoads = 32;
-
-// Whether a SUM item prefetches its next tile. With few tasks, one tile does not cover the memory
-// latency (see kEnergyLoads); with many, prefetching costs occupancy.
-constexpr bool prefetches(int tasks) { return tasks <= 4; }
-
+constexpr int kProductLoads = 8;
 // The same for the Gramian, whose threads keep K (K + 1) / 2 sums in registers.
 constexpr int gramian_blocks(int tasks) {
   return tasks == 0 ? 4 : tasks <= 2 ? 6 : tasks <= 4 ? 4 : tasks <= 6 ? 3 : 2;
 }
 
-// 16-byte loads of a row that a thread has in flight: bandwidth times latency is about 25 KiB for
-// each multiprocessor of an H100, and 4 blocks have 32 KiB in flight.
-constexpr int kEnergyLoads = 4;
+// 16-byte loads of a row that a thread has in flight: as many as of gradients.
+constexpr int kEnergyLoads = 6;
 
-// The same for combine and sign dropping, over tasks.
-constexpr int kTaskLoads = 4;
-// 16-byte vectors of a gradient per thread in a tile of these and of the Gramian.
-constexpr int kGradientVectors = 4;
+// 16-byte vectors of a gradient per thread in a tile of combine, sign dropping and the Gramian.
+constexpr int kGradientVectors = 8;
+// Those that each has in registers at once: of one gradient, or of all in the Gramian.
+template <class T> constexpr int kCombineVectors = sizeof(T) < 4 ? 4 : 8;
+template <class T> constexpr int kDropVectors = sizeof(T) < 4 ? 1 : 2;
+constexpr int gramian_vectors(int tasks) { return tasks <= 4 ? 4 : 2; }
 
 // Tasks and rows whose strengths a thread computes at once, as many as registers hold: one block
 // finds a layer's priorities, about two trips to memory at a time, while others wait for them.
-CS_HOST_DEVICE_INLINE constexpr int strength_tasks(int tasks) {
-  return tasks == 0 || tasks > 4 ? 8 : tasks > 2 ? 4 : 2;
-}
-CS_HOST_DEVICE_INLINE constexpr int strength_rows(int tasks) {
-  return strength_tasks(tasks) > 4 ? 1 : 2;
-}
+constexpr int kStrengthTasks = 4;
+constexpr int kStrengthRows = 1;
 
-// Elements of each task in the general kernels' shared memory: 33 KiB for 64 tasks in double, for
-// 16 tasks 8 KiB, of which four blocks have 16 KiB of float32 in flight.
+// Elements of each task in the shared memory of the Gramian's general kernel: 33 KiB for 64 tasks
+// in double, for 16 tasks 8 KiB, of which four blocks have 16 KiB of float32 in flight.
 constexpr int kGeneralColumns = 64;
-// Products in Phase 2's general kernel at most, as numbers: 32 KiB.
-constexpr int kGeneralProducts = 4096;
 
-// A whole block reads a row of more bytes.
-constexpr int kLongRow = 16 << 10;
+// Bytes of a weight's row for each thread that reads it, up to a warp; and those of a row that a
+// whole block reads.
+constexpr std::int64_t kRowBytes = 512;
+constexpr std::int64_t kLongRow = 64 << 10;
 
 // Warps of UPGrad's block, as far as their matrices fit into the shared memory that every GPU has
 // (99 KiB from compute capability 8.6 on).
@@ -80,33 +74,24 @@ constexpr std::size_t kSolverMemory = 96 << 10;
 // Nanoseconds between polls of a flag: a wait takes a few microseconds at most.
 constexpr unsigned kPause = 100;
 
-// Kernels are unrolled up to this number of tasks.
+// The Gramian's kernels are unrolled up to this number of tasks.
 constexpr int kUnrolledTasks = 8;
 constexpr bool is_unrolled(int tasks) { return tasks >= 2 && tasks <= kUnrolledTasks; }
 
-// Rounds of a tile of Phase 2's general kernel.
-constexpr int kGeneralRounds = 8;
-
 // The plan of Phase 2's items.
-// Tiles of a SUM item: it begins with three dependent reads, about two microseconds, the time of
-// some tiles, in which other blocks work. With more tiles, what PROJECT items read again is likely
-// to have left the L2 cache.
-constexpr int kMostTiles = 4;
-// The same for the general kernel, whose items leave K * K products each.
-constexpr int kMostGeneralTiles = 16;
 // SUM items of a PROJECT item: it mostly finds nothing left and returns after two microseconds.
 constexpr int kProjectSums = 8;
-// Tiles of an ENERGY item, which has no such limit.
-constexpr int kEnergyTiles = 16;
+// Vectors of an ENERGY item for each thread: it begins with dependent reads, as a SUM item.
+constexpr int kEnergyVectors = 36;
 constexpr int kLeastEnergyRows = 4;
 // SUM items per multiprocessor before items grow: a block runs about six of them in turn, so a
 // tenth of the time is idle tail.
-constexpr int kLeastItems = 32;
+constexpr int kLeastItems = 24;
 // SUM items per multiprocessor before a layer's PROJECT items: the resident blocks', whose items
 // have to end, and half as many.
-constexpr int phase2_lag(int tasks) { return phase2_blocks(tasks) * 3 / 2; }
+constexpr int kLag = kPhase2Blocks * 3 / 2;
 
-// Tiles of an item of the Gramian.
-constexpr int kMostGramianTiles = 16;
+// Tiles of an item of combine, sign dropping and the Gramian.
+constexpr int kMostGradientTiles = 8;
 
 } // namespace cs_kernels::cuda

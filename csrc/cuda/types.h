@@ -20,80 +20,97 @@ struct Float16 {
 };
 
 CS_DEVICE double widened(double x) { return x; }
-CS_DEVICE double widened(float x) { return x; }
-CS_DEVICE float widened(BFloat16 x) {
-  const std::uint32_t bits = static_cast<std::uint32_t>(x.bits) << 16;
-  float value;
-  memcpy(&value, &bits, sizeof(value));
-  return value;
-}
+CS_DEVICE float widened(float x) { return x; }
+CS_DEVICE float widened(BFloat16 x) { return low_bfloat16(x.bits); }
 CS_DEVICE float widened(Float16 x) { return float16_to_float(x.bits); }
 
-// float64 for float32: it holds squares of gradients beyond 1e19 or below 1e-19, and the sum of K
-// gradients is rounded once. float32 for 16-bit types, over a few vectors.
+// The type of sums and products of one thread, of a few vectors; they are added up in float64.
 template <class T> using Wide = decltype(widened(T{}));
+// The type of a weight's squares: two tasks' strengths can be close to each other.
+template <class T> using Square = std::conditional_t<sizeof(T) >= 4, double, float>;
 
-template <class T> CS_DEVICE T narrowed(double x) {
+template <class T> CS_DEVICE T narrowed(Wide<T> x) {
   if constexpr (sizeof(T) >= 4)
-    return static_cast<T>(x);
+    return x;
   else if constexpr (std::is_same_v<T, BFloat16>)
-    return {float_to_bfloat16(static_cast<float>(x))};
+    return {float_to_bfloat16(x)};
   else
-    return {float_to_float16(static_cast<float>(x))};
+    return {float_to_float16(x)};
 }
 
 // 16 bytes of elements, or one.
 template <class T, int kElements = 16 / sizeof(T)> struct Vector {
   static constexpr int kSize = kElements;
-  T x[kSize];
+  using Word = std::conditional_t<std::is_same_v<T, float>, float, std::uint32_t>;
+  Words<Word> words;
+};
+template <class T> struct Vector<T, 1> {
+  static constexpr int kSize = 1;
+  using Word = T;
+  T words;
 };
 
-template <class T> CS_DEVICE Vector<T> as_vector(Words words) {
-  Vector<T> vector;
-  memcpy(&vector, &words, 16);
-  return vector;
-}
-template <class T> CS_DEVICE Words as_words(const Vector<T>& vector) {
-  Words words;
-  memcpy(&words, &vector, 16);
-  return words;
-}
-template <class T> CS_DEVICE const Words* words_at(const T* address) {
-  return reinterpret_cast<const Words*>(address);
-}
-template <class T> CS_DEVICE Words* words_at(T* address) {
-  return reinterpret_cast<Words*>(address);
-}
-// Elements of a vector: in one access where memory is aligned to 16 bytes.
-template <int kSize, class T> CS_DEVICE Vector<T, kSize> vector_at(const T* address, bool aligned) {
-  if constexpr (kSize > 1)
-    if (aligned)
-      return as_vector<T>(*words_at(address));
-  Vector<T, kSize> vector;
-  for (int e = 0; e < kSize; ++e)
-    vector.x[e] = address[e];
-  return vector;
-}
 template <class T, int kSize>
-CS_DEVICE void store(T* address, const Vector<T, kSize>& vector, bool aligned) {
-  if constexpr (kSize > 1)
-    if (aligned) {
-      *words_at(address) = as_words(vector);
-      return;
+CS_DEVICE void widen(const Vector<T, kSize>& vector, Wide<T> (&values)[kSize]) {
+  if constexpr (kSize == 1) {
+    values[0] = widened(vector.words);
+  } else if constexpr (sizeof(T) >= 4) {
+    memcpy(values, &vector.words, 16);
+  } else {
+    CS_UNROLL(kSize)
+    for (int e = 0; e < kSize; e += 2) {
+      const std::uint32_t pair = vector.words.x[e / 2];
+      if constexpr (std::is_same_v<T, BFloat16>) {
+        values[e] = low_bfloat16(pair);
+        values[e + 1] = high_bfloat16(pair);
+      } else {
+        values[e] = float16_to_float(static_cast<std::uint16_t>(pair));
+        values[e + 1] = float16_to_float(static_cast<std::uint16_t>(pair >> 16));
+      }
     }
-  for (int e = 0; e < kSize; ++e)
-    address[e] = vector.x[e];
-}
-template <class T, int kSize>
-CS_DEVICE void store_narrowed(T* address, const Wide<T> (&values)[kSize], bool aligned = true) {
-  Vector<T, kSize> vector;
-  for (int e = 0; e < kSize; ++e)
-    vector.x[e] = narrowed<T>(values[e]);
-  store(address, vector, aligned);
+  }
 }
 
+template <class T, int kSize> CS_DEVICE Vector<T, kSize> narrow(const Wide<T> (&values)[kSize]) {
+  Vector<T, kSize> vector;
+  if constexpr (kSize == 1) {
+    vector.words = narrowed<T>(values[0]);
+  } else if constexpr (sizeof(T) >= 4) {
+    memcpy(&vector.words, values, 16);
+  } else {
+    CS_UNROLL(kSize)
+    for (int e = 0; e < kSize; e += 2)
+      vector.words.x[e / 2] = narrowed<T>(values[e]).bits |
+                              static_cast<std::uint32_t>(narrowed<T>(values[e + 1]).bits) << 16;
+  }
+  return vector;
+}
+
+template <class T> CS_DEVICE const Words<typename Vector<T>::Word>* words_at(const T* address) {
+  return reinterpret_cast<const Words<typename Vector<T>::Word>*>(address);
+}
+
+// Elements of a vector, in one access; with a policy of the L2 cache, of memory that is constant
+// during the launch.
+template <int kSize, class T, class... Policy>
+CS_DEVICE Vector<T, kSize> vector_at(const T* address, Policy... policy) {
+  if constexpr (kSize > 1 && sizeof...(policy) > 0)
+    return {load(words_at(address), policy...)};
+  else if constexpr (kSize > 1)
+    return {*words_at(address)};
+  else
+    return {*address};
+}
+template <class T, int kSize> CS_DEVICE void store(T* address, const Vector<T, kSize>& vector) {
+  if constexpr (kSize > 1)
+    *reinterpret_cast<Words<typename Vector<T>::Word>*>(address) = vector.words;
+  else
+    *address = vector.words;
+}
+
+// The address, of global memory, as a pointer.
 template <class T> CS_DEVICE T* pointer(std::int64_t address) {
-  return reinterpret_cast<T*>(address);
+  return static_cast<T*>(global_pointer(address));
 }
 
 // n / d for n, d >= 0: unsigned division is shorter, and has a path for 32 bits.

@@ -38,8 +38,8 @@ template <class T> const T& aligned(const T* address) {
 
 } // namespace emulation
 
-struct alignas(16) Words {
-  std::uint32_t x[4];
+template <class Word> struct alignas(16) Words {
+  Word x[4];
 };
 
 inline int thread_index() { return emulation::thread_index(); }
@@ -59,9 +59,18 @@ inline void pause(unsigned) { emulation::pause(); }
 
 template <class T> T load(const T* address) { return emulation::aligned(address); }
 inline std::uint64_t policy_to_evict() { return 0; }
-inline Words load(const Words* address, bool, std::uint64_t) { return emulation::aligned(address); }
-template <class T> T load_once(const T* address) { return emulation::aligned(address); }
+template <class Word> Words<Word> load(const Words<Word>* address, std::uint64_t) {
+  return emulation::aligned(address);
+}
+inline void* global_pointer(std::int64_t address) { return reinterpret_cast<void*>(address); }
 
+inline float low_bfloat16(std::uint32_t word) {
+  const std::uint32_t bits = word << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline float high_bfloat16(std::uint32_t word) { return low_bfloat16(word >> 16); }
 inline float float16_to_float(std::uint16_t bits) {
   _Float16 value;
   std::memcpy(&value, &bits, 2);

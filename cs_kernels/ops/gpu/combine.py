@@ -166,7 +166,7 @@ class GpuCombine(CombineOperators):
 
     @abstractmethod
     def gradient_tiling(self, dtype: torch.dtype, tasks: int) -> tuple[int, int]:
-        """Elements of a tile, and the most tiles of an item of the Gramian."""
+        """Elements of a tile, and the most tiles of an item."""
 
     def drop_tile(self, dtype: torch.dtype, tasks: int) -> int:
         """Elements of a tile of sign dropping."""
@@ -221,7 +221,7 @@ class GpuCombine(CombineOperators):
                 tuple(group_of),
                 groups,
                 self.drop_tile(dtype, tasks) if drop else elements,
-                most_tiles if gramian else 1,
+                most_tiles,
                 device,
                 None if offsets is None else tuple(offsets),
             )

@@ -54,8 +54,8 @@ class Phase2Launch:
     coefficients: Tensor
     """float64 [layers, tasks]: a_i; input of a launch of PROJECT items alone, else written."""
     left: Tensor
-    """int32 [SUM items of all layers], workspace: their tiles that are left to PROJECT items. Empty
-    in a launch of SUM or of PROJECT items alone: all are."""
+    """int32 [SUM items of all layers], workspace: whether one is left to PROJECT items. Empty in a
+    launch of SUM or of PROJECT items alone: all are."""
     tasks: int
     dtype: torch.dtype
 

@@ -5,14 +5,15 @@ depends only on earlier ones:
 
     ENERGY   the energies of some rows (output channels) of a weight. The last item of a layer
              derives the layer's priorities.
-    SUM      some tiles of a tensor: writes the plain sum of its gradients, and the products of each
-             channel group's reference gradient G_i with all. The last item of a layer adds them up
-             and derives a_i.
+    SUM      one or some tiles of a tensor: writes the plain sum of its gradients, and the products
+             of each channel group's reference gradient G_i with all. The last item of a layer adds
+             them up and derives a_i.
     PROJECT  the tiles of some SUM items again, where a_i > 0: update += a_i * G_i.
 
-A block may hold the last tiles of its SUM items: it keeps their plain sums and reference gradients
-on the chip and writes their update once, when a_i is known. PROJECT items have the other tiles,
-often none.
+A tile is some segments; a segment is a part of one row, so of one channel group.
+
+A block may hold SUM items: it keeps their plain sums and reference gradients on the chip and writes
+their update once, when a_i is known. PROJECT items have the others, often none.
 
 A block draws the next item as a ticket. An item waits only for items that running blocks hold, so
 waiting ends in any schedule of blocks. PROJECT items follow their layer's SUM items at
@@ -36,6 +37,10 @@ from cs_kernels.ops.operands import ChannelLayout
 MOST_SUM_ITEMS = 1024
 """Per layer: one block adds up their products while the others work on other layers."""
 
+# Kernels count these in 32 bits, also past the end.
+_MOST_SEGMENTS = 1 << 30
+_MOST_ELEMENTS = (1 << 32) - (1 << 16)
+
 
 class ItemKind(IntEnum):
     """The kinds of items."""
@@ -55,23 +60,27 @@ class TensorField(IntEnum):
     """Rows of a group."""
     INNER = 3
     """Contiguous elements of a row."""
-    ROW_SEGMENTS = 4
-    SIZE = 5
+    SEGMENT = 4
+    """Elements of a segment."""
+    ROW_SEGMENTS = 5
+    SIZE = 6
     """In segments."""
-    KERNEL_SIZE = 6
-    LAYER = 7
+    KERNEL_SIZE = 7
+    LAYER = 8
     """-1 for a tensor without prioritized channels."""
-    FIRST_ROW = 8
+    FIRST_ROW = 9
     """The layer's, among the rows of all layers."""
-    FIRST_SUM = 9
+    FIRST_SUM = 10
     """The layer's, among the SUM items of all layers."""
-    SUM_ITEMS = 10
-    TILES = 11
+    SUM_ITEMS = 11
+    TILES = 12
     """Tiles of a SUM item."""
-    ENERGY_ITEMS = 12
-    ENERGY_ROWS = 13
+    FITS_ROOM = 13
+    """Whether a block can hold a SUM item, if addresses are aligned."""
+    ENERGY_ITEMS = 14
+    ENERGY_ROWS = 15
     """Rows of an ENERGY item."""
-    PROJECT_SUMS = 14
+    PROJECT_SUMS = 16
     """SUM items of a PROJECT item."""
 
 
@@ -98,38 +107,65 @@ class Counter(IntEnum):
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a backend cuts tensors into tiles, and tiles into items."""
+    """How a backend cuts tensors into segments, tiles and items."""
 
-    elements: int
-    """Elements of a tile."""
-    segment: int
-    """Elements of a row that are processed together; 1 where a tile crosses rows."""
+    tile_segments: int
+    """Segments of a tile."""
+    unit: int
+    """Elements; a segment has a number of units."""
     energy_elements: int
     """Elements of an ENERGY item, about."""
     least_energy_rows: int
-    most_tiles: int
-    """Tiles of a SUM item, at most."""
     least_items: int
     """Minimum SUM items per multiprocessor; items grow only beyond it, to keep the tail short."""
     lag: int
     """SUM items between the last of a layer and its first PROJECT item, per multiprocessor."""
+    most_units: int = 1
+    """Units of a segment."""
+    vector: int = 1
+    """Elements of a 16-byte vector, of which a unit has one for every lane."""
+    most_tiles: int = 1
+    """Tiles of a SUM item; 1 where segments grow instead."""
     project_sums: int = 1
-    """SUM items of a PROJECT item; 1 where blocks hold no tiles."""
-    most_segments: int = 1 << 62
-    """Segments of a tensor, at most."""
+    """SUM items of a PROJECT item; 1 where blocks hold no items."""
 
-    def segments(self, layout: ChannelLayout) -> int:
-        """Segments of a tensor."""
-        groups, outer, channels, inner = layout
-        return groups * channels * -(-(outer * inner) // self.segment)
+    def units(self, layout: ChannelLayout) -> int:
+        """Units of a row."""
+        _, outer, _, inner = layout
+        return max(1, -(-(outer * inner) // self.unit))
 
-    def tiles(self, layout: ChannelLayout) -> int:
-        """Tiles of a tensor."""
-        return -(-self.segments(layout) // (self.elements // self.segment))
+    def singles(self, layout: ChannelLayout) -> int:
+        """Units that take as long as the elements at the ends of a segment, which are in no vector.
+
+        Vectors begin at 16 bytes, rows do not where their length is no multiple of a vector's.
+        """
+        _, outer, _, inner = layout
+        apart = 2 * (self.vector - 1) if outer == 1 and inner % self.vector else 0
+        return -(-apart * self.vector // self.unit)
+
+    def segment(self, layout: ChannelLayout, most: int, *, layer: bool) -> int:
+        """Elements of a segment, with at most so many units unless the layer is too large.
+
+        The last segment of a row may be shorter, while its lanes wait for others'. What a segment
+        costs beside its elements is as much as about two units.
+        """
+        groups, _, channels, _ = layout
+        units = self.units(layout)
+        most = max(1, min(most, units, self.most_units - self.singles(layout)))
+        per = min(range(1, most + 1), key=lambda n: (-(-units // n) * (n + 2), -n))
+        if layer and self.most_tiles == 1:
+            per = max(per, -(-groups * channels * units // (MOST_SUM_ITEMS * self.tile_segments)))
+        return min(per, units) * self.unit
+
+    def fits_room(self, layout: ChannelLayout, segment: int) -> bool:
+        """Whether a block can hold an item of such segments."""
+        _, outer, _, inner = layout
+        vectors = outer == 1 or inner % self.vector == 0
+        return vectors and segment // self.unit + self.singles(layout) <= self.most_units
 
     def energy_rows(self, length: int) -> int:
         """Rows of an ENERGY item, for rows of this length."""
-        return max(self.least_energy_rows, self.energy_elements // max(1, length))
+        return max(self.least_energy_rows, power_of_two(self.energy_elements // max(1, length)))
 
 
 @dataclass(frozen=True)
@@ -185,20 +221,34 @@ def phase2_plan(
     sms = multiprocessors(device)
     # PROJECT items alone have every tile.
     project_sums = tiling.project_sums if ItemKind.SUM in kinds else 1
-    all_tiles = sum(tiling.tiles(layout) for layout in layouts)
-    most_tiles = min(tiling.most_tiles, max(1, all_tiles // (tiling.least_items * sms)))
+    small = sum(
+        groups * channels * tiling.units(layout) // tiling.tile_segments
+        for layout in layouts
+        for groups, _, channels, _ in [layout]
+    )
+    most = max(1, small // (tiling.least_items * sms))
     fields: list[list[int]] = []
     first_row = first_sum = 0
     for t, (groups, outer, channels, inner) in enumerate(layouts):
         layer = t if t < len(kernel_sizes) else -1
         rows, length = groups * channels, outer * inner
-        segments, tiles = tiling.segments(layouts[t]), tiling.tiles(layouts[t])
-        if segments >= tiling.most_segments:
+        segment = tiling.segment(layouts[t], most, layer=layer >= 0)
+        row_segments = -(-length // segment)
+        segments = rows * row_segments
+        tiles = -(-segments // tiling.tile_segments)
+        if segments >= _MOST_SEGMENTS:
             raise ValueError(
-                f"updates must have less than {tiling.most_segments} segments of {tiling.segment}"
-                f" elements, got {segments}"
+                f"updates must have less than {_MOST_SEGMENTS} segments of {segment} elements, got"
+                f" {segments}"
             )
-        per_item = max(most_tiles, -(-tiles // MOST_SUM_ITEMS) if layer >= 0 else 1)
+        reach = length if outer == 1 else rows * length
+        if reach >= _MOST_ELEMENTS:
+            raise ValueError(
+                f"rows of updates must lie within {_MOST_ELEMENTS} elements, got {reach}"
+            )
+        per_item = min(tiling.most_tiles, most)
+        if layer >= 0 and tiling.most_tiles > 1:
+            per_item = max(per_item, -(-tiles // MOST_SUM_ITEMS))
         sum_items = -(-tiles // per_item) if chosen[t] else 0
         energies = chosen[t] and layer >= 0 and eps is not None and length > 0
         energy_rows = tiling.energy_rows(length)
@@ -207,7 +257,8 @@ def phase2_plan(
             TensorField.LENGTH: length,
             TensorField.CHANNELS: channels,
             TensorField.INNER: max(inner, 1),
-            TensorField.ROW_SEGMENTS: max(-(-length // tiling.segment), 1),
+            TensorField.SEGMENT: segment,
+            TensorField.ROW_SEGMENTS: max(row_segments, 1),
             TensorField.SIZE: segments,
             TensorField.KERNEL_SIZE: kernel_sizes[t] if layer >= 0 else 1,
             TensorField.LAYER: layer,
@@ -215,6 +266,7 @@ def phase2_plan(
             TensorField.FIRST_SUM: first_sum,
             TensorField.SUM_ITEMS: sum_items,
             TensorField.TILES: per_item,
+            TensorField.FITS_ROOM: layer >= 0 and tiling.fits_room(layouts[t], segment),
             TensorField.ENERGY_ITEMS: -(-rows // energy_rows) if energies else 0,
             TensorField.ENERGY_ROWS: energy_rows,
             TensorField.PROJECT_SUMS: project_sums,

@@ -100,14 +100,13 @@ class TritonOperators(GpuOperators):
     def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling:
         """Tiles of whole segments of rows."""
         return Tiling(
-            elements=Variant.of(tasks, dtype).elements,
-            segment=phase2.SEGMENT.value,
+            tile_segments=Variant.of(tasks, dtype).elements // phase2.SEGMENT.value,
+            unit=phase2.SEGMENT.value,
             energy_elements=0,
             least_energy_rows=phase2.ENERGY_ROWS.value,
             most_tiles=_MOST_TILES,
             least_items=_LEAST_ITEMS,
             lag=_LAG,
-            most_segments=2**30,  # counted in 32 bits, also past the end
         )
 
     def gradient_tiling(self, dtype: torch.dtype, tasks: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #define CS_DEVICE __device__ __forceinline__
 // Registers are allotted for this number of threads per block and resident blocks per SM.
@@ -14,9 +15,9 @@
 
 namespace cs_kernels::cuda {
 
-// 16 bytes.
-struct alignas(16) Words {
-  std::uint32_t x[4];
+// 16 bytes; a word is a float or a std::uint32_t.
+template <class Word> struct alignas(16) Words {
+  Word x[4];
 };
 
 CS_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
@@ -65,6 +66,10 @@ CS_DEVICE std::int32_t counted(const std::int32_t* counter) {
 }
 CS_DEVICE void pause(unsigned nanoseconds) { __nanosleep(nanoseconds); }
 
+CS_DEVICE void* global_pointer(std::int64_t address) {
+  return __cvta_global_to_generic(static_cast<std::size_t>(address));
+}
+
 // Loads memory that is constant during the launch.
 template <class T> CS_DEVICE T load(const T* address) {
   static_assert(sizeof(T) <= 8, "one access");
@@ -77,33 +82,39 @@ template <class T> CS_DEVICE T load(const T* address) {
     return __ldg(address);
   }
 }
-CS_DEVICE Words load(const Words* address) {
-  const uint4 words = __ldg(reinterpret_cast<const uint4*>(address));
-  return {{words.x, words.y, words.z, words.w}};
-}
 // The L2 cache's policy for lines that are evicted first.
 CS_DEVICE std::uint64_t policy_to_evict() {
   std::uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-// Loads memory that is constant during the launch; the line is kept as any other, or by a policy.
-CS_DEVICE Words load(const Words* address, bool keep, std::uint64_t policy) {
-  Words words;
-  asm("{\n\t.reg .pred keep;\n\tsetp.ne.u32 keep, %6, 0;\n\t"
-      "@keep ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n\t"
-      "@!keep ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;\n\t}"
+// Loads memory that is constant during the launch, with a policy.
+CS_DEVICE Words<std::uint32_t> load(const Words<std::uint32_t>* address, std::uint64_t policy) {
+  Words<std::uint32_t> words;
+  asm("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
       : "=r"(words.x[0]), "=r"(words.x[1]), "=r"(words.x[2]), "=r"(words.x[3])
-      : "l"(__cvta_generic_to_global(address)), "l"(policy), "r"(static_cast<unsigned>(keep)));
+      : "l"(__cvta_generic_to_global(address)), "l"(policy));
+  return words;
+}
+CS_DEVICE Words<float> load(const Words<float>* address, std::uint64_t policy) {
+  Words<float> words;
+  asm("ld.global.nc.L2::cache_hint.v4.f32 {%0, %1, %2, %3}, [%4], %5;"
+      : "=f"(words.x[0]), "=f"(words.x[1]), "=f"(words.x[2]), "=f"(words.x[3])
+      : "l"(__cvta_generic_to_global(address)), "l"(policy));
   return words;
 }
 
-// Loads memory that is not read again: evict-first.
-CS_DEVICE Words load_once(const Words* address) {
-  const uint4 words = __ldcs(reinterpret_cast<const uint4*>(address));
-  return {{words.x, words.y, words.z, words.w}};
+// The float32 of a bfloat16 number in a half of a word.
+CS_DEVICE float low_bfloat16(std::uint32_t word) {
+  float value;
+  asm("shl.b32 %0, %1, 16;" : "=f"(value) : "r"(word));
+  return value;
 }
-
+CS_DEVICE float high_bfloat16(std::uint32_t word) {
+  float value;
+  asm("and.b32 %0, %1, 0xffff0000;" : "=f"(value) : "r"(word));
+  return value;
+}
 CS_DEVICE float float16_to_float(std::uint16_t bits) {
   float value;
   asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
