@@ -20,6 +20,9 @@ EMULATION = os.environ.get("CS_KERNELS_EMULATION")
 SMALL = INTERPRETED or EMULATION is not None
 """Smaller samples."""
 
+GPU_BACKENDS = "triton", "cuda"
+"""Their sums and products of a tile are in float32, for gradients from 1e-18 to 1e18."""
+
 TASKS = (1, 2, 3, 4, 8, 9) if EMULATION else (2, 4, 9) if INTERPRETED else range(1, 11)
 """The numbers of tasks for which a kernel has variants, or limits between them."""
 

@@ -18,13 +18,12 @@ from triton.compiler import ASTSource
 
 from cs_kernels.ops import solvers as solver_table
 from cs_kernels.ops.triton import (
-    DROP_PARTS,
     OPTIONS,
     Variant,
     combine,
     gradient_constants,
+    gradient_options,
     phase2,
-    phase2_options,
     solver_options,
     solvers,
 )
@@ -89,14 +88,13 @@ def check(
     return run
 
 
-def _of_gradients(kernel: Any, *parts: int) -> Callable[..., None]:
+def _of_gradients(kernel: Any) -> Callable[..., None]:
     @pytest.mark.each
     @pytest.mark.parametrize("tasks", TASKS)
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
     def test(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> None:
         variant = Variant.of(tasks, dtype)
-        options = phase2_options(variant.tasks) if kernel is phase2.phase2_kernel else OPTIONS
-        check(kernel, gradient_constants(variant, dtype, *parts), options)
+        check(kernel, gradient_constants(variant, dtype), gradient_options(variant.tasks))
 
     return test
 
@@ -104,7 +102,7 @@ def _of_gradients(kernel: Any, *parts: int) -> Callable[..., None]:
 test_phase2 = _of_gradients(phase2.phase2_kernel)
 test_gramian = _of_gradients(combine.gramian_kernel)
 test_combine = _of_gradients(combine.combine_kernel)
-test_drop_signs = _of_gradients(combine.drop_signs_kernel, DROP_PARTS)
+test_drop_signs = _of_gradients(combine.drop_signs_kernel)
 
 
 @pytest.mark.each

@@ -14,6 +14,7 @@ from cs_kernels.ops.gpu.phase2_plan import Phase2Plan, Tiling, power_of_two
 from cs_kernels.ops.operands import Option, address_of, checked_options
 from cs_kernels.ops.solvers import SOLVERS
 from cs_kernels.ops.triton import combine, phase2, solvers
+from cs_kernels.ops.triton.primitives import SEGMENT
 
 _DTYPES = {
     torch.float32: tl.float32,
@@ -62,8 +63,8 @@ OPTIONS = _options(4, 168)
 """Registers for three resident programs."""
 
 
-def phase2_options(tasks: int) -> dict[str, Any]:
-    """Options of a Phase 2 launch: the products of more than 4 tasks need more registers."""
+def gradient_options(tasks: int) -> dict[str, Any]:
+    """Options of a launch over gradients: those of more than 4 tasks need more registers."""
     return OPTIONS if tasks <= 4 else _options(4, 255)
 
 
@@ -74,14 +75,9 @@ def solver_options(tasks: int) -> dict[str, Any]:
     return _options(warps, min(255, 65536 // (32 * warps)))
 
 
-def gradient_constants(variant: Variant, dtype: torch.dtype, parts: int = 1) -> dict[str, Any]:
-    """The compile-time arguments of a kernel that reads gradients, on a part of the elements."""
-    elements = variant.elements // parts
-    return {"TASKS": variant.tasks, "ELEMENTS": elements, "DTYPE": _DTYPES[dtype]}
-
-
-DROP_PARTS = 4
-"""Sign dropping holds five sums, so its tiles are smaller."""
+def gradient_constants(variant: Variant, dtype: torch.dtype) -> dict[str, Any]:
+    """The compile-time arguments of a kernel that reads gradients."""
+    return {"TASKS": variant.tasks, "ELEMENTS": variant.elements, "DTYPE": _DTYPES[dtype]}
 
 
 def _in_memory(
@@ -100,8 +96,8 @@ class TritonOperators(GpuOperators):
     def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling:
         """Tiles of whole segments of rows."""
         return Tiling(
-            tile_segments=Variant.of(tasks, dtype).elements // phase2.SEGMENT.value,
-            unit=phase2.SEGMENT.value,
+            tile_segments=Variant.of(tasks, dtype).elements // SEGMENT.value,
+            unit=SEGMENT.value,
             energy_elements=0,
             least_energy_rows=phase2.ENERGY_ROWS.value,
             most_tiles=_MOST_TILES,
@@ -113,17 +109,13 @@ class TritonOperators(GpuOperators):
         """As many elements as registers hold."""
         return Variant.of(tasks, dtype).elements, _MOST_GRAMIAN_TILES
 
-    def drop_tile(self, dtype: torch.dtype, tasks: int) -> int:
-        """Fewer, for five sums."""
-        return Variant.of(tasks, dtype).elements // DROP_PARTS
-
     def launch_phase2(self, launch: Phase2Launch) -> None:
         """One launch."""
         variant, plan = Variant.of(launch.tasks, launch.dtype), launch.plan
         tables = plan.items, plan.tensors, launch.table, launch.ticket, launch.counters
         strength = launch.energy, launch.gamma, launch.variance, plan.epsilon
         results = launch.item_products, launch.products, launch.coefficients
-        constants = gradient_constants(variant, launch.dtype) | phase2_options(variant.tasks)
+        constants = gradient_constants(variant, launch.dtype) | gradient_options(variant.tasks)
         phase2.phase2_kernel[(len(plan.items),)](
             *tables, *strength, *results, launch.tasks, **constants
         )
@@ -160,12 +152,10 @@ class TritonOperators(GpuOperators):
             strength, priority, channels, tasks, TASKS=rounded, **OPTIONS
         )
 
-    def _launch(
-        self, kernel: Any, launch: GradientLaunch, *tensors: Tensor, parts: int = 1
-    ) -> None:
+    def _launch(self, kernel: Any, launch: GradientLaunch, *tensors: Tensor) -> None:
         tables = launch.items, launch.tensors, launch.table
         variant = Variant.of(launch.tasks, launch.dtype)
-        constants = gradient_constants(variant, launch.dtype, parts) | OPTIONS
+        constants = gradient_constants(variant, launch.dtype) | gradient_options(variant.tasks)
         kernel[(len(launch.items),)](*tables, *tensors, launch.tasks, **constants)
 
     def launch_gramian(
@@ -183,7 +173,7 @@ class TritonOperators(GpuOperators):
     ) -> None:
         """One program for each tile."""
         drawn = _in_memory(launch.table.device, state, counter)
-        self._launch(combine.drop_signs_kernel, launch, leaks, drawn, parts=DROP_PARTS)
+        self._launch(combine.drop_signs_kernel, launch, leaks, drawn)
 
     def launch_solver(self, name: str, gramian: Tensor, weights: Tensor, *options: Option) -> None:
         """One program for each Gramian."""

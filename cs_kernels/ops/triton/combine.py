@@ -9,10 +9,12 @@ from triton.language import constexpr
 
 from cs_kernels.ops.gpu.combine import GradientCallField, GradientField
 from cs_kernels.ops.triton.primitives import (
+    SEGMENT,
     added_up,
     arrive,
     narrowed,
     pointers,
+    selected,
     splitmix64,
     step_key,
     traits,
@@ -59,22 +61,29 @@ def _write(addresses, first, size, total, T: constexpr):
 
 
 @triton.jit
+def _segments(addresses, first, task, size, tasks, T: constexpr):
+    """The same elements as [tasks, segments, SEGMENT]."""
+    g = _gradients(addresses, first, task, size, tasks, T)
+    return tl.reshape(g, [g.shape[0], T.elements // SEGMENT, SEGMENT])
+
+
+@triton.jit
 def _add_products(addresses, first, size, products, kept, before, tasks, T: constexpr):
-    """One tile's products: for K <= 8 returned, else added to `products` where i <= j."""
+    """One tile's products: for K <= 8 added to `kept`, else to `products` where i <= j."""
     task = tl.arange(0, T.block)
     if T.tasks <= 8:
-        g = _gradients(addresses, first, task, size, tasks, T)
-        for i in range(T.tasks):
-            g_i = tl.sum(tl.where(task[:, None] == i, g, 0.0), 0)
-            dots = tl.sum(g_i[None, :] * g, 1).to(tl.float64)
-            kept += tl.where(task[:, None] == i, dots[None, :], 0.0)
+        g = _segments(addresses, first, task, size, tasks, T)
+        for i in tl.static_range(T.tasks):
+            is_i = task[:, None, None] == i
+            dots = tl.sum(selected(g, is_i)[None, :, :] * g, 2).to(tl.float64)
+            kept += tl.where(is_i, dots[None, :, :], 0.0)
     else:
         for first_j in range(0, tasks, T.block):
             j = first_j + task
-            g = _gradients(addresses, first, j, size, tasks, T)
+            g = _segments(addresses, first, j, size, tasks, T)
             for i in range(tl.minimum(first_j + T.block, tasks)):
-                g_i = _gradients(addresses, first, i + tl.arange(0, 1), size, tasks, T)
-                dots = tl.sum(g_i * g, 1).to(tl.float64)
+                g_i = _segments(addresses, first, i + tl.arange(0, 1), size, tasks, T)
+                dots = tl.sum(tl.sum(g_i * g, 2).to(tl.float64), 1)
                 slot = products + i * tasks + j
                 earlier = tl.load(slot, j < tl.where(before, tasks, 0), other=0.0)
                 tl.store(slot, earlier + dots, j < tasks)
@@ -115,7 +124,7 @@ def gramian_kernel(
     tiles = tl.load(tensor + TILES)
     aligned = tl.load(addresses + ALIGNED) != 0
     own = products + tl.program_id(0).to(tl.int64) * (tasks * tasks)
-    kept = tl.zeros([T.block, T.block], tl.float64)
+    kept = tl.zeros([T.block, T.block, ELEMENTS // SEGMENT], tl.float64)
     for t in range(tiles):
         first = (index * tiles + t) * ELEMENTS
         if aligned & (first + ELEMENTS <= size):
@@ -125,7 +134,7 @@ def gramian_kernel(
     task = tl.arange(0, T.block)
     if TASKS <= 8:
         mask = (task < tasks)[:, None] & (task < tasks)[None, :]
-        tl.store(own + task[:, None] * tasks + task[None, :], kept, mask)
+        tl.store(own + task[:, None] * tasks + task[None, :], tl.sum(kept, 2), mask)
     group = tl.load(tensor + GROUP)
     group_items = tl.load(tensor + GROUP_ITEMS)
     if arrive(counters + group, group_items):
@@ -141,7 +150,8 @@ def gramian_kernel(
 @triton.jit
 def _combine_tile(addresses, first, size, weights, tasks, T: constexpr):
     total = tl.zeros([T.elements], T.wide)
-    for first_j in range(0, tasks, T.block):
+    # For K <= 8 it is known to be one turn: the loads before and after it are not held back.
+    for first_j in range(0, tasks if T.tasks > T.block else 1, T.block):
         j = first_j + tl.arange(0, T.block)
         g = _gradients(addresses, first, j, size, tasks, T)
         weight = widened(tl.load(weights + j, j < tasks, other=0.0), T.wide)
@@ -173,38 +183,36 @@ def _lowbias32(x):
 
 
 @triton.jit
-def _uniform_numbers(drawn, first, offset, WIDE: constexpr):
+def _uniform_numbers(drawn, first, T: constexpr):
     """In [0, 1), multiples of 2^-24, for the elements of a tile from `first` on."""
-    key = step_key(drawn)
-    high = first >> 32
+    key = step_key(drawn) + (first >> 32).to(tl.uint64)
+    start = first.to(tl.uint32)
+    index = start + tl.arange(0, T.elements).to(tl.uint32)
     # A tile has elements of at most two ranges of 2^32.
-    of_first = splitmix64(key + high.to(tl.uint64))
-    of_next = splitmix64(key + (high + 1).to(tl.uint64))
-    key = tl.where((offset >> 32) == high, of_first, of_next)
-    bits = _lowbias32(offset.to(tl.uint32) ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32)
-    return (_lowbias32(bits) >> 8).to(tl.int32).to(WIDE) * (2.0**-24)
+    key = tl.where(index >= start, splitmix64(key), splitmix64(key + 1))
+    bits = _lowbias32(index ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32)
+    return (_lowbias32(bits) >> 8).to(tl.int32).to(T.wide) * (2.0**-24)
 
 
 @triton.jit
 def _drop_tile(addresses, first, first_index, size, leaks, drawn, tasks, T: constexpr):
     zeros = tl.zeros([T.elements], T.wide)
-    positive, negative, kept_positive, kept_negative, leaked = zeros, zeros, zeros, zeros, zeros
-    for first_j in range(0, tasks, T.block):
-        j = first_j + tl.arange(0, T.block)
-        g = _gradients(addresses, first, j, size, tasks, T)
-        leak = tl.load(leaks + j, j < tasks, other=0.0).to(T.wide)[:, None]
-        above = tl.where(g > 0, g, 0.0)
-        below = tl.where(g > 0, 0.0, g)  # and NaN
-        positive += tl.sum(above, 0)
-        negative += tl.sum(below, 0)
-        kept_positive += tl.sum((1 - leak) * above, 0)
-        kept_negative += tl.sum((1 - leak) * below, 0)
-        leaked += tl.sum(leak * g, 0)
-    index = first_index + first
-    u = _uniform_numbers(drawn, index, index + tl.arange(0, T.elements), T.wide)
-    chosen = tl.where(u * (positive - negative) < positive, kept_positive, kept_negative)
-    # Zero times the sum: infinities and NaN are not dropped.
-    total = chosen + leaked + 0 * (positive + negative)
+    positive, negative, leaked_positive, leaked_negative = zeros, zeros, zeros, zeros
+    for first_j in range(0, tasks if T.tasks > T.block else 1, T.block):
+        for n in tl.static_range(T.block):
+            j = first_j + n + tl.arange(0, 1)
+            g = tl.sum(_gradients(addresses, first, j, size, tasks, T), 0)
+            leak = tl.load(leaks + j, j < tasks, other=0.0).to(T.wide)
+            above = tl.where(g > 0, g, 0.0)
+            below = tl.where(g > 0, 0.0, g)  # and NaN
+            positive += above
+            negative += below
+            leaked_positive += leak * above
+            leaked_negative += leak * below
+    u = _uniform_numbers(drawn, first_index + first, T)
+    # Infinities and NaN are not dropped: they make it false, and are in what is chosen then.
+    chosen = u * (positive - negative) < positive
+    total = tl.where(chosen, positive + leaked_negative, negative + leaked_positive)
     _write(addresses, first, size, total, T)
 
 

@@ -10,19 +10,18 @@ from triton.language import constexpr
 
 from cs_kernels.ops.gpu.phase2_plan import CallField, Counter, ItemKind, TensorField
 from cs_kernels.ops.triton.primitives import (
+    SEGMENT,
     added_up,
     arrive,
     narrowed,
     pointers,
     publish,
+    selected,
     traits,
     unaligned,
     wait,
     widened,
 )
-
-SEGMENT = constexpr(32)
-"""Elements of a row that are processed together; the last segment of a row may have fewer."""
 
 ENERGY_ROWS = constexpr(4)
 ENERGY_COLUMNS = constexpr(256)
@@ -51,35 +50,40 @@ LAYER_COUNTERS = constexpr(len(Counter))
 
 
 @triton.jit
-def _offset(tensor, row, column):
+def _shape(tensor):
+    """Rows, their length and segments, channels of a group and contiguous elements of a row."""
+    length, segments = tl.load(tensor + LENGTH), tl.load(tensor + ROW_SEGMENTS).to(tl.int32)
+    channels, inner = tl.load(tensor + CHANNELS), tl.load(tensor + INNER)
+    return tl.load(tensor + ROWS), length, segments, channels, inner
+
+
+@triton.jit
+def _offset(shape, row, column):
     """Offsets of the elements of a row, for a layout [groups, outer, channels, inner]."""
-    channels = tl.load(tensor + CHANNELS)
-    inner = tl.load(tensor + INNER)
-    outer = tl.load(tensor + LENGTH) // inner
-    block = (row // channels) * outer + column // inner
+    _, length, _, channels, inner = shape
+    block = (row // channels) * (length // inner) + column // inner
     return (block * channels + row % channels) * inner + column % inner
 
 
 @triton.jit
-def _tile(tensor, first, T: constexpr):
+def _tile(shape, first, T: constexpr):
     """Rows [segments], offsets and mask [segments, SEGMENT] of the segments from `first` on.
 
-    With T.vector > 1, rows are contiguous and their lengths are multiples of it.
+    The last segment of a row may have fewer elements. With T.vector > 1, rows are contiguous and
+    their lengths are multiples of it.
     """
+    rows, length, row_segments, _, _ = shape
     segment = first + tl.arange(0, T.elements // SEGMENT)
-    row_segments = tl.load(tensor + ROW_SEGMENTS).to(tl.int32)
-    length = tl.load(tensor + LENGTH)
     row = segment // row_segments
     column = (segment - row * row_segments).to(tl.int64) * SEGMENT
-    left = tl.where(segment < tl.load(tensor + SIZE), length - column, 0)
-    count = tl.minimum(left, SEGMENT).to(tl.int32)
+    count = tl.minimum(tl.where(row < rows, length - column, 0), SEGMENT).to(tl.int32)
     lane = tl.arange(0, SEGMENT)[None, :]
     if T.vector > 1:
         count = tl.multiple_of(count, [T.vector])
         start = tl.multiple_of(row.to(tl.int64) * length + column, [T.vector])
         offset = start[:, None] + lane
     else:
-        offset = _offset(tensor, row.to(tl.int64)[:, None], column[:, None] + lane)
+        offset = _offset(shape, row.to(tl.int64)[:, None], column[:, None] + lane)
     return row, offset, lane < count[:, None]
 
 
@@ -87,11 +91,16 @@ def _tile(tensor, first, T: constexpr):
 def row_energies(tensor, weight, first, VECTOR: constexpr):
     """Eq. (4) of ENERGY_ROWS rows from `first` on, and whether there are such rows."""
     row = first + tl.arange(0, ENERGY_ROWS)
-    inside = row < tl.load(tensor + ROWS)
-    length = tl.load(tensor + LENGTH)
+    shape = _shape(tensor)
+    rows, length, _, _, _ = shape
+    inside = row < rows
     energy = tl.zeros([ENERGY_ROWS, ENERGY_COLUMNS], tl.float64)
+    # Squares of 16 bits are exact in float32.
+    EXACT: constexpr = weight.dtype.element_ty.primitive_bitwidth <= 16
+    WIDE: constexpr = tl.float32 if EXACT else tl.float64
     UNROLL: constexpr = 4 if VECTOR > 1 else 1  # loads in flight
     for start in range(0, length, UNROLL * ENERGY_COLUMNS):
+        squares = tl.zeros([ENERGY_ROWS, ENERGY_COLUMNS], WIDE) if EXACT else energy
         for n in tl.static_range(UNROLL):
             column = start + n * ENERGY_COLUMNS
             left = length - column
@@ -102,14 +111,15 @@ def row_energies(tensor, weight, first, VECTOR: constexpr):
                 offset = begin[:, None] + lane[None, :]
             else:
                 wide = (column + lane).to(tl.int64)
-                offset = _offset(tensor, row.to(tl.int64)[:, None], wide[None, :])
+                offset = _offset(shape, row.to(tl.int64)[:, None], wide[None, :])
             mask = inside[:, None] & (lane < left)[None, :]
             pointer = weight + offset
             if VECTOR > 1:
                 pointer = tl.multiple_of(pointer, [1, 16])
             w = tl.load(pointer, mask, other=0.0, eviction_policy="evict_first")
-            w = widened(w, tl.float64)
-            energy += w * w
+            w = widened(w, WIDE)
+            squares += w * w
+        energy = energy + squares if EXACT else squares
     return tl.sum(energy, 1) / tl.load(tensor + KERNEL_SIZE).to(tl.float64), row, inside
 
 
@@ -176,17 +186,21 @@ def _find_priorities(tensor, addresses, energy, gamma, variance, epsilon, tasks,
 
 
 @triton.jit
-def _reference_gradient(addresses, priority, tasks, T: constexpr):
-    """Pointers to the reference gradient of each segment [segments, 1], and whether it exists."""
-    known = (priority >= 0) & (priority < tasks)
-    address = tl.load(addresses + GRADIENTS + priority, known, other=0)
-    return pointers(address, T)[:, None], (address != 0)[:, None]
+def _addresses(addresses, task, tasks):
+    """The addresses of some tasks' gradients; 0 where there is no task or no gradient."""
+    return tl.load(addresses + GRADIENTS + task, (task >= 0) & (task < tasks), other=0)
 
 
 @triton.jit
-def _gradients(addresses, task, offset, mask, tasks, T: constexpr):
+def _reference_gradient(address, offset, mask, T: constexpr):
+    """Elements [segments, SEGMENT] of the gradient of each segment."""
+    pointer = pointers(address, T)[:, None] + offset
+    return widened(tl.load(pointer, (address != 0)[:, None] & mask, other=0.0), T.wide)
+
+
+@triton.jit
+def _gradients(address, offset, mask, T: constexpr):
     """Elements of some tasks' gradients, [tasks, segments, SEGMENT]."""
-    address = tl.load(addresses + GRADIENTS + task, task < tasks, other=0)
     pointer = pointers(address, T)[:, None, None] + offset[None, :, :]
     g = tl.load(pointer, (address != 0)[:, None, None] & mask[None, :, :], other=0.0)
     return widened(g, T.wide)
@@ -196,33 +210,33 @@ def _gradients(addresses, task, offset, mask, tasks, T: constexpr):
 def _sum_and_products(tensor, addresses, index, tiles, products, tasks, T: constexpr):
     """A SUM item: writes the plain sum; products[i, j] = <G_i, G_j> over channel group i."""
     NUMBER: constexpr = T.elements // SEGMENT
+    shape = _shape(tensor)
     # A tensor without prioritized channels has no groups.
-    groups = tl.where(tl.load(tensor + LAYER) >= 0, tasks, 0)
+    layer = tl.load(tensor + LAYER)
+    groups, prioritized = tl.where(layer >= 0, tasks, 0), tl.where(layer >= 0, shape[0], 0)
     priorities = _priorities(addresses)
     update = pointers(tl.load(addresses + UPDATE), T)
     task = tl.arange(0, T.block)
-    kept = tl.zeros([T.block, T.block], tl.float64)
+    address = _addresses(addresses, task, tasks)
+    kept = tl.zeros([T.block, T.block, NUMBER], tl.float64)
     begin = index * tiles * NUMBER
     end = tl.minimum(begin + tiles * NUMBER, tl.load(tensor + SIZE).to(tl.int32))
     for start in range(begin, end, NUMBER):
-        row, offset, mask = _tile(tensor, start, T)
-        inside = row < tl.where(groups > 0, tl.load(tensor + ROWS), 0)
-        priority = tl.load(priorities + row, inside, other=-1).to(tl.int32)
+        row, offset, mask = _tile(shape, start, T)
+        priority = tl.load(priorities + row, row < prioritized, other=-1).to(tl.int32)
         if T.tasks <= 8:
-            g = _gradients(addresses, task, offset, mask, tasks, T)
+            g = _gradients(address, offset, mask, T)
             total = tl.sum(g, 0)
-            reference = tl.sum(tl.where(task[:, None, None] == priority[None, :, None], g, 0.0), 0)
+            reference = selected(g, task[:, None, None] == priority[None, :, None])
             dots = tl.sum(reference[None, :, :] * g, 2).to(tl.float64)
-            for i in range(T.tasks):
-                of_group = tl.sum(tl.where(priority[None, :] == i, dots, 0.0), 1)
-                kept += tl.where(task[:, None] == i, of_group[None, :], 0.0)
+            kept += tl.where(task[:, None, None] == priority[None, None, :], dots[None, :, :], 0.0)
         else:
-            pointer_i, exists = _reference_gradient(addresses, priority, tasks, T)
-            reference = widened(tl.load(pointer_i + offset, exists & mask, other=0.0), T.wide)
+            address_i = _addresses(addresses, priority, tasks)
+            reference = _reference_gradient(address_i, offset, mask, T)
             total = tl.zeros([NUMBER, SEGMENT], T.wide)
             for first in range(0, tasks, T.block):
                 j = first + task
-                g = _gradients(addresses, j, offset, mask, tasks, T)
+                g = _gradients(_addresses(addresses, j, tasks), offset, mask, T)
                 total += tl.sum(g, 0)
                 dots = tl.sum(reference[None, :, :] * g, 2).to(tl.float64)
                 for i in range(tasks):
@@ -235,7 +249,7 @@ def _sum_and_products(tensor, addresses, index, tiles, products, tasks, T: const
     if T.tasks <= 8:
         i = task[:, None]
         j = task[None, :]
-        tl.store(products + i * tasks + j, kept, (i < groups) & (j < groups))
+        tl.store(products + i * tasks + j, tl.sum(kept, 2), (i < groups) & (j < groups))
 
 
 @triton.jit
@@ -257,24 +271,24 @@ def _find_coefficients(tensor, item_products, products, coefficients, tasks, T: 
 
 @triton.jit
 def _project(tensor, addresses, index, tiles, coefficients, tasks, T: constexpr):
-    """A PROJECT item. In float64: a_i may be beyond float32's range where a_i * G_i is not."""
+    """A PROJECT item; a_i is rounded to T.wide."""
     NUMBER: constexpr = T.elements // SEGMENT
     task = tl.arange(0, T.tasks)
     conflicts = tl.max(tl.load(coefficients + task, task < tasks, other=0.0), 0) > 0
+    shape = _shape(tensor)
     priorities = _priorities(addresses)
     update = pointers(tl.load(addresses + UPDATE), T)
     begin = index * tiles * NUMBER
     end = tl.minimum(begin + tiles * NUMBER, tl.load(tensor + SIZE).to(tl.int32))
     for start in range(begin, tl.where(conflicts, end, begin), NUMBER):
-        row, offset, mask = _tile(tensor, start, T)
-        inside = row < tl.load(tensor + ROWS)
-        priority = tl.load(priorities + row, inside, other=-1).to(tl.int32)
+        row, offset, mask = _tile(shape, start, T)
+        priority = tl.load(priorities + row, row < shape[0], other=-1).to(tl.int32)
+        address = _addresses(addresses, priority, tasks)
         known = (priority >= 0) & (priority < tasks)
-        coefficient = tl.load(coefficients + priority, known, other=0.0)
-        pointer_i, exists = _reference_gradient(addresses, priority, tasks, T)
-        mask = mask & exists & (coefficient > 0)[:, None]
-        reference = widened(tl.load(pointer_i + offset, mask, other=0.0), tl.float64)
-        total = widened(tl.load(update + offset, mask, other=0.0), tl.float64)
+        coefficient = tl.load(coefficients + priority, known, other=0.0).to(T.wide)
+        mask = mask & (coefficient > 0)[:, None]
+        reference = _reference_gradient(address, offset, mask, T)
+        total = widened(tl.load(update + offset, mask, other=0.0), T.wide)
         tl.store(update + offset, narrowed(total + coefficient[:, None] * reference, T.dtype), mask)
 
 

@@ -6,6 +6,10 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
+SEGMENT = constexpr(32)
+"""Elements of a row that are processed together. Their products are added up in float32, in which
+so many squares of 1e18 stay finite; the sums of segments in float64."""
+
 # The interpreter truncates to bfloat16 instead of rounding.
 _INTERPRETED = constexpr(triton.knobs.runtime.interpret)
 
@@ -21,7 +25,7 @@ class Traits:
     dtype: constexpr
     """The type of weights, gradients and updates."""
     wide: constexpr
-    """The type in which the products of a tile are added up."""
+    """The type of sums and products within a tile: float32, or float64 for float64 gradients."""
     vector: constexpr
     """Elements in 16 bytes; 1 if addresses are not aligned."""
     block: constexpr
@@ -34,7 +38,7 @@ class Traits:
 def traits(TASKS, ELEMENTS, DTYPE, ALIGNED=True):
     """The traits of a kernel with these arguments, where addresses are aligned to 16 bytes."""
     bits = DTYPE.primitive_bitwidth
-    wide = tl.float64 if bits > 16 else tl.float32
+    wide = tl.float64 if bits > 32 else tl.float32
     vector = 128 // bits if ALIGNED else 1
     rows = TASKS if TASKS <= 8 else 1
     return Traits(*map(constexpr, (TASKS, ELEMENTS, DTYPE, wide, vector, min(TASKS, 8), rows)))
@@ -48,7 +52,7 @@ def unaligned(T, PARTS=1):
 
 @triton.jit
 def widened(x, WIDE: constexpr):
-    """Conversion of any type to float32 or float64; exact."""
+    """Conversion of any type to float32 or float64."""
     if _INTERPRETED and x.dtype == tl.bfloat16:
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif x.dtype == tl.bfloat16:
@@ -67,6 +71,15 @@ def narrowed(x, DTYPE: constexpr):
             bits = tl.where(x == x, rounded, 0x7FFF)
             x = bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(DTYPE)
+
+
+@triton.jit
+def selected(x, mask):
+    """The only entry along the first axis for which the mask holds; zero without one."""
+    # A sum of floating-point numbers would keep its additions of zero.
+    INTEGER: constexpr = tl.uint64 if x.dtype == tl.float64 else tl.uint32
+    bits = tl.where(mask, x.to(INTEGER, bitcast=True), 0)
+    return tl.max(bits, 0).to(x.dtype, bitcast=True)
 
 
 @triton.jit
