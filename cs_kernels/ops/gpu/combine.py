@@ -11,6 +11,7 @@ from enum import IntEnum
 from functools import lru_cache
 from itertools import accumulate
 from struct import pack, unpack
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -168,9 +169,8 @@ class GpuCombine(CombineOperators):
     def gradient_tiling(self, dtype: torch.dtype, tasks: int) -> tuple[int, int]:
         """Elements of a tile, and the most tiles of an item."""
 
-    def drop_tile(self, dtype: torch.dtype, tasks: int) -> int:
-        """Elements of a tile of sign dropping."""
-        return self.gradient_tiling(dtype, tasks)[0]
+    one_tile: ClassVar[bool] = False
+    """Whether an item of the weighted sum and of sign dropping is one tile."""
 
     @abstractmethod
     def launch_gramian(
@@ -195,8 +195,7 @@ class GpuCombine(CombineOperators):
         groups: int,
         extra: Ints = (),
         *,
-        gramian: bool = False,
-        drop: bool = False,
+        one_tile: bool,
         offsets: Ints | None = None,
     ) -> Iterator[GradientLaunch]:
         tasks = operands.tasks
@@ -220,8 +219,8 @@ class GpuCombine(CombineOperators):
                 code,
                 tuple(group_of),
                 groups,
-                self.drop_tile(dtype, tasks) if drop else elements,
-                most_tiles,
+                elements,
+                1 if one_tile else most_tiles,
                 device,
                 None if offsets is None else tuple(offsets),
             )
@@ -243,7 +242,7 @@ class GpuCombine(CombineOperators):
         results: list[Tensor] = []
         zeros = [0] * -(-groups // 2)
         for launch in self._gradient_launches(
-            operands, group_of, groups, zeros * len(DTYPES), gramian=True
+            operands, group_of, groups, zeros * len(DTYPES), one_tile=False
         ):
             result = torch.empty(shape, dtype=torch.float64, device=operands.outputs[0].device)
             for group in launch.empty_groups:
@@ -257,7 +256,9 @@ class GpuCombine(CombineOperators):
 
     def run_combine(self, operands: Operands, weights: Tensor, group_of: Ints) -> None:
         """One launch for each dtype."""
-        for launch in self._gradient_launches(operands, group_of, len(weights)):
+        for launch in self._gradient_launches(
+            operands, group_of, len(weights), one_tile=self.one_tile
+        ):
             if len(launch.items):
                 self.launch_combine(launch, weights)
 
@@ -273,7 +274,7 @@ class GpuCombine(CombineOperators):
         tasks, group_of = operands.tasks, [0] * len(operands.outputs)
         extra = unpack(f"{tasks}q", pack(f"{tasks}d", *leaks))
         for launch in self._gradient_launches(
-            operands, group_of, 1, extra, drop=True, offsets=offsets
+            operands, group_of, 1, extra, one_tile=self.one_tile, offsets=offsets
         ):
             if len(launch.items):
                 of_tasks = launch.extra.view(torch.float64)

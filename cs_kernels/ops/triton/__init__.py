@@ -92,6 +92,7 @@ class TritonOperators(GpuOperators):
     """One program for each item."""
 
     whole_rows = True
+    one_tile = True
 
     def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling:
         """Tiles of whole segments of rows."""
