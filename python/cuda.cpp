@@ -80,15 +80,15 @@ std::map<std::string, Fields> tables() {
   using namespace cuda;
   using Tensor = PlannedTensor;
   using Gradient = PlannedGradient;
-  static_assert(sizeof(Tensor) == 17 * sizeof(std::int64_t), "a field is missing below");
+  static_assert(sizeof(Tensor) == 16 * sizeof(std::int64_t), "a field is missing below");
   static_assert(sizeof(Gradient) == 6 * sizeof(std::int64_t), "a field is missing below");
   return {{"TensorField",
            {CS_FIELD(Tensor, rows), CS_FIELD(Tensor, length), CS_FIELD(Tensor, channels),
             CS_FIELD(Tensor, inner), CS_FIELD(Tensor, segment), CS_FIELD(Tensor, row_segments),
             CS_FIELD(Tensor, size), CS_FIELD(Tensor, kernel_size), CS_FIELD(Tensor, layer),
             CS_FIELD(Tensor, first_row), CS_FIELD(Tensor, first_sum), CS_FIELD(Tensor, sum_items),
-            CS_FIELD(Tensor, tiles), CS_FIELD(Tensor, fits_room), CS_FIELD(Tensor, energy_items),
-            CS_FIELD(Tensor, energy_rows), CS_FIELD(Tensor, project_sums)}},
+            CS_FIELD(Tensor, tiles), CS_FIELD(Tensor, energy_items), CS_FIELD(Tensor, energy_rows),
+            CS_FIELD(Tensor, project_sums)}},
           {"CallField",
            {entry("update", kUpdate), entry("weight", kWeight), entry("priority", kPriority),
             entry("aligned", kAligned), entry("gradients", kGradients)}},
@@ -112,7 +112,6 @@ Fields phase2_tiling(DataType type) {
   return {entry("tile_segments", tiling.tile_segments),
           entry("unit", tiling.unit),
           entry("most_units", tiling.most_units),
-          entry("vector", tiling.vector),
           entry("energy_elements", tiling.energy_elements),
           entry("least_energy_rows", tiling.least_energy_rows),
           entry("least_items", tiling.least_items),
@@ -126,7 +125,7 @@ std::pair<std::int64_t, std::int64_t> gradient_tiling(DataType type) {
   return {tiling.elements, tiling.most_tiles};
 }
 
-// Bytes of a block, by kernel; in Phase 2 without the items that it holds.
+// Bytes of a block, by kernel.
 Fields shared_memory(std::int32_t tasks) {
   return {entry("phase2", cuda::phase2_memory(tasks)),
           entry("gramian", cuda::gramian_memory(tasks)),
@@ -146,8 +145,7 @@ void define_cuda(py::module_ module) {
                 Pointer{"items"}, Int64{"item_count"}, Pointer{"tensors"}, Pointer{"table"},
                 Pointer{"ticket"}, Pointer{"counters"}, Pointer{"energy"}, Type{"gamma_type"},
                 Pointer{"gamma"}, Type{"variance_type"}, Pointer{"variance"}, Pointer{"epsilon"},
-                Pointer{"item_products"}, Pointer{"products"}, Pointer{"coefficients"},
-                Pointer{"left"});
+                Pointer{"item_products"}, Pointer{"products"}, Pointer{"coefficients"});
   define_launch(module, "energies", "energies", &cuda::energies, Type{"type"}, Pointer{"tensor"},
                 Int64{"items"}, Pointer{"weight"}, Flag{"aligned"}, Pointer{"energy"});
   define_launch(module, "strengths", "strengths", &cuda::strengths, Pointer{"energy"},

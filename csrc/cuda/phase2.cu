@@ -35,12 +35,12 @@ CS_DEVICE void energy_item(const Phase2Launch& launch, const Item& item, Shared&
 
 // The last SUM item of a layer derives its a_i.
 template <class T>
-CS_DEVICE void sum_item(const Phase2Arguments& launch, const Item& item, Shared& shared) {
+CS_DEVICE void sum_item(const Phase2Launch& launch, const Item& item, Shared& shared) {
   const Work<T> work(launch, item.tensor);
   const PlannedTensor& tensor = work.tensor;
   if (tensor.energy_items > 0)
     wait(work.counters() + kPriorityReady);
-  sum_and_hold<T>(work, launch, item, shared);
+  sum_segments(work, item.index, shared);
   if (tensor.layer >= 0 && arrive(work.counters() + kSumsDone, tensor.sum_items, &shared.last)) {
     find_coefficients(launch, tensor, shared.sums);
     publish(work.counters() + kCoefficientsReady);
@@ -49,12 +49,10 @@ CS_DEVICE void sum_item(const Phase2Arguments& launch, const Item& item, Shared&
 
 // A block takes items until none is left. It draws the next ticket during the current item; an item
 // waits for earlier tickets only, which running blocks hold.
-template <class T> CS_KERNEL(kThreads, kPhase2Blocks) phase2_kernel(Phase2Arguments launch) {
+template <class T> CS_KERNEL(kThreads, kPhase2Blocks<T>) phase2_kernel(Phase2Launch launch) {
   auto& shared = *reinterpret_cast<Shared*>(shared_memory());
-  if (thread_index() == 0) {
+  if (thread_index() == 0)
     shared.drawn = count(launch.ticket);
-    shared.oldest = shared.used = 0;
-  }
   synchronize_block();
   while (shared.drawn < launch.item_count) {
     const Item item = launch.items[shared.drawn];
@@ -70,21 +68,6 @@ template <class T> CS_KERNEL(kThreads, kPhase2Blocks) phase2_kernel(Phase2Argume
     synchronize_block();
     if (thread_index() == 0)
       shared.drawn = next;
-    // What it holds and can write now; it does not wait here.
-    for (;;) {
-      if (thread_index() == 0)
-        shared.ready = shared.used > 0 && is_published(oldest_ready(launch, shared));
-      synchronize_block();
-      if (shared.ready == 0)
-        break;
-      write_oldest<T>(launch, shared);
-    }
-  }
-  // This waits for SUM items that have been drawn, by blocks that run and wait for earlier items
-  // only, so it ends even if blocks are not all resident.
-  while (shared.used > 0) {
-    wait(oldest_ready(launch, shared));
-    write_oldest<T>(launch, shared);
     synchronize_block();
   }
 }
@@ -95,12 +78,10 @@ std::size_t phase2_memory(std::int32_t tasks) { return shared_bytes(tasks); }
 
 Phase2Tiling phase2_tiling(DataType type) {
   return with_type(type, [&](auto like) {
-    using T = decltype(like);
-    constexpr int kVector = Vector<T>::kSize;
+    constexpr int kVector = Vector<decltype(like)>::kSize;
     return Phase2Tiling{kTeams,
                         std::int64_t{kTeam} * kVector,
                         kPieces,
-                        kVector,
                         std::int64_t{kEnergyVectors} * kThreads * kVector,
                         kLeastEnergyRows,
                         kLeastItems,
@@ -111,27 +92,13 @@ Phase2Tiling phase2_tiling(DataType type) {
 
 Status phase2(const Phase2Launch& arguments, Stream stream) {
   return with_type(arguments.type, [&](auto like) {
-    using T = decltype(like);
-    const auto kernel = phase2_kernel<T>;
-    Phase2Arguments launched{arguments, 0};
-    SharedMemory gpu{};
-    Status status = shared_memory_sizes(&gpu.multiprocessor, &gpu.block, &gpu.reserved);
-    std::int64_t bytes = shared_bytes(arguments.tasks);
-    if (arguments.left != nullptr) {
-      const std::int64_t of_block =
-          std::min((gpu.multiprocessor - kCacheBytes) / kPhase2Blocks - gpu.reserved, gpu.block);
-      launched.rooms = static_cast<std::int32_t>(
-          std::clamp<std::int64_t>((of_block - bytes) / kRoomBytes, 0, kMostRooms));
-    }
-    if (launched.rooms == 0)
-      launched.left = nullptr;
-    bytes += std::int64_t{launched.rooms} * kRoomBytes;
+    const auto kernel = phase2_kernel<decltype(like)>;
+    const std::size_t bytes = phase2_memory(arguments.tasks);
     std::int64_t blocks = 0;
+    Status status = resident_blocks(kernel, kThreads, bytes, &blocks);
     if (status == 0)
-      status = resident_blocks(kernel, kThreads, static_cast<std::size_t>(bytes), &blocks);
-    if (status == 0)
-      status = launch(kernel, std::min(blocks, arguments.item_count), kThreads,
-                      static_cast<std::size_t>(bytes), stream, launched);
+      status = launch(kernel, std::min(blocks, arguments.item_count), kThreads, bytes, stream,
+                      arguments);
     return status;
   });
 }

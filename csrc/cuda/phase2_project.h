@@ -1,5 +1,4 @@
-// The projection of Phase 2: its coefficients, and the update of what a block holds or of what
-// PROJECT items read again.
+// The projection of Phase 2: its coefficients, and the PROJECT items.
 #pragma once
 
 #include "cs_kernels/equations.h"
@@ -50,76 +49,38 @@ CS_DEVICE Wide<T> coefficient_of(const Work<T>& work, const TeamSegment<T>& segm
                            : static_cast<Wide<T>>(work.launch.coefficients[first + segment.group]);
 }
 
-// sums += coefficient * references, for some pieces.
-template <class T, int kSize, int kNumber>
-CS_DEVICE void project(Wide<T> coefficient, Vector<T, kSize> (&sums)[kNumber],
-                       const Vector<T, kSize> (&references)[kNumber]) {
-  CS_UNROLL(kNumber)
-  for (int n = 0; n < kNumber; ++n) {
-    Wide<T> sum[kSize];
-    Wide<T> reference[kSize];
-    widen(sums[n], sum);
-    widen(references[n], reference);
-    CS_UNROLL(kSize)
-    for (int e = 0; e < kSize; ++e)
-      sum[e] += coefficient * reference[e];
-    sums[n] = narrow<T>(sum);
-  }
-}
-
-// Writes the update of the oldest item that the block holds, whose a_i are known.
-template <class T> CS_DEVICE void write_oldest(const Phase2Arguments& launch, Shared& shared) {
-  const HeldItem item = shared.held[shared.oldest];
-  const Work<T> work(launch, item.tensor);
-  const TeamSegment<T> segment(work, item.index);
-  const Wide<T> coefficient = coefficient_of(work, segment);
-  const T* held = room_at<T>(launch.tasks, shared.oldest);
-  T* update = work.update();
-  for_each_team_piece(segment, [&](const auto& pieces) {
-    typename std::decay_t<decltype(pieces)>::Vectors sums;
-    read_held(pieces, held, sums);
-    if (coefficient != 0) {
-      typename std::decay_t<decltype(pieces)>::Vectors references;
-      read_held(pieces, held + kHalfRoom<T>, references);
-      project<T>(coefficient, sums, references);
-    }
-    write(pieces, update, sums);
-  });
-  synchronize_block();
-  if (thread_index() == 0) {
-    shared.oldest = wrapped(shared.oldest + 1, launch.rooms);
-    --shared.used;
-  }
-}
-
-// The flag of the oldest item that the block holds.
-CS_DEVICE std::int32_t* oldest_ready(const Phase2Launch& launch, const Shared& shared) {
-  const std::int64_t layer = launch.tensors[shared.held[shared.oldest].tensor].layer;
-  return launch.counters + layer * kLayerCounters + kCoefficientsReady;
-}
-
-// A PROJECT item: those of some SUM items that no block holds. Mostly none.
-template <class T> CS_DEVICE void project_item(const Phase2Arguments& launch, const Item& item) {
+// A PROJECT item: the segments of some SUM items again, where a_i > 0. Their sums and reference
+// gradients are likely to be in the L2 cache.
+template <class T> CS_DEVICE void project_item(const Phase2Launch& launch, const Item& item) {
   const Work<T> work(launch, item.tensor);
   const PlannedTensor& tensor = work.tensor;
   wait(work.counters() + kCoefficientsReady);
   const auto [first, last] = item_range(item.index, tensor.project_sums, tensor.sum_items);
-  for (std::int64_t sum = first; sum < last; ++sum) {
-    if (launch.left != nullptr && launch.left[tensor.first_sum + sum] == 0)
-      continue;
-    const TeamSegment<T> segment(work, sum);
+  for (std::int64_t number = first; number < last; ++number) {
+    const TeamSegment<T> segment(work, number);
     const Wide<T> coefficient = coefficient_of(work, segment);
     const T* reference = coefficient != 0 ? work.gradient(segment.group) : nullptr;
     if (reference == nullptr)
       continue;
     T* update = work.update();
     for_each_team_piece(segment, [&](const auto& pieces) {
-      typename std::decay_t<decltype(pieces)>::Vectors sums;
-      typename std::decay_t<decltype(pieces)>::Vectors references;
-      read(pieces, update, sums);
-      read(pieces, reference, references);
-      project<T>(coefficient, sums, references);
-      write(pieces, update, sums);
+      using Of = std::decay_t<decltype(pieces)>;
+      typename Of::Vectors vectors;
+      typename Of::Vectors of_reference;
+      typename Of::Numbers sums;
+      typename Of::Numbers references;
+      read(pieces, update, vectors);
+      read(pieces, reference, of_reference);
+      widen_all(vectors, sums);
+      widen_all(of_reference, references);
+      CS_UNROLL(Of::kNumber)
+      for (int n = 0; n < Of::kNumber; ++n) {
+        CS_UNROLL(Of::kSize)
+        for (int e = 0; e < Of::kSize; ++e)
+          sums[n][e] += coefficient * references[n][e];
+      }
+      narrow_all<T>(sums, vectors);
+      write(pieces, update, vectors);
     });
   }
 }

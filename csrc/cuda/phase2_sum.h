@@ -13,7 +13,6 @@ template <class T> struct Sum {
   const T* first; // the gradient that the sum begins with; null if there is none
   int first_task; // its task
   int group;      // the channel group if it is the reference gradient; otherwise products are zero
-  T* held = nullptr;  // the thread's first vector in a room; null: the sum goes to memory
   bool began = false; // whether the products have a first part
 
   CS_DEVICE Sum(const Work<T>& of, std::int64_t item)
@@ -51,8 +50,6 @@ template <class T> struct Sum {
         dot += references[n][e] * references[n][e];
     }
     add_dot(first_task, dot);
-    if (held != nullptr)
-      write_held(pieces, held + kHalfRoom<T>, vectors);
     int other = 1; // of the other tasks; without any, one that has no gradient
     CS_UNROLL(1)
     do {
@@ -76,10 +73,7 @@ template <class T> struct Sum {
     } while (++other < work.launch.tasks);
     began = true;
     narrow_all<T>(totals, vectors);
-    if (held != nullptr)
-      write_held(pieces, held, vectors);
-    else
-      write(pieces, work.update(), vectors);
+    write(pieces, work.update(), vectors);
   }
 
   // Without any gradient, the update is zero.
@@ -125,30 +119,19 @@ CS_DEVICE void write_products(const Shared& shared, int tasks, double* products)
   }
 }
 
-// Sums an item. A block holds it if it fits into a room and one is free.
+// A SUM item: a segment for each team.
 template <class T>
-CS_DEVICE void sum_and_hold(const Work<T>& work, const Phase2Arguments& launch, const Item& item,
-                            Shared& shared) {
+CS_DEVICE void sum_segments(const Work<T>& work, std::int64_t item, Shared& shared) {
   const PlannedTensor& tensor = work.tensor;
-  Sum<T> sum(work, item.index);
-  const bool holds =
-      tensor.fits_room != 0 && work.aligned && shared.used < launch.rooms && sum.first != nullptr;
-  const int room = wrapped(shared.oldest + shared.used, launch.rooms);
-  if (holds)
-    sum.held = room_at<T>(launch.tasks, room);
+  const int tasks = work.launch.tasks;
+  Sum<T> sum(work, item);
   sum.run();
   if (tensor.layer < 0)
     return;
   if (lane_of_team() == 0)
     shared.groups[thread_index() / kTeam] = sum.group;
-  const std::int64_t number = tensor.first_sum + item.index;
-  write_products(shared, launch.tasks, launch.item_products + number * launch.tasks * launch.tasks);
-  if (thread_index() > 0 || launch.left == nullptr)
-    return;
-  launch.left[number] = !holds;
-  if (holds)
-    shared.held[room] = {item.tensor, item.index};
-  shared.used += holds;
+  write_products(shared, tasks,
+                 work.launch.item_products + (tensor.first_sum + item) * tasks * tasks);
 }
 
 } // namespace cs_kernels::cuda

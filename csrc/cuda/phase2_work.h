@@ -10,27 +10,13 @@
 
 namespace cs_kernels::cuda {
 
-struct Phase2Arguments : Phase2Launch {
-  std::int32_t rooms; // of a block, each for a SUM item that it holds
-};
-
-// A SUM item whose sums and reference gradients are held.
-struct HeldItem {
-  std::int32_t tensor;
-  std::int32_t index;
-};
-
 // The first part of a block's shared memory.
 struct alignas(16) Shared {
   double sums[kThreads];    // workspace
   double totals[kMaxTasks]; // of strengths
   std::int32_t drawn;
   std::int32_t last;
-  std::int32_t ready;
-  std::int32_t oldest; // of the held items
-  std::int32_t used;   // rooms
   std::int32_t groups[kTeams];
-  HeldItem held[kMostRooms]; // a ring
 };
 
 // The second: the products of the teams' segments, of every lane [tasks, kDotsWidth] and then of
@@ -46,38 +32,6 @@ CS_DEVICE double* dots_of_teams(int tasks) {
 CS_HOST_DEVICE_INLINE constexpr int shared_bytes(int tasks) {
   constexpr int kRow = (kDotsWidth + kTeams) * sizeof(double);
   return static_cast<int>(sizeof(Shared)) + dots_rows(tasks) * kRow;
-}
-
-// The third: rooms of [2, kPieces, kThreads] vectors. A thread reads what it has written.
-constexpr int kRoomBytes = 2 * kPieces * kThreads * 16;
-template <class T> constexpr int kHalfRoom = kRoomBytes / 2 / sizeof(T);
-// This thread's first vector of a room; its first reference gradient is half a room later.
-template <class T> CS_DEVICE T* room_at(int tasks, int room) {
-  unsigned char* rooms = shared_memory() + shared_bytes(tasks);
-  const int offset = room * kRoomBytes + thread_index() * 16;
-  return reinterpret_cast<T*>(rooms + offset);
-}
-// Some pieces, to or from half a room.
-template <class T, int kSize, int kNumber>
-CS_DEVICE void write_held(const Pieces<T, kSize, kNumber>& pieces, T* half,
-                          const Vector<T, kSize> (&vectors)[kNumber]) {
-  constexpr int kStep = kThreads * Vector<T>::kSize;
-  CS_UNROLL(kNumber)
-  for (int n = 0; n < kNumber; ++n)
-    store(half + (pieces.first + n) * kStep, vectors[n]);
-}
-template <class T, int kSize, int kNumber>
-CS_DEVICE void read_held(const Pieces<T, kSize, kNumber>& pieces, const T* half,
-                         Vector<T, kSize> (&vectors)[kNumber]) {
-  constexpr int kStep = kThreads * Vector<T>::kSize;
-  CS_UNROLL(kNumber)
-  for (int n = 0; n < kNumber; ++n)
-    vectors[n] = vector_at<kSize>(half + (pieces.first + n) * kStep);
-}
-
-// A place in the ring, from its number or a round later.
-CS_DEVICE std::int32_t wrapped(std::int32_t place, std::int32_t rooms) {
-  return place < rooms ? place : place - rooms;
 }
 
 CS_DEVICE std::uint32_t lane_of_team() {

@@ -63,7 +63,6 @@ template <class T, int kElements, int kPieces> struct Pieces {
   static constexpr int kNumber = kPieces;
   using Vectors = Vector<T, kSize>[kNumber];
   using Numbers = Wide<T>[kNumber][kSize];
-  int first;                     // among the lane's pieces
   std::int64_t offsets[kNumber]; // in bytes, from the beginning of the tensor
 
   // The address of a piece of a tensor.
@@ -122,13 +121,11 @@ template <int kMost, class T, class Lanes, class Visit>
 CS_DEVICE void for_each_piece(const Segment<T>& segment, std::uint32_t lane, Lanes lanes,
                               Visit visit) {
   constexpr std::uint32_t kVector = Segment<T>::kVector;
-  int first = 0;
   const auto visit_all = [&](auto size, auto most, std::uint32_t all, auto offset_of) {
     CS_UNROLL(1)
-    for (std::uint32_t piece = lane; piece < all; piece += most * lanes, first += most)
+    for (std::uint32_t piece = lane; piece < all; piece += most * lanes)
       with_steps<most>(all - piece, lanes, [&](auto number) {
         Pieces<T, size, number> pieces;
-        pieces.first = first;
         CS_UNROLL(number)
         for (int n = 0; n < number; ++n)
           pieces.offsets[n] = offset_of(piece, n * lanes);
@@ -148,7 +145,6 @@ CS_DEVICE void for_each_piece(const Segment<T>& segment, std::uint32_t lane, Lan
     visit_all(vector, two, segment.vectors, [&](std::uint32_t piece, std::uint32_t later) {
       return segment.offset((piece + later) * kVector);
     });
-  first = static_cast<int>((segment.vectors + lanes - 1) / lanes);
   visit_all(one, two, segment.length - segment.vectors * kVector,
             [&](std::uint32_t piece, std::uint32_t later) {
               const std::uint32_t element = piece + later;

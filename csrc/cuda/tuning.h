@@ -17,7 +17,7 @@ constexpr int kWarps = kThreads / kWarp;
 // dropping, and for Phase 2.
 constexpr int kSmallBlocks = 8;
 constexpr int kCombineBlocks = 5;
-constexpr int kPhase2Blocks = 3;
+template <class T> constexpr int kPhase2Blocks = sizeof(T) < 4 ? 3 : 4;
 
 // Lanes of Phase 2 that share a segment: their vectors are a cache line.
 constexpr int kTeam = 8;
@@ -27,15 +27,8 @@ constexpr int kTeams = kThreads / kTeam;
 // What an item costs beside its elements is as much as about two of its vectors.
 constexpr int kPieces = 6;
 
-// SUM items that a block of Phase 2 holds at most: on an H200 two fit, with 99 KiB one.
-constexpr int kMostRooms = 4;
-// Bytes of a multiprocessor that are left to its L1 cache, beside 28 KiB that it has anyway, for
-// the vectors in flight.
-constexpr std::int64_t kCacheBytes = 16 << 10;
-
 // Numbers that a thread loads at once when it adds up the products of a layer's items, 1024 at
-// most: the block that does so has no other loads in flight, and other blocks hold tiles until it
-// ends.
+// most: the block that does so has no other loads in flight.
 constexpr int kProductLoads = 8;
 // The same for the Gramian, whose threads keep K (K + 1) / 2 sums in registers.
 constexpr int gramian_blocks(int tasks) {
@@ -79,8 +72,8 @@ constexpr int kUnrolledTasks = 8;
 constexpr bool is_unrolled(int tasks) { return tasks >= 2 && tasks <= kUnrolledTasks; }
 
 // The plan of Phase 2's items.
-// SUM items of a PROJECT item: it mostly finds nothing left and returns after two microseconds.
-constexpr int kProjectSums = 8;
+// SUM items of a PROJECT item.
+constexpr int kProjectSums = 2;
 // Vectors of an ENERGY item for each thread: it begins with dependent reads, as a SUM item.
 constexpr int kEnergyVectors = 36;
 constexpr int kLeastEnergyRows = 4;
@@ -89,7 +82,7 @@ constexpr int kLeastEnergyRows = 4;
 constexpr int kLeastItems = 24;
 // SUM items per multiprocessor before a layer's PROJECT items: the resident blocks', whose items
 // have to end, and half as many.
-constexpr int kLag = kPhase2Blocks * 3 / 2;
+constexpr int kLag = 6;
 
 // Tiles of an item of combine, sign dropping and the Gramian.
 constexpr int kMostGradientTiles = 8;

@@ -51,7 +51,6 @@ struct Block {
 
 std::mt19937 random_numbers;
 std::int64_t most_resident = 1;
-std::int64_t shared_memory_size = 64 << 10;
 const std::function<void()>* body = nullptr;
 Fiber* current = nullptr;
 ucontext_t scheduler;
@@ -205,7 +204,6 @@ double exchanged(double value, int mask) {
 bool any_of_warp(bool value) { return exchanged(value ? 1 : 0, kAny) != 0; }
 
 std::int64_t resident_blocks() { return most_resident; }
-std::int64_t shared_memory_of_block() { return shared_memory_size; }
 
 int run(std::int64_t blocks, int threads, std::size_t shared_bytes,
         const std::function<void()>& thread) {
@@ -255,12 +253,10 @@ PYBIND11_MODULE(_emulation, module) {
   define_cuda(module);
   module.def(
       "order",
-      [](unsigned seed, std::int64_t resident, std::int64_t shared_memory) {
+      [](unsigned seed, std::int64_t resident) {
         emulation::random_numbers.seed(seed);
         emulation::most_resident = resident;
-        emulation::shared_memory_size = shared_memory;
       },
-      pybind11::arg("seed"), pybind11::arg("resident"), pybind11::arg("shared_memory"),
-      "How many blocks run at once, the seed of their order and of their threads', and the bytes of"
-      " shared memory that a block may have.");
+      pybind11::arg("seed"), pybind11::arg("resident"),
+      "How many blocks run at once, and the seed of their order and of their threads'.");
 }

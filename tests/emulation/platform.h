@@ -25,7 +25,6 @@ double exchanged(double value, int mask);
 bool any_of_warp(bool value);
 void pause();
 std::int64_t resident_blocks();
-std::int64_t shared_memory_of_block();
 int run(std::int64_t blocks, int threads, std::size_t shared_bytes,
         const std::function<void()>& thread);
 
@@ -93,15 +92,6 @@ inline std::uint16_t float_to_bfloat16(float value) {
 inline const char* error_text(int) { return "the emulation stopped"; }
 
 template <class Arguments> int loadable(void (*)(Arguments)) { return 0; }
-
-// A block may have any part of a multiprocessor's.
-inline int shared_memory_sizes(std::int64_t* multiprocessor, std::int64_t* block,
-                               std::int64_t* reserved) {
-  *multiprocessor = 1 << 30;
-  *block = emulation::shared_memory_of_block();
-  *reserved = 0;
-  return 0;
-}
 
 template <class Arguments>
 int resident_blocks(void (*)(Arguments), int, std::size_t, std::int64_t* blocks) {

@@ -53,9 +53,6 @@ class Phase2Launch:
     """float64 [layers, tasks, tasks]: d_ij of the channel groups; written."""
     coefficients: Tensor
     """float64 [layers, tasks]: a_i; input of a launch of PROJECT items alone, else written."""
-    left: Tensor
-    """int32 [SUM items of all layers], workspace: whether one is left to PROJECT items. Empty in a
-    launch of SUM or of PROJECT items alone: all are."""
     tasks: int
     dtype: torch.dtype
 
@@ -173,7 +170,6 @@ class GpuPhase2(Phase2Operators):
                 plan.sum_items * tasks**2,
                 layers * tasks**2,
                 layers * tasks,
-                -(-plan.sum_items // 2) if {ItemKind.SUM, ItemKind.PROJECT} <= {*kinds} else 0,
             )
             parts = [size + size % 2 for size in sizes]
             memory = torch.empty(sum(parts), dtype=torch.float64, device=device)
@@ -194,7 +190,6 @@ class GpuPhase2(Phase2Operators):
                         scratch[1],
                         scratch[2] if products is None else products,
                         scratch[3] if coefficients is None else coefficients,
-                        scratch[4].view(torch.int32)[: plan.sum_items],
                         tasks,
                         dtype,
                     )

@@ -12,9 +12,6 @@ depends only on earlier ones:
 
 A tile is some segments; a segment is a part of one row, so of one channel group.
 
-A block may hold SUM items: it keeps their plain sums and reference gradients on the chip and writes
-their update once, when a_i is known. PROJECT items have the others, often none.
-
 A block draws the next item as a ticket. An item waits only for items that running blocks hold, so
 waiting ends in any schedule of blocks. PROJECT items follow their layer's SUM items at
 a distance at which they rarely wait and still find the gradients in the L2 cache.
@@ -75,12 +72,10 @@ class TensorField(IntEnum):
     SUM_ITEMS = 11
     TILES = 12
     """Tiles of a SUM item."""
-    FITS_ROOM = 13
-    """Whether a block can hold a SUM item, if addresses are aligned."""
-    ENERGY_ITEMS = 14
-    ENERGY_ROWS = 15
+    ENERGY_ITEMS = 13
+    ENERGY_ROWS = 14
     """Rows of an ENERGY item."""
-    PROJECT_SUMS = 16
+    PROJECT_SUMS = 15
     """SUM items of a PROJECT item."""
 
 
@@ -122,26 +117,15 @@ class Tiling:
     """SUM items between the last of a layer and its first PROJECT item, per multiprocessor."""
     most_units: int = 1
     """Units of a segment."""
-    vector: int = 1
-    """Elements of a 16-byte vector, of which a unit has one for every lane."""
     most_tiles: int = 1
     """Tiles of a SUM item; 1 where segments grow instead."""
     project_sums: int = 1
-    """SUM items of a PROJECT item; 1 where blocks hold no items."""
+    """SUM items of a PROJECT item."""
 
     def units(self, layout: ChannelLayout) -> int:
         """Units of a row."""
         _, outer, _, inner = layout
         return max(1, -(-(outer * inner) // self.unit))
-
-    def singles(self, layout: ChannelLayout) -> int:
-        """Units that take as long as the elements at the ends of a segment, which are in no vector.
-
-        Vectors begin at 16 bytes, rows do not where their length is no multiple of a vector's.
-        """
-        _, outer, _, inner = layout
-        apart = 2 * (self.vector - 1) if outer == 1 and inner % self.vector else 0
-        return -(-apart * self.vector // self.unit)
 
     def segment(self, layout: ChannelLayout, most: int, *, layer: bool) -> int:
         """Elements of a segment, with at most so many units unless the layer is too large.
@@ -151,17 +135,11 @@ class Tiling:
         """
         groups, _, channels, _ = layout
         units = self.units(layout)
-        most = max(1, min(most, units, self.most_units - self.singles(layout)))
+        most = min(most, units, self.most_units)
         per = min(range(1, most + 1), key=lambda n: (-(-units // n) * (n + 2), -n))
         if layer and self.most_tiles == 1:
             per = max(per, -(-groups * channels * units // (MOST_SUM_ITEMS * self.tile_segments)))
         return min(per, units) * self.unit
-
-    def fits_room(self, layout: ChannelLayout, segment: int) -> bool:
-        """Whether a block can hold an item of such segments."""
-        _, outer, _, inner = layout
-        vectors = outer == 1 or inner % self.vector == 0
-        return vectors and segment // self.unit + self.singles(layout) <= self.most_units
 
     def energy_rows(self, length: int) -> int:
         """Rows of an ENERGY item, for rows of this length."""
@@ -219,8 +197,6 @@ def phase2_plan(
     """
     refuse_capture(device)
     sms = multiprocessors(device)
-    # PROJECT items alone have every tile.
-    project_sums = tiling.project_sums if ItemKind.SUM in kinds else 1
     small = sum(
         groups * channels * tiling.units(layout) // tiling.tile_segments
         for layout in layouts
@@ -266,10 +242,9 @@ def phase2_plan(
             TensorField.FIRST_SUM: first_sum,
             TensorField.SUM_ITEMS: sum_items,
             TensorField.TILES: per_item,
-            TensorField.FITS_ROOM: layer >= 0 and tiling.fits_room(layouts[t], segment),
             TensorField.ENERGY_ITEMS: -(-rows // energy_rows) if energies else 0,
             TensorField.ENERGY_ROWS: energy_rows,
-            TensorField.PROJECT_SUMS: project_sums,
+            TensorField.PROJECT_SUMS: tiling.project_sums,
         }
         fields.append([of_tensor[field] for field in TensorField])
         if layer >= 0:

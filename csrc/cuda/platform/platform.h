@@ -150,24 +150,6 @@ cudaError_t allow_shared_memory(void (*kernel)(Arguments), std::size_t bytes) {
                               static_cast<int>(bytes));
 }
 
-// Bytes of shared memory of the current device: of a multiprocessor, of a block at most, and
-// reserved of every block.
-inline int shared_memory_sizes(std::int64_t* multiprocessor, std::int64_t* block,
-                               std::int64_t* reserved) {
-  int device = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  const auto ask = [&](cudaDeviceAttr attribute, std::int64_t* bytes) {
-    int value = 0;
-    if (status == cudaSuccess)
-      status = cudaDeviceGetAttribute(&value, attribute, device);
-    *bytes = value;
-  };
-  ask(cudaDevAttrMaxSharedMemoryPerMultiprocessor, multiprocessor);
-  ask(cudaDevAttrMaxSharedMemoryPerBlockOptin, block);
-  ask(cudaDevAttrReservedSharedMemoryPerBlock, reserved);
-  return status;
-}
-
 // The number of resident blocks on the current device.
 template <class Arguments>
 int resident_blocks(void (*kernel)(Arguments), int threads, std::size_t shared_bytes,

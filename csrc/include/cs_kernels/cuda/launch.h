@@ -15,13 +15,6 @@ const char* status_message(Status status);
 // Whether the current device can run these kernels.
 Status available();
 
-// Bytes of shared memory of a GPU.
-struct SharedMemory {
-  std::int64_t multiprocessor;
-  std::int64_t block;    // at most
-  std::int64_t reserved; // of every block
-};
-
 // An array of any type.
 struct Numbers {
   DataType type;

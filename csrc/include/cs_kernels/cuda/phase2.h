@@ -15,7 +15,6 @@ struct Phase2Tiling {
   std::int64_t tile_segments;
   std::int64_t unit;              // elements; a segment has a number of units
   std::int64_t most_units;        // of a segment, in a layer that is not too large for them
-  std::int64_t vector;            // elements
   std::int64_t energy_elements;   // of an ENERGY item, about
   std::int64_t least_energy_rows; // of an ENERGY item
   std::int64_t least_items;       // SUM items per multiprocessor before items grow
@@ -24,7 +23,7 @@ struct Phase2Tiling {
 };
 Phase2Tiling phase2_tiling(DataType type);
 
-// Bytes of shared memory of a block that holds no items.
+// Bytes of shared memory of a block.
 std::size_t phase2_memory(std::int32_t tasks);
 
 // A row of the table of tensors, which the caller makes once for a trunk. Elements are in memory
@@ -42,8 +41,7 @@ struct PlannedTensor {
   std::int64_t first_row; // of the layer, among those of all layers
   std::int64_t first_sum; // its SUM items, among those of all layers
   std::int64_t sum_items;
-  std::int64_t tiles;     // of a SUM item: 1
-  std::int64_t fits_room; // whether a block can hold a SUM item, if addresses are aligned
+  std::int64_t tiles; // of a SUM item: 1
   std::int64_t energy_items;
   std::int64_t energy_rows;  // of an ENERGY item
   std::int64_t project_sums; // SUM items of a PROJECT item
@@ -87,14 +85,10 @@ struct Phase2Launch {
   double* item_products; // [SUM items of all layers, tasks, tasks], workspace
   double* products;      // [layers, tasks, tasks]: d_ij of the channel groups, written
   double* coefficients;  // [layers, tasks]: a_i; input of a launch of PROJECT items alone
-  // [SUM items of all layers], workspace: whether one is left to PROJECT items. Null in a launch of
-  // SUM or of PROJECT items alone: all are.
-  std::int32_t* left;
 };
 
-// Reads every weight and gradient once and writes the update once, (K + 2) N. Blocks hold items in
-// shared memory until the layer's a_i are known; PROJECT items visit rows in conflict of other
-// items again, two reads and a write.
+// Reads every weight and gradient once and writes the update once, (K + 2) N. PROJECT items visit
+// rows in conflict again, two reads and a write.
 Status phase2(const Phase2Launch& launch, Stream stream);
 
 // Eq. (4) of every row of one layer. Reads the weight once.
