@@ -39,7 +39,7 @@ if __name__ == "__main__":
     cuda = getattr(_C, "cuda", None)
     for tasks in (2, 4, 8, 16, 64) if cuda else ():
         of_block = ", ".join(f"{kernel} {n}" for kernel, n in cuda.shared_memory(tasks).items())
-        print(f"shared memory of a block without held tiles, {tasks} tasks: {of_block}")
+        print(f"shared memory of a block, {tasks} tasks: {of_block}")
     failed = [k for k in kernels if any(k[column] != "0" for column in COLUMNS[1:])]
     for kernel in failed:
         print(f"in local memory: {kernel['name']} for {kernel['architecture']}")

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import cs_kernels as cs
 from cs_kernels.ops import cuda
+from cs_kernels.ops.gpu import phase2, phase2_plan
 from cs_kernels.ops.solvers import SOLVERS
 
 pytestmark = [
@@ -115,6 +116,29 @@ def test_rows_of_every_kind(
     _assert_same_in_any_order(whole, 1, 200, 2, 7)
     with cs.use_backend("cuda"):
         assert_equal(apart(), whole())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_segments_of_large_layers(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Any number of vectors of a lane, at a scale at which few squares add up in float32."""
+    monkeypatch.setattr(phase2_plan, "MOST_SUM_ITEMS", 2)
+    phase2._plan.cache_clear()
+    shapes = [(40, 3000), (70, 1001), (9, 40, 8, 2)]
+    grads = [(torch.randn(3, *shape) * 1e18).to(dtype) for shape in shapes]
+    priorities = [torch.randint(3, (shape[t // 2],)) for t, shape in enumerate(shapes)]
+
+    def run(backend: str, grads: list[Tensor]) -> list[Tensor]:
+        updates = [torch.empty_like(g[0]) for g in grads]
+        of_tasks = [g for of_layer in grads for g in of_layer]
+        with cs.use_backend(backend):
+            _ops.project_conflicts_(updates, of_tasks, priorities, [0, 0, 1], [1] * 3, 3)
+        return updates
+
+    exact = run("reference", [g.double() for g in grads])
+    for update, wide in zip(run("cuda", grads), exact, strict=True):
+        error = (update.double() - wide).abs().max()
+        assert error <= 2 * torch.finfo(dtype).eps * wide.abs().max()
+    phase2._plan.cache_clear()
 
 
 @pytest.mark.parametrize("tasks", [3, 10, 33])

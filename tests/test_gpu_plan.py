@@ -162,3 +162,25 @@ def test_kernels_with_other_tables_are_refused() -> None:
 
     with pytest.raises(ImportError, match=r"must have the fields .* in TensorField, got .*build"):
         cuda.use_kernels(Kernels())
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ((1, 1, 2**30, 1), "less than 1073741824 segments of .* got 1073741824"),
+        ((1, 1, 1, 2**32), "rows of updates must lie within .* got 4294967296"),
+        ((4, 2, 2**10, 2**20), "rows of updates must lie within .* got 8589934592"),
+    ],
+)
+def test_tensors_that_are_too_large(layout: tuple[int, ...], message: str) -> None:
+    """Kernels count a row's elements, and those between its first and its last, in 32 bits."""
+    tiling = triton.operators.tiling(2, torch.float32)
+    with pytest.raises(ValueError, match=message):
+        phase2_plan.phase2_plan(
+            (layout,),
+            (1,),
+            None,
+            (True,),
+            tiling,
+            torch.device("cpu"),  # type: ignore[arg-type]
+        )

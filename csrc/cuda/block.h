@@ -29,30 +29,6 @@ CS_DEVICE double warp_sum(double value, int lanes) {
   return value;
 }
 
-// The sum over the lanes of a warp whose indices differ by multiples of `step`, a power of two.
-CS_DEVICE double strided_sum(double value, int step) {
-  for (int mask = kWarp / 2; mask >= step; mask /= 2)
-    value += exchanged(value, mask);
-  return value;
-}
-
-// Adds up arrays of kLanes shares over adjacent lanes; lane n gets share n, at the beginning. All
-// threads of the warp must call it.
-template <int kLanes, int kShare, class Number, int kSize>
-CS_DEVICE void scatter_sum(Number (&values)[kSize]) {
-  if constexpr (kLanes > 1) {
-    // A lane gives away half of what it has.
-    constexpr int kHalf = kLanes / 2 * kShare;
-    const bool upper = (thread_index() & (kLanes / 2)) != 0;
-    CS_UNROLL(kHalf)
-    for (int n = 0; n < kHalf; ++n) {
-      const Number given = upper ? values[n] : values[n + kHalf];
-      values[n] = (upper ? values[n + kHalf] : values[n]) + exchanged(given, kLanes / 2);
-    }
-    scatter_sum<kLanes / 2, kShare>(values);
-  }
-}
-
 // The sums over the block; every thread gets them. workspace: [kNumber, kWarps], shared.
 template <int kNumber> CS_DEVICE void block_sums(double (&values)[kNumber], double* workspace) {
   synchronize_block(); // earlier readers of the workspace are done

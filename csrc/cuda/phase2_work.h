@@ -27,7 +27,8 @@ CS_DEVICE double* dots_of_lanes() {
   return reinterpret_cast<double*>(shared_memory() + sizeof(Shared));
 }
 CS_DEVICE double* dots_of_teams(int tasks) {
-  return dots_of_lanes() + dots_rows(tasks) * kDotsWidth;
+  const int offset = dots_rows(tasks) * kDotsWidth;
+  return dots_of_lanes() + offset;
 }
 CS_HOST_DEVICE_INLINE constexpr int shared_bytes(int tasks) {
   constexpr int kRow = (kDotsWidth + kTeams) * sizeof(double);

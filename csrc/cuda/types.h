@@ -113,11 +113,6 @@ template <class T> CS_DEVICE T* pointer(std::int64_t address) {
   return static_cast<T*>(global_pointer(address));
 }
 
-// n / d for n, d >= 0: unsigned division is shorter, and has a path for 32 bits.
-CS_DEVICE std::int64_t quotient(std::int64_t n, std::int64_t d) {
-  return static_cast<std::int64_t>(static_cast<std::uint64_t>(n) / static_cast<std::uint64_t>(d));
-}
-
 // Calls run(T{}) for an element type.
 template <class Run> constexpr auto with_type(DataType type, const Run& run) {
   switch (type) {

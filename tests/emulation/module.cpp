@@ -18,7 +18,6 @@ namespace cs_kernels::cuda::emulation {
 namespace {
 
 constexpr int kWarp = 32;
-constexpr int kAny = -1;
 constexpr std::size_t kStack = 256 << 10;
 
 enum class State { kReady, kPausing, kAtBarrier, kExchanging, kDone };
@@ -36,7 +35,7 @@ struct Fiber {
   int index = 0;
   State state = State::kDone;
   double value = 0; // given or received in an exchange
-  int mask = 0;     // kAny: whether any lane gives something else than 0
+  int mask = 0;
   ucontext_t context{};
   void* fake_stack = nullptr;
   std::unique_ptr<char[]> stack{new char[kStack]};
@@ -107,7 +106,6 @@ void begin(Block& block, std::int64_t index, int threads, std::size_t shared_byt
 // Lets the lanes of a warp go on that have all come to an exchange.
 bool exchange(Block& block, std::size_t first) {
   double values[kWarp];
-  bool any = false;
   for (std::size_t lane = 0; lane < kWarp; ++lane) {
     if (first + lane >= block.fibers.size())
       fail("an exchange in a part of a warp");
@@ -117,11 +115,10 @@ bool exchange(Block& block, std::size_t first) {
     if (fiber.mask != block.fibers[first]->mask)
       fail("the lanes of a warp exchange with different masks");
     values[lane] = fiber.value;
-    any = any || fiber.value != 0;
   }
   for (std::size_t lane = 0; lane < kWarp; ++lane) {
     Fiber& fiber = *block.fibers[first + lane];
-    fiber.value = fiber.mask == kAny ? any : values[lane ^ static_cast<std::size_t>(fiber.mask)];
+    fiber.value = values[lane ^ static_cast<std::size_t>(fiber.mask)];
     fiber.state = State::kReady;
   }
   return true;
@@ -200,8 +197,6 @@ double exchanged(double value, int mask) {
   to_scheduler(State::kExchanging);
   return fiber.value;
 }
-
-bool any_of_warp(bool value) { return exchanged(value ? 1 : 0, kAny) != 0; }
 
 std::int64_t resident_blocks() { return most_resident; }
 

@@ -22,7 +22,6 @@ std::int64_t block_index();
 unsigned char* shared_memory();
 void synchronize_block();
 double exchanged(double value, int mask);
-bool any_of_warp(bool value);
 void pause();
 std::int64_t resident_blocks();
 int run(std::int64_t blocks, int threads, std::size_t shared_bytes,
@@ -50,7 +49,6 @@ inline void synchronize_warp() { emulation::exchanged(0, 0); }
 template <class Number> Number exchanged(Number value, int mask) {
   return static_cast<Number>(emulation::exchanged(value, mask));
 }
-inline bool any_of_warp(bool value) { return emulation::any_of_warp(value); }
 inline std::int32_t count(std::int32_t* counter) { return (*counter)++; }
 inline std::int32_t count_in_order(std::int32_t* counter) { return (*counter)++; }
 inline std::int32_t counted(const std::int32_t* counter) { return *counter; }

@@ -40,9 +40,6 @@ CS_DEVICE void synchronize_warp() { __syncwarp(); }
 template <class Number> CS_DEVICE Number exchanged(Number value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
-// Whether it is so for any thread of the warp. All threads must call it.
-CS_DEVICE bool any_of_warp(bool value) { return __any_sync(0xffffffffu, value) != 0; }
-
 // Adds 1 to a counter shared by all blocks and returns its old value.
 CS_DEVICE std::int32_t count(std::int32_t* counter) { return atomicAdd(counter, 1); }
 // The same, with acquire-release ordering: prior writes are visible to later arrivals, and theirs
