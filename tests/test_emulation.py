@@ -33,10 +33,11 @@ _ops = torch.ops.cs_kernels
 def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
     """Everything that the operators of a trunk write.
 
-    Some gradients are missing or misaligned; the last layer has ENERGY items of long rows, which a
-    block reads together; some tensors have no priorities, and their SUM items no barrier.
+    Some gradients are missing or misaligned; one layer has rows that a block reads together, one
+    several ENERGY items; some tensors have no priorities, and their SUM items no barrier.
     """
-    kinds = [*KINDS, Kind("long rows", (6, (64 << 10) // dtype.itemsize + 40))]
+    shapes = [(2, (64 << 10) // dtype.itemsize + 40), (300, 150)]
+    kinds = [*KINDS, *(Kind("large", shape) for shape in shapes)]
     layers = [sample(kind, tasks, dtype) for kind in kinds]
     arguments = trunk_arguments(layers)
     updates = arguments["updates"]
