@@ -119,7 +119,7 @@ Fields phase2_tiling(DataType type) {
           entry("project_sums", tiling.project_sums)};
 }
 
-// Elements of a tile, and tiles of an item of the Gramian.
+// Elements of a tile, and the most tiles of an item.
 std::pair<std::int64_t, std::int64_t> gradient_tiling(DataType type) {
   const auto tiling = cuda::gradient_tiling(type);
   return {tiling.elements, tiling.most_tiles};

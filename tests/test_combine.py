@@ -298,3 +298,18 @@ def test_scalar_parameters(backend: str) -> None:
     _ops.combine_([update], grads, torch.tensor([[1.0, 0.5]]), [0], 2)
     assert update.item() == 0.5
     assert _dropped(grads).item() in (2.0, -3.0)
+
+
+@pytest.mark.parametrize("tasks", [1, 3, 9])
+def test_few_or_no_gradients(backend: str, tasks: int) -> None:
+    """Of the last task alone, and of none."""
+    last = torch.randn(300)
+    grads = [*(tasks - 1) * [None], last, *tasks * [None]]
+    updates = [torch.full((300,), torch.nan), torch.full((5,), torch.nan)]
+    gramian = _ops.gramian(grads, [0, 1], 2, tasks)
+    assert gramian[0, -1, -1].item() == pytest.approx(last.double().square().sum().item())
+    assert gramian.count_nonzero() == 1
+    _ops.combine_(updates, grads, torch.full((2, tasks), 2.0), [0, 1], tasks)
+    assert_equal(updates, [2 * last, torch.zeros(5)])
+    _ops.drop_signs_(updates, grads, [0.0] * tasks, 1, 2, tasks)
+    assert_equal(updates, [last, torch.zeros(5)])

@@ -34,9 +34,10 @@ def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
     """Everything that the operators of a trunk write.
 
     Some gradients are missing or misaligned; one layer has rows that a block reads together, one
-    several ENERGY items; some tensors have no priorities, and their SUM items no barrier.
+    that a warp does, one several ENERGY items; some tensors have no priorities, and their SUM items
+    no barrier.
     """
-    shapes = [(2, (64 << 10) // dtype.itemsize + 40), (300, 150)]
+    shapes = [(2, (64 << 10) // dtype.itemsize + 40), (3, (36 << 10) // dtype.itemsize), (300, 150)]
     kinds = [*KINDS, *(Kind("large", shape) for shape in shapes)]
     layers = [sample(kind, tasks, dtype) for kind in kinds]
     arguments = trunk_arguments(layers)

@@ -237,6 +237,14 @@ def test_scales_of_float32(backend: str, scale: float) -> None:
     torch.testing.assert_close(scaled / factor, update, rtol=1e-5, atol=1e-6)
 
 
+def test_products_beyond_float32_are_not_ignored(backend: str) -> None:
+    """d_ii is infinite and d_ij is not: the projection must not vanish without a trace."""
+    grads = torch.stack([torch.full((2, 500), 1e19), torch.full((2, 500), -0.5e19)])
+    update = cs.functional.project_conflicts(grads, torch.zeros(2, dtype=torch.int64))
+    finite = update[update.isfinite()]
+    torch.testing.assert_close(finite, torch.full_like(finite, 1e19))
+
+
 def test_gradients_of_different_scale(backend: str) -> None:
     """a_i may be beyond float32's range where a_i * G_i is not; on a GPU, a_i is in float32."""
     small, large = (1e-18, 1e18) if backend in GPU_BACKENDS else (1e-25, 1e20)
@@ -245,6 +253,16 @@ def test_gradients_of_different_scale(backend: str) -> None:
     update = cs.functional.project_conflicts(torch.stack([reference, rival]), torch.zeros(1).long())
     expected = torch.tensor([[0.0, large]])
     torch.testing.assert_close(update, expected, rtol=1e-6, atol=1e-6 * large)
+
+
+@pytest.mark.parametrize("other", [-1, -5, 3, 70])
+def test_a_channel_of_no_task_gets_the_plain_sum(backend: str, other: int) -> None:
+    grads = torch.randn(3, 6, 40)
+    priority = torch.tensor([0, other, 1, 2, other, 0])
+    update = torch.empty(6, 40)
+    _ops.project_conflicts_([update], [*grads], [priority], [0], [1], 3)
+    torch.testing.assert_close(update[priority == other], grads.sum(0)[priority == other])
+    assert not torch.equal(update, grads.sum(0))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -40,7 +40,7 @@ CS_DEVICE void sum_item(const Phase2Launch& launch, const Item& item, Shared& sh
   const PlannedTensor& tensor = work.tensor;
   if (tensor.energy_items > 0)
     wait(work.counters() + kPriorityReady);
-  sum_segments(work, item.index, shared);
+  sum_tiles(work, item.index, shared);
   if (tensor.layer >= 0 && arrive(work.counters() + kSumsDone, tensor.sum_items, &shared.last)) {
     find_coefficients(launch, tensor, shared.sums);
     publish(work.counters() + kCoefficientsReady);

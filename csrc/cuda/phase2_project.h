@@ -55,9 +55,10 @@ template <class T> CS_DEVICE void project_item(const Phase2Launch& launch, const
   const Work<T> work(launch, item.tensor);
   const PlannedTensor& tensor = work.tensor;
   wait(work.counters() + kCoefficientsReady);
-  const auto [first, last] = item_range(item.index, tensor.project_sums, tensor.sum_items);
-  for (std::int64_t number = first; number < last; ++number) {
-    const TeamSegment<T> segment(work, number);
+  const Range sums = item_range(item.index, tensor.project_sums, tensor.sum_items);
+  const Range tiles = work.tiles(sums.begin, sums.end);
+  for (std::int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
+    const TeamSegment<T> segment(work, tile);
     const Wide<T> coefficient = coefficient_of(work, segment);
     const T* reference = coefficient != 0 ? work.gradient(segment.group) : nullptr;
     if (reference == nullptr)

@@ -15,8 +15,8 @@ template <class T> struct Sum {
   int group;      // the channel group if it is the reference gradient; otherwise products are zero
   bool began = false; // whether the products have a first part
 
-  CS_DEVICE Sum(const Work<T>& of, std::int64_t item)
-      : work(of), segment(of, item), first_task(segment.group < 0 ? 0 : segment.group),
+  CS_DEVICE Sum(const Work<T>& of, std::int64_t tile)
+      : work(of), segment(of, tile), first_task(segment.group < 0 ? 0 : segment.group),
         group(segment.group) {
     first = work.gradient(first_task);
     if (first != nullptr)
@@ -94,44 +94,47 @@ template <class T> struct Sum {
   }
 };
 
-// The products of an item, d_ij over its segments of channel group i, written to [tasks, tasks].
-CS_DEVICE void write_products(const Shared& shared, int tasks, double* products) {
+// The products of a tile, d_ij over its segments of channel group i, written to [tasks, tasks] or,
+// after an item's first tile, added. group: of the thread's team.
+CS_DEVICE void add_products(Shared& shared, int tasks, int group, bool first, double* products) {
   const double* of_lanes = dots_of_lanes();
   double* of_teams = dots_of_teams(tasks);
   synchronize_block();
+  if (lane_of_team() == 0)
+    shared.groups[thread_index() / kTeam] = group;
   for (int n = thread_index(); n < tasks * kTeams; n += kThreads) {
-    const int first = n / kTeams * kDotsWidth + n % kTeams * (kTeam + 1);
-    double sum = of_lanes[first];
+    const int of_team = n / kTeams * kDotsWidth + n % kTeams * (kTeam + 1);
+    double sum = of_lanes[of_team];
     for (int lane = 1; lane < kTeam; ++lane)
-      sum += of_lanes[first + lane];
+      sum += of_lanes[of_team + lane];
     of_teams[n] = sum;
   }
   synchronize_block();
   for (int pair = thread_index(); pair < tasks * tasks; pair += kThreads) {
-    const int group = pair / tasks;
-    const int first = (pair - group * tasks) * kTeams;
-    double sum = 0;
+    const int i = pair / tasks;
+    const int of_j = (pair - i * tasks) * kTeams;
+    double sum = first ? 0 : products[pair];
     CS_UNROLL(kTeams)
     for (int team = 0; team < kTeams; ++team)
-      if (shared.groups[team] == group)
-        sum += of_teams[first + team];
+      if (shared.groups[team] == i)
+        sum += of_teams[of_j + team];
     products[pair] = sum;
   }
 }
 
-// A SUM item: a segment for each team.
+// A SUM item: tiles of a segment for each team.
 template <class T>
-CS_DEVICE void sum_segments(const Work<T>& work, std::int64_t item, Shared& shared) {
+CS_DEVICE void sum_tiles(const Work<T>& work, std::int64_t item, Shared& shared) {
   const PlannedTensor& tensor = work.tensor;
   const int tasks = work.launch.tasks;
-  Sum<T> sum(work, item);
-  sum.run();
-  if (tensor.layer < 0)
-    return;
-  if (lane_of_team() == 0)
-    shared.groups[thread_index() / kTeam] = sum.group;
-  write_products(shared, tasks,
-                 work.launch.item_products + (tensor.first_sum + item) * tasks * tasks);
+  double* products = work.launch.item_products + (tensor.first_sum + item) * tasks * tasks;
+  const Range tiles = work.tiles(item, item + 1);
+  for (std::int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
+    Sum<T> sum(work, tile);
+    sum.run();
+    if (tensor.layer >= 0)
+      add_products(shared, tasks, sum.group, tile == tiles.begin, products);
+  }
 }
 
 } // namespace cs_kernels::cuda

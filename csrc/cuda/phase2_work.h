@@ -58,24 +58,29 @@ template <class T> struct Work {
   CS_DEVICE std::int32_t* counters() const {
     return launch.counters + tensor.layer * kLayerCounters;
   }
+  // The tiles of some SUM items.
+  CS_DEVICE Range tiles(std::int64_t first, std::int64_t last) const {
+    const std::int64_t all = (tensor.size + kTeams - 1) / kTeams;
+    const std::int64_t end = last * tensor.tiles;
+    return {first * tensor.tiles, end < all ? end : all};
+  }
 };
 
-// The segment of a thread's team in a SUM item, and the task whose channel group it belongs to, or
+// The segment of a thread's team in a tile, and the task whose channel group it belongs to, or
 // -1. Priorities may have been written in the same launch.
 template <class T> struct TeamSegment : Segment<T> {
   int group;
 
-  CS_DEVICE TeamSegment(const Work<T>& work, std::int64_t item)
-      : TeamSegment(work, static_cast<std::uint32_t>(item) * kTeams + thread_index() / kTeam,
+  CS_DEVICE TeamSegment(const Work<T>& work, std::int64_t tile)
+      : TeamSegment(work, static_cast<std::uint32_t>(tile) * kTeams + thread_index() / kTeam,
                     static_cast<std::uint32_t>(work.tensor.row_segments)) {}
 
 private:
   CS_DEVICE TeamSegment(const Work<T>& work, std::uint32_t number, std::uint32_t of_row)
-      : TeamSegment(work, number, number / of_row,
-                    number % of_row * static_cast<std::uint32_t>(work.tensor.segment)) {}
+      : TeamSegment(work, number, number / of_row, number % of_row * work.tensor.segment) {}
 
   CS_DEVICE TeamSegment(const Work<T>& work, std::uint32_t number, std::uint32_t row,
-                        std::uint32_t begin)
+                        std::int64_t begin)
       : Segment<T>(work.tensor, work.aligned, row, begin, elements(work.tensor, number, begin)),
         group(-1) {
     if (work.tensor.layer < 0 || this->length == 0)
@@ -86,10 +91,10 @@ private:
   }
 
   CS_DEVICE static std::uint32_t elements(const PlannedTensor& tensor, std::uint32_t number,
-                                          std::uint32_t begin) {
-    const auto left = static_cast<std::uint32_t>(tensor.length) - begin;
-    const auto most = static_cast<std::uint32_t>(tensor.segment);
-    return number >= tensor.size ? 0 : left < most ? left : most;
+                                          std::int64_t begin) {
+    const std::int64_t left = tensor.length - begin;
+    const std::int64_t most = left < tensor.segment ? left : tensor.segment;
+    return number >= tensor.size ? 0 : static_cast<std::uint32_t>(most);
   }
 };
 

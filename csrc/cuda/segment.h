@@ -16,28 +16,26 @@ template <class T> struct Segment {
   std::uint32_t length; // in elements
   std::uint32_t first;  // element, in a row of several runs
   std::uint32_t inner;  // elements of a run; 0: the row is one
-  std::uint32_t skip;   // elements between two runs
+  std::int64_t skip;    // elements between two runs
   std::uint32_t head;   // elements before the vectors
   std::uint32_t vectors;
 
   // Elements of a row from `begin` on. aligned: whether the memory begins at 16 bytes.
   CS_DEVICE Segment(const PlannedTensor& tensor, bool aligned, std::uint32_t row,
-                    std::uint32_t begin, std::uint32_t elements)
-      : length(elements), first(begin), inner(static_cast<std::uint32_t>(tensor.inner)), skip(0),
-        head(0) {
-    const auto of_row = static_cast<std::uint32_t>(tensor.length);
+                    std::int64_t begin, std::uint32_t elements)
+      : length(elements), first(static_cast<std::uint32_t>(begin)),
+        inner(static_cast<std::uint32_t>(tensor.inner)), skip(0), head(0) {
     bool vectorized = aligned;
-    if (inner == of_row) {
-      base = static_cast<std::int64_t>(row) * of_row + first;
+    if (tensor.inner == tensor.length) {
+      base = row * tensor.length + begin;
       inner = 0;
       head = -static_cast<std::uint32_t>(base) % kVector;
       vectorized = aligned && head < length;
     } else {
       const auto channels = static_cast<std::uint32_t>(tensor.channels);
       const std::uint32_t group = row / channels;
-      base = static_cast<std::int64_t>(group) * channels * of_row +
-             static_cast<std::int64_t>(row - group * channels) * inner;
-      skip = (channels - 1) * inner;
+      base = group * tensor.channels * tensor.length + (row - group * channels) * tensor.inner;
+      skip = (tensor.channels - 1) * tensor.inner;
       vectorized = aligned && inner % kVector == 0;
     }
     vectors = vectorized ? (length - head) / kVector : 0;
@@ -49,11 +47,12 @@ template <class T> struct Segment {
       : base(begin), length(static_cast<std::uint32_t>(end - begin)), first(0), inner(0), skip(0),
         head(aligned ? 0 : length), vectors(aligned ? length / kVector : 0) {}
 
-  // Bytes from the beginning of the tensor to an element, which may be between two runs' ends.
+  // Bytes from the beginning of the tensor to an element.
   CS_DEVICE std::int64_t offset(std::uint32_t element) const {
+    std::int64_t place = base + element;
     if (inner > 0)
-      element += first + (first + element) / inner * skip;
-    return (base + element) * static_cast<std::int64_t>(sizeof(T));
+      place += first + (first + element) / inner * skip;
+    return place * static_cast<std::int64_t>(sizeof(T));
   }
 };
 

@@ -54,10 +54,11 @@ CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool a
         widen_all(vectors, w);
         Square<T> squares = 0; // of 48 numbers at most
         CS_UNROLL(Of::kNumber)
-        for (int n = 0; n < Of::kNumber; ++n)
+        for (int n = 0; n < Of::kNumber; ++n) {
           CS_UNROLL(Of::kSize)
-        for (int e = 0; e < Of::kSize; ++e)
-          squares += static_cast<Square<T>>(w[n][e]) * w[n][e];
+          for (int e = 0; e < Of::kSize; ++e)
+            squares += static_cast<Square<T>>(w[n][e]) * w[n][e];
+        }
         sum += squares;
       });
     }

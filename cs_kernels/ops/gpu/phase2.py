@@ -217,7 +217,7 @@ class GpuPhase2(Phase2Operators):
         coefficients = products.new_zeros(own.shape)
         for j in range(operands.tasks):
             d_j = products[:, :, j]
-            coefficients -= torch.where((d_j < 0) & (own > 0), d_j / own, 0.0)
+            coefficients -= torch.where((d_j < 0) & (own > 0), d_j / own + 0 * own, 0.0)
         self._run(operands, priorities, kinds=(ItemKind.PROJECT,), coefficients=coefficients)
 
     def energies(self, weight: Tensor, layout: ChannelLayout, window: int) -> Tensor:

@@ -118,7 +118,7 @@ class Tiling:
     most_units: int = 1
     """Units of a segment."""
     most_tiles: int = 1
-    """Tiles of a SUM item; 1 where segments grow instead."""
+    """Tiles of a SUM item, in a layer that is not too large for `MOST_SUM_ITEMS`."""
     project_sums: int = 1
     """SUM items of a PROJECT item."""
 
@@ -127,19 +127,16 @@ class Tiling:
         _, outer, _, inner = layout
         return max(1, -(-(outer * inner) // self.unit))
 
-    def segment(self, layout: ChannelLayout, most: int, *, layer: bool) -> int:
-        """Elements of a segment, with at most so many units unless the layer is too large.
+    def segment(self, layout: ChannelLayout, most: int) -> int:
+        """Elements of a segment, with at most so many units.
 
         The last segment of a row may be shorter, while its lanes wait for others'. What a segment
         costs beside its elements is as much as about two units.
         """
-        groups, _, channels, _ = layout
         units = self.units(layout)
         most = min(most, units, self.most_units)
         per = min(range(1, most + 1), key=lambda n: (-(-units // n) * (n + 2), -n))
-        if layer and self.most_tiles == 1:
-            per = max(per, -(-groups * channels * units // (MOST_SUM_ITEMS * self.tile_segments)))
-        return min(per, units) * self.unit
+        return per * self.unit
 
     def energy_rows(self, length: int) -> int:
         """Rows of an ENERGY item, for rows of this length."""
@@ -208,7 +205,7 @@ def phase2_plan(
     for t, (groups, outer, channels, inner) in enumerate(layouts):
         layer = t if t < len(kernel_sizes) else -1
         rows, length = groups * channels, outer * inner
-        segment = tiling.segment(layouts[t], most, layer=layer >= 0)
+        segment = tiling.segment(layouts[t], most)
         row_segments = -(-length // segment)
         segments = rows * row_segments
         tiles = -(-segments // tiling.tile_segments)
@@ -217,13 +214,12 @@ def phase2_plan(
                 f"updates must have less than {_MOST_SEGMENTS} segments of {segment} elements, got"
                 f" {segments}"
             )
-        reach = length if outer == 1 else rows * length
-        if reach >= _MOST_ELEMENTS:
+        if layer >= 0 and length >= _MOST_ELEMENTS:
             raise ValueError(
-                f"rows of updates must lie within {_MOST_ELEMENTS} elements, got {reach}"
+                f"output channels must have less than {_MOST_ELEMENTS} elements, got {length}"
             )
         per_item = min(tiling.most_tiles, most)
-        if layer >= 0 and tiling.most_tiles > 1:
+        if layer >= 0:
             per_item = max(per_item, -(-tiles // MOST_SUM_ITEMS))
         sum_items = -(-tiles // per_item) if chosen[t] else 0
         energies = chosen[t] and layer >= 0 and eps is not None and length > 0

@@ -265,7 +265,7 @@ def _find_coefficients(tensor, item_products, products, coefficients, tasks, T: 
         itself = group[:, None] == j[None, :]
         d_ii = tl.sum(tl.where(itself, d_i, 0.0), 1)[:, None]
         rivals = (~itself) & (d_i < 0) & (d_ii > 0)
-        share = tl.where(rivals, -d_i / tl.where(d_ii > 0, d_ii, 1.0), 0.0)
+        share = tl.where(rivals, -d_i / tl.where(d_ii > 0, d_ii, 1.0) + 0 * d_ii, 0.0)
         tl.store(coefficients + group, tl.sum(share, 1), group < tasks)
 
 

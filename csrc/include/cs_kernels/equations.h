@@ -34,12 +34,13 @@ struct TopTask {
 };
 
 // The projection coefficient a_i = -sum_j d_ij / d_ii over j != i with d_ij < 0, if d_ii > 0, else
-// 0; d_ij = <G_i, G_j> over channel group i. NaN in d_ij / d_ii propagates.
+// 0; d_ij = <G_i, G_j> over channel group i. NaN in d_ij / d_ii propagates, and an infinite d_ii is
+// NaN: where d_ij is finite, gradients are beyond the range of their products.
 CS_HOST_DEVICE_INLINE double projection_coefficient(const double* d_i, int tasks, int i) {
   double coefficient = 0;
   for (int j = 0; j < tasks; ++j)
     if (j != i && d_i[j] < 0 && d_i[i] > 0)
-      coefficient -= d_i[j] / d_i[i];
+      coefficient -= d_i[j] / d_i[i] + 0 * d_i[i];
   return coefficient;
 }
 

@@ -11,7 +11,7 @@ namespace cs_kernels::cuda {
 // The constants of the caller's plan.
 struct GradientTiling {
   std::int64_t elements;   // of a tile
-  std::int64_t most_tiles; // of an item of the Gramian; other items are one tile
+  std::int64_t most_tiles; // of an item
 };
 GradientTiling gradient_tiling(DataType type);
 

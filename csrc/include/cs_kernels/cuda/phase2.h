@@ -14,7 +14,7 @@ namespace cs_kernels::cuda {
 struct Phase2Tiling {
   std::int64_t tile_segments;
   std::int64_t unit;              // elements; a segment has a number of units
-  std::int64_t most_units;        // of a segment, in a layer that is not too large for them
+  std::int64_t most_units;        // of a segment
   std::int64_t energy_elements;   // of an ENERGY item, about
   std::int64_t least_energy_rows; // of an ENERGY item
   std::int64_t least_items;       // SUM items per multiprocessor before items grow
@@ -41,7 +41,7 @@ struct PlannedTensor {
   std::int64_t first_row; // of the layer, among those of all layers
   std::int64_t first_sum; // its SUM items, among those of all layers
   std::int64_t sum_items;
-  std::int64_t tiles; // of a SUM item: 1
+  std::int64_t tiles; // of a SUM item
   std::int64_t energy_items;
   std::int64_t energy_rows;  // of an ENERGY item
   std::int64_t project_sums; // SUM items of a PROJECT item
