@@ -177,5 +177,10 @@ def test_layers_that_are_too_large(layout: tuple[int, ...], message: str) -> Non
     tiling = triton.operators.tiling(2, torch.float32)
     with pytest.raises(ValueError, match=message):
         phase2_plan.phase2_plan(
-            (layout,), (1,), None, (True,), tiling, torch.device("cpu")  # type: ignore[arg-type]
+            (layout,),
+            (1,),
+            None,
+            (True,),
+            tiling,
+            torch.device("cpu"),  # type: ignore[arg-type]
         )

@@ -77,8 +77,8 @@ constexpr int kProjectSums = 2;
 // Vectors of an ENERGY item for each thread: it begins with dependent reads, as a SUM item.
 constexpr int kEnergyVectors = 36;
 constexpr int kLeastEnergyRows = 4;
-// SUM items per multiprocessor before items grow: a block runs six to eight of them in turn, so less
-// than a tenth of the time is idle tail.
+// SUM items per multiprocessor before items grow: a block runs six to eight of them in turn, so
+// less than a tenth of the time is idle tail.
 constexpr int kLeastItems = 24;
 // SUM items per multiprocessor before a layer's PROJECT items: the resident blocks', whose items
 // have to end, and half as many.
