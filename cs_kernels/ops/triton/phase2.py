@@ -274,7 +274,8 @@ def _project(tensor, addresses, index, tiles, coefficients, tasks, T: constexpr)
     """A PROJECT item; a_i is rounded to T.wide."""
     NUMBER: constexpr = T.elements // SEGMENT
     task = tl.arange(0, T.tasks)
-    conflicts = tl.max(tl.load(coefficients + task, task < tasks, other=0.0), 0) > 0
+    of_tasks = tl.load(coefficients + task, task < tasks, other=0.0)
+    conflicts = tl.max((of_tasks != 0).to(tl.int32), 0) > 0  # also where one is NaN
     shape = _shape(tensor)
     priorities = _priorities(addresses)
     update = pointers(tl.load(addresses + UPDATE), T)
@@ -286,7 +287,7 @@ def _project(tensor, addresses, index, tiles, coefficients, tasks, T: constexpr)
         address = _addresses(addresses, priority, tasks)
         known = (priority >= 0) & (priority < tasks)
         coefficient = tl.load(coefficients + priority, known, other=0.0).to(T.wide)
-        mask = mask & (coefficient > 0)[:, None]
+        mask = mask & (coefficient != 0)[:, None]
         reference = _reference_gradient(address, offset, mask, T)
         total = widened(tl.load(update + offset, mask, other=0.0), T.wide)
         tl.store(update + offset, narrowed(total + coefficient[:, None] * reference, T.dtype), mask)
