@@ -302,7 +302,7 @@ def test_scalar_parameters(backend: str) -> None:
 
 @pytest.mark.parametrize("tasks", [1, 3, 9])
 def test_few_or_no_gradients(backend: str, tasks: int) -> None:
-    """Of the last task alone, and of none."""
+    """In one tensor, the last task alone has a gradient; in another, no task has one."""
     last = torch.randn(300)
     grads = [*(tasks - 1) * [None], last, *tasks * [None]]
     updates = [torch.full((300,), torch.nan), torch.full((5,), torch.nan)]

@@ -88,8 +88,8 @@ def test_rows_of_every_kind(
     tiling = replace(cuda.operators.tiling(tasks, dtype), lag=0)
     monkeypatch.setattr(cuda.operators, "tiling", lambda *_: tiling)
     unit = tiling.unit
-    # Of few units, of many, with ends in no vector, short, unaligned, of several runs; the last
-    # tensor has no priorities.
+    # Rows of three units, of 40, that end within a vector, that are short, unaligned, of one unit,
+    # of several runs. The last tensor has no priorities.
     shapes = [(64, 3 * unit), (20, 40 * unit), (37, 5 * unit - 3), (300, 21), (40, unit)]
     shapes += [(9, unit), (12, 7, 2, 4), (5, unit)]
     dims = [0] * 6 + [1]

@@ -95,7 +95,7 @@ CS_DEVICE void narrow_all(const Wide<T> (&numbers)[kNumber][kSize],
   for (int n = 0; n < kNumber; ++n)
     vectors[n] = narrow<T>(numbers[n]);
 }
-// Writes them.
+// Writes some pieces of a tensor.
 template <class T, int kSize, int kNumber>
 CS_DEVICE void write(const Pieces<T, kSize, kNumber>& pieces, T* tensor,
                      const Vector<T, kSize> (&vectors)[kNumber]) {
@@ -114,8 +114,8 @@ CS_DEVICE void with_steps(std::uint32_t all, std::uint32_t step, const Run& run)
 }
 
 // Calls visit(pieces) for a lane's vectors, as many as kMost at a time, then for its single
-// elements. Their number is a constant: there is no branch between them. Those, and vectors in rows
-// of several runs, are rare: two at a time.
+// elements. The number of pieces is a constant, so there is no branch between them. Single
+// elements, and vectors in rows of several runs, are rare: two at a time.
 template <int kMost, class T, class Lanes, class Visit>
 CS_DEVICE void for_each_piece(const Segment<T>& segment, std::uint32_t lane, Lanes lanes,
                               Visit visit) {

@@ -23,14 +23,15 @@ template <class T> constexpr int kPhase2Blocks = sizeof(T) < 4 ? 3 : 4;
 constexpr int kTeam = 8;
 constexpr int kTeams = kThreads / kTeam;
 // Vectors of a gradient that a thread has in flight in Phase 2, and of a segment at most: 36 KiB
-// for a multiprocessor, and bandwidth times latency is about 25 KiB on an H100, 36 KiB on an H200.
-// What an item costs beside its elements is as much as about two of its vectors.
+// (16 bits) or 48 KiB for a multiprocessor. Bandwidth times latency is about 25 KiB on an H100, 36
+// KiB on an H200. The fixed cost of an item is about that of two vectors.
 constexpr int kPieces = 6;
 
 // Numbers that a thread loads at once when it adds up the products of a layer's items, 1024 at
 // most: the block that does so has no other loads in flight.
 constexpr int kProductLoads = 8;
-// The same for the Gramian, whose threads keep K (K + 1) / 2 sums in registers.
+
+// Resident blocks for the Gramian, whose threads keep K (K + 1) / 2 sums in registers.
 constexpr int gramian_blocks(int tasks) {
   return tasks == 0 ? 4 : tasks <= 2 ? 6 : tasks <= 4 ? 4 : tasks <= 6 ? 3 : 2;
 }
@@ -40,7 +41,7 @@ constexpr int kEnergyLoads = 6;
 
 // 16-byte vectors of a gradient per thread in a tile of combine, sign dropping and the Gramian.
 constexpr int kGradientVectors = 8;
-// Those that each has in registers at once: of one gradient, or of all in the Gramian.
+// How many of them a thread has in registers at once: of one gradient; in the Gramian, of each.
 template <class T> constexpr int kCombineVectors = sizeof(T) < 4 ? 4 : 8;
 template <class T> constexpr int kDropVectors = sizeof(T) < 4 ? 1 : 2;
 constexpr int gramian_vectors(int tasks) { return tasks <= 4 ? 4 : 2; }
