@@ -17,10 +17,10 @@ CS_KERNEL(kThreads, kSmallBlocks) strength_kernel(StrengthLaunch launch) {
   const int task = static_cast<int>(block_index());
   double total[] = {1};
   if (launch.normalize)
-    strength_totals<1, 1>(launch, task, total, workspace);
+    strength_totals(launch, task, total, workspace);
   for (std::int64_t row = thread_index(); row < launch.rows; row += kThreads) {
     double strength[1];
-    strengths_at<1, 1>(launch, task, row, strength);
+    strengths_at(launch, task, row, strength);
     launch.strength[task * launch.rows + row] = normalized_strength(strength[0], total[0]);
   }
 }

@@ -68,50 +68,41 @@ CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool a
   }
 }
 
-// Eq. (6) of some pairs of a task and a row: tasks from `task` on, for each of the rows `row`,
-// `row` + kThreads, ...; 0 where there is none. Other blocks of the same launch may have written
-// the energies.
-template <int kTasks, int kRows>
+// Eq. (6) of a row, of tasks from `task` on; 0 where there is none. Other blocks of the same launch
+// may have written the energies.
+template <int kTasks>
 CS_DEVICE void strengths_at(const StrengthLaunch& layer, int task, std::int64_t row,
-                            double (&strengths)[kRows * kTasks]) {
-  constexpr int kPairs = kRows * kTasks;
-  const auto row_of = [&](int n) {
-    const int offset = n / kTasks * kThreads;
-    return row + offset;
-  };
-  const auto task_of = [&](int n) { return task + n % kTasks; };
-  const auto exists = [&](int n) { return row_of(n) < layer.rows && task_of(n) < layer.tasks; };
-  std::int64_t offsets[kPairs];
-  CS_UNROLL(kPairs)
-  for (int n = 0; n < kPairs; ++n)
-    offsets[n] = exists(n) ? task_of(n) * layer.rows + row_of(n) : 0;
-  double gamma[kPairs];
+                            double (&strengths)[kTasks]) {
+  std::int64_t offsets[kTasks];
+  CS_UNROLL(kTasks)
+  for (int n = 0; n < kTasks; ++n)
+    offsets[n] = task + n < layer.tasks ? (task + n) * layer.rows + row : 0;
+  double gamma[kTasks];
   numbers_at(layer.gamma, offsets, gamma);
   numbers_at(layer.variance, offsets, strengths);
-  CS_UNROLL(kPairs)
-  for (int n = 0; n < kPairs; ++n)
-    strengths[n] = exists(n)
-                       ? channel_strength(gamma[n], strengths[n], load(layer.epsilon + task_of(n)),
-                                          layer.energy[row_of(n)])
+  CS_UNROLL(kTasks)
+  for (int n = 0; n < kTasks; ++n)
+    strengths[n] = task + n < layer.tasks
+                       ? channel_strength(gamma[n], strengths[n], load(layer.epsilon + task + n),
+                                          layer.energy[row])
                        : 0;
 }
 
 // The sums over the rows, of tasks from `task` on. All threads of the block must call it; each gets
-// them. workspace: [kTogether, kWarps], shared.
-template <int kTogether, int kRows>
-CS_DEVICE void strength_totals(const StrengthLaunch& layer, int task, double (&totals)[kTogether],
+// them. workspace: [kTasks, kWarps], shared.
+template <int kTasks>
+CS_DEVICE void strength_totals(const StrengthLaunch& layer, int task, double (&totals)[kTasks],
                                double* workspace) {
-  constexpr int kStep = kRows * kThreads;
-  CS_UNROLL(kTogether)
-  for (int n = 0; n < kTogether; ++n)
+  CS_UNROLL(kTasks)
+  for (int n = 0; n < kTasks; ++n)
     totals[n] = 0;
   CS_UNROLL(1)
-  for (std::int64_t row = thread_index(); row < layer.rows; row += kStep) {
-    double strengths[kRows * kTogether];
-    strengths_at<kTogether, kRows>(layer, task, row, strengths);
-    CS_UNROLL(kRows * kTogether)
-    for (int n = 0; n < kRows * kTogether; ++n)
-      totals[n % kTogether] += strengths[n];
+  for (std::int64_t row = thread_index(); row < layer.rows; row += kThreads) {
+    double strengths[kTasks];
+    strengths_at(layer, task, row, strengths);
+    CS_UNROLL(kTasks)
+    for (int n = 0; n < kTasks; ++n)
+      totals[n] += strengths[n];
   }
   block_sums(totals, workspace);
 }
@@ -120,12 +111,10 @@ CS_DEVICE void strength_totals(const StrengthLaunch& layer, int task, double (&t
 CS_DEVICE void find_priorities(const StrengthLaunch& layer, double* totals, double* workspace,
                                std::int64_t* priority) {
   constexpr int kTasks = kStrengthTasks;
-  constexpr int kRows = kStrengthRows;
-  constexpr int kStep = kRows * kThreads;
   CS_UNROLL(1)
   for (int task = 0; task < layer.tasks; task += kTasks) {
     double sums[kTasks];
-    strength_totals<kTasks, kRows>(layer, task, sums, workspace);
+    strength_totals(layer, task, sums, workspace);
     CS_UNROLL(kTasks)
     for (int n = 0; n < kTasks; ++n)
       if (thread_index() == 0 && task + n < layer.tasks)
@@ -133,25 +122,18 @@ CS_DEVICE void find_priorities(const StrengthLaunch& layer, double* totals, doub
   }
   synchronize_block();
   CS_UNROLL(1)
-  for (std::int64_t row = thread_index(); row < layer.rows; row += kStep) {
-    TopTask tops[kRows];
+  for (std::int64_t row = thread_index(); row < layer.rows; row += kThreads) {
+    TopTask top;
     CS_UNROLL(1)
     for (int task = 0; task < layer.tasks; task += kTasks) {
-      double strengths[kRows * kTasks];
-      strengths_at<kTasks, kRows>(layer, task, row, strengths);
-      CS_UNROLL(kRows * kTasks)
-      for (int n = 0; n < kRows * kTasks; ++n) {
-        const int of = task + n % kTasks;
-        if (of < layer.tasks)
-          tops[n / kTasks].compare(of, normalized_strength(strengths[n], totals[of]));
-      }
+      double strengths[kTasks];
+      strengths_at(layer, task, row, strengths);
+      CS_UNROLL(kTasks)
+      for (int n = 0; n < kTasks; ++n)
+        if (task + n < layer.tasks)
+          top.compare(task + n, normalized_strength(strengths[n], totals[task + n]));
     }
-    CS_UNROLL(kRows)
-    for (int n = 0; n < kRows; ++n) {
-      const int offset = n * kThreads;
-      if (row + offset < layer.rows)
-        priority[row + offset] = tops[n].task;
-    }
+    priority[row] = top.task;
   }
 }
 

@@ -46,10 +46,9 @@ template <class T> constexpr int kCombineVectors = sizeof(T) < 4 ? 4 : 8;
 template <class T> constexpr int kDropVectors = sizeof(T) < 4 ? 1 : 2;
 constexpr int gramian_vectors(int tasks) { return tasks <= 4 ? 4 : 2; }
 
-// Tasks and rows whose strengths a thread computes at once, as many as registers hold: one block
-// finds a layer's priorities, about two trips to memory at a time, while others wait for them.
+// Tasks whose strengths a thread computes at once, as many as registers hold: one block finds a
+// layer's priorities, about two trips to memory at a time, while others wait for them.
 constexpr int kStrengthTasks = 4;
-constexpr int kStrengthRows = 1;
 
 // Elements of each task in the shared memory of the Gramian's general kernel: 33 KiB for 64 tasks
 // in double, for 16 tasks 8 KiB, of which four blocks have 16 KiB of float32 in flight.
