@@ -1,0 +1,86 @@
+"""The look of every picture: one colour for each library, method and task, on light and on dark pages.
+
+`save(path, draw)` writes NAME.svg and NAME-dark.svg. Pictures are 6.4 inches wide with letters of 11
+points, so that they can be read at half of their width.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+WIDTH = 6.4
+"""Inches."""
+
+# Each has a contrast of at least 3 with white and with the dark pages' background.
+BLUE, ORANGE, GREEN, RED, PURPLE = "#2f7ed8", "#d9701f", "#2e9e5b", "#d6453d", "#9061d6"
+TEAL, PINK, BROWN, OLIVE, GREY = "#1497a3", "#d6569a", "#a8763e", "#8a8f1f", "#7f8790"
+
+LIBRARIES = {
+    "cs_kernels": BLUE,
+    "TorchJD": ORANGE,
+    "LibMTL": GREEN,
+    "textbook": RED,
+    "limit": GREY,
+}
+METHODS = {
+    "ConnectionStrength": BLUE,
+    "Sum": GREY,
+    "PCGrad": ORANGE,
+    "CAGrad": GREEN,
+    "MGDA": RED,
+    "AlignedMTL": PURPLE,
+    "NashMTL": TEAL,
+    "IMTLG": PINK,
+    "UPGrad": BROWN,
+    "FairGrad": OLIVE,
+    "ConFIG": "#5b6ee1",
+    "GradVac": "#c08a00",
+    "NTKMTL": "#4f9d8f",
+    "DBMTL": "#b0567a",
+    "GradDrop": "#7a9440",
+}
+TASKS = (TEAL, ORANGE, PURPLE, OLIVE, PINK)
+"""In the order of the tasks."""
+
+MODES = {"": ("#1f2328", "#d0d7de"), "-dark": ("#dfe2e7", "#4a505b")}
+"""By the ending of the file's name: the colours of letters and of grid lines."""
+
+
+def tasks(names: Iterable[str]) -> dict[str, str]:
+    """The colour of each task."""
+    return {name: TASKS[i % len(TASKS)] for i, name in enumerate(names)}
+
+
+def save(path: Path, draw: Callable[[], Figure]) -> None:
+    """Writes what `draw` returns for light pages to `path`, and for dark ones beside it."""
+    for ending, (letters, lines) in MODES.items():
+        look = {
+            "font.size": 11,
+            "axes.titlesize": 11,
+            "axes.labelsize": 11,
+            "legend.fontsize": 10,
+            "legend.frameon": False,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": False,
+            "axes.axisbelow": True,
+            "grid.color": lines,
+            "grid.linewidth": 0.7,
+            "lines.linewidth": 1.8,
+            "figure.constrained_layout.use": True,
+            "svg.hashsalt": "cs_kernels",
+            **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), letters),
+            **dict.fromkeys(("xtick.color", "ytick.color"), letters),
+            "axes.edgecolor": letters,
+            **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
+        }
+        with mpl.rc_context(look):
+            figure = draw()
+            target = path.with_name(f"{path.stem}{ending}{path.suffix}")
+            figure.savefig(target, metadata={"Date": None})
+            plt.close(figure)
