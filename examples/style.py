@@ -1,7 +1,7 @@
-"""The look of every picture: one colour for each library, method and task, on light and on dark pages.
+"""The look of every picture, with one colour for each library, method and task.
 
-`save(path, draw)` writes NAME.svg and NAME-dark.svg. Pictures are 6.4 inches wide with letters of 11
-points, so that they can be read at half of their width.
+`save(path, draw)` writes NAME.svg for light pages and NAME-dark.svg for dark ones. Pictures are 6.4
+inches wide with letters of 11 points, so that they can be read at half of their width.
 """
 
 from collections.abc import Callable, Iterable
