@@ -1,9 +1,9 @@
-"""Writes the tables and plots of docs/benchmarks.md from the records in bench/results/.
+"""Writes the tables of README.md and docs/benchmarks.md, and the plots, from bench/results/.
 
     python bench/page.py [--check]
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. With `--check`, nothing is
-written, and the exit status is 1 if the page differs. Only the plots need more than the standard
+written, and the exit status is 1 if a page differs. Only the plots need more than the standard
 library.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGES = [ROOT / "README.md", ROOT / "docs" / "benchmarks.md"]
 PEERS = """x TorchJD step={peers[TorchJD step][ratio]:.1f}
     x TorchJD matrix={peers[TorchJD matrix][ratio]:.1f} | x textbook={peers[textbook][ratio]:.1f}"""
 TABLES = {
@@ -25,6 +25,9 @@ TABLES = {
         ms={{milliseconds[step]:.1f}}/{{milliseconds[p50]:.1f}}
         x limit={{times_the_limit:.2f}} | {PEERS}
         syncs={{synchronizations[ours]}} | TorchJD's syncs={{synchronizations[TorchJD]}}""",
+    "front": """ResNet-18, 4 tasks={library}: {step}
+        surgery alone, ms={surgery:.1f} | whole step, in plain steps={over_plain:.2f}
+        MB={peak_bytes:.0f}, then {between_peak_bytes:.0f}/{peak_bytes:.0f}""",
     "phase2": f"""network={{network}} | K={{tasks}} | dtype={{dtype}} | ms={{milliseconds[p50]:.2f}}
         copy GB/s={{copy_gigabytes_per_second:.1f}} | x limit={{times_the_limit:.2f}} | {PEERS}
         x reference={{peers[reference][ratio]:.1f}}""",
@@ -76,14 +79,49 @@ def last(name: str, network: str | None = None) -> dict[str, Any]:
     return next(r for r in reversed(clean) if network in r["networks"])
 
 
+FRONT = {
+    "PCGrad, exact": ("cs_kernels", "PCGrad, exact gradients", None),
+    "PCGrad, update_every=10": ("cs_kernels", "PCGrad, `update_every=10`", None),
+    "UPGrad, features=z": ("cs_kernels", "UPGrad, `features=z`", None),
+    "TorchJD": ("TorchJD", "UPGrad, the fastest of its four ways", "TorchJD step"),
+    "LibMTL's way, PCGrad": ("LibMTL", "its way, PCGrad", None),
+    "textbook PCGrad": ("by hand", "the PCGrad loop that is copied around", "textbook"),
+}
+"""By step of `price`: the library, the words, and the peer in `methods` of the surgery alone."""
+
+
+def front(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What ResNet-18 with 4 tasks costs in each library: surgery, step, memory."""
+    cases = [c for c in cases if c["network"] == "resnet18" and c["tasks"] == 4]
+    (pcgrad,) = (c for c in cases if c.get("method") == "PCGrad")
+    steps = {c["step"]: c for c in cases if "step" in c}
+    ways = (c for step, c in steps.items() if step.startswith("TorchJD"))
+    steps["TorchJD"] = min(ways, key=lambda c: c["over_plain"])
+    rows = []
+    for step, (library, words, peer) in FRONT.items():
+        row = {**steps[step], "library": library, "step": words}
+        if step == "PCGrad, exact":
+            row["surgery"] = pcgrad["milliseconds"]["step"]
+        if peer is not None:
+            row["surgery"] = pcgrad["milliseconds"]["step"] * pcgrad["peers"][peer]["ratio"]
+        rows.append(row)
+    return rows
+
+
 def contents(name: str) -> list[str]:
     """A table and the records that it comes from."""
-    several = {"summary": [("phase2",), ("methods",)], "sizes": [("methods", "resnet50")]}
+    several = {
+        "front": [("methods", "resnet18"), ("price",)],
+        "summary": [("phase2",), ("methods",)],
+        "sizes": [("methods", "resnet50")],
+    }
     used = [last(*which) for which in several.get(name, [(name,)])]
     for record in used:
         record["threads"] = record["cases"][0].get("threads", record["machine"]["threads"])
     cases = [c for record in used for c in record["cases"]]
     columns = dict(column.split("=") for column in re.split(" *[|\n] *", TABLES.get(name, "=")))
+    if name == "front":
+        cases = front(cases)
     if name == "summary":  # ResNet-18 with 4 tasks in float32.
         main = ("resnet18", 4, "float32")
         cases = [c for c in cases if (c["network"], c["tasks"], c.get("dtype", main[2])) == main]
@@ -191,12 +229,14 @@ def draw_price() -> None:
 
 
 if __name__ == "__main__":
-    now = PAGE.read_text()
     block = re.compile(r"(<!-- table: (\S+) -->).*?(<!-- end -->)", re.DOTALL)
-    wanted = block.sub(lambda m: "\n\n".join([m[1], *contents(m[2])]) + f"\n{m[3]}", now)
-    if sys.argv[1:] == ["--check"]:
-        sys.exit(now != wanted)
-    PAGE.write_text(wanted)
+    for page in PAGES:
+        now = page.read_text()
+        wanted = block.sub(lambda m: "\n\n".join([m[1], *contents(m[2])]) + f"\n{m[3]}", now)
+        if sys.argv[1:] != ["--check"]:
+            page.write_text(wanted)
+        elif now != wanted:
+            sys.exit(f"{page} differs from the records")
     if find_spec("matplotlib"):
         draw("phase2")
         draw("methods")

@@ -1,27 +1,51 @@
-"""Hooks of the site: pictures from other folders, and a check of the API pages."""
+"""Hooks of the site: pictures from other folders, formulas, and a check of the API pages."""
 
+import html
 import re
 from pathlib import Path
 from typing import Any
 
 import griffe
+from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "examples" / "results"
-PICTURES = [ROOT / "bench" / "results", RESULTS, RESULTS / "paper"]
+PICTURES = [ROOT / "bench" / "results", ROOT / "examples" / "results"]
 MODULES = ["cs_kernels", "cs_kernels.nn", "cs_kernels.functional"]
 """Their `__all__` is what is public."""
+FINISHED = ["api/methods.md", "api/schedules.md"]
+"""Pages of objects that are built and handed over: what their users write is the constructor."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Pictures of benchmarks and examples stay where they are made: images/NAME here."""
-    for picture in (path for folder in PICTURES for path in sorted(folder.glob("*.png"))):
+    for picture in (path for folder in PICTURES for path in sorted(folder.glob("*.svg"))):
         target = f"images/{picture.name}"
         files.append(File.generated(config, target, abs_src_path=str(picture)))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """A picture becomes its two versions, for light and for dark pages."""
+    if page.file.src_uri in FINISHED:
+        options = "\n    options:\n      members: false"
+        markdown = re.sub(r"^::: \S+$", rf"\g<0>{options}", markdown, flags=re.MULTILINE)
+    light_and_dark = r"![\1](\2.svg#only-light)![\1](\2-dark.svg#only-dark)"
+    return re.sub(r"!\[([^]]*)\]\(([\w/.]+)\.svg\)", light_and_dark, markdown)
+
+
+def on_page_content(text: str, **_: Any) -> str:
+    """Formulas become MathML, which browsers draw without a script."""
+
+    def formula(match: re.Match[str]) -> str:
+        display = "inline" if match[1] == "span" else "block"
+        return convert(html.unescape(match[2]), display=display)
+
+    pattern = r'<(span|div) class="arithmatex">\\[([](.*?)\\[)\]]</\1>'
+    return re.sub(pattern, formula, text, flags=re.DOTALL)
 
 
 def on_pre_build(config: MkDocsConfig) -> None:

@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision_operators
 
 from cs_kernels.engine import supports
 
 pytestmark = pytest.mark.docs
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+SITE = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))
+PAGES = ["README.md", "CONTRIBUTING.md", *SITE]
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 INCLUDED = re.compile(r'\s*--8<-- "([\w/.]+)"\s*')
 
@@ -78,11 +80,27 @@ def test_python_runs(page: str, number: int) -> None:
         assert any(p.grad is not None for p in trunk.parameters())
 
 
-@pytest.mark.parametrize(("page", "marker"), [("README.md", "# new"), ("docs/index.md", "# 1:")])
-def test_the_first_example_performs_surgery(page: str, marker: str) -> None:
+def _first_example(page: str, sign: str) -> str:
+    """That of a page; a diff's lines with this sign, and those without one."""
+    kind = "diff" if page == "README.md" else "python"
+    code = next(code for language, code in _blocks(page) if language == kind)
+    if kind == "python":
+        return code
+    torchvision_operators.define()
+    kept = (line for line in code.splitlines() if line[:1] in ("", " ", sign))
+    return "\n".join(line[2:] for line in kept)
+
+
+def test_the_loop_before_surgery_runs() -> None:
+    names, _ = _run(_first_example("README.md", "-"), "README.md")
+    assert "cs" not in names
+    assert all(p.grad is not None for p in names["trunk"].parameters())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
+def test_the_first_example_performs_surgery(page: str) -> None:
     """Its report has the shares of the channels, which only Phase 2 has."""
-    code = next(code for kind, code in _blocks(page) if kind == "python" and marker in code)
-    names, printed = _run(code, page)
+    names, printed = _run(_first_example(page, "+"), page)
     assert "phase 2, ConnectionStrength()" in printed
     assert "channel share" in printed
     shares = [names["opt"].report().scalars()[f"channel_share/{task}"] for task in names["tasks"]]
@@ -105,7 +123,7 @@ def test_fragments_run(page: str, number: int) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_say_what_they_are(page: str) -> None:
     for language, code in _blocks(page):
-        assert language in {"", "bibtex", "py", "python", "sh", "text"}, code
+        assert language in {"", "bibtex", "diff", "py", "python", "sh", "text"}, code
         if language in ("", "text"):
             assert "import " not in code
 
@@ -142,7 +160,7 @@ def test_named_files_exist(page: str) -> None:
 def test_links_of_the_repository(page: str) -> None:
     """Links to files and their headings; those of the site are checked by `make docs`."""
     text = FENCE.sub("", (ROOT / page).read_text())
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+    for target in re.findall(r"\]\((?!https?:|\.\./\.\./actions)([^)]+)\)", text):
         path, _, anchor = target.partition("#")
         file = ROOT / path if path else ROOT / page
         assert file.exists(), target
@@ -153,7 +171,7 @@ def test_links_of_the_repository(page: str) -> None:
 
 
 def test_the_table_of_what_goes_with_what_is_that_of_the_code() -> None:
-    assert supports.table() in (ROOT / "docs/loop.md").read_text()
+    assert supports.table() in (ROOT / "docs/limits.md").read_text()
 
 
 def test_the_readme_is_one_page() -> None:
