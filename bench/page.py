@@ -36,19 +36,19 @@ TABLES = {
     "price": """network={network} | step={step} | x, 2 tasks={K2[over_plain]:.2f}
         x, 4 tasks={K4[over_plain]:.2f} | x, 8 tasks={K8[over_plain]:.2f}
         MB, 2 tasks={K2[peak_bytes]:.0f} | MB, 4 tasks={K4[peak_bytes]:.0f}
-        MB, 8 tasks={K8[peak_bytes]:.0f} | between, MB={K8[between_peak_bytes]:.0f}""",
+        MB, 8 tasks={K8[peak_bytes]:.0f} | MB between={K8[between_peak_bytes]:.0f}""",
     "limits": """network={network} | step={step} | K={tasks} | ms={milliseconds:.0f}
         x plain={over_plain:.2f} | limit={limit:.2f} | x plain / limit={over_limit:.2f}
         MB={peak_bytes:.0f}""",
-    "features": """K={tasks} | plain ms={milliseconds[plain]:.1f} | ms={milliseconds[all]:.1f}
-        at features, ms={milliseconds[features]:.1f} | x={ratio:.2f} | x plain={over_plain:.2f}
-        plain MB={peak_bytes[plain]:.1f} | MB={peak_bytes[all]:.1f}
-        at features, MB={peak_bytes[features]:.1f} | of these, rows={feature_bytes:.2f}""",
+    "features": """K={tasks} | plain ms={milliseconds[plain]:.1f}
+        exact ms={milliseconds[all]:.1f} | features ms={milliseconds[features]:.1f}
+        exact / features={ratio:.2f} | features / plain={over_plain:.2f}
+        plain MB={peak_bytes[plain]:.1f} | exact MB={peak_bytes[all]:.1f}
+        features MB={peak_bytes[features]:.1f} | rows MB={feature_bytes:.2f}""",
     "together": """network={network} | N={numel:.2f} M | K={tasks} | batch={batch}
-        step ms={milliseconds[step]:.0f} | together ms={milliseconds[together]:.0f}
-        together / step={ratio:.2f} | gradients MB={gradient_bytes[step]:.1f}
-        together MB={gradient_bytes[together]:.1f} | process MB={resident_bytes[step]:.0f}
-        together, process MB={resident_bytes[together]:.0f}""",
+        time={milliseconds[step]:.0f} → {milliseconds[together]:.0f} | ratio={ratio:.2f}
+        gradients={gradient_bytes[step]:.1f} → {gradient_bytes[together]:.1f}
+        process={resident_bytes[step]:.0f} → {resident_bytes[together]:.0f}""",
     "host": """method={method} | keep ms={milliseconds[keep]:.2f}
         collect ms={milliseconds[collect]:.2f} | combine ms={milliseconds[combine]:.2f}""",
     "ranks": """step={method} | W={ranks} | way={way} | reduce-scatter={reduce-scatter:.3f}
@@ -128,8 +128,9 @@ def contents(name: str) -> list[str]:
     if name == "sizes":
         rows: dict[str, dict[str, Any]] = {}
         for c in cases:
-            row = rows.setdefault(c["method"], {"method": c["method"]})
-            row[f"{c['network']}, K = {c['tasks']}"] = c["peers"]["TorchJD step"]["ratio"]
+            key = f"{c['network']} {c['tasks']}"
+            row = rows.setdefault(key, {"network": c["network"], "K": str(c["tasks"])})
+            row[c["method"]] = c["peers"]["TorchJD step"]["ratio"]
         cases = [*rows.values()]
     if name == "solvers":
         cases = [{"K": str(c["tasks"]), **c["microseconds"]} for c in cases]
