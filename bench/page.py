@@ -26,8 +26,9 @@ TABLES = {
         x limit={{times_the_limit:.2f}} | {PEERS}
         syncs={{synchronizations[ours]}} | TorchJD's syncs={{synchronizations[TorchJD]}}""",
     "front": """ResNet-18, 4 tasks={library}: {step}
-        surgery alone, ms={surgery:.1f} | whole step, in plain steps={over_plain:.2f}
-        MB={peak_bytes:.0f}, then {between_peak_bytes:.0f}/{peak_bytes:.0f}""",
+        whole step, in plain steps={over_plain:.2f}
+        gradients, MB={peak_bytes:.0f}, then {between_peak_bytes:.0f}/{peak_bytes:.0f}
+        surgery alone, ms={surgery:.1f}""",
     "phase2": f"""network={{network}} | K={{tasks}} | dtype={{dtype}} | ms={{milliseconds[p50]:.2f}}
         copy GB/s={{copy_gigabytes_per_second:.1f}} | x limit={{times_the_limit:.2f}} | {PEERS}
         x reference={{peers[reference][ratio]:.1f}}""",
@@ -101,30 +102,30 @@ def last(name: str, network: str | None = None) -> dict[str, Any]:
 
 
 FRONT = {
-    "PCGrad, exact": ("cs_kernels", "PCGrad, exact gradients", None),
-    "PCGrad, update_every=10": ("cs_kernels", "PCGrad, `update_every=10`", None),
-    "UPGrad, features=z": ("cs_kernels", "UPGrad, `features=z`", None),
-    "TorchJD": ("TorchJD", "UPGrad, the fastest of its four ways", "TorchJD step"),
-    "LibMTL's way, PCGrad": ("LibMTL", "its way, PCGrad", None),
-    "textbook PCGrad": ("by hand", "the PCGrad loop that is copied around", "textbook"),
+    "PCGrad, exact": ("cs_kernels", "PCGrad", ""),
+    "PCGrad, update_every=10": ("cs_kernels", "PCGrad, update_every=10", None),
+    "UPGrad, features=z": ("cs_kernels", "UPGrad, features=z", None),
+    "TorchJD": ("TorchJD", "UPGrad", "TorchJD step"),
+    "LibMTL's way, PCGrad": ("LibMTL", "PCGrad", None),
+    "textbook PCGrad": ("textbook", "PCGrad", "textbook"),
 }
-"""By step of `price`: the library, the words, and the peer in `methods` of the surgery alone."""
+"""By step of `price`: the library, the words, and the peer in `methods`, "" for ours."""
 
 
 def front(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What ResNet-18 with 4 tasks costs in each library: surgery, step, memory."""
+    """What ResNet-18 with 4 tasks costs in each library: step, memory, surgery."""
     cases = [c for c in cases if c["network"] == "resnet18" and c["tasks"] == 4]
-    (pcgrad,) = (c for c in cases if c.get("method") == "PCGrad")
+    surgeries = {c["method"]: c for c in cases if "method" in c}
     steps = {c["step"]: c for c in cases if "step" in c}
     ways = (c for step, c in steps.items() if step.startswith("TorchJD"))
     steps["TorchJD"] = min(ways, key=lambda c: c["over_plain"])
     rows = []
     for step, (library, words, peer) in FRONT.items():
         row = {**steps[step], "library": library, "step": words}
-        if step == "PCGrad, exact":
-            row["surgery"] = pcgrad["milliseconds"]["step"]
-        if peer is not None:
-            row["surgery"] = pcgrad["milliseconds"]["step"] * pcgrad["peers"][peer]["ratio"]
+        ours = surgeries.get(words)
+        if ours and peer is not None:
+            ratio = ours["peers"][peer]["ratio"] if peer else 1.0
+            row["surgery"] = ours["milliseconds"]["step"] * ratio
         rows.append(row)
     return rows
 
@@ -282,44 +283,25 @@ def draw_front() -> None:
     """The surgery alone, whole steps and their memory, for 4 tasks of ResNet-18."""
     import style
 
-    main = {"network": "resnet18", "tasks": 4}
-    steps = {c["step"]: c for c in last("price", "resnet18")["cases"] if main.items() <= c.items()}
-    of_torchjd = [way for way in steps if way.startswith("TorchJD")]
-    fastest = min(of_torchjd, key=lambda way: steps[way]["over_plain"])
-    ways = ["UPGrad, features=z", "UPGrad, update_every=10", "UPGrad, exact"]
-    ways = [*ways, fastest, "LibMTL's way, PCGrad", "textbook PCGrad"]
-    names = {way.replace("UPGrad", "cs_kernels").split(", PCGrad")[0]: way for way in ways}
-    of_operator = next(c for c in last("methods")["cases"] if c["method"] == "PCGrad")
-    surgery = {"cs_kernels": of_operator["milliseconds"]["step"]}
-    for label, peer in of_operator["peers"].items():
-        if label != "TorchJD matrix":
-            surgery[label.removesuffix(" step")] = 1e3 * peer["seconds"]
-    panels: dict[str, dict[str, float]] = {
-        "Surgery alone (PCGrad), ms": surgery,
-        "Whole step, in plain steps": {n: steps[way]["over_plain"] for n, way in names.items()},
-        "Memory of gradients, MB": {n: steps[way]["peak_bytes"] for n, way in names.items()},
-    }
-    between = steps["UPGrad, update_every=10"]["between_peak_bytes"]
+    cases = [c for name in ("methods", "price") for c in last(name, "resnet18")["cases"]]
+    rows = front(cases)
+    labels = [f"{row['library']}: {row['step']}" for row in rows]
+    panels = {"over_plain": ("whole step,\nin plain steps", ".2f")}
+    panels |= {"peak_bytes": ("gradients,\nMB", ".0f"), "surgery": ("surgery,\nms", ".0f")}
 
     def figure() -> Any:
-        figure = style.plt.figure(figsize=(style.WIDTH, 4.2))
-        grid = figure.add_gridspec(2, 2, height_ratios=(3, 6))
-        places = (grid[0, :], grid[1, 0], grid[1, 1])
-        for place, (title, rows) in zip(places, panels.items(), strict=True):
-            ax = figure.add_subplot(place)
-            colors = [style.LIBRARIES[re.split("[ ,']", row)[0]] for row in rows]
-            bars = ax.barh([*rows], [*rows.values()], color=colors)
-            digits = ".2f" if "plain" in title else ".0f"
-            numbers = {row: f"{value:{digits}}" for row, value in rows.items()}
-            if "Memory" in title:
-                numbers["cs_kernels, update_every=10"] += f" (between: {between:.0f})"
-            ax.bar_label(bars, [*numbers.values()], padding=3)
+        figure, axes = style.plt.subplots(1, 3, sharey=True, figsize=(style.WIDTH, 2.6))
+        for ax, (key, (title, digits)) in zip(axes, panels.items(), strict=True):
+            values = [row.get(key, 0) for row in rows]
+            bars = ax.barh(labels, values, color=[style.LIBRARIES[row["library"]] for row in rows])
+            ax.bar_label(
+                bars, [f"{value:{digits}}" if value else "" for value in values], padding=3
+            )
             ax.set_title(title, loc="left")
-            ax.margins(x=0.25)
-            ax.invert_yaxis()
+            ax.margins(x=0.45)
             ax.spines["bottom"].set_visible(False)
-            ax.tick_params(length=0, labelbottom=False, labelleft=place != grid[1, 1])
-        figure.suptitle(f"4 tasks of ResNet-18 on {steps['plain']['threads']} CPU cores")
+            ax.tick_params(length=0, labelbottom=False)
+        axes[0].invert_yaxis()
         return figure
 
     style.save(RESULTS / "front.svg", figure)
