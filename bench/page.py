@@ -26,8 +26,9 @@ TABLES = {
         x limit={{times_the_limit:.2f}} | {PEERS}
         syncs={{synchronizations[ours]}} | TorchJD's syncs={{synchronizations[TorchJD]}}""",
     "front": """ResNet-18, 4 tasks={library}: {step}
-        surgery alone, ms={surgery:.1f} | whole step, in plain steps={over_plain:.2f}
-        MB={peak_bytes:.0f}, then {between_peak_bytes:.0f}/{peak_bytes:.0f}""",
+        whole step, in plain steps={over_plain:.2f}
+        gradients, MB={peak_bytes:.0f}, then {between_peak_bytes:.0f}/{peak_bytes:.0f}
+        surgery alone, ms={surgery:.1f}""",
     "phase2": f"""network={{network}} | K={{tasks}} | dtype={{dtype}} | ms={{milliseconds[p50]:.2f}}
         copy GB/s={{copy_gigabytes_per_second:.1f}} | x limit={{times_the_limit:.2f}} | {PEERS}
         x reference={{peers[reference][ratio]:.1f}}""",
@@ -56,6 +57,27 @@ TABLES = {
         peak={peak:.2f} | kept={kept:.2f}""",
 }
 """`header=cell` of each column; a case of a record fills in the first form that it has all of."""
+NETWORKS = {"resnet18": "ResNet-18", "small": "small"}
+MARKS = {
+    "cs_kernels": ("cs_kernels", "o", True),
+    "TorchJD step": ("TorchJD", "s", True),
+    "TorchJD matrix": ("TorchJD", "s", False),
+    "textbook": ("textbook", "^", True),
+    "reference": ("cs_kernels", "o", False),
+}
+"""The library, the marker and whether it is filled."""
+WAYS = {
+    "UPGrad, exact": ("cs_kernels", "o-", "cs_kernels, exact"),
+    "UPGrad, update_every=10": ("cs_kernels", "s-", "cs_kernels, update_every=10"),
+    "UPGrad, features=z": ("cs_kernels", "^-", "cs_kernels, features=z"),
+    "TorchJD backward": ("TorchJD", "o-", "TorchJD backward"),
+    "TorchJD backward, a loss at a time": ("TorchJD", "s-", "TorchJD, a loss at a time"),
+    "TorchJD mtl_backward": ("TorchJD", "^-", "TorchJD mtl_backward"),
+    "TorchJD Engine": ("TorchJD", "D-", "TorchJD Engine"),
+    "LibMTL's way, PCGrad": ("LibMTL", "o-", "LibMTL's way"),
+    "textbook PCGrad": ("textbook", "o-", "textbook PCGrad"),
+}
+"""Of whole steps in the picture: the library, the marker and the title."""
 SOURCE = """Record: `bench/results/{name}.jsonl`, commit {commit}, {time:.10}, {machine[cpu]}, \
 threads {threads}, {machine[instruction_set]}, torch {versions[torch]}, \
 torchjd {versions[torchjd]}."""
@@ -80,30 +102,30 @@ def last(name: str, network: str | None = None) -> dict[str, Any]:
 
 
 FRONT = {
-    "PCGrad, exact": ("cs_kernels", "PCGrad, exact gradients", None),
-    "PCGrad, update_every=10": ("cs_kernels", "PCGrad, `update_every=10`", None),
-    "UPGrad, features=z": ("cs_kernels", "UPGrad, `features=z`", None),
-    "TorchJD": ("TorchJD", "UPGrad, the fastest of its four ways", "TorchJD step"),
-    "LibMTL's way, PCGrad": ("LibMTL", "its way, PCGrad", None),
-    "textbook PCGrad": ("by hand", "the PCGrad loop that is copied around", "textbook"),
+    "PCGrad, exact": ("cs_kernels", "PCGrad", ""),
+    "PCGrad, update_every=10": ("cs_kernels", "PCGrad, update_every=10", None),
+    "UPGrad, features=z": ("cs_kernels", "UPGrad, features=z", None),
+    "TorchJD": ("TorchJD", "UPGrad", "TorchJD step"),
+    "LibMTL's way, PCGrad": ("LibMTL", "PCGrad", None),
+    "textbook PCGrad": ("textbook", "PCGrad", "textbook"),
 }
-"""By step of `price`: the library, the words, and the peer in `methods` of the surgery alone."""
+"""By step of `price`: the library, the words, and the peer in `methods`, "" for ours."""
 
 
 def front(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What ResNet-18 with 4 tasks costs in each library: surgery, step, memory."""
+    """What ResNet-18 with 4 tasks costs in each library: step, memory, surgery."""
     cases = [c for c in cases if c["network"] == "resnet18" and c["tasks"] == 4]
-    (pcgrad,) = (c for c in cases if c.get("method") == "PCGrad")
+    surgeries = {c["method"]: c for c in cases if "method" in c}
     steps = {c["step"]: c for c in cases if "step" in c}
     ways = (c for step, c in steps.items() if step.startswith("TorchJD"))
     steps["TorchJD"] = min(ways, key=lambda c: c["over_plain"])
     rows = []
     for step, (library, words, peer) in FRONT.items():
         row = {**steps[step], "library": library, "step": words}
-        if step == "PCGrad, exact":
-            row["surgery"] = pcgrad["milliseconds"]["step"]
-        if peer is not None:
-            row["surgery"] = pcgrad["milliseconds"]["step"] * pcgrad["peers"][peer]["ratio"]
+        ours = surgeries.get(words)
+        if ours and peer is not None:
+            ratio = ours["peers"][peer]["ratio"] if peer else 1.0
+            row["surgery"] = ours["milliseconds"]["step"] * ratio
         rows.append(row)
     return rows
 
@@ -174,59 +196,116 @@ def table(columns: dict[str, str], cases: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in zip(*texts, strict=True))
 
 
-def draw(name: str) -> None:
-    """Plots the times of ours and of the peers over that of the limit."""
-    import matplotlib.pyplot as plt
+def draw_times(name: str) -> None:
+    """Phase 2 in each case, or all methods: our time and the peers' in that of the limit's copy."""
+    import style
 
-    record = last(name, "resnet50" if name == "methods" else None)
-    cases = record["cases"]
-    if name == "methods":  # "TorchJD matrix" is compared with another time of ours.
-        cases = [c for c in cases if c["network"] == "resnet18" and c["tasks"] in (4, 16)]
-        cases[0]["peers"].pop("TorchJD matrix")
-    labels = [f"{c.get('method', c['network'])}\nK={c['tasks']}" for c in cases]
-    labels = [f"{text} {c.get('dtype', '')}" for text, c in zip(labels, cases, strict=True)]
-    series = {"limit": [1.0] * len(cases), "ours": [c["times_the_limit"] for c in cases]}
-    for peer in cases[0]["peers"]:
-        ratios = [c["peers"].get(peer, {}).get("ratio", float("nan")) for c in cases]
-        series[peer] = [a * b for a, b in zip(series["ours"], ratios, strict=True)]
-    figure, axes = plt.subplots(figsize=(max(7, 1.1 * len(cases)), 4), layout="constrained")
-    width = 0.8 / len(series)
-    for i, (label, values) in enumerate(series.items()):
-        places = [x + i * width - 0.4 for x in range(len(cases))]
-        axes.bar(places, values, width, align="edge", label=label)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(cases)), labels, fontsize=7)
-    axes.set_ylabel("time / limit of memory")
-    axes.set_title(f"{record['machine']['cpu']}, commit {record['commit']}", fontsize=9)
-    axes.legend(fontsize=8, ncols=len(series))
-    figure.savefig(RESULTS / f"{name}.png", dpi=120)
+    cases = [c for c in last("phase2")["cases"] if c["network"] in NETWORKS]
+    title = "Time of Phase 2, over that of a copy of as many bytes"
+    panels: dict[str, dict[str, dict[str, float]]] = {}
+    for c in cases:
+        row = f"{NETWORKS[c['network']]}, {c['tasks']} tasks"
+        panels.setdefault(c["dtype"], {})[row] = times(c)
+    if name == "methods":
+        title = "Surgery of 4 tasks, ResNet-18: time over that of a copy of as many bytes"
+        of_phase2 = panels["float32"]["ResNet-18, 4 tasks"]
+        of_phase2.pop("reference")
+        of_methods = {c["method"]: times(c) for c in last(name)["cases"]}
+        panels = {"": {"Phase 2": of_phase2, **of_methods}}
+
+    def figure() -> Any:
+        height = 1.6 + 0.27 * len(next(iter(panels.values())))
+        figure, axes = style.panels(1, len(panels), height, sharex=True, sharey=True)
+        for ax, (panel, rows) in zip(axes[0], panels.items(), strict=True):
+            for label, (library, marker, filled) in MARKS.items():
+                values = [row.get(label, float("nan")) for row in rows.values()]
+                color = style.LIBRARIES[library]
+                fill = color if filled else "none"
+                if any(value == value for value in values):
+                    ax.plot(values, [*rows], marker, color=color, markerfacecolor=fill, label=label)
+            ax.axvline(1, color=style.LIBRARIES["limit"], linestyle="--", label="the copy: 1")
+            ax.grid(axis="y")
+            ax.set(title=panel, xlabel="x the time of the copy")
+            style.log(ax, "x", (1,) if len(panels) > 1 else (1, 2, 5))
+        axes[0, 0].invert_yaxis()
+        figure.suptitle(title)
+        style.legend_below(figure, axes[0, 0], 3)
+        return figure
+
+    style.save(RESULTS / f"{name}.svg", figure)
+
+
+def times(case: dict[str, Any]) -> dict[str, float]:
+    """Our time and the peers', as multiples of that of the limit."""
+    ours, limit = case["milliseconds"], case["times_the_limit"]
+    found = {"cs_kernels": limit}
+    for label, peer in case["peers"].items():
+        # In records of methods, our time beside "TorchJD matrix" is another one.
+        factor = (
+            ours["matrix"] / ours["step"] if label == "TorchJD matrix" and "step" in ours else 1
+        )
+        found[label] = limit * peer["ratio"] * factor
+    return found
 
 
 def draw_price() -> None:
-    """Plots whole steps over the plain step, of one method of ours each way, and of the peers."""
-    import matplotlib.pyplot as plt
+    """Whole steps and their memory by the number of tasks, a line for each way."""
+    import style
 
-    record = last("price", "resnet18")
-    lines: dict[str, dict[int, float]] = {}
-    for case in record["cases"]:
+    of_ways: dict[str, dict[int, dict[str, Any]]] = {}
+    for case in last("price", "resnet18")["cases"]:
         if case["network"] == "resnet18":
-            lines.setdefault(case["step"], {})[case["tasks"]] = case["over_plain"]
-    tasks = [*lines.pop("plain")]
-    first = {label.rpartition(", ")[2]: label for label in reversed(lines)}
-    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
-    for label in lines:
-        if label in first.values():
-            axes.plot(tasks, [lines[label][n] for n in tasks], marker="o", label=label)
-    axes.plot(tasks, [(1 + 2 * n) / 3 for n in tasks], "k--", label="limit of exact: (1 + 2K) / 3")
-    axes.set_yscale("log")
-    axes.set_yticks([1, 2, 5, 10, 20, 50, 100], ["1", "2", "5", "10", "20", "50", "100"])
-    axes.minorticks_off()
-    axes.set_xticks(tasks)
-    axes.set_xlabel("K")
-    axes.set_ylabel("x of a plain step")
-    axes.set_title(f"{record['machine']['cpu']}, commit {record['commit']}", fontsize=9)
-    axes.legend(fontsize=8)
-    figure.savefig(RESULTS / "price.png", dpi=120)
+            of_ways.setdefault(case["step"], {})[case["tasks"]] = case
+    tasks = [*of_ways["plain"]]
+    keys = {"over_plain": "time, in plain steps", "peak_bytes": "memory of gradients, MB"}
+
+    def figure() -> Any:
+        figure, axes = style.panels(1, 2, 4.9)
+        for ax, (key, label) in zip(axes[0], keys.items(), strict=True):
+            for way, (library, look, title) in WAYS.items():
+                values = [of_ways[way][n][key] for n in tasks]
+                ax.plot(tasks, values, look, color=style.LIBRARIES[library], label=title)
+            style.log(ax, "y")
+            ax.grid(axis="y")
+            ax.set(xscale="log", xlabel="tasks K", title=label)
+            ax.set_xticks(tasks, map(str, tasks))
+            ax.minorticks_off()
+        limit = [(1 + 2 * n) / 3 for n in tasks]
+        color = style.LIBRARIES["limit"]
+        axes[0, 0].plot(tasks, limit, "--", color=color, label="limit of exact: (1 + 2K) / 3")
+        figure.suptitle("One training step of ResNet-18")
+        style.legend_below(figure, axes[0, 0], 2)
+        return figure
+
+    style.save(RESULTS / "price.svg", figure)
+
+
+def draw_front() -> None:
+    """The surgery alone, whole steps and their memory, for 4 tasks of ResNet-18."""
+    import style
+
+    cases = [c for name in ("methods", "price") for c in last(name, "resnet18")["cases"]]
+    rows = front(cases)
+    labels = [f"{row['library']}: {row['step']}" for row in rows]
+    panels = {"over_plain": ("whole step,\nin plain steps", ".2f")}
+    panels |= {"peak_bytes": ("gradients,\nMB", ".0f"), "surgery": ("surgery,\nms", ".0f")}
+
+    def figure() -> Any:
+        figure, axes = style.plt.subplots(1, 3, sharey=True, figsize=(style.WIDTH, 2.6))
+        for ax, (key, (title, digits)) in zip(axes, panels.items(), strict=True):
+            values = [row.get(key, 0) for row in rows]
+            bars = ax.barh(labels, values, color=[style.LIBRARIES[row["library"]] for row in rows])
+            ax.bar_label(
+                bars, [f"{value:{digits}}" if value else "" for value in values], padding=3
+            )
+            ax.set_title(title, loc="left")
+            ax.margins(x=0.45)
+            ax.spines["bottom"].set_visible(False)
+            ax.tick_params(length=0, labelbottom=False)
+        axes[0].invert_yaxis()
+        return figure
+
+    style.save(RESULTS / "front.svg", figure)
 
 
 if __name__ == "__main__":
@@ -239,6 +318,8 @@ if __name__ == "__main__":
         elif now != wanted:
             sys.exit(f"{page} differs from the records")
     if find_spec("matplotlib"):
-        draw("phase2")
-        draw("methods")
+        sys.path.append(str(ROOT / "examples"))
+        draw_times("phase2")
+        draw_times("methods")
         draw_price()
+        draw_front()

@@ -20,6 +20,16 @@ FINISHED = ["api/methods.md", "api/schedules.md"]
 """Pages of objects that are built and handed over: what their users write is the constructor."""
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The version, and a link to the repository, in the footer of every page."""
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "cs_kernels" / "__init__.py").read_text())
+    home = re.search(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert version is not None
+    assert home is not None
+    config.copyright = f'Version {version[1]} · <a href="{home[1]}">repository</a>'
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Pictures of benchmarks and examples stay where they are made: images/NAME here."""
     for picture in (path for folder in PICTURES for path in sorted(folder.glob("*.svg"))):

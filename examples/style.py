@@ -6,12 +6,15 @@ inches wide with letters of 11 points, so that they can be read at half of their
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 WIDTH = 6.4
 """Inches."""
@@ -56,12 +59,33 @@ def tasks(names: Iterable[str]) -> dict[str, str]:
     return {name: TASKS[i % len(TASKS)] for i, name in enumerate(names)}
 
 
+def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, Any]:
+    """A figure of the common width, and its axes [rows, columns]."""
+    return plt.subplots(rows, columns, figsize=(WIDTH, height), squeeze=False, **options)
+
+
+def log(ax: Axes, axis: str, subs: Iterable[float] = (1, 2, 5)) -> None:
+    """A logarithmic axis with plain numbers, at these multiples of the powers of ten."""
+    ax.set(**{f"{axis}scale": "log"})
+    of_axis = getattr(ax, f"{axis}axis")
+    of_axis.set_major_locator(LogLocator(subs=tuple(subs)))
+    of_axis.set_major_formatter("{x:g}")
+    of_axis.set_minor_formatter(NullFormatter())
+
+
+def legend_below(figure: Figure, ax: Axes, columns: int, **options: Any) -> None:
+    """The legend of one of the panels, below all of them."""
+    shown = ax.get_legend_handles_labels()
+    figure.legend(*shown, loc="outside lower center", ncols=columns, **options)
+
+
 def save(path: Path, draw: Callable[[], Figure]) -> None:
     """Writes what `draw` returns for light pages to `path`, and for dark ones beside it."""
     for ending, (letters, lines) in MODES.items():
         look = {
             "font.size": 11,
             "axes.titlesize": 11,
+            "figure.titlesize": 12,
             "axes.labelsize": 11,
             "legend.fontsize": 10,
             "legend.frameon": False,
