@@ -378,7 +378,7 @@ class MultiTaskOptimizer(Copyable):
         It is made from numbers that the step has kept anyway, without a host synchronization;
         `report.scalars()`, for a logger, and `print(report)` wait for the device, once. In a hook
         of the torch optimizer, it is still that of the step before. On many ranks it is the same on
-        all, but for the time.
+        all, except for the time.
 
         Raises:
             RuntimeError: No step has been made yet, or none since `load_state_dict`.
@@ -400,7 +400,7 @@ class MultiTaskOptimizer(Copyable):
 
         Raises:
             ValueError: The threshold is outside of [-1, 1], there are more than 64 tasks, or the
-                method does not keep the tasks' gradients one by one.
+                method does not keep per-task gradients.
 
         Examples:
             >>> trunk = torch.nn.Linear(4, 8)

@@ -185,7 +185,7 @@ class Part:
     joint: bool
     """Whether the method makes the update."""
     separate: bool
-    """Whether the tasks' gradients are kept one by one; else they add up in `.grad`."""
+    """Whether each task's gradients are kept; else they add up in `.grad`."""
     adds_up: bool = False
     """Whether the gradients of a later call are added before the update."""
     continues: bool = False

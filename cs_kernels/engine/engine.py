@@ -307,7 +307,7 @@ class Mode(ABC):
         return self.engine.kept.weights_for(step, self.engine.method)
 
     def separates(self, step: Step) -> bool:
-        """Whether joint parts keep the tasks' gradients one by one."""
+        """Whether joint parts keep each task's gradients."""
         weights_are_known = step.kept is not None and not step.kept.layers
         return self.engine.method.separate_gradients and not weights_are_known
 

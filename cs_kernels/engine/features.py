@@ -146,7 +146,7 @@ class Features:
     """The features of one call of `backward`, and the passes of its heads and its trunk.
 
     Args:
-        features: Those of this rank's samples; without losses, any of their number.
+        features: The features of this rank's samples; without losses, any of their number.
         losses: The loss of each task; none where only other ranks have labels.
         tasks: The names of all tasks.
         shared: The shared parameters of the trunk, by their leaf in a graph.

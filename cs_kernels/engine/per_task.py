@@ -27,7 +27,7 @@ class PerTask(Mode):
     Args:
         engine: Makes the step.
         closure: A function from a task to its loss, or one for each micro-batch.
-        tasks: Those of the step; None for all.
+        tasks: The tasks of the step; None for all.
 
     """
 

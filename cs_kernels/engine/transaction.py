@@ -32,7 +32,7 @@ class Transaction:
         The gradients of the last step are not kept: they would take the memory of one more row.
 
         Args:
-            tasks: Those of the passes.
+            tasks: The tasks of the passes.
             clears: Whether to set gradients to None first.
             restores: Whether to restore running statistics after an exception. A capture only
                 records what would change them.

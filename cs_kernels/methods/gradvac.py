@@ -18,9 +18,9 @@ class GradVac(GramianMethod):
     order. Where the cosine of the two is below the target of this pair, so much of the other one is
     added that it reaches the target. Then all are added.
 
-    Targets are moving averages of the cosines that were met, from zero on. Those of tasks that take
-    no part in a step stay as they are; so do all if a gradient is not finite. A target above
-    1 - 1e-6 counts as that.
+    Targets are moving averages of the cosines that were met, from zero on. The targets of tasks
+    that take no part in a step stay as they are; so do all if a gradient is not finite. A target
+    above 1 - 1e-6 counts as that.
 
     Args:
         target: One fixed target for all pairs, in [-1, 1); None for moving averages.

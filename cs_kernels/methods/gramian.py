@@ -31,9 +31,10 @@ class GramianMethod(Method):
     step have no row in its Gramian.
 
     With `update_every` above 1, task weights are kept for the steps after the one that has solved
-    for them. A step with kept weights needs no gradients one by one: those of all tasks, weighted,
-    add up in `.grad`, in one backward pass where the losses come from one forward pass. Weights are
-    kept for steps of the same tasks alone, and not if one is not finite or a gradient is zero.
+    for them. A step with kept weights needs no per-task gradients: the weighted gradients of all
+    tasks add up in `.grad`, in one backward pass where the losses come from one forward pass.
+    Weights are kept only for steps of the same tasks, and not if one is not finite or a gradient is
+    zero.
 
     Args:
         groups: "all", one Gramian and one set of task weights for the whole trunk; or "layer", both

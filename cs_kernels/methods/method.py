@@ -14,7 +14,7 @@ class Method(Stateful, ABC):
     """Turns the gradients of all tasks into one update, in a joint step (Phase 2)."""
 
     separate_gradients: bool = True
-    """Whether it needs the tasks' gradients one by one; else they add up in `.grad`."""
+    """Whether it needs each task's gradients; else they add up in `.grad`."""
 
     prioritizes: ClassVar[bool] = False
     """Whether it needs layers with a task-specific normalization behind them."""

@@ -15,8 +15,8 @@ class Sum(Method):
     The tasks' gradients add up in `.grad` during the backward passes; no K gradients are kept.
 
     Args:
-        separate: Whether to keep them one by one and to add them afterwards, by the kernels of the
-            Gramian methods: reports then have norms and cosines, and `GradNorm` works.
+        separate: Whether to keep each task's gradients and to add them afterwards, by the kernels
+            of the Gramian methods: reports then have norms and cosines, and `GradNorm` works.
 
     Raises:
         ValueError: `separate` is neither True nor False.

@@ -121,7 +121,7 @@ class ConflictCounter:
     """The counts of a run, for R rows: the shared parameters, then the modules.
 
     Args:
-        gradients: Those of the shared parameters.
+        gradients: The gradients of the shared parameters.
         threshold: The cosine below which two gradients are in conflict.
 
     Raises:

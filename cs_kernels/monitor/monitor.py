@@ -59,7 +59,7 @@ class Monitor:
 
         Raises:
             ValueError: The threshold is outside of [-1, 1], there are more than 64 tasks, or the
-                method does not keep the tasks' gradients one by one.
+                method does not keep per-task gradients.
 
         """
         if threshold is None:

@@ -48,7 +48,7 @@ def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module
     Raises:
         ValueError: `tasks` does not fit, the module has no batch normalization or a lazy one that
             has not run, or it is already converted for other tasks.
-        TypeError: `tasks` is not a sequence of names.
+        TypeError: `tasks` is not a sequence of strings.
 
     """
     names = check_tasks(tasks)

@@ -114,7 +114,7 @@ class Distributed(Ranks):
         shared: The shared parameters, by name.
         tasks: The names of all tasks.
         wrappers: The DistributedDataParallel modules around the trunk.
-        messages: Those of the ranks.
+        messages: The messages between the ranks.
         groups: The ranks' groups; sums over one after the other are sums over all ranks.
 
     """

@@ -56,7 +56,7 @@ class Replicated(Distributed):
         shared: The shared parameters, by name.
         tasks: The names of all tasks.
         wrappers: The DistributedDataParallel modules around the trunk.
-        messages: Those of the ranks.
+        messages: The messages between the ranks.
         group: Their process group.
 
     """

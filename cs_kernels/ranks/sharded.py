@@ -36,7 +36,7 @@ class Sharded(Distributed):
         shared: The shared parameters, by name.
         tasks: The names of all tasks.
         wrappers: The DistributedDataParallel modules around the trunk.
-        messages: Those of the ranks.
+        messages: The messages between the ranks.
         mesh: Their mesh.
         trunk: The shared module.
 

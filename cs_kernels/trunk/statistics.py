@@ -52,8 +52,8 @@ def _put_back(tensors: list[Tensor], copies: list[Tensor]) -> None:
 class _Snapshot:
     """The buffers of some modules, and copies of their values.
 
-    A large network has thousands of small running statistics. Those of one type, device and number
-    of dimensions are copied by one call of torch.
+    A large network has thousands of small running statistics. One call of torch copies those of one
+    type, device and number of dimensions.
     """
 
     def __init__(self, modules: Sequence[Buffers]) -> None:

@@ -18,13 +18,13 @@ _LEAST = 1e-3
 
 
 class GradNorm(Weighting):
-    """Makes the tasks' gradients equal in norm, but for how fast each trains (Chen et al., 2018).
+    """Makes the gradients' norms equal, or larger for tasks that train slowly (Chen et al., 2018).
 
     G_i is the norm of the gradient of w_i L_i over the shared parameters, and r_i = L_i / L_i(0)
     divided by its mean over the tasks, with L_i(0) the task's first positive loss. After a joint
     step, the weights w_i make one step of Adam on `sum_i |G_i - mean_j(G_j) r_i^alpha|`, whose
     second term is held constant. Then they are at least 0.001, and are scaled to the sum that they
-    had: that of all is their number.
+    had; the weights of all tasks sum to their number.
 
     The norms come from a Gramian method, such as `Sum(separate=True)` for the plain sum; after
     `backward` with features, they are those of the gradients with respect to the features. In Phase

@@ -20,7 +20,7 @@ class LayerUpdates:
     """Makes the updates of the parameters that are `taken`.
 
     Args:
-        gradients: Those of the waiting parameters are in its rows.
+        gradients: Its rows have the gradients of the waiting parameters.
         step: Its tasks take part.
         combine: Makes the updates of the parameters in the rows, and leaves the rows empty.
         by_module: Whether the method takes all gradients of a module together, and numbers the

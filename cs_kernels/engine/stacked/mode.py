@@ -63,7 +63,7 @@ class Stacked(PerTask):
     Args:
         engine: Makes the step.
         forward: Makes the losses from the outputs of the trunk.
-        tasks: Those of the step; None for all.
+        tasks: The tasks of the step; None for all.
         trunk: The trunk as the caller runs it, perhaps compiled.
         known: What earlier passes have shown.
 
