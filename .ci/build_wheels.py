@@ -3,7 +3,8 @@
     build_wheels.py [--require-torch] [PYTHON ...]
 
 Kernels do not depend on Python: they are compiled once, for the first wheel. The compilers' output
-is in build/wheel.log.
+is in build/wheel.log. The wheels are in dist, tagged for every Linux that is at least as new as
+what their symbols need.
 """
 
 import argparse
@@ -76,15 +77,39 @@ def _install_torch(python: Path) -> bool:
     return True
 
 
-def _build(python: Path, log: Path) -> Path:
-    """A wheel in dist; the compilers' output is appended to the log."""
-    before = set((_ROOT / "dist").glob("*.whl"))
-    done = _pip(python, "wheel", "--verbose", "--no-deps", "--wheel-dir", "dist", ".")
+def _build(python: Path, log: Path, folder: Path) -> Path:
+    """A wheel for this machine; the compilers' output is appended to the log."""
+    done = _pip(python, "wheel", "--verbose", "--no-deps", "--wheel-dir", str(folder), ".")
     with log.open("a") as file:
         file.write(done.stdout)
     _must(done)
-    (wheel,) = set((_ROOT / "dist").glob("*.whl")) - before
+    (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def _repair(wheel: Path) -> Path:
+    """The wheel in dist, with a manylinux tag.
+
+    The loader takes the OpenMP of torch, which is in memory by then: a copy in the wheel would be a
+    second pool of threads.
+    """
+    dist, tools = _ROOT / "dist", Path(sys.executable).parent
+    before = set(dist.glob("*.whl"))
+    _must(
+        subprocess.run(
+            [
+                *(sys.executable, "-m", "auditwheel", "repair", "--exclude", "libgomp.so.1"),
+                *("--wheel-dir", dist, wheel),
+            ],
+            env=os.environ | {"PATH": f"{tools}:{os.environ['PATH']}"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+    )
+    (repaired,) = set(dist.glob("*.whl")) - before
+    return repaired
 
 
 def main() -> None:
@@ -123,7 +148,7 @@ def main() -> None:
                 )
             )
             python = Path(folder) / "bin" / "python"
-            wheel = _build(python, log)
+            wheel = _repair(_build(python, log, Path(folder) / "wheel"))
             built = time.monotonic()
             torch = _install_torch(python)
             if arguments.require_torch and not torch:

@@ -5,6 +5,8 @@ Alone, the compiled module is loaded without the package, whose import needs tor
 
 import importlib.metadata
 import importlib.util
+import json
+import subprocess
 import sys
 from array import array
 from types import ModuleType
@@ -38,8 +40,14 @@ def check_alone() -> str:
     return "the compiled module alone, without torch"
 
 
+def check_tag() -> None:
+    """Installers take the wheel wherever it runs."""
+    tags = importlib.metadata.distribution("cs_kernels").read_text("WHEEL") or ""
+    assert "manylinux" in tags, tags
+
+
 def check() -> str:
-    """The package imports, and an operator computes."""
+    """The package imports, an operator computes, and the report names what is there."""
     import torch
 
     import cs_kernels as cs
@@ -49,8 +57,11 @@ def check() -> str:
     assert backends["cuda"] in (None, "there is no NVIDIA GPU"), backends
     update = cs.functional.project_conflicts(torch.eye(2).reshape(2, 1, 2), torch.zeros(1).long())
     assert update.tolist() == [[1.0, 1.0]], update
+    printed = subprocess.check_output([sys.executable, "-Im", "cs_kernels", "--json"], text=True)
+    assert json.loads(printed)["cuda_architectures"], printed
     return f"with torch {torch.__version__}"
 
 
 if __name__ == "__main__":
+    check_tag()
     print("it works:", check_alone() if "--alone" in sys.argv else check())

@@ -8,6 +8,7 @@ data_types: list[str]
 solvers: list[str]
 tolerances: dict[str, float]
 cuda: Any
+cuda_architectures: str
 without_cuda: str
 
 Layout = tuple[int, int, int, int]

@@ -33,8 +33,9 @@ PYBIND11_MODULE(_C, module) {
                                                             {"vanished", solvers::kVanished}};
   define_operands(module);
   define_cpu(module);
-#ifdef CS_KERNELS_CUDA
+#ifdef CS_KERNELS_CUDA_ARCHITECTURES
   define_cuda(module.def_submodule("cuda"));
+  module.attr("cuda_architectures") = CS_KERNELS_CUDA_ARCHITECTURES;
 #else
   module.attr("without_cuda") = CS_KERNELS_WITHOUT_CUDA;
 #endif

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import scipy.optimize
 import torch
-import torchjd.aggregation as theirs
 from layers import SMALL
 from torch import Tensor
 
@@ -21,6 +20,8 @@ from cs_kernels.ops.random import random_key, splitmix64
 from cs_kernels.ops.reference.solvers import random_order
 
 pytestmark = [pytest.mark.kernel, pytest.mark.slow]
+
+theirs = pytest.importorskip("torchjd.aggregation")
 
 CAGRAD = 0.4
 Error = Callable[[Tensor, Tensor], float]

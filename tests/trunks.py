@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import pytest
 import torch
 import torchvision_operators
 from layers import Kind
@@ -36,9 +37,7 @@ class Case:
 def _timm(name: str, **options: object) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         torchvision_operators.define()
-        import timm
-
-        model: nn.Module = timm.create_model(name, **options)
+        model: nn.Module = pytest.importorskip("timm").create_model(name, **options)
         return model
 
     return make
@@ -46,9 +45,10 @@ def _timm(name: str, **options: object) -> Callable[[], nn.Module]:
 
 def _deeplab() -> nn.Module:
     torchvision_operators.define()
-    from torchvision.models.segmentation import deeplabv3_resnet50
-
-    model: nn.Module = deeplabv3_resnet50(weights=None, weights_backbone=None, num_classes=21)
+    models = pytest.importorskip("torchvision.models.segmentation")
+    model: nn.Module = models.deeplabv3_resnet50(
+        weights=None, weights_backbone=None, num_classes=21
+    )
     return model
 
 

@@ -1,0 +1,34 @@
+"""The README as a package's long description, for setup.py: its links are absolute."""
+
+import re
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+_CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.DOTALL)
+_RELATIVE = re.compile(r"""(\]\(|\b(?:src|srcset|href)=["'])(?![a-z]+:|#)([^\s)"']+)""")
+_PICTURES = (".gif", ".jpg", ".png", ".svg")
+
+
+def repository() -> str:
+    """The address in pyproject.toml."""
+    project = (_ROOT / "pyproject.toml").read_text()
+    found = re.search(r'^Repository = "(.+)"$', project, re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def with_absolute_links(text: str, repository: str) -> str:
+    """Makes relative links and pictures absolute, in Markdown and in its HTML, not in code."""
+
+    def absolute(match: re.Match[str]) -> str:
+        kind = "raw" if match[2].endswith(_PICTURES) else "blob"
+        return f"{match[1]}{repository}/{kind}/main/{match[2]}"
+
+    parts = _CODE.split(text)
+    parts[::2] = [_RELATIVE.sub(absolute, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def long_description() -> str:
+    """For this package."""
+    return with_absolute_links((_ROOT / "README.md").read_text(), repository())

@@ -1,0 +1,125 @@
+"""What is in a package beside its code: its version, its links, what it says of itself."""
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from long_description import long_description, repository, with_absolute_links
+from markdown_it import MarkdownIt
+
+import cs_kernels as cs
+from cs_kernels import __main__ as report
+
+pytestmark = pytest.mark.kernel
+
+ROOT = Path(__file__).parent.parent
+
+
+class _Links(HTMLParser):
+    """The links and pictures of a page."""
+
+    def __init__(self, markdown: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(MarkdownIt("commonmark", {"html": True}).enable("table").render(markdown))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [v for name, v in attrs if v and name in ("href", "src", "srcset")]
+
+
+def test_the_report_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    report.main(["--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found == report.facts()
+    assert found["cs_kernels"] == cs.__version__
+    assert found["torch"] == torch.__version__
+    assert found["threads"] == torch.get_num_threads()
+    assert found["backends"] == cs.available_backends()
+    assert (found["cuda_architectures"] is None) != (found["without_cuda"] is None)
+
+
+def test_the_report_as_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without the compiled module."""
+    monkeypatch.delitem(sys.modules, "cs_kernels._C")
+    report.main([])
+    printed = capsys.readouterr().out
+    rows = dict(re.findall(r"^(\w+) +(.+)$", printed, re.MULTILINE))
+    assert list(rows) == list(report.facts())
+    assert rows["instruction_set"] == rows["without_cuda"] == "none"
+    assert rows["backends"] == "reference: it runs"
+    assert re.search(r"^ {20}cpu: it runs$", printed, re.MULTILINE)
+
+
+def test_the_version_stands_in_one_place() -> None:
+    """The changelog's first heading is that of the version to come."""
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert re.findall(r"^## (\S+)", changelog, re.MULTILINE)[0] == cs.__version__
+
+
+def test_addresses_follow_from_the_repository() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    links = dict(re.findall(r'^(\w+) = "(https://.+)"$', project, re.MULTILINE))
+    assert links["Repository"] == repository()
+    assert links["Issues"] == f"{repository()}/issues"
+    assert links["Changelog"] == f"{repository()}/blob/main/CHANGELOG.md"
+
+
+def test_the_long_description_has_absolute_links() -> None:
+    links = _Links(long_description()).found
+    assert f"{repository()}/blob/main/docs/recipes.md" in links
+    assert f"{repository()}/raw/main/examples/results/priority.png" in links
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+
+
+def test_the_readme_links_to_files() -> None:
+    if not (ROOT / "docs").exists():
+        pytest.skip("not a checkout")
+    links = [link for link in _Links((ROOT / "README.md").read_text()).found if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / link.partition("#")[0]).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[a](docs/a.md#b)", "[a](R/blob/main/docs/a.md#b)"),
+        ("![a](b/c.png)", "![a](R/raw/main/b/c.png)"),
+        ("[![a](b.svg)](c.md)", "[![a](R/raw/main/b.svg)](R/blob/main/c.md)"),
+        ("[`f(x)`](a.md)", "[`f(x)`](R/blob/main/a.md)"),
+        ('<source srcset="a.png">', '<source srcset="R/raw/main/a.png">'),
+        ('<img alt="a" src="b.svg"/>', '<img alt="a" src="R/raw/main/b.svg"/>'),
+        ("<a href='LICENSE'>", "<a href='R/blob/main/LICENSE'>"),
+    ],
+)
+def test_relative_links_become_absolute(text: str, expected: str) -> None:
+    assert with_absolute_links(text, "R") == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[a](https://b.c/d.png)",
+        "[a](#b)",
+        "[a](mailto:b@c)",
+        "```python\nheads[task](trunk)\n```",
+        "`heads[task](trunk)`",
+    ],
+)
+def test_other_text_stays(text: str) -> None:
+    assert with_absolute_links(text, "R") == text
+
+
+def test_tests_are_skipped_without_frameworks_alone() -> None:
+    """CI installs all of these, so there such a skip means that a test is never run."""
+    project = (ROOT / "pyproject.toml").read_text()
+    extra = re.search(r"^frameworks = \[(.*?)^\]", project, re.DOTALL | re.MULTILINE)
+    assert extra is not None
+    packages = set(re.findall(r'"(\w+)', extra[1]))
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("*.py"))
+    assert set(re.findall(r'importorskip\("(\w+)', tests)) <= packages
