@@ -53,7 +53,7 @@ def groups(ax: Axes) -> None:
             ax.plot(x, y, "s", color=colors[i], markersize=17)
             ax.text(x, y - 0.02, f"{1 + p}", color="white", ha="center", va="center")
     for i, (task, color) in enumerate(TASKS.items()):
-        middle = np.mean([places[p] for p in np.flatnonzero(TOP == i)])
+        middle = np.mean([places[p] for p in np.flatnonzero(i == TOP)])
         ax.text(middle, -0.38, f"group of {task}", color=color, ha="center", va="top")
     ax.set(ylim=(-0.75, 1.3), xlim=(-0.9, len(TOP) - 0.1))
     ax.set_yticks([0, 1], ["groups", "channels"])
