@@ -105,6 +105,7 @@ def save(path: Path, draw: Callable[[], Figure]) -> None:
             "grid.color": lines,
             "grid.linewidth": 0.7,
             "lines.linewidth": 1.8,
+            "path.simplify_threshold": 0.3,
             "figure.constrained_layout.use": True,
             "svg.hashsalt": "cs_kernels",
             **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), letters),
@@ -116,6 +117,7 @@ def save(path: Path, draw: Callable[[], Figure]) -> None:
             figure = draw()
             target = path.with_name(f"{path.stem}{ending}{path.suffix}")
             figure.savefig(target, metadata={"Date": None})
-            # Thousandths of a point are enough.
-            target.write_text(re.sub(r"(\.\d{3})\d+", r"\1", target.read_text()))
+            # Hundredths of a point are enough. Numbers below 1, such as scales, are kept.
+            text = re.sub(r"([1-9]\d*\.\d\d)\d+", r"\1", target.read_text())
+            target.write_text(text)
             plt.close(figure)

@@ -169,12 +169,15 @@ def draw(paths: list[Paths], file: Path) -> None:
         return {"marker": marker, "color": color, "markersize": size, "markeredgewidth": 0}
 
     def sheet() -> Figure:
-        figure, axes = style.panels(rows, columns, 0.4 + 1.9 * rows)
+        figure, axes = style.panels(rows, columns, 0.4 + 1.95 * rows)
         for ax in axes.flat[len(paths) :]:
             ax.axis("off")
+        contours = axes[0, 0].contour(x, y, mean, levels=6)
+        contours.remove()  # As one line, which is simplified, they make a smaller file.
+        pieces = [piece for of_level in contours.allsegs for piece in of_level]
+        lines = np.concatenate([[*piece, [np.nan, np.nan]] for piece in pieces])
         for ax, of_method in zip(axes.flat, paths, strict=False):
-            lines = ax.contour(x, y, mean, levels=14, linewidths=0.6, alpha=0.6)
-            lines.set_rasterized(True)  # They have many points.
+            ax.plot(*lines.T, color=style.GREY, linewidth=0.6)
             ax.plot(*front.T, color=style.GREY, linewidth=5, alpha=0.6)
             for start, reached in enumerate(of_method.reached):
                 path = of_method.points[:, start]
@@ -184,13 +187,16 @@ def draw(paths: list[Paths], file: Path) -> None:
             ax.set(title=of_method.name, xlabel=f"{of_method.reached.sum()} of {len(STARTS)}")
             ax.set(xlim=(-10, 10), ylim=(-10, 10), xticks=[], yticks=[], aspect="equal")
         shown = {
-            "start": Line2D([], [], color=style.BLUE, marker="o", markersize=4),
-            "has reached the front": Line2D([], [], linestyle="", **look(True)),
-            "has not": Line2D([], [], linestyle="", **look(False)),
+            "path from its start": Line2D([], [], color=style.BLUE, marker="o", markersize=4),
+            "reaches the front": Line2D([], [], linestyle="", **look(True)),
+            "does not": Line2D([], [], linestyle="", **look(False)),
             "Pareto front": Line2D([], [], color=style.GREY, linewidth=5, alpha=0.6),
-            "mean loss": Line2D([], [], color=style.plt.get_cmap()(0.5), linewidth=0.6),
+            "contours of the mean loss": Line2D([], [], color=style.GREY, linewidth=0.6),
         }
-        figure.legend(shown.values(), shown, loc="outside lower center", ncols=3)
+        beside = len(paths) % columns  # The last row has room for the legend.
+        place = {"loc": "center left", "bbox_to_anchor": (0.15, 0.5)}
+        axes[-1, beside].legend(shown.values(), shown, **place).set_in_layout(False)
+        figure.get_layout_engine().set(h_pad=0.06)
         figure.suptitle("Two parameters: paths by Adam; how many of them reach the front")
         return figure
 
