@@ -16,7 +16,7 @@ DEMO = "The demo's network"
 
 def _epochs(ax: Axes) -> None:
     ax.set_xlabel("epoch")
-    ax.xaxis.set_major_locator(MaxNLocator(4, integer=True, steps=[1, 2, 5, 10]))
+    ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
 
 
 def losses(runs: dict[str, Any], tasks: list[str], path: Path, network: str = DEMO) -> None:
