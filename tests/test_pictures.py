@@ -1,4 +1,4 @@
-"""Pictures: a file for light pages and one for dark ones; what one of them explains is what the package does."""
+"""Pictures: one for light pages and one for dark ones, and what they explain is what is done."""
 
 from pathlib import Path
 
