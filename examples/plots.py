@@ -250,13 +250,14 @@ def correlation(
             matrix, color = loss_correlation(runs[name]["losses"]), style.method(name)
             fill = color if filled else "none"
             values = [matrix[pair] for pair in pairs]
-            ax.plot(values, range(len(pairs)), "o", color=color, markerfacecolor=fill, label=name)
+            look = {"color": color, "markerfacecolor": fill, "clip_on": False}
+            ax.plot(values, range(len(pairs)), "o", label=name, **look)
         ax.axvline(0, color=style.GREY, linewidth=0.8)
         ax.grid(axis="y")
         ax.set_yticks(range(len(pairs)), [f"{tasks[i]}, {tasks[j]}" for i, j in pairs])
         ax.set(xlim=(-1, 1), xticks=[-1, -0.5, 0, 0.5, 1], ylim=(len(pairs) - 0.5, -0.5))
         ax.set_xlabel("correlation of the losses' changes from epoch to epoch")
-        figure.suptitle(f"{network}: how two tasks' losses fall together")
+        figure.suptitle(f"{network}: correlation of two tasks' losses")
         style.legend_below(figure, ax, 2)
         return figure
 
