@@ -1,6 +1,7 @@
 """Trains three tasks of one photograph with every phase of the method, and prints the table.
 
     python examples/demo.py [--quick] [--methods NAME ...|all] [--seeds 0 1 ...] [--out FOLDER]
+    python examples/demo.py --draw FILE [--out FOLDER]
     torchrun --standalone --nproc-per-node=2 examples/demo.py ...
 
 Every row has the same network, initial weights, crops, number of batches and learning rate. As in
@@ -371,6 +372,21 @@ def table_rows(runs: list[dict[str, Any]], *, gains: bool) -> tuple[list[str], l
     return head, rows
 
 
+def draw(runs: dict[str, Any], out: Path) -> None:
+    """The pictures of one seed."""
+    tasks, names = list(TASKS), [name for name in runs if name != "Single-task"]
+    plots.losses(runs, tasks, out / "losses.svg")
+    pair = [name for name in ("Phase 1 only", "Mixed") if name in runs] or names[:2]
+    plots.priority(runs, tasks, pair, out / "priority.svg")
+    label = "% of channel groups and other tasks in conflict"
+    plots.heat_maps(runs, "conflicts", label, out / "conflicts.svg")
+    label = "% of steps and pairs of tasks in conflict"
+    plots.heat_maps(runs, "modules", label, out / "modules.svg")
+    plots.cosines(runs, out / "cosines.svg")
+    pair = [name for name in ("Phase 1 only", "Phase 2 only") if name in runs] or names[:2]
+    plots.correlation(runs, tasks, pair, out / "correlation.svg")
+
+
 def main() -> None:
     """Trains, prints and writes."""
     parser = argparse.ArgumentParser(
@@ -387,7 +403,11 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
+    parser.add_argument("--draw", type=Path, help="draws the pictures of a results.json again")
     options = parser.parse_args()
+    if options.draw:
+        draw(json.loads(options.draw.read_text())["runs"][-1], options.out)
+        return
     settings = QUICK if options.quick else Settings()
     ranks = start_ranks()
     console = Console(quiet=ranks.rank > 0)
@@ -420,17 +440,7 @@ def main() -> None:
     }
     (options.out / "results.json").write_text(json.dumps(record, indent=1))
     (options.out / "results.md").write_text(markdown(head, rows))
-    last = runs[-1]
-    plots.losses(last, list(TASKS), options.out / "losses.png")
-    pair = [name for name in ("Phase 1 only", "Mixed") if name in last] or names[:2]
-    plots.priority(last, list(TASKS), pair, options.out / "priority.png")
-    label = "% of channel groups and other tasks in conflict"
-    plots.heat_maps(last, "conflicts", label, options.out / "conflicts.png")
-    label = "% of steps and pairs of tasks in conflict"
-    plots.heat_maps(last, "modules", label, options.out / "modules.png")
-    plots.cosines(last, options.out / "cosines.png")
-    pair = [name for name in ("Phase 1 only", "Phase 2 only") if name in last] or names[:2]
-    plots.correlation(last, list(TASKS), pair, options.out / "correlation.png")
+    draw(runs[-1], options.out)
     console.print(f"written to {options.out} after {time.perf_counter() - start:.0f} s")
 
 

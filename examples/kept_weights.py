@@ -1,6 +1,6 @@
 """Trains the demo's network with task weights that are kept for 1, 5 and 20 steps, over seeds.
 
-    python examples/kept_weights.py [--quick] [--seeds 0 1 ...] [--out FOLDER]
+    python examples/kept_weights.py [--quick] [--seeds 0 1 ...] [--draw FILE] [--out FOLDER]
 
 It draws the training losses, and writes final losses and metrics, with the differences that keeping
 makes beside those between seeds. All rows of a seed have the same initial weights and crops; PCGrad
@@ -137,7 +137,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="half a minute: to see that it runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
+    parser.add_argument("--draw", type=Path, help="writes all from a kept_weights.json again")
     options = parser.parse_args()
+    if options.draw:
+        found = json.loads(options.draw.read_text())["runs"]
+        write({key: found[label(key)] for key in rows(0)}, options.out, Console())
+        return
     settings = QUICK if options.quick else demo.Settings()
     console = Console()
     start = time.perf_counter()
@@ -169,7 +174,7 @@ def write(runs: Runs, out: Path, console: Console) -> None:
         name: {"Sum": runs[SUM], **{f"update_every={every}": runs[name, every] for every in EVERY}}
         for name in METHODS
     }
-    plots.losses_over_seeds(lines, list(TASKS), out / "kept_weights.png")
+    plots.losses_over_seeds(lines, list(TASKS), out / "kept_weights.svg")
 
 
 if __name__ == "__main__":

@@ -1,140 +1,182 @@
 """Pictures of training runs: of the demo and of the paper's experiments."""
 
 from collections.abc import Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
+import style
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
-mpl.use("Agg")
-import matplotlib.pyplot as plt
+DEMO = "The demo's network"
 
 
-def losses(runs: dict[str, Any], tasks: list[str], path: Path) -> None:
-    """Training loss of each task over epochs, a line a method."""
-    figure, axes = plt.subplots(
-        1, len(tasks), figsize=(4.2 * len(tasks), 3.4), layout="constrained"
-    )
-    for ax, task in zip(axes, tasks, strict=True):
-        for name, run in runs.items():
-            ax.plot(run["losses"][task], label=name, linewidth=1.3)
-        ax.set(title=task, xlabel="epoch", yscale="log")
-    axes[0].set_ylabel("training loss")
-    axes[-1].legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def _epochs(ax: Axes) -> None:
+    ax.set_xlabel("epoch")
+    ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+
+
+def losses(runs: dict[str, Any], tasks: list[str], path: Path, network: str = DEMO) -> None:
+    """Training loss of each task over epochs: a row a method, with the others in grey."""
+
+    def draw() -> Figure:
+        size = (len(runs), len(tasks))
+        figure, axes = style.panels(*size, 1.1 + 0.9 * len(runs), sharex=True, sharey="col")
+        for of_row, name in zip(axes, runs, strict=True):
+            for ax, task in zip(of_row, tasks, strict=True):
+                for other in runs.values():
+                    ax.plot(other["losses"][task], color=style.GREY, linewidth=0.8, alpha=0.4)
+                ax.plot(runs[name]["losses"][task], color=style.method(name))
+                ax.yaxis.set_major_locator(MaxNLocator(3))
+            of_row[0].set_ylabel(name, rotation=0, ha="right", va="center")
+        for ax, task in zip(axes[0], tasks, strict=True):
+            ax.set_title(task)
+        for ax in axes[-1]:
+            _epochs(ax)
+        figure.suptitle(f"{network}: training losses, beside those of the other rows")
+        return figure
+
+    style.save(path, draw)
 
 
 def losses_over_seeds(
-    runs: Mapping[str, Mapping[str, list[Any]]], tasks: list[str], path: Path
+    runs: Mapping[str, Mapping[str, list[Any]]], tasks: list[str], path: Path, network: str = DEMO
 ) -> None:
     """Training loss of each task over epochs: the mean over seeds as a line, the range as a band.
 
     `runs[row][line]` has a run a seed; all rows have the same lines, and a task has one scale.
     """
-    size = (4.2 * len(tasks), 3.1 * len(runs) + 0.3)
-    figure, axes = plt.subplots(
-        len(runs), len(tasks), figsize=size, layout="constrained", squeeze=False, sharey="col"
-    )
-    styles = ["-", "--", "-.", ":"]  # Lines that lie on each other are all seen.
-    for of_row, (title, lines) in zip(axes, runs.items(), strict=True):
-        for ax, task in zip(of_row, tasks, strict=True):
-            for i, (label, of_line) in enumerate(lines.items()):
-                values = np.array([run["losses"][task] for run in of_line])
-                style = {"color": f"C{i}", "linestyle": styles[i % len(styles)]}
-                ax.plot(values.mean(0), label=label, linewidth=1.6, **style)
-                band = values.min(0), values.max(0)
-                ax.fill_between(range(values.shape[1]), *band, color=f"C{i}", alpha=0.12)
-            ax.set(title=f"{title}: {task}", xlabel="epoch", yscale="log")
-            ax.xaxis.get_major_locator().set_params(integer=True)
-        of_row[0].set_ylabel("training loss")
-    shown = axes[0, 0].get_legend_handles_labels()
-    title = "mean over seeds; band: from the lowest seed to the highest"
-    figure.legend(*shown, loc="outside lower center", ncols=len(shown[0]), title=title, fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    looks = [("-", style.GREY), ("--", style.BLUE), ("-.", style.RED), (":", style.GREEN)]
+
+    def draw() -> Figure:
+        size = (len(tasks), len(runs))
+        figure, axes = style.panels(*size, 1.4 + 1.6 * len(tasks), sharex=True, sharey="row")
+        for column, (title, lines) in zip(axes.T, runs.items(), strict=True):
+            for ax, task in zip(column, tasks, strict=True):
+                for (line, color), (label, of_line) in zip(looks, lines.items(), strict=True):
+                    values = np.array([run["losses"][task] for run in of_line])
+                    ax.plot(values.mean(0), line, color=color, label=label)
+                    band = values.min(0), values.max(0)
+                    ax.fill_between(
+                        range(values.shape[1]), *band, color=color, alpha=0.15, linewidth=0
+                    )
+                ax.set_title(f"{title}: {task}")
+                ax.yaxis.set_major_locator(MaxNLocator(4))
+            _epochs(column[-1])
+        for ax in axes[:, 0]:
+            ax.set_ylabel("training loss")
+        figure.suptitle(f"{network}: mean over seeds; band: lowest to highest seed")
+        style.legend_below(figure, axes[0, 0], 2)
+        return figure
+
+    style.save(path, draw)
 
 
-def priority(runs: dict[str, Any], tasks: list[str], names: list[str], path: Path) -> None:
+def priority(
+    runs: dict[str, Any], tasks: list[str], names: list[str], path: Path, network: str = DEMO
+) -> None:
     """The share of channels that each task has priority over: by epoch, and by layer at the end.
 
     `runs[name]["priority"]` has, by epoch and layer, the number of channels of each task.
     """
-    figure, axes = plt.subplots(
-        2, len(names), figsize=(5 * len(names), 6.4), layout="constrained", squeeze=False
-    )
-    for column, name in enumerate(names):
-        history = runs[name]["priority"]
-        overall = np.array([_shares(np.array(list(epoch.values())).sum(0)) for epoch in history])
-        axes[0, column].stackplot(range(len(overall)), overall.T, labels=tasks, alpha=0.85)
-        axes[0, column].set(title=name, xlabel="epoch", ylim=(0, 100))
-        layers = history[-1]
-        by_layer = np.array([_shares(np.array(counts)) for counts in layers.values()])
-        bottom = np.zeros(len(layers))
-        few = len(layers) <= 40
-        for i, task in enumerate(tasks):
-            width, height = by_layer[:, i], 0.8 if few else 1.0
-            axes[1, column].barh(range(len(layers)), width, height, left=bottom, label=task)
-            bottom += width
+    layers = list(runs[names[0]]["priority"][-1])
+    few = len(layers) <= 40
+
+    def draw() -> Figure:
+        below = 0.19 * len(layers) if few else 3.0
+        ratios = {"height_ratios": (1.5, below)}
+        figure, axes = style.panels(2, len(names), 3 + below, sharey="row", gridspec_kw=ratios)
+        for (above, under), name in zip(axes.T, names, strict=True):
+            history = runs[name]["priority"]
+            _stack(above, [np.array(list(epoch.values())).sum(0) for epoch in history], tasks)
+            above.set(title=name, ylim=(0, 100))
+            _epochs(above)
+            left = np.zeros(len(layers))
+            shares = _shares(np.array(list(history[-1].values())))
+            for (task, color), width in zip(style.tasks(tasks).items(), shares.T, strict=True):
+                height = 0.8 if few else 1.0
+                under.barh(range(len(layers)), width, height, left=left, color=color, label=task)
+                left += width
+            under.set(xlabel="% in the last epoch", xlim=(0, 100), ylim=(len(layers) - 0.5, -0.5))
+        axes[0, 0].set_ylabel("% of channels")
         if few:
-            axes[1, column].set_yticks(range(len(layers)), list(layers), fontsize=6)
+            axes[1, 0].set_yticks(range(len(layers)), layers, fontsize=10)
         else:
-            axes[1, column].set_ylabel("layer")
-        axes[1, column].invert_yaxis()
-        axes[1, column].set(xlabel="% of the layer's channels, last epoch", xlim=(0, 100))
-    axes[0, 0].set_ylabel("% of channels")
-    axes[0, 0].legend(fontsize=8, loc="lower left")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+            axes[1, 0].set_ylabel("layer")
+        figure.suptitle(f"{network}: channels by top-priority task")
+        style.legend_below(figure, axes[1, 0], len(tasks))
+        return figure
+
+    style.save(path, draw)
 
 
 def _shares(counts: np.ndarray) -> np.ndarray:
-    return 100 * counts / counts.sum()
+    """Percentages of the last dimension's sum."""
+    return 100 * counts / counts.sum(-1, keepdims=True)
 
 
-def priority_by_layer(run: Any, tasks: list[str], path: Path, layers: int = 12) -> None:
+def _stack(ax: Axes, counts: list[Any], tasks: list[str]) -> None:
+    """Shares of the tasks over the epochs."""
+    shares, colors = _shares(np.array(counts)), style.tasks(tasks)
+    ax.stackplot(range(len(shares)), shares.T, colors=colors.values(), labels=tasks)
+    ax.set(xlim=(0, max(1, len(shares) - 1)), ylim=(0, 100))
+
+
+def priority_by_layer(
+    run: Any, tasks: list[str], path: Path, network: str = DEMO, layers: int = 12
+) -> None:
     """The share of channels by top-priority task over the epochs, of layers at equal distances."""
     names = list(run["priority"][-1])
     chosen = [names[i] for i in np.linspace(0, len(names) - 1, layers).astype(int)]
-    figure, axes = plt.subplots(
-        layers // 4, 4, figsize=(14, 2.4 * (layers // 4)), layout="constrained", sharey=True
-    )
-    for ax, name in zip(axes.flat, chosen, strict=True):
-        history = np.array([_shares(np.array(epoch[name])) for epoch in run["priority"]])
-        ax.stackplot(range(len(history)), history.T, labels=tasks, alpha=0.85)
-        ax.set_title(name, fontsize=7)
-        ax.set(ylim=(0, 100), xlim=(0, max(1, len(history) - 1)))
-    axes[0, 0].legend(fontsize=7, loc="lower left")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+
+    def draw() -> Figure:
+        figure, axes = style.panels(layers // 3, 3, 7, sharex=True, sharey=True)
+        for ax, name in zip(axes.flat, chosen, strict=True):
+            _stack(ax, [epoch[name] for epoch in run["priority"]], tasks)
+            ax.set_title(name if len(name) < 26 else f"…{name[-24:]}", fontsize=9)
+        for ax in axes[-1]:
+            _epochs(ax)
+        figure.supylabel("% of channels", fontsize="medium")
+        figure.suptitle(f"{network}: channels by top-priority task")
+        style.legend_below(figure, axes[0, 0], len(tasks))
+        return figure
+
+    style.save(path, draw)
 
 
 def final_losses(
-    finals: Mapping[str, Mapping[str, list[float]]], tasks: list[str], path: Path
+    finals: Mapping[str, Mapping[str, list[float]]], tasks: list[str], path: Path, network: str
 ) -> None:
-    """The last epoch's training loss of each task and their mean: a bar a method, over seeds."""
-    figure, axes = plt.subplots(
-        1, len(tasks) + 1, figsize=(2.6 * (len(tasks) + 1), 3.2), layout="constrained"
-    )
-    names = list(finals)
-    for ax, task in zip(axes, [*tasks, "mean"], strict=True):
-        values = [
-            np.mean([run[t] for t in tasks], axis=0) if task == "mean" else np.array(run[task])
-            for run in finals.values()
-        ]
-        means = [value.mean() for value in values]
-        colors = [f"C{i}" for i in range(len(names))]
-        deviations = [value.std(ddof=len(value) > 1) for value in values]
-        ax.bar(names, means, yerr=deviations, color=colors)
-        ax.set(title=task)
-        ax.tick_params("x", rotation=90, labelsize=8)
-    axes[0].set_ylabel("training loss, last epoch")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    """The last epoch's training loss of each task and their mean: a dot a method, over seeds."""
+    names, columns = list(finals), 3
+    means = {name: np.mean([run[t] for t in tasks], axis=0) for name, run in finals.items()}
+
+    def draw() -> Figure:
+        rows = -(-(len(tasks) + 1) // columns)
+        height = 0.8 + rows * (0.8 + 0.2 * len(names))
+        figure, axes = style.panels(rows, columns, height, sharey=True)
+        for ax in axes.flat[len(tasks) + 1 :]:
+            ax.axis("off")
+        for ax, task in zip(axes.flat, [*tasks, "mean of tasks"], strict=False):
+            for name in names:
+                value = np.array(finals[name][task]) if task in tasks else means[name]
+                deviation, color = value.std(ddof=len(value) > 1), style.method(name)
+                ax.errorbar(value.mean(), name, xerr=deviation, fmt="o", color=color)
+            ax.grid(axis="y")
+            ax.xaxis.set_major_locator(MaxNLocator(3))
+            ax.set_title(task)
+        axes[0, 0].invert_yaxis()
+        figure.supxlabel("training loss of the last epoch, ± deviation over seeds", fontsize=11)
+        figure.suptitle(network)
+        return figure
+
+    style.save(path, draw)
 
 
-def heat_maps(runs: dict[str, Any], key: str, label: str, path: Path) -> None:
+def heat_maps(runs: dict[str, Any], key: str, label: str, path: Path, network: str = DEMO) -> None:
     """Heat maps of a share by layer, epoch by epoch.
 
     Epochs without it, such as those in Phase 1, are empty. Nothing is drawn if no run has it.
@@ -142,38 +184,53 @@ def heat_maps(runs: dict[str, Any], key: str, label: str, path: Path) -> None:
     chosen = {name: run[key] for name, run in runs.items() if any(run.get(key, []))}
     if not chosen:
         return
-    figure, axes = plt.subplots(
-        1, len(chosen), figsize=(5 * len(chosen), 4), layout="constrained", squeeze=False
-    )
-    for ax, (name, history) in zip(axes[0], chosen.items(), strict=True):
-        layers = list(next(epoch for epoch in history if epoch))
-        shares = [[epoch.get(layer, np.nan) for epoch in history] for layer in layers]
-        image = ax.imshow(100 * np.array(shares), vmin=0, vmax=100, aspect="auto", cmap="magma")
-        ax.set_yticks(range(len(layers)), layers, fontsize=6)
-        ax.set(title=name, xlabel="epoch")
-        ax.xaxis.get_major_locator().set_params(integer=True)
-    figure.colorbar(image, ax=axes, label=label)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    layers = list(next(epoch for epoch in next(iter(chosen.values())) if epoch))
+
+    def draw() -> Figure:
+        columns = min(3, len(chosen))
+        rows = -(-len(chosen) // columns)
+        height = 1.3 + rows * (0.6 + 0.19 * len(layers))
+        figure, axes = style.panels(rows, columns, height, sharex=True, sharey=True)
+        for ax in axes.flat[len(chosen) :]:
+            ax.axis("off")
+        for ax, (name, history) in zip(axes.flat, chosen.items(), strict=False):
+            shares = [[epoch.get(layer, np.nan) for epoch in history] for layer in layers]
+            image = ax.imshow(100 * np.array(shares), vmin=0, vmax=100, aspect="auto")
+            ax.set_yticks(range(len(layers)), layers, fontsize=10)
+            ax.set_title(name)
+            _epochs(ax)
+        figure.suptitle(f"{network}: conflicts by layer; epochs in Phase 1 are empty")
+        figure.colorbar(image, ax=axes, label=label, location="bottom", aspect=40)
+        return figure
+
+    style.save(path, draw)
 
 
-def cosines(runs: dict[str, Any], path: Path) -> None:
+def cosines(runs: dict[str, Any], path: Path, network: str = DEMO) -> None:
     """Cosines between the tasks' gradients over the epochs, of the runs with a Gramian method."""
     chosen = {name: run["cosines"] for name, run in runs.items() if any(run.get("cosines", []))}
     if not chosen:
         return
-    figure, axes = plt.subplots(
-        1, len(chosen), figsize=(4 * len(chosen), 3), layout="constrained", squeeze=False
-    )
-    for ax, (name, history) in zip(axes[0], chosen.items(), strict=True):
-        for pair in next(epoch for epoch in history if epoch):
-            ax.plot([epoch.get(pair, np.nan) for epoch in history], label=pair, linewidth=1.3)
-        ax.axhline(0, color="gray", linewidth=0.7)
-        ax.set(title=name, xlabel="epoch", ylim=(-1, 1))
-    axes[0, 0].set_ylabel("cosine")
-    axes[0, -1].legend(fontsize=7)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+
+    def draw() -> Figure:
+        columns = min(3, len(chosen))
+        rows = -(-len(chosen) // columns)
+        figure, axes = style.panels(rows, columns, 1.1 + 2 * rows, sharex=True, sharey=True)
+        for ax in axes.flat[len(chosen) :]:
+            ax.axis("off")
+        for ax, (name, history) in zip(axes.flat, chosen.items(), strict=False):
+            for pair in next(epoch for epoch in history if epoch):
+                ax.plot([epoch.get(pair, np.nan) for epoch in history], label=pair)
+            ax.axhline(0, color=style.GREY, linewidth=0.8)
+            ax.set(title=name, ylim=(-1, 1))
+            _epochs(ax)
+        for ax in axes[:, 0]:
+            ax.set_ylabel("cosine")
+        figure.suptitle(f"{network}: cosines between the tasks' gradients")
+        style.legend_below(figure, axes[0, 0], 3)
+        return figure
+
+    style.save(path, draw)
 
 
 def loss_correlation(losses: dict[str, list[float]]) -> np.ndarray:
@@ -181,19 +238,27 @@ def loss_correlation(losses: dict[str, list[float]]) -> np.ndarray:
     return np.corrcoef(np.diff(np.array(list(losses.values())), axis=1))
 
 
-def correlation(runs: dict[str, Any], tasks: list[str], names: list[str], path: Path) -> None:
-    """How much the losses of two tasks fall together."""
-    figure, axes = plt.subplots(
-        1, len(names), figsize=(3.6 * len(names), 3.2), layout="constrained", squeeze=False
-    )
-    for ax, name in zip(axes[0], names, strict=True):
-        matrix = loss_correlation(runs[name]["losses"])
-        image = ax.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r")
-        for (i, j), value in np.ndenumerate(matrix):
-            ax.text(j, i, f"{value:.2f}", ha="center", va="center", fontsize=9)
-        ax.set_xticks(range(len(tasks)), tasks, fontsize=8)
-        ax.set_yticks(range(len(tasks)), tasks, fontsize=8)
-        ax.set_title(name, fontsize=10)
-    figure.colorbar(image, ax=axes, shrink=0.8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+def correlation(
+    runs: dict[str, Any], tasks: list[str], names: list[str], path: Path, network: str = DEMO
+) -> None:
+    """How much the losses of two tasks fall together: a row a pair, a dot a run."""
+    pairs = list(combinations(range(len(tasks)), 2))
+
+    def draw() -> Figure:
+        figure, [[ax]] = style.panels(1, 1, 1.6 + 0.3 * len(pairs))
+        for name, filled in zip(names, (False, True), strict=False):
+            matrix, color = loss_correlation(runs[name]["losses"]), style.method(name)
+            fill = color if filled else "none"
+            values = [matrix[pair] for pair in pairs]
+            look = {"color": color, "markerfacecolor": fill, "clip_on": False}
+            ax.plot(values, range(len(pairs)), "o", label=name, **look)
+        ax.axvline(0, color=style.GREY, linewidth=0.8)
+        ax.grid(axis="y")
+        ax.set_yticks(range(len(pairs)), [f"{tasks[i]}, {tasks[j]}" for i, j in pairs])
+        ax.set(xlim=(-1, 1), xticks=[-1, -0.5, 0, 0.5, 1], ylim=(len(pairs) - 0.5, -0.5))
+        ax.set_xlabel("correlation of the losses' changes from epoch to epoch")
+        figure.suptitle(f"{network}: correlation of two tasks' losses")
+        style.legend_below(figure, ax, 2)
+        return figure
+
+    style.save(path, draw)

@@ -4,6 +4,7 @@
 inches wide with letters of 11 points, so that they can be read at half of their width.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ LIBRARIES = {
 METHODS = {
     "ConnectionStrength": BLUE,
     "Sum": GREY,
+    "GD": GREY,
+    "Singletask": "#6f8fb0",
     "PCGrad": ORANGE,
     "CAGrad": GREEN,
     "MGDA": RED,
@@ -57,6 +60,11 @@ MODES = {"": ("#1f2328", "#d0d7de"), "-dark": ("#dfe2e7", "#4a505b")}
 def tasks(names: Iterable[str]) -> dict[str, str]:
     """The colour of each task."""
     return {name: TASKS[i % len(TASKS)] for i, name in enumerate(names)}
+
+
+def method(name: str) -> str:
+    """The colour of a row by its method; other rows are phases of connection strength."""
+    return METHODS.get(name.split("+")[0].replace("-", ""), BLUE)
 
 
 def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, Any]:
@@ -92,10 +100,12 @@ def save(path: Path, draw: Callable[[], Figure]) -> None:
             "axes.spines.top": False,
             "axes.spines.right": False,
             "axes.grid": False,
+            "axes.prop_cycle": mpl.cycler(color=[BLUE, RED, GREEN, BROWN, PURPLE, GREY]),
             "axes.axisbelow": True,
             "grid.color": lines,
             "grid.linewidth": 0.7,
             "lines.linewidth": 1.8,
+            "path.simplify_threshold": 0.3,
             "figure.constrained_layout.use": True,
             "svg.hashsalt": "cs_kernels",
             **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor"), letters),
@@ -107,4 +117,7 @@ def save(path: Path, draw: Callable[[], Figure]) -> None:
             figure = draw()
             target = path.with_name(f"{path.stem}{ending}{path.suffix}")
             figure.savefig(target, metadata={"Date": None})
+            # Hundredths of a point are enough. Numbers below 1, such as scales, are kept.
+            text = re.sub(r"([1-9]\d*\.\d\d)\d+", r"\1", target.read_text())
+            target.write_text(text)
             plt.close(figure)

@@ -17,15 +17,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import matplotlib as mpl
 import numpy as np
+import style
 import torch
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 import cs_kernels as cs
-
-mpl.use("Agg")
-import matplotlib.pyplot as plt
 
 Array = np.ndarray
 
@@ -160,26 +160,47 @@ def draw(paths: list[Paths], file: Path) -> None:
     grid = np.stack(np.meshgrid(x, y), -1)
     mean = losses_and_gradients(grid)[0].mean(-1)
     front = pareto_front()
-    columns = 5
-    rows = -(-len(paths) // columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(2.6 * columns, 2.8 * rows), layout="constrained", squeeze=False
-    )
-    for ax in axes.flat[len(paths) :]:
-        ax.axis("off")
-    for ax, of_method in zip(axes.flat, paths, strict=False):
-        ax.contour(x, y, mean, levels=18, cmap="viridis", linewidths=0.5, alpha=0.6)
-        ax.plot(*front.T, color="0.4", linewidth=4, alpha=0.6, label="Pareto front")
-        for start, reached in enumerate(of_method.reached):
-            path = of_method.points[:, start]
-            ax.plot(*path.T, linewidth=1.1)
-            ax.plot(*path[0], marker="o", color="black", markersize=3)
-            marker, color = ("*", "tab:green") if reached else ("X", "tab:red")
-            ax.plot(*path[-1], marker=marker, color=color, markersize=8, markeredgecolor="white")
-        ax.set(title=f"{of_method.name}: {of_method.reached.sum()} of {len(STARTS)}")
-        ax.set(xlim=(-10, 10), ylim=(-10, 10), xticks=[], yticks=[])
-    figure.savefig(file, dpi=80)
-    plt.close(figure)
+    columns = 4
+    rows = -(-(len(paths) + 1) // columns)
+    ends = {True: ("*", style.GREEN, 11), False: ("X", style.RED, 8)}
+
+    def look(reached: bool) -> dict[str, Any]:
+        marker, color, size = ends[reached]
+        return {"marker": marker, "color": color, "markersize": size, "markeredgewidth": 0}
+
+    def sheet() -> Figure:
+        figure, axes = style.panels(rows, columns, 0.4 + 1.95 * rows)
+        for ax in axes.flat[len(paths) :]:
+            ax.axis("off")
+        contours = axes[0, 0].contour(x, y, mean, levels=6)
+        contours.remove()  # As one line, which is simplified, they make a smaller file.
+        pieces = [piece for of_level in contours.allsegs for piece in of_level]
+        lines = np.concatenate([[*piece, [np.nan, np.nan]] for piece in pieces])
+        for ax, of_method in zip(axes.flat, paths, strict=False):
+            ax.plot(*lines.T, color=style.GREY, linewidth=0.6)
+            ax.plot(*front.T, color=style.GREY, linewidth=5, alpha=0.6)
+            for start, reached in enumerate(of_method.reached):
+                path = of_method.points[:, start]
+                ax.plot(*path.T, color=style.BLUE, linewidth=1.3)
+                ax.plot(*path[0], "o", color=style.BLUE, markersize=4)
+                ax.plot(*path[-1], **look(reached))
+            ax.set(title=of_method.name, xlabel=f"{of_method.reached.sum()} of {len(STARTS)}")
+            ax.set(xlim=(-10, 10), ylim=(-10, 10), xticks=[], yticks=[], aspect="equal")
+        shown = {
+            "path from its start": Line2D([], [], color=style.BLUE, marker="o", markersize=4),
+            "reaches the front": Line2D([], [], linestyle="", **look(True)),
+            "does not": Line2D([], [], linestyle="", **look(False)),
+            "Pareto front": Line2D([], [], color=style.GREY, linewidth=5, alpha=0.6),
+            "contours of the mean loss": Line2D([], [], color=style.GREY, linewidth=0.6),
+        }
+        beside = len(paths) % columns  # The last row has room for the legend.
+        place = {"loc": "center left", "bbox_to_anchor": (0.15, 0.5)}
+        axes[-1, beside].legend(shown.values(), shown, **place).set_in_layout(False)
+        figure.get_layout_engine().set(h_pad=0.06)
+        figure.suptitle("Two parameters: paths by Adam; how many of them reach the front")
+        return figure
+
+    style.save(file, sheet)
 
 
 def main() -> None:
@@ -187,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "toy.png")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "toy.svg")
     options = parser.parse_args()
     start = time.perf_counter()
     names, processes = list(METHODS), os.cpu_count() or 1

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import demo
 import kept_weights
 import numpy as np
-import plots
 import pytest
 import stereo
+import style
 from matplotlib.figure import Figure
 from rich.progress import Progress
 
@@ -50,18 +50,19 @@ def made(scenes: Scenes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[M
         runs.append(of_rows)
         original(of_rows, *rest)
 
-    original, close = kept_weights.write, plots.plt.close
+    original, close = kept_weights.write, style.plt.close
     seeds = [str(seed) for seed in SEEDS]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(kept_weights, "load", lambda: scenes)
         patched.setattr(kept_weights, "QUICK", TINY)
         patched.setattr(kept_weights, "write", write)
-        patched.setattr(plots.plt, "close", drawn.append)
+        patched.setattr(style.plt, "close", drawn.append)
         patched.setattr(sys, "argv", ["", "--quick", "--seeds", *seeds, "--out", str(folder)])
         kept_weights.main()
-    (figure,) = drawn
+    figure, dark = drawn
     yield Made(runs[0], figure, folder)
     close(figure)
+    close(dark)
 
 
 def trained(method: Callable[[], cs.Method], seed: int, scenes: Scenes) -> demo.Run:
@@ -100,7 +101,8 @@ def test_conflicts_of_an_epoch_are_those_of_steps_that_solve(scenes: Scenes) -> 
 
 
 def test_the_picture_shows_all_rows(made: Made) -> None:
-    assert (made.folder / "kept_weights.png").stat().st_size > 1000
+    for look in ("", "-dark"):
+        assert (made.folder / f"kept_weights{look}.svg").stat().st_size > 1000
     panels = {ax.get_title(): ax for ax in made.figure.axes}
     assert len(panels) == len(kept_weights.METHODS) * len(TASKS)
     labels = ["Sum", *(f"update_every={every}" for every in kept_weights.EVERY)]

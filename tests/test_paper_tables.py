@@ -136,7 +136,8 @@ def test_files_of_a_table(tmp_path, name, figures):
     text = (out / f"{name}.md").read_text()
     assert text.count("| method |") == len(parts)
     assert "not comparable with the paper's" in text
-    expected = {f"{name}.md", *(f"{name}_{figure}.png" for figure in figures)}
+    pictures = {f"{name}_{figure}{look}.svg" for figure in figures for look in ("", "-dark")}
+    expected = {f"{name}.md", *pictures}
     assert {path.name for path in out.iterdir()} == expected
 
 

@@ -97,5 +97,6 @@ def test_every_method_draws_its_paths(name: str, tmp_path: Path) -> None:
     # Adam's steps are of the rate's size.
     assert np.isfinite(path.points).all()
     assert 0 < abs(path.points[1] - path.points[0]).max() < 2 * toy.KEPT * toy.RATE
-    toy.draw([path], tmp_path / "toy.png")
-    assert (tmp_path / "toy.png").stat().st_size > 1000
+    toy.draw([path], tmp_path / "toy.svg")
+    for look in ("", "-dark"):
+        assert (tmp_path / f"toy{look}.svg").stat().st_size > 1000

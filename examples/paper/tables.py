@@ -319,7 +319,7 @@ def _found_of_orders(found: Found) -> Iterator[str]:
 
 def _draw(name: str, parts: list[Part], results: list[Found], out: Path) -> None:
     """The paper's figures of the first seed, beside the table."""
-    tasks = list(TASKS[parts[0].data])
+    tasks, title = list(TASKS[parts[0].data]), parts[0].title
     first = {row: next(iter(seeds.values())) for row, seeds in results[0].items() if row != SINGLE}
     runs = {
         row: {
@@ -337,8 +337,11 @@ def _draw(name: str, parts: list[Part], results: list[Found], out: Path) -> None
             for row, seeds in results[0].items()
             if row != SINGLE
         }
-        plots.final_losses(finals, tasks, out / f"{name}_losses.png")
+        plots.final_losses(finals, tasks, out / f"{name}_losses.svg", title)
     if name == "ablation":
-        plots.correlation(runs, tasks, ["Phase 1", "Phase 2"], out / f"{name}_correlation.png")
-        plots.priority(runs, tasks, ["Phase 1", "Mixed"], out / f"{name}_priority.png")
-        plots.priority_by_layer(runs["Mixed"], tasks, out / f"{name}_priority_by_layer.png")
+        file = out / f"{name}_correlation.svg"
+        plots.correlation(runs, tasks, ["Phase 1", "Phase 2"], file, title)
+        file = out / f"{name}_priority.svg"
+        plots.priority(runs, tasks, ["Phase 1", "Mixed"], file, title)
+        file = out / f"{name}_priority_by_layer.svg"
+        plots.priority_by_layer(runs["Mixed"], tasks, file, title)
