@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo.testing
-from paper import recon, runner
+from paper import __main__ as command
+from paper import recon, runner, timing
 from paper.experiments import SMALL, TABLES, Run, Settings, table
 from paper.losses import total_loss
 from paper.networks import make_network
@@ -28,6 +29,7 @@ from paper.small import make_small
 from paper.tasks import IGNORE, MEASURES, TASKS
 from paper.train import Training
 from rich.console import Console
+from torch.utils.flop_counter import FlopCounterMode
 
 import cs_kernels as cs
 
@@ -506,7 +508,7 @@ def test_the_exit_codes_of_many_short_runs(tmp_path, monkeypatch):
 def test_a_failing_run_is_named(place):
     """The others are trained, but not one that needs its conflicts."""
     runs = [make_run("GD", batch=8), make_run("GD + Recon", batch=8), make_run("PCGrad")]
-    with pytest.raises(RuntimeError) as raised:
+    with pytest.raises(runner.FailedRunsError) as raised:
         run_all(runs, place)
     assert re.search(r"GD/seed0 ended with 1(.|\n)*as many pictures", str(raised.value))
     assert re.search(r"GD_\+_Recon/seed0 needs .*GD/seed0/conflicts.json", str(raised.value))
@@ -539,3 +541,103 @@ def test_runs_do_not_begin_after_an_interruption(tmp_path, monkeypatch):
 
 def test_small_settings_have_a_row_for_every_published_table():
     assert {f"{run.data}/{run.network}" for run in runs_of(*TRAINED)} == set(SMALL)
+
+
+def test_a_damaged_result_is_named(place):
+    folder = place.folder(make_run())
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text("")
+    with pytest.raises(ValueError, match=r"seed0 has a damaged file: delete the folder"):
+        place.is_done(make_run())
+
+
+def operations(training: Training, size: tuple[int, int]) -> int:
+    with FlopCounterMode(display=False) as counted:
+        training.step(timing._random_batch(training, 1, size))
+    return counted.get_total_flops()
+
+
+def test_runs_of_one_kind_take_as_many_operations(tmp_path, data):
+    """Recon's too, whatever it copies; and they grow with the pixels."""
+    [part] = small_table("cityscapes")
+    kinds = {}
+    for run in part.runs():
+        training = Training(run, tmp_path, data, SCORES)
+        if training.opt is not None:
+            training.opt.start_epoch(0)
+        found = kinds.setdefault(timing._kind(run), [])
+        found.append(operations(training, (64, 64)))
+        if run.row == "GD":
+            assert operations(training, (64, 128)) == 2 * found[-1]
+    assert sorted(map(len, kinds.values())) == [1, 1, 2, 5, 6]
+    for found in kinds.values():
+        # Heads of single tasks differ.
+        assert max(found) == pytest.approx(min(found), rel=0.03)
+
+
+def test_a_plan_has_a_line_for_each_kind(place, monkeypatch, capsys):
+    """20 s a step of single tasks, 100 s of others; one step an epoch."""
+    monkeypatch.setattr(timing, "_step_seconds", lambda t, _: 20.0 if len(t.tasks) == 1 else 100.0)
+    runs = runs_of("ablation", seeds=[0, 1], changes={"epochs": 30})
+    timing.estimate(runs, place, 2, Console(width=60))
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "nyud hrnet18 Single-task: 20.00 s a step, 10.0 min a run, 6 runs",
+        "nyud hrnet18 Phase 1, Phase 2, Phase 1, then 2, Mixed: 100.00 s a step, 50.0 min a run,"
+        " 8 runs",
+        "about 3.8 h in all, 2 at once, if that costs no speed",
+    ]
+
+
+def test_a_plan_reads_no_pictures(tmp_path, data, capsys, monkeypatch):
+    shutil.copytree(data, tmp_path / "empty")
+    for path in (tmp_path / "empty").rglob("*.npy"):
+        path.write_bytes(b"")
+    place = runner.Place(tmp_path / "empty", tmp_path)
+    with pytest.raises(ValueError, match="cannot be read"):
+        train(make_run("GD"), tmp_path / "run", place.data)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    timing.estimate([make_run("GD"), make_run("GD + Recon")], place, 1, Console())
+    kinds, (total, note) = (lines := capsys.readouterr().out.splitlines())[:-2], lines[-2:]
+    assert len(kinds) == 2
+    assert re.fullmatch(r"about \d+\.\d min in all", total)
+    assert "an estimate, extrapolated from one core's time" in note
+
+
+def test_a_step_is_extrapolated_by_pixels(tmp_path, data, monkeypatch):
+    """From 1 ms, and 1 us a pixel."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(timing, "_processor_seconds", lambda _, side: 1e-3 + 1e-6 * side**2)
+    training = Training(make_run(batch=4), tmp_path, data)
+    expected = 1e-3 + 1e-6 * 4 * 32 * 64
+    assert timing._step_seconds(training, 1) == pytest.approx(expected)
+    assert timing._step_seconds(training, 2) == pytest.approx(expected / 2)
+
+
+def run_command(monkeypatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["paper", *arguments])
+    command.main()
+
+
+@pytest.mark.parametrize("name", ["nyud", "time"])
+@pytest.mark.parametrize("plan", [[], ["--plan"]])
+def test_missing_data_end_with_one_line(tmp_path, monkeypatch, name, plan):
+    with pytest.raises(SystemExit) as ended:
+        run_command(monkeypatch, name, "--data", str(tmp_path), "--out", str(tmp_path), *plan)
+    # Python prints a text on stderr and exits with 1.
+    assert re.fullmatch(r".*/NYUD_MT is no folder; the README of \S+ describes.*", ended.value.code)
+
+
+@pytest.mark.parametrize(
+    "error", [FileExistsError("made"), ValueError("made"), runner.FailedRunsError("made")]
+)
+def test_what_a_user_can_mend_has_no_traceback(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(command, "missing", mock.Mock(side_effect=error))
+    with pytest.raises(SystemExit, match=r"^made$"):
+        run_command(monkeypatch, "nyud", "--data", str(tmp_path))
+
+
+@pytest.mark.parametrize("error", [TypeError, RuntimeError])
+def test_a_programming_error_keeps_its_traceback(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(command, "missing", mock.Mock(side_effect=error))
+    with pytest.raises(error):
+        run_command(monkeypatch, "nyud", "--data", str(tmp_path))

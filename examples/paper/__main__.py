@@ -18,9 +18,9 @@ from rich.console import Console
 
 from paper import tables
 from paper.experiments import SMALL_PICTURES, TABLES, Part, table
-from paper.runner import EXAMPLES, Place, missing, run_all
+from paper.runner import EXAMPLES, FailedRunsError, Place, missing, run_all
 from paper.small import make_small
-from paper.timing import estimate, time_rows
+from paper.timing import STEPS, estimate, time_rows, timed_runs
 
 
 def prepare(data: Path | None, parts: list[Part], out: Path) -> Path:
@@ -93,6 +93,8 @@ def main() -> None:
     seeds = options.seeds or ([0] if few else [0, 1, 2])
     cuda = torch.cuda.is_available()
     jobs = options.jobs or (1 if cuda else os.cpu_count() or 1)
+    if options.table == "time":
+        jobs = 1  # Its steps take turns in this process.
     threads = max(1, (os.cpu_count() or 1) // (jobs * (options.ranks or 1)))
 
     def make(name: str) -> list[Part]:
@@ -104,19 +106,29 @@ def main() -> None:
         return chosen
 
     parts = make("nyud" if options.table == "time" else options.table)
-    data = prepare(options.data, parts, out)
-    place = Place(data, out / "runs", threads)
+    try:
+        data = prepare(options.data, parts, out)
+        start = time.perf_counter()
+        place = Place(data, out / "runs", threads)
+        if options.table == "time":
+            place.fingerprint(parts[0].data)
+            runs, steps = timed_runs(parts[0]), STEPS
+        else:
+            runs, steps = missing(parts, place), None
+            console.print(f"{len(runs)} runs are missing")
+        if options.plan:
+            estimate(runs, place, jobs, console, steps)
+            return
+        if options.table == "time":
+            rows = time_rows(parts[0], data)
+        elif runs:
+            run_all(runs, place, jobs, console)
+    except (OSError, ValueError, FailedRunsError) as error:
+        # The arguments, the data or a killed run: no traceback.
+        raise SystemExit(str(error)) from error
     if options.table == "time":
-        rows = time_rows(parts[0], data)
         tables.write_time(rows, parts[0], out, console, small=small)
         return
-    start, runs = time.perf_counter(), missing(parts, place)
-    console.print(f"{len(runs)} runs are missing")
-    if options.plan:
-        estimate(runs, data, jobs, console)
-        return
-    if runs:
-        run_all(runs, place, jobs, console)
     seconds = time.perf_counter() - start
     stem = "_".join([options.table, *(options.only or "").split("/")]).rstrip("_")
     tables.write(options.table, parts, place.runs, out, console, small=small, stem=stem)

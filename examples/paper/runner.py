@@ -28,6 +28,10 @@ ONE_THREAD = threading.Lock()
 """`start` also asks for the exit codes of other processes, and a code can be read once only."""
 
 
+class FailedRunsError(RuntimeError):
+    """Runs have failed in their processes; the message has the ends of their logs."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where data sets and runs are, and how runs are started."""
@@ -55,18 +59,22 @@ class Place:
 
         Raises:
             FileNotFoundError: The data are missing.
-            ValueError: The folder has a checkpoint or a result of other settings or other data.
+            ValueError: The folder has a checkpoint or a result of other settings or other data, or
+                a damaged one.
 
         """
         folder = self.folder(run)
         result = folder / "result.json"
-        if result.exists():
-            read = json.loads(result.read_text())
-            found = Run.from_dict(read["run"])
-        elif (folder / "checkpoint.pt").exists():
-            found = Run.from_json((folder / "run.json").read_text())
-        else:
-            return False
+        try:
+            if result.exists():
+                read = json.loads(result.read_text())
+                found = Run.from_dict(read["run"])
+            elif (folder / "checkpoint.pt").exists():
+                found = Run.from_json((folder / "run.json").read_text())
+            else:
+                return False
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{folder} has a damaged file: delete the folder") from error
         differences = run.differences(found)
         if not differences and result.exists() and read["data"] != self.fingerprint(run.data):
             differences = "the data"
@@ -148,7 +156,7 @@ def run_all(runs: list[Run], place: Place, jobs: int, console: Console) -> None:
     """Trains them, `jobs` at once; those that need another's conflicts after all others.
 
     Raises:
-        RuntimeError: One has failed; the others have been trained.
+        FailedRunsError: One has failed; the others have been trained.
 
     """
     os.environ["OMP_NUM_THREADS"] = str(place.threads)
@@ -188,4 +196,4 @@ def run_all(runs: list[Run], place: Place, jobs: int, console: Console) -> None:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     if failures:
-        raise RuntimeError("\n".join(map(str, failures)))
+        raise FailedRunsError("\n".join(map(str, failures)))

@@ -11,10 +11,15 @@ import torch
 from rich.console import Console
 
 from paper.experiments import PUBLISHED, Part, Run
+from paper.runner import Place
 from paper.train import Training
 
 ROWS = tuple(PUBLISHED["time"])
 """Columns of the paper's table of training times."""
+STEPS = 14
+"""Steps of each row of that table; the first two are not counted."""
+SIDES = (64, 192)
+"""Of the pictures that `estimate` times steps on: the published sizes take minutes on a CPU."""
 
 
 def _timed_step(training: Training, batch: dict[str, torch.Tensor]) -> float:
@@ -33,15 +38,20 @@ def _start(run: Run, folder: str, data: Path) -> Training:
     return training
 
 
-def time_rows(part: Part, data: Path, steps: int = 12) -> dict[str, float]:
-    """Seconds an epoch of each method on one network: the median of steps that take turns."""
+def timed_runs(part: Part) -> list[Run]:
+    """A run of each method on one network."""
     example = next(run for run in part.runs() if run.row == "GD")
+    return [replace(example, row=row) for row in ROWS]
+
+
+def time_rows(part: Part, data: Path, steps: int = STEPS) -> dict[str, float]:
+    """Seconds an epoch of each method on one network: the median of steps that take turns."""
     with tempfile.TemporaryDirectory() as folder:
-        trainings = {row: _start(replace(example, row=row), folder, data) for row in ROWS}
+        trainings = {run.row: _start(run, folder, data) for run in timed_runs(part)}
         first = next(iter(trainings.values()))
         batch = next(iter(first.loader))
         times: dict[str, list[float]] = {name: [] for name in ROWS}
-        for i in range(steps + 2):
+        for i in range(steps):
             for name, training in trainings.items():
                 seconds = _timed_step(training, batch)
                 if i >= 2:
@@ -49,32 +59,96 @@ def time_rows(part: Part, data: Path, steps: int = 12) -> dict[str, float]:
     return {name: statistics.median(values) * len(first.loader) for name, values in times.items()}
 
 
-def estimate(runs: Sequence[Run], data: Path, jobs: int, console: Console) -> None:
-    """Prints about how long training takes in one process a run, from a few steps of each kind.
+def _random_batch(
+    training: Training, pictures: int, size: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    batch = {"picture": torch.randn(pictures, 3, *size)}
+    for name, task in training.tasks.items():
+        if task.kind == "classes":
+            batch[name] = torch.randint(task.channels, (pictures, *size))
+        else:
+            batch[name] = torch.rand(pictures, task.channels, *size)
+    return batch
 
-    Evaluation, and epochs that interrupted runs have behind them, are not considered.
+
+def _step_seconds(training: Training, threads: int) -> float:
+    """About the seconds of one step of a run.
+
+    On a CPU, a step takes some time whatever the pictures, and some for each pixel. One thread is
+    timed, as the processor's time of several has their waiting in it.
+    """
+    pictures, size = training.settings.batch, training.train_set.size
+    if training.device.type == "cuda":
+        batch = _random_batch(training, pictures, size)
+        return min(_timed_step(training, batch) for _ in range(3))
+    torch.set_num_threads(1)
+    small, large = SIDES
+    _processor_seconds(training, small)  # The first step allocates memory.
+    least, most = (_processor_seconds(training, side) for side in SIDES)
+    pixel = (most - least) / (large**2 - small**2)
+    return (least + pixel * (pictures * size[0] * size[1] - small**2)) / threads
+
+
+def _processor_seconds(training: Training, side: int) -> float:
+    """Of a step on one square picture, as if the machine had no other work."""
+    batch = _random_batch(training, 1, (side, side))
+    start = time.process_time()
+    training.step(batch)
+    return time.process_time() - start
+
+
+def _kind(run: Run) -> tuple[object, ...]:
+    """Equal for runs whose steps have the same forward and backward passes."""
+    by_task = run.task_norm or run.how.recon
+    return run.data, run.network, run.how.network, len(run.tasks), by_task
+
+
+def estimate(
+    runs: Sequence[Run], place: Place, jobs: int, console: Console, steps: int | None = None
+) -> None:
+    """Prints about how long training takes in one process a run, by kinds of runs.
+
+    Pictures are not read. Evaluation, and epochs that interrupted runs have behind them, are not
+    considered.
+
+    Args:
+        runs: The runs to train.
+        place: Where their data are.
+        jobs: How many runs are trained at once.
+        console: Gets a line for each kind.
+        steps: The steps of a run; by default, those of all its epochs.
+
     """
     total = 0.0
     kinds: dict[tuple[object, ...], list[Run]] = {}
     for run in runs:
-        if run.how.recon:
-            # Its layers are not known yet.
-            run = replace(run, row=run.row.removesuffix(" + Recon"))
-        kinds.setdefault((run.data, run.network, run.row, len(run.tasks)), []).append(run)
-    for (dataset, network, row, _), alike in kinds.items():
+        kinds.setdefault(_kind(run), []).append(run)
+    for alike in kinds.values():
+        run = alike[0]
+        # Recon's layers are not known yet, but ours has the same passes. Weights for the backbone
+        # would be downloaded, and compiling takes minutes.
+        settings = replace(run.settings, pretrained=False, compile=False, workers=0)
+        timed = replace(run, row="Mixed" if run.how.recon else run.row, settings=settings)
         with tempfile.TemporaryDirectory() as folder:
-            training = _start(alike[0], folder, data)
-            batch = next(iter(training.loader))
-            _timed_step(training, batch)
-            step = statistics.median(_timed_step(training, batch) for _ in range(3))
-        seconds = step * len(training.loader) * alike[0].settings.epochs
+            training = _start(timed, folder, place.data)
+            step, epoch = _step_seconds(training, place.threads), len(training.loader)
+        seconds = step * (steps or epoch * settings.epochs)
         total += seconds * len(alike)
+        rows = ", ".join(dict.fromkeys(run.row for run in alike))
         console.print(
-            f"{dataset} {network} {row}: {1e3 * step:.0f} ms a step, {_duration(seconds)} a run,"
-            f" {len(alike)} run{'s' * (len(alike) > 1)}"
+            f"{run.data} {run.network} {rows}: {step:.2f} s a step,"
+            f" {_duration(seconds)} a run, {len(alike)} run{'s' * (len(alike) > 1)}",
+            soft_wrap=True,
         )
     at_once = f", {jobs} at once, if that costs no speed" if jobs > 1 else ""
     console.print(f"about {_duration(total / jobs)} in all{at_once}")
+    sides = " and ".join(f"{side} x {side}" for side in SIDES)
+    basis = (
+        "from steps on random batches of a run's size"
+        if torch.cuda.is_available()
+        else f"extrapolated from one core's time for steps on pictures of {sides} pixels"
+    )
+    console.print(f"This is an estimate, {basis}; evaluation is not counted.", soft_wrap=True)
 
 
 def _duration(seconds: float) -> str:
