@@ -59,11 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints the facts."""
     parser = argparse.ArgumentParser(prog="python -m cs_kernels", description=__doc__)
     parser.add_argument("--json", action="store_true", help="a JSON object instead of text")
-    found = facts()
-    if parser.parse_args(arguments).json:
-        print(json.dumps(found, indent=2))
-    else:
-        print(text(found))
+    options = parser.parse_args(arguments)
+    print(json.dumps(facts(), indent=2) if options.json else text(facts()))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,6 +55,14 @@ def test_the_report_as_text(
     assert rows["instruction_set"] == rows["without_cuda"] == "none"
     assert rows["backends"] == "reference: it runs"
     assert re.search(r"^ {20}cpu: it runs$", printed, re.MULTILINE)
+
+
+def test_the_report_lists_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="A GPU", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    row = "A GPU, compute capability 9.0"
+    assert f"gpus{'':16}{row}\n{'':20}{row}\n" in report.text(report.facts())
 
 
 def test_the_version_stands_in_one_place() -> None:
