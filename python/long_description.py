@@ -21,6 +21,8 @@ def with_absolute_links(text: str, repository: str) -> str:
     """Makes relative links and pictures absolute, in Markdown and in its HTML, not in code."""
 
     def absolute(match: re.Match[str]) -> str:
+        if match[2].startswith("../../"):  # From the README's own address: what is no file.
+            return f"{match[1]}{repository}/{match[2][6:]}"
         kind = "raw" if match[2].endswith(_PICTURES) else "blob"
         return f"{match[1]}{repository}/{kind}/main/{match[2]}"
 

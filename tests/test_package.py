@@ -81,15 +81,16 @@ def test_addresses_follow_from_the_repository() -> None:
 
 def test_the_long_description_has_absolute_links() -> None:
     links = _Links(long_description()).found
-    assert f"{repository()}/blob/main/docs/recipes.md" in links
-    assert f"{repository()}/raw/main/examples/results/priority.png" in links
+    assert f"{repository()}/blob/main/docs/recipes/index.md" in links
+    assert f"{repository()}/raw/main/bench/results/front-dark.svg" in links
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
 
 
 def test_the_readme_links_to_files() -> None:
     if not (ROOT / "docs").exists():
         pytest.skip("not a checkout")
-    links = [link for link in _Links((ROOT / "README.md").read_text()).found if "://" not in link]
+    found = _Links((ROOT / "README.md").read_text()).found
+    links = [link for link in found if "://" not in link and not link.startswith("../../actions/")]
     assert links
     assert [link for link in links if not (ROOT / link.partition("#")[0]).exists()] == []
 
@@ -100,6 +101,7 @@ def test_the_readme_links_to_files() -> None:
         ("[a](docs/a.md#b)", "[a](R/blob/main/docs/a.md#b)"),
         ("![a](b/c.png)", "![a](R/raw/main/b/c.png)"),
         ("[![a](b.svg)](c.md)", "[![a](R/raw/main/b.svg)](R/blob/main/c.md)"),
+        ("[![a](../../b/c.svg)](../../b)", "[![a](R/b/c.svg)](R/b)"),
         ("[`f(x)`](a.md)", "[`f(x)`](R/blob/main/a.md)"),
         ('<source srcset="a.png">', '<source srcset="R/raw/main/a.png">'),
         ('<img alt="a" src="b.svg"/>', '<img alt="a" src="R/raw/main/b.svg"/>'),
