@@ -64,7 +64,7 @@ def losses_over_seeds(
                         range(values.shape[1]), *band, color=color, alpha=0.15, linewidth=0
                     )
                 ax.set_title(f"{title}: {task}")
-                ax.yaxis.set_major_locator(MaxNLocator(4))
+                style.log(ax, "y", (1, 1.2, 1.5, 2, 3, 4, 6, 9))
             _epochs(column[-1])
         for ax in axes[:, 0]:
             ax.set_ylabel("training loss")
