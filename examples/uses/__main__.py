@@ -1,0 +1,43 @@
+"""Trains the runs of a use that have no result yet, and writes its table and pictures.
+
+    python -m uses NAME [--seeds 0 1 2 3 4] [--quick] [--jobs N] [--out FOLDER]
+
+A run that was stopped begins anew; those before it are kept, in FOLDER/NAME/runs.
+"""
+
+import argparse
+import importlib
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from uses.use import Use, default_jobs, run_all, write
+
+NAMES = ("pinn", "digits", "tabular", "finetune")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains, prints and writes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m uses",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("use", choices=NAMES)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--quick", action="store_true", help="seconds a run: to see that it runs")
+    parser.add_argument("--jobs", type=int, default=default_jobs(), help="runs at once")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "out" / "uses")
+    options = parser.parse_args(arguments)
+    use: Use = importlib.import_module(f"uses.{options.use}").USE
+    folder = options.out / use.name / ("quick" if options.quick else "")
+    folder.mkdir(parents=True, exist_ok=True)
+    console, start = Console(), time.perf_counter()
+    results = run_all(use, options.seeds, options.quick, options.jobs, folder, console)
+    write(use, results, folder, console)
+    console.print(f"written to {folder} after {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

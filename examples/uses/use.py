@@ -1,0 +1,130 @@
+"""What a use is, and how its runs are trained, resumed and put into a table."""
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from scipy import stats
+from table import markdown, show
+
+Result = dict[str, Any]
+"""Of one run: numbers by the names of the columns, and whatever a picture needs."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A number of every result, and how it is printed."""
+
+    key: str
+    title: str
+    digits: int
+    factor: float = 1.0
+    scientific: bool = False
+
+
+@dataclass(frozen=True)
+class Use:
+    """A problem, the rows of its table, and how one of them is trained."""
+
+    name: str
+    title: str
+    rows: Sequence[str]
+    """By name; those with a "/" have a part of the problem in front of it."""
+    train: Callable[[str, int, bool], Result]
+    """The result of a row and a seed; quick runs show that the code works, and no more."""
+    columns: Sequence[Column]
+    draw: Callable[[Mapping[str, list[Result]], Path], None]
+    """Pictures into a folder, from the results of each row, a seed each."""
+
+
+def _one_run(use: Use, row: str, seed: int, quick: bool, file: Path) -> str:
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    result = use.train(row, seed, quick)
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(result))
+    part.replace(file)
+    return row
+
+
+def _file(folder: Path, row: str, seed: int) -> Path:
+    name = "".join(c if c.isalnum() or c in "-_=." else "_" for c in row)
+    return folder / "runs" / name / f"seed{seed}.json"
+
+
+def run_all(
+    use: Use, seeds: Sequence[int], quick: bool, jobs: int, folder: Path, console: Console
+) -> dict[str, list[Result]]:
+    """Trains what has no result yet, `jobs` runs at once, and reads all results."""
+    files = {(row, seed): _file(folder, row, seed) for row in use.rows for seed in seeds}
+    missing = [key for key, file in files.items() if not file.exists()]
+    columns = (
+        TextColumn("{task.description:>32}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    context = multiprocessing.get_context("spawn")
+    with (
+        Progress(*columns, console=console) as progress,
+        ProcessPoolExecutor(jobs, mp_context=context) as pool,
+    ):
+        bar = progress.add_task(use.name, total=len(files), completed=len(files) - len(missing))
+        started = []
+        for row, seed in missing:
+            file = files[row, seed]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            started.append(pool.submit(_one_run, use, row, seed, quick, file))
+        try:
+            for done in as_completed(started):
+                progress.update(bar, advance=1, description=f"{use.name}: {done.result()}")
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return {row: [json.loads(files[row, seed].read_text()) for seed in seeds] for row in use.rows}
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean over seeds, and half of its 95 % confidence interval (Student's t)."""
+    mean = sum(values) / len(values)
+    if len(values) == 1:
+        return mean, 0.0
+    deviation = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5
+    return mean, float(stats.t.ppf(0.975, len(values) - 1)) * deviation / len(values) ** 0.5
+
+
+def _cell(column: Column, results: list[Result]) -> str:
+    values = [result[column.key] for result in results if result.get(column.key) is not None]
+    if not values:
+        return "-"
+    mean, half = interval([value * column.factor for value in values])
+    form = f".{column.digits}{'e' if column.scientific else 'f'}"
+    return f"{mean:{form}}" if len(values) == 1 else f"{mean:{form}} ± {half:{form}}"
+
+
+def write(use: Use, results: Mapping[str, list[Result]], folder: Path, console: Console) -> None:
+    """The table, in the terminal and in Markdown, and the pictures."""
+    head = [use.title, *(column.title for column in use.columns)]
+    rows = [
+        [row, *(_cell(column, of_row) for column in use.columns)] for row, of_row in results.items()
+    ]
+    seeds = len(next(iter(results.values())))
+    note = f"Means over {seeds} seeds ± half of the 95 % confidence interval.\n"
+    show(console, use.name, head, rows)
+    (folder / f"{use.name}.md").write_text(
+        markdown(head, rows) + (f"\n{note}" if seeds > 1 else "")
+    )
+    use.draw(results, folder)
+
+
+def default_jobs() -> int:
+    """A process a core."""
+    return os.cpu_count() or 1
