@@ -238,7 +238,7 @@ def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
         colors = style.tasks(TASKS)
         ax.stackplot(range(len(shares)), shares.T, colors=colors.values(), labels=TASKS)
         ax.set(xlim=(0, len(shares) - 1), ylim=(0, 100), xlabel="epoch")
-        ax.set(title="% of channels, by top-priority task")
+        ax.set(ylabel="% of channels", title="Mixed: top-priority task")
 
     def of_gains(ax: Axes) -> None:
         rows = [row for row in results if row != "Single-task"]
