@@ -15,10 +15,10 @@ TASKS = ["a", "b"]
 
 
 class Problem:
-    """A trunk of two linear layers, a head a task, in float64; the first loss is the larger one."""
+    """A trunk of two linear layers, a head a task, in float64; the tasks are in conflict, one much larger."""
 
     def __init__(self) -> None:
-        torch.manual_seed(0)
+        torch.manual_seed(2)
         layers = [nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4)]
         self.trunk = nn.Sequential(*layers).double()
         self.heads = nn.ModuleDict({task: nn.Linear(4, 1) for task in TASKS}).double()
@@ -74,7 +74,8 @@ def test_update_is_that_of_clipped_gradients(name: str, way: str, limit: float) 
         opt.backward({task: problem.loss(task, z) for task in TASKS}, features=z)
     else:
         gradients = problem.gradients(shared)
-        assert float(gradients[0].norm()) > 0.3
+        assert torch.dot(*gradients) < 0
+        assert min(float(g.norm()) for g in gradients) > 0.3
         expected = combined(clipped(gradients, limit))
         if way == "step":
             opt.step(problem.loss)
