@@ -15,7 +15,7 @@ TASKS = ["a", "b"]
 
 
 class Problem:
-    """A trunk of two linear layers, a head a task, in float64; the tasks are in conflict, one much larger."""
+    """Two linear layers and a head for each task, in float64; the tasks are in conflict."""
 
     def __init__(self) -> None:
         torch.manual_seed(2)
