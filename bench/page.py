@@ -102,6 +102,7 @@ def last(name: str, network: str | None = None) -> dict[str, Any]:
 
 
 FRONT = {
+    "ConnectionStrength, step": ("cs_kernels", "ConnectionStrength", ""),
     "PCGrad, exact": ("cs_kernels", "PCGrad", ""),
     "PCGrad, update_every=10": ("cs_kernels", "PCGrad, update_every=10", None),
     "UPGrad, features=z": ("cs_kernels", "UPGrad, features=z", None),
@@ -116,6 +117,8 @@ def front(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What ResNet-18 with 4 tasks costs in each library: step, memory, surgery."""
     cases = [c for c in cases if c["network"] == "resnet18" and c["tasks"] == 4]
     surgeries = {c["method"]: c for c in cases if "method" in c}
+    (phase2,) = (c for c in cases if c.get("dtype") == "float32")
+    surgeries["ConnectionStrength"] = {"milliseconds": {"step": phase2["milliseconds"]["p50"]}}
     steps = {c["step"]: c for c in cases if "step" in c}
     ways = (c for step, c in steps.items() if step.startswith("TorchJD"))
     steps["TorchJD"] = min(ways, key=lambda c: c["over_plain"])
@@ -133,7 +136,7 @@ def front(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def contents(name: str) -> list[str]:
     """A table and the records that it comes from."""
     several = {
-        "front": [("methods", "resnet18"), ("price",)],
+        "front": [("methods", "resnet18"), ("phase2", "resnet18"), ("price",), ("limits",)],
         "summary": [("phase2",), ("methods",)],
         "sizes": [("methods", "resnet50")],
     }
@@ -173,7 +176,7 @@ def contents(name: str) -> list[str]:
                 c[kind] = sent / 4e6 / c["numel"]
     if name not in TABLES:
         columns = {k: f"{{{k}{'' if isinstance(v, str) else ':.1f'}}}" for k, v in cases[0].items()}
-    return [table(columns, cases), *map(SOURCE.format_map, used)]
+    return [table(columns, cases), " ".join(map(SOURCE.format_map, used))]
 
 
 def cell(forms: str, case: dict[str, Any]) -> str:
@@ -280,27 +283,33 @@ def draw_price() -> None:
     style.save(RESULTS / "price.svg", figure)
 
 
+OFFSET: dict[str, Any] = {"textcoords": "offset points", "fontsize": 10}
+
+
 def draw_front() -> None:
     """The surgery alone, whole steps and their memory, for 4 tasks of ResNet-18."""
     import style
 
-    cases = [c for name in ("methods", "price") for c in last(name, "resnet18")["cases"]]
-    rows = front(cases)
+    names = ("methods", "phase2", "price", "limits")
+    rows = front([c for name in names for c in last(name, "resnet18")["cases"]])
     labels = [f"{row['library']}: {row['step']}" for row in rows]
     panels = {"over_plain": ("whole step,\nin plain steps", ".2f")}
     panels |= {"peak_bytes": ("gradients,\nMB", ".0f"), "surgery": ("surgery,\nms", ".0f")}
 
     def figure() -> Any:
-        figure, axes = style.plt.subplots(1, 3, sharey=True, figsize=(style.WIDTH, 2.6))
+        figure, axes = style.plt.subplots(1, 3, sharey=True, figsize=(style.WIDTH, 2.8))
         for ax, (key, (title, digits)) in zip(axes, panels.items(), strict=True):
-            values = [row.get(key, 0) for row in rows]
-            bars = ax.barh(labels, values, color=[style.LIBRARIES[row["library"]] for row in rows])
-            ax.bar_label(
-                bars, [f"{value:{digits}}" if value else "" for value in values], padding=3
-            )
-            ax.set_title(title, loc="left")
-            ax.margins(x=0.45)
-            ax.spines["bottom"].set_visible(False)
+            values = [row[key] for row in rows if key in row]
+            room = (max(values) / min(values)) ** 0.6  # For the last number.
+            limits = (min(values) / room**0.2, max(values) * room)
+            ax.set(title=title, xscale="log", xlim=limits)
+            ax.hlines(labels, *limits, color=style.GREY, alpha=0.4, linewidth=0.7)
+            for row, label in zip(rows, labels, strict=True):
+                if value := row.get(key):
+                    ax.plot(value, label, "o", color=style.LIBRARIES[row["library"]])
+                    ax.annotate(f"{value:{digits}}", (value, label), (6, 3), **OFFSET)
+            ax.minorticks_off()
+            ax.spines[["bottom", "left"]].set_visible(False)
             ax.tick_params(length=0, labelbottom=False)
         axes[0].invert_yaxis()
         return figure

@@ -34,10 +34,10 @@ def strengths(ax: Axes) -> None:
     for i, (task, color) in enumerate(TASKS.items()):
         places = np.arange(STRENGTHS.shape[1]) + 0.27 * (i - 1)
         ax.bar(places, STRENGTHS[i], 0.24, color=color, label=task)
-    ax.set(ylabel="connection\nstrength", yticks=[0, 0.1, 0.2])
+    ax.set(ylabel="normalized\nstrength", yticks=[0, 0.1, 0.2])
     ax.tick_params("x", length=0, labelbottom=False)
     ax.legend(loc="lower right", bbox_to_anchor=(1.02, 0.93), ncols=3, handlelength=1)
-    ax.set_title("1. Every task has its own batch normalization", loc="left", pad=26)
+    ax.set_title("1. Each task's batch normalization shows what it uses", loc="left", pad=26)
 
 
 def groups(ax: Axes) -> None:

@@ -42,6 +42,7 @@ METHODS: dict[str, Callable[..., cs.Method]] = {
     "NTKMTL": cs.NTKMTL,
     "DBMTL": cs.DBMTL,
     "GradVac": lambda **options: cs.GradVac(beta=0.3, **options),
+    "Clipped": lambda **options: cs.Clipped(cs.GradVac(beta=0.3, **options), 0.5),
 }
 EVERY = {**METHODS, "GradDrop": lambda: cs.GradDrop(0.1, seed=4), "Sum": cs.Sum}
 

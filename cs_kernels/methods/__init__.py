@@ -2,6 +2,7 @@
 
 from cs_kernels.methods.aligned_mtl import AlignedMTL
 from cs_kernels.methods.cagrad import CAGrad
+from cs_kernels.methods.clipped import Clipped
 from cs_kernels.methods.config import ConFIG
 from cs_kernels.methods.connection_strength import ConnectionStrength
 from cs_kernels.methods.db_mtl import DBMTL
@@ -25,6 +26,7 @@ __all__ = [
     "NTKMTL",
     "AlignedMTL",
     "CAGrad",
+    "Clipped",
     "ConFIG",
     "ConnectionStrength",
     "FairGrad",

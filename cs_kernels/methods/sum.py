@@ -30,7 +30,7 @@ class Sum(Method):
         if separate not in (True, False):
             raise ValueError(f"separate must be True or False, got {separate!r}")
         if separate:
-            self._added = _Ones()
+            self._added = Ones()
             self.separate_gradients = self.has_gramian = True
             self.most_tasks = self._added.most_tasks
 
@@ -43,7 +43,7 @@ class Sum(Method):
         return "Sum(separate=True)" if self.separate_gradients else "Sum()"
 
 
-class _Ones(GramianMethod):
+class Ones(GramianMethod):
     """The plain sum, with the Gramian."""
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:

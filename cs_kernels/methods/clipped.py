@@ -1,0 +1,91 @@
+"""Each task's gradient is clipped before another method sees it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs_kernels.methods.gramian import GramianMethod
+from cs_kernels.methods.sum import Ones, Sum
+from cs_kernels.options import is_finite_number
+from cs_kernels.step import Step
+
+
+class Clipped(GramianMethod):
+    """Another method on the tasks' gradients, each of which is clipped to a greatest norm.
+
+    A task's gradient with a larger norm is scaled to `max_norm`. Norms are on the diagonal of the
+    Gramian, and the factors go into the task weights, so clipping reads and writes no gradient.
+    It takes place in every kind of step: with groups="layer" each module's gradient is clipped,
+    with `features=z` the gradient of z, on many ranks the mean over the ranks. Reports have the
+    norms and cosines of the gradients before they are clipped.
+
+    Args:
+        method: A Gramian method, or `Sum()`. Its `groups` and `update_every` hold.
+        max_norm: A positive number; or a function of the norms, float64 [K] or [layers, K], that
+            returns limits for them, such as their median:
+            `lambda norms: norms.median(-1, keepdim=True).values`.
+
+    Raises:
+        TypeError: `method` has no Gramian, as `ConnectionStrength` and `GradDrop`.
+        ValueError: `max_norm` is neither a positive number nor a function.
+
+    Examples:
+        >>> method = cs.Clipped(cs.Sum(), max_norm=2.0)
+        >>> method.weights(torch.tensor([[16.0, 0.0], [0.0, 1.0]]).double())
+        tensor([0.5000, 1.0000], dtype=torch.float64)
+
+    """
+
+    def __init__(
+        self, method: GramianMethod | Sum, max_norm: float | Callable[[Tensor], Tensor]
+    ) -> None:
+        if not isinstance(method, GramianMethod | Sum):
+            raise TypeError(f"method must be a Gramian method or Sum(), got {method!r}")
+        if not callable(max_norm) and not (is_finite_number(max_norm) and max_norm > 0):
+            raise ValueError(f"max_norm must be positive, or a function, got {max_norm!r}")
+        self.method = Ones() if isinstance(method, Sum) else method
+        self.max_norm = max_norm
+        super().__init__(self.method.groups, self.method.update_every)
+
+    @property
+    def layerwise(self) -> bool:
+        """As the method that it clips for."""
+        return self.method.layerwise
+
+    def check(self, tasks: Sequence[str]) -> None:
+        """As the method that it clips for."""
+        self.method.check(tasks)
+
+    def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
+        """The task weights of the clipped gradients, times the factors."""
+        norms = gramian.diagonal(dim1=-2, dim2=-1).sqrt()
+        limits = self.max_norm(norms) if callable(self.max_norm) else self.max_norm
+        # A gradient of zero stays; one that is not finite makes the Gramian, so the weights, NaN.
+        factors = torch.where(norms > limits, limits / norms, 1.0)
+        scaled = gramian * factors.unsqueeze(-1) * factors.unsqueeze(-2)
+        return factors * self.method.weights(scaled, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the method that it clips for, with its name."""
+        return {"method": type(self.method).__name__, "state": self.method.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from it.
+
+        Raises:
+            ValueError: It is of another method.
+
+        """
+        if state["method"] != (name := type(self.method).__name__):
+            raise ValueError(f"state must be of method {name}, got {state['method']}")
+        self.method.load_state_dict(state["state"])
+
+    def captured_state(self) -> list[Tensor]:
+        """That of the method that it clips for."""
+        return self.method.captured_state()
+
+    def __repr__(self) -> str:
+        of = "Sum()" if isinstance(self.method, Ones) else repr(self.method)
+        return f"Clipped({of}, max_norm={self.max_norm!r})"
