@@ -2,7 +2,8 @@
 # `make test [PART=K/N]` (samples, and part K of N of the other cases), `make test-all` (every case, and
 # on every backend that runs without a GPU), `make lint`, `make docs`, `make docs-serve`, `make bench`, `make demo [QUICK=1] [METHODS="NAME ..."]
 # [RANKS=2]` (on that many processes), `make paper TABLE=nyud|pascal|cityscapes|scaling|ablation|order|time
-# [DATA=FOLDER] [SEEDS="0 1 2"] [JOBS=2] [RANKS=2] [PLAN=1] [OPTIONS="..."]` (the paper's experiments), and
+# [DATA=FOLDER] [SEEDS="0 1 2"] [JOBS=2] [RANKS=2] [PLAN=1] [OPTIONS="..."]` (the paper's experiments),
+# `make uses USE=pinn|digits|tabular [SEEDS="0 1"] [JOBS=2] [QUICK=1]` (real uses over seeds), and
 # `make wheel` for all GPUs, or for those of CUDAARCHS, and for every Python from 3.10 to 3.13 that is
 # installed, or for those of PYTHONS, `make sdist`. On a machine with a GPU,
 # `make test-gpu`, `make sanitize-gpu` and `make bench-gpu` build for it and run with the Python that has
@@ -20,7 +21,7 @@ GPU_PYTHON ?= python3
 # A group of tests (of many ranks) shares its processes, so it stays on one worker.
 PYTEST := $(PYTHON) -m pytest --numprocesses 2 --dist loadgroup
 
-.PHONY: quick test test-all test-interpreter test-emulation lint format docs docs-serve bench demo paper wheel sdist test-gpu \
+.PHONY: quick test test-all test-interpreter test-emulation lint format docs docs-serve bench demo paper uses wheel sdist test-gpu \
 	sanitize-gpu bench-gpu install-gpu clean
 
 $(PYTHON):
@@ -41,6 +42,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
 
 $(VENV)/.paper: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[paper]'
+	touch $@
+
+$(VENV)/.uses: pyproject.toml constraints.txt $(NATIVE) | $(PYTHON)
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[uses]'
 	touch $@
 
 # The compilers' output goes to build/wheel.log, for bench/registers.py.
@@ -166,6 +171,10 @@ paper: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.paper)
 	cd examples && $(CURDIR)/$(PYTHON) -m paper $(TABLE) $(if $(DATA),--data $(abspath $(DATA))) \
 		$(if $(SEEDS),--seeds $(SEEDS)) $(if $(JOBS),--jobs $(JOBS)) $(if $(RANKS),--ranks $(RANKS)) \
 		$(if $(PLAN),--plan) $(OPTIONS)
+
+uses: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.uses)
+	cd examples && $(CURDIR)/$(PYTHON) -m uses $(USE) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(JOBS),--jobs $(JOBS)) \
+		$(if $(QUICK),--quick)
 
 clean:
 	rm -rf $(VENV) build *.egg-info cs_kernels/_C*.so
