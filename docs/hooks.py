@@ -13,7 +13,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURES = [ROOT / "bench" / "results", ROOT / "examples" / "results"]
+RESULTS = ROOT / "examples" / "results"
+PICTURES = [ROOT / "bench" / "results", RESULTS, RESULTS / "uses"]
 MODULES = ["cs_kernels", "cs_kernels.nn", "cs_kernels.functional"]
 """Their `__all__` is what is public."""
 FINISHED = ["api/methods.md", "api/schedules.md"]
