@@ -62,8 +62,8 @@ class Problem(ABC):
     high: tuple[float, float]
     steps: int
     weights: ClassVar[dict[str, float]]
-    """The tuned ones, by task: the better of 10 and 100 for Burgers' conditions, and of 100 and 1000
-    for the boundary of Helmholtz; for Fisher of 10 for the start, for the data, and for both."""
+    """The tuned ones, by task, from two or three tries with one seed: 10 or 100 for Burgers'
+    conditions, 100 or 1000 for Helmholtz' boundary, 10 for Fisher's start, its data or both."""
     coefficient: float | None = None
     """The true one that the network seeks."""
 
