@@ -77,7 +77,7 @@ WAYS = {
     "LibMTL's way, PCGrad": ("LibMTL", "o-", "LibMTL's way"),
     "textbook PCGrad": ("textbook", "o-", "textbook PCGrad"),
 }
-"""Of whole steps in the picture: the library, the marker and the title."""
+"""By step of `price`: the library, the marker and the title in the picture."""
 SOURCE = """Record: `bench/results/{name}.jsonl`, commit {commit}, {time:.10}, {machine[cpu]}, \
 threads {threads}, {machine[instruction_set]}, torch {versions[torch]}, \
 torchjd {versions[torchjd]}."""

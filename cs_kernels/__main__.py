@@ -1,4 +1,4 @@
-"""What a report of a problem needs: `python -m cs_kernels`, or with `--json` for programs."""
+"""Prints what a report of a problem should contain: `python -m cs_kernels [--json]`."""
 
 import argparse
 import json

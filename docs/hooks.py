@@ -2,6 +2,7 @@
 
 import html
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,10 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "python"))
+
+from long_description import repository  # noqa: E402
+
 RESULTS = ROOT / "examples" / "results"
 PICTURES = [ROOT / "bench" / "results", RESULTS, RESULTS / "uses"]
 MODULES = ["cs_kernels", "cs_kernels.nn", "cs_kernels.functional"]
@@ -24,10 +29,8 @@ FINISHED = ["api/methods.md", "api/schedules.md"]
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The version, and a link to the repository, in the footer of every page."""
     version = re.search(r'__version__ = "(.+)"', (ROOT / "cs_kernels" / "__init__.py").read_text())
-    home = re.search(r'^Repository = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert version is not None
-    assert home is not None
-    config.copyright = f'Version {version[1]} · <a href="{home[1]}">repository</a>'
+    config.copyright = f'Version {version[1]} · <a href="{repository()}">repository</a>'
     return config
 
 

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -94,11 +95,10 @@ def run_all(
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """The mean over seeds, and half of its 95 % confidence interval (Student's t)."""
-    mean = sum(values) / len(values)
-    if len(values) == 1:
+    mean, seeds = statistics.mean(values), len(values)
+    if seeds == 1:
         return mean, 0.0
-    deviation = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5
-    return mean, float(stats.t.ppf(0.975, len(values) - 1)) * deviation / len(values) ** 0.5
+    return mean, float(stats.t.ppf(0.975, seeds - 1)) * statistics.stdev(values) / seeds**0.5
 
 
 def _cell(column: Column, results: list[Result]) -> str:
