@@ -2,7 +2,9 @@
 
 A network is trained until its derivatives satisfy an equation, and its values the conditions at the
 boundary (Raissi et al., 2019). The tasks share all parameters. All solutions are known. Published
-results take 10 to 100 times as many steps, or L-BFGS.
+results take 10 to 100 times as many steps, or L-BFGS. ConFIG's tutorial, which is of this size, has one
+hidden layer more, 2,000 points and 5,000 steps for Burgers' equation:
+https://github.com/tum-pbs/ConFIG/blob/main/docs/examples/pinn_burgers.ipynb
 """
 
 import math
@@ -244,7 +246,6 @@ def train(row: str, seed: int, quick: bool) -> Result:
             losses.append({task: float(loss) for task, loss in of_step.items()})
     result = {
         "error": curve[-1][2],
-        "half": next(error for _, at, error in curve if at >= seconds / 2),
         "steps": steps,
         "seconds": seconds,
         "curve": curve,
@@ -295,7 +296,6 @@ USE = Use(
     columns=[
         Column("error", "relative L2 error, %↓", 2, 100),
         Column("coefficient", "error of r, %↓", 2, 100),
-        Column("half", "L2 error at half of the time, %", 2, 100),
         Column("steps", "steps", 0),
         Column("seconds", "seconds", 1),
     ],
