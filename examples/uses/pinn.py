@@ -2,8 +2,8 @@
 
 A network is trained until its derivatives satisfy an equation, and its values the conditions at the
 boundary (Raissi et al., 2019). The tasks share all parameters. All solutions are known. Published
-results take 10 to 100 times as many steps, or L-BFGS. ConFIG's tutorial, which is of this size, has one
-hidden layer more, 2,000 points and 5,000 steps for Burgers' equation:
+results take 10 to 100 times as many steps, or L-BFGS. ConFIG's tutorial, which is of this size,
+has one hidden layer more, 2,000 points and 5,000 steps for Burgers' equation:
 https://github.com/tum-pbs/ConFIG/blob/main/docs/examples/pinn_burgers.ipynb
 """
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import cs_kernels as cs
-from uses.use import Column, Result, Use, interval
+from uses.use import Column, Result, Use, delta_m, interval
 
 TASKS = ("years", "kids", "affair")
 """No task may be called "children": modules have a method of that name."""
@@ -214,19 +214,13 @@ def single_tasks(seed: int, quick: bool) -> Result:
     return {**metrics, "seconds": sum(part["seconds"] for part in parts)}
 
 
-def delta_m(values: Mapping[str, float], baseline: Mapping[str, float]) -> float:
-    """The mean relative gain over the baseline in percent, as in the paper."""
-    gains = [(values[task] / baseline[task] - 1) * (-1 if task in LOWER else 1) for task in TASKS]
-    return 100 * sum(gains) / len(gains)
-
-
 def train(row: str, seed: int, quick: bool) -> Result:
     """A row of the table."""
     baseline = single_tasks(seed, quick)
     if row == "Single-task":
         return baseline
     result = fit(row, TASKS, seed, quick)
-    return {**result, "delta_m": delta_m(result, baseline)}
+    return {**result, "delta_m": delta_m(result, baseline, TASKS, LOWER)}
 
 
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:

@@ -101,6 +101,17 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, float(stats.t.ppf(0.975, seeds - 1)) * statistics.stdev(values) / seeds**0.5
 
 
+def delta_m(
+    values: Mapping[str, float],
+    baseline: Mapping[str, float],
+    tasks: Sequence[str],
+    lower: Sequence[str] = (),
+) -> float:
+    """The mean relative gain over the baseline in percent; lower is better for some tasks."""
+    gains = [(values[task] / baseline[task] - 1) * (-1 if task in lower else 1) for task in tasks]
+    return 100 * statistics.mean(gains)
+
+
 def _cell(column: Column, results: list[Result]) -> str:
     values = [result[column.key] for result in results if result.get(column.key) is not None]
     if not values:
