@@ -114,13 +114,18 @@ def make_pictures(part: Part, seed: int) -> tuple[Pictures, Pictures]:
     return _draw_pictures(part.pictures, count, order[TEST_DIGITS:], generator), test
 
 
-def _make_trunk(width: int) -> nn.Sequential:
+def make_trunk(
+    width: int,
+    planes: Callable[[int], nn.Module] = nn.BatchNorm2d,
+    values: Callable[[int], nn.Module] = nn.BatchNorm1d,
+) -> nn.Sequential:
+    """Two convolutions and a linear layer, each with a normalization of its output channels."""
     return nn.Sequential(
-        *(nn.Conv2d(1, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)),
+        *(nn.Conv2d(1, width, 3, padding=1, bias=False), planes(width)),
         *(nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(width, 2 * width, 3, padding=1, bias=False), nn.BatchNorm2d(2 * width)),
+        *(nn.Conv2d(width, 2 * width, 3, padding=1, bias=False), planes(2 * width)),
         *(nn.ReLU(), nn.AdaptiveMaxPool2d(5), nn.Flatten()),
-        *(nn.Linear(50 * width, 3 * width, bias=False), nn.BatchNorm1d(3 * width), nn.ReLU()),
+        *(nn.Linear(50 * width, 3 * width, bias=False), values(3 * width), nn.ReLU()),
     )
 
 
@@ -132,20 +137,22 @@ def _make_method(row: str, seed: int) -> cs.Method:
     return cs.PCGrad(seed=seed) if row == "PCGrad" else getattr(cs, row)()
 
 
-class _Run:
-    """The networks of a run for some tasks, and its training."""
+class Run:
+    """A trunk with a head for each of some tasks, and its training."""
 
-    def __init__(self, part: Part, row: str, tasks: tuple[str, ...], seed: int) -> None:
-        self.part, self.tasks = part, tasks
-        self.converted = row in CONVERTED
-        self.trunk = _make_trunk(part.width)
+    def __init__(
+        self,
+        part: Part,
+        tasks: tuple[str, ...],
+        trunk: nn.Module,
+        method: cs.Method,
+        schedule: cs.Schedule | None = None,
+    ) -> None:
+        self.part, self.tasks, self.trunk = part, tasks, trunk
+        self.converted = any(isinstance(m, cs.nn.TaskBatchNorm) for m in trunk.modules())
         self.heads = nn.ModuleDict({task: nn.Linear(3 * part.width, 10) for task in tasks})
-        if self.converted:
-            cs.nn.convert_task_batchnorm(self.trunk, tasks)
-        self.adam = torch.optim.Adam([*self.trunk.parameters(), *self.heads.parameters()], lr=RATE)
-        schedule = SCHEDULES[row](part.epochs, seed) if row in SCHEDULES else cs.Joint()
-        method = _make_method(row, seed)
-        self.opt = cs.MultiTaskOptimizer(self.trunk, self.adam, tasks, method, schedule=schedule)
+        self.adam = torch.optim.Adam([*trunk.parameters(), *self.heads.parameters()], lr=RATE)
+        self.opt = cs.MultiTaskOptimizer(trunk, self.adam, tasks, method, schedule=schedule)
         self.opt.count_conflicts()
 
     def _loss(self, task: str, features: Tensor, labels: Tensor) -> Tensor:
@@ -208,7 +215,11 @@ def _train(row: str, seed: int, quick: bool) -> Result:
     accuracies: dict[str, float] = {}
     conflicts: list[bool | None] = []
     for tasks in [(task,) for task in part.tasks] if row == "Single-task" else [part.tasks]:
-        run = _Run(part, row, tasks, seed)
+        trunk = make_trunk(part.width)
+        if row in CONVERTED:
+            cs.nn.convert_task_batchnorm(trunk, tasks)
+        schedule = SCHEDULES[row](part.epochs, seed) if row in SCHEDULES else None
+        run = Run(part, tasks, trunk, _make_method(row, seed), schedule)
         of_run = run.train(pictures, seed)
         conflicts += of_run if len(tasks) > 1 else []
         accuracies |= run.test(test)
