@@ -1,0 +1,178 @@
+"""Beyond the paper: priorities against random ones, and without batch normalization.
+
+The problem is that of three digits in `uses/digits.py`, with equal losses or with losses of unequal
+scale. The trunk is normalized by BatchNorm, by GroupNorm with four groups, or by LayerNorm over all
+channels. Each task has its own scale and shift, and the variance of every channel before the
+normalization is tracked as BatchNorm does, so that the paper's Eq. (4) to (10) can be applied.
+
+"random" is the null: Phase 2 with the priorities of a layer shuffled among its channels, by a
+permutation that is drawn once. Groups of channels keep their sizes, and change as slowly. "PCGrad"
+projects layer by layer. Rows differ in nothing else: all have task-specific normalization.
+"""
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import style
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+import cs_kernels as cs
+from cs_kernels.gradients import TaskGradients
+from cs_kernels.step import Step
+from cs_kernels.trunk.layers import Layout
+from uses import digits
+from uses.use import Column, Result, Use, interval
+
+PARTS = {
+    "equal": digits.PARTS["three"],
+    "unequal": replace(digits.PARTS["three"], factors={"left": 0.3, "right": 0.1}),
+}
+ROWS = ("Sum", "PCGrad", "Phase 2", "Phase 2, random", "Mixed", "Mixed, random")
+
+
+class TrackedGroupNorm(nn.GroupNorm):
+    """GroupNorm that tracks the variance of each input channel over the batch and positions."""
+
+    def __init__(self, num_groups: int, num_channels: int, momentum: float = 0.1) -> None:
+        super().__init__(num_groups, num_channels)
+        self.momentum = momentum
+        self.register_buffer("running_var", torch.ones(num_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input [N, C, ...], normalized; in training, its variance is noted."""
+        if self.training:
+            with torch.no_grad():
+                variance = x.transpose(0, 1).flatten(1).var(1)
+                self.running_var.lerp_(variance, self.momentum)
+        return super().forward(x)
+
+
+Maker = Callable[[int], nn.Module]
+NORMS: dict[str, tuple[Maker, Maker]] = {
+    "BatchNorm": (nn.BatchNorm2d, nn.BatchNorm1d),
+    "GroupNorm": (partial(TrackedGroupNorm, 4),) * 2,
+    "LayerNorm": (partial(TrackedGroupNorm, 1),) * 2,
+}
+"""Of planes [N, C, H, W] and of values [N, C], by the number of channels."""
+
+
+def make_trunk(norm: str, part: digits.Part) -> nn.Module:
+    """With a normalization of its own for each task."""
+    trunk = digits.make_trunk(part.width, *NORMS[norm])
+    for n, child in enumerate(trunk):
+        if isinstance(child, TrackedGroupNorm):
+            trunk[n] = cs.nn.TaskBatchNorm({task: copy.deepcopy(child) for task in part.tasks})
+    return trunk if norm != "BatchNorm" else cs.nn.convert_task_batchnorm(trunk, part.tasks)
+
+
+class Shuffled(cs.ConnectionStrength):
+    """The null: Phase 2 with the priorities of each layer shuffled among its channels."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+
+    def shuffle(self, priorities: Sequence[Tensor]) -> list[Tensor]:
+        """By the same permutations in every step."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return [p[torch.randperm(len(p), generator=generator)] for p in priorities]
+
+    def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
+        """As `ConnectionStrength.combine`, operator by operator."""
+        reached = gradients.reached()
+        lists = layout.lists_of(reached)
+        order = list(dict.fromkeys([*lists.weight_indices, *reached]))
+        torch.ops.cs_kernels.project_conflicts_(
+            gradients.updates(order),
+            gradients.of(order),
+            self.shuffle(gradients.priorities(lists)),
+            lists.out_channel_dims,
+            lists.groups,
+            len(gradients.tasks),
+        )
+        gradients.assign(order)
+
+
+def make_method(kind: str, seed: int) -> cs.Method:
+    """The method of a row."""
+    if kind == "Sum":
+        return cs.Sum(separate=True)
+    if kind == "PCGrad":
+        return cs.PCGrad(seed=seed, groups="layer")
+    return Shuffled(seed) if kind.endswith("random") else cs.ConnectionStrength()
+
+
+def make_run(
+    part: digits.Part, norm: str, method: cs.Method, seed: int, schedule: cs.Schedule | None = None
+) -> digits.Run:
+    """The networks of a seed begin with the same weights, whatever their normalization."""
+    torch.manual_seed(seed)
+    return digits.Run(part, part.tasks, make_trunk(norm, part), method, schedule)
+
+
+def part_of(name: str, quick: bool) -> digits.Part:
+    """The problem; small in quick runs."""
+    part = PARTS[name]
+    return replace(part, pictures=4 * digits.BATCH, epochs=2, width=4) if quick else part
+
+
+def train(row: str, seed: int, quick: bool) -> Result:
+    """The accuracy of one network."""
+    name, norm, kind = row.split("/")
+    part = part_of(name, quick)
+    pictures, test = digits.make_pictures(part, seed)
+    schedule = cs.Mixed(part.epochs, seed) if kind.startswith("Mixed") else None
+    run = make_run(part, norm, make_method(kind, seed), seed, schedule)
+    start = time.perf_counter()
+    run.train(pictures, seed)
+    seconds = time.perf_counter() - start
+    accuracies = run.test(test)
+    mean = sum(accuracies.values()) / len(accuracies)
+    return {**accuracies, "mean": mean, "seconds": seconds}
+
+
+def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
+    """Accuracies less those of Sum with the same problem, normalization and seed."""
+
+    def gains(ax: Axes, name: str, norm: str) -> None:
+        for y, kind in enumerate(ROWS):
+            runs, sums = (results[f"{name}/{norm}/{k}"] for k in (kind, "Sum"))
+            pairs = zip(runs, sums, strict=True)
+            mean, half = interval([100 * (run["mean"] - of_sum["mean"]) for run, of_sum in pairs])
+            color = style.method(kind.removesuffix(", random"))
+            ax.errorbar(mean, y, xerr=half, fmt="s" if "random" in kind else "o", color=color)
+        ax.axvline(0, color=style.GREY, linewidth=0.8, linestyle="--")
+        ax.set(title=f"{norm}, {name} losses", yticks=range(len(ROWS)), yticklabels=ROWS)
+        ax.grid(axis="x")
+
+    def picture() -> Figure:
+        figure, axes = style.panels(len(PARTS), len(NORMS), 5.6, sharex="row", sharey=True)
+        for of_part, name in zip(axes, PARTS, strict=True):
+            for ax, norm in zip(of_part, NORMS, strict=True):
+                gains(ax, name, norm)
+        axes[0, 0].invert_yaxis()
+        figure.supxlabel("accuracy less that of Sum in percentage points, with 95 % intervals")
+        return figure
+
+    style.save(folder / "priorities.svg", picture)
+
+
+USE = Use(
+    name="priorities",
+    title="losses, normalization and method",
+    rows=[f"{name}/{norm}/{kind}" for name in PARTS for norm in NORMS for kind in ROWS],
+    train=train,
+    columns=(
+        *(Column(task, f"{task} %", 1, 100) for task in ("left", "middle", "right")),
+        Column("mean", "mean %", 1, 100),
+        Column("seconds", "s", 1),
+    ),
+    draw=draw,
+)
