@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torchvision_operators
 from layers import EMULATION, INTERPRETED, SMALL, emulate
 from pairwise import left_out
+from plain_training import in_float64
 from ranks import Ranks
 from torch import Tensor
 
@@ -54,6 +55,12 @@ def _no_process_group() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    with in_float64():
+        yield
 
 
 @pytest.fixture

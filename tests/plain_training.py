@@ -5,7 +5,8 @@ parameters are the same tensors.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 Batch = tuple[Tensor, dict[str, Tensor]]
 Loss = Callable[[nn.Module, Batch, str], Tensor]
 Gradients = dict[nn.Parameter, Tensor]
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Tensors and parameters are made in float64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def _added(grads: Sequence[Gradients]) -> Gradients:

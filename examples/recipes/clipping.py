@@ -1,0 +1,74 @@
+"""Gradient clipping: of each task's gradient before surgery, or of the update after it.
+
+Clip before surgery if one task's outliers should not decide the direction of the update, and after
+it if the update's length needs a bound: with `clip_grad_norm_` behind `opt.backward`, and with a
+hook where `opt.step` steps the torch optimizer itself.
+
+In float64, parameters and running statistics equal those of plain loops to 1e-12.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
+
+import cs_kernels as cs
+
+MAX_NORM = 0.5
+
+
+def loss_with_outliers(step: int, task: str, prediction: Tensor, target: Tensor) -> Tensor:
+    """In every fourth step, the loss of depth is a hundred times as large."""
+    factor = 100 if task == "depth" and step % 4 == 3 else 1
+    return factor * loss_of(task, prediction, target)
+
+
+def train(*, before: bool, epochs: int = 4) -> tuple[Network, list]:
+    """With `backward`: clips before surgery or after it."""
+    network = make_network(normalized=False)
+    sgd = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+    method = cs.Clipped(cs.PCGrad(), MAX_NORM) if before else cs.PCGrad()
+    opt = cs.MultiTaskOptimizer(network.trunk, sgd, TASKS, method)
+
+    history = []
+    for step, (images, targets) in enumerate(epochs * make_batches()):
+        features = network.trunk(images)
+        predictions = {task: network.heads[task](features) for task in TASKS}
+        losses = {t: loss_with_outliers(step, t, predictions[t], targets[t]) for t in TASKS}
+        history.append(opt.backward(losses))
+        if before:
+            # Clipped is about the trunk. A head has the gradient of its own loss, outliers too.
+            for head in network.heads.values():
+                clip_grad_norm_(head.parameters(), MAX_NORM)
+        else:
+            clip_grad_norm_(network.parameters(), MAX_NORM)
+        sgd.step()
+    return network, history
+
+
+def train_with_hook(epochs: int = 4) -> tuple[Network, list]:
+    """With `step`: clips the update, in Phase 1 that of each task."""
+    network = make_network()
+    cs.nn.convert_task_batchnorm(network.trunk, TASKS)
+    sgd = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
+
+    def clip(*_: object) -> None:  # What a hook returns would replace the step's arguments.
+        clip_grad_norm_(network.parameters(), MAX_NORM)
+
+    sgd.register_step_pre_hook(clip)
+    # ConnectionStrength, the default, can be clipped after surgery alone.
+    opt = cs.MultiTaskOptimizer(network.trunk, sgd, TASKS, schedule=cs.Switch(2))
+
+    history, batches = [], make_batches()
+    for step, (images, targets) in enumerate(epochs * batches):
+        opt.start_epoch(step // len(batches))
+        losses = opt.step(
+            lambda task: loss_with_outliers(step, task, network(images, task), targets[task])
+        )
+        history.append(losses)
+    return network, history
+
+
+if __name__ == "__main__":
+    for losses in train(before=True)[1] + train(before=False)[1] + train_with_hook()[1]:
+        print(numbers(losses))

@@ -1,0 +1,79 @@
+"""Every parameter in TensorBoard or Weights & Biases: the tasks' gradients, and what surgery does.
+
+Watching changes nothing: in float64, parameters equal those of a plain loop to 1e-12. Afterwards:
+tensorboard --logdir runs, or wandb sync runs/wandb/offline-run-...
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
+
+import cs_kernels as cs
+
+EVERY = 2  # Reading the numbers waits for the device; in a real run, every 50 steps or so.
+
+
+@contextmanager
+def logger(kind: str, folder: Path) -> Iterator[Callable[[int, dict[str, float]], object]]:
+    """A function `log(step, numbers)`."""
+    if kind == "wandb":
+        import wandb
+
+        folder.mkdir(parents=True, exist_ok=True)  # W&B would take another one.
+        # Offline, it needs neither an account nor a network.
+        with wandb.init(project="recipes", mode="offline", dir=folder) as run:
+            yield lambda step, values: run.log(values, step)
+    else:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(folder) as writer:
+            yield lambda step, values: [writer.add_scalar(n, x, step) for n, x in values.items()]
+
+
+def by_parameter(opt: cs.MultiTaskOptimizer) -> dict[str, float]:
+    """Norms and cosines of the tasks' gradients, and the share of their sum that is removed."""
+    conflicts, weights = opt.conflicts(), opt.report().task_weights
+    gramians = conflicts.gramians  # [parameters, tasks, tasks], of the last step.
+    # The sum is of gradients with weights of 1, what the update lacks of it with 1 - w.
+    both = torch.ones_like(weights), 1 - weights
+    whole, removed = ((w @ gramians @ w).clamp(min=0).sqrt() for w in both)
+    values = {}
+    for p, name in enumerate(conflicts.names):
+        values[f"removed/{name}"] = removed[p] / whole[p]
+        for i, task in enumerate(conflicts.tasks):
+            values[f"gradient_norm/{name}/{task}"] = gramians[p, i, i].sqrt()
+            for j in range(i):
+                pair = f"{conflicts.tasks[j]},{task}"
+                values[f"cosine/{name}/{pair}"] = conflicts.cosines[p, i, j]
+    return dict(zip(values, torch.stack([*values.values()]).tolist(), strict=True))  # Waits, once.
+
+
+def train(kind: str = "tensorboard", folder: Path = Path("runs")) -> tuple[Network, list]:
+    """Logs every few steps."""
+    network = make_network(normalized=False)
+    adam = torch.optim.Adam(network.parameters(), lr=1e-2)
+    opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, cs.PCGrad())
+    opt.count_conflicts()  # From now on, each joint step measures the gradients by parameter.
+    history = []
+    with logger(kind, folder) as log:
+        for step, (images, targets) in enumerate(4 * make_batches()):
+            features = network.trunk(images)
+            losses = {t: loss_of(t, network.heads[t](features), targets[t]) for t in TASKS}
+            history.append(opt.backward(losses))
+            adam.step()
+            if step % EVERY == 0:
+                log(step, by_parameter(opt) | opt.report().scalars())
+    return network, history
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--logger", choices=["tensorboard", "wandb"], default="tensorboard")
+    parser.add_argument("--folder", type=Path, default=Path("runs"))
+    options = parser.parse_args()
+    for losses in train(options.logger, options.folder)[1]:
+        print(numbers(losses))

@@ -1,0 +1,68 @@
+"""Loss weightings: two that change during training, what to log of them, and checkpoints.
+
+In float64, parameters equal those of a plain loop to 1e-12, and those of a resumed run bit for bit
+those of one that was not interrupted.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
+
+import cs_kernels as cs
+
+
+def make_weighting(name: str) -> cs.Weighting:
+    """By how fast the mean loss of an epoch falls, or learned with the parameters."""
+    if name == "dynamic":
+        return cs.DynamicWeightAverage(temperature=1.0)
+    return cs.UncertaintyWeights({"depth": "regression", "edges": "classification"})
+
+
+def weights_of(report: cs.Report) -> dict[str, Tensor]:
+    """What the weighting multiplied each loss by; `report.task_weights` are the method's."""
+    return {task: report.weighted_losses[task] / report.losses[task] for task in report.tasks}
+
+
+def train(
+    name: str, epochs: int = 5, checkpoint: Path | None = None
+) -> tuple[Network, list, cs.MultiTaskOptimizer]:
+    """Trains up to an epoch; goes on from the checkpoint, if there is one, and writes it."""
+    network = make_network(normalized=False)
+    weighting = make_weighting(name)
+    # DynamicWeightAverage has no parameters; those of UncertaintyWeights must be trained.
+    adam = torch.optim.Adam([*network.parameters(), *weighting.parameters()], lr=1e-2)
+    opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, cs.PCGrad(), weighting=weighting)
+    first = 0
+    if checkpoint is not None and checkpoint.exists():
+        state = torch.load(checkpoint, weights_only=True)
+        network.load_state_dict(state["network"])
+        adam.load_state_dict(state["adam"])
+        opt.load_state_dict(state["opt"])  # The weighting's state is in it.
+        first = state["epoch"]
+
+    history = []
+    for epoch in range(first, epochs):
+        opt.start_epoch(epoch)  # DynamicWeightAverage weighs anew.
+        for images, targets in make_batches():
+            features = network.trunk(images)
+            predictions = {task: network.heads[task](features) for task in TASKS}
+            losses = opt.backward({t: loss_of(t, predictions[t], targets[t]) for t in TASKS})
+            adam.step()
+            history.append((losses, weights_of(opt.report())))
+        if checkpoint is not None:
+            parts = {"network": network, "adam": adam, "opt": opt}
+            state = {part: value.state_dict() for part, value in parts.items()}
+            torch.save({**state, "epoch": epoch + 1}, checkpoint)
+    return network, history, opt
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--weighting", choices=["dynamic", "uncertainty"], default="dynamic")
+    parser.add_argument("--checkpoint", type=Path)
+    options = parser.parse_args()
+    for losses, weights in train(options.weighting, checkpoint=options.checkpoint)[1]:
+        print("losses", numbers(losses), "weights", numbers(weights))

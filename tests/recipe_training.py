@@ -1,0 +1,97 @@
+"""What the tests of the recipes share: the toy problem, and plain loops that train it."""
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision_operators
+from plain_training import PlainTraining, largest_difference
+from torch import Tensor, nn
+
+FOLDER = Path(__file__).parent.parent / "examples" / "recipes"
+sys.path.insert(0, str(FOLDER))  # As that of a script is.
+
+import toy  # noqa: E402
+
+TASKS = toy.TASKS
+PRIORITIZED = {"trunk.0.weight": "trunk.1", "trunk.3.weight": "trunk.4"}
+PHASES = [1] * 6 + [2] * 6
+"""Of Switch(2), in four epochs of three steps."""
+MIXED_PHASES = [1, 1, 1, 1, 2, 1, 2, 1, 2, 2, 2, 2]
+"""Of Mixed(epochs=4, seed=0, draw="step")."""
+
+
+def recipe(name: str) -> Any:
+    if name.startswith("with_"):
+        torchvision_operators.define()
+        pytest.importorskip(name.removeprefix("with_").replace("fabric", "lightning"))
+    return importlib.import_module(name)
+
+
+def stated(module: Any, which: int = 0) -> float:
+    """A tolerance in the docstring."""
+    return float(re.findall(r"\bto\s(\de-\d+)", module.__doc__)[which])
+
+
+def assert_equal_as_stated(
+    module: Any, found: nn.Module, expected: dict[str, Tensor], which: int = 0
+) -> None:
+    """To a tolerance in the docstring; the numbers of batches exactly."""
+    tolerance = stated(module, which)
+    state = found.state_dict()
+    difference = largest_difference(state, expected)
+    print(f"{module.__name__}: stated {tolerance:.0e}, largest difference {difference:.1e}")
+    assert difference <= tolerance
+    for name in state:
+        if name.endswith("num_batches_tracked"):
+            assert state[name] == expected[name] > 0
+
+
+def loss_of_batch(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
+    images, targets = batch
+    return toy.loss_of(task, network(images, task), targets[task])
+
+
+def plain_training(
+    network: nn.Module | None = None,
+    loss: Callable[..., Tensor] = loss_of_batch,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+    prioritized: dict[str, str] = PRIORITIZED,
+    kind: type[PlainTraining] = PlainTraining,
+    **options: Any,
+) -> PlainTraining:
+    given = toy.make_network() if network is None else network, TASKS, loss, optimizer, prioritized
+    return kind(*given, **{"lr": 1e-2, **options})
+
+
+def plain_pcgrad(**options: Any) -> PlainTraining:
+    """Without normalization."""
+    return plain_training(toy.make_network(normalized=False), prioritized={}, **options)
+
+
+Steps = Sequence[Sequence[toy.Batch]]
+"""The micro-batches of each step of an epoch."""
+
+
+def steps_of(batches: int = 3, micro_batches: int = 1) -> Steps:
+    data = toy.make_batches(batches)
+    return [data[n : n + micro_batches] for n in range(0, batches, micro_batches)]
+
+
+def trained(
+    plain: PlainTraining,
+    phases: Sequence[int] = PHASES,
+    steps: Steps | None = None,
+    labeled: Sequence[Sequence[str] | None] = (None,),
+) -> dict[str, Tensor]:
+    """Epoch after epoch, until the last phase; some of the tasks may have labels in a step."""
+    steps = steps_of() if steps is None else steps
+    for n, phase in enumerate(phases):
+        plain.step(phase, steps[n % len(steps)], labeled[n % len(labeled)])
+    assert plain.conflicts > 0 or 2 not in phases
+    return plain.state()

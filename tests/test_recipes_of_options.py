@@ -1,0 +1,317 @@
+"""Recipes of options of `MultiTaskOptimizer` and its steps, each against a loop in plain torch."""
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loops import numbers
+from plain_training import Gradients, PlainTraining
+from recipe_training import (
+    MIXED_PHASES,
+    PHASES,
+    TASKS,
+    assert_equal_as_stated,
+    loss_of_batch,
+    plain_pcgrad,
+    plain_training,
+    recipe,
+    stated,
+    toy,
+    trained,
+)
+from torch import Tensor, nn
+
+# TensorBoard causes some warnings.
+pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+
+class _Clipping(PlainTraining):
+    """Clips each task's gradient of the trunk, and of its head; or else every update."""
+
+    before = False
+    max_norm = 0.5
+    longer = 0
+    """The gradients and updates that have been clipped."""
+    shorter = 0
+
+    def _clip(self, grads: Gradients, eps: float) -> Gradients:
+        norm = torch.cat([grad.flatten() for grad in grads.values()]).norm()
+        if norm + eps <= self.max_norm:
+            self.shorter += 1
+            return grads
+        self.longer += 1
+        return {p: grad * self.max_norm / (norm + eps) for p, grad in grads.items()}
+
+    def gradients(self, task: str, micro_batches: Sequence[toy.Batch]) -> Gradients:
+        grads = super().gradients(task, micro_batches)
+        if not self.before:
+            return grads
+        trunk = set(self.networks[task].trunk.parameters())
+        of_trunk = {p: grad for p, grad in grads.items() if p in trunk}
+        of_head = {p: grad for p, grad in grads.items() if p not in trunk}
+        return self._clip(of_trunk, 0.0) | self._clip(of_head, 1e-6)  # The latter as torch does.
+
+    def _apply(self, update: Gradients) -> None:
+        super()._apply(update if self.before else self._clip(update, 1e-6))
+
+
+@pytest.mark.parametrize("way", ["before", "after", "hook"])
+def test_clipping(float64: None, way: str) -> None:
+    module = recipe("clipping")
+    options = {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, "kind": _Clipping}
+    if way == "hook":
+        (network, _), phases = module.train_with_hook(), PHASES
+        plain = plain_training(**options)
+    else:
+        (network, _), phases = module.train(before=way == "before"), [2] * 12
+        plain = plain_pcgrad(**options)
+        plain.before = way == "before"
+
+    def loss(step: int, network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
+        huge = task == "depth" and step in (3, 7, 11)
+        return (100 if huge else 1) * loss_of_batch(network, batch, task)
+
+    batches = toy.make_batches()
+    for step, phase in enumerate(phases):
+        plain.loss = partial(loss, step)
+        plain.step(phase, [batches[step % 3]])
+    assert_equal_as_stated(module, network, plain.state())
+    assert plain.conflicts > 0
+    # Those of the outliers at least, and not all.
+    assert plain.longer >= 3
+    assert plain.shorter >= 3
+
+
+class _MuonAndAdamW:
+    """As one optimizer, for a plain loop."""
+
+    def __init__(self, matrices: list[nn.Parameter], parameters: dict[nn.Parameter, None]) -> None:
+        others = [p for p in parameters if p not in set(matrices)]
+        muon = torch.optim.Muon(matrices, lr=1e-2, adjust_lr_fn="match_rms_adamw")
+        self.both = muon, torch.optim.AdamW(others, lr=1e-2)
+        self.param_groups = [group for one in self.both for group in one.param_groups]
+
+    def step(self) -> None:
+        for one in self.both:
+            one.step()
+
+
+def test_several_optimizers(float64: None, tmp_path: Path) -> None:
+    module = recipe("several_optimizers")
+    torch.manual_seed(0)
+    network = module.Network()
+    prioritized = {"trunk.1.weight": "trunk.2", "trunk.4.weight": "trunk.5"}
+    matrices = [network.get_parameter(name) for name in prioritized]
+    plain = PlainTraining(
+        network, TASKS, loss_of_batch, partial(_MuonAndAdamW, matrices), prioritized
+    )
+    of_muon, of_adamw = plain.optimizer.param_groups
+    for epoch in range(4):
+        # Half a cosine to 0, and a line to a tenth.
+        of_muon["lr"] = 0.005 * (1 + torch.tensor(epoch * torch.pi / 4).cos().item())
+        of_adamw["lr"] = 0.01 * (1 - 0.9 * epoch / 4)
+        expected = trained(plain, MIXED_PHASES[3 * epoch : 3 * epoch + 3])
+    found, history = module.train()
+    assert len(history) == 12
+    assert_equal_as_stated(module, found, expected)
+    for epochs in range(1, 5):
+        found, history = module.train(epochs, tmp_path / "checkpoint")
+        assert len(history) == 3
+    assert_equal_as_stated(module, found, expected)
+
+
+def _dynamic(means: list[dict[str, float]]) -> dict[str, float]:
+    """Liu et al. 2019, eq. (7), with a temperature of 1."""
+    if len(means) < 2:
+        return dict.fromkeys(TASKS, 1.0)
+    rates = torch.tensor([means[-1][task] / means[-2][task] for task in TASKS])
+    return dict(zip(TASKS, (2 * rates.softmax(0)).tolist(), strict=True))
+
+
+def _weighted_plainly(name: str) -> tuple[PlainTraining, list[dict[str, float]]]:
+    """Five epochs, and the weight of each loss in each step."""
+    network = toy.make_network(normalized=False)
+    if name == "uncertainty":
+        zeros = {task: torch.zeros(()) for task in TASKS}
+        network.log_sigma = nn.ParameterDict(zeros)
+    losses: dict[str, list[float]] = {task: [] for task in TASKS}
+    weights: list[dict[str, float]] = []
+    dynamic: dict[str, float] = {}
+
+    def loss(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
+        plain_loss = loss_of_batch(network, batch, task)
+        losses[task].append(plain_loss.item())
+        if name == "dynamic":
+            weights[-1][task] = dynamic[task]
+            return dynamic[task] * plain_loss
+        precision = (-2 * network.log_sigma[task]).exp() / (2 if task == "depth" else 1)
+        weights[-1][task] = precision.item()
+        return precision * plain_loss + network.log_sigma[task]
+
+    plain = plain_training(network, loss, prioritized={})
+    means: list[dict[str, float]] = []
+    for _ in range(5):
+        dynamic = _dynamic(means)
+        for batch in toy.make_batches():
+            weights.append({})
+            plain.step(2, [batch])
+        means.append({task: sum(of_task[-3:]) / 3 for task, of_task in losses.items()})
+    assert plain.conflicts > 0
+    return plain, weights
+
+
+@pytest.mark.parametrize("name", ["dynamic", "uncertainty"])
+def test_weightings(float64: None, name: str, tmp_path: Path) -> None:
+    module = recipe("weightings")
+    plain, weights = _weighted_plainly(name)
+    network, history, opt = module.train(name)
+    expected = plain.state()
+    if name == "uncertainty":
+        for task in TASKS:
+            log_sigma = expected.pop(f"log_sigma.{task}")
+            difference = opt.weighting.log_sigma[task] - log_sigma
+            assert difference.abs() <= stated(module)
+    assert_equal_as_stated(module, network, expected)
+    # What is logged.
+    assert len(history) == len(weights) == 15
+    for (_, logged), of_step in zip(history, weights, strict=True):
+        assert {task: weight.item() for task, weight in logged.items()} == pytest.approx(of_step)
+    assert weights[-1] != pytest.approx(weights[0], rel=1e-2)
+    # Resumed.
+    for epochs in range(1, 6):
+        resumed, parts, opt_resumed = module.train(name, epochs, tmp_path / "checkpoint")
+        assert len(parts) == 3
+    assert numbers(resumed, opt_resumed) == numbers(network, opt)
+
+
+def test_features(float64: None) -> None:
+    module = recipe("features")
+    network, _ = module.train()
+    plain = toy.make_network()
+    adam = torch.optim.Adam(plain.parameters(), lr=1e-2)
+    conflicts = 0
+    for images, targets in 4 * toy.make_batches():
+        features = plain.trunk(images)
+        losses = [toy.loss_of(t, plain.heads[t](features), targets[t]) for t in TASKS]
+        one, other = (torch.autograd.grad(x, features, retain_graph=True)[0] for x in losses)
+        dot = (one * other).sum().clamp(max=0)
+        conflicts += bool(dot < 0)
+        projected = (
+            one - dot / other.square().sum() * other,
+            other - dot / one.square().sum() * one,
+        )
+        adam.zero_grad()
+        sum(losses).backward(retain_graph=True, inputs=[*plain.heads.parameters()])
+        features.backward(sum(projected), inputs=[*plain.trunk.parameters()])
+        adam.step()
+    assert conflicts > 0
+    assert_equal_as_stated(module, network, plain.state_dict())
+
+
+class _Watching(PlainTraining):
+    """Notes what the recipe logs of each parameter."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[dict[str, float]] = []
+
+    def _joint(self, grads: list[Gradients], tasks: list[str]) -> Gradients:
+        update = super()._joint(grads, tasks)
+        seen: dict[str, float] = {}
+        for name, p in self.networks[tasks[0]].trunk.named_parameters():
+            flat = [of_task[p].flatten() for of_task in grads]
+            plain = sum(of_task[p] for of_task in grads)
+            seen[f"removed/{name}"] = ((plain - update[p]).norm() / plain.norm()).item()
+            for task, gradient in zip(tasks, flat, strict=True):
+                seen[f"gradient_norm/{name}/{task}"] = gradient.norm().item()
+            for i, j in combinations(range(len(tasks)), 2):
+                cosine = torch.cosine_similarity(flat[i], flat[j], 0)
+                seen[f"cosine/{name}/{tasks[i]},{tasks[j]}"] = cosine.item()
+        self.seen.append(seen)
+        return update
+
+
+Logged = dict[int, dict[str, float]]
+"""The numbers by step."""
+
+
+def _from_tensorboard(folder: Path) -> Logged:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    found: Logged = {}
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
+            found.setdefault(event.step, {})[name] = event.value
+    return found
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """Those of a file of W&B: a log of LevelDB, behind a header of its own."""
+    header, block = 7, 32768
+    at, record = header, b""
+    while at < len(data):
+        left = block - at % block
+        if left < header:
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)  # Behind a checksum.
+        at += header + length
+        record += data[at - length : at]
+        if kind in (1, 4):  # Whole, or the last part of one.
+            yield record
+            record = b""
+
+
+def _from_wandb(folder: Path) -> Logged:
+    """W&B has a reader in Go alone."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    found: Logged = {}
+    for data in _records(path.read_bytes()):
+        record = Record.FromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or item.nested_key[0]: item for item in record.history.item}
+            values = {name: json.loads(item.value_json) for name, item in items.items()}
+            found[values["_step"]] = values
+    return found
+
+
+READERS: dict[str, Callable[[Path], Logged]] = {
+    "tensorboard": _from_tensorboard,
+    "wandb": _from_wandb,
+}
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Its process ends with the test; what it keeps for all runs goes into a folder of the test."""
+    for name in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
+    package = pytest.importorskip("wandb")
+    yield
+    package.teardown()
+
+
+@pytest.mark.parametrize("logger", ["tensorboard", "wandb"])
+def test_watched_by_parameter(float64: None, wandb: None, logger: str, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    module = recipe("watched_by_parameter")
+    network, history = module.train(logger, tmp_path / "runs")
+    plain = plain_pcgrad(kind=_Watching)
+    assert_equal_as_stated(module, network, trained(plain, [2] * 12))
+    logged = READERS[logger](tmp_path / "runs")
+    assert sorted(logged) == [0, 2, 4, 6, 8, 10]
+    for step, values in logged.items():
+        of_parameters = {name: values[name] for name in plain.seen[step]}
+        assert len(of_parameters) == 4 * (1 + 2 + 1)
+        assert of_parameters == pytest.approx(plain.seen[step], rel=1e-5, abs=1e-7)
+        assert values["loss/depth"] == pytest.approx(history[step]["depth"].item())
+    assert any(values["removed/0.weight"] > 0 for values in logged.values())
