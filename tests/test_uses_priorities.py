@@ -117,7 +117,7 @@ def test_comparisons_of_updates(norm: str) -> None:
     run = priorities.make_run(PART, norm, method, 0)
     run.train(digits.make_pictures(PART, 0)[0], 0)
     assert method.last["like_random"] == pytest.approx(1)  # The same priorities were given.
-    assert method.last["removes"] == method.last["random_removes"] > 0.05
+    assert method.last["removes"] == method.last["random_removes"] > 0
     assert -1 < method.last["like_pcgrad"] < 1
 
 

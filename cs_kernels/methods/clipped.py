@@ -15,7 +15,8 @@ from cs_kernels.step import Step
 class Clipped(GramianMethod):
     """Another method on the tasks' gradients, each of which is clipped to a greatest norm.
 
-    A task's gradient with a larger norm is scaled to `max_norm`. Norms are on the diagonal of the
+    A task's gradient of the shared parameters is scaled to `max_norm` if its norm is larger; those
+    of its head and its normalization stay as they are. Norms are on the diagonal of the
     Gramian, and the factors go into the task weights, so clipping reads and writes no gradient.
     It takes place in every kind of step: with groups="layer" each module's gradient is clipped,
     with `features=z` the gradient of z, on many ranks the mean over the ranks. Reports have the
