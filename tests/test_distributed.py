@@ -299,6 +299,27 @@ def test_a_wrapper_around_trunk_and_heads(rank: int) -> list[Tensor]:
 
 
 @on_ranks(2, alone={})
+def test_a_wrapper_whose_no_sync_ends(rank: int) -> list[Tensor]:
+    """The wrapper is found inside `no_sync`, which then switches its reductions on again."""
+    plain = Dense()
+    plain.unused = nn.Identity()
+    network: nn.Module = plain
+    no_sync = nullcontext
+    if dist.is_initialized():
+        network = nn.parallel.DistributedDataParallel(plain)
+        no_sync = network.no_sync
+    opt = optimizer_on_ranks(plain.trunk, cs.PCGrad(), heads=[plain.heads])
+    for batch in torch.randn(4, 12, 5):
+        first, last = part_of_this_rank(batch).chunk(2)
+        with no_sync():
+            opt.backward(network(first), update=False)
+        opt.backward(network(last))
+        opt.optimizer.step()
+        opt.optimizer.zero_grad()
+    return whole_copies(plain.parameters())
+
+
+@on_ranks(2, alone={})
 def test_a_wrapped_trunk_that_is_handed_over_plain(rank: int) -> list[Tensor]:
     """The trunk's own forward pass shows the wrapper around it; ranks have other tasks."""
     buckets.BUCKET_BYTES = 100

@@ -73,6 +73,7 @@ class _SeesWrapper(LocalHook):
         around, wrappers = getattr(kind, "_active_ddp_module", None), self._wrappers()
         if around is not None and wrappers is not None:
             wrappers.take(around)
+            wrappers.switch_off()  # The end of `no_sync` may have switched them on again.
 
 
 class Wrappers:
