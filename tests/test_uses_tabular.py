@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 from uses import tabular
 from uses.tabular import TASKS
-from uses.use import delta_m
 
 pytestmark = pytest.mark.paper
 
@@ -159,13 +158,6 @@ def test_a_quick_run_is_reproducible(row: str) -> None:
     keys = {column.key for column in tabular.USE.columns} - {"seconds"}
     for result in (second, third):
         assert {key: result.get(key) for key in keys} == {key: first.get(key) for key in keys}
-
-
-def test_delta_m_by_hand() -> None:
-    baseline = {"years": 0.8, "kids": 1.0, "affair": 0.7}
-    values = {"years": 0.84, "kids": 1.1, "affair": 0.7}
-    assert delta_m(values, baseline, TASKS, tabular.LOWER) == pytest.approx((5 - 10 + 0) / 3)
-    assert delta_m(baseline, baseline, TASKS) == 0
 
 
 @pytest.mark.usefixtures("few_rows")

@@ -246,7 +246,6 @@ def train(row: str, seed: int, quick: bool) -> Result:
             losses.append({task: float(loss) for task, loss in of_step.items()})
     result = {
         "error": curve[-1][2],
-        "steps": steps,
         "seconds": seconds,
         "curve": curve,
         "losses": losses,
@@ -294,10 +293,9 @@ USE = Use(
     rows=[f"{problem}/{method}" for problem in PROBLEMS for method in METHODS],
     train=train,
     columns=[
-        Column("error", "relative L2 error, %↓", 2, 100),
-        Column("coefficient", "error of r, %↓", 2, 100),
-        Column("steps", "steps", 0),
-        Column("seconds", "seconds", 1),
+        Column("error", "relative L2 error, %↓", 2, 100, median=True),
+        Column("coefficient", "error of r, %↓", 1, 100, median=True),
+        Column("seconds", "seconds", 0, median=True),
     ],
     draw=draw,
 )

@@ -28,7 +28,8 @@ class Column:
     title: str
     digits: int
     factor: float = 1.0
-    scientific: bool = False
+    median: bool = False
+    """Whether a table has the median over seeds and the range, for numbers with outliers."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +117,14 @@ def _cell(column: Column, results: list[Result]) -> str:
     values = [result[column.key] for result in results if result.get(column.key) is not None]
     if not values:
         return "-"
-    mean, half = interval([value * column.factor for value in values])
-    form = f".{column.digits}{'e' if column.scientific else 'f'}"
-    return f"{mean:{form}}" if len(values) == 1 else f"{mean:{form}} ± {half:{form}}"
+    values = [value * column.factor for value in values]
+    form = f".{column.digits}f"
+    if len(values) == 1:
+        return f"{values[0]:{form}}"
+    if column.median:
+        return f"{statistics.median(values):{form}} ({min(values):{form}}-{max(values):{form}})"
+    mean, half = interval(values)
+    return f"{mean:{form}} ± {half:{form}}"
 
 
 def write(use: Use, results: Mapping[str, list[Result]], folder: Path, console: Console) -> None:
@@ -128,7 +134,10 @@ def write(use: Use, results: Mapping[str, list[Result]], folder: Path, console: 
         [row, *(_cell(column, of_row) for column in use.columns)] for row, of_row in results.items()
     ]
     seeds = len(next(iter(results.values())))
-    note = f"Means over {seeds} seeds ± half of the 95 % confidence interval.\n"
+    medians = all(column.median for column in use.columns)
+    what = "Medians" if medians else "Means"
+    spread = "(least-greatest)" if medians else "± half of the 95 % confidence interval"
+    note = f"{what} over {seeds} seeds {spread}.\n"
     show(console, use.name, head, rows)
     (folder / f"{use.name}.md").write_text(
         markdown(head, rows) + (f"\n{note}" if seeds > 1 else "")
