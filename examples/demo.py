@@ -134,12 +134,13 @@ class Run:
         seed: int,
         scene: Scene,
         ranks: Ranks,
+        convert: Callable[[nn.Module, list[str]], nn.Module] = cs.nn.convert_task_batchnorm,
     ) -> None:
         torch.manual_seed(seed)
         self.tasks = tasks
         self.ranks = ranks
         self.settings = settings
-        self.trunk = cs.nn.convert_task_batchnorm(Trunk(), tasks)
+        self.trunk = convert(Trunk(), tasks)
         heads = {name: Head(task.channels) for name, task in TASKS.items()}
         self.heads = nn.ModuleDict({task: heads[task] for task in tasks})
         weighting = row.weighting()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import Tensor, nn
-from uses import agreement, digits, priorities, use
+from uses import agreement, digits, photograph, priorities, use
 
 import cs_kernels as cs
 
@@ -121,8 +121,18 @@ def test_comparisons_of_updates(norm: str) -> None:
     assert -1 < method.last["like_pcgrad"] < 1
 
 
+def test_group_norm_takes_the_place_of_batch_norm() -> None:
+    trunk = photograph.with_group_norm(photograph.demo.Trunk(), ["a", "b"])
+    kinds = [type(m.of("a")) for m in trunk.modules() if isinstance(m, cs.nn.TaskBatchNorm)]
+    assert len(kinds) == 16
+    assert set(kinds) == {priorities.TrackedGroupNorm}
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in trunk.modules())
+    with cs.nn.active_task(trunk, "b"):
+        assert trunk(torch.randn(1, 3, 16, 16)).shape == (1, 24, 8, 8)
+
+
 def test_every_row_trains_and_the_pictures_are_drawn(tmp_path: Path) -> None:
-    for module in (priorities, agreement):
+    for module in (priorities, agreement, photograph):
         results = {row: [module.train(row, 0, True)] for row in module.USE.rows}
         use.write(module.USE, results, tmp_path, Console(quiet=True))
         name = module.USE.name

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from uses.use import Use, default_jobs, run_all, write
 
-NAMES = ("pinn", "digits", "tabular", "finetune", "priorities", "agreement")
+NAMES = ("pinn", "digits", "tabular", "finetune", "priorities", "agreement", "photograph")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -63,12 +63,17 @@ NORMS: dict[str, tuple[Maker, Maker]] = {
 """Of planes [N, C, H, W] and of values [N, C], by the number of channels."""
 
 
+def task_copies(norm: nn.Module, tasks: Sequence[str]) -> cs.nn.TaskBatchNorm:
+    """A copy for each task."""
+    return cs.nn.TaskBatchNorm({task: copy.deepcopy(norm) for task in tasks})
+
+
 def make_trunk(norm: str, part: digits.Part) -> nn.Module:
     """With a normalization of its own for each task."""
     trunk = digits.make_trunk(part.width, *NORMS[norm])
     for n, child in enumerate(trunk):
         if isinstance(child, TrackedGroupNorm):
-            trunk[n] = cs.nn.TaskBatchNorm({task: copy.deepcopy(child) for task in part.tasks})
+            trunk[n] = task_copies(child, part.tasks)
     return trunk if norm != "BatchNorm" else cs.nn.convert_task_batchnorm(trunk, part.tasks)
 
 

@@ -1,0 +1,96 @@
+"""Beyond the paper: priorities against random ones on the photograph of `demo.py`.
+
+Three tasks (disparity, surface normals, edges) on crops of one part of a photograph, tested on
+another, by an encoder-decoder with BatchNorm or with GroupNorm in its place. Rows, the null and the
+tracked variance are those of `uses/priorities.py`.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+import demo
+import style
+from matplotlib.figure import Figure
+from rich.progress import Progress
+from stereo import TASKS, Scene, load
+from torch import nn
+
+import cs_kernels as cs
+from uses.priorities import TrackedGroupNorm, make_method, task_copies
+from uses.use import Column, Result, Use, delta_m, interval
+
+SETTINGS = demo.Settings(epochs=16, crop=64)
+KINDS = ("Sum", "PCGrad", "Phase 2", "Phase 2, random")
+NORMS = ("BatchNorm", "GroupNorm")
+METRICS = {"disparity": "rmse", "normals": "mean", "edges": "F"}
+LOWER = ("disparity", "normals")
+
+
+def with_group_norm(module: nn.Module, tasks: Sequence[str]) -> nn.Module:
+    """The module with eight groups of channels in the place of each batch normalization."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.BatchNorm2d):
+            setattr(module, name, task_copies(TrackedGroupNorm(8, child.num_features), tasks))
+        else:
+            with_group_norm(child, tasks)
+    return module
+
+
+@cache
+def scenes() -> tuple[Scene, Scene]:
+    """The parts to train on and to test on."""
+    return load()
+
+
+def train(row: str, seed: int, quick: bool) -> Result:
+    """The metrics of one network."""
+    norm, kind = row.split("/")
+    settings = demo.QUICK if quick else SETTINGS
+    trained, held_out = scenes()
+    convert = cs.nn.convert_task_batchnorm if norm == "BatchNorm" else with_group_norm
+    given = [*TASKS], demo.Row(lambda: make_method(kind, seed)), settings, seed, trained
+    run = demo.Run(*given, demo.Ranks(), convert)
+    start = time.perf_counter()
+    run.train(row, Progress(disable=True))
+    seconds = time.perf_counter() - start
+    metrics = run.evaluate(held_out)
+    return {task: metrics[task][name] for task, name in METRICS.items()} | {"seconds": seconds}
+
+
+def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
+    """The mean relative gain over Sum with the same normalization and seed."""
+
+    def picture() -> Figure:
+        figure, axes = style.panels(1, len(NORMS), 3.2, sharex="row", sharey=True)
+        for ax, norm in zip(axes[0], NORMS, strict=True):
+            for y, kind in enumerate(KINDS):
+                pairs = zip(results[f"{norm}/{kind}"], results[f"{norm}/Sum"], strict=True)
+                gains = [delta_m(run, of_sum, [*METRICS], LOWER) for run, of_sum in pairs]
+                mean, half = interval(gains)
+                color = style.method(kind.removesuffix(", random"))
+                ax.errorbar(mean, y, xerr=half, fmt="s" if "random" in kind else "o", color=color)
+            ax.axvline(0, color=style.GREY, linewidth=0.8, linestyle="--")
+            ax.set(title=norm, yticks=range(len(KINDS)), yticklabels=KINDS)
+            ax.grid(axis="x")
+        axes[0, 0].invert_yaxis()
+        figure.supxlabel("mean relative gain over Sum in %, with 95 % intervals", fontsize=11)
+        return figure
+
+    style.save(folder / "photograph.svg", picture)
+
+
+USE = Use(
+    name="photograph",
+    title="normalization and method",
+    rows=[f"{norm}/{kind}" for norm in NORMS for kind in KINDS],
+    train=train,
+    columns=(
+        Column("disparity", "disparity: RMSE ↓", 2),
+        Column("normals", "normals: mean angle ↓", 1),
+        Column("edges", "edges: F ↑", 1),
+        Column("seconds", "seconds", 1),
+    ),
+    draw=draw,
+)
