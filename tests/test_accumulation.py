@@ -123,6 +123,28 @@ def test_an_update_that_would_be_lost_is_refused() -> None:
     opt.backward(losses())
 
 
+@pytest.mark.parametrize("forgotten", range(3))
+def test_one_of_several_optimizers_is_forgotten(forgotten: int) -> None:
+    """Only that of the heads, which get no update, may step when it likes."""
+    torch.manual_seed(0)
+    trunk, heads = nn.Linear(3, 4), nn.ModuleDict({task: nn.Linear(4, 1) for task in AB})
+    parts = [trunk.weight], [trunk.bias], [*heads.parameters()]
+    optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
+    opt = cs.MultiTaskOptimizer(trunk, optimizers, AB, cs.PCGrad())
+    lost = pytest.raises(RuntimeError, match=r"still in \.grad")
+    for refusal in (nullcontext(), nullcontext() if forgotten == 2 else lost):
+        y = trunk(torch.randn(8, 3))
+        with refusal:
+            opt.backward({task: heads[task](y).square().mean() for task in AB})
+        for n, optimizer in enumerate(optimizers):
+            if n != forgotten:
+                optimizer.step()
+    if forgotten != 2:
+        optimizers[forgotten].zero_grad()  # Dropped on purpose.
+        y = trunk(torch.randn(8, 3))
+        opt.backward({task: heads[task](y).square().mean() for task in AB})
+
+
 def test_an_optimizer_that_writes_behind_versions() -> None:
     """Old ones update `.data`."""
 

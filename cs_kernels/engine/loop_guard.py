@@ -5,6 +5,7 @@ after the update, and one after `MultiTaskOptimizer.step`, which has made it.
 """
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -34,8 +35,9 @@ class LoopGuard:
         self._gradients = gradients
         self._optimizers = optimizers
         self._accumulation = accumulation
-        self._unused: tuple[nn.Parameter, int] | None = None
-        """A parameter with an update of `backward` in `.grad`, and the parameter's version."""
+        self._unused: dict[int, tuple[nn.Parameter, int]] = {}
+        """By index of an optimizer that has not stepped since: a parameter with an update of
+        `backward` in `.grad`, and the parameter's version."""
         self._used: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
         """By index of an optimizer that has made a step: parameters, and their `.grad` then."""
         self._passes = False
@@ -44,7 +46,7 @@ class LoopGuard:
 
     def clear(self) -> None:
         """Forgets an update that was not used, and those that were."""
-        self._unused = None
+        self._unused.clear()
         self._used.clear()
 
     def note_steps(self) -> None:
@@ -63,28 +65,32 @@ class LoopGuard:
             self._passes = False
 
     def note_update(self) -> None:
-        """Notes that the update is in `.grad`, for the torch optimizer to use."""
-        updated = (p for p in self._gradients.parameters if p.grad is not None)
-        self._unused = next(((p, p._version) for p in updated), None)
+        """Notes that the update is in `.grad`, for the torch optimizers to use."""
+        shared = set(self._gradients.parameters)
+        for n, optimizer in enumerate(self._optimizers):
+            updated = (p for p in held_by(optimizer) if p in shared and p.grad is not None)
+            for parameter in itertools.islice(updated, 1):
+                self._unused[n] = parameter, parameter._version
 
     def check_update_used(self) -> None:
         """Raises if the update of the last `backward` would be lost."""
-        unused, self._unused = self._unused, None
-        if unused is None or unused[0]._version != unused[1]:
-            return
-        # These host synchronizations are rare: gradients were set to zero, or a scaler has skipped
-        # the step because they are not finite.
-        grads = [
-            p.grad.coalesce().values() if p.grad.is_sparse else p.grad
-            for p in self._optimizers.held()
-            if p.grad is not None
-        ]
-        if any(grad.any() for grad in grads) and all(grad.isfinite().all() for grad in grads):
-            self._unused = unused
-            raise RuntimeError(
-                "the update of the last backward(...) is still in .grad: call optimizer.step() or"
-                " zero_grad() first; to add up micro-batches, backward(..., update=False)"
-            )
+        unused, self._unused = self._unused, {}
+        for n, (parameter, version) in unused.items():
+            if parameter._version != version:
+                continue
+            # These host synchronizations are rare: gradients were set to zero, or a scaler has
+            # skipped the step because they are not finite.
+            grads = [
+                p.grad.coalesce().values() if p.grad.is_sparse else p.grad
+                for p in held_by(self._optimizers[n])
+                if p.grad is not None
+            ]
+            if any(grad.any() for grad in grads) and all(grad.isfinite().all() for grad in grads):
+                self._unused = unused
+                raise RuntimeError(
+                    "the update of the last backward(...) is still in .grad: call optimizer.step()"
+                    " or zero_grad() first; to add up micro-batches, backward(..., update=False)"
+                )
 
     def _notice_steps(self) -> None:
         """Notes optimizer steps, also those that write into `.data` and change no version."""
@@ -111,8 +117,8 @@ class LoopGuard:
                 this.clear()
                 this._gradients.clear()
 
-        def used(*_: object) -> None:
-            this._unused = None
+        def used(n: int) -> None:
+            this._unused.pop(n, None)
             this._accumulation.forget_dropped()
 
         for n, optimizer in enumerate(self._optimizers):
@@ -120,4 +126,5 @@ class LoopGuard:
             with contextlib.suppress(AttributeError):
                 hook = inner.register_step_pre_hook(lambda *_, n=n: refuse(n))
                 weakref.finalize(self, hook.remove)
-                weakref.finalize(self, inner.register_step_post_hook(used).remove)
+                hook = inner.register_step_post_hook(lambda *_, n=n: used(n))
+                weakref.finalize(self, hook.remove)

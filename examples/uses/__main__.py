@@ -7,6 +7,7 @@ A run that was stopped begins anew; those before it are kept, in FOLDER/NAME/run
 
 import argparse
 import importlib
+import sys
 import time
 from pathlib import Path
 
@@ -34,7 +35,11 @@ def main(arguments: list[str] | None = None) -> None:
     folder = options.out / use.name / ("quick" if options.quick else "")
     folder.mkdir(parents=True, exist_ok=True)
     console, start = Console(), time.perf_counter()
-    results = run_all(use, options.seeds, options.quick, options.jobs, folder, console)
+    try:
+        results = run_all(use, options.seeds, options.quick, options.jobs, folder, console)
+    except KeyboardInterrupt:
+        console.print("stopped: the same command goes on with the runs that are not finished")
+        sys.exit(130)
     write(use, results, folder, console)
     console.print(f"written to {folder} after {time.perf_counter() - start:.0f} s")
 

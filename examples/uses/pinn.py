@@ -80,8 +80,8 @@ class Problem(ABC):
     def draw(self, count: int) -> Tensor:
         """Points in the domain: a lattice with a random shift, as even as a grid.
 
-        Independent points make the losses' gradients so noisy that ConFIG and Nash-MTL, which take
-        short gradients for as much as long ones, do not learn Helmholtz' equation in these steps.
+        Independent points make the losses' gradients so noisy that no method learns Helmholtz'
+        equation in these steps.
         """
         low, high = torch.tensor(self.low), torch.tensor(self.high)
         lattice = torch.arange(count)[:, None] * torch.tensor(LATTICE)
@@ -224,7 +224,7 @@ def optimizers(
 
 
 def train(row: str, seed: int, quick: bool) -> Result:
-    """One network; the curve's seconds are those of training, without the comparisons."""
+    """One network; seconds are those of the processor in training, without the comparisons."""
     name, method = row.split("/")
     problem = PROBLEMS[name]()
     network = Network(coefficient=problem.coefficient is not None)
@@ -234,11 +234,11 @@ def train(row: str, seed: int, quick: bool) -> Result:
     grid = problem.grid()
     exact, seconds, curve, losses = problem.solution(grid), 0.0, [], []
     for step in range(1, steps + 1):
-        start = time.perf_counter()
+        start = time.process_time()
         of_step = opt.backward(problem.losses(network))
         adam.step()
         decay.step()
-        seconds += time.perf_counter() - start
+        seconds += time.process_time() - start
         if step % (steps // EVALUATIONS) == 0:
             with torch.no_grad():
                 error = (network(grid) - exact).norm() / exact.norm()
@@ -278,7 +278,7 @@ def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
                 )
         for column, title in zip(axes.T, TITLES.values(), strict=True):
             column[0].set(title=title, xlabel="steps", yscale="log")
-            column[1].set(xlabel="seconds", yscale="log")
+            column[1].set(xlabel="seconds of a core", yscale="log")
         for ax in axes[:, 0]:
             ax.set_ylabel("relative L2 error")
         style.legend_below(figure, axes[0, 0], 4)
@@ -295,7 +295,7 @@ USE = Use(
     columns=[
         Column("error", "relative L2 error, %↓", 2, 100, median=True),
         Column("coefficient", "error of r, %↓", 1, 100, median=True),
-        Column("seconds", "seconds", 0, median=True),
+        Column("seconds", "seconds of a core", 1, median=True),
     ],
     draw=draw,
 )

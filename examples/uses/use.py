@@ -89,7 +89,7 @@ def run_all(
             for done in as_completed(started):
                 progress.update(bar, advance=1, description=f"{use.name}: {done.result()}")
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
             raise
     return {row: [json.loads(files[row, seed].read_text()) for seed in seeds] for row in use.rows}
 
