@@ -27,6 +27,8 @@ from recipe_training import (
 )
 from torch import Tensor, nn
 
+import cs_kernels as cs
+
 # TensorBoard causes some warnings.
 pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -315,3 +317,35 @@ def test_watched_by_parameter(float64: None, wandb: None, logger: str, tmp_path:
         assert of_parameters == pytest.approx(plain.seen[step], rel=1e-5, abs=1e-7)
         assert values["loss/depth"] == pytest.approx(history[step]["depth"].item())
     assert any(values["removed/0.weight"] > 0 for values in logged.values())
+
+
+def test_watching_takes_every_kind_of_step() -> None:
+    """Some of the tasks, a method by layer, Phase 1, kept weights, a frozen parameter."""
+    by_parameter = recipe("watched_by_parameter").by_parameter
+    tasks = ["a", "b", "c"]
+
+    def watched(method: cs.Method, *labeled: list[str], **options: Any) -> dict[str, float]:
+        trunk = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4))
+        heads = torch.nn.ModuleDict({task: torch.nn.Linear(4, 1) for task in tasks})
+        trunk[0].bias.requires_grad_(False)
+        sgd = torch.optim.SGD([*trunk.parameters(), *heads.parameters()], lr=0.1)
+        opt = cs.MultiTaskOptimizer(trunk, sgd, tasks, method, **options)
+        opt.count_conflicts()
+        for some in labeled:
+            x = torch.randn(8, 3)
+            opt.step(lambda task: heads[task](trunk(x)).square().mean(), tasks=some)
+            values = by_parameter(opt)
+        assert all(value == value for value in values.values())
+        return values
+
+    partial = watched(cs.PCGrad(), tasks, ["a", "c"])
+    assert "cosine/0.weight/a,c" in partial
+    assert not any("b" in name.split("/")[-1].split(",") for name in partial if "cosine" in name)
+    assert not any("0.bias" in name for name in partial)
+    assert {"removed/0.weight", "removed/2.bias"} <= partial.keys()
+    kept = watched(cs.PCGrad(update_every=3), tasks, tasks)
+    assert "removed/0.weight" in kept
+    by_layer = watched(cs.PCGrad(groups="layer"), tasks)
+    assert "gradient_norm/0.weight/b" in by_layer
+    assert not any(name.startswith("removed") for name in by_layer)
+    assert watched(cs.PCGrad(), tasks, schedule=cs.Sequential()) == {}

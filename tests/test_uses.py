@@ -1,12 +1,19 @@
 """The command that trains a use: its table, its pictures, and how it resumes."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from uses import __main__ as command
-from uses import tabular
+from uses import digits, tabular
 from uses.use import Column, _cell, delta_m, interval
+
+import cs_kernels as cs
 
 pytestmark = pytest.mark.paper
 
@@ -33,6 +40,32 @@ def test_a_stopped_command_resumes(tmp_path: Path) -> None:
     assert found | {"seconds": 0} == expected | {"seconds": 0}
     second = [line.split(" | ") for line in table.read_text().splitlines()]
     assert [row[:-1] for row in second] == [row[:-1] for row in first]  # But for the seconds.
+
+
+def test_ctrl_c_ends_the_command(tmp_path: Path) -> None:
+    """It waits for the runs that have begun, and drops the others."""
+    examples = Path(command.__file__).parents[1]
+    given = ["digits", "--quick", "--seeds", "0", "--jobs", "1", "--out", tmp_path]
+    python = str(Path(cs.__file__).parents[1]) + os.pathsep + str(examples)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "uses", *given],
+        env=os.environ | {"PYTHONPATH": python, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+    def results() -> int:
+        return len([*tmp_path.rglob("seed*.json")])
+
+    while results() == 0 and process.poll() is None:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    printed, _ = process.communicate()
+    assert process.returncode == 130, printed
+    assert "the same command goes on" in printed
+    assert 0 < results() < len(digits.USE.rows) / 2
 
 
 def test_cells() -> None:

@@ -24,7 +24,6 @@ def logger(kind: str, folder: Path) -> Iterator[Callable[[int, dict[str, float]]
         import wandb
 
         folder.mkdir(parents=True, exist_ok=True)  # W&B would take another one.
-        # Offline, it needs neither an account nor a network.
         with wandb.init(project="recipes", mode="offline", dir=folder) as run:
             yield lambda step, values: run.log(values, step)
     else:
@@ -36,20 +35,23 @@ def logger(kind: str, folder: Path) -> Iterator[Callable[[int, dict[str, float]]
 
 def by_parameter(opt: cs.MultiTaskOptimizer) -> dict[str, float]:
     """Norms and cosines of the tasks' gradients, and the share of their sum that is removed."""
-    conflicts, weights = opt.conflicts(), opt.report().task_weights
-    gramians = conflicts.gramians  # [parameters, tasks, tasks], of the last step.
-    # The sum is of gradients with weights of 1, what the update lacks of it with 1 - w.
-    both = torch.ones_like(weights), 1 - weights
-    whole, removed = ((w @ gramians @ w).clamp(min=0).sqrt() for w in both)
-    values = {}
+    conflicts, report = opt.conflicts(), opt.report()
+    if report.phase == 1:  # The tasks have taken turns.
+        return {}
+    rows = [conflicts.tasks.index(task) for task in report.tasks]  # Those with labels.
+    gramians = conflicts.gramians[:, rows][..., rows]  # [parameters, tasks, tasks].
+    weights, values = report.task_weights, {}
+    if weights is not None and weights.ndim == 1:  # Of a Gramian method with groups="all".
+        both = torch.ones_like(weights), 1 - weights  # Of the plain sum, and what is missing of it.
+        whole, removed = ((w @ gramians @ w).clamp(min=0).sqrt() for w in both)
+        values = {f"removed/{n}": x for n, x in zip(conflicts.names, removed / whole, strict=True)}
     for p, name in enumerate(conflicts.names):
-        values[f"removed/{name}"] = removed[p] / whole[p]
-        for i, task in enumerate(conflicts.tasks):
+        for i, task in enumerate(report.tasks):
             values[f"gradient_norm/{name}/{task}"] = gramians[p, i, i].sqrt()
-            for j in range(i):
-                pair = f"{conflicts.tasks[j]},{task}"
-                values[f"cosine/{name}/{pair}"] = conflicts.cosines[p, i, j]
-    return dict(zip(values, torch.stack([*values.values()]).tolist(), strict=True))  # Waits, once.
+            for j, other in zip(rows[:i], report.tasks, strict=False):
+                values[f"cosine/{name}/{other},{task}"] = conflicts.cosines[p, rows[i], j]
+    numbers = torch.stack([*values.values()]).tolist()  # Waits for the device, once.
+    return {n: x for n, x in zip(values, numbers, strict=True) if x == x}  # Frozen ones have NaN.
 
 
 def train(kind: str = "tensorboard", folder: Path = Path("runs")) -> tuple[Network, list]:
@@ -72,8 +74,7 @@ def train(kind: str = "tensorboard", folder: Path = Path("runs")) -> tuple[Netwo
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--logger", choices=["tensorboard", "wandb"], default="tensorboard")
+    parser.add_argument("--kind", choices=["tensorboard", "wandb"], default="tensorboard")
     parser.add_argument("--folder", type=Path, default=Path("runs"))
-    options = parser.parse_args()
-    for losses in train(options.logger, options.folder)[1]:
+    for losses in train(**vars(parser.parse_args()))[1]:
         print(numbers(losses))
