@@ -64,7 +64,7 @@ def tasks(names: Iterable[str]) -> dict[str, str]:
 
 def method(name: str) -> str:
     """The colour of a row by its method; other rows are phases of connection strength."""
-    return METHODS.get(name.split("+")[0].replace("-", ""), BLUE)
+    return METHODS.get(name.partition("+")[0].partition(",")[0].replace("-", ""), BLUE)
 
 
 def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figure, Any]:

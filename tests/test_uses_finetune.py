@@ -88,11 +88,11 @@ def test_average_precision_by_hand() -> None:
 def test_frozen_layers_keep_weights_and_statistics_until_they_are_unfrozen() -> None:
     torch.manual_seed(0)
     network, scenes = Network(TASKS), scenes_of(4)
-    opt = finetune.make_optimizer("Unfrozen", network, TASKS, 0, 3)
+    opt = finetune.make_optimizer("Sum, unfrozen", network, TASKS, 0, 3)
 
     def changed() -> tuple[bool, bool]:
         before = {name: value.clone() for name, value in network.trunk.state_dict().items()}
-        finetune.step("Unfrozen", opt, network, scenes)
+        finetune.step("Sum, unfrozen", opt, network, scenes)
         names = [n for n, v in network.trunk.state_dict().items() if not torch.equal(v, before[n])]
         early = [name.startswith(("conv1", "bn1", "layer1")) for name in names]
         return any(early), not all(early)

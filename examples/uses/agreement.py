@@ -171,7 +171,7 @@ def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
                 color = style.method("ConnectionStrength") if marker == "o" else style.GREY
                 ax.errorbar(mean, y, xerr=half, fmt=marker, color=color)
         ax.set(yticks=range(len(results)), yticklabels=results, xlabel="% of channels")
-        ax.set(title="The same top-priority task after another order of batches; |: by chance")
+        ax.set(title="Same top-priority task if retrained; |: by chance")
         ax.invert_yaxis()
         ax.grid(axis="x")
         return figure

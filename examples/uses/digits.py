@@ -17,7 +17,7 @@ product. Seconds include counting these. Without it, "Sum" would take one backwa
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from uses.use import Column, Result, Use, interval
+from uses.use import Column, Result, Use, draw_gains
 
 SIDE = 14
 """Of a digit in a picture; those of scikit-learn have 8 x 8 pixels."""
@@ -235,15 +235,9 @@ def _train(row: str, seed: int, quick: bool) -> Result:
     }
 
 
-def _gains(ax: Axes, part: Part, rows: Mapping[str, list[Result]]) -> None:
-    """Differences of the same seed: seeds differ in their digits, and so in what is possible."""
-    for y, (row, results) in enumerate(rows.items()):
-        pairs = zip(results, rows["Sum"], strict=True)
-        mean, half = interval([100 * (result["mean"] - of_sum["mean"]) for result, of_sum in pairs])
-        ax.errorbar(mean, y, xerr=half, fmt="o", markersize=4, color=style.method(row))
-    ax.axvline(0, color=style.GREY, linewidth=0.8, linestyle="--")
-    ax.set(title=part.title, yticks=range(len(rows)), yticklabels=rows)
-    ax.grid(axis="x")
+def over_sum(results: Sequence[Result], sums: Sequence[Result]) -> list[float]:
+    """Mean accuracies less those of the same seed, in percentage points."""
+    return [100 * (run["mean"] - of_sum["mean"]) for run, of_sum in zip(results, sums, strict=True)]
 
 
 def _conflicts(ax: Axes, part: Part, rows: Mapping[str, list[Result]]) -> None:
@@ -263,9 +257,10 @@ def _draw(results: Mapping[str, list[Result]], folder: Path) -> None:
 
     def gains() -> Figure:
         figure, axes = style.panels(2, 2, 7.5, sharey=True)
-        for ax, of_part in zip(axes.flat, of_parts, strict=True):
-            _gains(ax, *of_part)
-        axes[0, 0].invert_yaxis()
+        for ax, (part, rows) in zip(axes.flat, of_parts, strict=True):
+            # Seeds differ in their digits, and so in what is possible.
+            draw_gains(ax, {row: over_sum(results, rows["Sum"]) for row, results in rows.items()})
+            ax.set_title(part.title)
         figure.suptitle("Test accuracy, mean over tasks, less that of Sum")
         figure.supxlabel("percentage points, with 95 % intervals", fontsize=11)
         return figure

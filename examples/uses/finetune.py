@@ -6,7 +6,7 @@ need no download. With `DOWNLOADED = True`, timm's own weights take the place of
 and the rest stays as it is.
 
 Rows with "+BN", "Phase 1", "Phase 2" and "Mixed" have task-specific batch normalization, which
-begins with the pretrained scales and statistics. "Frozen" keeps the stem and the first stage as
+begins with the pretrained scales and statistics. "frozen" keeps the stem and the first stage as
 they were pretrained, "unfrozen" trains them from a third of the epochs on. "Phase 1" makes two
 optimizer steps for each batch, and "Mixed" one and a half; "Sum+steps" has as many as "Phase 1".
 """
@@ -20,14 +20,13 @@ from pathlib import Path
 import style
 import torch
 import torchvision_operators
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional
 
 import cs_kernels as cs
-from uses.use import Column, Result, Use, delta_m, interval
+from uses.use import Column, Result, Use, delta_m, draw_gains
 
 torchvision_operators.define()  # timm imports torchvision.
 import timm  # noqa: E402
@@ -49,7 +48,16 @@ SCHEDULES = ("Phase 1", "Phase 2", "Mixed", "Mixed, unfrozen")
 CONVERTED = ("Sum+BN", *SCHEDULES)
 """Rows with task-specific batch normalization."""
 ROWS = (
-    *("Single-task", "From scratch", "Frozen", "Unfrozen", "Sum", "Sum+steps", "PCGrad", "UPGrad"),
+    *(
+        "Single-task",
+        "Sum, from scratch",
+        "Sum, frozen",
+        "Sum, unfrozen",
+        "Sum",
+        "Sum+steps",
+        "PCGrad",
+        "UPGrad",
+    ),
     *CONVERTED,
 )
 
@@ -302,7 +310,7 @@ def fit(row: str, tasks: Sequence[str], seed: int, quick: bool) -> tuple[Network
     state = pretrained(seed, quick)
     torch.manual_seed(seed)
     network = Network(tasks)
-    if row != "From scratch":
+    if not row.endswith("scratch"):
         network.trunk.load_state_dict(state)
     if row in CONVERTED:
         cs.nn.convert_task_batchnorm(network.trunk, tasks)
@@ -311,8 +319,8 @@ def fit(row: str, tasks: Sequence[str], seed: int, quick: bool) -> tuple[Network
     start = time.perf_counter()
     for epoch in range(epochs):
         opt.start_epoch(epoch)
-        unfrozen = "nfrozen" in row and epoch >= epochs // 3
-        freeze(network, "rozen" in row and not unfrozen)
+        unfrozen = row.endswith("unfrozen") and epoch >= epochs // 3
+        freeze(network, row.endswith("frozen") and not unfrozen)
         for index in torch.randperm(count, generator=generator).split(BATCH):
             step(row, opt, network, scenes[index])
         cosine.step()
@@ -355,21 +363,15 @@ def train(row: str, seed: int, quick: bool) -> Result:
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
     """Both metrics less those of Sum with the same seed."""
 
-    def of_task(ax: Axes, task: str) -> None:
-        for y, (row, of_row) in enumerate(results.items()):
-            pairs = zip(of_row, results["Sum"], strict=True)
-            mean, half = interval([100 * (run[task] - of_sum[task]) for run, of_sum in pairs])
-            color = style.method(row.removesuffix(", unfrozen"))
-            ax.errorbar(mean, y, xerr=half, fmt="o", markersize=4, color=color)
-        ax.axvline(0, color=style.GREY, linewidth=0.8, linestyle="--")
-        ax.set(title=task, yticks=range(len(results)), yticklabels=results)
-        ax.grid(axis="x")
+    def gains(row: str, task: str) -> list[float]:
+        pairs = zip(results[row], results["Sum"], strict=True)
+        return [100 * (run[task] - of_sum[task]) for run, of_sum in pairs]
 
     def both() -> Figure:
         figure, axes = style.panels(1, 2, 4.6, sharey=True)
         for ax, task in zip(axes[0], TASKS, strict=True):
-            of_task(ax, task)
-        axes[0, 0].invert_yaxis()
+            draw_gains(ax, {row: gains(row, task) for row in results})
+            ax.set_title(task)
         figure.suptitle("Average precision and mean IoU, less those of Sum")
         figure.supxlabel("percentage points, with 95 % intervals", fontsize=11)
         return figure

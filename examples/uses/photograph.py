@@ -19,7 +19,7 @@ from torch import nn
 
 import cs_kernels as cs
 from uses.priorities import TrackedGroupNorm, make_method, task_copies
-from uses.use import Column, Result, Use, delta_m, interval
+from uses.use import Column, Result, Use, delta_m, draw_gains
 
 SETTINGS = demo.Settings(epochs=16, crop=64)
 KINDS = ("Sum", "PCGrad", "Phase 2", "Phase 2, random")
@@ -69,19 +69,15 @@ def train(row: str, seed: int, quick: bool) -> Result:
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
     """The mean relative gain over Sum with the same normalization and seed."""
 
+    def gains(norm: str, kind: str) -> list[float]:
+        pairs = zip(results[f"{norm}/{kind}"], results[f"{norm}/Sum"], strict=True)
+        return [delta_m(run, of_sum, [*METRICS], LOWER) for run, of_sum in pairs]
+
     def picture() -> Figure:
         figure, axes = style.panels(1, len(NORMS), 3.2, sharex="row", sharey=True)
         for ax, norm in zip(axes[0], NORMS, strict=True):
-            for y, kind in enumerate(KINDS):
-                pairs = zip(results[f"{norm}/{kind}"], results[f"{norm}/Sum"], strict=True)
-                gains = [delta_m(run, of_sum, [*METRICS], LOWER) for run, of_sum in pairs]
-                mean, half = interval(gains)
-                color = style.method(kind.removesuffix(", random"))
-                ax.errorbar(mean, y, xerr=half, fmt="s" if "random" in kind else "o", color=color)
-            ax.axvline(0, color=style.GREY, linewidth=0.8, linestyle="--")
-            ax.set(title=norm, yticks=range(len(KINDS)), yticklabels=KINDS)
-            ax.grid(axis="x")
-        axes[0, 0].invert_yaxis()
+            draw_gains(ax, {kind: gains(norm, kind) for kind in KINDS})
+            ax.set_title(norm)
         figure.supxlabel("mean relative gain over Sum in %, with 95 % intervals", fontsize=11)
         return figure
 

@@ -19,7 +19,6 @@ from pathlib import Path
 
 import style
 import torch
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -28,7 +27,7 @@ from cs_kernels.gradients import TaskGradients
 from cs_kernels.step import Step
 from cs_kernels.trunk.layers import Layout
 from uses import digits
-from uses.use import Column, Result, Use, interval
+from uses.use import Column, Result, Use, draw_gains
 
 PARTS = {
     "equal": digits.PARTS["three"],
@@ -146,23 +145,15 @@ def train(row: str, seed: int, quick: bool) -> Result:
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
     """Accuracies less those of Sum with the same problem, normalization and seed."""
 
-    def gains(ax: Axes, name: str, norm: str) -> None:
-        for y, kind in enumerate(ROWS):
-            runs, sums = (results[f"{name}/{norm}/{k}"] for k in (kind, "Sum"))
-            pairs = zip(runs, sums, strict=True)
-            mean, half = interval([100 * (run["mean"] - of_sum["mean"]) for run, of_sum in pairs])
-            color = style.method(kind.removesuffix(", random"))
-            ax.errorbar(mean, y, xerr=half, fmt="s" if "random" in kind else "o", color=color)
-        ax.axvline(0, color=style.GREY, linewidth=0.8, linestyle="--")
-        ax.set(title=f"{norm}, {name} losses", yticks=range(len(ROWS)), yticklabels=ROWS)
-        ax.grid(axis="x")
+    def gains(problem: str, kind: str) -> list[float]:
+        return digits.over_sum(results[f"{problem}/{kind}"], results[f"{problem}/Sum"])
 
     def picture() -> Figure:
         figure, axes = style.panels(len(PARTS), len(NORMS), 5.6, sharex="row", sharey=True)
         for of_part, name in zip(axes, PARTS, strict=True):
             for ax, norm in zip(of_part, NORMS, strict=True):
-                gains(ax, name, norm)
-        axes[0, 0].invert_yaxis()
+                draw_gains(ax, {kind: gains(f"{name}/{norm}", kind) for kind in ROWS})
+                ax.set_title(f"{norm}\n{name} losses")
         figure.supxlabel("accuracy less that of Sum in percentage points, with 95 % intervals")
         return figure
 

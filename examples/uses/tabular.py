@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import cs_kernels as cs
-from uses.use import Column, Result, Use, delta_m, interval
+from uses.use import Column, Result, Use, delta_m, draw_gains
 
 TASKS = ("years", "kids", "affair")
 """No task may be called "children": modules have a method of that name."""
@@ -235,14 +235,9 @@ def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
         ax.set(ylabel="% of channels", title="Mixed: top-priority task")
 
     def of_gains(ax: Axes) -> None:
-        rows = [row for row in results if row != "Single-task"]
-        for place, row in enumerate(rows):
-            mean, half = interval([result["delta_m"] for result in results[row]])
-            ax.errorbar(mean, place, xerr=half, fmt="o", color=style.method(row), capsize=3)
-        labels = [row.replace("+", " +\n") for row in rows]
-        ax.set_yticks(range(len(rows)), labels, fontsize=10)
-        ax.set(ylim=(len(rows) - 0.5, -0.5), xlabel="%", title=r"$\Delta_m$ against single-task")
-        ax.axvline(0, color=style.GREY, linewidth=0.8)
+        rows = {row: of_row for row, of_row in results.items() if row != "Single-task"}
+        draw_gains(ax, {row: [run["delta_m"] for run in of_row] for row, of_row in rows.items()})
+        ax.set(xlabel="%", title=r"$\Delta_m$ against single-task")
 
     def both() -> Figure:
         figure, axes = style.panels(1, 2, 4.2)

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import style
 import torch
+from matplotlib.axes import Axes
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from scipy import stats
@@ -125,6 +127,18 @@ def _cell(column: Column, results: list[Result]) -> str:
         return f"{statistics.median(values):{form}} ({min(values):{form}}-{max(values):{form}})"
     mean, half = interval(values)
     return f"{mean:{form}} ± {half:{form}}"
+
+
+def draw_gains(ax: Axes, rows: Mapping[str, Sequence[float]]) -> None:
+    """The mean of each row's values with its interval, one below the other, and a line at 0."""
+    for y, (row, values) in enumerate(rows.items()):
+        mean, half = interval(values)
+        marker = "s" if row.endswith("random") else "o"
+        color = style.method(row)
+        ax.errorbar(mean, y, xerr=half, fmt=marker, markersize=4, color=color)
+    ax.axvline(0, color=style.GREY, linewidth=0.8, linestyle="--")
+    ax.set(yticks=range(len(rows)), yticklabels=rows, ylim=(len(rows) - 0.5, -0.5))
+    ax.grid(axis="x")
 
 
 def write(use: Use, results: Mapping[str, list[Result]], folder: Path, console: Console) -> None:
