@@ -141,8 +141,36 @@ def test_one_of_several_optimizers_is_forgotten(forgotten: int) -> None:
                 optimizer.step()
     if forgotten != 2:
         optimizers[forgotten].zero_grad()  # Dropped on purpose.
+    for _ in range(2):
         y = trunk(torch.randn(8, 3))
         opt.backward({task: heads[task](y).square().mean() for task in AB})
+        optimizers[0].param_groups[0]["params"][0].grad[0] = torch.nan  # The loop skips all steps.
+
+
+def test_an_optimizer_without_hooks_that_writes_behind_versions() -> None:
+    """Beside another one; it cannot be noticed."""
+
+    class Old:
+        def __init__(self, parameters: list[nn.Parameter]) -> None:
+            self.param_groups = [{"params": parameters}]
+            self.state: dict[Any, Any] = {}
+
+        def step(self) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(p.grad, alpha=-0.1)
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            for p in self.param_groups[0]["params"]:
+                p.grad = None
+
+    trunk, heads = nn.Linear(3, 4), nn.ModuleDict({task: nn.Linear(4, 1) for task in AB})
+    sgd, old = sgd_of(heads), Old([*trunk.parameters()])
+    opt = cs.MultiTaskOptimizer(trunk, [sgd, old], AB, cs.PCGrad())
+    for _ in range(3):
+        y = trunk(torch.randn(8, 3))
+        opt.backward({task: heads[task](y).square().mean() for task in AB})
+        sgd.step()
+        old.step()
 
 
 def test_an_optimizer_that_writes_behind_versions() -> None:

@@ -316,6 +316,10 @@ def test_a_wrapper_whose_no_sync_ends(rank: int) -> list[Tensor]:
         opt.backward(network(last))
         opt.optimizer.step()
         opt.optimizer.zero_grad()
+    del opt
+    gc.collect()
+    flags = "require_backward_grad_sync", "require_forward_param_sync"
+    assert all(getattr(network, flag, True) for flag in flags)
     return whole_copies(plain.parameters())
 
 

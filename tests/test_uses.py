@@ -43,7 +43,7 @@ def test_a_stopped_command_resumes(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_ends_the_command(tmp_path: Path) -> None:
-    """It waits for the runs that have begun, and drops the others."""
+    """What has not begun is dropped."""
     examples = Path(command.__file__).parents[1]
     given = ["digits", "--quick", "--seeds", "0", "--jobs", "1", "--out", tmp_path]
     python = str(Path(cs.__file__).parents[1]) + os.pathsep + str(examples)
@@ -61,6 +61,7 @@ def test_ctrl_c_ends_the_command(tmp_path: Path) -> None:
 
     while results() == 0 and process.poll() is None:
         time.sleep(0.02)
+    assert process.poll() is None, process.communicate()[0]
     os.killpg(process.pid, signal.SIGINT)
     printed, _ = process.communicate()
     assert process.returncode == 130, printed

@@ -9,6 +9,7 @@ import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from cs_kernels.engine.accumulation import Accumulation
@@ -26,6 +27,12 @@ def ends_with_gradient(
             yield found, found.grad
 
 
+def _gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Of its parameters, the values of those that are sparse."""
+    grads = (p.grad for p in held_by(optimizer) if p.grad is not None)
+    return (grad.coalesce().values() if grad.is_sparse else grad for grad in grads)
+
+
 class LoopGuard:
     """Notices every step of the torch optimizers, and raises for one that is wrong."""
 
@@ -40,6 +47,9 @@ class LoopGuard:
         `backward` in `.grad`, and the parameter's version."""
         self._used: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
         """By index of an optimizer that has made a step: parameters, and their `.grad` then."""
+        self._shared = set(gradients.parameters)
+        self._seen: list[int] = []
+        """The indices of the optimizers whose steps are noticed."""
         self._passes = False
         """Whether passes of `MultiTaskOptimizer.step` run."""
         self._notice_steps()
@@ -66,31 +76,27 @@ class LoopGuard:
 
     def note_update(self) -> None:
         """Notes that the update is in `.grad`, for the torch optimizers to use."""
-        shared = set(self._gradients.parameters)
-        for n, optimizer in enumerate(self._optimizers):
-            updated = (p for p in held_by(optimizer) if p in shared and p.grad is not None)
+        # One alone that is not noticed may still change the versions of its parameters.
+        for n in self._seen if len(self._optimizers) > 1 else [0]:
+            held = held_by(self._optimizers[n])
+            updated = (p for p in held if p.grad is not None and p in self._shared)
             for parameter in itertools.islice(updated, 1):
                 self._unused[n] = parameter, parameter._version
 
     def check_update_used(self) -> None:
         """Raises if the update of the last `backward` would be lost."""
         unused, self._unused = self._unused, {}
-        for n, (parameter, version) in unused.items():
-            if parameter._version != version:
-                continue
-            # These host synchronizations are rare: gradients were set to zero, or a scaler has
-            # skipped the step because they are not finite.
-            grads = [
-                p.grad.coalesce().values() if p.grad.is_sparse else p.grad
-                for p in held_by(self._optimizers[n])
-                if p.grad is not None
-            ]
-            if any(grad.any() for grad in grads) and all(grad.isfinite().all() for grad in grads):
-                self._unused = unused
-                raise RuntimeError(
-                    "the update of the last backward(...) is still in .grad: call optimizer.step()"
-                    " or zero_grad() first; to add up micro-batches, backward(..., update=False)"
-                )
+        unstepped = [n for n, (p, version) in unused.items() if p._version == version]
+        # These host synchronizations are rare: gradients were set to zero, or a scaler or the loop
+        # has skipped the step because they are not finite.
+        if not any(grad.any() for n in unstepped for grad in _gradients_of(self._optimizers[n])):
+            return
+        if all(grad.isfinite().all() for one in self._optimizers for grad in _gradients_of(one)):
+            self._unused = unused
+            raise RuntimeError(
+                "the update of the last backward(...) is still in .grad: call optimizer.step() or"
+                " zero_grad() first; to add up micro-batches, backward(..., update=False)"
+            )
 
     def _notice_steps(self) -> None:
         """Notes optimizer steps, also those that write into `.data` and change no version."""
@@ -128,3 +134,4 @@ class LoopGuard:
                 weakref.finalize(self, hook.remove)
                 hook = inner.register_step_post_hook(lambda *_, n=n: used(n))
                 weakref.finalize(self, hook.remove)
+                self._seen.append(n)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -49,15 +48,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 _FLAGS = "require_backward_grad_sync", "require_forward_param_sync"
 """The attributes of a DistributedDataParallel that switch its reductions and broadcasts on."""
 
-_switched_off: weakref.WeakKeyDictionary[Any, _Before] = weakref.WeakKeyDictionary()
-
-
-@dataclass
-class _Before:
-    """The flags of a DistributedDataParallel before it was switched off, and by how many."""
-
-    flags: list[bool]
-    users: int = 0
+_switched_off: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""By how many `Wrappers` each is switched off."""
 
 
 class _SeesWrapper(LocalHook):
@@ -139,29 +131,27 @@ class Wrappers:
                 )
             self._check_ranks(module)
             self._found.append(module)
-            before = _switched_off.get(module)
-            if before is None:
-                before = _Before([getattr(module, name) for name in _FLAGS])
-                _switched_off[module] = before
-            before.users += 1
+            _switched_off[module] = _switched_off.get(module, 0) + 1
             self.switch_off()
 
     def switch_off(self) -> None:
         """Switches off the reductions of all, which others may have switched on, as Lightning."""
         for module in self._found:
-            for name in _FLAGS:
-                setattr(module, name, False)
+            _set_flags(module, False)
 
     def group(self) -> dist.ProcessGroup | None:
         """The process group of the first one, if there is one."""
         return self._found[0].process_group if self._found else None
 
 
+def _set_flags(module: Any, on: bool) -> None:
+    for name in _FLAGS:
+        setattr(module, name, on)
+
+
 def _switch_on(modules: Sequence[Any]) -> None:
     for module in modules:
-        before = _switched_off[module]
-        before.users -= 1
-        if not before.users:
+        _switched_off[module] -= 1
+        if not _switched_off[module]:
             del _switched_off[module]
-            for name, value in zip(_FLAGS, before.flags, strict=True):
-                setattr(module, name, value)
+            _set_flags(module, True)  # Not as it was found, which may have been inside `no_sync`.

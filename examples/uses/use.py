@@ -83,11 +83,11 @@ def run_all(
     ):
         bar = progress.add_task(use.name, total=len(files), completed=len(files) - len(missing))
         started = []
-        for row, seed in missing:
-            file = files[row, seed]
-            file.parent.mkdir(parents=True, exist_ok=True)
-            started.append(pool.submit(_one_run, use, row, seed, quick, file))
         try:
+            for row, seed in missing:
+                file = files[row, seed]
+                file.parent.mkdir(parents=True, exist_ok=True)
+                started.append(pool.submit(_one_run, use, row, seed, quick, file))
             for done in as_completed(started):
                 progress.update(bar, advance=1, description=f"{use.name}: {done.result()}")
         except BaseException:
