@@ -37,7 +37,7 @@ def train(*, before: bool, epochs: int = 4) -> tuple[Network, list]:
         losses = {t: loss_with_outliers(step, t, predictions[t], targets[t]) for t in TASKS}
         history.append(opt.backward(losses))
         if before:
-            # Clipped is about the trunk. A head has the gradient of its own loss, outliers too.
+            # Clipped clips only the trunk's gradients; those of the heads have the outliers too.
             for head in network.heads.values():
                 clip_grad_norm_(head.parameters(), MAX_NORM)
         else:

@@ -50,8 +50,8 @@ def by_parameter(opt: cs.MultiTaskOptimizer) -> dict[str, float]:
             values[f"gradient_norm/{name}/{task}"] = gramians[p, i, i].sqrt()
             for j, other in zip(rows[:i], report.tasks, strict=False):
                 values[f"cosine/{name}/{other},{task}"] = conflicts.cosines[p, rows[i], j]
-    numbers = torch.stack([*values.values()]).tolist()  # Waits for the device, once.
-    return {n: x for n, x in zip(values, numbers, strict=True) if x == x}  # Frozen ones have NaN.
+    floats = torch.stack([*values.values()]).tolist()  # Waits for the device, once.
+    return {n: x for n, x in zip(values, floats, strict=True) if x == x}  # Frozen ones have NaN.
 
 
 def train(kind: str = "tensorboard", folder: Path = Path("runs")) -> tuple[Network, list]:

@@ -1,8 +1,9 @@
 """Beyond the paper: what the priorities of `uses/priorities.py` depend on, and what they change.
 
-Each row trains three networks that begin with the same weights: by Phase 2; by Phase 2 with another
-order of the batches; and by Phase 2 with BatchNorm. Two of them agree in a channel if it has the
-same top-priority task. Chance is the agreement of priorities that are shuffled within each layer.
+Each row trains networks that begin with the same weights: by Phase 2; by Phase 2 with another order
+of the batches; and, where the normalization is another one, by Phase 2 with BatchNorm. Two of them
+agree in a channel if it has the same top-priority task. Chance is the agreement of priorities that
+are shuffled within each layer.
 
 In every 16th step, the update of the prioritized weights is compared with others from the same
 gradients: with shuffled priorities, and with the expected update of PCGrad layer by layer. What a

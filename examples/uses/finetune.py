@@ -140,10 +140,10 @@ class Head(nn.Module):
 class Network(nn.Module):
     """The trunk, whose statistics may be those of tasks, and a head for each task."""
 
-    def __init__(self, tasks: Iterable[str]) -> None:
+    def __init__(self, tasks: Iterable[str], downloaded: bool = False) -> None:
         super().__init__()
         options = {"features_only": True, "in_chans": 1, "out_indices": (1, 2)}
-        self.trunk = timm.create_model(BACKBONE, pretrained=DOWNLOADED, **options)
+        self.trunk = timm.create_model(BACKBONE, pretrained=downloaded, **options)
         outputs = {"boxes": CLASSES + 4, "pixels": CLASSES + 1}
         channels = self.trunk.feature_info.channels()
         self.heads = nn.ModuleDict({task: Head(channels, outputs[task]) for task in tasks})
@@ -167,7 +167,7 @@ def freeze(network: Network, frozen: bool) -> None:
 def pretrained(seed: int, quick: bool) -> dict[str, Tensor]:
     """The state of a trunk that classifies single digits."""
     torch.manual_seed(seed)
-    trunk = Network(()).trunk
+    trunk = Network((), DOWNLOADED).trunk
     if DOWNLOADED:
         return trunk.state_dict()
     classifier = nn.Linear(trunk.feature_info.channels()[-1], CLASSES)

@@ -7,7 +7,8 @@ normalization is tracked as BatchNorm does, so that the paper's Eq. (4) to (10) 
 
 "random" is the null: Phase 2 with the priorities of a layer shuffled among its channels, by a
 permutation that is drawn once. Groups of channels keep their sizes, and change as slowly. "PCGrad"
-projects layer by layer. Rows differ in nothing else: all have task-specific normalization.
+projects layer by layer. All rows have task-specific normalization. "Mixed" rows make about twice as
+many optimizer steps as the others, so compare them with each other.
 """
 
 import copy
