@@ -22,6 +22,7 @@ from uses.priorities import TrackedGroupNorm, make_method, task_copies
 from uses.use import Column, Result, Use, delta_m, draw_gains
 
 SETTINGS = demo.Settings(epochs=16, crop=64)
+QUICK = demo.Settings(epochs=1, steps=2, crop=32, batch=2)
 KINDS = ("Sum", "PCGrad", "Phase 2", "Phase 2, random")
 NORMS = ("BatchNorm", "GroupNorm")
 METRICS = {"disparity": "rmse", "normals": "mean", "edges": "F"}
@@ -54,7 +55,7 @@ def scenes() -> tuple[Scene, Scene]:
 def train(row: str, seed: int, quick: bool) -> Result:
     """The metrics of one network."""
     norm, kind = row.split("/")
-    settings = demo.QUICK if quick else SETTINGS
+    settings = QUICK if quick else SETTINGS
     trained, held_out = scenes()
     convert = cs.nn.convert_task_batchnorm if norm == "BatchNorm" else with_group_norm
     given = [*TASKS], demo.Row(lambda: make_method(kind, seed)), settings, seed, trained
