@@ -5,7 +5,6 @@ after the update, and one after `MultiTaskOptimizer.step`, which has made it.
 """
 
 import contextlib
-import itertools
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -28,7 +27,7 @@ def ends_with_gradient(
 
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Of its parameters, the values of those that are sparse."""
+    """The gradients of its parameters; of a sparse one, the values."""
     grads = (p.grad for p in held_by(optimizer) if p.grad is not None)
     return (grad.coalesce().values() if grad.is_sparse else grad for grad in grads)
 
@@ -80,7 +79,8 @@ class LoopGuard:
         for n in self._seen if len(self._optimizers) > 1 else [0]:
             held = held_by(self._optimizers[n])
             updated = (p for p in held if p.grad is not None and p in self._shared)
-            for parameter in itertools.islice(updated, 1):
+            parameter = next(updated, None)
+            if parameter is not None:
                 self._unused[n] = parameter, parameter._version
 
     def check_update_used(self) -> None:

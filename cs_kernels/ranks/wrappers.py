@@ -65,7 +65,6 @@ class _SeesWrapper(LocalHook):
         around, wrappers = getattr(kind, "_active_ddp_module", None), self._wrappers()
         if around is not None and wrappers is not None:
             wrappers.take(around)
-            wrappers.switch_off()  # The end of `no_sync` may have switched them on again.
 
 
 class Wrappers:
@@ -132,7 +131,7 @@ class Wrappers:
             self._check_ranks(module)
             self._found.append(module)
             _switched_off[module] = _switched_off.get(module, 0) + 1
-            self.switch_off()
+        self.switch_off()  # The end of `no_sync` may have switched known ones on again.
 
     def switch_off(self) -> None:
         """Switches off the reductions of all, which others may have switched on, as Lightning."""

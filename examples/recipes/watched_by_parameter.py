@@ -38,11 +38,11 @@ def by_parameter(opt: cs.MultiTaskOptimizer) -> dict[str, float]:
     conflicts, report = opt.conflicts(), opt.report()
     if report.phase == 1:  # The tasks have taken turns.
         return {}
-    rows = [conflicts.tasks.index(task) for task in report.tasks]  # Those with labels.
+    rows = [conflicts.tasks.index(task) for task in report.tasks]  # Tasks with labels.
     gramians = conflicts.gramians[:, rows][..., rows]  # [parameters, tasks, tasks].
     weights, values = report.task_weights, {}
-    if weights is not None and weights.ndim == 1:  # Of a Gramian method with groups="all".
-        both = torch.ones_like(weights), 1 - weights  # Of the plain sum, and what is missing of it.
+    if weights is not None and weights.ndim == 1:  # A Gramian method, groups="all".
+        both = torch.ones_like(weights), 1 - weights  # The plain sum, and what it loses.
         whole, removed = ((w @ gramians @ w).clamp(min=0).sqrt() for w in both)
         values = {f"removed/{n}": x for n, x in zip(conflicts.names, removed / whole, strict=True)}
     for p, name in enumerate(conflicts.names):

@@ -254,7 +254,7 @@ def mean_iou(output: Tensor, pixels: Tensor) -> float:
 @torch.no_grad()
 def evaluate(network: Network, tasks: Sequence[str], scenes: Scenes) -> dict[str, float]:
     """Average precision, and the mean intersection over union."""
-    values, was_training = {}, network.training
+    values = {}
     network.eval()
     for task in tasks:
         with cs.nn.active_task(network.trunk, task):
@@ -264,7 +264,6 @@ def evaluate(network: Network, tasks: Sequence[str], scenes: Scenes) -> dict[str
             if task == "boxes"
             else mean_iou(output, scenes.pixels)
         )
-    network.train(was_training)
     return values
 
 
