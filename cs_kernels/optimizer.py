@@ -377,8 +377,8 @@ class MultiTaskOptimizer(Copyable):
 
         It is made from numbers that the step has kept anyway, without a host synchronization;
         `report.scalars()`, for a logger, and `print(report)` wait for the device, once. In a hook
-        of the torch optimizer, it is still that of the step before. On many ranks it is the same on
-        all, except for the time.
+        of the torch optimizer and in `observe` of a weighting, it is still that of the step before.
+        On many ranks it is the same on all, except for the time.
 
         Raises:
             RuntimeError: No step has been made yet, or none since `load_state_dict`.

@@ -10,12 +10,17 @@ class Stateful:
     """Something that may have a state from step to step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs."""
+        """The state that a resumed run needs; a step that fails goes back to it."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict`."""
         del state
+
+    @classmethod
+    def has_state(cls) -> bool:
+        """Whether there may be one."""
+        return cls.state_dict is not Stateful.state_dict
 
     def captured_state(self) -> list[Tensor]:
         """The tensors of the state, for `MultiTaskOptimizer.capture`.
@@ -27,7 +32,7 @@ class Stateful:
             ValueError: Replays would go wrong. Here: it has a state, and does not say how.
 
         """
-        if type(self).state_dict is not Stateful.state_dict:
+        if self.has_state():
             raise ValueError(
                 f"a captured step must update its state in place, but {self!r} has a state and no"
                 " captured_state()"

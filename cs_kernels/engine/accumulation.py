@@ -53,11 +53,22 @@ class Accumulation:
             dropped, self._dropped = self._dropped, ""
             warnings.warn(f"{dropped}: this call begins a new update", stacklevel=5)
 
-    def wait(self, step: Step) -> None:
-        """Keeps the gradients of a call of `backward(update=False)` for the next one."""
-        self.step = step
-        self._calls += 1
-        self._mark()
+    def waiting(self, step: Step) -> Callable[[], None]:
+        """Keeps the gradients of a call of `backward(update=False)` for the next one.
+
+        Returns:
+            Notes that it has been made.
+
+        """
+        # A gradient in `.grad`, so that `zero_grad()` shows.
+        lent = self._gradients.lend()
+
+        def commit() -> None:
+            self.step = step
+            self._calls += 1
+            self._mark(lent)
+
+        return commit
 
     @contextlib.contextmanager
     def dropped_on_error(self, drop: Callable[[], None]) -> Iterator[None]:
@@ -75,9 +86,8 @@ class Accumulation:
                 )
             raise
 
-    def _mark(self) -> None:
-        """Remembers the gradients in `.grad`, and puts one there, so that `zero_grad()` shows."""
-        lent = self._gradients.lend()
+    def _mark(self, lent: tuple[int, Tensor] | None) -> None:
+        """Remembers the gradients in `.grad`, and puts one there."""
         held = self._optimizers.held()
         if lent is not None:
             self._lent = self._gradients.parameters[lent[0]]

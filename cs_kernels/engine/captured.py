@@ -7,6 +7,7 @@ counter of draws, the state of methods and weightings), or is compared with that
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import is_
 
@@ -113,8 +114,9 @@ class CapturedStep:
         def run() -> None:
             mode = self._step()
             mode.arguments()
-            step = engine.make(mode, self._tasks, phase, self._counter)
-            losses.update(step.losses)
+            with ExitStack() as interrupts:
+                made = engine.make(mode, self._tasks, phase, interrupts, self._counter)
+            losses.update(made)
             self._counter.add_(1)
 
         held = engine.trunk.held()

@@ -5,8 +5,8 @@ comes before and after is here: facts, ranks, averages, surgery, the torch optim
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from torch.profiler import record_function
 from cs_kernels.engine import supports
 from cs_kernels.engine.accumulation import Accumulation
 from cs_kernels.engine.cuda_graphs import refuse_capture
+from cs_kernels.engine.interrupts import held_back
 from cs_kernels.engine.kept import Kept
 from cs_kernels.engine.loop_guard import LoopGuard
 from cs_kernels.engine.loss_graph import Backward, LossGraph
@@ -82,7 +83,7 @@ class Engine:
     def run(self, mode: "Mode") -> dict[str, Tensor]:
         """A step, or a call of `backward`; returns the losses of its tasks."""
         self.ranks.wrappers.switch_off()
-        with self.ranks.together(), mode.around():
+        with ExitStack() as interrupts, self.ranks.together(), mode.around():
             chosen = self.chosen(mode.arguments())
             refuse_capture(self.trunk.device)
             supports.check(mode.name, self)
@@ -91,24 +92,43 @@ class Engine:
             if mode.open_step() is None and self.trunk.changed():
                 self.forget_passes()
             chosen = self.ranks.begin(chosen, self._call(mode, phase))
-            step = self.make(mode, chosen, phase)
-        return self.ranks.returned(mode.losses_of(step), chosen)
+            losses = self.make(mode, chosen, phase, interrupts)
+        return losses
 
     def make(
-        self, mode: "Mode", tasks: Sequence[str], phase: Phase, counter: Tensor | None = None
-    ) -> Step:
-        """Makes a step that has been checked; in a capture, with a counter on the device."""
-        with record_function(mode.label):
+        self,
+        mode: "Mode",
+        tasks: Sequence[str],
+        phase: Phase,
+        interrupts: ExitStack,
+        counter: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Makes a step that has been checked; returns the losses of its tasks.
+
+        What can fail comes before the step of the torch optimizers, and is undone after an
+        exception; what comes after it only assigns.
+
+        Args:
+            mode: Makes the gradients.
+            tasks: The tasks of all ranks.
+            phase: The phase of the step.
+            interrupts: Holds Ctrl-C back from the step of the torch optimizers to its own end.
+            counter: In a capture, the number of the step on the device.
+
+        """
+        eager = counter is None
+        states = self.transaction.states(self.method, self.weighting) if eager else nullcontext()
+        with record_function(mode.label), states:
             step = mode.open_step() or self._new_step(mode, tasks, phase, counter)
-            for part in mode.parts(step, tasks, phase):
+            parts = [*mode.parts(step, tasks, phase)]
+            for part in parts:
                 with (
                     noted(part.note),
                     self.transaction.part(
-                        part.tasks,
-                        clears=not part.continues,
-                        restores=mode.applies and counter is None,
+                        part.tasks, clears=not part.continues, restores=mode.applies and eager
                     ) as held,
                 ):
+                    interrupts.close()  # After another task's update, in Phase 1.
                     part.before = step.begin_passes()
                     self.ranks.expect(part)
                     mode.make(part, held)
@@ -116,10 +136,18 @@ class Engine:
                     if part.joint or self.trunk.watcher.norms_ran:
                         self._require_covered()
                     mode.surgery(part)
+                    last = part is parts[-1]
+                    if last:
+                        losses = self.ranks.returned(mode.losses_of(step), tasks)
+                        commit = mode.prepared(step, phase)
+                    interrupts.enter_context(held_back())
                     if mode.applies:
                         self._apply()
-            mode.end(step, tasks, phase)
-        return step
+                    if last:
+                        commit()
+        interrupts.close()
+        mode.after(step, tasks)
+        return losses
 
     def _call(self, mode: "Mode", phase: Phase) -> Call:
         """The facts of a step that must be equal on all ranks."""
@@ -157,8 +185,6 @@ class Engine:
                 self.combine(step)
             else:
                 step.surgery = step.kept.surgery()
-                if self.trunk.reach.has_unknown_gradient():
-                    self.kept.forget()
             gradients.publish()
             if first is not None and self.trunk.shared[first[0]].grad is None:
                 raise RuntimeError(
@@ -182,15 +208,24 @@ class Engine:
         self.optimizers.step(self.scaler)
         self.guard.note_steps()
 
-    def finish(self, step: Step, phase: Phase) -> None:
-        """Notes a step that has been made."""
-        self.monitor.done = Done(step, self.steps, self.epoch, phase)
-        self.steps += 1
-        if phase == 2:
-            self.kept.observe(step, self.method)
-        self.weighting.observe(step)
-        self.monitor.count_step(step)
-        self.trunk.end_step_if_watched()
+    def prepared(self, step: Step, phase: Phase) -> Callable[[], None]:
+        """Computes what a step leaves beside its update; the function returned assigns it."""
+        if not self.weighting.reevaluates:
+            self.weighting.observe(step)
+        done = Done(step, self.steps, self.epoch, phase)
+        unknown = self.trunk.reach.has_unknown_gradient()
+        kept = self.kept.after(step, self.method, unknown=unknown) if phase == 2 else None
+        counted = self.monitor.counted_step(step)
+
+        def commit() -> None:
+            self.steps += 1
+            self.monitor.done = done
+            if kept is not None:
+                self.kept = kept
+            counted()
+            self.trunk.end_step_if_watched()
+
+        return commit
 
     # --- what a step begins from ---
 
@@ -214,8 +249,9 @@ class Engine:
     def start_epoch(self, epoch: int) -> None:
         """Starts an epoch, counted from 0."""
         number = checked_integer("epoch", epoch, 0)
-        self.weighting.start_epoch(number)
-        self.epoch = number
+        with self.transaction.states(self.weighting):
+            self.weighting.start_epoch(number)
+            self.epoch = number
 
     def chosen(self, tasks: Iterable[str] | None) -> tuple[str, ...]:
         """The argument `tasks` of a step, checked."""
@@ -326,9 +362,12 @@ class Mode(ABC):
         if part.joint and not part.adds_up:
             self.engine.surgery(part)
 
-    def end(self, step: Step, tasks: Sequence[str], phase: Phase) -> None:
-        """Ends a step of some tasks, in their order."""
-        self.engine.finish(step, phase)
+    def prepared(self, step: Step, phase: Phase) -> Callable[[], None]:
+        """Computes what this call leaves beside gradients; the function returned assigns it."""
+        return self.engine.prepared(step, phase)
+
+    def after(self, step: Step, tasks: Sequence[str]) -> None:
+        """What is done once a step has been made."""
 
     def losses_of(self, step: Step) -> dict[str, Tensor]:
         """The losses that the caller gets."""

@@ -11,10 +11,10 @@ from cs_kernels.step import KeptWeights, Step
 class Kept:
     """The weights of the last joint step that has solved for them, if they may be used again."""
 
-    def __init__(self) -> None:
-        self._weights: KeptWeights | None = None
-        self._method: Method | None = None
-        """The method that has solved for them."""
+    def __init__(self, weights: KeptWeights | None = None, method: Method | None = None) -> None:
+        self._weights = weights
+        self._method = method
+        """The method that has solved for them; None after a checkpoint."""
 
     @property
     def since(self) -> int | None:
@@ -31,25 +31,31 @@ class Kept:
         fits = known == (step.tasks, step.at_features, by_layer)
         return kept if fits and 0 < step.number - kept.number < method.update_every else None
 
-    def observe(self, step: Step, method: Method) -> None:
-        """Keeps the weights of a joint step that has solved for them; the host waits to check them.
+    def after(self, step: Step, method: Method, *, unknown: bool) -> "Kept":
+        """What is kept after a joint step; where it has solved, the host waits to check weights.
 
-        Neither weights that are not finite are kept, nor those of a task with a zero gradient: some
-        methods give it the weight 0, others all of it.
+        Discarded if any weight is not finite, or if any task's gradient is zero: some methods give
+        such a task the weight 0, others all of it.
+
+        Args:
+            step: The step.
+            method: The method that made its update.
+            unknown: Whether `.grad` has a gradient that no task was seen to reach.
+
         """
         if step.kept is not None:
-            return
-        self.forget()
+            return Kept() if unknown else self
         solved = step.surgery
         if method.update_every == 1 or step.counter is not None:
-            return
+            return Kept()
         if solved.task_weights is None or solved.gramian is None:
-            return
+            return Kept()
         weights = solved.task_weights.detach().clone()
         energies = solved.gramian.diagonal(dim1=-2, dim2=-1).reshape(-1, len(solved.rows)).sum(0)
-        if weights.isfinite().all() & (energies > 0).all():
-            known = step.number, solved.rows, solved.layers, step.at_features
-            self._weights, self._method = KeptWeights(*known, weights), method
+        if not weights.isfinite().all() & (energies > 0).all():
+            return Kept()
+        known = step.number, solved.rows, solved.layers, step.at_features
+        return Kept(KeptWeights(*known, weights), method)
 
     def forget(self) -> None:
         """Solves anew in the next joint step."""

@@ -1,6 +1,6 @@
 """`backward`: a backward pass a task after one forward pass of the caller, and micro-batches."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -110,14 +110,19 @@ class OneGraph(Mode):
             with record_function("cs_kernels.collect"), torch.no_grad():
                 engine.trunk.check_reached(task, ranks.collect(task))
 
-    def end(self, step: Step, tasks: Sequence[str], phase: Phase) -> None:
+    def prepared(self, step: Step, phase: Phase) -> Callable[[], None]:
         """Leaves the update to the torch optimizer, or the gradients to the next call."""
-        if self.update:
-            self.engine.accumulation.clear()
-            super().end(step, tasks, phase)
-            self.engine.guard.note_update()
-        else:
-            self.engine.accumulation.wait(step)
+        accumulation, guard = self.engine.accumulation, self.engine.guard
+        if not self.update:
+            return accumulation.waiting(step)
+        finished = super().prepared(step, phase)
+
+        def commit() -> None:
+            finished()
+            accumulation.clear()
+            guard.note_update()
+
+        return commit
 
     def losses_of(self, step: Step) -> dict[str, Tensor]:
         """The losses of this call."""

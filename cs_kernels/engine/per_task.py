@@ -13,7 +13,7 @@ from torch.profiler import record_function
 from cs_kernels.engine import supports
 from cs_kernels.engine.engine import Engine, Mode
 from cs_kernels.engine.loss_graph import checked_loss
-from cs_kernels.errors import add_note, described
+from cs_kernels.errors import add_note, described, noted
 from cs_kernels.nn.task_norm import active
 from cs_kernels.schedules import Phase
 from cs_kernels.step import Part, Step
@@ -85,30 +85,28 @@ class PerTask(Mode):
         trunk.watcher.learned(task)
         graph.passed(task)
 
-    def end(self, step: Step, tasks: Sequence[str], phase: Phase) -> None:
+    def after(self, step: Step, tasks: Sequence[str]) -> None:
         """Computes the losses again, if the weighting needs those after the step."""
-        engine = self.engine
-        try:
-            if engine.weighting.reevaluates:
+        engine, weighting = self.engine, self.engine.weighting
+        if not weighting.reevaluates:
+            return
+        note = (
+            f"the step has been made: {weighting!r} computes losses again after it, without"
+            " gradients; with reevaluate=False, it takes those of the next step"
+        )
+        with noted(note), engine.transaction.states(weighting):
+            try:
                 with engine.transaction.without_traces(step.tasks), engine.guard.passing():
                     step.losses_after = {task: self._evaluate(task) for task in tasks}
-        finally:  # The step has been made.
-            super().end(step, tasks, phase)
+            finally:
+                weighting.observe(step)
 
     def _evaluate(self, task: str) -> Tensor:
         """The loss of one task, without gradients."""
-        trunk, weighting = self.engine.trunk, self.engine.weighting
-        try:
-            with active(trunk.norms, task), torch.no_grad(), trunk.watcher.noticing(task):
-                losses = [closure(task).detach().reshape(()) for closure in self._closures]
-                return sum(losses[1:], losses[0])
-        except Exception as error:
-            add_note(
-                error,
-                f"the step has been made: {weighting!r} computes losses again after it,"
-                " without gradients; with reevaluate=False, it takes those of the next step",
-            )
-            raise
+        trunk = self.engine.trunk
+        with active(trunk.norms, task), torch.no_grad(), trunk.watcher.noticing(task):
+            losses = [closure(task).detach().reshape(()) for closure in self._closures]
+            return sum(losses[1:], losses[0])
 
 
 def trace(engine: Engine, closure: object) -> None:

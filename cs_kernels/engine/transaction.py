@@ -1,6 +1,7 @@
 """All or nothing: what is set before the passes of a step, and undone after an exception."""
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 from cs_kernels.engine.accumulation import Accumulation
 from cs_kernels.engine.loop_guard import LoopGuard
 from cs_kernels.ranks.strategy import Ranks
+from cs_kernels.stateful import Stateful
 from cs_kernels.trunk.trunk import Trunk
 
 
@@ -55,6 +57,19 @@ class Transaction:
             except BaseException:
                 self.drop()
                 raise
+
+    @staticmethod
+    @contextlib.contextmanager
+    def states(*owners: Stateful) -> Iterator[None]:
+        """Around what changes the states of a method or a weighting: an exception undoes it."""
+        # A state_dict may hold the tensors that the step is going to change.
+        before = [(one, copy.deepcopy(one.state_dict())) for one in owners if one.has_state()]
+        try:
+            yield
+        except BaseException:
+            for owner, state in before:
+                owner.load_state_dict(state)
+            raise
 
     def clear(self, held: Sequence[nn.Parameter]) -> None:
         """Sets all gradients to None."""

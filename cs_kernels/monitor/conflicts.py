@@ -4,9 +4,9 @@ A step reads the gradients once more, for a Gramian of each parameter. All furth
 small tensors on the gradients' device, which nobody waits for before a number is read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -169,15 +169,15 @@ class ConflictCounter:
             gramians = gramians / step.loss_scale.double() ** 2
         self._measured = step, gramians, pattern
 
-    def add(self, step: Step) -> None:
-        """Counts a joint step that has ended; one that failed is not counted."""
+    def added(self, step: Step) -> Callable[[], None]:
+        """Counts a joint step; the function returned takes the counts, once it has been made."""
         measured, self._measured = self._measured, None
         if measured is None or measured[0] is not step:
-            return
+            return lambda: None
         _, gramians, pattern = measured
         if gramians is None:
-            self._gramians.fill_(torch.nan)
-            return
+            nothing = torch.full_like(self._gramians, torch.nan)
+            return partial(self._take, (nothing, self._counts, self._steps))
         self._follow(gramians.device)
         reached, pairs, others = self._masks(pattern, captured=step.counter is not None)
         tasks = gramians.shape[1:]
@@ -187,10 +187,17 @@ class ConflictCounter:
         of_modules = of_members.view(*self._members.shape, *tasks).sum(1)
         products = torch.cat([of_parameters[:-1], of_modules])
         finite = gramians.isfinite().all()
-        # In place, for the replays of a CUDA graph.
-        self._counts += (cosines_of(products) < self.threshold) & others & finite
-        self._steps += pairs & finite
-        self._gramians.copy_(torch.where(pairs, products, torch.nan))
+        counts = self._counts + ((cosines_of(products) < self.threshold) & others & finite)
+        steps = self._steps + (pairs & finite)
+        taken = torch.where(pairs, products, torch.nan), counts, steps
+        if step.counter is None:
+            return partial(self._take, taken)
+        for tensor, value in zip(self.captured_state(), taken, strict=True):
+            tensor.copy_(value)  # In place, for the replays of a CUDA graph.
+        return lambda: None
+
+    def _take(self, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+        self._gramians, self._counts, self._steps = tensors
 
     def _follow(self, device: torch.device) -> None:
         """Moves to the device of a trunk that was moved."""

@@ -1,5 +1,7 @@
 """What is kept of the steps for those who watch."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -37,10 +39,9 @@ class Monitor:
         if self.counter is not None and step.kept is None:
             self.counter.measure(step)
 
-    def count_step(self, step: Step) -> None:
-        """Counts the conflicts of a step that has ended."""
-        if self.counter is not None:
-            self.counter.add(step)
+    def counted_step(self, step: Step) -> Callable[[], None]:
+        """Counts the conflicts of a step; the function returned takes the counts."""
+        return (lambda: None) if self.counter is None else self.counter.added(step)
 
     def report(self, method: Method, weighting: Weighting) -> Report:
         """The report of the last step.

@@ -8,7 +8,8 @@ from torch import nn
 class Reach:
     """The tasks that have ever reached each shared parameter.
 
-    A parameter is one task's own if several tasks might have reached it, but only that one has.
+    A parameter is one task's own if several tasks had a pass, but only that one has reached it. A
+    parameter that is frozen while a task's pass runs, as adapters are switched, is not reached.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], tasks: Sequence[str]) -> None:
@@ -22,7 +23,8 @@ class Reach:
         self._reached_by = [0] * len(self._parameters)
         """For each parameter: the tasks that have ever reached it, a bit each."""
         self._tried_by = [0] * len(self._parameters)
-        """For each parameter: the tasks with a pass while it required a gradient, a bit each."""
+        """For each parameter: the tasks that had a pass since any task has reached it, or since what
+        trains has changed, a bit each."""
         self._owners: dict[int, str] | None = {}
 
     def note(self, task: str, unreached: list[int]) -> None:
@@ -31,12 +33,11 @@ class Reach:
             return
         self._unreached[task] = unreached
         bit, missing = 1 << self._tasks.index(task), set(unreached)
-        for i, parameter in enumerate(self._parameters):
+        for i in range(len(self._parameters)):
             if i not in missing:
                 self.has_new |= not self._reached_by[i]
                 self._reached_by[i] |= bit
-            if i not in missing or parameter.requires_grad:
-                self._tried_by[i] |= bit
+            self._tried_by[i] |= bit
         self._owners = None
 
     def note_gradients(self, task: str) -> bool:
@@ -51,8 +52,14 @@ class Reach:
         self.note(task, [i for i, p in enumerate(self._parameters) if id(p) not in reached])
 
     def forget_passes(self) -> None:
-        """Notes the next pass of every task anew: other parameters may require a gradient now."""
+        """Notes the next pass of every task anew: other parameters may require a gradient now.
+
+        A parameter that no task has reached was frozen, so no task has tried in vain.
+        """
         self._unreached.clear()
+        pairs = zip(self._tried_by, self._reached_by, strict=True)
+        self._tried_by = [tried if reached else 0 for tried, reached in pairs]
+        self._owners = None
 
     def has_unknown_gradient(self) -> bool:
         """Whether `.grad` has a gradient of a parameter that no task was seen to reach."""
@@ -78,7 +85,7 @@ class Reach:
     def owners(self) -> dict[int, str]:
         """The index of each parameter that only one task has ever reached, and that task.
 
-        A second task must have had a pass while the parameter required a gradient.
+        A second task must have had a pass.
         """
         if self._owners is None:
             tasks = enumerate(zip(self._reached_by, self._tried_by, strict=True))

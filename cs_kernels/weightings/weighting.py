@@ -49,9 +49,11 @@ class Weighting(Stateful, ABC):
         del epoch
 
     def observe(self, step: Step) -> None:
-        """Called after a step; `step.losses` are the unweighted losses of its tasks.
+        """Called once per step; `step.losses` are the unweighted losses of its tasks.
 
-        They are means over the ranks, and sums over the micro-batches.
+        They are means over the ranks, and sums over the micro-batches. The call comes before the
+        torch optimizers' step, or after the losses were computed again if it `reevaluates`. If
+        the step fails, `load_state_dict` brings the state before it back.
         """
         del step
 

@@ -109,14 +109,9 @@ class Stacked(PerTask):
         passes = TrunkPass(
             self._trunk, modules, engine.trunk.norms, step, self._updates, candidates
         )
-        before = engine.method.state_dict()
         with contextlib.closing(passes), engine.guard.passing():
-            try:
-                self._one_pass(passes, step, held)
-                step.surgery = self._updates.surgery()
-            except BaseException:
-                engine.method.load_state_dict(before)  # It may have made a part of the updates.
-                raise
+            self._one_pass(passes, step, held)
+            step.surgery = self._updates.surgery()
 
     def surgery(self, part: Part) -> None:
         """It was made during the backward pass."""
