@@ -54,11 +54,11 @@ class Reach:
     def forget_passes(self) -> None:
         """Notes the next pass of every task anew: other parameters may require a gradient now.
 
-        A parameter that no task has reached was frozen, so no task has tried in vain.
+        One that no task has reached may have been frozen, so no task has tried in vain.
         """
         self._unreached.clear()
         pairs = zip(self._tried_by, self._reached_by, strict=True)
-        self._tried_by = [tried if reached else 0 for tried, reached in pairs]
+        self._tried_by = [tried if by else 0 for tried, by in pairs]
         self._owners = None
 
     def has_unknown_gradient(self) -> bool:
@@ -99,12 +99,17 @@ class Reach:
     def state_dict(self) -> dict[str, dict[str, list[str]]]:
         """For each parameter that some task has not reached: the tasks that have, or have tried."""
         every = (1 << len(self._tasks)) - 1
-        parameters = zip(self._names, self._reached_by, self._tried_by, strict=True)
+        parameters = zip(self._names, self._reached_by, self._tried(), strict=True)
         return {
             name: {"reached": self._names_of(reached), "tried": self._names_of(tried)}
             for name, reached, tried in parameters
             if reached != every
         }
+
+    def _tried(self) -> list[int]:
+        """No task has tried in vain to reach a parameter that has been frozen for all."""
+        of_parameters = zip(self._parameters, self._reached_by, self._tried_by, strict=True)
+        return [tried if by or p.requires_grad else 0 for p, by, tried in of_parameters]
 
     def _names_of(self, tasks: int) -> list[str]:
         return [task for i, task in enumerate(self._tasks) if tasks >> i & 1]
