@@ -198,3 +198,10 @@ class Part:
     """Whether its passes stop at features, and the next part goes on from there."""
     reached: tuple[bool, ...] = ()
     """For each feature, whether a task has a gradient of it: once averaged, on any rank."""
+
+    @property
+    def adds_tasks(self) -> bool:
+        """Whether the gradients of several tasks add up, without weights: then only their graphs
+        show what each task reaches. A resumed run checks graphs at other steps, so it must learn
+        nothing from them where gradients tell, or where weights depend on what was known."""
+        return self.joint and not self.separate and self.step.kept is None

@@ -73,8 +73,13 @@ class LossGraph:
             return None
         return self.scaler.scale(torch.ones((), device=self._trunk.device))
 
-    def check(self, task: str, loss: Tensor) -> None:
+    def check(self, task: str, loss: Tensor, *, shows_reach: bool = False) -> None:
         """Checks the graph of a task's loss, unless that of an earlier pass was.
+
+        Args:
+            task: The task.
+            loss: Its loss.
+            shows_reach: Whether only its graph shows what the task reaches, as gradients add up.
 
         Raises:
             ValueError: It depends on a parameter that the optimizer does not hold, or on none of
@@ -90,7 +95,8 @@ class LossGraph:
             if trains and self._of_trunk.isdisjoint(reached):
                 raise no_shared_parameter(task)
             self._known.add(task)
-            self._trunk.reach.note_graph(task, reached)
+            if shows_reach:
+                self._trunk.reach.note_graph(task, reached)
 
     def passed(self, *tasks: str) -> None:
         """Notes that the passes of some tasks, whose graphs were checked, have not failed."""

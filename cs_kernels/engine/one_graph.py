@@ -82,7 +82,7 @@ class OneGraph(Mode):
         engine.accumulation.unmark()
         step.tasks = engine.in_order((*step.tasks, *part.tasks))
         for task, loss in self.losses.items():
-            engine.graph.check(task, loss)
+            engine.graph.check(task, loss, shows_reach=part.adds_tasks)
         alone = self.update and not self._continues and engine.ranks.size == 1
         step.known = {t: loss.detach() for t, loss in self.losses.items()} if alone else {}
         weighted = {

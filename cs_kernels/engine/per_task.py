@@ -55,7 +55,7 @@ class PerTask(Mode):
                 continue
             watched = task not in trunk.watcher.tasks
             with engine.guard.passing():
-                self._passes(task, part.step)
+                self._passes(task, part)
             if part.separate:
                 with record_function("cs_kernels.collect"), torch.no_grad():
                     trunk.check_reached(task, ranks.collect(task))
@@ -63,8 +63,9 @@ class PerTask(Mode):
                 trunk.check_reached(task, ranks.note(task))
             trunk.rewatch_new_layers(watched)
 
-    def _passes(self, task: str, step: Step) -> None:
+    def _passes(self, task: str, part: Part) -> None:
         """The forward and backward passes of one task, which leave its gradients in `.grad`."""
+        step = part.step
         trunk, ranks, graph = self.engine.trunk, self.engine.ranks, self.engine.graph
         # Active in the backward pass too: checkpointing recomputes the trunk there.
         with active(trunk.norms, task):
@@ -76,7 +77,7 @@ class PerTask(Mode):
                         f"closure must leave {task!r} active in trunk, got another one: use"
                         " active_task(trunk, task) instead of set_task in it"
                     )
-                graph.check(task, loss)
+                graph.check(task, loss, shows_reach=part.adds_tasks)
                 alone = len(self._closures) == 1 and ranks.size == 1
                 step.known = {task: loss.detach()} if alone else {}
                 weighted = graph.weigh(task, loss, step, self.engine.weighting)
@@ -127,7 +128,7 @@ def trace(engine: Engine, closure: object) -> None:
                     loss = closure(task)
                 trunk.watcher.learned(task)
                 if isinstance(loss, Tensor) and loss.requires_grad:
-                    engine.graph.check(task, loss)
+                    engine.graph.check(task, loss, shows_reach=True)
                     engine.graph.passed(task)
     trunk.end_trace()
 
