@@ -26,7 +26,7 @@ import cs_kernels as cs
 pytestmark = pytest.mark.loop
 
 Closures = Callable[[Setup], Iterable[Callable[[str], Tensor]]]
-TWICE = RuntimeError, "optimizer has made this step in step"
+TWICE = RuntimeError, "optimizer has used the update"
 
 
 @BOTH_PHASES

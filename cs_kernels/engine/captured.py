@@ -134,6 +134,7 @@ class CapturedStep:
         if self._counted != engine.steps:  # There were other steps.
             self._counter.fill_(engine.steps)
         recording.replay()
+        engine.guard.note_replay()
         engine.monitor.done = recording.done._replace(number=engine.steps, epoch=engine.epoch)
         engine.steps += 1
         self._counted = engine.steps

@@ -275,7 +275,7 @@ class Engine:
         """Raises a RuntimeError if `step` would lose what `backward` has left."""
         if self.accumulation.is_open():
             raise RuntimeError(supports.WOULD_FORGET)
-        self.guard.check_update_used()
+        self.guard.check_gradients()
         self.optimizers.check_step_now()
 
     def forget_passes(self) -> None:

@@ -1,12 +1,13 @@
-"""Watches the torch optimizers: every update is used once, and only when it is complete.
+"""Watches the torch optimizers: every gradient is used once, and only when it is complete.
 
 An optimizer step before the update of `backward(..., update=False)` raises; so does a missing one
-after the update, and one after `MultiTaskOptimizer.step`, which has made it.
+after the update, one that would use an update again, and a call that would drop a gradient which
+is neither an update nor used: that of a loss that is no task.
 """
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -15,21 +16,24 @@ from cs_kernels.engine.accumulation import Accumulation
 from cs_kernels.engine.torch_optimizers import TorchOptimizers, held_by
 from cs_kernels.gradients import TaskGradients
 
+_Marks = dict[nn.Parameter, "weakref.ref[Tensor]"]
+"""By parameter, the tensor in `.grad`."""
 
-def ends_with_gradient(
-    parameters: Sequence[nn.Parameter],
-) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """The first and the last parameter with a gradient, and these: marks that are seldom large."""
-    for ordered in (parameters, reversed(parameters)):
-        found = next((p for p in ordered if p.grad is not None), None)
-        if found is not None and found.grad is not None:
-            yield found, found.grad
+
+def _marks_of(optimizer: torch.optim.Optimizer) -> _Marks:
+    grads = ((p, p.grad) for p in held_by(optimizer))
+    return {p: weakref.ref(grad) for p, grad in grads if grad is not None}
+
+
+def _values(grads: Iterable[Tensor | None]) -> Iterator[Tensor]:
+    """Gradients; of a sparse one, the values."""
+    for grad in grads:
+        if grad is not None:
+            yield grad.coalesce().values() if grad.is_sparse else grad
 
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The gradients of its parameters; of a sparse one, the values."""
-    grads = (p.grad for p in held_by(optimizer) if p.grad is not None)
-    return (grad.coalesce().values() if grad.is_sparse else grad for grad in grads)
+    return _values(p.grad for p in held_by(optimizer))
 
 
 class LoopGuard:
@@ -44,11 +48,15 @@ class LoopGuard:
         self._unused: dict[int, tuple[nn.Parameter, int]] = {}
         """By index of an optimizer that has not stepped since: a parameter with an update of
         `backward` in `.grad`, and the parameter's version."""
-        self._used: dict[int, list[tuple[nn.Parameter, Tensor]]] = {}
-        """By index of an optimizer that has made a step: parameters, and their `.grad` then."""
+        self._marks: dict[int, _Marks] = {n: _marks_of(o) for n, o in enumerate(optimizers)}
+        """By index of an optimizer: the gradients that an update has left, or a step has used."""
+        self._updated: set[int] = set()
+        """The indices of the optimizers whose last step has used an update."""
         self._shared = set(gradients.parameters)
         self._seen: list[int] = []
         """The indices of the optimizers whose steps are noticed."""
+        self._replayed = False
+        """Whether gradients are those of a CUDA graph, which no mark knows."""
         self._passes = False
         """Whether passes of `MultiTaskOptimizer.step` run."""
         self._notice_steps()
@@ -56,13 +64,22 @@ class LoopGuard:
     def clear(self) -> None:
         """Forgets an update that was not used, and those that were."""
         self._unused.clear()
-        self._used.clear()
+        self._updated.clear()
 
     def note_steps(self) -> None:
         """Notes that `MultiTaskOptimizer.step` has stepped the torch optimizers."""
         self._accumulation.forget_dropped()
+        self._updated.update(range(len(self._optimizers)))
+        self._mark()
+
+    def note_replay(self) -> None:
+        """Notes a step in a CUDA graph: it may leave any gradient."""
+        self._replayed = True
+
+    def _mark(self) -> None:
+        self._replayed = False
         for n, optimizer in enumerate(self._optimizers):
-            self._used[n] = [*ends_with_gradient(held_by(optimizer))]
+            self._marks[n] = _marks_of(optimizer)
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
@@ -82,9 +99,46 @@ class LoopGuard:
             parameter = next(updated, None)
             if parameter is not None:
                 self._unused[n] = parameter, parameter._version
+        self._mark()
 
-    def check_update_used(self) -> None:
-        """Raises if the update of the last `backward` would be lost."""
+    def check_gradients(self) -> None:
+        """Raises if the update of the last `backward`, or a gradient of the caller's own, is lost.
+
+        Raises:
+            RuntimeError: It is still in `.grad`.
+
+        """
+        unmarked = [p for n in self._seen for p in self._unmarked(n)] if not self._replayed else []
+        # Zeros, if a framework makes gradients of them: a host synchronization, where some are new.
+        own = [p for p in unmarked if any(grad.any() for grad in _values([p.grad]))]
+        if own:
+            names = dict(zip(self._gradients.parameters, self._gradients.names, strict=True))
+            name = names.get(own[0], f"a parameter of shape {tuple(own[0].shape)}")
+            raise RuntimeError(
+                "gradients must be None or used by optimizer.step() before step or backward, which"
+                f" set them to None first, got one of a loss of your own for {name} and"
+                f" {len(own) - 1} others: add this loss to a task's, or call its backward() between"
+                " opt.backward(...) and optimizer.step(); or drop it by zero_grad()"
+            )
+        self._check_update_used()
+
+    def _unmarked(self, n: int) -> list[nn.Parameter]:
+        """The parameters whose gradient is another tensor than at the last mark.
+
+        What was used may be changed in place: `clip_grad_norm_` does, also to read the norm.
+        """
+        marks = self._marks[n]
+        return [
+            p
+            for p in held_by(self._optimizers[n])
+            if (grad := p.grad) is not None and (p not in marks or marks[p]() is not grad)
+        ]
+
+    def _is_there(self, n: int) -> bool:
+        """Whether a gradient that was marked is still in `.grad`."""
+        return any(p.grad is not None and grad() is p.grad for p, grad in self._marks[n].items())
+
+    def _check_update_used(self) -> None:
         unused, self._unused = self._unused, {}
         unstepped = [n for n, (p, version) in unused.items() if p._version == version]
         # These host synchronizations are rare: gradients were set to zero, or a scaler or the loop
@@ -108,10 +162,11 @@ class LoopGuard:
                     "closure must not step the optimizer, which step(closure) does after all"
                     " passes: leave out optimizer.step()"
                 )
-            if any(parameter.grad is grad for parameter, grad in this._used.get(n, ())):
+            if n in this._updated and this._is_there(n):
                 raise RuntimeError(
-                    "optimizer has made this step in step(closure): leave out optimizer.step(), or"
-                    " set gradients to None by zero_grad() before gradients of your own"
+                    "optimizer has used the update in .grad before: leave out optimizer.step(), also"
+                    " after step(closure), which has made it; or set gradients to None by"
+                    " zero_grad() before gradients of your own"
                 )
             if this._accumulation.is_open():
                 raise RuntimeError(
@@ -124,7 +179,8 @@ class LoopGuard:
                 this._gradients.clear()
 
         def used(n: int) -> None:
-            this._unused.pop(n, None)
+            (this._updated.discard if this._unused.pop(n, None) is None else this._updated.add)(n)
+            this._marks[n] = _marks_of(this._optimizers[n])
             this._accumulation.forget_dropped()
 
         for n, optimizer in enumerate(self._optimizers):

@@ -51,7 +51,7 @@ class OneGraph(Mode):
         accumulation = self.engine.accumulation
         self._continues = accumulation.is_open()
         if not self._continues:
-            self.engine.guard.check_update_used()
+            self.engine.guard.check_gradients()
             accumulation.begin()
         self.kind = 1 + (not self.update) + 2 * self._continues
         engine = self.engine
