@@ -54,6 +54,11 @@ class MultiTaskOptimizer(Copyable):
             is around the trunk and the heads, hand over the wrapped network as `trunk`. The ranks
             of a trunk after `fully_shard` are found from its parameters; a rank that fails there
             leaves the others in a collective until the timeout of their group.
+        check_passes: Whether to check the first backward pass of every task, and those after other
+            parameters train: gradients must arrive in `.grad`, and parameters stay. Where `backward`
+            makes several passes through one graph, these must be repeatable: one is made three
+            times, once with a zero gradient. After `fully_shard` and with reentrant checkpointing,
+            passes are not repeated.
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.
@@ -92,6 +97,7 @@ class MultiTaskOptimizer(Copyable):
         scaler: torch.amp.GradScaler | None = None,
         backward: Backward | None = None,
         process_group: "dist.ProcessGroup | None" = None,
+        check_passes: bool = True,
     ) -> None:
         self.trunk = trunk
         self.optimizer = optimizer
@@ -106,8 +112,9 @@ class MultiTaskOptimizer(Copyable):
             scaler,
             backward,
             process_group,
+            check_passes=check_passes,
         )
-        self._arguments = {"layers": layers, "backward": backward}
+        self._arguments = {"layers": layers, "backward": backward, "check_passes": check_passes}
         self._known_passes = KnownPasses()
 
     @property

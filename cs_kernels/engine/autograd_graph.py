@@ -21,6 +21,11 @@ def is_leaf(node: object) -> bool:
     return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
 
 
+def is_reentrant(node: object) -> bool:
+    """Whether a node runs its function again in a backward pass of its own: checkpointing."""
+    return isinstance(node, BackwardCFunction) and hasattr(node, "run_function")
+
+
 class Reached(NamedTuple):
     """The nodes of a walk from a loss to some features, or to the leaves."""
 

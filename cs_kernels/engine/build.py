@@ -43,6 +43,8 @@ def build_engine(
     scaler: torch.amp.GradScaler | None,
     backward: Backward | None,
     process_group: dist.ProcessGroup | None,
+    *,
+    check_passes: bool,
 ) -> Engine:
     """Checks the arguments, on many ranks of all of them, and makes the parts of the engine.
 
@@ -75,7 +77,17 @@ def build_engine(
             if scaler is not None and scaler.is_enabled():
                 optimizers.check_scales()
             known = Trunk(inner, names, ranks.reach, optimizers.held, overrides, wrappers.take)
-            engine = Engine(known, optimizers, ranks, method, schedule, weighting, scaler, backward)
+            engine = Engine(
+                known,
+                optimizers,
+                ranks,
+                method,
+                schedule,
+                weighting,
+                scaler,
+                backward,
+                check_passes=check_passes,
+            )
         _agree(engine)
     except BaseException:
         ranks.close()
@@ -120,7 +132,9 @@ def _agree(engine: Engine) -> None:
             facts,
             trunk,
             planned,
-            lambda: checksums(trunk.module, optimizers.held()),
+            lambda: checksums(
+                optimizers.held(), {p: f"trunk.{n}" for n, p in trunk.module.named_parameters()}
+            ),
             factor_is_hidden=engine.graph.backward is not None,
         )
     )

@@ -20,6 +20,7 @@ from cs_kernels.engine.interrupts import held_back
 from cs_kernels.engine.kept import Kept
 from cs_kernels.engine.loop_guard import LoopGuard
 from cs_kernels.engine.loss_graph import Backward, LossGraph
+from cs_kernels.engine.pass_checks import PassChecks
 from cs_kernels.engine.torch_optimizers import TorchOptimizers
 from cs_kernels.engine.transaction import Transaction
 from cs_kernels.errors import noted
@@ -48,6 +49,7 @@ class Engine:
         weighting: Weighs the losses.
         scaler: Scales the losses and steps the optimizers, if there is one.
         backward: Runs backward passes, if it is given.
+        check_passes: Whether the first passes are checked.
 
     """
 
@@ -61,6 +63,8 @@ class Engine:
         weighting: Weighting,
         scaler: torch.amp.GradScaler | None,
         backward: Backward | None,
+        *,
+        check_passes: bool,
     ) -> None:
         self.trunk = trunk
         self.optimizers = optimizers
@@ -68,7 +72,8 @@ class Engine:
         self.method = method
         self.schedule = schedule
         self.weighting = weighting
-        self.graph = LossGraph(trunk, ranks, scaler, backward)
+        self.pass_checks = PassChecks(trunk, enabled=check_passes)
+        self.graph = LossGraph(trunk, ranks, scaler, backward, self.pass_checks)
         self.accumulation = Accumulation(ranks.gradients, optimizers)
         self.guard = LoopGuard(ranks.gradients, optimizers, self.accumulation)
         self.transaction = Transaction(trunk, ranks, self.accumulation, self.guard)
@@ -132,6 +137,7 @@ class Engine:
                     part.before = step.begin_passes()
                     self.ranks.expect(part)
                     mode.make(part, held)
+                    self.pass_checks.end_passes()
                     self.ranks.average(part, held)
                     if part.joint or self.trunk.watcher.norms_ran:
                         self._require_covered()
@@ -168,6 +174,12 @@ class Engine:
         )
         step.kept = mode.kept_weights(step) if phase == 2 else None
         return step
+
+    def collect(self, task: str) -> None:
+        """Moves the gradients of one task out of `.grad`."""
+        with record_function("cs_kernels.collect"), torch.no_grad():
+            self.trunk.check_reached(task, self.ranks.collect(task))
+            self.pass_checks.collected(task, self.trunk.reach.last_unreached(task))
 
     def surgery(self, part: Part) -> None:
         """Makes the update of the shared parameters in `.grad`, from the gradients of all tasks."""
@@ -283,6 +295,7 @@ class Engine:
         self.trunk.forget()
         self.kept.forget()
         self.graph.forget()
+        self.pass_checks.forget()
         self.ranks.forget_passes()
 
     def _require_covered(self) -> None:

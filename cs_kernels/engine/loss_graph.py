@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cs_kernels.engine.autograd_graph import hooked, reached_parameters
+from cs_kernels.engine.pass_checks import PassChecks
 from cs_kernels.engine.task_weights import OnePass, at_leaves, find_one_pass
 from cs_kernels.errors import described
 from cs_kernels.ranks.fsdp import (
@@ -34,6 +35,7 @@ class LossGraph:
         ranks: Each has a share of the loss.
         scaler: Scales losses, if there is one.
         backward: Runs backward passes in place of `loss.backward()`, if it is given.
+        pass_checks: Watches the first pass of every task.
 
     """
 
@@ -43,6 +45,7 @@ class LossGraph:
         ranks: Ranks,
         scaler: torch.amp.GradScaler | None,
         backward: Backward | None,
+        pass_checks: PassChecks,
     ) -> None:
         self._trunk = trunk
         self._of_trunk = set(trunk.module.parameters())
@@ -50,6 +53,7 @@ class LossGraph:
         self._ranks = ranks
         self.scaler = scaler
         self.backward = backward
+        self._pass_checks = pass_checks
         self._checked: set[str] = set()
         """The tasks whose graph was checked."""
         self._known: set[str] = set()
@@ -174,7 +178,19 @@ class LossGraph:
             apart: Whether each has a pass, if task weights are kept: one pass may not be right.
 
         """
-        kept, ends = step.kept, [*losses][-1] if last else None
+        ends = [*losses][-1] if last else None
+        with self._pass_checks.watching(losses):
+            self._backward(losses, step, ends, retain_graph, apart)
+
+    def _backward(
+        self,
+        losses: Mapping[str, Tensor],
+        step: Step,
+        ends: str | None,
+        retain_graph: bool,
+        apart: bool,
+    ) -> None:
+        kept = step.kept
         if kept is None or kept.layers:  # Weights of layers need the tasks' gradients one by one.
             self._pass([*losses.values()], step, ends, retain_graph)
             return

@@ -3,9 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
-import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from cs_kernels.engine import supports
 from cs_kernels.engine.engine import Engine, Mode
@@ -101,14 +99,17 @@ class OneGraph(Mode):
             if present:
                 graph.run_backward(losses, step, last=True, apart=ranks.passes > 1)
             return
+        if not part.continues:
+            engine.pass_checks.check_repeatable(
+                {task: graph.scaled(loss) for task, loss in losses.items()}
+            )
         for task in part.tasks:
             if task not in losses:
                 ranks.skip(task)
                 continue
             retains = task != present[-1]
             graph.run_backward({task: losses[task]}, step, last=True, retain_graph=retains)
-            with record_function("cs_kernels.collect"), torch.no_grad():
-                engine.trunk.check_reached(task, ranks.collect(task))
+            engine.collect(task)
 
     def prepared(self, step: Step, phase: Phase) -> Callable[[], None]:
         """Leaves the update to the torch optimizer, or the gradients to the next call."""

@@ -8,7 +8,6 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import record_function
 
 from cs_kernels.engine import supports
 from cs_kernels.engine.engine import Engine, Mode
@@ -57,8 +56,7 @@ class PerTask(Mode):
             with engine.guard.passing():
                 self._passes(task, part)
             if part.separate:
-                with record_function("cs_kernels.collect"), torch.no_grad():
-                    trunk.check_reached(task, ranks.collect(task))
+                engine.collect(task)
             elif len(part.tasks) == 1:
                 trunk.check_reached(task, ranks.note(task))
             trunk.rewatch_new_layers(watched)

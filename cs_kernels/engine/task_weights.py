@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from cs_kernels.engine.autograd_graph import Hooks, is_leaf
+from cs_kernels.engine.autograd_graph import Hooks, is_leaf, is_reentrant
 from cs_kernels.weightings.weighting import weighed
 
 _HIDE_NOTHING = {
@@ -71,7 +71,7 @@ def find_one_pass(
     tasks, parents = _tasks_of_nodes(roots)
     leaves = {node.variable: node for node in tasks if is_leaf(node)}
     functions = {node for node in tasks if isinstance(node, BackwardCFunction)}
-    if any(hasattr(node, "run_function") for node in functions):
+    if any(map(is_reentrant, functions)):
         return None
     hiding = {node for node in functions if type(node).__name__ not in _HIDE_NOTHING}
     unmet = {p for p in held if p.requires_grad and p not in leaves} if hiding else set()

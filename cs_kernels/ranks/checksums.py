@@ -1,6 +1,6 @@
 """Whether ranks hold the same parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def checksums(trunk: nn.Module, held: Sequence[nn.Parameter]) -> dict[str, int]:
+def checksums(
+    held: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]
+) -> dict[str, int]:
     """By name of a parameter (and the rows of a shard): the sum of its values' bits."""
-    names = {parameter: f"trunk.{name}" for name, parameter in trunk.named_parameters()}
     sums: dict[str, Tensor] = {}
     for n, parameter in enumerate(held):
         name = names.get(parameter, f"parameter {n} of the optimizer")

@@ -36,6 +36,10 @@ class SharedReach(Reach):
             )
             self._is_sent = False
 
+    def last_unreached(self, task: str) -> list[int]:
+        """The parameters without a gradient on this rank."""
+        return self._local.get(task, [])
+
     def forget_passes(self) -> None:
         """Notes the passes anew in the next exchange."""
         super().forget_passes()

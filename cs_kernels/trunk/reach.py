@@ -51,6 +51,10 @@ class Reach:
         reached = {id(parameter) for parameter in parameters}
         self.note(task, [i for i, p in enumerate(self._parameters) if id(p) not in reached])
 
+    def last_unreached(self, task: str) -> list[int]:
+        """The parameters without a gradient in the last pass of a task, by index."""
+        return self._unreached.get(task, [])
+
     def forget_passes(self) -> None:
         """Notes the next pass of every task anew: other parameters may require a gradient now.
 

@@ -1,0 +1,188 @@
+"""Checks of the first backward passes of a set-up; later ones are not looked at.
+
+Parts of a network that act once per backward pass break a method that makes several: auxiliary
+losses whose gradient is injected, functions that overwrite what they have saved, optimizers in
+hooks, hooks that move gradients elsewhere.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cs_kernels.engine.autograd_graph import edge_of, hooked, is_reentrant, walk
+from cs_kernels.ranks.checksums import checksums
+from cs_kernels.ranks.fsdp import is_sharded
+from cs_kernels.trunk.trunk import Trunk
+
+_TOLERANCE = 0.01
+"""Of a gradient's norm: what atomic additions on a GPU may change, and no fault of interest is."""
+_FLOOR = 1e-4
+"""Of the largest norm: smaller differences may be rounding, as of a bias before a normalization."""
+
+_OFF = "; check_passes=False leaves this check out"
+_WAYS_OUT = (
+    ": use step(closure), which has a graph per task, or backward(losses, features=z), which walks"
+    " the trunk's once; an auxiliary loss belongs in a task's loss, or is a task of its own" + _OFF
+)
+
+
+class PassChecks:
+    """Checks that backward passes leave gradients in `.grad`, and nothing else.
+
+    Args:
+        trunk: The shared module.
+        enabled: Whether to check at all.
+
+    """
+
+    def __init__(self, trunk: Trunk, *, enabled: bool) -> None:
+        self._trunk = trunk
+        self.enabled = enabled
+        self._tasks: set[str] = set()
+        """The tasks whose first passes have been watched."""
+        self._arrived: dict[str, set[int]] = {}
+        """By task whose first passes were made now: the shared parameters that got a gradient."""
+        self._is_repeatable = False
+        """Whether passes through one graph were seen to be repeatable."""
+
+    def forget(self) -> None:
+        """Checks the next passes of every task."""
+        self._tasks.clear()
+        self._is_repeatable = False
+
+    @contextlib.contextmanager
+    def watching(self, tasks: Iterable[str]) -> Iterator[None]:
+        """Around a backward pass of some tasks, perhaps their first.
+
+        Raises:
+            RuntimeError: It has changed a shared parameter.
+
+        """
+        new = [task for task in tasks if task not in self._tasks]
+        if not self.enabled or not new:
+            yield
+            return
+        arrived = set[int]()
+        shared = enumerate(self._trunk.shared)
+        leaves = [(p, i) for i, p in shared if p.requires_grad and not is_sharded(p)]
+        names = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
+        before = checksums(self._trunk.shared, names)
+        with hooked([(p, lambda _, i=i: arrived.add(i)) for p, i in leaves]):
+            yield
+        after = checksums(self._trunk.shared, names)
+        changed = [name for name in before if before[name] != after[name]]
+        if changed:
+            raise RuntimeError(
+                f"a backward pass must not change parameters, got another {changed[0]} and"
+                f" {len(changed) - 1} others after that of {new[0]!r}: a hook must not step an"
+                " optimizer, as the optimizer that was handed over does; remove the hook, and load"
+                f" the last checkpoint{_OFF}"
+            )
+        self._tasks.update(new)
+        self._arrived |= dict.fromkeys(new, arrived)
+
+    def collected(self, task: str, unreached: Iterable[int]) -> None:
+        """After the passes of one task, whose gradients were collected.
+
+        Raises:
+            RuntimeError: A gradient has arrived, and was not in `.grad`.
+
+        """
+        arrived = self._arrived.pop(task, set())
+        moved = [self._trunk.names[i] for i in unreached if i in arrived]
+        if moved:
+            raise RuntimeError(
+                f"a backward pass must leave gradients in .grad, got none of {moved[0]} and"
+                f" {len(moved) - 1} others after that of {task!r}: a hook has moved them, so the"
+                f" method would not see them; remove the hook, or freeze these parameters{_OFF}"
+            )
+
+    def end_passes(self) -> None:
+        """After the passes of a part of a step."""
+        self._arrived.clear()
+
+    def check_repeatable(self, losses: Mapping[str, Tensor]) -> None:
+        """Before several passes through one graph: makes one three times, once of zero.
+
+        Raises:
+            RuntimeError: The passes differ, or one of a zero loss has gradients, or fails.
+
+        """
+        if not self.enabled or self._is_repeatable or len(losses) < 2:
+            return
+        shared = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
+        if not any(map(is_sharded, shared)):
+            for task in _walked_together(losses):
+                _check_repeatable(task, losses[task], shared, self._trunk.held())
+        self._is_repeatable = True
+
+
+def _walked_together(losses: Mapping[str, Tensor]) -> list[str]:
+    """Tasks whose passes walk every node that those of several tasks walk."""
+    nodes = {task: walk([edge_of(loss)], frozenset()).inner for task, loss in losses.items()}
+    if any(map(is_reentrant, set[Any]().union(*nodes.values()))):
+        return []  # `torch.autograd.grad`, which leaves `.grad` alone, does not go through it.
+    visits = Counter(node for of_task in nodes.values() for node in of_task)
+    left = {node for node, number in visits.items() if number > 1}
+    chosen = []
+    for task, of_task in nodes.items():
+        if not left.isdisjoint(of_task):
+            chosen.append(task)
+            left -= of_task
+    return chosen
+
+
+def _check_repeatable(
+    task: str, loss: Tensor, shared: Mapping[nn.Parameter, str], held: Sequence[nn.Parameter]
+) -> None:
+    parameters = [p for p in shared if p.requires_grad]
+    first = _gradients(loss, 1, parameters, held)
+    try:
+        zero = _gradients(loss, 0, parameters, held)
+        second = _gradients(loss, 1, parameters, held)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise RuntimeError(
+            "backward makes a pass per task through one graph, so a pass must be repeatable, got"
+            f" {type(error).__name__}: {error} in a second one of {task!r}{_WAYS_OUT}"
+        ) from error
+    norms = [0.0 if g is None else float(g.norm()) for g in first]
+    largest = max(norms, default=0.0)
+    for p, before, after, at_zero, norm in zip(parameters, first, second, zero, norms, strict=True):
+        leak = 0.0 if at_zero is None else float(at_zero.nan_to_num(0.0, 0.0, 0.0).norm())
+        if leak > 0:
+            raise RuntimeError(
+                "backward makes a pass per task through one graph, so what a pass adds by itself"
+                f" would count once per task, got a gradient of norm {leak:.3g} for {shared[p]} in"
+                f" a pass of {task!r} times zero{_WAYS_OUT}"
+            )
+        if before is None or after is None:
+            difference = norm if after is None else float(after.norm())
+        else:
+            difference = float((after - before).norm())
+        if difference > max(_TOLERANCE * norm, _FLOOR * largest):
+            raise RuntimeError(
+                "backward makes a pass per task through one graph, so a pass must be repeatable,"
+                f" got gradients of {shared[p]} that differ by {difference:.3g} between two of"
+                f" {task!r}, of norm {norm:.3g}{_WAYS_OUT}"
+            )
+
+
+def _gradients(
+    loss: Tensor, factor: int, parameters: Sequence[nn.Parameter], held: Sequence[nn.Parameter]
+) -> list[Tensor | None]:
+    """The gradients of a pass, which leaves none in `.grad`."""
+    start = torch.full_like(loss, factor)
+    found = torch.autograd.grad(loss, parameters, start, retain_graph=True, allow_unused=True)
+    # A function with a backward pass inside accumulates gradients in `.grad`.
+    inner = [p.grad for p in parameters]
+    for p in held:
+        p.grad = None
+    sums = (b if a is None else a if b is None else a + b for a, b in zip(found, inner, strict=True))
+    return [None if g is None or g.layout is not torch.strided else g for g in sums]
