@@ -54,11 +54,11 @@ class MultiTaskOptimizer(Copyable):
             is around the trunk and the heads, hand over the wrapped network as `trunk`. The ranks
             of a trunk after `fully_shard` are found from its parameters; a rank that fails there
             leaves the others in a collective until the timeout of their group.
-        check_passes: Whether to check the first backward pass of every task, and those after other
-            parameters train: gradients must arrive in `.grad`, and parameters stay. Where `backward`
-            makes several passes through one graph, these must be repeatable: one is made three
-            times, once with a zero gradient. After `fully_shard` and with reentrant checkpointing,
-            passes are not repeated.
+        check_passes: Whether to check the first backward pass of every task, and the next one after
+            other parameters train: gradients must arrive in `.grad`, and parameters must stay.
+            Where `backward` makes several passes through one graph, these must be repeatable: one
+            is made three times more, once with a zero gradient. After `fully_shard` and with
+            reentrant checkpointing, passes are not repeated.
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.

@@ -201,7 +201,9 @@ class Part:
 
     @property
     def adds_tasks(self) -> bool:
-        """Whether the gradients of several tasks add up, without weights: then only their graphs
-        show what each task reaches. A resumed run checks graphs at other steps, so it must learn
-        nothing from them where gradients tell, or where weights depend on what was known."""
+        """Whether the gradients of several tasks add up without weights.
+
+        Only graphs show what each task reaches then. Elsewhere nothing may be learned from graphs,
+        which a resumed run checks at other steps.
+        """
         return self.joint and not self.separate and self.step.kept is None

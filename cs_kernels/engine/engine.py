@@ -97,8 +97,7 @@ class Engine:
             if mode.open_step() is None and self.trunk.changed():
                 self.forget_passes()
             chosen = self.ranks.begin(chosen, self._call(mode, phase))
-            losses = self.make(mode, chosen, phase, interrupts)
-        return losses
+            return self.make(mode, chosen, phase, interrupts)
 
     def make(
         self,
@@ -151,8 +150,9 @@ class Engine:
                         self._apply()
                     if last:
                         commit()
-        interrupts.close()
-        mode.after(step, tasks)
+        if self.weighting.reevaluates:
+            interrupts.close()
+            mode.observe_again(step, tasks)
         return losses
 
     def _call(self, mode: "Mode", phase: Phase) -> Call:
@@ -379,8 +379,9 @@ class Mode(ABC):
         """Computes what this call leaves beside gradients; the function returned assigns it."""
         return self.engine.prepared(step, phase)
 
-    def after(self, step: Step, tasks: Sequence[str]) -> None:
-        """What is done once a step has been made."""
+    def observe_again(self, step: Step, tasks: Sequence[str]) -> None:
+        """Gives a weighting that asks for them the losses after a step."""
+        raise NotImplementedError(f"{self.name} does not compute losses again")
 
     def losses_of(self, step: Step) -> dict[str, Tensor]:
         """The losses that the caller gets."""

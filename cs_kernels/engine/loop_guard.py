@@ -164,9 +164,9 @@ class LoopGuard:
                 )
             if n in this._updated and this._is_there(n):
                 raise RuntimeError(
-                    "optimizer has used the update in .grad before: leave out optimizer.step(), also"
-                    " after step(closure), which has made it; or set gradients to None by"
-                    " zero_grad() before gradients of your own"
+                    "optimizer has used the update in .grad before: leave out optimizer.step(),"
+                    " which step(closure) makes; or set gradients to None by zero_grad() before"
+                    " gradients of your own"
                 )
             if this._accumulation.is_open():
                 raise RuntimeError(

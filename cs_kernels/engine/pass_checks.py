@@ -68,11 +68,16 @@ class PassChecks:
             yield
             return
         arrived = set[int]()
+
+        def note(i: int, grad: Tensor | None) -> None:
+            if grad is not None:
+                arrived.add(i)
+
         shared = enumerate(self._trunk.shared)
         leaves = [(p, i) for i, p in shared if p.requires_grad and not is_sharded(p)]
         names = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
         before = checksums(self._trunk.shared, names)
-        with hooked([(p, lambda _, i=i: arrived.add(i)) for p, i in leaves]):
+        with hooked([(p, partial(note, i)) for p, i in leaves]):
             yield
         after = checksums(self._trunk.shared, names)
         changed = [name for name in before if before[name] != after[name]]
@@ -184,5 +189,6 @@ def _gradients(
     inner = [p.grad for p in parameters]
     for p in held:
         p.grad = None
-    sums = (b if a is None else a if b is None else a + b for a, b in zip(found, inner, strict=True))
+    pairs = zip(found, inner, strict=True)
+    sums = (b if a is None else a if b is None else a + b for a, b in pairs)
     return [None if g is None or g.layout is not torch.strided else g for g in sums]

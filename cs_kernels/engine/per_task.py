@@ -14,7 +14,6 @@ from cs_kernels.engine.engine import Engine, Mode
 from cs_kernels.engine.loss_graph import checked_loss
 from cs_kernels.errors import add_note, described, noted
 from cs_kernels.nn.task_norm import active
-from cs_kernels.schedules import Phase
 from cs_kernels.step import Part, Step
 
 Closure = Callable[[str], Tensor]
@@ -84,11 +83,9 @@ class PerTask(Mode):
         trunk.watcher.learned(task)
         graph.passed(task)
 
-    def after(self, step: Step, tasks: Sequence[str]) -> None:
-        """Computes the losses again, if the weighting needs those after the step."""
+    def observe_again(self, step: Step, tasks: Sequence[str]) -> None:
+        """Computes the losses again, by the same closures."""
         engine, weighting = self.engine, self.engine.weighting
-        if not weighting.reevaluates:
-            return
         note = (
             f"the step has been made: {weighting!r} computes losses again after it, without"
             " gradients; with reevaluate=False, it takes those of the next step"

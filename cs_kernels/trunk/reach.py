@@ -23,8 +23,8 @@ class Reach:
         self._reached_by = [0] * len(self._parameters)
         """For each parameter: the tasks that have ever reached it, a bit each."""
         self._tried_by = [0] * len(self._parameters)
-        """For each parameter: the tasks that had a pass since any task has reached it, or since what
-        trains has changed, a bit each."""
+        """For each parameter: the tasks that had a pass, a bit each; since other parameters train,
+        if no task has reached it."""
         self._owners: dict[int, str] | None = {}
 
     def note(self, task: str, unreached: list[int]) -> None:
