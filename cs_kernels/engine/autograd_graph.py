@@ -69,16 +69,25 @@ def walk(roots: Iterable[Edge], features: Set[Edge], known: Set[Any] = frozenset
     return reached
 
 
-def reached_parameters(loss: Tensor) -> tuple[list[nn.Parameter], bool]:
-    """The parameters in the graph of a loss, and whether there may be others.
+class Parameters(NamedTuple):
+    """The parameters that a loss depends on."""
 
-    A `torch.autograd.Function` can hide parameters: reentrant checkpointing does.
-    """
-    if isinstance(loss, nn.Parameter):
-        return [loss], False
+    found: list[nn.Parameter]
+    """Those in its graph."""
+    hidden: bool
+    """Whether a `torch.autograd.Function` may hide others: reentrant checkpointing does."""
+    hooked: bool
+    """Whether the hook of a leaf may make the gradients of others: cached contrastive losses."""
+
+
+def reached_parameters(loss: Tensor) -> Parameters:
+    """The parameters in the graph of a loss."""
     reached = walk([edge_of(loss)], frozenset())
-    parameters = [leaf for leaf in reached.leaves if isinstance(leaf, nn.Parameter)]
-    return parameters, any(isinstance(node, BackwardCFunction) for node in reached.nodes)
+    leaves = [*reached.leaves, loss] if loss.is_leaf else reached.leaves
+    found = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+    hooked = any(leaf._backward_hooks for leaf in leaves if not isinstance(leaf, nn.Parameter))
+    hidden = any(isinstance(node, BackwardCFunction) for node in reached.nodes)
+    return Parameters(found, hidden, hooked)
 
 
 @contextlib.contextmanager

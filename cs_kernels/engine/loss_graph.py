@@ -77,13 +77,16 @@ class LossGraph:
             return None
         return self.scaler.scale(torch.ones((), device=self._trunk.device))
 
-    def check(self, task: str, loss: Tensor, *, shows_reach: bool = False) -> None:
+    def check(
+        self, task: str, loss: Tensor, *, shows_reach: bool = False, alone: bool = False
+    ) -> None:
         """Checks the graph of a task's loss, unless that of an earlier pass was.
 
         Args:
             task: The task.
             loss: Its loss.
             shows_reach: Whether only its graph shows what the task reaches, as gradients add up.
+            alone: Whether its pass is one of this task alone, so that hooks may make gradients.
 
         Raises:
             ValueError: It depends on a parameter that the optimizer does not hold, or on none of
@@ -91,13 +94,22 @@ class LossGraph:
 
         """
         if task not in self._checked:
-            reached, hidden = reached_parameters(loss)
-            reached = self.checked_held(task, reached)
-            if hidden:
+            parameters = reached_parameters(loss)
+            reached = self.checked_held(task, parameters.found)
+            if parameters.hidden:
                 return
-            trains = any(p.requires_grad for p in self._of_trunk) and task not in self._known
-            if trains and self._of_trunk.isdisjoint(reached):
-                raise no_shared_parameter(task)
+            if self._of_trunk.isdisjoint(reached):
+                if parameters.hooked:
+                    if alone:
+                        return
+                    raise ValueError(
+                        f"losses must have a graph to the trunk, got one for {task!r} whose"
+                        " gradient the hook of a leaf makes, as cached contrastive losses do: use"
+                        " step(closure), which has a pass per task"
+                    )
+                trains = any(p.requires_grad for p in self._of_trunk)
+                if trains and task not in self._known:
+                    raise no_shared_parameter(task)
             self._known.add(task)
             if shows_reach:
                 self._trunk.reach.note_graph(task, reached)

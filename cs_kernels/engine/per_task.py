@@ -74,7 +74,7 @@ class PerTask(Mode):
                         f"closure must leave {task!r} active in trunk, got another one: use"
                         " active_task(trunk, task) instead of set_task in it"
                     )
-                graph.check(task, loss, shows_reach=part.adds_tasks)
+                graph.check(task, loss, shows_reach=part.adds_tasks, alone=True)
                 alone = len(self._closures) == 1 and ranks.size == 1
                 step.known = {task: loss.detach()} if alone else {}
                 weighted = graph.weigh(task, loss, step, self.engine.weighting)
@@ -123,7 +123,7 @@ def trace(engine: Engine, closure: object) -> None:
                     loss = closure(task)
                 trunk.watcher.learned(task)
                 if isinstance(loss, Tensor) and loss.requires_grad:
-                    engine.graph.check(task, loss, shows_reach=True)
+                    engine.graph.check(task, loss, shows_reach=True, alone=True)
                     engine.graph.passed(task)
     trunk.end_trace()
 
