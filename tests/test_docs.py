@@ -136,6 +136,16 @@ def test_blocks_say_what_they_are(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_lists_have_the_items_that_their_numbers_say(page: str) -> None:
+    """A line that is wrapped in front of a number and a full stop would begin an item."""
+    last: dict[str, int] = {}
+    text = FENCE.sub("", (ROOT / page).read_text())
+    for indent, number in re.findall(r"^( *)(\d+)\. ", text, re.MULTILINE):
+        assert int(number) in (1, last.get(indent, 0) + 1), f"{indent}{number}."
+        last[indent] = int(number)
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_commands_exist(page: str) -> None:
     """Targets of make, and files that commands name."""
     targets = re.findall(r"^([\w -]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
