@@ -147,9 +147,8 @@ def contents(name: str) -> list[str]:
     columns = dict(column.split("=") for column in re.split(" *[|\n] *", TABLES.get(name, "=")))
     if name == "front":
         cases = front(cases)
-    if name == "summary":  # ResNet-18 with 4 tasks in float32.
-        main = ("resnet18", 4, "float32")
-        cases = [c for c in cases if (c["network"], c["tasks"], c.get("dtype", main[2])) == main]
+    if name == "summary":
+        cases = main_cases(cases)
     if name == "sizes":
         rows: dict[str, dict[str, Any]] = {}
         for c in cases:
@@ -179,6 +178,12 @@ def contents(name: str) -> list[str]:
     return [table(columns, cases), " ".join(map(SOURCE.format_map, used))]
 
 
+def main_cases(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of ResNet-18 with 4 tasks in float32."""
+    main = ("resnet18", 4, "float32")
+    return [c for c in cases if (c["network"], c["tasks"], c.get("dtype", main[2])) == main]
+
+
 def cell(forms: str, case: dict[str, Any]) -> str:
     """A cell, or "-" for what a case does not have."""
     for form in forms.split("/"):
@@ -199,22 +204,29 @@ def table(columns: dict[str, str], cases: list[dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in zip(*texts, strict=True))
 
 
-def draw_times(name: str) -> None:
-    """Phase 2 in each case, or all methods: our time and the peers' in that of the limit's copy."""
-    import style
-
+def panels_of_times(name: str) -> dict[str, dict[str, dict[str, float]]]:
+    """By panel, row and label: Phase 2 in each case, by dtype, or all methods in the main case."""
     cases = [c for c in last("phase2")["cases"] if c["network"] in NETWORKS]
-    title = "Time of Phase 2, over that of a copy of as many bytes"
+    if name == "methods":
+        (of_phase2,) = map(times, main_cases(cases))
+        of_phase2.pop("reference")
+        cases = main_cases(last(name, "resnet18")["cases"])
+        return {"": {"Phase 2": of_phase2, **{c["method"]: times(c) for c in cases}}}
     panels: dict[str, dict[str, dict[str, float]]] = {}
     for c in cases:
         row = f"{NETWORKS[c['network']]}, {c['tasks']} tasks"
         panels.setdefault(c["dtype"], {})[row] = times(c)
+    return panels
+
+
+def draw_times(name: str) -> None:
+    """Our time and the peers' in that of the limit's copy."""
+    import style
+
+    panels = panels_of_times(name)
+    title = "Time of Phase 2, over that of a copy of as many bytes"
     if name == "methods":
         title = "Surgery of 4 tasks, ResNet-18: time over that of a copy of as many bytes"
-        of_phase2 = panels["float32"]["ResNet-18, 4 tasks"]
-        of_phase2.pop("reference")
-        of_methods = {c["method"]: times(c) for c in last(name)["cases"]}
-        panels = {"": {"Phase 2": of_phase2, **of_methods}}
 
     def figure() -> Any:
         height = 1.6 + 0.27 * len(next(iter(panels.values())))

@@ -19,9 +19,11 @@ ROOT = Path(__file__).parent.parent
 SITE = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md"))
 PAGES = ["README.md", "CONTRIBUTING.md", *SITE]
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
-INCLUDED = re.compile(r'\s*--8<-- "([\w/.]+)"\s*')
+INCLUDED = re.compile(r' *--8<-- "([\w/.]+)"\n')
 
 CONTEXT = """
+from pathlib import Path
+
 import torch
 import cs_kernels as cs
 
@@ -31,6 +33,7 @@ heads = torch.nn.ModuleDict({task: torch.nn.Conv2d(8, 1, 1) for task in tasks})
 x, targets = torch.randn(2, 3, 4, 4), {task: torch.randn(2, 1, 4, 4) for task in tasks}
 loss_of = dict.fromkeys(tasks, torch.nn.functional.mse_loss)
 batches, first_epoch, epochs = [x] * 3, 2, 4
+path = Path("checkpoint.pt")
 CONVERT
 optimizer = torch.optim.SGD([*trunk.parameters(), *heads.parameters()], lr=0.1)
 opt = cs.MultiTaskOptimizer(trunk, optimizer, tasks, METHOD)
@@ -108,12 +111,16 @@ def test_the_first_example_performs_surgery(page: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "number"), _marked("py"))
-def test_fragments_run(page: str, number: int) -> None:
+def test_fragments_run(
+    page: str, number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A fragment that is a file of the repository has a test of its own."""
     code = _blocks(page)[number][1]
     if included := INCLUDED.fullmatch(code):
         assert (ROOT / included[1]).exists()
         return
+    monkeypatch.chdir(tmp_path)
+    code = INCLUDED.sub(lambda included: (ROOT / included[1]).read_text(), code)
     plain = "backward(" in code or "convert_task" in code
     convert = "" if plain else "cs.nn.convert_task_batchnorm(trunk, tasks)"
     method = "cs.PCGrad()" if plain else "None"
@@ -126,6 +133,16 @@ def test_blocks_say_what_they_are(page: str) -> None:
         assert language in {"", "bibtex", "diff", "py", "python", "sh", "text"}, code
         if language in ("", "text"):
             assert "import " not in code
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lists_have_the_items_that_their_numbers_say(page: str) -> None:
+    """A line that is wrapped in front of a number and a full stop would begin an item."""
+    last: dict[str, int] = {}
+    text = FENCE.sub("", (ROOT / page).read_text())
+    for indent, number in re.findall(r"^( *)(\d+)\. ", text, re.MULTILINE):
+        assert int(number) in (1, last.get(indent, 0) + 1), f"{indent}{number}."
+        last[indent] = int(number)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -14,13 +14,14 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import torch
+from recipes.atomic import atomic_write
 from rich.console import Console
 from rich.progress import Progress
 
 from paper import train
 from paper.datasets import fingerprint
 from paper.experiments import Part, Run
-from paper.train import columns, write_atomically
+from paper.train import columns
 
 EXAMPLES = Path(__file__).parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -98,7 +99,8 @@ class Place:
         """
         start, folder = time.perf_counter(), self.folder(run)
         folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "run.json", lambda path: path.write_text(run.to_json()))
+        with atomic_write(folder / "run.json") as file:
+            file.write(run.to_json().encode())
         arguments = [str(folder), "--data", str(self.data), "--ends-with", str(os.getpid())]
         if (needed := run.needs()) is not None:
             conflicts = self.folder(needed) / "conflicts.json"

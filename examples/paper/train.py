@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from recipes.atomic import atomic_write
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
@@ -44,16 +45,6 @@ from paper.tasks import IGNORE, TASKS, Task
 
 LOG_EVERY = 20
 """Steps between reports in TensorBoard."""
-
-
-def write_atomically(path: Path, write: Any) -> None:
-    """Calls `write` with another path and renames: a kill leaves the old file or the new one."""
-    new = path.with_name(f"{path.name}.new")
-    try:
-        write(new)
-        new.replace(path)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def make_weighting(name: str, tasks: Mapping[str, Task], device: torch.device) -> cs.Weighting:
@@ -395,7 +386,8 @@ class Training:
             "metrics": self.metrics,
             "random": torch.get_rng_state(),
         }
-        write_atomically(self.folder / "checkpoint.pt", lambda path: torch.save(state, path))
+        with atomic_write(self.folder / "checkpoint.pt") as file:
+            torch.save(state, file)
 
     def _load(self) -> None:
         path = self.folder / "checkpoint.pt"
@@ -422,8 +414,8 @@ class Training:
         scores = self.opt.conflicts().by_module().scores()
         self.opt.count_conflicts(None)
         if self.rank == 0:
-            text = json.dumps(scores, indent=1)
-            write_atomically(self.folder / "conflicts.json", lambda path: path.write_text(text))
+            with atomic_write(self.folder / "conflicts.json") as file:
+                file.write(json.dumps(scores, indent=1).encode())
 
     def _finish(self) -> dict[str, Any]:
         result = {
@@ -438,8 +430,8 @@ class Training:
             "device": _device_name(self.device),
             "ranks": self.ranks,
         }
-        text = json.dumps(result, indent=1)
-        write_atomically(self.folder / "result.json", lambda path: path.write_text(text))
+        with atomic_write(self.folder / "result.json") as file:
+            file.write(json.dumps(result, indent=1).encode())
         return result
 
 

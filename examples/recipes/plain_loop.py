@@ -8,6 +8,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from atomic import atomic_write
 from torch import Tensor
 from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
 
@@ -39,7 +40,8 @@ def train(epochs: int = 4, checkpoint: Path | None = None) -> tuple[Network, lis
         if checkpoint is not None:
             parts = {"network": network, "adam": adam, "opt": opt}
             state = {name: part.state_dict() for name, part in parts.items()}
-            torch.save({**state, "epoch": epoch + 1}, checkpoint)
+            with atomic_write(checkpoint) as file:
+                torch.save({**state, "epoch": epoch + 1}, file)
     return network, history
 
 

@@ -8,6 +8,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from atomic import atomic_write
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR
 from toy import TASKS, loss_of, make_batches, numbers
@@ -66,7 +67,8 @@ def train(epochs: int = EPOCHS, checkpoint: Path | None = None) -> tuple[Network
         for rate in rates.values():
             rate.step()
         if checkpoint is not None:
-            torch.save({name: part.state_dict() for name, part in parts.items()}, checkpoint)
+            with atomic_write(checkpoint) as file:
+                torch.save({name: part.state_dict() for name, part in parts.items()}, file)
     return network, history
 
 

@@ -8,6 +8,7 @@ import argparse
 from pathlib import Path
 
 import torch
+from atomic import atomic_write
 from torch import Tensor
 from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
 
@@ -55,7 +56,8 @@ def train(
         if checkpoint is not None:
             parts = {"network": network, "adam": adam, "opt": opt}
             state = {part: value.state_dict() for part, value in parts.items()}
-            torch.save({**state, "epoch": epoch + 1}, checkpoint)
+            with atomic_write(checkpoint) as file:
+                torch.save({**state, "epoch": epoch + 1}, file)
     return network, history, opt
 
 

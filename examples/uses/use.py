@@ -13,6 +13,7 @@ from typing import Any
 import style
 import torch
 from matplotlib.axes import Axes
+from recipes.atomic import atomic_write
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from scipy import stats
@@ -53,9 +54,8 @@ def _one_run(use: Use, row: str, seed: int, quick: bool, file: Path) -> str:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     result = use.train(row, seed, quick)
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(result))
-    part.replace(file)
+    with atomic_write(file) as written:
+        written.write(json.dumps(result).encode())
     return row
 
 
