@@ -42,7 +42,8 @@ class MultiTaskOptimizer(Copyable):
         schedule: When to update tasks in turn and when jointly. Default: `Joint()`.
         weighting: Weighs the losses. Default: `EqualWeights()`.
         layers: Overrides the result of watched forward passes: by name of a layer in the trunk, the
-            task-specific normalization that gives its channels' priority, or None for the sum.
+            task-specific normalization that gives its channels' priority, or None for the sum. Not
+            for methods that treat all layers alike.
         scaler: A `torch.amp.GradScaler`: it scales losses, steps the optimizer and is updated.
         backward: Called with a loss instead of `loss.backward()`, for frameworks that must run the
             backward pass: `accelerator.backward`, `fabric.backward`, Lightning's
@@ -136,6 +137,8 @@ class MultiTaskOptimizer(Copyable):
     def _saved(self) -> dict[str, Any]:
         names = "trunk", "optimizer", "tasks", "method", "schedule", "weighting", "scaler"
         arguments = {name: getattr(self, name) for name in names} | self._arguments
+        if self.method.separate_gradients and not self.method.prioritizes:  # Since exchanged.
+            arguments["layers"] = None
         threshold = self._engine.monitor.threshold
         return {**arguments, "threshold": threshold, "state": self.state_dict()}
 

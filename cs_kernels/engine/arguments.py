@@ -35,6 +35,15 @@ def check_kinds(
         raise TypeError(f"backward must be a function of a loss, got {backward!r}")
 
 
+def check_layers(layers: Mapping[str, str | None], method: Method) -> None:
+    """A method that treats all layers alike would ignore the argument `layers`."""
+    if layers and method.separate_gradients and not method.prioritizes:
+        raise ValueError(
+            f"layers must be empty for {method!r}, which treats all layers alike, got {layers!r}:"
+            " use ConnectionStrength()"
+        )
+
+
 def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
     """The trunk's normalizations know the tasks; there are some if the method needs them."""
     for name, norm in trunk.named_modules():

@@ -12,6 +12,7 @@ from cs_kernels.engine.arguments import (
     check_dtypes,
     check_held,
     check_kinds,
+    check_layers,
     check_trunk,
     check_weighting,
 )
@@ -73,6 +74,7 @@ def build_engine(
             check_devices(shared, names, method)
             check_dtypes(shared, method)
             overrides = checked_overrides(inner, layers)
+            check_layers(layers, method)
             check_held(inner, shared, set(optimizers.held()), weighting)
             if scaler is not None and scaler.is_enabled():
                 optimizers.check_scales()

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from cs_kernels.engine.accumulation import Accumulation
 from cs_kernels.engine.loss_graph import LossGraph
-from cs_kernels.methods import ConnectionStrength, GradDrop, GramianMethod, Method
+from cs_kernels.methods import GradDrop, Method
 from cs_kernels.monitor.monitor import Monitor
 from cs_kernels.ranks.fsdp import is_sharded
 from cs_kernels.ranks.strategy import Ranks
@@ -60,10 +60,7 @@ class Feature:
 
 def _needs_all_gradients(loop: Loop) -> Method | None:
     """The method, if it cannot make the update of one layer after the other."""
-    method = loop.method
-    # Another `combine` may look at all layers.
-    known = type(method).combine in (ConnectionStrength.combine, GramianMethod.combine)
-    return method if method.separate_gradients and not (known and method.layerwise) else None
+    return loop.method if loop.method.separate_gradients and not loop.method.layerwise else None
 
 
 def _sharded(loop: Loop) -> int | None:
@@ -90,8 +87,7 @@ _AGAIN = (
 )
 
 _ONE_PROCESS = {
-    TOGETHER: "process_group must be None and no parameter sharded for step_together, got"
-    " {loop.ranks.size} ranks: use step",
+    TOGETHER: "process_group must be None for step_together, got {loop.ranks.size} ranks: use step",
     CAPTURED: "process_group must be None for a captured step, got {loop.ranks.size} ranks, which"
     " agree on every step on their hosts",
 }
@@ -132,6 +128,16 @@ TABLE = (
         },
     ),
     Feature(
+        "parameters after `fully_shard`",
+        _sharded,
+        {
+            TOGETHER: "trunk must have whole parameters for step_together, got {found} sharded ones"
+            " in the optimizer: use step",
+            CAPTURED: "trunk must have whole parameters for a captured step, got {found} sharded"
+            " ones in the optimizer, whose ranks agree on every step on their hosts: use step",
+        },
+    ),
+    Feature(
         "many ranks",
         lambda loop: loop.ranks.is_distributed,
         _ONE_PROCESS,
@@ -144,11 +150,6 @@ TABLE = (
             " many ranks, which have elements of their own, got {loop.method!r}",
             **_ONE_PROCESS,
         },
-    ),
-    Feature(
-        "parameters after `fully_shard`",
-        _sharded,
-        {TOGETHER: _ONE_PROCESS[TOGETHER]},
     ),
     Feature(
         "`update_every` above 1",

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.stateful import Stateful
@@ -38,6 +38,12 @@ class Method(Stateful, ABC):
         A step may then call `combine` several times, each for some modules (`step_together`).
         """
         return False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class with a `combine` of its own is layerwise only if it says so itself."""
+        super().__init_subclass__(**options)
+        if "combine" in vars(cls) and "layerwise" not in vars(cls):
+            type.__setattr__(cls, "layerwise", False)
 
     def check(self, tasks: Sequence[str]) -> None:
         """Raises ValueError if it does not fit the tasks."""
