@@ -86,7 +86,9 @@ class TaskGradients:
                 continue
             if grad.layout is not strided:
                 raise ValueError(
-                    f"trunk must have dense gradients, got a {grad.layout} one for {self.names[i]}"
+                    f"trunk must have dense gradients, got a {grad.layout} one for {self.names[i]}:"
+                    " use sparse=False, Sum(), or backward(losses, features=z) with an output of"
+                    " the trunk, which keeps it sparse"
                 )
             # The next pass overwrites a bucket, such as DistributedDataParallel's.
             row[i] = grad if grad._base is None else grad.clone()

@@ -1,9 +1,49 @@
 """The base of methods and weightings: their state, for checkpoints and for CUDA graphs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+
+
+def check_tensors(
+    state: Mapping[str, Any], name: str, tasks: Sequence[str], shape: Sequence[int] = ()
+) -> set[str]:
+    """The tasks of an entry of a state that has a tensor of a shape for each.
+
+    Raises:
+        ValueError: It is not like that, or has other tasks.
+
+    """
+    by_task = state[name]
+    if not isinstance(by_task, Mapping) or not set(by_task) <= set(tasks):
+        found = list(by_task) if isinstance(by_task, Mapping) else type(by_task).__name__
+        raise ValueError(f"state must have tasks among {list(tasks)} in {name!r}, got {found}")
+    for task, tensor in by_task.items():
+        if not isinstance(tensor, Tensor) or tensor.shape != tuple(shape):
+            got = str(tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__)
+            raise ValueError(
+                f"state must have a tensor of shape {tuple(shape)} for {task!r} in {name!r}, got"
+                f" {got}"
+            )
+    return set(by_task)
+
+
+def check_same_tasks(found: Mapping[str, set[str]]) -> None:
+    """Raises ValueError if entries of a state, by name, have different tasks."""
+    (first, tasks), *others = found.items()
+    for name, of_other in others:
+        if of_other != tasks:
+            raise ValueError(
+                f"state must have the same tasks in {first!r} and {name!r}, got {sorted(tasks)}"
+                f" and {sorted(of_other)}"
+            )
+
+
+def check_epoch(epoch: object) -> None:
+    """Raises ValueError for anything but None and integers from 0 on."""
+    if epoch is not None and not (isinstance(epoch, int) and epoch >= 0):
+        raise ValueError(f"state must have an epoch from 0 on, or None, got {epoch!r}")
 
 
 class Stateful:
@@ -16,6 +56,10 @@ class Stateful:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict`."""
         del state
+
+    def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
+        """Raises ValueError for a `state_dict` that would train otherwise, before it is loaded."""
+        del state, tasks
 
     @classmethod
     def has_state(cls) -> bool:

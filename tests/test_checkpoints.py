@@ -91,7 +91,7 @@ def test_a_copy_trains_on_bit_equal(
     method, weighting = copy.deepcopy((method, weighting))
     if weighting.parameters():
         setup.optimizer.add_param_group({"params": weighting.parameters()})
-    layers = {"bare": None, "stem": "stem_norm"}
+    layers = {"bare": None, "stem": "stem_norm"} if method.prioritizes else None
     opt = setup.start(method, schedule, weighting=weighting, layers=layers)
     opt.count_conflicts(0.1)
     opt.start_epoch(0)

@@ -242,6 +242,7 @@ def _deep() -> tuple[Deep, cs.MultiTaskOptimizer, Callable[[str], Tensor]]:
 
 
 @BOTH_PHASES
+@pytest.mark.filterwarnings("ignore:the gradient of")
 def test_a_layer_that_first_runs_later(schedule: cs.Schedule) -> None:
     """It is prioritized in that very step, as in a run that was told of it, and in a copy."""
     trunk, x = cs.nn.convert_task_batchnorm(Deep(), AB), torch.randn(16, 4)

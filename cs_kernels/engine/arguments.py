@@ -115,7 +115,8 @@ def check_held(
     if not any(p.requires_grad for p in shared.values()):
         raise ValueError(
             f"trunk must have a shared parameter that requires a gradient,"
-            f" got {len(shared)} shared ones and none that does"
+            f" got {len(shared)} shared ones and none that does: unfreeze some, or train the heads"
+            " by the torch optimizer alone"
         )
     missing = [name for name, p in trunk.named_parameters() if p.requires_grad and p not in held]
     if missing:

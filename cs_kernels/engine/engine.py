@@ -178,8 +178,9 @@ class Engine:
     def collect(self, task: str) -> None:
         """Moves the gradients of one task out of `.grad`."""
         with record_function("cs_kernels.collect"), torch.no_grad():
-            self.trunk.check_reached(task, self.ranks.collect(task))
+            reached = self.ranks.collect(task)
             self.pass_checks.collected(task, self.trunk.reach.last_unreached(task))
+            self.trunk.check_reached(task, reached)
 
     def surgery(self, part: Part) -> None:
         """Makes the update of the shared parameters in `.grad`, from the gradients of all tasks."""
@@ -193,6 +194,8 @@ class Engine:
             gradients.release_own()
             first = gradients.first()
             self.monitor.measure(step)
+            if part.separate:
+                self.monitor.look_for_zeros(gradients, step)
             if part.separate or step.kept is None:
                 self.combine(step)
             else:

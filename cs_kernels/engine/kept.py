@@ -1,10 +1,11 @@
 """Task weights that are kept for the steps after the one that has solved for them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from cs_kernels.methods import GramianMethod, Method
+from cs_kernels.options import checked_integer
 from cs_kernels.step import KeptWeights, Step
 
 
@@ -64,6 +65,19 @@ class Kept:
     def state_dict(self) -> dict[str, Any] | None:
         """The weights, with their step, tasks and layers, if there are any."""
         return None if self._weights is None else asdict(self._weights)
+
+    @staticmethod
+    def check_state(state: Mapping[str, Any] | None, tasks: Sequence[str]) -> None:
+        """Raises ValueError for weights that would not be used, or used wrongly."""
+        if state is None:
+            return
+        found, layers, weights = state["tasks"], state["layers"], state["weights"]
+        checked_integer("number", state["number"], 0, 1 << 63)
+        if not found or not set(found) <= set(tasks):
+            raise ValueError(f"state must keep weights of tasks among {list(tasks)}, got {found!r}")
+        shape = (len(layers), len(found)) if layers else (len(found),)
+        if weights.shape != shape or not weights.isfinite().all():
+            raise ValueError(f"state must keep finite weights of shape {shape}, got {weights!r}")
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Goes on with the weights of a `state_dict`."""

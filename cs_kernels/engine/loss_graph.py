@@ -17,7 +17,7 @@ from cs_kernels.ranks.fsdp import (
 )
 from cs_kernels.ranks.strategy import Ranks
 from cs_kernels.step import Step
-from cs_kernels.trunk.trunk import Trunk, no_shared_parameter
+from cs_kernels.trunk.trunk import Trunk
 from cs_kernels.weightings import Weighting
 
 Backward = Callable[..., object]
@@ -109,7 +109,7 @@ class LossGraph:
                     )
                 trains = any(p.requires_grad for p in self._of_trunk)
                 if trains and task not in self._known:
-                    raise no_shared_parameter(task)
+                    raise self._trunk.not_reached(task)
             self._known.add(task)
             if shows_reach:
                 self._trunk.reach.note_graph(task, reached)
@@ -138,8 +138,9 @@ class LossGraph:
             names = sorted(watcher.names_of(unheld))
             raise ValueError(
                 f"optimizer must hold every parameter that a loss depends on: that of {task!r}"
-                f" depends on {names[0]} and {len(unheld) - 1} others that it does not hold; hand"
-                " them to it (or to a second one), or freeze them"
+                f" depends on {names[0]} and {len(unheld) - 1} others that it does not hold; freeze"
+                " them by requires_grad_(False) if they are only read, as a discriminator in the"
+                " step of its generator, or hand them to it if this loss should train them"
             )
         return reached
 
@@ -260,8 +261,21 @@ class LossGraph:
         return {whole.get(p, p) for p in parameters}
 
 
-def checked_loss(loss: object, task: str, source: str = "closure must return") -> Tensor:
-    """The loss as a scalar, if it is one real number with a graph."""
+def checked_loss(
+    loss: object,
+    task: str,
+    source: str = "closure must return",
+    without: str = "name the others, step(closure, tasks=[...])",
+) -> Tensor:
+    """The loss as a scalar, if it is one real number with a graph.
+
+    Args:
+        loss: The loss.
+        task: Its task.
+        source: The beginning of a message.
+        without: What to do in a batch without labels.
+
+    """
     if not isinstance(loss, Tensor):
         raise TypeError(f"{source} a tensor, got {type(loss).__name__} for {task!r}")
     if loss.numel() != 1 or not loss.is_floating_point():
@@ -270,7 +284,10 @@ def checked_loss(loss: object, task: str, source: str = "closure must return") -
             f" {task!r}"
         )
     if not loss.requires_grad:
-        raise ValueError(f"{source} a loss with a graph, got {loss} for {task!r}")
+        raise ValueError(
+            f"{source} a loss with a graph, got {loss} for {task!r}: it was detached, or computed"
+            f" without gradients; if the batch has no labels for it, {without}"
+        )
     return loss if loss.dim() == 0 else loss.reshape(())
 
 
@@ -279,4 +296,5 @@ def checked_losses(losses: object) -> dict[str, Tensor]:
     if not isinstance(losses, Mapping):
         hint = ": with a closure, call step(closure)" if callable(losses) else ""
         raise TypeError(f"losses must be a mapping {{task: loss}}, got {described(losses)}{hint}")
-    return {task: checked_loss(loss, task, "losses must hold") for task, loss in losses.items()}
+    named = losses.items()
+    return {task: checked_loss(x, task, "losses must hold", "leave it out") for task, x in named}

@@ -4,7 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cs_kernels.engine.engine import Engine
+from cs_kernels.engine.kept import Kept
 from cs_kernels.methods import Method
+from cs_kernels.options import checked_integer
+from cs_kernels.stateful import check_epoch
 from cs_kernels.weightings import Weighting
 
 
@@ -31,6 +34,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
     _check(engine, state)
     before = state_of(engine)
     try:
+        _check_values(engine, state)
         _load(engine, state)
     except Exception as error:
         _load(engine, before)
@@ -61,8 +65,20 @@ def _check(engine: Engine, state: Mapping[str, Any]) -> None:
             raise ValueError(f"state must be of {part} {expected[part][0]}, got {name}")
 
 
+def _check_values(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Checks the entries that are there, before any is taken."""
+    tasks = engine.trunk.tasks
+    checked_integer("steps", state["steps"], 0, 1 << 63)
+    check_epoch(state["epoch"])
+    (_, of_method), (_, of_weighting) = state["method"], state["weighting"]
+    engine.method.check_state(of_method, tasks)
+    engine.weighting.check_state(of_weighting, tasks)
+    (kept,) = state.get("kept", (None,))
+    Kept.check_state(kept, tasks)
+
+
 def _load(engine: Engine, state: Mapping[str, Any]) -> None:
-    epoch, steps = state["epoch"], int(state["steps"])
+    epoch, steps = state["epoch"], state["steps"]
     (reach,), (_, of_method), (_, of_weighting) = (
         state[part] for part in ("reach", "method", "weighting")
     )
@@ -74,7 +90,7 @@ def _load(engine: Engine, state: Mapping[str, Any]) -> None:
     if engine.monitor.counter is not None:
         (of_conflicts,) = state.get("conflicts", (None,))
         engine.monitor.counter.load_state_dict(of_conflicts)
-    engine.epoch, engine.steps = None if epoch is None else int(epoch), steps
+    engine.epoch, engine.steps = epoch, steps
 
 
 def _named_state(part: Method | Weighting) -> tuple[str, dict[str, Any]]:

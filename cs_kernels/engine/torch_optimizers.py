@@ -39,7 +39,8 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
             closure = inspect.signature(one.step).parameters.get("closure")
             if closure is not None and closure.default is inspect.Parameter.empty:
                 raise ValueError(
-                    f"optimizer must make a step without a closure, got {type(one).__name__}"
+                    f"optimizer must make a step without a closure, got {type(one).__name__}: hand"
+                    " over SGD(lr=0) with the same parameters, and call step in its closure"
                 )
             held = set(held_by(one))
             if seen & held:

@@ -72,15 +72,14 @@ class Clipped(GramianMethod):
         """That of the method that it clips for, with its name."""
         return {"method": type(self.method).__name__, "state": self.method.state_dict()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from it.
-
-        Raises:
-            ValueError: It is of another method.
-
-        """
+    def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
+        """As the method that it clips for, whose name it has."""
         if state["method"] != (name := type(self.method).__name__):
             raise ValueError(f"state must be of method {name}, got {state['method']}")
+        self.method.check_state(state["state"], tasks)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from it."""
         self.method.load_state_dict(state["state"])
 
     def captured_state(self) -> list[Tensor]:

@@ -127,15 +127,19 @@ class GradVac(GramianMethod):
             "targets": targets,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the moving averages.
-
-        Raises:
-            ValueError: They are of other groups.
-
-        """
+    def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
+        """Checks the groups, and that there is a target for all pairs of tasks in each layer."""
         if state["groups"] != self.groups:
             raise ValueError(f"state must be of groups={self.groups!r}, got {state['groups']!r}")
+        number, targets = len(state["tasks"]), state["targets"]
+        shape = len(state["layers"]), number, number
+        if not set(state["tasks"]) <= set(tasks):
+            raise ValueError(f"state must have tasks among {list(tasks)}, got {state['tasks']!r}")
+        if targets is not None and (targets.shape != shape or not targets.isfinite().all()):
+            raise ValueError(f"state must have finite targets of shape {shape}, got {targets!r}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the moving averages."""
         targets = state["targets"]
         self._tasks, self._layers = tuple(state["tasks"]), tuple(state["layers"])
         self._targets = None if targets is None else targets.clone()

@@ -287,7 +287,13 @@ class ConflictCounter:
                     f" {state['threshold']!r}"
                 )
             rows = self._rows_of(state["parameters"], state["modules"])
-            for mine, saved in ((counts, state["counts"]), (steps, state["steps"])):
+            shape = len(rows), *counts.shape[1:]
+            for name, mine in (("counts", counts), ("steps", steps)):
+                saved = state[name]
+                if saved.shape != shape:
+                    raise ValueError(
+                        f"state must have {name} of shape {shape}, got {tuple(saved.shape)}"
+                    )
                 mine[rows] = saved.to(mine)
         self._counts.copy_(counts)
         self._steps.copy_(steps)

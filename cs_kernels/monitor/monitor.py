@@ -10,6 +10,7 @@ from cs_kernels.methods import Method
 from cs_kernels.monitor.conflicts import ConflictCounter
 from cs_kernels.monitor.elapsed import Elapsed
 from cs_kernels.monitor.report import Done, Report, report_of
+from cs_kernels.monitor.zero_gradients import warn_of_zero_gradients
 from cs_kernels.ops.operands import MOST_TASKS
 from cs_kernels.step import Step
 from cs_kernels.weightings import Weighting
@@ -23,7 +24,7 @@ class Monitor:
         """The last step, if there was one."""
         self.counter: ConflictCounter | None = None
         """If conflicts are counted."""
-        self._reported = False
+        self._reported = self._looked = False
 
     @property
     def threshold(self) -> float | None:
@@ -38,6 +39,12 @@ class Monitor:
         """Measures the gradients of a step that solves, before its method takes them."""
         if self.counter is not None and step.kept is None:
             self.counter.measure(step)
+
+    def look_for_zeros(self, gradients: TaskGradients, step: Step) -> None:
+        """Warns, in the first step that keeps the tasks' gradients, of some that are zero."""
+        if not self._looked and step.counter is None:
+            self._looked = True
+            warn_of_zero_gradients(gradients, step)
 
     def counted_step(self, step: Step) -> Callable[[], None]:
         """Counts the conflicts of a step; the function returned takes the counts."""

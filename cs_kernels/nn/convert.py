@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from cs_kernels.nn.task_norm import (
@@ -80,6 +81,13 @@ def _check_convertible(module: nn.Module, tasks: tuple[str, ...]) -> None:
     found = False
     others: Counter[str] = Counter()
     for name, child in module.named_modules():
+        inner = any(isinstance(own, _BatchNorm) for own in child._modules.values())
+        if inner and isinstance(child, _ConvNd | nn.Linear):
+            raise ValueError(
+                f"module must not be fused for quantization when it is converted, got"
+                f" {type(child).__name__} at {name or 'module'!r}, which computes with its"
+                " normalization itself: convert before, and fuse what extract_task returns"
+            )
         found = found or isinstance(child, _BatchNorm)  # Also those inside a TaskBatchNorm.
         if isinstance(child, LazyModuleMixin) and child.has_uninitialized_params():  # type: ignore[misc]
             raise ValueError(

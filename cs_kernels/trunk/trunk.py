@@ -13,7 +13,15 @@ from cs_kernels.trunk.layers import Coverage, LayerLists, Layout, shared_paramet
 from cs_kernels.trunk.pairing import Overrides, find_layout
 from cs_kernels.trunk.reach import Reach
 from cs_kernels.trunk.statistics import RunningStatistics
-from cs_kernels.trunk.watcher import Watcher
+from cs_kernels.trunk.watcher import Ran, Watcher
+
+_WHY: dict[Ran | None, str] = {
+    "not": "no layer of trunk ran in this pass, but perhaps one of a copy, or before it",
+    "without gradients": "its layers ran without gradients, as under torch.no_grad() or frozen",
+    "with gradients": "its layers ran, and their output was detached on the way to the loss",
+    None: "its features were detached, or computed without gradients or with a copy of the trunk",
+}
+"""By what a watched pass has shown; None for passes that were not watched."""
 
 
 class Trunk:
@@ -208,7 +216,20 @@ class Trunk:
         frozen = bool(before) and not any(p.requires_grad for p in before)
         trains = any(p.requires_grad for p in self.shared)
         if trains and not frozen and all(p.grad is None for p in own):
-            raise no_shared_parameter(task)
+            raise self.not_reached(task)
+
+    def not_reached(self, task: str) -> ValueError:
+        """The error for a loss that depends on no parameter of the trunk, and why.
+
+        Raises:
+            ValueError: The trunk has other parameters than at first.
+
+        """
+        self._check_parameters()
+        return ValueError(
+            f"a loss must depend on a parameter of trunk, got one for {task!r} that depends on"
+            f" none: {_WHY[self.watcher.ran]}"
+        )
 
     # --- layers ---
 
@@ -268,11 +289,3 @@ class Trunk:
                 f" {method!r} (`layers` can name one); {layout.coverage}"
             )
         self._covered = self.watcher.version
-
-
-def no_shared_parameter(task: str) -> ValueError:
-    """The error for a loss from another network than the trunk."""
-    return ValueError(
-        f"a loss must depend on a parameter of trunk, got one for {task!r} that depends on none:"
-        " was it computed with a copy of the trunk, or without gradients?"
-    )

@@ -14,7 +14,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from torch.utils.weak import TensorWeakRef
 from cs_kernels.nn.task_norm import Run, TaskBatchNorm, recorded_norms, uncompiled
 
 LAYERS = (_ConvNd, nn.Linear)
+
+Ran = Literal["not", "without gradients", "with gradients"]
+"""How layers of the trunk ran in a pass."""
 
 
 def eager() -> contextlib.AbstractContextManager[Any]:
@@ -146,6 +149,8 @@ class Watcher:
         """The tasks of this pass, or of the last one."""
         self.version = 0
         """Increases when a pass is watched."""
+        self.ran: Ran | None = None
+        """How layers ran in this pass, if it is watched and there are some."""
         self._trunk = trunk
         self._on_first_use = on_first_use
         self._used: dict[str, weakref.WeakSet[nn.Module]] = {}
@@ -191,6 +196,7 @@ class Watcher:
         watched = not self.tasks.issuperset(tasks)
         self.thread, self.passing_tasks = threading.get_ident(), tasks
         self._is_whole = watched
+        self.ran = "not" if watched and self._layers else None
         try:
             with contextlib.ExitStack() as whole_pass:
                 if watched:
@@ -215,6 +221,7 @@ class Watcher:
 
     def learned(self, *tasks: str) -> None:
         """Notes that the watched passes of some tasks have not failed."""
+        self.ran = None
         if not self._has_gap:
             self.tasks.update(tasks)
         self._has_gap = False
@@ -319,6 +326,10 @@ class Watcher:
                 seen[layer] = set()
         self._outdated.discard(layer)
         if isinstance(output, Tensor):
+            if output.requires_grad:
+                self.ran = "with gradients"
+            elif self.ran == "not":
+                self.ran = "without gradients"
             self._produced[id(_memory(output))] = _Produced(layer, output, channel_dim)
 
     def _connect(self, norm: str, inputs: tuple[object, ...]) -> None:

@@ -1,6 +1,6 @@
 """Dynamic weight average."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import exp
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.options import is_finite_number
+from cs_kernels.stateful import check_epoch, check_tensors
 from cs_kernels.step import Step
 from cs_kernels.weightings.last_losses import add_losses
 from cs_kernels.weightings.weighting import Weighting, weighed
@@ -97,6 +98,19 @@ class DynamicWeightAverage(Weighting):
         self._means = {task: list(means) for task, means in state["means"].items()}
         self._weights = dict(state["weights"])
         self._factors = {}
+
+    def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
+        """Checks the losses, the means and weights of past epochs, and the epoch."""
+        check_epoch(state["epoch"])
+        check_tensors(state, "totals", tasks, [2])
+        means, weights = state["means"], state["weights"]
+        numbers = [*weights.values(), *(mean for of_task in means.values() for mean in of_task)]
+        known = {*means, *weights} <= set(tasks) and all(map(is_finite_number, numbers))
+        if not known or any(len(of_task) not in (1, 2) for of_task in means.values()):
+            raise ValueError(
+                f"state must have one or two finite means and a finite weight of tasks among"
+                f" {list(tasks)}, got {means!r} and {weights!r}"
+            )
 
     def captured_state(self) -> list[Tensor]:
         """The sums of this epoch's losses, and the weights, which `start_epoch` writes in place."""

@@ -1,6 +1,6 @@
 """GradNorm."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import inf, nan
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.options import is_finite_number
+from cs_kernels.stateful import check_same_tasks, check_tensors
 from cs_kernels.step import Step
 from cs_kernels.weightings.adam import adam_step, start
 from cs_kernels.weightings.last_losses import on_device
@@ -103,6 +104,14 @@ class GradNorm(Weighting):
         """Goes on from a `state_dict`."""
         self._weights = {task: weight.clone() for task, weight in state["weights"].items()}
         self._first = {task: loss.clone() for task, loss in state["first"].items()}
+
+    def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
+        """Checks the weights, and that there is a first loss for each."""
+        weights, first = (
+            check_tensors(state, "weights", tasks, [4]),
+            check_tensors(state, "first", tasks),
+        )
+        check_same_tasks({"weights": weights, "first": first})
 
     def captured_state(self) -> list[Tensor]:
         """The weights with the state of Adam, and the first losses."""

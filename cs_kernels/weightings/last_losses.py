@@ -1,13 +1,14 @@
 """The base of weightings that need the losses of all tasks."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cs_kernels.stateful import check_tensors
 from cs_kernels.step import Step
 from cs_kernels.weightings.weighting import Weighting, weighed
 
@@ -93,6 +94,10 @@ class LastLosses(Weighting):
         """Goes on from a `state_dict`."""
         self._last = {task: last.clone() for task, last in state["last"].items()}
         self._found = None
+
+    def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
+        """Checks the last losses."""
+        check_tensors(state, "last", tasks)
 
     def captured_state(self) -> list[Tensor]:
         """The last losses, which `observe` writes in place."""

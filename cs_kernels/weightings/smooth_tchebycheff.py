@@ -1,6 +1,6 @@
 """Smooth Tchebycheff scalarization."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import inf, nan
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.options import checked_integer, is_finite_number
+from cs_kernels.stateful import check_epoch, check_same_tasks, check_tensors
 from cs_kernels.step import Step
 from cs_kernels.weightings.last_losses import LastLosses, add_losses, on_device
 
@@ -117,6 +118,14 @@ class SmoothTchebycheff(LastLosses):
         self._epoch = state["epoch"]
         self._totals = {task: total.clone() for task, total in state["totals"].items()}
         self._nadirs = {task: nadir.clone() for task, nadir in state["nadirs"].items()}
+
+    def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
+        """Checks the losses, the nadirs and the epoch."""
+        check_epoch(state["epoch"])
+        shapes: dict[str, list[int]] = {"last": [], "totals": [2], "nadirs": []}
+        check_same_tasks(
+            {name: check_tensors(state, name, tasks, of) for name, of in shapes.items()}
+        )
 
     def captured_state(self) -> list[Tensor]:
         """The last losses, the sums of this epoch's, and the nadirs."""

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from cs_kernels.stateful import check_same_tasks, check_tensors
 from cs_kernels.step import Step
 from cs_kernels.weightings.weighting import Weighting, check_mapping
 
@@ -68,6 +69,11 @@ class UncertaintyWeights(Weighting):
         with torch.no_grad():
             for task, value in self.log_sigma.items():
                 value.copy_(state[task])
+
+    def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
+        """Checks that there is a number for each task."""
+        found = check_tensors({"log_sigma": state}, "log_sigma", tasks)
+        check_same_tasks({"log_sigma": found, "tasks": set(self.tasks)})
 
     def captured_state(self) -> list[Tensor]:
         """None but the parameters, which the torch optimizer updates in place."""
