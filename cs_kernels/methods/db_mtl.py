@@ -14,7 +14,8 @@ class DBMTL(GramianMethod):
 
     The gradients of the logarithms of the losses, all scaled to the length of the longest one, are
     added. Losses are the weighted ones, with 1e-8 added; a negative one has no logarithm, and all
-    weights are NaN. The weight of a task with a zero gradient is zero.
+    weights are NaN. A loss that is not finite does not count in the length of the longest one. The
+    weight of a task with a zero gradient is zero.
 
     Parameters outside the trunk, such as heads, get the gradients of the losses themselves.
 
@@ -35,7 +36,8 @@ class DBMTL(GramianMethod):
             raise ValueError(f"step must have the losses for {self!r}")
         losses = torch.stack([step.weighted_losses[task] for task in step.tasks]).to(gramian)
         lengths = gramian.diagonal(dim1=-2, dim2=-1).sqrt()
-        longest = (lengths / (losses + _LEAST_LOSS)).amax(-1, keepdim=True)
+        logarithmic = torch.where(losses.isfinite(), lengths / (losses + _LEAST_LOSS), 0.0)
+        longest = logarithmic.amax(-1, keepdim=True)
         longest = torch.where((losses + _LEAST_LOSS < 0).any(), torch.nan, longest)
         weights = torch.where(lengths > 0, longest / lengths, 0.0)
         return nan_unless_finite(weights + 0 * longest, gramian)

@@ -38,7 +38,8 @@ class LastLosses(Weighting):
 
     The losses that are not known before a backward pass are those of the task's last step: of other
     tasks in `step`, of all tasks on many ranks and with micro-batches. Where a task has none yet,
-    it counts with the loss that is weighed. A loss that is not finite does not replace the last.
+    it counts with the loss that is weighed. A loss that is not finite does not replace the last, which
+    counts in its place; if there is none, the mean of the others does.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,10 @@ class LastLosses(Weighting):
         known = torch.stack([step.known.get(other, x).to(own) for other, x in pairs])
         fallback = torch.stack(last)
         fallback = torch.where(fallback.isfinite(), fallback, own)
-        return torch.where(known.isfinite(), known, fallback)
+        losses = torch.where(known.isfinite(), known, fallback)
+        finite = losses.isfinite()
+        mean = torch.where(finite, losses, 0.0).sum() / finite.sum()  # NaN if none is finite.
+        return torch.where(finite, losses, mean.nan_to_num(nan=1.0))
 
     def _last_of(self, task: str, own: Tensor) -> Tensor:
         last = on_device(self._last, task, own.device)
