@@ -111,6 +111,16 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def _is_of_collective(error: BaseException) -> bool:
+    """Whether a call of torch.distributed, or the wait for one, has raised an error."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    module = "" if last is None else last.tb_frame.f_globals.get("__name__", "")
+    of_torch = module.startswith("torch.distributed.")
+    return isinstance(error, RuntimeError) and (of_torch or module == "cs_kernels.ranks.buckets")
+
+
 class Messages:
     """Messages between the ranks.
 
@@ -335,6 +345,13 @@ class Messages:
         except Exception as error:
             if self._received:  # By all ranks.
                 raise
+            if _is_of_collective(error):
+                late = RankError(
+                    f"rank {self._ranks[self.rank]} has waited in vain for another rank in step"
+                    f" {self._call.number}: one has ended, or has not come to this step within the"
+                    f" timeout of the process group; {_text(error)}"
+                )
+                late.__cause__, error = error, late
             self._failed_after = time.monotonic() - self._started
             with contextlib.suppress(Exception):
                 assert self._passes is not None
@@ -344,15 +361,8 @@ class Messages:
             except RankError as other:
                 raise other from error
             except Exception:
-                if isinstance(error, RuntimeError):  # Perhaps that of a collective.
-                    raise RankError(
-                        f"step {self._call.number} of rank {self._ranks[self.rank]} has failed,"
-                        f" and others of {self._ranks} did not answer: they have ended, or have"
-                        f" not come to this step in time; {_text(error)}"
-                    ) from error
                 add_note(error, f"the other ranks of {self._ranks} did not answer")
-                raise error from None
-            raise
+            raise error from error.__cause__
 
     def _send(
         self, kind: Kind, order: Sequence[int] = (), error: Exception | None = None
