@@ -16,7 +16,7 @@ from cs_kernels.engine.build import build_engine
 from cs_kernels.engine.captured import CapturedStep
 from cs_kernels.engine.copies import Copyable, PartOfEngine
 from cs_kernels.engine.loss_graph import Backward
-from cs_kernels.engine.one_graph import OneGraph
+from cs_kernels.engine.one_graph import OneGraph, trace_losses
 from cs_kernels.engine.per_task import Closure, PerTask, trace
 from cs_kernels.engine.stacked.mode import Forward, KnownPasses, Stacked
 from cs_kernels.engine.state import load_state, state_of
@@ -341,24 +341,30 @@ class MultiTaskOptimizer(Copyable):
         """
         return CapturedStep(self._engine, closure, tasks, warmup)
 
-    def trace(self, closure: Closure) -> Coverage:
-        """Finds the prioritized layers without a step, from one forward pass a task.
+    def trace(self, closure: Closure | Mapping[str, Tensor]) -> Coverage:
+        """Finds mistakes and the prioritized layers without a step.
 
-        Running statistics are restored; random numbers are consumed as by any forward pass. After
+        With a closure, there is one forward pass per task. Running statistics are restored; random
+        numbers are consumed as by any forward pass. With losses, as for `backward`, the passes
+        through their graph are checked, as `check_passes` says; the graph and `.grad` stay. After
         `fully_shard`, all ranks have to call it.
 
         Args:
-            closure: As in `step`; there is no backward pass.
+            closure: As in `step`; or the losses of `backward`.
 
         Returns:
             `coverage()`.
 
         Raises:
-            ValueError: The loss depends on a parameter that the optimizer does not hold, or on none
+            ValueError: A loss depends on a parameter that the optimizer does not hold, or on none
                 of the trunk.
+            RuntimeError: A backward pass through the graph of the losses cannot be repeated.
 
         """
-        trace(self._engine, closure)
+        if isinstance(closure, Mapping):
+            trace_losses(self._engine, closure)
+        else:
+            trace(self._engine, closure)
         return self.coverage()
 
     def coverage(self) -> Coverage:

@@ -92,6 +92,36 @@ def _a_failed_micro_batch(loop: Loop) -> None:
     loop.backward()
 
 
+def _a_second_step() -> None:
+    loop = Loop()
+    loop.opt.step(loop.loss)
+    loop.sgd.step()
+
+
+def _a_penalty_before() -> None:
+    loop = Loop()
+    sum(p.square().sum() for p in loop.trunk.parameters()).backward()
+    loop.opt.step(loop.loss)
+
+
+class _Injects(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, auxiliary: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, torch.ones(())
+
+
+def _an_injected_loss() -> None:
+    trunk = nn.Linear(3, 4)
+    opt = optimizer_of(trunk, cs.PCGrad())
+    y = trunk(torch.randn(8, 3))
+    y = _Injects.apply(y, y.square().mean())
+    opt.backward({"a": y.mean(), "b": y.square().mean()})
+
+
 MISTAKES: list[Callable[[], object]] = [
     lambda: cs.nn.convert_task_batchnorm(nn.LayerNorm(3), AB),
     lambda: Loop(converted=False),
@@ -109,6 +139,9 @@ MISTAKES: list[Callable[[], object]] = [
     lambda: _after_backward(Loop.backward),
     lambda: _after_backward(lambda loop: loop.sgd.step(), update=False),
     lambda: _after_backward(_a_failed_micro_batch, update=False),
+    _a_second_step,
+    _a_penalty_before,
+    _an_injected_loss,
 ]
 """One for each message of the page outside many ranks, in its order."""
 

@@ -12,6 +12,17 @@ from cs_kernels.schedules import Phase
 from cs_kernels.step import KeptWeights, Part, Step
 
 
+def trace_losses(engine: Engine, losses: Mapping[str, Tensor]) -> None:
+    """Checks the losses of `backward`, without a step."""
+    checked = checked_losses(losses)
+    engine.chosen(checked)
+    engine.forget_passes()
+    for task, loss in checked.items():
+        engine.graph.check(task, loss, shows_reach=True)
+    engine.pass_checks.check_repeatable(checked)
+    engine.trunk.end_trace()
+
+
 class OneGraph(Mode):
     """Losses with a common graph, whose last backward pass frees it.
 

@@ -182,13 +182,18 @@ def _check_repeatable(
 def _gradients(
     loss: Tensor, factor: int, parameters: Sequence[nn.Parameter], held: Sequence[nn.Parameter]
 ) -> list[Tensor | None]:
-    """The gradients of a pass, which leaves none in `.grad`."""
+    """The gradients of a pass, which leaves `.grad` as it was."""
     start = torch.full_like(loss, factor)
-    found = torch.autograd.grad(loss, parameters, start, retain_graph=True, allow_unused=True)
-    # A function with a backward pass inside accumulates gradients in `.grad`.
-    inner = [p.grad for p in parameters]
+    before = [p.grad for p in held]
     for p in held:
         p.grad = None
+    try:
+        found = torch.autograd.grad(loss, parameters, start, retain_graph=True, allow_unused=True)
+        # A function with a backward pass inside accumulates gradients in `.grad`.
+        inner = [p.grad for p in parameters]
+    finally:
+        for p, grad in zip(held, before, strict=True):
+            p.grad = grad
     pairs = zip(found, inner, strict=True)
     sums = (b if a is None else a if b is None else a + b for a, b in pairs)
     return [None if g is None or g.layout is not torch.strided else g for g in sums]

@@ -106,13 +106,7 @@ class PerTask(Mode):
 
 
 def trace(engine: Engine, closure: object) -> None:
-    """A watched forward pass of each task, without a step.
-
-    Raises:
-        ValueError: A loss depends on a parameter that the optimizer does not hold, or on none of
-            the trunk.
-
-    """
+    """A watched forward pass of each task, without a step."""
     (closure,) = checked_closures(closure)
     trunk = engine.trunk
     engine.forget_passes()

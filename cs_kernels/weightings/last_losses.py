@@ -38,8 +38,8 @@ class LastLosses(Weighting):
 
     The losses that are not known before a backward pass are those of the task's last step: of other
     tasks in `step`, of all tasks on many ranks and with micro-batches. Where a task has none yet,
-    it counts with the loss that is weighed. A loss that is not finite does not replace the last, which
-    counts in its place; if there is none, the mean of the others does.
+    it counts with the loss that is weighed. A loss that is not finite does not replace the last,
+    which counts in its place; if there is none, the mean of the others does.
     """
 
     def __init__(self) -> None:
