@@ -151,8 +151,13 @@ class Engine:
                     if last:
                         commit()
         if self.weighting.reevaluates:
-            interrupts.close()
-            mode.observe_again(step, tasks)
+            note = (
+                f"the step has been made: {self.weighting!r} computes losses again after it,"
+                " without gradients; with reevaluate=False, it takes those of the next step"
+            )
+            with noted(note):
+                interrupts.close()
+                mode.observe_again(step, tasks)
         return losses
 
     def _call(self, mode: "Mode", phase: Phase) -> Call:

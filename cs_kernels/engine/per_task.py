@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cs_kernels.engine import supports
 from cs_kernels.engine.engine import Engine, Mode
 from cs_kernels.engine.loss_graph import checked_loss
-from cs_kernels.errors import add_note, described, noted
+from cs_kernels.errors import add_note, described
 from cs_kernels.nn.task_norm import active
 from cs_kernels.step import Part, Step
 
@@ -86,11 +86,7 @@ class PerTask(Mode):
     def observe_again(self, step: Step, tasks: Sequence[str]) -> None:
         """Computes the losses again, by the same closures."""
         engine, weighting = self.engine, self.engine.weighting
-        note = (
-            f"the step has been made: {weighting!r} computes losses again after it, without"
-            " gradients; with reevaluate=False, it takes those of the next step"
-        )
-        with noted(note), engine.transaction.states(weighting):
+        with engine.transaction.states(weighting):
             try:
                 with engine.transaction.without_traces(step.tasks), engine.guard.passing():
                     step.losses_after = {task: self._evaluate(task) for task in tasks}

@@ -104,10 +104,8 @@ class FAMO(LastLosses):
 
     def _states(self, tasks: Sequence[str], like: Tensor) -> Tensor:
         """[K, 4], a copy; new tasks begin with logit 0."""
-        for task in tasks:
-            if on_device(self._logits, task, like.device) is None:
-                self._logits[task] = start(like, 0.0)
-        return torch.stack([self._logits[task] for task in tasks])
+        states = [on_device(self._logits, task, like.device) for task in tasks]
+        return torch.stack([start(like, 0.0) if state is None else state for state in states])
 
     def _lasts(self, tasks: Sequence[str], like: Tensor) -> Tensor:
         """The last losses, [K]; infinite for tasks without one."""
@@ -139,7 +137,7 @@ class FAMO(LastLosses):
                 before, after = self._lasts(tasks, losses), losses
             learned = self._learned(logits, tasks, before, after)
             for task, state in zip(tasks, learned, strict=True):
-                self._logits[task].copy_(state)
+                self._logits.setdefault(task, torch.empty_like(state)).copy_(state)
         super().observe(step)
 
     def state_dict(self) -> dict[str, Any]:

@@ -57,9 +57,7 @@ class GradNorm(Weighting):
 
     def _weight(self, task: str, like: Tensor) -> Tensor:
         state = on_device(self._weights, task, like.device)
-        if state is None:
-            state = self._weights[task] = start(like, 1.0)
-        return state
+        return start(like, 1.0) if state is None else state
 
     def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
         """The loss times its weight, which has no gradient."""
@@ -72,6 +70,7 @@ class GradNorm(Weighting):
             first = on_device(self._first, task, value.device)
             if first is None:
                 first = self._first[task] = torch.full_like(value, inf)
+                self._weights[task] = start(value, 1.0)
             begins = first.isinf() & value.isfinite() & (value > 0)
             first.copy_(torch.where(begins, value, first))
         gramian, tasks = step.surgery.gramian, step.surgery.rows
