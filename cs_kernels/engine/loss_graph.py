@@ -102,11 +102,7 @@ class LossGraph:
                 if parameters.hooked:
                     if alone:
                         return
-                    raise ValueError(
-                        f"losses must have a graph to the trunk, got one for {task!r} whose"
-                        " gradient the hook of a leaf makes, as cached contrastive losses do: use"
-                        " step(closure), which has a pass per task"
-                    )
+                    raise _made_by_hook(task)
                 trains = any(p.requires_grad for p in self._of_trunk)
                 if trains and task not in self._known:
                     raise self._trunk.not_reached(task)
@@ -296,5 +292,18 @@ def checked_losses(losses: object) -> dict[str, Tensor]:
     if not isinstance(losses, Mapping):
         hint = ": with a closure, call step(closure)" if callable(losses) else ""
         raise TypeError(f"losses must be a mapping {{task: loss}}, got {described(losses)}{hint}")
-    named = losses.items()
-    return {task: checked_loss(x, task, "losses must hold", "leave it out") for task, x in named}
+    checked = {
+        task: checked_loss(loss, task, "losses must hold", "leave it out")
+        for task, loss in losses.items()
+    }
+    for task, loss in checked.items():
+        if loss.is_leaf and loss._backward_hooks:
+            raise _made_by_hook(task)
+    return checked
+
+
+def _made_by_hook(task: str) -> ValueError:
+    return ValueError(
+        f"losses must have a graph to the trunk, got one for {task!r} whose gradient the hook of a"
+        " leaf makes, as cached contrastive losses do: use step(closure), which has a pass per task"
+    )

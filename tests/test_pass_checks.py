@@ -1,0 +1,342 @@
+"""Parts of today's networks that act once per backward pass: right, or refused with a reason."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from networks import AB, sgd_of
+from torch import Tensor, nn
+
+import cs_kernels as cs
+
+pytestmark = pytest.mark.loop
+
+
+@pytest.fixture(autouse=True)
+def _double(float64: None) -> None:
+    """All numbers are float64."""
+
+
+class Ones(cs.GramianMethod):
+    """The plain sum of separate gradients."""
+
+    def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
+        return torch.ones_like(gramian[..., 0])
+
+
+class Injects(torch.autograd.Function):
+    """An auxiliary loss whose gradient is one in every backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, auxiliary: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_ones(())
+
+
+class Overwrites(torch.autograd.Function):
+    """Swish, with its gradient written over what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        s = x.sigmoid()
+        x.data.copy_(grad * s * (1 + x * (1 - s)))
+        return x.data
+
+
+class ScalesSaved(torch.autograd.Function):
+    """A loss whose gradient is made in the forward pass, and scaled in place in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.gradient = 2 * x.detach() / x.numel()
+        return x.square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        ctx.gradient *= grad
+        return ctx.gradient
+
+
+class Cached(torch.autograd.Function):
+    """A cache that the first pass uses up."""
+
+    cache: dict[int, float] = {}
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        Cached.cache[5] = 3.0
+        return 3.0 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * Cached.cache.pop(5)
+
+
+class Clamps(torch.autograd.Function):
+    """No linear function of the gradient, but the same in every pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-0.01, 0.01)
+
+
+PARTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "injected": (lambda h: Injects.apply(h, h.square().mean()), "count once per task.*first"),
+    "overwritten": (Overwrites.apply, "gradients of first.* that differ"),
+    "cache": (Cached.apply, "KeyError: 5 in a second one of 'a'"),
+}
+
+
+class Network:
+    """A trunk with a part in its middle, two heads, and their losses."""
+
+    def __init__(
+        self, part: Callable[[Tensor], Tensor], method: cs.Method | None = None, **options: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.trunk = nn.ModuleDict({"first": nn.Linear(6, 8), "last": nn.Linear(8, 5)})
+        self.heads = nn.ModuleDict({task: nn.Linear(5, 1) for task in AB})
+        self.x, self.part = torch.randn(16, 6), part
+        self.sgd = sgd_of(self.trunk, self.heads)
+        self.opt = cs.MultiTaskOptimizer(self.trunk, self.sgd, AB, method or Ones(), **options)
+
+    def features(self) -> Tensor:
+        z: Tensor = self.trunk["last"](self.part(self.trunk["first"](self.x)))
+        return z.tanh()
+
+    def losses(self) -> dict[str, Tensor]:
+        z = self.features()
+        return {t: (self.heads[t](z) - i).square().mean() for i, t in enumerate(AB)}
+
+    def gradient(self) -> Tensor:
+        return torch.cat([p.grad.flatten() for p in self.trunk.parameters()])
+
+
+def _plain(part: Callable[[Tensor], Tensor]) -> Tensor:
+    network = Network(part)
+    sum(network.losses().values()).backward()
+    return network.gradient()
+
+
+@pytest.mark.parametrize("update", [True, False])
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_pass_that_cannot_be_repeated(part: str, every: int, update: bool) -> None:
+    function, message = PARTS[part]
+    network = Network(function, Ones(update_every=every))
+    before = [p.detach().clone() for p in network.trunk.parameters()]
+    for _ in range(2):  # It is refused until it is right.
+        with pytest.raises(RuntimeError, match=f"(?s){message}.*use step.*check_passes=False"):
+            network.opt.backward(network.losses(), update=update)
+    assert all(p.grad is None for p in (*network.trunk.parameters(), *network.heads.parameters()))
+    assert all(map(torch.equal, before, network.trunk.parameters()))
+    with pytest.raises(RuntimeError, match=message):
+        network.opt.trace(network.losses())
+
+
+@pytest.mark.parametrize("part", ["overwritten", "cache", "injected"])
+def test_ways_out(part: str) -> None:
+    """Each task's own graph, features, and one pass for all."""
+    function, _ = PARTS[part]
+    expected = _plain(function)
+    network = Network(function)
+    z = network.features()
+    losses = {t: (network.heads[t](z) - i).square().mean() for i, t in enumerate(AB)}
+    network.opt.backward(losses, features=z)
+    torch.testing.assert_close(network.gradient(), expected, rtol=1e-12, atol=1e-14)
+    network = Network(function, cs.Sum())
+    network.opt.backward(network.losses())
+    torch.testing.assert_close(network.gradient(), expected, rtol=1e-12, atol=1e-14)
+    if part != "injected":  # There it counts in each task's pass.
+        network = Network(function)
+        network.opt.step(lambda task: network.losses()[task])
+        torch.testing.assert_close(network.gradient(), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_the_switch() -> None:
+    network = Network(Overwrites.apply, check_passes=False)
+    network.opt.backward(network.losses())
+    assert not torch.allclose(network.gradient(), _plain(Overwrites.apply), rtol=0.01)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 0.5), (0.5, 1.0)])
+def test_a_loss_of_two_tasks_that_scales_its_gradient_in_place(
+    weights: tuple[float, float],
+) -> None:
+    network = Network(torch.tanh)
+    common = ScalesSaved.apply(network.features())
+    losses = {task: w * common for task, w in zip(AB, weights, strict=True)}
+    with pytest.raises(RuntimeError, match="differ by"):
+        network.opt.backward(losses)
+
+
+def test_tasks_without_the_first_share_a_part() -> None:
+    """A pass is repeated of every task that walks what others walk and none before has."""
+    torch.manual_seed(0)
+    trunk = nn.ModuleDict({"one": nn.Linear(3, 4), "two": nn.Linear(3, 4)})
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), ["a", "b", "c"], Ones())
+    x = torch.randn(8, 3)
+    z = Overwrites.apply(trunk["two"](x))
+    losses = {"a": trunk["one"](x).square().mean(), "b": z.square().mean(), "c": z.mean()}
+    with pytest.raises(RuntimeError, match="gradients of two.weight that differ.*of 'b'"):
+        opt.backward(losses)
+
+
+@pytest.mark.parametrize("part", [Clamps.apply, torch.tanh], ids=["clamps", "tanh"])
+def test_parts_that_are_repeatable(part: Callable[[Tensor], Tensor]) -> None:
+    """Three passes more in the first call, and none later."""
+    network, passes = Network(part), [0]
+    rows = []
+    for task in AB:
+        rows.append(torch.autograd.grad(network.losses()[task], [*network.trunk.parameters()]))
+    expected = torch.cat([(a + b).flatten() for a, b in zip(*rows, strict=True)])
+    for more in (3, 0):
+        losses = network.losses()
+        passes[0] = 0
+        network.trunk["first"].weight.register_hook(lambda _: passes.__setitem__(0, passes[0] + 1))
+        network.opt.backward(losses)
+        torch.testing.assert_close(network.gradient(), expected, rtol=1e-12, atol=1e-14)
+        network.trunk["first"].weight._backward_hooks.clear()
+        assert passes[0] == len(AB) + more
+        network.sgd.zero_grad()
+
+
+def test_a_nan_is_no_difference() -> None:
+    network = Network(lambda h: h * torch.nan)
+    network.opt.backward(network.losses())
+    assert network.gradient().isnan().any()
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+@pytest.mark.parametrize("method", [Ones, cs.Sum, cs.PCGrad])
+def test_an_optimizer_in_a_hook(how: str, method: type[cs.Method]) -> None:
+    """It would make K raw updates."""
+    network = Network(torch.tanh, method())
+    weight = network.trunk["first"].weight
+    inner = torch.optim.SGD([weight], lr=0.1)
+    weight.register_post_accumulate_grad_hook(lambda _: inner.step())
+    with pytest.raises(RuntimeError, match=r"another first.weight and 0 others after that of 'a'"):
+        if how == "step":
+            network.opt.step(lambda task: network.losses()[task])
+        else:
+            network.opt.backward(network.losses())
+    assert all(p.grad is None for p in network.trunk.parameters())
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_a_hook_that_moves_gradients(how: str) -> None:
+    network = Network(torch.tanh)
+    last = network.trunk["last"]
+
+    def move(p: Tensor) -> None:
+        p.main_grad, p.grad = p.grad, None
+
+    for parameter in last.parameters():
+        parameter.register_post_accumulate_grad_hook(move)
+    with pytest.raises(
+        RuntimeError, match=r"got none of last.weight and 1 others after that of 'a'"
+    ):
+        if how == "step":
+            network.opt.step(lambda task: network.losses()[task])
+        else:
+            network.opt.backward(network.losses())
+
+
+def test_a_new_set_up_is_checked_again() -> None:
+    network = Network(torch.tanh)
+    network.opt.backward(network.losses())
+    network.sgd.step()
+    network.part = Overwrites.apply
+    network.opt.backward(network.losses())  # Nothing is looked at later.
+    network.sgd.step()
+    network.trunk["last"].bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="that differ"):
+        network.opt.backward(network.losses())
+
+
+def _cached_loss(network: Network, task: str) -> Tensor:
+    """A contrastive loss of embeddings without a graph; a hook embeds again, chunk by chunk."""
+
+    def embed(x: Tensor) -> Tensor:
+        h: Tensor = network.heads[task](network.trunk["last"](network.trunk["first"](x).tanh()))
+        return h
+
+    with torch.no_grad():
+        found = embed(network.x)
+    found.requires_grad_()
+    loss = (found @ found.T).logsumexp(1).mean()
+    loss.backward()
+    assert found.grad is not None
+    grads = found.grad.split(5)
+    loss = loss.detach().requires_grad_()
+
+    def hook(scale: Tensor) -> None:
+        with torch.enable_grad():
+            for x, grad in zip(network.x.split(5), grads, strict=True):
+                (embed(x) * grad).sum().mul(scale).backward()
+
+    loss.register_hook(hook)
+    return loss
+
+
+def _same_loss(network: Network, task: str) -> Tensor:
+    z = network.heads[task](network.trunk["last"](network.trunk["first"](network.x).tanh()))
+    return (z @ z.T).logsumexp(1).mean()
+
+
+@pytest.mark.parametrize(
+    "method", [cs.Sum, cs.PCGrad, cs.UPGrad, lambda: cs.UPGrad(update_every=3)]
+)
+def test_a_loss_whose_gradient_a_hook_makes(method: Callable[[], cs.Method]) -> None:
+    """In `step`, as a plain loss; elsewhere it says so."""
+    cached, plain = Network(torch.tanh, method()), Network(torch.tanh, method())
+    for _ in range(4):
+        cached.opt.step(lambda task: _cached_loss(cached, task))
+        plain.opt.step(lambda task: _same_loss(plain, task))
+        torch.testing.assert_close(cached.gradient(), plain.gradient(), rtol=1e-9, atol=1e-12)
+    with pytest.raises(ValueError, match=r"gradient the hook of a leaf makes.*use step\(closure\)"):
+        cached.opt.backward({task: _cached_loss(cached, task) for task in AB})
+
+
+@pytest.mark.parametrize(
+    "method", [cs.Sum, cs.UPGrad, cs.MGDA, cs.NashMTL, cs.FairGrad, cs.ConFIG, cs.GradDrop]
+)
+def test_a_block_that_is_frozen_in_the_closure(method: type[cs.Method]) -> None:
+    """As adapters are switched; it is the other task's own, as if it were detached."""
+
+    def norms(toggle: bool) -> Tensor:
+        torch.manual_seed(1)
+        low, up = nn.Linear(5, 6), nn.Linear(6, 6)
+        trunk = nn.ModuleList([low, up])
+        heads = nn.ModuleDict({task: nn.Linear(6, 1) for task in AB})
+        opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk, heads, lr=0.0), AB, method())
+        x = torch.randn(4, 5)
+
+        def loss(task: str) -> Tensor:
+            if toggle:
+                low.requires_grad_(task == "a")
+            z = low(x)
+            z = z.detach() if not toggle and task == "b" else z
+            return (heads[task](up(z.tanh())) - AB.index(task)).square().mean()
+
+        found = []
+        for _ in range(3):
+            opt.step(loss)
+            found.append(low.weight.grad.norm())
+        return torch.stack(found)
+
+    torch.testing.assert_close(norms(True), norms(False), rtol=1e-12, atol=0)
