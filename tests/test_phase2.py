@@ -128,7 +128,8 @@ def test_a_trunk_larger_than_the_caches(dtype: torch.dtype, tasks: int) -> None:
     run(whole, grads, priorities, [0, 0], [1, 1], tasks)
     for t, update in enumerate(whole):
         alone = torch.empty_like(update)
-        run([alone], grads[t * tasks :][:tasks], priorities[t : t + 1], [0], [1], tasks)
+        of_tensor, layers = grads[t * tasks :][:tasks], priorities[t : t + 1]
+        run([alone], of_tensor, layers, [0] * len(layers), [1] * len(layers), tasks)
         assert torch.equal(update, alone)
 
 

@@ -18,16 +18,12 @@ from torch import Tensor
 from cs_kernels.ops import backends
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 from cs_kernels.ops.backends import available_backends, use_backend
+from cs_kernels.ops.checks import first_present, out_channels
 from cs_kernels.ops.solvers import SOLVERS
 
 __all__ = ["available_backends", "out_channels", "use_backend"]
 
 _library = torch.library.Library("cs_kernels", "DEF")
-
-
-def out_channels(weight: Tensor, out_channel_dim: int, groups: int) -> int:
-    """The number of output channels of a weight."""
-    return weight.shape[out_channel_dim] * (groups if out_channel_dim == 1 else 1)
 
 
 def _operator(schema: str) -> Callable[[Callable[..., Any]], None]:
@@ -106,6 +102,8 @@ def _(weights: Tensors, dims: Ints, groups: Ints) -> Tensor:
 
     They are Eq. (4) times the kernel window, which cancels in Eq. (7).
     """
+    if not weights:
+        raise ValueError("weights must be one at least, got []")
     channels = sum(map(out_channels, weights, dims, groups))
     return weights[0].new_empty((channels,), dtype=torch.float64)
 
@@ -143,7 +141,7 @@ def _(*_: object) -> None:
 @_operator("gramian(Tensor?[] grads, int[] group_of, int groups, int tasks) -> Tensor")
 def _(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
     """Float64 [groups, K, K]: products of the tasks' gradients over each group of tensors."""
-    like = next(grad for grad in grads if grad is not None)
+    like = first_present(grads, 1, len(grads))[0]
     return like.new_empty((groups, tasks, tasks), dtype=torch.float64)
 
 

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from cs_kernels import _C
 from cs_kernels.ops.aliases import Floats, Ints
+from cs_kernels.ops.checks import check_gramian, check_strength
 from cs_kernels.ops.compiled.combine import CombineOperators
 from cs_kernels.ops.compiled.phase2 import Factors, Phase2Operators
 from cs_kernels.ops.operands import (
@@ -14,7 +15,6 @@ from cs_kernels.ops.operands import (
     Operands,
     Option,
     address_of,
-    check_gramian,
     checked_options,
 )
 
@@ -96,6 +96,7 @@ class CpuOperators(Phase2Operators, CombineOperators):
 
     def task_priority(self, strength: Tensor) -> Tensor:
         """Reads K * O numbers, writes O."""
+        check_strength(strength)
         numbers = _in_double(strength)
         tasks, rows = numbers.shape
         priority = torch.empty(rows, dtype=torch.int64)

@@ -5,8 +5,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from cs_kernels.ops.checks import check_gramian
 from cs_kernels.ops.gpu.device import on_device
-from cs_kernels.ops.operands import Option, check_gramian
+from cs_kernels.ops.operands import Option
 
 
 class SolverOperators(ABC):
