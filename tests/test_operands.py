@@ -4,10 +4,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from layers import operator_calls
 from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from cs_kernels import _C
-from cs_kernels.ops import operands
+from cs_kernels.ops import backends, operands
 from cs_kernels.ops.operands import DTYPES, Operands
 
 pytestmark = pytest.mark.kernel
@@ -121,3 +124,29 @@ def test_an_output_that_is_not_dense_is_written_through_a_copy() -> None:
     assert output.eq(0).all()
     read.finish()
     assert output.eq(7).all()
+
+
+def _leaves(values: object) -> list[Tensor]:
+    return [leaf.clone() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+@pytest.mark.parametrize("name", backends.OPERATORS)
+def test_a_negative_view_keeps_its_sign(backend: str, name: str) -> None:
+    """That of `x.conj().imag` is not in memory, whether the tensor is read or written."""
+    operator = getattr(torch.ops.cs_kernels, name)
+    arguments = operator_calls()[name]
+    leaves, structure = tree_flatten(arguments)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            given, plain = (
+                tree_unflatten([_copied(x, i == view) for i, x in enumerate(leaves)], structure)
+                for view in (index, None)
+            )
+            expected = _leaves((operator(*plain), plain))
+            assert_close(_leaves((operator(*given), given)), expected, rtol=0, atol=0)
+
+
+def _copied(leaf: object, negative: bool) -> object:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch._neg_view(-leaf) if negative else leaf.clone()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs_kernels.ops import backends
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
@@ -34,11 +35,35 @@ def _operator(schema: str) -> Callable[[Callable[..., Any]], None]:
     def define(fake: Callable[..., Any]) -> None:
         _library.define(schema)
         torch.library.register_fake(f"cs_kernels::{name}", fake, lib=_library)
+        _library.impl(name, _without_negative_bits(name), "Negative")
         for key in ("CPU", "CUDA"):
             _library.impl(name, backends.router(name, key.lower()), key)
         _library.impl(name, backends.router(name, None), "CompositeExplicitAutograd")
 
     return define
+
+
+def _without_negative_bits(name: str) -> Callable[..., Any]:
+    """The operator with tensors like `x.conj().imag` replaced by copies, as kernels take addresses.
+
+    PyTorch's own fallback leaves out those in a `Tensor?[]`.
+    """
+
+    def call(*args: Any) -> Any:
+        operator = getattr(torch.ops.cs_kernels, name).default
+        with torch.no_grad():
+            copies = tree_map_only(Tensor, Tensor.resolve_neg, args)
+            result = operator(*copies)
+            for argument, given, copy in zip(
+                operator._schema.arguments, args, copies, strict=False
+            ):
+                if argument.is_write:
+                    for written, values in zip(tree_leaves(given), tree_leaves(copy), strict=True):
+                        if written is not values:
+                            written.copy_(values)
+        return result
+
+    return call
 
 
 # A fake names the arguments that it uses.
