@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from layers import operator_calls
 from networks import (
     AB,
     BOTH_PHASES,
@@ -22,9 +23,10 @@ from networks import (
     started_problem,
 )
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import cs_kernels as cs
+from cs_kernels.ops.backends import OPERATORS
 from cs_kernels.ops.checks import check_counter
 from cs_kernels.ops.operands import Operands, checked_options
 
@@ -525,6 +527,16 @@ def test_tensors_without_the_channels(
         torch.ops.cs_kernels.project_conflicts_(
             [zeros(shape)], [ones(shape)], priorities, [dim], [groups], 1
         )
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_meta_tensor_among_others_runs_no_fake(backend: str, name: str) -> None:
+    leaves, structure = tree_flatten(operator_calls()[name])
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for i in places if len(places) > 1 else ():
+        given = [leaf.to("meta") if i == n else leaf for n, leaf in enumerate(leaves)]
+        with pytest.raises(ValueError, match=r"tensors must be on one device.*'cpu', 'meta'"):
+            getattr(torch.ops.cs_kernels, name)(*tree_unflatten(given, structure))
 
 
 def test_a_call_without_tensors(backend: str) -> None:

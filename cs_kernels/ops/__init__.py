@@ -34,13 +34,25 @@ def _operator(schema: str) -> Callable[[Callable[..., Any]], None]:
 
     def define(fake: Callable[..., Any]) -> None:
         _library.define(schema)
-        torch.library.register_fake(f"cs_kernels::{name}", fake, lib=_library)
+        torch.library.register_fake(f"cs_kernels::{name}", _on_one_device(fake), lib=_library)
         _library.impl(name, _without_negative_bits(name), "Negative")
         for key in ("CPU", "CUDA"):
             _library.impl(name, backends.router(name, key.lower()), key)
         _library.impl(name, backends.router(name, None), "CompositeExplicitAutograd")
 
     return define
+
+
+def _on_one_device(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """A fake that does not hide a meta tensor among others."""
+
+    def call(*args: Any) -> Any:
+        devices = {str(leaf.device) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+        if len(devices) > 1:
+            raise ValueError(f"tensors must be on one device, got {sorted(devices)}")
+        return fake(*args)
+
+    return call
 
 
 def _without_negative_bits(name: str) -> Callable[..., Any]:
