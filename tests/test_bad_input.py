@@ -453,6 +453,7 @@ def _phase2(**change: object) -> tuple[object, ...]:
         (_phase2(weights=[ones(4, 2)]), r"weights must be.*\(4, 3\).*\(4, 2\)"),
         (("upgrad_weights", torch.tensor(1.0)), r"gramian must have .* got \(\)"),
         (("upgrad_weights", torch.eye(65)), r"K in \[1, 64\], got \(65, 65\)"),
+        (("fair_grad_weights", EYE, 0.0), "alpha must be positive and finite, got 0.0"),
         (("task_priority", ones(0, 4)), r"strength must have shape \[K, O\], got \(0, 4\)"),
         (("task_priority", ones(4)), r"strength must have shape \[K, O\], got \(4,\)"),
         (
@@ -537,6 +538,19 @@ def test_a_meta_tensor_among_others_runs_no_fake(backend: str, name: str) -> Non
         given = [leaf.to("meta") if i == n else leaf for n, leaf in enumerate(leaves)]
         with pytest.raises(ValueError, match=r"tensors must be on one device.*'cpu', 'meta'"):
             getattr(torch.ops.cs_kernels, name)(*tree_unflatten(given, structure))
+
+
+def test_fakes_refuse_what_backends_refuse() -> None:
+    """Under compilation they are all that looks at the arguments."""
+    calls = torch.ops.cs_kernels
+    meta = torch.empty(4, 3, device="meta")
+    for call, message in (
+        (lambda: calls.task_priority(meta[0]), r"strength must have shape \[K, O\], got \(3,\)"),
+        (lambda: calls.channel_energies([meta], [1], [3]), "groups must divide dimension 0"),
+        (lambda: calls.gramian([meta, None], [0, 0], 2, 0), "tasks must be in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_a_call_without_tensors(backend: str) -> None:

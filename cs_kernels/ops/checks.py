@@ -4,6 +4,8 @@ Errors name the argument and quote its value. Backends that read memory by addre
 of gradients in C++ (`python/operands.cpp`), with the rules of `check_gradients`.
 """
 
+from math import inf
+
 import torch
 from torch import Tensor
 
@@ -288,7 +290,7 @@ def check_offsets(offsets: Ints | None, updates: Tensors) -> None:
             )
 
 
-def check_gramian(gramian: Tensor) -> None:
+def check_solver(name: str, gramian: Tensor, *options: object) -> None:
     """Raises a ValueError or TypeError for other Gramians than floating [..., K, K]."""
     tasks = gramian.shape[-1] if gramian.ndim else 0
     if gramian.ndim < 2 or gramian.shape[-2] != tasks or not 1 <= tasks <= MOST_TASKS:
@@ -297,6 +299,8 @@ def check_gramian(gramian: Tensor) -> None:
             f" got {tuple(gramian.shape)}"
         )
     check_type(gramian, "gramian")
+    if name == "fair_grad" and not 0 < options[0] < inf:  # type: ignore[operator]
+        raise ValueError(f"alpha must be positive and finite, got {options[0]}")
 
 
 def check_similarities(similarities: Tensor, gramian: Tensor) -> None:

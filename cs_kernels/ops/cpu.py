@@ -5,7 +5,7 @@ from torch import Tensor
 
 from cs_kernels import _C
 from cs_kernels.ops.aliases import Floats, Ints
-from cs_kernels.ops.checks import check_gramian, check_strength
+from cs_kernels.ops.checks import check_solver, check_strength
 from cs_kernels.ops.compiled.combine import CombineOperators
 from cs_kernels.ops.compiled.phase2 import Factors, Phase2Operators
 from cs_kernels.ops.operands import (
@@ -148,7 +148,7 @@ class CpuOperators(Phase2Operators, CombineOperators):
 
     def solve(self, name: str, gramian: Tensor, *options: Option) -> Tensor:
         """Reads K * K numbers and writes K for each Gramian."""
-        check_gramian(gramian)
+        check_solver(name, gramian, *options)
         tasks = gramian.shape[-1]
         gramians = _in_double(gramian)
         weights = torch.empty(gramians.shape[:-1], dtype=torch.float64)

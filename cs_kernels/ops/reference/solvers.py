@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cs_kernels.ops.checks import check_gramian
+from cs_kernels.ops.checks import check_solver
 from cs_kernels.ops.operands import Option, checked_options
 from cs_kernels.ops.random import random_key, splitmix64
 from cs_kernels.ops.solvers import (
@@ -425,6 +425,6 @@ _WEIGHTS: dict[str, Callable[..., Tensor]] = {
 
 def solve(name: str, gramian: Tensor, *options: Option) -> Tensor:
     """The operator `<name>_weights`."""
-    check_gramian(gramian)
+    check_solver(name, gramian, *options)
     checked_options(gramian, *options)
     return _WEIGHTS[name](gramian, *options)
