@@ -428,6 +428,10 @@ def test_empty_layers(backend: str) -> None:
     for shape in ((3, 0), (0, 4)):
         grads, priority = torch.zeros(2, *shape), torch.zeros(shape[0]).long()
         assert cs.functional.project_conflicts(grads, priority).shape == shape
+    for shape in ((4, 0, 3), (4, 2, 0)):
+        grads, priority = torch.zeros(2, *shape), torch.zeros(2 * shape[1]).long()
+        layout = {"out_channel_dim": 1, "groups": 2}
+        assert cs.functional.project_conflicts(grads, priority, **layout).shape == shape
     call = torch.zeros(3, 0), torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2, 3, 0)
     update, priority = cs.functional.phase2_update(*call)
     assert update.shape == (3, 0)

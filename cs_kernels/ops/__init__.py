@@ -19,7 +19,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cs_kernels.ops import backends
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 from cs_kernels.ops.backends import available_backends, use_backend
-from cs_kernels.ops.checks import first_present, out_channels
+from cs_kernels.ops.checks import (
+    check_layouts,
+    check_strength,
+    check_tasks,
+    check_weights,
+    first_present,
+    out_channels,
+)
 from cs_kernels.ops.solvers import SOLVERS
 
 __all__ = ["available_backends", "out_channels", "use_backend"]
@@ -93,6 +100,7 @@ def _(weight: Tensor, gamma: Tensor, *_: object) -> Tensor:
 @_operator("task_priority(Tensor strength) -> Tensor")
 def _(strength: Tensor) -> Tensor:
     """int64 [O] from [K, O]."""
+    check_strength(strength)
     return strength.new_empty((strength.shape[1],), dtype=torch.int64)
 
 
@@ -126,7 +134,8 @@ def _(
     Returns the priorities, int64 [O] of one layer after the other. Given `products`, float64
     [layers, K, K], it writes d_ij of the channel groups there.
     """
-    return gamma.new_empty((sum(map(out_channels, weights, dims, groups)),), dtype=torch.int64)
+    channels = check_layouts(updates, dims, groups, len(weights), "weights")
+    return gamma.new_empty((sum(channels),), dtype=torch.int64)
 
 
 # Phase 2 in stages, for weights or gradients that are sharded over devices: energies and products
@@ -139,8 +148,7 @@ def _(weights: Tensors, dims: Ints, groups: Ints) -> Tensor:
 
     They are Eq. (4) times the kernel window, which cancels in Eq. (7).
     """
-    if not weights:
-        raise ValueError("weights must be one at least, got []")
+    check_weights(weights, dims, groups)
     channels = sum(map(out_channels, weights, dims, groups))
     return weights[0].new_empty((channels,), dtype=torch.float64)
 
@@ -164,7 +172,8 @@ def _(updates: Tensors, grads: Grads, priorities: Tensors, *layers_and_tasks: An
     Then `phase2_apply_` with these products gives the update of `project_conflicts_`.
     """
     tasks = layers_and_tasks[-1]
-    return updates[0].new_empty((len(priorities), tasks, tasks), dtype=torch.float64)
+    like = updates[0] if updates else torch.empty(0)
+    return like.new_empty((len(priorities), tasks, tasks), dtype=torch.float64)
 
 
 @_operator(
@@ -178,6 +187,7 @@ def _(*_: object) -> None:
 @_operator("gramian(Tensor?[] grads, int[] group_of, int groups, int tasks) -> Tensor")
 def _(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
     """Float64 [groups, K, K]: products of the tasks' gradients over each group of tensors."""
+    check_tasks(tasks)
     like = first_present(grads, 1, len(grads))[0]
     return like.new_empty((groups, tasks, tasks), dtype=torch.float64)
 

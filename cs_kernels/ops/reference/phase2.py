@@ -30,8 +30,9 @@ def channel_rows(tensor: Tensor, out_channel_dim: int, groups: int) -> Tensor:
     if out_channel_dim == 0:
         return tensor.flatten(1) if tensor.ndim > 1 else tensor.unsqueeze(1)
     fan_in, channels = tensor.shape[0] // groups, tensor.shape[1]
-    split = tensor.reshape(groups, fan_in, channels, -1).movedim(2, 1)
-    return split.reshape(groups * channels, -1)
+    kernel_size = prod(tensor.shape[2:])
+    split = tensor.reshape(groups, fan_in, channels, kernel_size).movedim(2, 1)
+    return split.reshape(groups * channels, fan_in * kernel_size)
 
 
 def _from_channel_rows(rows: Tensor, like: Tensor, out_channel_dim: int, groups: int) -> Tensor:
