@@ -18,6 +18,7 @@ from cs_kernels.ops.checks import (
     check_layout,
     check_strength,
     check_type,
+    check_writable,
     out_channels,
 )
 
@@ -281,8 +282,7 @@ def _check_out(out: Tensor | None, like: Tensor, **read: Tensor) -> Tensor:
             f"out must be {like.dtype} of shape {tuple(like.shape)} on {like.device},"
             f" got {out.dtype} of shape {tuple(out.shape)} on {out.device}"
         )
-    if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError(f"out must have memory for every element, got strides {out.stride()}")
+    check_writable(out, "out")
     for name, tensor in read.items():
         if _share_memory(out, tensor):
             raise ValueError(f"out must share no memory with {name}, got a tensor that does")

@@ -124,7 +124,8 @@ Operands::Operands(const py::list& tensors, const py::list& grads, std::int32_t 
         find_channel_layout(tensor.shape, tensor.strides, tensor.dimensions,
                             described ? channel_dims[t] : 0, described ? groups[t] : 1);
     types.push_back(type_of(tensor));
-    if (!found || types.back() == kUnknownType || !same_device(tensor.device, device) || !layout)
+    if (!found || types.back() == kUnknownType || !same_device(tensor.device, device) || !layout ||
+        !is_aligned(tensor))
       unfit.push_back(t);
     layouts.push_back(layout.value_or(ChannelLayout{}));
     sizes.push_back(elements(tensor));

@@ -465,6 +465,7 @@ def _phase2(**change: object) -> tuple[object, ...]:
             r"weights must .* \(1, 1, 1\)",
         ),
         (("drop_signs_", [], [], [0.0] * 2, 0, 0, 1, ones(1).long()), "leaks must have 1 entries"),
+        (("combine_", [ones(1).expand(4)], [W[:, 0]], ones(1, 1), [0], 1), "updates must have mem"),
         (("gramian", [ones(4)], [0], -1, 1), "groups must not be negative, got -1"),
         (("gramian", [ones(4)] * 2, [0], 1, 0), r"tasks must be in \[1, 64\], got 0"),
         (("gramian", [], [], 1, 2), "grads must have at least one tensor, got none"),

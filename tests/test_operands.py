@@ -1,5 +1,7 @@
 """Kernel arguments, against torch's own view of the tensors' memory."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from layers import operator_calls
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cs_kernels import _C
 from cs_kernels.ops import backends, operands
@@ -126,27 +128,38 @@ def test_an_output_that_is_not_dense_is_written_through_a_copy() -> None:
     assert output.eq(7).all()
 
 
-def _leaves(values: object) -> list[Tensor]:
-    return [leaf.clone() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+def _negative(x: Tensor) -> Tensor:
+    return torch._neg_view(-x)
 
 
+def _misaligned(x: Tensor) -> Tensor:
+    memory = bytearray(1 + x.numel() * x.itemsize)
+    return torch.frombuffer(memory, dtype=x.dtype, offset=1).view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("view", [_negative, _misaligned])
 @pytest.mark.parametrize("name", backends.OPERATORS)
-def test_a_negative_view_keeps_its_sign(backend: str, name: str) -> None:
-    """That of `x.conj().imag` is not in memory, whether the tensor is read or written."""
+def test_memory_that_kernels_cannot_read_as_it_is(
+    backend: str, name: str, view: Callable[[Tensor], Tensor]
+) -> None:
+    """The sign of `x.conj().imag` is not in memory; `torch.frombuffer` allows odd addresses."""
     operator = getattr(torch.ops.cs_kernels, name)
-    arguments = operator_calls()[name]
-    leaves, structure = tree_flatten(arguments)
+    leaves, structure = tree_flatten(operator_calls()[name])
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            given, plain = (
-                tree_unflatten([_copied(x, i == view) for i, x in enumerate(leaves)], structure)
-                for view in (index, None)
-            )
-            expected = _leaves((operator(*plain), plain))
-            assert_close(_leaves((operator(*given), given)), expected, rtol=0, atol=0)
+        if not isinstance(leaf, Tensor):
+            continue
+        plain = _copied(leaves)
+        given = [view(x) if i == index else x for i, x in enumerate(_copied(plain))]
+        result = operator(*tree_unflatten(plain, structure))
+        if name == "gradvac_weights" and index == 1 and view is _misaligned:
+            with pytest.raises(ValueError, match="similarities must be aligned to its elements"):
+                operator(*tree_unflatten(given, structure))
+            continue
+        found = operator(*tree_unflatten(given, structure))
+        for a, b in [(found, result), *zip(given, plain, strict=True)]:
+            if isinstance(b, Tensor):
+                assert_close(a, b, rtol=0, atol=0)
 
 
-def _copied(leaf: object, negative: bool) -> object:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    return torch._neg_view(-leaf) if negative else leaf.clone()
+def _copied(leaves: list[object]) -> list[object]:
+    return [x.clone() if isinstance(x, Tensor) else x for x in leaves]

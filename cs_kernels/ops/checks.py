@@ -62,6 +62,27 @@ def check_like(tensor: Tensor, like: Tensor, name: str) -> None:
         )
 
 
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether elements are at multiples of their size; `torch.frombuffer` allows others."""
+    return tensor.data_ptr() % tensor.itemsize == 0
+
+
+def check_in_place(tensor: Tensor, name: str) -> None:
+    """Raises a ValueError for a tensor that kernels cannot update in place."""
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+    if not is_aligned(tensor):
+        raise ValueError(f"{name} must be aligned to its elements, got {tensor.data_ptr():#x}")
+
+
+def check_writable(tensor: Tensor, name: str) -> None:
+    """Raises a ValueError for a tensor whose elements share memory, as `expand` makes them."""
+    strides = tensor.stride()
+    shared = any(n > 1 and step == 0 for n, step in zip(tensor.shape, strides, strict=True))
+    if shared and tensor.numel():
+        raise ValueError(f"{name} must have memory for every element, got strides {strides}")
+
+
 def check_tasks(tasks: int, most: int = MOST_TASKS) -> None:
     """Raises a ValueError for no task, or for more than kernels take."""
     if not 1 <= tasks <= most:
@@ -74,6 +95,8 @@ def check_gradients(updates: Tensors, grads: Grads, tasks: int, name: str = "upd
     for t, update in enumerate(updates):
         check_device(update, device_of(updates), name)
         check_type(update, name)
+        if name == "updates":
+            check_writable(update, name)
         for grad in grads[t * tasks : (t + 1) * tasks]:
             if grad is not None:
                 check_like(grad, update, "grads")
@@ -154,7 +177,7 @@ def check_products(
 ) -> None:
     """Raises a ValueError for other products than float64 [layers, K, K] on this device.
 
-    Products to be written must be contiguous too.
+    Products to be written must be contiguous and aligned too.
     """
     shape = (layers, tasks, tasks)
     check_device(products, device, "products")
@@ -163,8 +186,8 @@ def check_products(
             f"products must be float64 of shape {shape},"
             f" got {products.dtype} of shape {tuple(products.shape)}"
         )
-    if written and not products.is_contiguous():
-        raise ValueError(f"products must be contiguous, got strides {products.stride()}")
+    if written:
+        check_in_place(products, "products")
 
 
 def check_factors(
@@ -275,6 +298,7 @@ def check_counter(counter: Tensor | None, device: torch.device | None) -> None:
         raise TypeError(f"counter must be torch.int64, got {counter.dtype}")
     check_device(counter, device, "counter")
     check_numel(counter, 1, "counter")
+    check_in_place(counter, "counter")
 
 
 def check_offsets(offsets: Ints | None, updates: Tensors) -> None:
@@ -311,5 +335,4 @@ def check_similarities(similarities: Tensor, gramian: Tensor) -> None:
             f"similarities must be float64 of shape {tuple(gramian.shape)}, got"
             f" {similarities.dtype} of shape {tuple(similarities.shape)}"
         )
-    if not similarities.is_contiguous():
-        raise ValueError(f"similarities must be contiguous, got strides {similarities.stride()}")
+    check_in_place(similarities, "similarities")

@@ -16,11 +16,12 @@ from cs_kernels.ops.operands import (
     Option,
     address_of,
     checked_options,
+    dense,
 )
 
 
 def _in_double(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float64).contiguous()
+    return dense(tensor.to(torch.float64))
 
 
 class CpuOperators(Phase2Operators, CombineOperators):

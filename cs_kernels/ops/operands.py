@@ -24,7 +24,9 @@ from cs_kernels.ops.checks import (
     check_priorities,
     check_similarities,
     check_type,
+    check_writable,
     device_of,
+    is_aligned,
 )
 from cs_kernels.ops.random import random_state
 from cs_kernels.ops.solvers import ALIGNED_SCALES, SOLVERS, tolerances
@@ -69,6 +71,7 @@ ChannelLayout = tuple[int, int, int, int]
 
 def as_channels(weight: Tensor, out_channel_dim: int, groups: int) -> tuple[Tensor, ChannelLayout]:
     """The tensor or a contiguous copy, and its memory layout."""
+    weight = weight if is_aligned(weight) else weight.clone()
     layout = _C.channel_layout(weight.shape, weight.stride(), out_channel_dim, groups)
     if layout is None:
         weight = weight.contiguous()
@@ -77,11 +80,15 @@ def as_channels(weight: Tensor, out_channel_dim: int, groups: int) -> tuple[Tens
     return weight, layout
 
 
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that is contiguous and aligned to its elements, as kernels need it."""
+    tensor = tensor.contiguous()
+    return tensor if is_aligned(tensor) else tensor.clone()
+
+
 def laid_out(tensor: Tensor, like: Tensor, name: str) -> Tensor:
-    """The tensor, or a copy in the memory layout of `like`."""
+    """A copy in the memory layout of `like`."""
     check_like(tensor, like, name)
-    if _order(tensor) == _order(like):
-        return tensor
     return torch.empty_like(like).copy_(tensor)
 
 
@@ -207,6 +214,8 @@ class Operands:
         given = self.outputs[t]
         check_device(given, self.outputs[0].device, name)
         check_type(given, name)
+        if name == "updates":
+            check_writable(given, name)
         self.outputs[t] = torch.empty_like(given, memory_format=torch.contiguous_format)
         self._copies.append((given, self.outputs[t]))
 
@@ -233,7 +242,7 @@ class Operands:
 
         """
         check_priorities(priorities, self._channels(priorities, "priorities"), self.device)
-        kept = [priority.contiguous() for priority in priorities]
+        kept = list(map(dense, priorities))
         return kept, [priority.data_ptr() for priority in kept]
 
     def weights(self, weights: Tensors) -> tuple[list[Tensor], list[int]]:

@@ -12,7 +12,7 @@ from cs_kernels.ops.checks import (
     check_tasks,
     first_present,
 )
-from cs_kernels.ops.operands import Operands
+from cs_kernels.ops.operands import Operands, dense
 from cs_kernels.ops.random import random_state
 
 
@@ -51,7 +51,7 @@ class CombineOperators(ABC):
         """Reads K * N gradients once and writes N."""
         check_task_weights(weights, group_of, tasks, updates)
         operands = Operands(updates, grads, tasks)
-        self.run_combine(operands, weights.contiguous(), group_of)
+        self.run_combine(operands, dense(weights), group_of)
         operands.finish()
 
     def drop_signs_(

@@ -15,7 +15,7 @@ from cs_kernels.ops.checks import (
     check_statistics,
     check_weights,
 )
-from cs_kernels.ops.operands import ChannelLayout, Operands, as_channels
+from cs_kernels.ops.operands import ChannelLayout, Operands, as_channels, dense
 
 
 class Factors(NamedTuple):
@@ -98,7 +98,7 @@ class Phase2Operators(ABC):
         if products is not None:
             check_products(products, len(weights), tasks, operands.device, written=True)
         priorities, addresses = operands.new_priorities(channels)
-        factors = Factors(weights, gamma.contiguous(), running_var.contiguous(), eps)
+        factors = Factors(weights, dense(gamma), dense(running_var), eps)
         self.run_phase2(operands, addresses, factors, products)
         operands.finish()
         return priorities
@@ -137,7 +137,7 @@ class Phase2Operators(ABC):
         operands.read_outputs()
         _kept, addresses = operands.priority_addresses(priorities)
         check_products(products, len(priorities), tasks, operands.device)
-        self.run_apply(operands, addresses, products.contiguous())
+        self.run_apply(operands, addresses, dense(products))
         operands.finish()
 
     def connection_strength(

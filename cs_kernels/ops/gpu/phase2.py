@@ -29,7 +29,7 @@ from cs_kernels.ops.gpu.phase2_plan import (
     layer_plan,
     phase2_plan,
 )
-from cs_kernels.ops.operands import ChannelLayout, Operands, Shapes
+from cs_kernels.ops.operands import ChannelLayout, Operands, Shapes, dense
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class GpuPhase2(Phase2Operators):
         if len(energy):
             epsilon = layer_epsilon(tuple(eps), energy.device)
             keep(epsilon, energy.device)
-            gamma, variance = gamma.contiguous(), variance.contiguous()
+            gamma, variance = dense(gamma), dense(variance)
             with on_device(energy.device):
                 self.launch_strengths(
                     StrengthLaunch(
@@ -260,5 +260,5 @@ class GpuPhase2(Phase2Operators):
         priority = torch.empty(channels, dtype=torch.int64, device=strength.device)
         if channels:
             with on_device(strength.device):
-                self.launch_priority(strength.contiguous(), priority)
+                self.launch_priority(dense(strength), priority)
         return priority

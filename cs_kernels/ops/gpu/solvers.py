@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cs_kernels.ops.checks import check_solver
 from cs_kernels.ops.gpu.device import on_device
-from cs_kernels.ops.operands import Option
+from cs_kernels.ops.operands import Option, dense
 
 
 class SolverOperators(ABC):
@@ -23,5 +23,5 @@ class SolverOperators(ABC):
         weights = gramian.new_empty(gramian.shape[:-1], dtype=torch.float64)
         if weights.numel():
             with on_device(gramian.device):
-                self.launch_solver(name, gramian.contiguous(), weights, *options)
+                self.launch_solver(name, dense(gramian), weights, *options)
         return weights
