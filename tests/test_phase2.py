@@ -432,7 +432,8 @@ def test_empty_layers(backend: str) -> None:
         grads, priority = torch.zeros(2, *shape), torch.zeros(2 * shape[1]).long()
         layout = {"out_channel_dim": 1, "groups": 2}
         assert cs.functional.project_conflicts(grads, priority, **layout).shape == shape
-    call = torch.zeros(3, 0), torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2, 3, 0)
+    gamma = torch.tensor([[torch.nan], [1.0]]).expand(2, 3)
+    call = torch.zeros(3, 0), gamma, torch.ones(2, 3), torch.zeros(2, 3, 0)
     update, priority = cs.functional.phase2_update(*call)
     assert update.shape == (3, 0)
     assert priority.tolist() == [0, 0, 0]

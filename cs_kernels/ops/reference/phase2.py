@@ -243,5 +243,8 @@ def phase2_update_(
         energies = channel_energies(weights, out_channel_dims, groups)
         priorities = energy_priority(energies, gamma, running_var, eps, channels)
     channel_groups = torch.split(priorities, channels)
+    for weight, priority in zip(weights, channel_groups, strict=True):
+        if not weight.numel():  # Task 0, whatever the statistics: kernels skip such a layer.
+            priority.zero_()
     project_conflicts_(updates, grads, channel_groups, out_channel_dims, groups, tasks, products)
     return priorities
