@@ -1,7 +1,7 @@
 # Every target sets up .venv by itself. `make quick` (linters, kernels and the loop: after every edit),
 # `make test [PART=K/N]` (samples, and part K of N of the other cases), `make test-all` (every case, and
 # on every backend that runs without a GPU), `make lint`, `make docs`, `make docs-serve`, `make bench`, `make demo [QUICK=1] [METHODS="NAME ..."]
-# [RANKS=2]` (on that many processes), `make paper TABLE=nyud|pascal|cityscapes|scaling|ablation|order|time
+# [RANKS=2]` (on that many processes), `make fuzz [SECONDS=60] [SEED=N] [BASELINE=1]` (operators under sanitizers), `make paper TABLE=nyud|pascal|cityscapes|scaling|ablation|order|time
 # [DATA=FOLDER] [SEEDS="0 1 2"] [JOBS=2] [RANKS=2] [PLAN=1] [OPTIONS="..."]` (the paper's experiments),
 # `make uses USE=pinn|digits|tabular|finetune|priorities|agreement|photograph [SEEDS="0 1"] [JOBS=2] [QUICK=1]` (real uses), and
 # `make wheel` for all GPUs, or for those of CUDAARCHS, and for every Python from 3.10 to 3.13 that is
@@ -17,11 +17,12 @@ UNROLLED := csrc/cpu/row_kernels.cpp $(filter %.cu,$(CPP))
 EMULATION := $(wildcard tests/emulation/*)
 
 GPU_PYTHON ?= python3
+SECONDS ?= 60
 
 # A group of tests (of many ranks) shares its processes, so it stays on one worker.
 PYTEST := $(PYTHON) -m pytest --numprocesses 2 --dist loadgroup
 
-.PHONY: quick test test-all test-interpreter test-emulation lint format docs docs-serve bench demo paper uses wheel sdist test-gpu \
+.PHONY: quick test test-all test-interpreter test-emulation fuzz lint format docs docs-serve bench demo paper uses wheel sdist test-gpu \
 	sanitize-gpu bench-gpu install-gpu clean
 
 $(PYTHON):
@@ -82,6 +83,16 @@ test-emulation: $(VENV)/.ready build/emulation/.ready
 		ASAN_OPTIONS=detect_leaks=0 CS_KERNELS_EMULATION=$(CURDIR)/build/emulation \
 		$(PYTEST) $(SAMPLES) --backends cuda --durations 15 tests
 
+# Random calls of every operator, with the compiled module under the address and the undefined
+# behavior sanitizer, in a copy of the package.
+fuzz: build/sanitized/.ready
+	rm -rf $(<D)/package && mkdir $(<D)/package && cp -R cs_kernels $(<D)/package
+	cp $(<D)/_C*.so $(<D)/package/cs_kernels
+	LD_PRELOAD="$$(for name in asan ubsan stdc++; do $(CXX) -print-file-name=lib$$name.so; done | xargs)" \
+		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+		PYTHONMALLOC=malloc PYTHONPATH=$(<D)/package \
+		$(PYTHON) tests/fuzz_operators.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
 build/emulation/.ready: build/tidy/compile_commands.json $(NATIVE) $(EMULATION)
 	$(VENV)/bin/cmake --build build/tidy --target _emulation
 	mkdir -p $(@D) && cp build/tidy/_emulation*.so $(@D) && touch $@
@@ -96,12 +107,20 @@ lint: $(VENV)/.ready build/tidy/compile_commands.json
 	printf '%s\n' $(UNROLLED) | xargs --max-procs 2 --max-args 1 \
 		$(VENV)/bin/clang-tidy --quiet -p build/tidy '--checks=-clang-analyzer-*'
 
-build/tidy/compile_commands.json: CMakeLists.txt $(VENV)/.ready
+define configure
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt pybind11 cmake ninja
-	$(VENV)/bin/cmake -S . -B build/tidy -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
+	$(VENV)/bin/cmake -S . -B $(@D) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(VENV)/bin/ninja \
 		-DPython_EXECUTABLE=$(CURDIR)/$(PYTHON) \
-		-Dpybind11_DIR=$$($(PYTHON) -m pybind11 --cmakedir) \
-		-DCS_KERNELS_CUDA=0 -DCS_KERNELS_UNITY=0 -DCS_KERNELS_EMULATION=1 > /dev/null
+		-Dpybind11_DIR=$$($(PYTHON) -m pybind11 --cmakedir) -DCS_KERNELS_CUDA=0 $(1) > /dev/null
+endef
+
+build/tidy/compile_commands.json: CMakeLists.txt $(VENV)/.ready
+	$(call configure,-DCS_KERNELS_UNITY=0 -DCS_KERNELS_EMULATION=1)
+	touch $@
+
+build/sanitized/.ready: $(VENV)/.ready $(NATIVE)
+	$(call configure,-DCS_KERNELS_SANITIZE=1 -DCS_KERNELS_BASELINE=$(if $(BASELINE),1,0))
+	$(VENV)/bin/cmake --build $(@D) --target _C
 	touch $@
 
 format: $(VENV)/.ready

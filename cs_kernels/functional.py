@@ -13,8 +13,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cs_kernels.ops import out_channels
-from cs_kernels.ops.operands import check_device, check_type
+from cs_kernels.ops.checks import (
+    check_device,
+    check_layout,
+    check_strength,
+    check_type,
+    check_writable,
+    out_channels,
+)
 
 __all__ = [
     "combine",
@@ -93,9 +99,7 @@ def task_priority(strength: Tensor) -> Tensor:
         TypeError: The dtype does not fit.
 
     """
-    check_type(strength, "strength")
-    if strength.ndim != 2 or strength.shape[0] == 0:
-        raise ValueError(f"strength must have shape [K, O], got {tuple(strength.shape)}")
+    check_strength(strength)
     result: Tensor = torch.ops.cs_kernels.task_priority(strength.detach())
     return result
 
@@ -134,7 +138,7 @@ def project_conflicts(
     """
     _check_grads(grads)
     weight = grads[0]
-    _check_layout(weight, out_channel_dim, groups)
+    check_layout(weight, out_channel_dim, groups)
     channels = out_channels(weight, out_channel_dim, groups)
     if priority.dtype is not torch.int64:
         raise TypeError(f"priority must be torch.int64, got {priority.dtype}")
@@ -278,8 +282,7 @@ def _check_out(out: Tensor | None, like: Tensor, **read: Tensor) -> Tensor:
             f"out must be {like.dtype} of shape {tuple(like.shape)} on {like.device},"
             f" got {out.dtype} of shape {tuple(out.shape)} on {out.device}"
         )
-    if any(size > 1 and step == 0 for size, step in zip(out.shape, out.stride(), strict=True)):
-        raise ValueError(f"out must have memory for every element, got strides {out.stride()}")
+    check_writable(out, "out")
     for name, tensor in read.items():
         if _share_memory(out, tensor):
             raise ValueError(f"out must share no memory with {name}, got a tensor that does")
@@ -304,21 +307,6 @@ def _bytes_of(tensor: Tensor) -> tuple[int, int]:
     return first, first + (last + 1) * tensor.element_size()
 
 
-def _check_layout(weight: Tensor, out_channel_dim: int, groups: int) -> None:
-    if out_channel_dim not in (0, 1):
-        raise ValueError(f"out_channel_dim must be 0 or 1, got {out_channel_dim}")
-    if weight.ndim < out_channel_dim + 1:
-        raise ValueError(
-            f"weight must have a dimension {out_channel_dim}, got shape {tuple(weight.shape)}"
-        )
-    if groups < 1 or (groups > 1 and out_channel_dim == 0):
-        raise ValueError(
-            f"groups must be 1, or at least 1 where out_channel_dim is 1, got {groups}"
-        )
-    if weight.shape[0] % groups != 0:
-        raise ValueError(f"groups must divide dimension 0 of {tuple(weight.shape)}, got {groups}")
-
-
 def _check_layer(
     weight: Tensor,
     gamma: Tensor,
@@ -329,7 +317,7 @@ def _check_layer(
 ) -> list[float]:
     """Returns eps as a list, one number a task."""
     check_type(weight, "weight")
-    _check_layout(weight, out_channel_dim, groups)
+    check_layout(weight, out_channel_dim, groups)
     channels = out_channels(weight, out_channel_dim, groups)
     for name, tensor in (("gamma", gamma), ("running_var", running_var)):
         check_type(tensor, name)

@@ -22,21 +22,42 @@ namespace {
 
 using cs_kernels::ChannelLayout;
 
-// The memory as an array [groups, outer, channels, inner], or nullopt. Only a transposed
-// convolution, with output channels in dimension 1, has groups.
+std::string shown(const std::int64_t* shape, int dimensions) {
+  py::tuple sizes(dimensions);
+  for (int dim = 0; dim < dimensions; ++dim)
+    sizes[dim] = shape[dim];
+  return py::str(sizes);
+}
+
+// Only a transposed convolution, with output channels in dimension 1, has groups. As they divide
+// dimension 0, the channels are no more than an int64 holds.
+void check_layout(const std::int64_t* shape, int dimensions, std::int64_t channel_dim,
+                  std::int64_t groups) {
+  std::string must;
+  if (channel_dim != 0 && channel_dim != 1)
+    must = "out_channel_dim must be 0 or 1";
+  else if (channel_dim >= dimensions)
+    must = "out_channel_dim must be a dimension of " + shown(shape, dimensions);
+  if (!must.empty())
+    throw std::invalid_argument(must + ", got " + std::to_string(channel_dim));
+  if (groups < 1)
+    must = "groups must be at least 1";
+  else if (groups > 1 && channel_dim == 0)
+    must = "groups must be 1 where out_channel_dim is 0";
+  else if (groups > 1 && (shape[0] == 0 || shape[0] % groups != 0))
+    must = "groups must divide dimension 0 of " + shown(shape, dimensions);
+  if (!must.empty())
+    throw std::invalid_argument(must + ", got " + std::to_string(groups));
+}
+
+// The memory as an array [groups, outer, channels, inner], or nullopt.
 std::optional<ChannelLayout> find_channel_layout(const std::int64_t* shape,
                                                  const std::int64_t* strides, int dimensions,
-                                                 int channel_dim, std::int64_t groups) {
-  if (channel_dim != 0 && channel_dim != 1)
-    throw std::invalid_argument("out_channel_dim must be 0 or 1, got " +
-                                std::to_string(channel_dim));
-  if (groups < 1)
-    throw std::invalid_argument("groups must be at least 1, got " + std::to_string(groups));
-  const auto in_shape = [&](int dim) { return dim < dimensions ? shape[dim] : 1; };
+                                                 std::int64_t channel_dim, std::int64_t groups) {
   std::vector<int> dims;
   for (int dim = 0; dim < dimensions; ++dim) {
     if (shape[dim] == 0)
-      return ChannelLayout{1, 1, in_shape(channel_dim), 0};
+      return ChannelLayout{groups, 1, shape[channel_dim], 0};
     if (shape[dim] > 1)
       dims.push_back(dim);
   }
@@ -47,8 +68,6 @@ std::optional<ChannelLayout> find_channel_layout(const std::int64_t* shape,
       return std::nullopt;
     expected *= shape[dims[i]];
   }
-  if (channel_dim != 1)
-    groups = 1;
   if (groups > 1 && (dims.empty() || dims.front() != 0))
     return std::nullopt;
   const auto channels = std::find(dims.begin(), dims.end(), channel_dim);
@@ -82,7 +101,8 @@ std::vector<std::size_t> find_misfits(const py::list& tensors, const py::list& l
 } // namespace
 
 Operands::Operands(const py::list& tensors, const py::list& grads, std::int32_t number_of_tasks,
-                   const std::vector<int>& channel_dims, const std::vector<std::int64_t>& groups)
+                   const std::vector<std::int64_t>& channel_dims,
+                   const std::vector<std::int64_t>& groups)
     : tasks(number_of_tasks) {
   if (grads.size() != tensors.size() * tasks)
     throw std::invalid_argument("grads must have " + std::to_string(tensors.size() * tasks) +
@@ -97,12 +117,15 @@ Operands::Operands(const py::list& tensors, const py::list& grads, std::int32_t 
     const dlpack::Tensor tensor = found.value_or(dlpack::Tensor{});
     if (t == 0)
       device = tensor.device;
-    const bool described = t < groups.size();
+    const bool described = found && t < groups.size();
+    if (described)
+      check_layout(tensor.shape, tensor.dimensions, channel_dims[t], groups[t]);
     const std::optional<ChannelLayout> layout =
         find_channel_layout(tensor.shape, tensor.strides, tensor.dimensions,
                             described ? channel_dims[t] : 0, described ? groups[t] : 1);
     types.push_back(type_of(tensor));
-    if (!found || types.back() == kUnknownType || !same_device(tensor.device, device) || !layout)
+    if (!found || types.back() == kUnknownType || !same_device(tensor.device, device) || !layout ||
+        !is_aligned(tensor))
       unfit.push_back(t);
     layouts.push_back(layout.value_or(ChannelLayout{}));
     sizes.push_back(elements(tensor));
@@ -157,18 +180,20 @@ void define_operands(py::module_& module) {
   define(
       module, "channel_layout",
       [](const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& strides,
-         int out_channel_dim, std::int64_t groups) {
+         std::int64_t out_channel_dim, std::int64_t groups) {
         if (shape.size() != strides.size())
           throw std::invalid_argument("shape and strides must have as many entries");
-        return find_channel_layout(shape.data(), strides.data(), static_cast<int>(shape.size()),
-                                   out_channel_dim, groups);
+        const auto dimensions = static_cast<int>(shape.size());
+        check_layout(shape.data(), dimensions, out_channel_dim, groups);
+        return find_channel_layout(shape.data(), strides.data(), dimensions, out_channel_dim,
+                                   groups);
       },
       "shape", "strides", "out_channel_dim", "groups");
   define(module, "misfits", &find_misfits, "tensors", "likes");
   py::class_<Operands> operands(module, "Operands");
   operands
-      .def(py::init<const py::list&, const py::list&, std::int32_t, const std::vector<int>&,
-                    const std::vector<std::int64_t>&>(),
+      .def(py::init<const py::list&, const py::list&, std::int32_t,
+                    const std::vector<std::int64_t>&, const std::vector<std::int64_t>&>(),
            py::arg("outputs"), py::arg("grads"), py::arg("tasks"), py::arg("out_channel_dims"),
            py::arg("groups"))
       .def_readonly("tasks", &Operands::tasks)

@@ -15,7 +15,7 @@ namespace cs_kernels_python {
 // Tensors, and the gradients of all tasks for each.
 struct Operands {
   Operands(const pybind11::list& outputs, const pybind11::list& grads, std::int32_t tasks,
-           const std::vector<int>& channel_dims, const std::vector<std::int64_t>& groups);
+           const std::vector<std::int64_t>& channel_dims, const std::vector<std::int64_t>& groups);
 
   std::int64_t count() const { return static_cast<std::int64_t>(types.size()); }
   cs_kernels::DataType type(std::size_t tensor) const { return from_python(types[tensor]); }

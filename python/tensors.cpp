@@ -54,6 +54,11 @@ int type_of(const dlpack::Tensor& tensor) {
                                    : kUnknownType;
 }
 
+bool is_aligned(const dlpack::Tensor& tensor) {
+  const std::uintptr_t bytes = std::max(tensor.type.bits / 8, 1);
+  return reinterpret_cast<std::uintptr_t>(address_of(tensor)) % bytes == 0;
+}
+
 bool same_device(dlpack::Device a, dlpack::Device b) {
   return a.type == b.type && a.index == b.index;
 }
@@ -61,7 +66,7 @@ bool same_device(dlpack::Device a, dlpack::Device b) {
 bool has_layout_of(const dlpack::Tensor& tensor, const dlpack::Tensor& like) {
   bool same = tensor.dimensions == like.dimensions && tensor.type.code == like.type.code &&
               tensor.type.bits == like.type.bits && tensor.type.lanes == like.type.lanes &&
-              same_device(tensor.device, like.device);
+              same_device(tensor.device, like.device) && is_aligned(tensor);
   // The stride of a dimension of size 1 says nothing: torch sets it as it likes.
   for (std::int32_t n = 0; same && n < like.dimensions; ++n)
     same = tensor.shape[n] == like.shape[n] &&

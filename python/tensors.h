@@ -23,8 +23,11 @@ inline void* address_of(const dlpack::Tensor& tensor) {
 constexpr int kUnknownType = -1;
 int type_of(const dlpack::Tensor& tensor);
 
+// Whether elements are at multiples of their size, as the kernels' loads need.
+bool is_aligned(const dlpack::Tensor& tensor);
+
 bool same_device(dlpack::Device a, dlpack::Device b);
-// Type, device, shape and order in memory.
+// Type, device, shape and order in memory, of an aligned tensor.
 bool has_layout_of(const dlpack::Tensor& tensor, const dlpack::Tensor& like);
 
 // Number of elements in dimensions [first_dimension, ndim).

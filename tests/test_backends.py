@@ -16,6 +16,7 @@ from torch import Tensor
 
 import cs_kernels as cs
 from cs_kernels import _C
+from cs_kernels.ops.checks import check_statistics
 from cs_kernels.ops.gpu import GpuOperators
 from cs_kernels.ops.operands import Operands
 
@@ -203,10 +204,10 @@ def test_tensors_on_different_devices_give_no_address_away() -> None:
     with pytest.raises(ValueError, match=r"grads must be .* on cpu, got .* on meta"):
         Operands([torch.zeros(4, 3)], grads, 2)
     elsewhere, like = torch.empty(8, device="meta"), torch.ones(4, 3)
-    operands = Operands([like], [like] * 2, 2, out_channel_dims=[0], groups=[1])
+    layers = [elsewhere], [0], [1]
     for name, call in {
-        "running_var": lambda: operands.check_statistics([like], ones, elsewhere, [0.0, 0.0]),
-        "priorities": lambda: operands.priority_addresses([elsewhere]),
+        "running_var": lambda: check_statistics(ones, elsewhere, [0.0] * 2, [4], 2, like.device),
+        "priorities": lambda: kernels.project_conflicts_([like], [like] * 2, *layers, 2),
         "updates": lambda: Operands([ones, elsewhere], [ones] * 2, 1),
         "gamma": lambda: kernels.connection_strength(like, elsewhere, ones, [1.0] * 2, True, 0, 1),
         "weights": lambda: kernels.channel_energies([like, elsewhere], [0, 0], [1, 1]),

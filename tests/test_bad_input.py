@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from layers import operator_calls
 from networks import (
     AB,
     BOTH_PHASES,
@@ -22,10 +23,12 @@ from networks import (
     started_problem,
 )
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 import cs_kernels as cs
-from cs_kernels.ops.operands import Operands, check_counter, checked_options
+from cs_kernels.ops.backends import OPERATORS
+from cs_kernels.ops.checks import check_counter
+from cs_kernels.ops.operands import Operands, checked_options
 
 pytestmark = pytest.mark.loop
 
@@ -349,8 +352,9 @@ def test_wrong_types(call: Callable[[], object], message: str) -> None:
 )
 def test_bad_counter(backend: str, counter: Tensor, error: type[Exception], message: str) -> None:
     update = torch.zeros(4)
-    with pytest.raises(error, match=message):
-        torch.ops.cs_kernels.drop_signs_([update], [W[:, 0]], [0.0], 0, 0, 1, counter)
+    for updates, grads in (([update], [W[:, 0]]), ([], [])):
+        with pytest.raises(error, match=message):
+            torch.ops.cs_kernels.drop_signs_(updates, grads, [0.0], 0, 0, 1, counter)
     with pytest.raises(error, match=message):
         torch.ops.cs_kernels.pcgrad_weights(torch.eye(2), 0, 0, counter)
     assert update.tolist() == [0.0] * 4
@@ -445,14 +449,112 @@ def _phase2(**change: object) -> tuple[object, ...]:
         (_phase2(grads=[ones(4, 3), ones(3, 4)]), r"grads must be.*\(4, 3\).*\(3, 4\)"),
         (_phase2(grads=[ones(4, 3).double(), None]), "grads must be torch.float32.*float64"),
         (_phase2(running_var=ones(7)), "running_var must have 8 elements, got 7"),
-        (_phase2(eps=[0.0]), "eps must have 2 entries, got 1"),
+        (_phase2(eps=[0.0]), "eps must have 2 entries, one per layer and task, got 1"),
         (_phase2(weights=[ones(4, 2)]), r"weights must be.*\(4, 3\).*\(4, 2\)"),
+        (("upgrad_weights", torch.tensor(1.0)), r"gramian must have .* got \(\)"),
+        (("upgrad_weights", torch.eye(65)), r"K in \[1, 64\], got \(65, 65\)"),
+        (("fair_grad_weights", EYE, 0.0), "alpha must be positive and finite, got 0.0"),
+        (("task_priority", ones(0, 4)), r"strength must have shape \[K, O\], got \(0, 4\)"),
+        (("task_priority", ones(4)), r"strength must have shape \[K, O\], got \(4,\)"),
+        (
+            ("combine_", [zeros(4)], [ones(4)], ones(1, 1), [0, 0], 1),
+            "group_of must have 1 entries",
+        ),
+        (
+            ("combine_", [zeros(4)], [ones(4)], ones(1, 1, 1), [0], 1),
+            r"weights must .* \(1, 1, 1\)",
+        ),
+        (("drop_signs_", [], [], [0.0] * 2, 0, 0, 1, ones(1).long()), "leaks must have 1 entries"),
+        (("combine_", [ones(1).expand(4)], [W[:, 0]], ones(1, 1), [0], 1), "updates must have mem"),
+        (("gramian", [ones(4)], [0], -1, 1), "groups must not be negative, got -1"),
+        (("gramian", [ones(4)] * 2, [0], 1, 0), r"tasks must be in \[1, 64\], got 0"),
+        (("gramian", [], [], 1, 2), "grads must have at least one tensor, got none"),
+        (("gramian", [None] * 2, [0], 1, 2), "grads must have at least one tensor, got none"),
+        (("project_conflicts_", [], [], [], [], [], 0), r"tasks must be in \[1, .*, got 0"),
+        (("connection_strength", W, ones(0, 4), ones(0, 4), [], True, 0, 1), "tasks must .* got 0"),
+        (("connection_strength", W, ones(4, 2), ones(2, 4), [0.0] * 2, True, 0, 1), "gamma must"),
     ],
 )
 def test_kernels_touch_no_wrong_memory(backend: str, call: tuple[Any, ...], message: str) -> None:
     name, *arguments = call
-    if backend == "reference" and name not in ("drop_signs_", "upgrad_weights"):
-        pytest.skip("it uses no addresses; its errors are torch's")
     tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
     with refused(lambda: tensors, ValueError, message):
         getattr(torch.ops.cs_kernels, name)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("dim", "groups", "message"),
+    [
+        (2, 1, "out_channel_dim must be 0 or 1, got 2"),
+        (1 << 40, 1, f"out_channel_dim must be 0 or 1, got {1 << 40}"),
+        (0, 2, "groups must be 1 where out_channel_dim is 0, got 2"),
+        (1, -1, "groups must be at least 1, got -1"),
+        (1, 3, r"groups must divide dimension 0 of \(4, 3\), got 3"),
+        (1, 8, r"groups must divide dimension 0 of \(4, 3\), got 8"),
+        (1, 6148914691236517206, r"groups must divide dimension 0 of \(4, 3\), got 6148"),
+    ],
+)
+def test_layouts_leave_no_element_unwritten(
+    backend: str, dim: int, groups: int, message: str
+) -> None:
+    """The channels would be too few for the tensor, or their number would overflow."""
+    updates, grads, tensor = [zeros(4, 3)], [ones(4, 3)] * 2, ones(4, 3)
+    rows = (groups * 3) % 2**64 if dim == 1 and groups > 0 else 4
+    priorities, statistics = [zeros(rows if rows < 99 else 2).long()], [ones(2, 4)] * 2
+    layout, one = ([dim], [groups]), (dim, groups)
+    products, eps = ones(1, 2, 2).double(), [1e-5] * 2
+    calls = {
+        "project_conflicts_": (updates, grads, priorities, *layout, 2),
+        "phase2_products_": (updates, grads, priorities, *layout, 2),
+        "phase2_apply_": (updates, grads, priorities, products, *layout, 2),
+        "phase2_update_": (updates, grads, [tensor], *statistics, eps, *layout, 2),
+        "channel_energies": ([tensor], *layout),
+        "connection_strength": (tensor, *statistics, eps, True, *one),
+    }
+    for name, call in calls.items():
+        with refused(lambda: updates, ValueError, message):
+            getattr(torch.ops.cs_kernels, name)(*call)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "groups"), [((1, 6), 1, 2), ((0, 6), 1, 2), ((6,), 1, 1), ((), 0, 1)]
+)
+def test_tensors_without_the_channels(
+    backend: str, shape: tuple[int, ...], dim: int, groups: int
+) -> None:
+    priorities = [zeros(1).long()]
+    with pytest.raises(
+        ValueError, match=r"(groups must divide|out_channel_dim must be a) dimension"
+    ):
+        torch.ops.cs_kernels.project_conflicts_(
+            [zeros(shape)], [ones(shape)], priorities, [dim], [groups], 1
+        )
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_meta_tensor_among_others_runs_no_fake(backend: str, name: str) -> None:
+    leaves, structure = tree_flatten(operator_calls()[name])
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    for i in places if len(places) > 1 else ():
+        given = [leaf.to("meta") if i == n else leaf for n, leaf in enumerate(leaves)]
+        with pytest.raises(ValueError, match=r"tensors must be on one device.*'cpu', 'meta'"):
+            getattr(torch.ops.cs_kernels, name)(*tree_unflatten(given, structure))
+
+
+def test_fakes_refuse_what_backends_refuse() -> None:
+    """Under compilation they are all that looks at the arguments."""
+    calls = torch.ops.cs_kernels
+    meta = torch.empty(4, 3, device="meta")
+    for call, message in (
+        (lambda: calls.task_priority(meta[0]), r"strength must have shape \[K, O\], got \(3,\)"),
+        (lambda: calls.channel_energies([meta], [1], [3]), "groups must divide dimension 0"),
+        (lambda: calls.gramian([meta, None], [0, 0], 2, 0), "tasks must be in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_a_call_without_tensors(backend: str) -> None:
+    """The dispatcher finds no device; the result is the same on every backend."""
+    torch.ops.cs_kernels.project_conflicts_([], [], [], [], [], 2)
+    assert torch.ops.cs_kernels.phase2_products_([], [], [], [], [], 2).shape == (0, 2, 2)

@@ -314,3 +314,27 @@ def test_few_or_no_gradients(backend: str, tasks: int) -> None:
     assert_equal(updates, [2 * last, torch.zeros(5)])
     _ops.drop_signs_(updates, grads, [0.0] * tasks, 1, 2, tasks)
     assert_equal(updates, [last, torch.zeros(5)])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        (torch.bfloat16, 1e-18),
+        (torch.bfloat16, 1e18),
+        (torch.float32, 1e-18),
+        (torch.float32, 1e18),
+        (torch.float16, 1e-7),
+        (torch.float16, 1e4),
+        (torch.float64, 1e-150),
+        (torch.float64, 1e150),
+    ],
+    ids=str,
+)
+def test_products_at_the_ends_of_their_range(
+    backend: str, dtype: torch.dtype, scale: float
+) -> None:
+    """The limits of docs/limits.md."""
+    rows = (torch.tensor([[1.0], [-0.5]]) * (1 + torch.rand(4096)) * scale).to(dtype)
+    wide = rows.double() / scale
+    products = cs.functional.gramian(rows) / scale / scale
+    torch.testing.assert_close(products, wide @ wide.T, rtol=1e-6, atol=0)

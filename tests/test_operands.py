@@ -1,13 +1,18 @@
 """Kernel arguments, against torch's own view of the tensors' memory."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from layers import operator_calls
 from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from cs_kernels import _C
-from cs_kernels.ops import operands
+from cs_kernels.ops import backends, operands
 from cs_kernels.ops.operands import DTYPES, Operands
 
 pytestmark = pytest.mark.kernel
@@ -121,3 +126,40 @@ def test_an_output_that_is_not_dense_is_written_through_a_copy() -> None:
     assert output.eq(0).all()
     read.finish()
     assert output.eq(7).all()
+
+
+def _negative(x: Tensor) -> Tensor:
+    return torch._neg_view(-x)
+
+
+def _misaligned(x: Tensor) -> Tensor:
+    memory = bytearray(1 + x.numel() * x.itemsize)
+    return torch.frombuffer(memory, dtype=x.dtype, offset=1).view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("view", [_negative, _misaligned])
+@pytest.mark.parametrize("name", backends.OPERATORS)
+def test_memory_that_kernels_cannot_read_as_it_is(
+    backend: str, name: str, view: Callable[[Tensor], Tensor]
+) -> None:
+    """The sign of `x.conj().imag` is not in memory; `torch.frombuffer` allows odd addresses."""
+    operator = getattr(torch.ops.cs_kernels, name)
+    leaves, structure = tree_flatten(operator_calls()[name])
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            continue
+        plain = _copied(leaves)
+        given = [view(x) if i == index else x for i, x in enumerate(_copied(plain))]
+        result = operator(*tree_unflatten(plain, structure))
+        if name == "gradvac_weights" and index == 1 and view is _misaligned:
+            with pytest.raises(ValueError, match="similarities must be aligned to its elements"):
+                operator(*tree_unflatten(given, structure))
+            continue
+        found = operator(*tree_unflatten(given, structure))
+        for a, b in [(found, result), *zip(given, plain, strict=True)]:
+            if isinstance(b, Tensor):
+                assert_close(a, b, rtol=0, atol=0)
+
+
+def _copied(leaves: list[object]) -> list[object]:
+    return [x.clone() if isinstance(x, Tensor) else x for x in leaves]

@@ -128,7 +128,8 @@ def test_a_trunk_larger_than_the_caches(dtype: torch.dtype, tasks: int) -> None:
     run(whole, grads, priorities, [0, 0], [1, 1], tasks)
     for t, update in enumerate(whole):
         alone = torch.empty_like(update)
-        run([alone], grads[t * tasks :][:tasks], priorities[t : t + 1], [0], [1], tasks)
+        of_tensor, layers = grads[t * tasks :][:tasks], priorities[t : t + 1]
+        run([alone], of_tensor, layers, [0] * len(layers), [1] * len(layers), tasks)
         assert torch.equal(update, alone)
 
 
@@ -427,7 +428,12 @@ def test_empty_layers(backend: str) -> None:
     for shape in ((3, 0), (0, 4)):
         grads, priority = torch.zeros(2, *shape), torch.zeros(shape[0]).long()
         assert cs.functional.project_conflicts(grads, priority).shape == shape
-    call = torch.zeros(3, 0), torch.ones(2, 3), torch.ones(2, 3), torch.zeros(2, 3, 0)
+    for shape in ((4, 0, 3), (4, 2, 0)):
+        grads, priority = torch.zeros(2, *shape), torch.zeros(2 * shape[1]).long()
+        layout = {"out_channel_dim": 1, "groups": 2}
+        assert cs.functional.project_conflicts(grads, priority, **layout).shape == shape
+    gamma = torch.tensor([[torch.nan], [1.0]]).expand(2, 3)
+    call = torch.zeros(3, 0), gamma, torch.ones(2, 3), torch.zeros(2, 3, 0)
     update, priority = cs.functional.phase2_update(*call)
     assert update.shape == (3, 0)
     assert priority.tolist() == [0, 0, 0]

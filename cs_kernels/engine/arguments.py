@@ -8,7 +8,7 @@ from torch import nn
 from cs_kernels.errors import described
 from cs_kernels.methods import Method
 from cs_kernels.nn.task_norm import TaskBatchNorm, task_norms
-from cs_kernels.ops.operands import DTYPES, MOST_TASKS
+from cs_kernels.ops.checks import DTYPES, MOST_TASKS
 from cs_kernels.ranks.strategy import Ranks
 from cs_kernels.schedules import Schedule
 from cs_kernels.weightings import Weighting

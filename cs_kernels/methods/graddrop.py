@@ -6,7 +6,7 @@ import torch
 
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.methods.method import Method
-from cs_kernels.ops.operands import MOST_TASKS
+from cs_kernels.ops.checks import MOST_TASKS
 from cs_kernels.options import checked_seed, is_finite_number
 from cs_kernels.step import Step
 from cs_kernels.trunk.layers import Layout

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.methods.method import Method
-from cs_kernels.ops.operands import MOST_TASKS
+from cs_kernels.ops.checks import MOST_TASKS
 from cs_kernels.options import checked_integer
 from cs_kernels.step import Step, Surgery
 from cs_kernels.trunk.layers import Layout

@@ -11,7 +11,7 @@ from cs_kernels.monitor.conflicts import ConflictCounter
 from cs_kernels.monitor.elapsed import Elapsed
 from cs_kernels.monitor.report import Done, Report, report_of
 from cs_kernels.monitor.zero_gradients import warn_of_zero_gradients
-from cs_kernels.ops.operands import MOST_TASKS
+from cs_kernels.ops.checks import MOST_TASKS
 from cs_kernels.step import Step
 from cs_kernels.weightings import Weighting
 

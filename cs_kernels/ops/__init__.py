@@ -14,20 +14,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cs_kernels.ops import backends
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 from cs_kernels.ops.backends import available_backends, use_backend
+from cs_kernels.ops.checks import (
+    check_layouts,
+    check_strength,
+    check_tasks,
+    check_weights,
+    first_present,
+    out_channels,
+)
 from cs_kernels.ops.solvers import SOLVERS
 
 __all__ = ["available_backends", "out_channels", "use_backend"]
 
 _library = torch.library.Library("cs_kernels", "DEF")
-
-
-def out_channels(weight: Tensor, out_channel_dim: int, groups: int) -> int:
-    """The number of output channels of a weight."""
-    return weight.shape[out_channel_dim] * (groups if out_channel_dim == 1 else 1)
 
 
 def _operator(schema: str) -> Callable[[Callable[..., Any]], None]:
@@ -37,12 +41,48 @@ def _operator(schema: str) -> Callable[[Callable[..., Any]], None]:
 
     def define(fake: Callable[..., Any]) -> None:
         _library.define(schema)
-        torch.library.register_fake(f"cs_kernels::{name}", fake, lib=_library)
+        torch.library.register_fake(f"cs_kernels::{name}", _on_one_device(fake), lib=_library)
+        _library.impl(name, _without_negative_bits(name), "Negative")
         for key in ("CPU", "CUDA"):
             _library.impl(name, backends.router(name, key.lower()), key)
         _library.impl(name, backends.router(name, None), "CompositeExplicitAutograd")
 
     return define
+
+
+def _on_one_device(fake: Callable[..., Any]) -> Callable[..., Any]:
+    """A fake that does not hide a meta tensor among others."""
+
+    def call(*args: Any) -> Any:
+        devices = {str(leaf.device) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
+        if len(devices) > 1:
+            raise ValueError(f"tensors must be on one device, got {sorted(devices)}")
+        return fake(*args)
+
+    return call
+
+
+def _without_negative_bits(name: str) -> Callable[..., Any]:
+    """The operator with tensors like `x.conj().imag` replaced by copies, as kernels take addresses.
+
+    PyTorch's own fallback leaves out those in a `Tensor?[]`.
+    """
+
+    def call(*args: Any) -> Any:
+        operator = getattr(torch.ops.cs_kernels, name).default
+        with torch.no_grad():
+            copies = tree_map_only(Tensor, Tensor.resolve_neg, args)
+            result = operator(*copies)
+            for argument, given, copy in zip(
+                operator._schema.arguments, args, copies, strict=False
+            ):
+                if argument.is_write:
+                    for written, values in zip(tree_leaves(given), tree_leaves(copy), strict=True):
+                        if written is not values:
+                            written.copy_(values)
+        return result
+
+    return call
 
 
 # A fake names the arguments that it uses.
@@ -60,6 +100,7 @@ def _(weight: Tensor, gamma: Tensor, *_: object) -> Tensor:
 @_operator("task_priority(Tensor strength) -> Tensor")
 def _(strength: Tensor) -> Tensor:
     """int64 [O] from [K, O]."""
+    check_strength(strength)
     return strength.new_empty((strength.shape[1],), dtype=torch.int64)
 
 
@@ -93,7 +134,8 @@ def _(
     Returns the priorities, int64 [O] of one layer after the other. Given `products`, float64
     [layers, K, K], it writes d_ij of the channel groups there.
     """
-    return gamma.new_empty((sum(map(out_channels, weights, dims, groups)),), dtype=torch.int64)
+    channels = check_layouts(updates, dims, groups, len(weights), "weights")
+    return gamma.new_empty((sum(channels),), dtype=torch.int64)
 
 
 # Phase 2 in stages, for weights or gradients that are sharded over devices: energies and products
@@ -106,6 +148,7 @@ def _(weights: Tensors, dims: Ints, groups: Ints) -> Tensor:
 
     They are Eq. (4) times the kernel window, which cancels in Eq. (7).
     """
+    check_weights(weights, dims, groups)
     channels = sum(map(out_channels, weights, dims, groups))
     return weights[0].new_empty((channels,), dtype=torch.float64)
 
@@ -129,7 +172,8 @@ def _(updates: Tensors, grads: Grads, priorities: Tensors, *layers_and_tasks: An
     Then `phase2_apply_` with these products gives the update of `project_conflicts_`.
     """
     tasks = layers_and_tasks[-1]
-    return updates[0].new_empty((len(priorities), tasks, tasks), dtype=torch.float64)
+    like = updates[0] if updates else torch.empty(0)
+    return like.new_empty((len(priorities), tasks, tasks), dtype=torch.float64)
 
 
 @_operator(
@@ -143,7 +187,8 @@ def _(*_: object) -> None:
 @_operator("gramian(Tensor?[] grads, int[] group_of, int groups, int tasks) -> Tensor")
 def _(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
     """Float64 [groups, K, K]: products of the tasks' gradients over each group of tensors."""
-    like = next(grad for grad in grads if grad is not None)
+    check_tasks(tasks)
+    like = first_present(grads, 1, len(grads))[0]
     return like.new_empty((groups, tasks, tasks), dtype=torch.float64)
 
 

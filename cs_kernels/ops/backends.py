@@ -10,6 +10,8 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from cs_kernels.ops.solvers import SOLVERS
 
@@ -165,6 +167,10 @@ def router(operator: str, device: str | None) -> Callable[..., Any]:
     """The function that PyTorch's dispatcher calls for an operator on a type of device."""
 
     def call(*args: Any) -> Any:
-        return _select(device).operators[operator](*args)
+        # A call without a tensor has nothing to compute; the reference checks its arguments.
+        empty = device is None and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(args))
+        backend = _BACKENDS["reference"] if empty else _select(device)
+        with torch.no_grad():
+            return backend.operators[operator](*args)
 
     return call

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from cs_kernels import _C
 from cs_kernels.ops.aliases import Floats, Ints
+from cs_kernels.ops.checks import check_solver, check_strength
 from cs_kernels.ops.compiled.combine import CombineOperators
 from cs_kernels.ops.compiled.phase2 import Factors, Phase2Operators
 from cs_kernels.ops.operands import (
@@ -14,13 +15,13 @@ from cs_kernels.ops.operands import (
     Operands,
     Option,
     address_of,
-    check_gramian,
     checked_options,
+    dense,
 )
 
 
 def _in_double(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float64).contiguous()
+    return dense(tensor.to(torch.float64))
 
 
 class CpuOperators(Phase2Operators, CombineOperators):
@@ -96,6 +97,7 @@ class CpuOperators(Phase2Operators, CombineOperators):
 
     def task_priority(self, strength: Tensor) -> Tensor:
         """Reads K * O numbers, writes O."""
+        check_strength(strength)
         numbers = _in_double(strength)
         tasks, rows = numbers.shape
         priority = torch.empty(rows, dtype=torch.int64)
@@ -147,7 +149,7 @@ class CpuOperators(Phase2Operators, CombineOperators):
 
     def solve(self, name: str, gramian: Tensor, *options: Option) -> Tensor:
         """Reads K * K numbers and writes K for each Gramian."""
-        check_gramian(gramian)
+        check_solver(name, gramian, *options)
         tasks = gramian.shape[-1]
         gramians = _in_double(gramian)
         weights = torch.empty(gramians.shape[:-1], dtype=torch.float64)

@@ -5,15 +5,14 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
-from cs_kernels.ops.operands import (
-    Operands,
-    check_counter,
+from cs_kernels.ops.checks import (
     check_group_of,
-    check_numel,
-    check_offsets,
+    check_signs,
+    check_task_weights,
     check_tasks,
     first_present,
 )
+from cs_kernels.ops.operands import Operands, dense
 from cs_kernels.ops.random import random_state
 
 
@@ -42,20 +41,17 @@ class CombineOperators(ABC):
     def gramian(self, grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
         """Reads K * N gradients once."""
         check_tasks(tasks)
+        check_group_of(group_of, groups, len(group_of))
         operands = Operands(first_present(grads, len(group_of), tasks), grads, tasks, name="grads")
-        check_group_of(group_of, groups)
         return self.run_gramian(operands, group_of, groups)
 
     def combine_(
         self, updates: Tensors, grads: Grads, weights: Tensor, group_of: Ints, tasks: int
     ) -> None:
         """Reads K * N gradients once and writes N."""
-        check_tasks(tasks)
+        check_task_weights(weights, group_of, tasks, updates)
         operands = Operands(updates, grads, tasks)
-        check_group_of(group_of, len(weights))
-        check_numel(weights, len(weights) * tasks, "weights")
-        operands.check_device(weights, "weights")
-        self.run_combine(operands, weights.contiguous(), group_of)
+        self.run_combine(operands, dense(weights), group_of)
         operands.finish()
 
     def drop_signs_(
@@ -70,10 +66,7 @@ class CombineOperators(ABC):
         offsets: Ints | None = None,
     ) -> None:
         """Reads K * N gradients once and writes N."""
-        check_tasks(tasks)
+        check_signs(updates, leaks, tasks, counter, offsets)
         operands = Operands(updates, grads, tasks)
-        if updates:
-            check_counter(counter, updates[0].device)
-        check_offsets(offsets, updates)
         self.run_drop_signs(operands, leaks, random_state(seed, step), counter, offsets)
         operands.finish()

@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
-from cs_kernels.ops.operands import (
-    ChannelLayout,
-    Operands,
-    as_channels,
-    check_device,
+from cs_kernels.ops.checks import (
     check_energies,
-    check_factors,
-    check_type,
+    check_layer,
+    check_products,
+    check_statistics,
+    check_weights,
 )
+from cs_kernels.ops.operands import ChannelLayout, Operands, as_channels, dense
 
 
 class Factors(NamedTuple):
@@ -94,12 +93,12 @@ class Phase2Operators(ABC):
     ) -> Tensor:
         """Reads N weights and K * N gradients once and writes N; conflicts again in cache."""
         operands = Operands(updates, grads, tasks, dims, groups)
-        weights = operands.weights(weights)
-        channels = operands.check_statistics(weights, gamma, running_var, eps)
+        weights, channels = operands.weights(weights)
+        check_statistics(gamma, running_var, eps, channels, tasks, operands.device)
         if products is not None:
-            operands.check_products(products, len(weights), written=True)
+            check_products(products, len(weights), tasks, operands.device, written=True)
         priorities, addresses = operands.new_priorities(channels)
-        factors = Factors(weights, gamma.contiguous(), running_var.contiguous(), eps)
+        factors = Factors(weights, dense(gamma), dense(running_var), eps)
         self.run_phase2(operands, addresses, factors, products)
         operands.finish()
         return priorities
@@ -116,8 +115,9 @@ class Phase2Operators(ABC):
         """Reads K * N gradients once and writes N."""
         operands = Operands(updates, grads, tasks, dims, groups)
         _kept, addresses = operands.priority_addresses(priorities)
-        device = updates[0].device if updates else None
-        products = torch.zeros((len(priorities), tasks, tasks), dtype=torch.float64, device=device)
+        products = torch.zeros(
+            (len(priorities), tasks, tasks), dtype=torch.float64, device=operands.device
+        )
         self.run_products(operands, addresses, products)
         operands.finish()
         return products
@@ -136,8 +136,8 @@ class Phase2Operators(ABC):
         operands = Operands(updates, grads, tasks, dims, groups)
         operands.read_outputs()
         _kept, addresses = operands.priority_addresses(priorities)
-        operands.check_products(products, len(priorities))
-        self.run_apply(operands, addresses, products.contiguous())
+        check_products(products, len(priorities), tasks, operands.device)
+        self.run_apply(operands, addresses, dense(products))
         operands.finish()
 
     def connection_strength(
@@ -151,17 +151,14 @@ class Phase2Operators(ABC):
         groups: int,
     ) -> Tensor:
         """Reads the weight once."""
-        check_type(weight, "weight")
+        check_layer(weight, gamma, running_var, eps, dim, groups)
         weight, layout = as_channels(weight, dim, groups)
-        check_factors(gamma, running_var, len(eps) * layout[0] * layout[2], weight.device)
         energy = self.energies(weight, layout, prod(weight.shape[2:]))
         return self.strengths(energy, gamma, running_var, eps, normalize=normalize)
 
     def channel_energies(self, weights: Tensors, dims: Ints, groups: Ints) -> Tensor:
         """Reads the weights once."""
-        for weight in weights:
-            check_type(weight, "weights")
-            check_device(weight, weights[0].device, "weights")
+        check_weights(weights, dims, groups)
         layers = zip(weights, dims, groups, strict=True)
         return torch.cat([self.energies(*as_channels(*layer), 1) for layer in layers])
 

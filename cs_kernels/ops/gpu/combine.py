@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops.aliases import Floats, Ints
+from cs_kernels.ops.checks import DTYPES
 from cs_kernels.ops.compiled.combine import CombineOperators
 from cs_kernels.ops.gpu.device import (
     host_buffer,
@@ -29,7 +30,7 @@ from cs_kernels.ops.gpu.device import (
     send,
     stream_of,
 )
-from cs_kernels.ops.operands import DTYPES, Operands, Shapes
+from cs_kernels.ops.operands import Operands, Shapes
 
 _LEAST_ITEMS = 16
 """Items per multiprocessor before they grow."""

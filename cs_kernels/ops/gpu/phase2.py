@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops.aliases import Floats, Ints
+from cs_kernels.ops.checks import DTYPES, check_strength, check_tasks
 from cs_kernels.ops.compiled.phase2 import Factors, Phase2Operators
 from cs_kernels.ops.gpu.device import (
     VECTOR_BYTES,
@@ -28,7 +29,7 @@ from cs_kernels.ops.gpu.phase2_plan import (
     layer_plan,
     phase2_plan,
 )
-from cs_kernels.ops.operands import DTYPES, ChannelLayout, Operands, Shapes, check_tasks, check_type
+from cs_kernels.ops.operands import ChannelLayout, Operands, Shapes, dense
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ class GpuPhase2(Phase2Operators):
         if len(energy):
             epsilon = layer_epsilon(tuple(eps), energy.device)
             keep(epsilon, energy.device)
-            gamma, variance = gamma.contiguous(), variance.contiguous()
+            gamma, variance = dense(gamma), dense(variance)
             with on_device(energy.device):
                 self.launch_strengths(
                     StrengthLaunch(
@@ -253,11 +254,11 @@ class GpuPhase2(Phase2Operators):
 
     def task_priority(self, strength: Tensor) -> Tensor:
         """Reads K * O numbers, writes O."""
+        check_strength(strength)
         tasks, channels = strength.shape
         check_tasks(tasks)
-        check_type(strength, "strength")
         priority = torch.empty(channels, dtype=torch.int64, device=strength.device)
         if channels:
             with on_device(strength.device):
-                self.launch_priority(strength.contiguous(), priority)
+                self.launch_priority(dense(strength), priority)
         return priority

@@ -5,8 +5,9 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from cs_kernels.ops.checks import check_solver
 from cs_kernels.ops.gpu.device import on_device
-from cs_kernels.ops.operands import Option, check_gramian
+from cs_kernels.ops.operands import Option, dense
 
 
 class SolverOperators(ABC):
@@ -18,9 +19,9 @@ class SolverOperators(ABC):
 
     def solve(self, name: str, gramian: Tensor, *options: Option) -> Tensor:
         """Reads K * K numbers and writes K for each Gramian."""
-        check_gramian(gramian)
+        check_solver(name, gramian, *options)
         weights = gramian.new_empty(gramian.shape[:-1], dtype=torch.float64)
         if weights.numel():
             with on_device(gramian.device):
-                self.launch_solver(name, gramian.contiguous(), weights, *options)
+                self.launch_solver(name, dense(gramian), weights, *options)
         return weights

@@ -6,13 +6,24 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
-from cs_kernels.ops.operands import check_counter, check_offsets
+from cs_kernels.ops.checks import (
+    check_gradients,
+    check_group_of,
+    check_signs,
+    check_task_weights,
+    check_tasks,
+    first_present,
+)
 from cs_kernels.ops.random import random_key, uniform_numbers
 
 
 def gramian(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
     """Products of gradients, in float64, added up over the tensors of a group."""
-    like = next(grad for grad in grads if grad is not None)
+    check_tasks(tasks)
+    check_group_of(group_of, groups, len(group_of))
+    present_grads = first_present(grads, len(group_of), tasks)
+    check_gradients(present_grads, grads, tasks, "grads")
+    like = present_grads[0]
     result = like.new_zeros((groups, tasks, tasks), dtype=torch.float64)
     for t, group in enumerate(group_of):
         of_tensor = grads[t * tasks : (t + 1) * tasks]
@@ -28,6 +39,8 @@ def gramian(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
 
 def combine_(updates: Tensors, grads: Grads, weights: Tensor, group_of: Ints, tasks: int) -> None:
     """Update = sum_j weights[group, j] * grads[j]."""
+    check_task_weights(weights, group_of, tasks, updates)
+    check_gradients(updates, grads, tasks)
     for t, update in enumerate(updates):
         total = torch.zeros_like(update, dtype=torch.float64)
         for j, grad in enumerate(grads[t * tasks : (t + 1) * tasks]):
@@ -50,9 +63,8 @@ def drop_signs_(
 
     The positive ones' share of the sum of absolute values is their probability.
     """
-    if updates:
-        check_counter(counter, updates[0].device)
-    check_offsets(offsets, updates)
+    check_signs(updates, leaks, tasks, counter, offsets)
+    check_gradients(updates, grads, tasks)
     key = random_key(seed, step, counter)
     if offsets is None:
         offsets = list(accumulate((update.numel() for update in updates), initial=0))

@@ -10,6 +10,19 @@ import torch
 from torch import Tensor
 
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
+from cs_kernels.ops.checks import (
+    check_energies,
+    check_gradients,
+    check_layer,
+    check_layouts,
+    check_like,
+    check_priorities,
+    check_products,
+    check_statistics,
+    check_strength,
+    check_weights,
+    device_of,
+)
 
 
 def channel_rows(tensor: Tensor, out_channel_dim: int, groups: int) -> Tensor:
@@ -17,8 +30,9 @@ def channel_rows(tensor: Tensor, out_channel_dim: int, groups: int) -> Tensor:
     if out_channel_dim == 0:
         return tensor.flatten(1) if tensor.ndim > 1 else tensor.unsqueeze(1)
     fan_in, channels = tensor.shape[0] // groups, tensor.shape[1]
-    split = tensor.reshape(groups, fan_in, channels, -1).movedim(2, 1)
-    return split.reshape(groups * channels, -1)
+    kernel_size = prod(tensor.shape[2:])
+    split = tensor.reshape(groups, fan_in, channels, kernel_size).movedim(2, 1)
+    return split.reshape(groups * channels, fan_in * kernel_size)
 
 
 def _from_channel_rows(rows: Tensor, like: Tensor, out_channel_dim: int, groups: int) -> Tensor:
@@ -31,8 +45,7 @@ def _from_channel_rows(rows: Tensor, like: Tensor, out_channel_dim: int, groups:
 
 def channel_energies(weights: Tensors, out_channel_dims: Ints, groups: Ints) -> Tensor:
     """Sums of squares, which are Eq. (4) times the size of the kernel window."""
-    if not weights:
-        raise ValueError("weights must be one at least, got []")
+    check_weights(weights, out_channel_dims, groups)
     energies = [
         channel_rows(weight.double(), dim, of_layer).square().sum(1)
         for weight, dim, of_layer in zip(weights, out_channel_dims, groups, strict=True)
@@ -63,6 +76,7 @@ def connection_strength(
     groups: int,
 ) -> Tensor:
     """Eq. (4) and (6), and Eq. (7) where `normalize`."""
+    check_layer(weight, gamma, running_var, eps, out_channel_dim, groups)
     kernel_size = prod(weight.shape[2:])
     energy = channel_energies([weight], [out_channel_dim], [groups]) / kernel_size
     return _strength(energy, gamma, running_var, eps, normalize)
@@ -70,6 +84,7 @@ def connection_strength(
 
 def task_priority(strength: Tensor) -> Tensor:
     """Eq. (10); torch.argmax would let a NaN win, and leaves ties open."""
+    check_strength(strength)
     numbers = strength.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     highest = numbers.amax(0, keepdim=True)
     return (numbers == highest).to(torch.int8).argmax(0)
@@ -79,8 +94,8 @@ def energy_priority(
     energies: Tensor, gamma: Tensor, running_var: Tensor, eps: Floats, channels: Ints
 ) -> Tensor:
     """Eq. (6), (7) and (10) of one layer after the other."""
+    tasks = check_energies(energies, gamma, running_var, eps, channels)
     priorities = [energies.new_empty(0, dtype=torch.int64)]
-    tasks = len(eps) // max(len(channels), 1)
     of_layers = (
         torch.split(x.flatten(), [tasks * o for o in channels]) for x in (gamma, running_var)
     )
@@ -91,6 +106,14 @@ def energy_priority(
         eps_of = eps[layer * tasks : (layer + 1) * tasks]
         priorities.append(task_priority(_strength(energy, gamma_of, var_of, eps_of, True)))
     return torch.cat(priorities)
+
+
+def _check(
+    updates: Tensors, grads: Grads, priorities: Tensors, dims: Ints, groups: Ints, tasks: int
+) -> None:
+    check_gradients(updates, grads, tasks)
+    channels = check_layouts(updates, dims, groups, len(priorities), "priorities")
+    check_priorities(priorities, channels, device_of(updates))
 
 
 def _present(grads: Grads, t: int, tasks: int, like: Tensor) -> Tensor:
@@ -137,6 +160,7 @@ def project_conflicts_(
 
     Given `written`, float64 [layers, K, K], it gets the products of the channel groups.
     """
+    _check(updates, grads, priorities, out_channel_dims, groups, tasks)
     for t, update in enumerate(updates):
         total = _present(grads, t, tasks, update)
         if t < len(priorities):
@@ -160,6 +184,7 @@ def phase2_products_(
     tasks: int,
 ) -> Tensor:
     """The plain sums, rounded, and d_ij of every layer."""
+    _check(updates, grads, priorities, out_channel_dims, groups, tasks)
     like = updates[0] if updates else torch.empty(0)
     products = like.new_zeros((len(priorities), tasks, tasks), dtype=torch.float64)
     for t, update in enumerate(updates):
@@ -182,6 +207,8 @@ def phase2_apply_(
     tasks: int,
 ) -> None:
     """Adds a_i * G_i to the rounded sums."""
+    _check(updates, grads, priorities, out_channel_dims, groups, tasks)
+    check_products(products, len(priorities), tasks, device_of(updates))
     for t, priority in enumerate(priorities):
         layout = out_channel_dims[t], groups[t]
         total = _present(grads, t, tasks, updates[t])
@@ -204,13 +231,20 @@ def phase2_update_(
     products: Tensor | None = None,
 ) -> Tensor:
     """Priorities from the weights, then Phase 2."""
-    layers = len(weights)
-    dims, of_layers = out_channel_dims[:layers], groups[:layers]
-    channels = [len(channel_rows(*layer)) for layer in zip(weights, dims, of_layers, strict=True)]
+    check_gradients(updates, grads, tasks)
+    channels = check_layouts(updates, out_channel_dims, groups, len(weights), "weights")
+    for weight, update in zip(weights, updates, strict=False):
+        check_like(weight, update, "weights")
+    check_statistics(gamma, running_var, eps, channels, tasks, device_of(updates))
+    if products is not None:
+        check_products(products, len(weights), tasks, device_of(updates), written=True)
     priorities = gamma.new_empty(0, dtype=torch.int64)
-    if layers:
-        energies = channel_energies(weights, dims, of_layers)
+    if weights:
+        energies = channel_energies(weights, out_channel_dims, groups)
         priorities = energy_priority(energies, gamma, running_var, eps, channels)
     channel_groups = torch.split(priorities, channels)
+    for weight, priority in zip(weights, channel_groups, strict=True):
+        if not weight.numel():  # Task 0, whatever the statistics: kernels skip such a layer.
+            priority.zero_()
     project_conflicts_(updates, grads, channel_groups, out_channel_dims, groups, tasks, products)
     return priorities

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from cs_kernels.ops.operands import check_counter, check_similarities
+from cs_kernels.ops.checks import check_solver
+from cs_kernels.ops.operands import Option, checked_options
 from cs_kernels.ops.random import random_key, splitmix64
 from cs_kernels.ops.solvers import (
     EPSILON,
@@ -34,8 +35,6 @@ from cs_kernels.ops.solvers import (
 def _each(gramian: Tensor, solve: Callable[[Tensor, int], Tensor]) -> Tensor:
     """solve(gramian, its index) for each, on the CPU in float64."""
     tasks = gramian.shape[-1]
-    if gramian.ndim < 2 or gramian.shape[-2] != tasks or tasks == 0:
-        raise ValueError(f"gramian must have shape [..., K, K], got {tuple(gramian.shape)}")
     flat = gramian.detach().to("cpu", torch.float64).reshape(-1, tasks, tasks)
     weights = torch.empty(flat.shape[:-1], dtype=torch.float64)
     for n, g in enumerate(flat):
@@ -107,7 +106,6 @@ def random_order(key: int, tasks: int, i: int) -> list[int]:
 
 def pcgrad_weights(gramian: Tensor, seed: int, step: int, counter: Tensor | None = None) -> Tensor:
     """PCGrad: each gradient, in random order, projected against the originals in conflict."""
-    check_counter(counter, gramian.device)
     key = random_key(seed, step, counter)
 
     def solve(g: Tensor, n: int) -> Tensor:
@@ -139,8 +137,6 @@ def gradvac_weights(
     Where the cosine of two gradients is below its target, so much of the original other one is
     added that it reaches the target. The targets, `similarities`, follow the cosines at the rate.
     """
-    check_counter(counter, gramian.device)
-    check_similarities(similarities, gramian)
     key = random_key(seed, step, counter)
     targets = similarities.cpu().reshape(-1, *gramian.shape[-2:])
 
@@ -427,6 +423,8 @@ _WEIGHTS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def solve(name: str, gramian: Tensor, *options: object) -> Tensor:
+def solve(name: str, gramian: Tensor, *options: Option) -> Tensor:
     """The operator `<name>_weights`."""
+    check_solver(name, gramian, *options)
+    checked_options(gramian, *options)
     return _WEIGHTS[name](gramian, *options)
