@@ -1,7 +1,7 @@
 """Parts of today's networks that act once per backward pass: right, or refused with a reason."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ class ScalesSaved(torch.autograd.Function):
 class Cached(torch.autograd.Function):
     """A cache that the first pass uses up."""
 
-    cache: dict[int, float] = {}
+    cache: ClassVar[dict[int, float]] = {}
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -121,6 +121,12 @@ class Network:
     def losses(self) -> dict[str, Tensor]:
         z = self.features()
         return {t: (self.heads[t](z) - i).square().mean() for i, t in enumerate(AB)}
+
+    def make(self, how: str) -> None:
+        if how == "step":
+            self.opt.step(lambda task: self.losses()[task])
+        else:
+            self.opt.backward(self.losses())
 
     def gradient(self) -> Tensor:
         return torch.cat([p.grad.flatten() for p in self.trunk.parameters()])
@@ -192,7 +198,7 @@ def test_tasks_without_the_first_share_a_part() -> None:
     x = torch.randn(8, 3)
     z = Overwrites.apply(trunk["two"](x))
     losses = {"a": trunk["one"](x).square().mean(), "b": z.square().mean(), "c": z.mean()}
-    with pytest.raises(RuntimeError, match="gradients of two.weight that differ.*of 'b'"):
+    with pytest.raises(RuntimeError, match=r"gradients of two\.weight that differ.*of 'b'"):
         opt.backward(losses)
 
 
@@ -230,10 +236,7 @@ def test_an_optimizer_in_a_hook(how: str, method: type[cs.Method]) -> None:
     inner = torch.optim.SGD([weight], lr=0.1)
     weight.register_post_accumulate_grad_hook(lambda _: inner.step())
     with pytest.raises(RuntimeError, match=r"another first.weight and 0 others after that of 'a'"):
-        if how == "step":
-            network.opt.step(lambda task: network.losses()[task])
-        else:
-            network.opt.backward(network.losses())
+        network.make(how)
     assert all(p.grad is None for p in network.trunk.parameters())
 
 
@@ -247,13 +250,8 @@ def test_a_hook_that_moves_gradients(how: str) -> None:
 
     for parameter in last.parameters():
         parameter.register_post_accumulate_grad_hook(move)
-    with pytest.raises(
-        RuntimeError, match=r"got none of last.weight and 1 others after that of 'a'"
-    ):
-        if how == "step":
-            network.opt.step(lambda task: network.losses()[task])
-        else:
-            network.opt.backward(network.losses())
+    with pytest.raises(RuntimeError, match=r"got none of last.weight and 1 others after"):
+        network.make(how)
 
 
 def test_a_new_set_up_is_checked_again() -> None:
@@ -340,3 +338,156 @@ def test_a_block_that_is_frozen_in_the_closure(method: type[cs.Method]) -> None:
         return torch.stack(found)
 
     torch.testing.assert_close(norms(True), norms(False), rtol=1e-12, atol=0)
+
+
+class Inner(torch.autograd.Function):
+    """Checkpointing by hand: the function runs again in the backward pass, which is inside."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.run(x).backward(grad)
+        return None, x.grad
+
+
+class Returned(torch.autograd.Function):
+    """The same with the gradients of the parameters asked for and returned."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        ctx.run, ctx.parameters = run, parameters
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.run(x)
+        return None, *torch.autograd.grad(y, [x, *ctx.parameters], grad)
+
+
+class Halves(cs.GramianMethod):
+    """Weights of 1/2 and 2, whatever the gradients are."""
+
+    def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
+        return gramian.new_tensor([0.5, 2.0])
+
+
+@pytest.mark.parametrize("hidden", ["a", "b", "ab", ""])
+@pytest.mark.parametrize("how", ["inner", "returned", "cached"])
+@pytest.mark.parametrize("way", ["step", "backward"])
+def test_kept_weights_of_parts_with_a_backward_pass_inside(how: str, hidden: str, way: str) -> None:
+    """Each task's gradient gets its weight once, hidden in the graph or not."""
+    network = Network(torch.tanh, Halves(update_every=3))
+    first, last = network.trunk["first"], network.trunk["last"]
+
+    def trunk(x: Tensor, task: str) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            return last(first(x).tanh())
+
+        if task not in hidden or how == "cached":
+            return run(x)
+        if how == "inner":
+            return Inner.apply(run, x)
+        return Returned.apply(run, x, *first.parameters(), *last.parameters())
+
+    def loss(task: str) -> Tensor:
+        x = network.x.clone().requires_grad_()
+        found: Tensor = (network.heads[task](trunk(x, task)) - AB.index(task)).square().mean()
+        if how == "cached" and task in hidden:
+            found = found + _cached_loss(network, task)
+        return found
+
+    rows = []
+    for task in AB:
+        loss(task).backward()
+        rows.append([p.grad for p in network.trunk.parameters()])
+        network.sgd.zero_grad()
+    expected = torch.cat([(0.5 * a + 2 * b).flatten() for a, b in zip(*rows, strict=True)])
+    for _ in range(4):
+        if way == "step":
+            network.sgd.param_groups[0]["lr"] = 0.0
+            network.opt.step(loss)
+        else:
+            network.opt.backward({task: loss(task) for task in AB})
+        torch.testing.assert_close(network.gradient(), expected, rtol=1e-10, atol=1e-12)
+        network.sgd.param_groups[0]["lr"] = 0.0
+        if way != "step":
+            network.sgd.step()
+
+
+class Fused(torch.autograd.Function):
+    """A loss as fused kernels have it: its gradient is saved, and scaled in place."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, target: float) -> Tensor:
+        ctx.save_for_backward(2 * (z.detach() - target) / z.numel())
+        return (z - target).square().mean()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (saved,) = ctx.saved_tensors
+        return saved.mul_(grad), None
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_parts_of_one_task_alone_need_not_be_repeatable(every: int) -> None:
+    """A fused loss per task, and an auxiliary loss injected in one task's head."""
+    network = Network(torch.tanh, Ones(update_every=every))
+
+    def losses(*, fused: bool) -> dict[str, Tensor]:
+        z = network.features()
+        h = network.heads["a"](z)
+        auxiliary = h.square().mean()
+        if fused:
+            h = Injects.apply(h, auxiliary)
+            return {"a": Fused.apply(h, 0.5), "b": Fused.apply(network.heads["b"](z), 1.0)}
+        of_b = (network.heads["b"](z) - 1.0).square().mean()
+        return {"a": (h - 0.5).square().mean() + auxiliary, "b": of_b}
+
+    for _ in range(4):
+        sum(losses(fused=False).values()).backward()
+        expected = network.gradient()
+        network.sgd.zero_grad()
+        network.opt.backward(losses(fused=True))
+        torch.testing.assert_close(network.gradient(), expected, rtol=1e-10, atol=1e-12)
+        network.sgd.step()
+        network.sgd.zero_grad()
+
+
+def test_a_failed_step_shows_nothing_of_what_tasks_reach() -> None:
+    """The batch may be dropped."""
+    torch.manual_seed(0)
+    trunk = nn.ModuleDict({"one": nn.Linear(3, 4), "own": nn.Linear(3, 4)})
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, Halves())
+    x = torch.randn(8, 3)
+
+    def loss(task: str) -> Tensor:
+        z = trunk["one"](x)
+        return (z + trunk["own"](x) if task == "b" else z).square().mean()
+
+    def failing(task: str) -> Tensor:
+        if task == "b":
+            raise ZeroDivisionError
+        return (trunk["one"](x) + trunk["own"](x)).square().mean()
+
+    opt.step(loss)
+    before = opt.state_dict()["reach"]
+    with pytest.raises(ZeroDivisionError):
+        opt.step(failing)
+    assert opt.state_dict()["reach"] == before
+    expected = torch.autograd.grad(loss("b"), trunk["own"].weight)[0]
+    opt.step(loss)
+    torch.testing.assert_close(trunk["own"].weight.grad, expected)

@@ -13,7 +13,8 @@ Edge = tuple[Any, int]
 
 
 Hooks = Iterable[tuple[Any, Callable[..., Any]]]
-"""Leaves or nodes of autograd's graph, and a hook to register with each."""
+"""Tensors or nodes of autograd's graph, and a hook to register with each; the hook of a leaf's node
+runs before the gradient is accumulated, once for each time that it is."""
 
 
 def is_leaf(node: object) -> bool:
@@ -24,6 +25,11 @@ def is_leaf(node: object) -> bool:
 def is_reentrant(node: object) -> bool:
     """Whether a node runs its function again in a backward pass of its own: checkpointing."""
     return isinstance(node, BackwardCFunction) and hasattr(node, "run_function")
+
+
+def makes_gradients(leaf: Tensor) -> bool:
+    """Whether a hook of a leaf may make the gradients of parameters."""
+    return bool(leaf._backward_hooks) and not isinstance(leaf, nn.Parameter)
 
 
 class Reached(NamedTuple):
@@ -85,7 +91,7 @@ def reached_parameters(loss: Tensor) -> Parameters:
     reached = walk([edge_of(loss)], frozenset())
     leaves = [*reached.leaves, loss] if loss.is_leaf else reached.leaves
     found = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
-    hooked = any(leaf._backward_hooks for leaf in leaves if not isinstance(leaf, nn.Parameter))
+    hooked = any(map(makes_gradients, leaves))
     hidden = any(isinstance(node, BackwardCFunction) for node in reached.nodes)
     return Parameters(found, hidden, hooked)
 
@@ -95,5 +101,6 @@ def hooked(hooks: Hooks) -> Iterator[None]:
     """Around a backward pass with some hooks."""
     with contextlib.ExitStack() as handles:
         for place, hook in hooks:
-            handles.callback(place.register_hook(hook).remove)
+            register = place.register_prehook if is_leaf(place) else place.register_hook
+            handles.callback(register(hook).remove)
         yield

@@ -7,7 +7,6 @@ counter of draws, the state of methods and weightings), or is compared with that
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import is_
 
@@ -18,6 +17,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from cs_kernels.engine import supports
 from cs_kernels.engine.cuda_graphs import DEVICES, Graphs, refuse_capture
 from cs_kernels.engine.engine import Engine
+from cs_kernels.engine.interrupts import held_back
 from cs_kernels.engine.per_task import Closure, PerTask, checked_closures
 from cs_kernels.monitor.report import Done
 from cs_kernels.options import checked_integer
@@ -80,6 +80,10 @@ class CapturedStep:
                 `step.number`; or it is called under `torch.autocast` with a cache.
 
         """
+        with held_back():
+            return self._call()
+
+    def _call(self) -> dict[str, Tensor]:
         engine, graphs = self._engine, self._graphs
         if graphs is None:
             return engine.run(self._step())
@@ -114,9 +118,7 @@ class CapturedStep:
         def run() -> None:
             mode = self._step()
             mode.arguments()
-            with ExitStack() as interrupts:
-                made = engine.make(mode, self._tasks, phase, interrupts, self._counter)
-            losses.update(made)
+            losses.update(engine.make(mode, self._tasks, phase, self._counter))
             self._counter.add_(1)
 
         held = engine.trunk.held()

@@ -6,7 +6,7 @@ comes before and after is here: facts, ranks, averages, surgery, the torch optim
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -88,7 +88,7 @@ class Engine:
     def run(self, mode: "Mode") -> dict[str, Tensor]:
         """A step, or a call of `backward`; returns the losses of its tasks."""
         self.ranks.wrappers.switch_off()
-        with ExitStack() as interrupts, self.ranks.together(), mode.around():
+        with held_back(), self.ranks.together(), mode.around():
             chosen = self.chosen(mode.arguments())
             refuse_capture(self.trunk.device)
             supports.check(mode.name, self)
@@ -97,15 +97,10 @@ class Engine:
             if mode.open_step() is None and self.trunk.changed():
                 self.forget_passes()
             chosen = self.ranks.begin(chosen, self._call(mode, phase))
-            return self.make(mode, chosen, phase, interrupts)
+            return self.make(mode, chosen, phase)
 
     def make(
-        self,
-        mode: "Mode",
-        tasks: Sequence[str],
-        phase: Phase,
-        interrupts: ExitStack,
-        counter: Tensor | None = None,
+        self, mode: "Mode", tasks: Sequence[str], phase: Phase, counter: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Makes a step that has been checked; returns the losses of its tasks.
 
@@ -116,13 +111,12 @@ class Engine:
             mode: Makes the gradients.
             tasks: The tasks of all ranks.
             phase: The phase of the step.
-            interrupts: Holds Ctrl-C back from the step of the torch optimizers to its own end.
             counter: In a capture, the number of the step on the device.
 
         """
         eager = counter is None
         states = self.transaction.states(self.method, self.weighting) if eager else nullcontext()
-        with record_function(mode.label), states:
+        with record_function(mode.label), states, self.trunk.reach.undone_on_error():
             step = mode.open_step() or self._new_step(mode, tasks, phase, counter)
             parts = [*mode.parts(step, tasks, phase)]
             for part in parts:
@@ -132,7 +126,6 @@ class Engine:
                         part.tasks, clears=not part.continues, restores=mode.applies and eager
                     ) as held,
                 ):
-                    interrupts.close()  # After another task's update, in Phase 1.
                     part.before = step.begin_passes()
                     self.ranks.expect(part)
                     mode.make(part, held)
@@ -145,7 +138,6 @@ class Engine:
                     if last:
                         losses = self.ranks.returned(mode.losses_of(step), tasks)
                         commit = mode.prepared(step, phase)
-                    interrupts.enter_context(held_back())
                     if mode.applies:
                         self._apply()
                     if last:
@@ -156,7 +148,6 @@ class Engine:
                 " without gradients; with reevaluate=False, it takes those of the next step"
             )
             with noted(note):
-                interrupts.close()
                 mode.observe_again(step, tasks)
         return losses
 

@@ -1,4 +1,4 @@
-"""Ctrl-C waits for the end of what must not be left half done."""
+"""Ctrl-C waits for the end of a step, which must not be left half done."""
 
 import contextlib
 import signal

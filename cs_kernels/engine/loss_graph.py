@@ -223,7 +223,11 @@ class LossGraph:
         combined = self._trunk.combined()
         # Shared parameters that no task has ever reached are not hidden in the graph.
         held = (set(self._trunk.held()) - set(self._trunk.shared)) | set(combined)
-        return find_one_pass(losses, self._in_graph(combined), self._in_graph(held))
+
+        def reached(task: str) -> set[Tensor]:
+            return self._in_graph(self._trunk.reach.reached_by(task))
+
+        return find_one_pass(losses, self._in_graph(combined), self._in_graph(held), reached)
 
     def _pass(
         self, terms: Sequence[Tensor], step: Step, ends: str | None, retain_graph: bool = False

@@ -6,15 +6,16 @@ hooks, hooks that move gradients elsewhere.
 """
 
 import contextlib
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
-from cs_kernels.engine.autograd_graph import edge_of, hooked, is_reentrant, walk
+from cs_kernels.engine.autograd_graph import Edge, edge_of, hooked, is_reentrant, walk
 from cs_kernels.ranks.checksums import checksums
 from cs_kernels.ranks.fsdp import is_sharded
 from cs_kernels.trunk.trunk import Trunk
@@ -112,7 +113,7 @@ class PassChecks:
         self._arrived.clear()
 
     def check_repeatable(self, losses: Mapping[str, Tensor]) -> None:
-        """Before several passes through one graph: makes one three times, once of zero.
+        """Before several passes through one graph: makes its shared part three times, once of zero.
 
         Raises:
             RuntimeError: The passes differ, or one of a zero loss has gradients, or fails.
@@ -122,34 +123,40 @@ class PassChecks:
             return
         shared = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
         if not any(map(is_sharded, shared)):
-            for task in _walked_together(losses):
-                _check_repeatable(task, losses[task], shared, self._trunk.held())
+            for task, starts in _shared_starts(losses).items():
+                _check_repeatable(task, starts, shared, self._trunk.held())
         self._is_repeatable = True
 
 
-def _walked_together(losses: Mapping[str, Tensor]) -> list[str]:
-    """Tasks whose passes walk every node that those of several tasks walk."""
+def _shared_starts(losses: Mapping[str, Tensor]) -> dict[str, set[Edge]]:
+    """By task, where its pass enters the nodes that passes of several tasks walk.
+
+    Without the tasks that would walk none that those before them have not.
+    """
     nodes = {task: walk([edge_of(loss)], frozenset()).inner for task, loss in losses.items()}
-    if any(map(is_reentrant, set[Any]().union(*nodes.values()))):
-        return []  # `torch.autograd.grad`, which leaves `.grad` alone, does not go through it.
     visits = Counter(node for of_task in nodes.values() for node in of_task)
-    left = {node for node, number in visits.items() if number > 1}
-    chosen = []
+    shared = {node for node, number in visits.items() if number > 1}
+    if any(map(is_reentrant, shared)):
+        return {}  # `torch.autograd.grad`, which leaves `.grad` alone, does not go through it.
+    left, found = set(shared), dict[str, set[Edge]]()
     for task, of_task in nodes.items():
         if not left.isdisjoint(of_task):
-            chosen.append(task)
+            edges = [edge for node in of_task - shared for edge in node.next_functions]
+            starts = {edge for edge in (edge_of(losses[task]), *edges) if edge[0] in shared}
+            found[task] = starts
             left -= of_task
-    return chosen
+    return found
 
 
 def _check_repeatable(
-    task: str, loss: Tensor, shared: Mapping[nn.Parameter, str], held: Sequence[nn.Parameter]
+    task: str, starts: Set[Edge], shared: Mapping[nn.Parameter, str], held: Sequence[nn.Parameter]
 ) -> None:
     parameters = [p for p in shared if p.requires_grad]
-    first = _gradients(loss, 1, parameters, held)
+    edges = [GradientEdge(*edge) for edge in starts]
+    first = _gradients(edges, 1, parameters, held)
     try:
-        zero = _gradients(loss, 0, parameters, held)
-        second = _gradients(loss, 1, parameters, held)
+        zero = _gradients(edges, 0, parameters, held)
+        second = _gradients(edges, 1, parameters, held)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -180,15 +187,21 @@ def _check_repeatable(
 
 
 def _gradients(
-    loss: Tensor, factor: int, parameters: Sequence[nn.Parameter], held: Sequence[nn.Parameter]
+    edges: Sequence[GradientEdge],
+    factor: int,
+    parameters: Sequence[nn.Parameter],
+    held: Sequence[nn.Parameter],
 ) -> list[Tensor | None]:
-    """The gradients of a pass, which leaves `.grad` as it was."""
-    start = torch.full_like(loss, factor)
+    """The gradients of a pass from some edges on, which leaves `.grad` as it was.
+
+    Those of the losses would walk the nodes of one task, which its own pass must walk alone.
+    """
+    starts = [_any_gradient(edge) * factor for edge in edges]
     before = [p.grad for p in held]
     for p in held:
         p.grad = None
     try:
-        found = torch.autograd.grad(loss, parameters, start, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(edges, parameters, starts, retain_graph=True, allow_unused=True)
         # A function with a backward pass inside accumulates gradients in `.grad`.
         inner = [p.grad for p in parameters]
     finally:
@@ -197,3 +210,10 @@ def _gradients(
     pairs = zip(found, inner, strict=True)
     sums = (b if a is None else a if b is None else a + b for a, b in pairs)
     return [None if g is None or g.layout is not torch.strided else g for g in sums]
+
+
+def _any_gradient(edge: GradientEdge) -> Tensor:
+    """Numbers in the place of an edge's gradient, which no operation sends to zero as a whole."""
+    like = edge.node._input_metadata[edge.output_nr]
+    numbers = torch.arange(math.prod(like.shape), device=like.device, dtype=torch.float32)
+    return (0.01 * (0.7 * numbers + 0.3).sin()).to(like.dtype).reshape(like.shape)

@@ -12,8 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
 
-from cs_kernels.engine.autograd_graph import Hooks, is_leaf, is_reentrant
+from cs_kernels.engine.autograd_graph import (
+    Hooks,
+    edge_of,
+    is_leaf,
+    is_reentrant,
+    makes_gradients,
+    walk,
+)
 from cs_kernels.weightings.weighting import weighed
 
 _HIDE_NOTHING = {
@@ -27,7 +35,10 @@ parameters behind them."""
 
 def at_leaves(shared: Iterable[Tensor], weight: Tensor) -> Hooks:
     """The hooks for a backward pass of one task: each shared parameter's gradient is weighted."""
-    return [(p, lambda grad: _times(grad, weight)) for p in shared if p.requires_grad]
+    # At the nodes: a function may ask for gradients of parameters in its backward pass, and return
+    # them, which a hook of the parameter would see twice.
+    nodes = (get_gradient_edge(p).node for p in shared if p.requires_grad)
+    return [(node, lambda grads: tuple(_times(grad, weight) for grad in grads)) for node in nodes]
 
 
 class OnePass(NamedTuple):
@@ -50,19 +61,24 @@ class OnePass(NamedTuple):
 
 
 def find_one_pass(
-    losses: Mapping[str, Tensor], shared: Set[Tensor], held: Iterable[Tensor]
+    losses: Mapping[str, Tensor],
+    shared: Set[Tensor],
+    held: Iterable[Tensor],
+    reached: Callable[[str], Set[Tensor]],
 ) -> OnePass | None:
     """One backward pass of several tasks, or None where it would give a wrong gradient.
 
     It would if a node of several tasks led to other leaves than shared parameters. It might if the
     graph hides parameters: reentrant checkpointing runs its function again in the backward pass,
     and any other `torch.autograd.Function` can hide those that the graph does not show. These must
-    be shared, and the function a node of several tasks.
+    be shared, and the function a node of several tasks. The hook of a leaf can make gradients of
+    any parameters.
 
     Args:
         losses: By task.
         shared: The parameters whose gradients are weighted, as the graph has them.
         held: All parameters of the torch optimizers that may be in the graph.
+        reached: By task, the shared parameters that it has reached.
 
     """
     roots: dict[str, Any] = {task: loss.grad_fn for task, loss in losses.items()}
@@ -73,7 +89,13 @@ def find_one_pass(
     functions = {node for node in tasks if isinstance(node, BackwardCFunction)}
     if any(map(is_reentrant, functions)):
         return None
+    if any(makes_gradients(leaf) for leaf in leaves):
+        return None
     hiding = {node for node in functions if type(node).__name__ not in _HIDE_NOTHING}
+    for task in {task for node in hiding if (task := tasks[node]) is not None}:
+        visible = walk([edge_of(losses[task])], frozenset()).leaves
+        if not reached(task) <= visible.keys():
+            return None
     unmet = {p for p in held if p.requires_grad and p not in leaves} if hiding else set()
     if not unmet <= shared or (unmet and any(tasks[node] is not None for node in hiding)):
         return None

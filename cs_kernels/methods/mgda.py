@@ -52,7 +52,7 @@ class MGDA(GramianMethod):
                 raise ValueError(f"step must have the losses for normalize={self.normalize!r}")
             losses = torch.stack([step.weighted_losses[task] for task in step.tasks])
             # A negative divisor would reverse a gradient, and with it the update.
-            divisor = divisor * losses.to(divisor).abs()
+            divisor = divisor * torch.where(losses.isfinite(), losses, 0.0).to(divisor).abs()
         divisor = torch.where(divisor == 0, 1.0, divisor)
         weights: Tensor = torch.ops.cs_kernels.mgda_weights(
             gramian / (divisor.unsqueeze(-1) * divisor.unsqueeze(-2))

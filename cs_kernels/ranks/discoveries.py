@@ -1,6 +1,7 @@
 """What passes show on a rank, made equal on all: the layers and the parameters reached."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +26,11 @@ class SharedReach(Reach):
         self._is_sent = True
         self.version = 0
         """Increases when the reach of any rank's tasks changes."""
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Nothing is undone: ranks may have told each other."""
+        yield
 
     def note(self, task: str, unreached: list[int]) -> None:
         """Notes a pass of this rank."""

@@ -1,6 +1,7 @@
 """The tasks that reach each shared parameter, from gradients and the graphs of losses."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -39,6 +40,17 @@ class Reach:
                 self._reached_by[i] |= bit
             self._tried_by[i] |= bit
         self._owners = None
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Around a step: the passes of one that fails have shown nothing."""
+        before = dict(self._unreached), [*self._reached_by], [*self._tried_by]
+        try:
+            yield
+        except BaseException:
+            self._unreached, self._reached_by, self._tried_by = before
+            self._owners = None
+            raise
 
     def note_gradients(self, task: str) -> bool:
         """Notes a pass of a task, by `.grad`; returns whether there is any gradient."""

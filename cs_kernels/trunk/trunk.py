@@ -19,7 +19,8 @@ _WHY: dict[Ran | None, str] = {
     "not": "no layer of trunk ran in this pass, but perhaps one of a copy, or before it",
     "without gradients": "its layers ran without gradients, as under torch.no_grad() or frozen",
     "with gradients": "its layers ran, and their output was detached on the way to the loss",
-    None: "its features were detached, or computed without gradients or with a copy of the trunk",
+    None: "its features were detached, or computed without gradients or with a copy of the trunk,"
+    " or a hook has moved gradients out of .grad",
 }
 """By what a watched pass has shown; None for passes that were not watched."""
 

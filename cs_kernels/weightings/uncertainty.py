@@ -15,8 +15,8 @@ class UncertaintyWeights(Weighting):
     """Learns to weigh each loss by the task's homoscedastic uncertainty (Kendall et al., 2018).
 
     `L / (2 sigma^2) + log sigma` for a regression, `L / sigma^2 + log sigma` for a classification.
-    The learned parameters are log sigma; give `parameters()` to the torch optimizer. A loss of NaN,
-    as a mean over no labels, leaves the task's log sigma as it is.
+    The learned parameters are log sigma; give `parameters()` to the torch optimizer. For log
+    sigma, a loss of NaN, as a mean over no labels, is zero.
 
     Args:
         tasks: For each task, "regression" or "classification".
@@ -52,8 +52,7 @@ class UncertaintyWeights(Weighting):
         """The loss divided by 2 sigma^2 or sigma^2, as in the paper's appendix."""
         half = 0.5 if self.tasks[task] == "regression" else 1.0
         weight = half * torch.exp(-2 * self.log_sigma[task])
-        # The loss for log sigma alone; with this one in place of NaN, log sigma has no gradient.
-        value = torch.where(loss.isnan(), 0.5 / weight, loss).detach()
+        value = torch.where(loss.isnan(), 0.0, loss).detach()  # For log sigma alone.
         return weight.detach() * loss + (weight - weight.detach()) * value
 
     def regularizer(self, task: str) -> Tensor:
