@@ -15,6 +15,9 @@ from cs_kernels.ops.checks import MOST_TASKS
 from cs_kernels.step import Step
 from cs_kernels.weightings import Weighting
 
+_LOOKS = 8
+"""The first steps in which gradients are searched for zeros; one is enough, if they show it."""
+
 
 class Monitor:
     """The last step, and the conflicts counted over the steps."""
@@ -24,7 +27,9 @@ class Monitor:
         """The last step, if there was one."""
         self.counter: ConflictCounter | None = None
         """If conflicts are counted."""
-        self._reported = self._looked = False
+        self._reported = False
+        self._looks = _LOOKS
+        """The steps in which to look for zeros."""
 
     @property
     def threshold(self) -> float | None:
@@ -41,10 +46,9 @@ class Monitor:
             self.counter.measure(step)
 
     def look_for_zeros(self, gradients: TaskGradients, step: Step) -> None:
-        """Warns, in the first step that keeps the tasks' gradients, of some that are zero."""
-        if not self._looked and step.counter is None:
-            self._looked = True
-            warn_of_zero_gradients(gradients, step)
+        """Warns, in the first step whose gradients show it, of some that are zero."""
+        if self._looks and step.counter is None:
+            self._looks = 0 if warn_of_zero_gradients(gradients, step) else self._looks - 1
 
     def counted_step(self, step: Step) -> Callable[[], None]:
         """Counts the conflicts of a step; the function returned takes the counts."""

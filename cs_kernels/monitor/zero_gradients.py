@@ -8,19 +8,25 @@ from cs_kernels.gradients import TaskGradients
 from cs_kernels.step import Step
 
 
-def warn_of_zero_gradients(gradients: TaskGradients, step: Step) -> None:
+def warn_of_zero_gradients(gradients: TaskGradients, step: Step) -> bool:
     """Warns if a loss reaches parameters without an effect that other tasks would train alone.
 
     The idiom `loss + 0 * sum(all parameters)` does this to all heads. It reads the gradients once,
     and the host waits for the device.
+
+    Returns:
+        Whether that could be seen: not where a task has no gradient but zeros, as without labels.
+
     """
     reached = gradients.reached()
     if not reached or len(step.tasks) < 2:
-        return
+        return False
     numbers, grads = list(range(len(reached))), gradients.of(reached, step.tasks)
     gramians = torch.ops.cs_kernels.gramian(grads, numbers, len(reached), len(step.tasks))
     energies = gradients.sum_over_ranks(gramians).diagonal(dim1=1, dim2=2).tolist()
     rows = [gradients.row_of(task) for task in step.tasks]
+    if not all(map(sum, zip(*energies, strict=True))):
+        return False
     found = []
     for i, of_tasks in zip(reached, energies, strict=True):
         has = [n for n, row in enumerate(rows) if row[i] is not None]
@@ -37,3 +43,4 @@ def warn_of_zero_gradients(gradients: TaskGradients, step: Step) -> None:
             " out, as parameters without a gradient are no error here",
             stacklevel=2,
         )
+    return True
