@@ -1,5 +1,6 @@
 """What goes wrong on one rank ends the step of all, in an error that says what."""
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -436,3 +437,29 @@ def test_ranks_that_drift_are_told_so(rank: int, what: str, noticed: int | None)
                     opt.step(loss, TASKS[:1])
             return
     assert noticed is None
+
+
+def _with_a_slow_rank(rank: int, size: int) -> None:
+    """Both know the step, and which rank has waited."""
+    group = dist.new_group(range(size), timeout=timedelta(seconds=1))
+    network = Dense()
+    opt = optimizer_on_ranks(network, cs.PCGrad(), process_group=group)
+    x = torch.ones(3, 5)
+
+    def loss(task: str) -> Tensor:
+        if rank == 1:
+            time.sleep(3)
+        return network(x, task)
+
+    opt.step(partial(network, x))
+    waited = "rank 0 has waited in vain for another rank in step 1: one has ended, or has not come"
+    message = f"^{waited}" if rank == 0 else f"^rank 0 failed in step 1: RankError: {waited}"
+    with pytest.raises(RankError, match=message):
+        opt.step(loss)
+
+
+def test_a_slow_rank_is_named_after_the_timeout() -> None:
+    """With processes of its own: their connections are closed after it."""
+    ranks = Ranks(2)
+    ranks.run(_with_a_slow_rank, 2)
+    ranks.stop()
