@@ -71,7 +71,7 @@ def _source(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> AS
 @pytest.fixture(params=[80, 86, 89, 90, 100, 120])
 def check(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., None]:
+) -> Callable[..., str]:
     """Compiles a kernel for one architecture, and asserts that it spills no register.
 
     Its shared memory is what every GPU has.
@@ -80,23 +80,46 @@ def check(
     target = GPUTarget("cuda", request.param, 32)
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
-    def run(kernel: Any, constants: Any, options: Any = OPTIONS, **types: str) -> None:
+    def run(kernel: Any, constants: Any, options: Any = OPTIONS, **types: str) -> str:
         source = _source(kernel, types, constants)
         binary = tmp_path / "kernel.cubin"
-        binary.write_bytes(triton.compile(source, target, options).asm["cubin"])
+        compiled = triton.compile(source, target, options)
+        binary.write_bytes(compiled.asm["cubin"])
         done = subprocess.run([tool, "-res-usage", binary], capture_output=True, text=True)
         used = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", done.stdout))
         assert used["STACK"] == used["LOCAL"] == "0", used
         assert int(used["SHARED"]) <= 99 << 10, used
+        ptx: str = compiled.asm["ptx"]
+        return ptx
 
     return run
+
+
+def contracted_shuffles(ptx: str) -> int:
+    """The products that are added to another lane's number without being rounded.
+
+    A sum of products over lanes then differs between them, in its last bit, and so may a condition.
+    """
+    shuffled, found = set[str](), 0
+    for line in ptx.splitlines():
+        kind, *registers = re.findall(r"^\s*(\w+)\.|(%\w+)", line) or [("", "")]
+        names = [name for _, name in registers]
+        if kind[0] == "fma":
+            found += len(names) == 4 and names[3] in shuffled
+        elif kind[0] == "shfl" or (kind[0] in _SAME_BITS and shuffled.intersection(names[1:])):
+            shuffled.add(names[0])
+    return found
+
+
+_SAME_BITS = {"cvt", "shl", "or", "mov"}
+"""The instructions that make a number of 64 bits from two of 32."""
 
 
 def _of_gradients(kernel: Any) -> Callable[..., None]:
     @pytest.mark.each
     @pytest.mark.parametrize("tasks", TASKS)
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
-    def test(check: Callable[..., None], dtype: torch.dtype, tasks: int) -> None:
+    def test(check: Callable[..., str], dtype: torch.dtype, tasks: int) -> None:
         variant = Variant.of(tasks, dtype)
         check(kernel, gradient_constants(variant, dtype), gradient_options(variant.tasks))
 
@@ -112,7 +135,7 @@ test_drop_signs = _of_gradients(combine.drop_signs_kernel)
 @pytest.mark.each
 @pytest.mark.parametrize("vectorized", [False, True])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_energy(check: Callable[..., None], dtype: torch.dtype, vectorized: bool) -> None:
+def test_energy(check: Callable[..., str], dtype: torch.dtype, vectorized: bool) -> None:
     vector = 16 // dtype.itemsize if vectorized else 1
     check(phase2.energy_kernel, {"VECTOR": vector}, weight=TYPES[dtype])
 
@@ -120,21 +143,29 @@ def test_energy(check: Callable[..., None], dtype: torch.dtype, vectorized: bool
 @pytest.mark.each
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("tasks", TASKS)
-def test_strength(check: Callable[..., None], tasks: int, normalize: bool) -> None:
+def test_strength(check: Callable[..., str], tasks: int, normalize: bool) -> None:
     check(phase2.strength_kernel, {"NORMALIZE": normalize, "TASKS": tasks})
 
 
 @pytest.mark.each
 @pytest.mark.parametrize("tasks", TASKS)
-def test_priority(check: Callable[..., None], tasks: int) -> None:
+def test_priority(check: Callable[..., str], tasks: int) -> None:
     check(phase2.priority_kernel, {"TASKS": tasks}, out="*i64")
 
 
 @pytest.mark.each
 @pytest.mark.parametrize("tasks", [2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
-def test_solvers(check: Callable[..., None], solver: tuple[Any, ...], tasks: int) -> None:
+def test_solvers(check: Callable[..., str], solver: tuple[Any, ...], tasks: int) -> None:
     name, *constant = solver
     constants = {"TASKS": tasks, **dict([constant] if constant else [])}
     kernel = getattr(solvers, f"{name}_kernel")
-    check(kernel, constants, solver_options(tasks))
+    ptx = check(kernel, constants, solver_options(tasks))
+    assert contracted_shuffles(ptx) == 0
+
+
+def test_contraction_would_be_seen(check: Callable[..., str]) -> None:
+    """As every solver was compiled once: FairGrad's loop then ended in a part of a warp."""
+    options = {**solver_options(8), "enable_fp_fusion": True}
+    ptx = check(solvers.fair_grad_kernel, {"TASKS": 8, "OF_SUMS": False}, options)
+    assert contracted_shuffles(ptx) > 0

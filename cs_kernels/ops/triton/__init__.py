@@ -52,9 +52,9 @@ class Variant:
         return Variant(rounded, _TILE[dtype.itemsize][rounded])
 
 
-def _options(warps: int, registers: int) -> dict[str, Any]:
-    """Options of a launch. FMA contraction is on; it only improves accuracy."""
-    options = {"num_warps": warps, "enable_fp_fusion": True}
+def _options(warps: int, registers: int, *, contracts: bool = True) -> dict[str, Any]:
+    """Options of a launch. FMA contraction improves accuracy, where lanes need not agree."""
+    options = {"num_warps": warps, "enable_fp_fusion": contracts}
     # AMD's compiler has no such bound.
     return options if torch.version.hip else {**options, "maxnreg": registers}
 
@@ -71,8 +71,9 @@ def gradient_options(tasks: int) -> dict[str, Any]:
 def solver_options(tasks: int) -> dict[str, Any]:
     """Options of a solver: a thread holds 2 numbers of a matrix [tasks, tasks], 16 if K > 32."""
     warps = min(8, max(1, tasks * tasks // 64))
-    # All registers: by default the assembler spills for higher occupancy.
-    return _options(warps, min(255, 65536 // (32 * warps)))
+    # All registers: by default the assembler spills for higher occupancy. A contracted product in a
+    # sum over lanes would differ between them, and with it the conditions of loops: a hang.
+    return _options(warps, min(255, 65536 // (32 * warps)), contracts=False)
 
 
 def gradient_constants(variant: Variant, dtype: torch.dtype) -> dict[str, Any]:
