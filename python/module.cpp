@@ -17,20 +17,15 @@ PYBIND11_MODULE(_C, module) {
   module.attr("max_tasks") = cs_kernels::kMaxTasks;
   module.attr("data_types") = cs_kernels::kDataTypeNames;
   module.attr("solvers") = cs_kernels::kSolverNames;
-  module.attr("tolerances") = std::map<std::string, double>{{"ridge", solvers::kRidge},
-                                                            {"nash_ridge", solvers::kNashRidge},
-                                                            {"nash_stop", solvers::kNashStop},
-                                                            {"nash_full", solvers::kNashFull},
-                                                            {"slope", solvers::kSlope},
-                                                            {"stationary", solvers::kStationary},
-                                                            {"zero_sum", solvers::kZeroSum},
-                                                            {"epsilon", solvers::kEpsilon},
-                                                            {"no_cosine", solvers::kNoCosine},
-                                                            {"fair_stop", solvers::kFairStop},
-                                                            {"fair_full", solvers::kFairFull},
-                                                            {"fair_least", solvers::kFairLeast},
-                                                            {"most_similar", solvers::kMostSimilar},
-                                                            {"vanished", solvers::kVanished}};
+  module.attr("tolerances") = std::map<std::string, double>{
+      {"ridge", solvers::kRidge},        {"nash_ridge", solvers::kNashRidge},
+      {"nash_stop", solvers::kNashStop}, {"nash_full", solvers::kNashFull},
+      {"slope", solvers::kSlope},        {"stationary", solvers::kStationary},
+      {"zero_sum", solvers::kZeroSum},   {"epsilon", solvers::kEpsilon},
+      {"no_cosine", solvers::kNoCosine}, {"fair_stop", solvers::kFairStop},
+      {"fair_full", solvers::kFairFull}, {"fair_least", solvers::kFairLeast},
+      {"fair_most", solvers::kFairMost}, {"most_similar", solvers::kMostSimilar},
+      {"vanished", solvers::kVanished}};
   define_operands(module);
   define_cpu(module);
 #ifdef CS_KERNELS_CUDA_ARCHITECTURES

@@ -215,6 +215,19 @@ def test_degenerate_gramians(backend: str, method: GramianMethod, scale: float) 
         assert (weights @ rows).isfinite().all()
 
 
+@pytest.mark.parametrize("up", [False, True])
+@each_method
+def test_lengths_of_every_magnitude(backend: str, method: GramianMethod, up: bool) -> None:
+    """Overflows and underflows inside a solver depend on the last bits of a scale."""
+    line = torch.tensor([[1.0], [-2.0], [3.0], [1e-15], [1e15]], dtype=torch.float64)
+    scales = [1e-18 * 1.48**n for n in range(48)]
+    for scale in scales[:: 12 if backend == "triton" else 1]:
+        rows = line * (1 / scale if up else scale)
+        weights = _weights(method, rows)
+        assert weights.isfinite().all(), scale
+        assert (weights @ rows).isfinite().all(), scale
+
+
 @pytest.mark.each
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 @each_method

@@ -44,6 +44,8 @@ FAIR_FULL = 0.1
 """FairGrad's Newton steps are full below this one."""
 FAIR_LEAST = 1e-290
 """FairGrad's least right-hand side, relative to the greatest."""
+FAIR_MOST = 1e100
+"""FairGrad's largest inverse curvature; beside correlations, which are at most 1, infinite."""
 MOST_SIMILAR = 1 - 1e-6
 """GradVac's greatest target."""
 VANISHED = 1e-7
@@ -53,7 +55,7 @@ VANISHED = 1e-7
 def tolerances() -> dict[str, float]:
     """The constants above, by name."""
     nash = ("nash_ridge", "nash_stop", "nash_full")
-    fair = ("fair_stop", "fair_full", "fair_least")
+    fair = ("fair_stop", "fair_full", "fair_least", "fair_most")
     gradvac = ("most_similar", "vanished")
     names = ("ridge", *nash, "slope", "stationary", "zero_sum", "epsilon", "no_cosine")
     return {name: globals()[name.upper()] for name in (*names, *fair, *gradvac)}

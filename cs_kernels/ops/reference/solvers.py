@@ -17,6 +17,7 @@ from cs_kernels.ops.solvers import (
     EPSILON,
     FAIR_FULL,
     FAIR_LEAST,
+    FAIR_MOST,
     FAIR_STOP,
     MOST_SIMILAR,
     NASH_FULL,
@@ -333,7 +334,8 @@ def fair_grad_weights(gramian: Tensor, alpha: float) -> Tensor:
         for _ in range(100):
             x, y = (s, v) if of_sums else (v, s)
             target = b * x**-power  # of y
-            diagonal = x / (power * target) if of_sums else power * target / x
+            inverse = (x / (power * target)).clamp(max=FAIR_MOST)
+            diagonal = inverse if of_sums else power * target / x
             slope = (target - y) * (diagonal if of_sums else 1)
             step = torch.linalg.solve(c + torch.diag(diagonal), slope)
             image = c @ step

@@ -27,6 +27,7 @@ _NO_COSINE = constexpr(numbers.NO_COSINE)
 _FAIR_STOP = constexpr(numbers.FAIR_STOP)
 _FAIR_FULL = constexpr(numbers.FAIR_FULL)
 _FAIR_LEAST = constexpr(numbers.FAIR_LEAST)
+_FAIR_MOST = constexpr(numbers.FAIR_MOST)
 _MOST_SIMILAR = constexpr(numbers.MOST_SIMILAR)
 _VANISHED = constexpr(numbers.VANISHED)
 _INFINITY = constexpr(float("inf"))
@@ -517,7 +518,7 @@ def fair_grad_kernel(gramian, out, fairness, tasks, OF_SUMS: constexpr, TASKS: c
     while searching:
         if OF_SUMS:
             target = b * _power(s, -power)
-            diagonal = s / (power * target)
+            diagonal = tl.minimum(s / (power * target), _FAIR_MOST)
             slope = (target - v) * diagonal
         else:
             target = b * _power(v, -power)

@@ -34,6 +34,7 @@ constexpr double kEpsilon = 2.220446049250313e-16;
 constexpr double kFairStop = 1e-9;        // FairGrad's last Newton step, relative, times the power
 constexpr double kFairFull = 0.1;         // below this one, Newton steps are full
 constexpr double kFairLeast = 1e-290;     // its least right-hand side, relative to the greatest
+constexpr double kFairMost = 1e100;       // its largest inverse curvature, beside correlations of 1
 constexpr double kMostSimilar = 1 - 1e-6; // GradVac's greatest target
 constexpr double kVanished = 1e-7;        // of a gradient's length: nothing is left of it
 
@@ -637,7 +638,8 @@ CS_INLINE_SOLVER void fair_grad(const Team& team, const Gramian& g, const Option
   for (int round = 0; round < 100; ++round) {
     for (int i = team.lane(); i < n; i += team.lanes()) {
       target[i] = b[i] * std::exp(-power * std::log(x[i])); // of y
-      diagonal[i] = of_sums ? x[i] / (power * target[i]) : power * target[i] / x[i];
+      diagonal[i] =
+          of_sums ? std::fmin(x[i] / (power * target[i]), kFairMost) : power * target[i] / x[i];
       step[i] = (target[i] - y[i]) * (of_sums ? diagonal[i] : 1);
       for (int j = 0; j <= i; ++j)
         hessian(i, j) = c(i, j);
