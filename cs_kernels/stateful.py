@@ -66,6 +66,10 @@ class Stateful:
         """Whether there may be one."""
         return cls.state_dict is not Stateful.state_dict
 
+    def is_undone(self) -> bool:
+        """Whether a step that fails goes back to the state before it."""
+        return self.has_state()
+
     def captured_state(self) -> list[Tensor]:
         """The tensors of the state, for `MultiTaskOptimizer.capture`.
 

@@ -48,7 +48,9 @@ def test_a_gradient_of_one_s_own_is_not_dropped(how: str, first: bool, of_head: 
     loss = loop.heads["a"](loop.trunk(loop.x).detach()).sum() if of_head else loop.penalty()
     loss.backward()
     name = r"a parameter of shape \(1, 6\)" if of_head else "weight"
-    with pytest.raises(RuntimeError, match=f"a loss of your own for {name} and . others: add this"):
+    with pytest.raises(
+        RuntimeError, match=f"a loss of your own .* for {name} and . others: add this"
+    ):
         loop.make(how)
     loop.sgd.zero_grad()
     loop.make(how)
@@ -71,7 +73,7 @@ def test_after_a_skipped_update() -> None:
     loop.make("backward")
     loop.sgd.zero_grad()
     loop.penalty().backward()
-    with pytest.raises(RuntimeError, match="a loss of your own for weight and 0 others"):
+    with pytest.raises(RuntimeError, match=r"a loss of your own .* for weight and 0 others"):
         loop.make("backward")
 
 

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from networks import AB, sgd_of
 from torch import Tensor, nn
 
@@ -235,7 +236,7 @@ def test_an_optimizer_in_a_hook(how: str, method: type[cs.Method]) -> None:
     weight = network.trunk["first"].weight
     inner = torch.optim.SGD([weight], lr=0.1)
     weight.register_post_accumulate_grad_hook(lambda _: inner.step())
-    with pytest.raises(RuntimeError, match=r"another first.weight and 0 others after that of 'a'"):
+    with pytest.raises(RuntimeError, match=r"first.weight and 0 others changed during"):
         network.make(how)
     assert all(p.grad is None for p in network.trunk.parameters())
 
@@ -491,3 +492,112 @@ def test_a_failed_step_shows_nothing_of_what_tasks_reach() -> None:
     expected = torch.autograd.grad(loss("b"), trunk["own"].weight)[0]
     opt.step(loss)
     torch.testing.assert_close(trunk["own"].weight.grad, expected)
+
+
+def test_the_check_leaves_no_trace() -> None:
+    """Checkpointing runs normalizations again; and later set-ups are checked a few times only."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(8)
+    trunk = nn.ModuleDict({"first": nn.Linear(6, 8), "norm": norm, "last": nn.Linear(8, 5)})
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, Ones())
+    x, passes = torch.randn(16, 6), [0]
+
+    def run(x: Tensor) -> Tensor:
+        return trunk["last"](norm(trunk["first"](x)))
+
+    def losses() -> dict[str, Tensor]:
+        z = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+        z.register_hook(lambda _: passes.__setitem__(0, passes[0] + 1))
+        return {"a": z.square().mean(), "b": (z - 1).square().mean()}
+
+    known = losses()
+    before = norm.num_batches_tracked.clone()
+    opt.trace(known)
+    assert torch.equal(norm.num_batches_tracked, before)
+    for step in range(20):  # Alternately frozen.
+        trunk["first"].requires_grad_(step % 2 == 0)
+        opt.backward(losses())
+        opt._engine.optimizers[0].zero_grad()
+    assert passes[0] <= 20 * 2 + 3 * 6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_that_adds_in_any_order(dtype: torch.dtype) -> None:
+    """As atomic additions do on a GPU: no false alarm."""
+
+    class Adds(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.repeat_interleave(16, 1)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            parts = grad.unflatten(1, (-1, 16)).unbind(2)
+            total = torch.zeros_like(parts[0])
+            for i in torch.randperm(16):
+                total = total + parts[int(i)]
+            return total
+
+    torch.set_default_dtype(torch.float32)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        trunk = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 8)).to(dtype)
+        opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, Ones())
+        z = Adds.apply(trunk(torch.randn(64, 6, dtype=dtype)))
+        opt.backward({"a": z.float().square().mean(), "b": (z.float() - 1).square().mean()})
+
+
+def test_gradients_without_numbers() -> None:
+    """A function that returns None, with kept weights; jagged tensors; more than 64 tasks."""
+
+    class Skips(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+            return grad, None
+
+    network = Network(torch.tanh, Halves(update_every=3))
+    for _ in range(4):
+        z = network.features()
+        skipped = Skips.apply(z, network.trunk["last"].weight)
+        network.opt.backward({"a": z.square().mean(), "b": skipped.mean()})
+        network.sgd.step()
+    trunk = nn.Linear(3, 4)
+    x = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(4, 3)], layout=torch.jagged)
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, Ones())
+    y = trunk(x).values()
+    opt.backward({"a": y.square().mean(), "b": y.mean()})
+
+    class Added(cs.Method):
+        def combine(self, gradients: cs.TaskGradients, layout: cs.Layout, step: cs.Step) -> None:
+            reached = gradients.reached()
+            for i, update in zip(reached, gradients.updates(reached), strict=True):
+                update.copy_(sum(g for g in gradients.of([i]) if g is not None))
+            gradients.assign(reached)
+
+    tasks = [str(n) for n in range(70)]
+    trunk = nn.Linear(3, 4)
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), tasks, Added())
+    y = trunk(torch.randn(8, 3))
+    opt.backward({task: (y - n).square().mean() for n, task in enumerate(tasks)})
+
+
+def test_trace_of_losses_that_add_up_in_one_pass() -> None:
+    network = Network(PARTS["injected"][0], cs.Sum())
+    network.opt.trace(network.losses())
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_a_network_that_is_cast_between_steps(swap: bool) -> None:
+    network = Network(torch.tanh)
+    try:
+        torch.__future__.set_swap_module_params_on_conversion(swap)
+        for dtype in (torch.float64, torch.float32, torch.float64):
+            network.trunk.to(dtype), network.heads.to(dtype)
+            network.x = network.x.to(dtype)
+            network.make("step")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)

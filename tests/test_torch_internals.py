@@ -77,3 +77,10 @@ def test_parts_of_process_groups() -> None:
 def test_hooks_of_all_modules() -> None:
     message = CHANGED.format("trunk/watcher.py", "forward hooks of all modules")
     assert hasattr(nn_module, "register_module_forward_pre_hook"), message
+
+
+def test_gradients_that_nodes_take() -> None:
+    y = torch.nn.Linear(3, 4)(torch.randn(2, 3))
+    (like,) = y.grad_fn._input_metadata
+    assert (tuple(like.shape), like.dtype, like.device) == ((2, 4), torch.float32, y.device)
+    assert not like.is_cpp_nested_tensor

@@ -6,7 +6,7 @@ comes before and after is here: facts, ranks, averages, surgery, the torch optim
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -115,8 +115,7 @@ class Engine:
 
         """
         eager = counter is None
-        states = self.transaction.states(self.method, self.weighting) if eager else nullcontext()
-        with record_function(mode.label), states, self.trunk.reach.undone_on_error():
+        with record_function(mode.label), self._undone_on_error() if eager else nullcontext():
             step = mode.open_step() or self._new_step(mode, tasks, phase, counter)
             parts = [*mode.parts(step, tasks, phase)]
             for part in parts:
@@ -150,6 +149,18 @@ class Engine:
             with noted(note):
                 mode.observe_again(step, tasks)
         return losses
+
+    @contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        """Around a step: one that fails has changed no state, and shown nothing of the trunk."""
+        states = self.transaction.states(self.method, self.weighting)
+        try:
+            with states, self.trunk.reach.undone_on_error():
+                yield
+        except BaseException:
+            self.graph.forget()
+            self.pass_checks.end_passes()
+            raise
 
     def _call(self, mode: "Mode", phase: Phase) -> Call:
         """The facts of a step that must be equal on all ranks."""

@@ -6,6 +6,9 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
+_delays = False
+"""Whether a Ctrl-C is delayed now; in the main thread alone."""
+
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
@@ -13,22 +16,27 @@ def held_back() -> Iterator[None]:
 
     Python runs signal handlers in the main thread alone, so elsewhere there is nothing to delay.
     """
+    global _delays
     handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or _delays or not callable(handler):
         yield
         return
     pending: list[tuple[int, FrameType | None]] = []
 
     def delay(number: int, frame: FrameType | None) -> None:
-        pending.append((number, frame))
-        if len(pending) > 1:
-            signal.signal(signal.SIGINT, handler)
-            handler(number, frame)
+        if not pending:
+            pending.append((number, frame))
+            return
+        pending.clear()
+        handler(number, frame)
 
     signal.signal(signal.SIGINT, delay)
+    _delays = True
     try:
         yield
     finally:
+        _delays = False
         signal.signal(signal.SIGINT, handler)
-    if pending:
-        handler(*pending[0])
+        if pending:  # Also beside another exception, which it may have caused.
+            handler(*pending[0])

@@ -16,13 +16,9 @@ from cs_kernels.engine.accumulation import Accumulation
 from cs_kernels.engine.torch_optimizers import TorchOptimizers, held_by
 from cs_kernels.gradients import TaskGradients
 
-_Marks = dict[nn.Parameter, "weakref.ref[Tensor]"]
-"""By parameter, the tensor in `.grad`."""
-
-
-def _marks_of(optimizer: torch.optim.Optimizer) -> _Marks:
-    grads = ((p, p.grad) for p in held_by(optimizer))
-    return {p: weakref.ref(grad) for p, grad in grads if grad is not None}
+_MARK = "_cs_kernels_mark"
+"""The attribute of a gradient in `.grad`. (A weak reference would keep `Module.to` from exchanging
+it, and another gradient may get the same address.)"""
 
 
 def _values(grads: Iterable[Tensor | None]) -> Iterator[Tensor]:
@@ -30,6 +26,10 @@ def _values(grads: Iterable[Tensor | None]) -> Iterator[Tensor]:
     for grad in grads:
         if grad is not None:
             yield grad.coalesce().values() if grad.is_sparse else grad
+
+
+def _kind_of(held: list[nn.Parameter]) -> object:
+    return [(p.dtype, p.device) for p in (*held[:1], *held[-1:])]
 
 
 def _gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -48,8 +48,11 @@ class LoopGuard:
         self._unused: dict[int, tuple[nn.Parameter, int]] = {}
         """By index of an optimizer that has not stepped since: a parameter with an update of
         `backward` in `.grad`, and the parameter's version."""
-        self._marks: dict[int, _Marks] = {n: _marks_of(o) for n, o in enumerate(optimizers)}
-        """By index of an optimizer: the gradients that an update has left, or a step has used."""
+        self._marks: dict[int, object] = {}
+        """By index of an optimizer: the mark of gradients that an update has left, or a step has
+        used."""
+        self._kinds: dict[int, object] = {}
+        """By index of an optimizer: the types and devices of its parameters at the last mark."""
         self._updated: set[int] = set()
         """The indices of the optimizers whose last step has used an update."""
         self._shared = set(gradients.parameters)
@@ -60,6 +63,7 @@ class LoopGuard:
         self._passes = False
         """Whether passes of `MultiTaskOptimizer.step` run."""
         self._notice_steps()
+        self._mark()
 
     def clear(self) -> None:
         """Forgets an update that was not used, and those that were."""
@@ -78,8 +82,16 @@ class LoopGuard:
 
     def _mark(self) -> None:
         self._replayed = False
-        for n, optimizer in enumerate(self._optimizers):
-            self._marks[n] = _marks_of(optimizer)
+        for n in range(len(self._optimizers)):
+            self._mark_one(n)
+
+    def _mark_one(self, n: int) -> None:
+        mark = self._marks[n] = object()
+        held = held_by(self._optimizers[n])
+        for parameter in held:
+            if parameter.grad is not None:
+                setattr(parameter.grad, _MARK, mark)
+        self._kinds[n] = _kind_of(held)
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
@@ -102,7 +114,7 @@ class LoopGuard:
         self._mark()
 
     def check_gradients(self) -> None:
-        """Raises if the update of the last `backward`, or a gradient of the caller's own, is lost.
+        """Raises if the last update of `backward` or a gradient of the caller's own would be lost.
 
         Raises:
             RuntimeError: It is still in `.grad`.
@@ -116,9 +128,10 @@ class LoopGuard:
             name = names.get(own[0], f"a parameter of shape {tuple(own[0].shape)}")
             raise RuntimeError(
                 "gradients must be None or used by optimizer.step() before step or backward, which"
-                f" set them to None first, got one of a loss of your own for {name} and"
-                f" {len(own) - 1} others: add this loss to a task's, or call its backward() between"
-                " opt.backward(...) and optimizer.step(); or drop it by zero_grad()"
+                " set them to None first, got one of a loss of your own (or of another optimizer's)"
+                f" for {name} and {len(own) - 1} others: add this loss to a task's, or call its"
+                " backward() between opt.backward(...) and optimizer.step(); or drop it by"
+                " zero_grad()"
             )
         self._check_update_used()
 
@@ -127,16 +140,16 @@ class LoopGuard:
 
         What was used may be changed in place: `clip_grad_norm_` does, also to read the norm.
         """
-        marks = self._marks[n]
-        return [
-            p
-            for p in held_by(self._optimizers[n])
-            if (grad := p.grad) is not None and (p not in marks or marks[p]() is not grad)
-        ]
+        held, mark = held_by(self._optimizers[n]), self._marks[n]
+        if self._kinds[n] != _kind_of(held):
+            return []  # `Module.to` has made other gradients of those that were there.
+        grads = ((p, p.grad) for p in held)
+        return [p for p, g in grads if g is not None and getattr(g, _MARK, None) is not mark]
 
     def _is_there(self, n: int) -> bool:
         """Whether a gradient that was marked is still in `.grad`."""
-        return any(p.grad is not None and grad() is p.grad for p, grad in self._marks[n].items())
+        mark, grads = self._marks[n], (p.grad for p in held_by(self._optimizers[n]))
+        return any(getattr(grad, _MARK, None) is mark for grad in grads)
 
     def _check_update_used(self) -> None:
         unused, self._unused = self._unused, {}
@@ -180,7 +193,7 @@ class LoopGuard:
 
         def used(n: int) -> None:
             (this._updated.discard if this._unused.pop(n, None) is None else this._updated.add)(n)
-            this._marks[n] = _marks_of(this._optimizers[n])
+            this._mark_one(n)
             this._accumulation.forget_dropped()
 
         for n, optimizer in enumerate(self._optimizers):

@@ -19,7 +19,8 @@ def trace_losses(engine: Engine, losses: Mapping[str, Tensor]) -> None:
     engine.forget_passes()
     for task, loss in checked.items():
         engine.graph.check(task, loss, shows_reach=True)
-    engine.pass_checks.check_repeatable(checked)
+    if engine.method.separate_gradients:
+        engine.pass_checks.check_repeatable(checked)
     engine.trunk.end_trace()
 
 
@@ -110,8 +111,7 @@ class OneGraph(Mode):
             if present:
                 graph.run_backward(losses, step, last=True, apart=ranks.passes > 1)
             return
-        if not part.continues:
-            engine.pass_checks.check_repeatable(losses)
+        engine.pass_checks.check_repeatable(losses)
         for task in part.tasks:
             if task not in losses:
                 ranks.skip(task)

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +21,19 @@ from cs_kernels.ranks.checksums import checksums
 from cs_kernels.ranks.fsdp import is_sharded
 from cs_kernels.trunk.trunk import Trunk
 
-_TOLERANCE = 0.01
-"""Of a gradient's norm: what atomic additions on a GPU may change, and no fault of interest is."""
-_FLOOR = 1e-4
-"""Of the largest norm: smaller differences may be rounding, as of a bias before a normalization."""
+_TOLERANCE, _FLOOR = 0.01, 1e-4
+"""Of a gradient's norm, and of the largest norm: what atomic additions on a GPU may change, more in
+relation where a gradient cancels out, as that of a bias before a normalization."""
+_HALF_TOLERANCE, _HALF_FLOOR = 0.1, 0.05
+"""The same where numbers of 16 bits are added."""
+_MOST_CHECKS = 4
+"""The set-ups that are checked: parameters may be frozen in turn, in every step."""
 
 _OFF = "; check_passes=False leaves this check out"
 _WAYS_OUT = (
-    ": use step(closure), which has a graph per task, or backward(losses, features=z), which walks"
-    " the trunk's once; an auxiliary loss belongs in a task's loss, or is a task of its own" + _OFF
+    ": use step(closure), which has a graph per task, or backward(losses, features=z), which goes"
+    " through the trunk's once; an auxiliary loss belongs in a task's loss, or is a task of its own"
+    + _OFF
 )
 
 
@@ -48,11 +53,16 @@ class PassChecks:
         """The tasks whose first passes have been watched."""
         self._arrived: dict[str, set[int]] = {}
         """By task whose first passes were made now: the shared parameters that got a gradient."""
+        self._left = _MOST_CHECKS
+        """How many set-ups are still checked."""
         self._is_repeatable = False
         """Whether passes through one graph were seen to be repeatable."""
 
     def forget(self) -> None:
         """Checks the next passes of every task."""
+        if not self._left:
+            return
+        self._left -= 1
         self._tasks.clear()
         self._is_repeatable = False
 
@@ -84,10 +94,10 @@ class PassChecks:
         changed = [name for name in before if before[name] != after[name]]
         if changed:
             raise RuntimeError(
-                f"a backward pass must not change parameters, got another {changed[0]} and"
-                f" {len(changed) - 1} others after that of {new[0]!r}: a hook must not step an"
-                " optimizer, as the optimizer that was handed over does; remove the hook, and load"
-                f" the last checkpoint{_OFF}"
+                f"a backward pass must not change parameters, but {changed[0]} and"
+                f" {len(changed) - 1} others changed during that of {new[0]!r}: hooks must not step"
+                " an optimizer, as the one that was handed over does; remove the hook, and load the"
+                f" last checkpoint{_OFF}"
             )
         self._tasks.update(new)
         self._arrived |= dict.fromkeys(new, arrived)
@@ -123,21 +133,27 @@ class PassChecks:
             return
         shared = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
         if not any(map(is_sharded, shared)):
-            for task, starts in _shared_starts(losses).items():
-                _check_repeatable(task, starts, shared, self._trunk.held())
+            starts, is_half = _shared_starts(losses)
+            # Checkpointing runs normalizations again.
+            with self._trunk.unchanged(self._trunk.tasks, always=True):
+                for task, edges in starts.items():
+                    _check_repeatable(task, edges, shared, self._trunk.held(), is_half=is_half)
         self._is_repeatable = True
 
 
-def _shared_starts(losses: Mapping[str, Tensor]) -> dict[str, set[Edge]]:
+def _shared_starts(losses: Mapping[str, Tensor]) -> tuple[dict[str, set[Edge]], bool]:
     """By task, where its pass enters the nodes that passes of several tasks walk.
 
-    Without the tasks that would walk none that those before them have not.
+    Without the tasks that would walk none that those before them have not. And whether there are
+    numbers of 16 bits.
     """
     nodes = {task: walk([edge_of(loss)], frozenset()).inner for task, loss in losses.items()}
     visits = Counter(node for of_task in nodes.values() for node in of_task)
     shared = {node for node, number in visits.items() if number > 1}
-    if any(map(is_reentrant, shared)):
-        return {}  # `torch.autograd.grad`, which leaves `.grad` alone, does not go through it.
+    # `torch.autograd.grad` leaves `.grad` alone, and does not go through reentrant checkpointing.
+    if any(is_reentrant(node) or not _is_plain(node) for node in shared):
+        return {}, False
+    is_half = any(like.dtype in _HALF for node in shared for like in node._input_metadata)
     left, found = set(shared), dict[str, set[Edge]]()
     for task, of_task in nodes.items():
         if not left.isdisjoint(of_task):
@@ -145,17 +161,33 @@ def _shared_starts(losses: Mapping[str, Tensor]) -> dict[str, set[Edge]]:
             starts = {edge for edge in (edge_of(losses[task]), *edges) if edge[0] in shared}
             found[task] = starts
             left -= of_task
-    return found
+    return found, is_half
+
+
+_HALF = torch.bfloat16, torch.float16
+
+
+def _is_plain(node: Any) -> bool:
+    """Whether gradients that arrive at a node are dense tensors of a known size."""
+    return all(
+        not like.is_cpp_nested_tensor and all(isinstance(size, int) for size in like.shape)
+        for like in node._input_metadata
+    )
 
 
 def _check_repeatable(
-    task: str, starts: Set[Edge], shared: Mapping[nn.Parameter, str], held: Sequence[nn.Parameter]
+    task: str,
+    starts: Set[Edge],
+    shared: Mapping[nn.Parameter, str],
+    held: Sequence[nn.Parameter],
+    *,
+    is_half: bool,
 ) -> None:
     parameters = [p for p in shared if p.requires_grad]
     edges = [GradientEdge(*edge) for edge in starts]
     first = _gradients(edges, 1, parameters, held)
     try:
-        zero = _gradients(edges, 0, parameters, held)
+        leaks = [_norm(g, nan=0.0) for g in _gradients(edges, 0, parameters, held)]
         second = _gradients(edges, 1, parameters, held)
     except torch.OutOfMemoryError:
         raise
@@ -164,21 +196,21 @@ def _check_repeatable(
             "backward makes a pass per task through one graph, so a pass must be repeatable, got"
             f" {type(error).__name__}: {error} in a second one of {task!r}{_WAYS_OUT}"
         ) from error
-    norms = [0.0 if g is None else float(g.norm()) for g in first]
+    norms = list(map(_norm, first))
     largest = max(norms, default=0.0)
-    for p, before, after, at_zero, norm in zip(parameters, first, second, zero, norms, strict=True):
-        leak = 0.0 if at_zero is None else float(at_zero.nan_to_num(0.0, 0.0, 0.0).norm())
+    tolerance, floor = (_HALF_TOLERANCE, _HALF_FLOOR) if is_half else (_TOLERANCE, _FLOOR)
+    for p, before, after, leak, norm in zip(parameters, first, second, leaks, norms, strict=True):
         if leak > 0:
             raise RuntimeError(
                 "backward makes a pass per task through one graph, so what a pass adds by itself"
                 f" would count once per task, got a gradient of norm {leak:.3g} for {shared[p]} in"
-                f" a pass of {task!r} times zero{_WAYS_OUT}"
+                f" a pass of {task!r} with a gradient of zero{_WAYS_OUT}"
             )
         if before is None or after is None:
-            difference = norm if after is None else float(after.norm())
+            difference = norm + _norm(after)
         else:
-            difference = float((after - before).norm())
-        if difference > max(_TOLERANCE * norm, _FLOOR * largest):
+            difference = _norm(after - before)
+        if difference > max(tolerance * norm, floor * largest):
             raise RuntimeError(
                 "backward makes a pass per task through one graph, so a pass must be repeatable,"
                 f" got gradients of {shared[p]} that differ by {difference:.3g} between two of"
@@ -216,4 +248,13 @@ def _any_gradient(edge: GradientEdge) -> Tensor:
     """Numbers in the place of an edge's gradient, which no operation sends to zero as a whole."""
     like = edge.node._input_metadata[edge.output_nr]
     numbers = torch.arange(math.prod(like.shape), device=like.device, dtype=torch.float32)
-    return (0.01 * (0.7 * numbers + 0.3).sin()).to(like.dtype).reshape(like.shape)
+    return (0.01 + 0.005 * (0.7 * numbers + 0.3).sin()).to(like.dtype).reshape(like.shape)
+
+
+def _norm(grad: Tensor | None, nan: float | None = None) -> float:
+    """The norm of a gradient, with other numbers in place of those that are not finite."""
+    if grad is None:
+        return 0.0
+    grad = torch.view_as_real(grad) if grad.is_complex() else grad
+    grad = grad if nan is None else grad.nan_to_num(nan, nan, nan)
+    return float(torch.linalg.vector_norm(grad, dtype=torch.float64))

@@ -86,11 +86,11 @@ class PerTask(Mode):
     def observe_again(self, step: Step, tasks: Sequence[str]) -> None:
         """Computes the losses again, by the same closures."""
         engine, weighting = self.engine, self.engine.weighting
-        with engine.transaction.states(weighting):
-            try:
-                with engine.transaction.without_traces(step.tasks), engine.guard.passing():
-                    step.losses_after = {task: self._evaluate(task) for task in tasks}
-            finally:
+        try:
+            with engine.transaction.without_traces(step.tasks), engine.guard.passing():
+                step.losses_after = {task: self._evaluate(task) for task in tasks}
+        finally:
+            with engine.transaction.states(weighting):
                 weighting.observe(step)
 
     def _evaluate(self, task: str) -> Tensor:

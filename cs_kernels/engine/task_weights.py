@@ -38,7 +38,11 @@ def at_leaves(shared: Iterable[Tensor], weight: Tensor) -> Hooks:
     # At the nodes: a function may ask for gradients of parameters in its backward pass, and return
     # them, which a hook of the parameter would see twice.
     nodes = (get_gradient_edge(p).node for p in shared if p.requires_grad)
-    return [(node, lambda grads: tuple(_times(grad, weight) for grad in grads)) for node in nodes]
+
+    def weigh(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        return tuple(None if grad is None else _times(grad, weight) for grad in grads)
+
+    return [(node, weigh) for node in nodes]
 
 
 class OnePass(NamedTuple):

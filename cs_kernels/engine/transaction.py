@@ -1,17 +1,26 @@
 """All or nothing: what is set before the passes of a step, and undone after an exception."""
 
 import contextlib
-import copy
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cs_kernels.engine.accumulation import Accumulation
 from cs_kernels.engine.loop_guard import LoopGuard
 from cs_kernels.ranks.strategy import Ranks
 from cs_kernels.stateful import Stateful
 from cs_kernels.trunk.trunk import Trunk
+
+
+def _copied(state: Any) -> Any:
+    """A state with copies of its tensors, which the step may be going to change."""
+    if isinstance(state, Tensor):
+        return state.detach().clone()
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return type(state)(map(_copied, state)) if type(state) in (list, tuple) else state
 
 
 class Transaction:
@@ -62,8 +71,7 @@ class Transaction:
     @contextlib.contextmanager
     def states(*owners: Stateful) -> Iterator[None]:
         """Around what changes the states of a method or a weighting: an exception undoes it."""
-        # A state_dict may hold the tensors that the step is going to change.
-        before = [(one, copy.deepcopy(one.state_dict())) for one in owners if one.has_state()]
+        before = [(one, _copied(one.state_dict())) for one in owners if one.is_undone()]
         try:
             yield
         except BaseException:

@@ -148,6 +148,8 @@ class ConflictCounter:
         self._gramians = torch.full(shape, torch.nan, dtype=torch.float64, device=device)
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
         self._steps = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._is_captured = False
+        """Whether a CUDA graph may read the tensors."""
         self._known: dict[tuple[bytes, ...], _Masks] = {}
         self._measured: tuple[Step, Tensor | None, tuple[bytes, ...]] | None = None
         """The Gramians of a step that has not ended."""
@@ -197,7 +199,11 @@ class ConflictCounter:
         return lambda: None
 
     def _take(self, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
-        self._gramians, self._counts, self._steps = tensors
+        if not self._is_captured:  # Nothing can fail after the torch optimizer's step.
+            self._gramians, self._counts, self._steps = tensors
+            return
+        for tensor, value in zip(self.captured_state(), tensors, strict=True):
+            tensor.copy_(value)
 
     def _follow(self, device: torch.device) -> None:
         """Moves to the device of a trunk that was moved."""
@@ -259,7 +265,8 @@ class ConflictCounter:
     # --- checkpoints and CUDA graphs ---
 
     def captured_state(self) -> list[Tensor]:
-        """The tensors that steps update in place."""
+        """The tensors that steps update in place, from now on."""
+        self._is_captured = True
         return [self._gramians, self._counts, self._steps]
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import warnings
 import torch
 
 from cs_kernels.gradients import TaskGradients
+from cs_kernels.ops.checks import MOST_TASKS
 from cs_kernels.step import Step
 
 
@@ -19,7 +20,7 @@ def warn_of_zero_gradients(gradients: TaskGradients, step: Step) -> bool:
 
     """
     reached = gradients.reached()
-    if not reached or len(step.tasks) < 2:
+    if not reached or not 1 < len(step.tasks) <= MOST_TASKS:
         return False
     numbers, grads = list(range(len(reached))), gradients.of(reached, step.tasks)
     gramians = torch.ops.cs_kernels.gramian(grads, numbers, len(reached), len(step.tasks))

@@ -258,7 +258,8 @@ class Trunk:
 
     def coverage(self) -> Coverage:
         """Which shared parameters are prioritized, as they are now."""
-        self.check_watched()
+        if self.norms:
+            self.check_watched()
         self.forget_layout()
         return self.layout().coverage
 

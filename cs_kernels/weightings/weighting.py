@@ -44,6 +44,10 @@ class Weighting(Stateful, ABC):
         """The parameters of learned weights, for the torch optimizer."""
         return []
 
+    def is_undone(self) -> bool:
+        """Not where the torch optimizer holds the state."""
+        return super().is_undone() and not self.parameters()
+
     def start_epoch(self, epoch: int) -> None:
         """Called when an epoch begins."""
         del epoch
