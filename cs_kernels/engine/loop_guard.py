@@ -8,6 +8,7 @@ is neither an update nor used: that of a loss that is no task.
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,14 @@ from cs_kernels.engine.torch_optimizers import TorchOptimizers, held_by
 from cs_kernels.gradients import TaskGradients
 
 _MARK = "_cs_kernels_mark"
-"""The attribute of a gradient in `.grad`. (A weak reference would keep `Module.to` from exchanging
-it, and another gradient may get the same address.)"""
+"""The attribute of a torch optimizer, and of the gradients that an update has left or a step of it
+has used. (A weak reference would keep `Module.to` from exchanging a gradient, and another one may
+get the same address.)"""
+
+
+def _inner(optimizer: Any) -> Any:
+    """The torch optimizer inside of a wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _values(grads: Iterable[Tensor | None]) -> Iterator[Tensor]:
@@ -48,9 +55,6 @@ class LoopGuard:
         self._unused: dict[int, tuple[nn.Parameter, int]] = {}
         """By index of an optimizer that has not stepped since: a parameter with an update of
         `backward` in `.grad`, and the parameter's version."""
-        self._marks: dict[int, object] = {}
-        """By index of an optimizer: the mark of gradients that an update has left, or a step has
-        used."""
         self._kinds: dict[int, object] = {}
         """By index of an optimizer: the types and devices of its parameters at the last mark."""
         self._updated: set[int] = set()
@@ -86,8 +90,8 @@ class LoopGuard:
             self._mark_one(n)
 
     def _mark_one(self, n: int) -> None:
-        mark = self._marks[n] = object()
-        held = held_by(self._optimizers[n])
+        mark, held = object(), held_by(self._optimizers[n])
+        setattr(_inner(self._optimizers[n]), _MARK, mark)
         for parameter in held:
             if parameter.grad is not None:
                 setattr(parameter.grad, _MARK, mark)
@@ -140,15 +144,18 @@ class LoopGuard:
 
         What was used may be changed in place: `clip_grad_norm_` does, also to read the norm.
         """
-        held, mark = held_by(self._optimizers[n]), self._marks[n]
+        held, mark = held_by(self._optimizers[n]), self._mark_of(n)
         if self._kinds[n] != _kind_of(held):
             return []  # `Module.to` has made other gradients of those that were there.
         grads = ((p, p.grad) for p in held)
         return [p for p, g in grads if g is not None and getattr(g, _MARK, None) is not mark]
 
+    def _mark_of(self, n: int) -> object:
+        return getattr(_inner(self._optimizers[n]), _MARK)
+
     def _is_there(self, n: int) -> bool:
         """Whether a gradient that was marked is still in `.grad`."""
-        mark, grads = self._marks[n], (p.grad for p in held_by(self._optimizers[n]))
+        mark, grads = self._mark_of(n), (p.grad for p in held_by(self._optimizers[n]))
         return any(getattr(grad, _MARK, None) is mark for grad in grads)
 
     def _check_update_used(self) -> None:
@@ -197,7 +204,7 @@ class LoopGuard:
             this._accumulation.forget_dropped()
 
         for n, optimizer in enumerate(self._optimizers):
-            inner = getattr(optimizer, "optimizer", optimizer)  # A wrapper has one inside.
+            inner = _inner(optimizer)
             with contextlib.suppress(AttributeError):
                 hook = inner.register_step_pre_hook(lambda *_, n=n: refuse(n))
                 weakref.finalize(self, hook.remove)
