@@ -76,7 +76,8 @@ CS_INLINE DoublePart load_widened(const float* p) {
 #elif defined(__AVX2__)
   return _mm256_cvtps_pd(load_raw<__m128>(p));
 #elif defined(__SSE2__)
-  return _mm_cvtps_pd(_mm_castpd_ps(_mm_load_sd(reinterpret_cast<const double*>(p))));
+  const __m128i pair = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); // At any address.
+  return _mm_cvtps_pd(_mm_castsi128_ps(pair));
 #else
   return __builtin_convertvector(load_raw<HalfFloatPart>(p), DoublePart);
 #endif
