@@ -179,7 +179,7 @@ def contents(name: str) -> list[str]:
 
 
 def main_cases(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of ResNet-18 with 4 tasks in float32."""
+    """The records of ResNet-18 with 4 tasks in float32."""
     main = ("resnet18", 4, "float32")
     return [c for c in cases if (c["network"], c["tasks"], c.get("dtype", main[2])) == main]
 

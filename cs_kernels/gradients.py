@@ -58,6 +58,11 @@ class TaskGradients:
         """The tasks whose gradients were searched for such parts."""
         self.clear()
 
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """The name of a shared parameter, or the shape of another one, for errors."""
+        names = dict(zip(self.parameters, self.names, strict=True))
+        return names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
+
     # --- rows ---
 
     def clear(self) -> None:

@@ -40,6 +40,13 @@ def check_same_tasks(found: Mapping[str, set[str]]) -> None:
             )
 
 
+def check_entries(
+    state: Mapping[str, Any], tasks: Sequence[str], shapes: Mapping[str, Sequence[int]]
+) -> None:
+    """Raises ValueError if entries, by name, lack a tensor of their shape for the same tasks."""
+    check_same_tasks({name: check_tensors(state, name, tasks, of) for name, of in shapes.items()})
+
+
 def check_epoch(epoch: object) -> None:
     """Raises ValueError for anything but None and integers from 0 on."""
     if epoch is not None and not (isinstance(epoch, int) and epoch >= 0):

@@ -5,19 +5,20 @@ the fault.
 """
 
 import contextlib
+import copy
 import dis
 import functools
 import gc
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
-from networks import AB
+from networks import AB, same_bits
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -110,25 +111,6 @@ class Run:
         del state["reach"]
         networks = [module.state_dict() for module in (self.trunk, self.heads)]
         return [networks, self.sgd.state_dict()["state"], state]
-
-
-def _copied(state: Any) -> Any:
-    if isinstance(state, Tensor):
-        return state.clone()
-    if isinstance(state, Mapping):
-        return {key: _copied(value) for key, value in state.items()}
-    return [_copied(value) for value in state] if isinstance(state, list | tuple) else state
-
-
-def _same(first: Any, second: Any) -> bool:
-    """The same bits; NaN equals NaN."""
-    if isinstance(first, Tensor):
-        return torch.equal(first.nan_to_num(), second.nan_to_num())
-    if isinstance(first, Mapping):
-        return first.keys() == second.keys() and all(_same(first[k], second[k]) for k in first)
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(_same, first, second))
-    return bool(first == second)
 
 
 APPLIED = ("step", "micro_batches", "together")
@@ -247,7 +229,7 @@ def _middle_of_phase_1(steps: int) -> list[Any]:
     run = _started("phase 1", steps)
     with contextlib.suppress(ZeroDivisionError):
         run.opt.step(lambda task: run.loss(task) / (1 if task == "a" else 1 // 0))
-    return _copied(run.state())
+    return copy.deepcopy(run.state())
 
 
 @pytest.mark.filterwarnings("ignore:.* in backward has dropped")
@@ -259,11 +241,11 @@ def test_a_fault_at_every_point(
 ) -> None:
     """All points with `--full`, else some; in the first step, and in two later ones."""
     run = _started(way, steps)
-    before = _copied(run.state())
+    before = copy.deepcopy(run.state())
     with fault(run, 1 << 40) as counter:
         run.make()
     points = (1 << 40) - counter.left
-    after = _copied(run.state())
+    after = copy.deepcopy(run.state())
     run = _started(way, steps)
     allowed = [before, *([_middle_of_phase_1(steps)] if way == "phase 1" else [])]
     with _without_collections():
@@ -277,7 +259,9 @@ def test_a_fault_at_every_point(
                 if run.way not in APPLIED and fault is InterruptsAt:
                     run.sgd.zero_grad()  # The first of two calls may have ended before.
             made = run.opt.state_dict()["steps"] > steps
-            if made and not _same(run.state(), after):  # A second evaluation of the losses failed.
+            if made and not same_bits(
+                run.state(), after
+            ):  # A second evaluation of the losses failed.
                 assert way == "FAMO again"
                 assert error is not None
                 noted = "the step has been made" in "".join(getattr(error, "__notes__", ()))
@@ -286,11 +270,11 @@ def test_a_fault_at_every_point(
                 # Without an error where another point of a first step was the last one.
                 assert error is None or isinstance(error, KeyboardInterrupt), number
             else:
-                assert any(_same(run.state(), one) for one in allowed), number
+                assert any(same_bits(run.state(), one) for one in allowed), number
                 assert error is not None
-            if made or not _same(run.state(), before):
+            if made or not same_bits(run.state(), before):
                 run = _started(way, steps)
     expected = _started(way, steps + 2)
     for _ in range(2):
         run.advance()
-    assert _same(run.state(), expected.state())
+    assert same_bits(run.state(), expected.state())

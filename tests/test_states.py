@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import AB, sgd_of
+from networks import AB, same_bits, sgd_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -96,16 +96,6 @@ class FailsIn(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def _same(first: Any, second: Any) -> bool:
-    if isinstance(first, Tensor):
-        return torch.equal(first, second)
-    if isinstance(first, Mapping):
-        return first.keys() == second.keys() and all(_same(first[k], second[k]) for k in first)
-    if isinstance(first, list | tuple):
-        return len(first) == len(second) and all(map(_same, first, second))
-    return bool(first == second)
-
-
 @pytest.mark.parametrize("owner", OWNERS)
 def test_a_failed_step_leaves_every_state(owner: str) -> None:
     """And the next steps are those of a run without it."""
@@ -119,12 +109,12 @@ def test_a_failed_step_leaves_every_state(owner: str) -> None:
                 with FailsIn(number):
                     loop.step()
             except torch.OutOfMemoryError:
-                assert _same(loop.state(), before), number
+                assert same_bits(loop.state(), before), number
     while other.number < 5:
         other.step()
     while loop.number < 5:
         loop.step()
-    assert _same(loop.state(), other.state())
+    assert same_bits(loop.state(), other.state())
 
 
 def _changed(state: dict[str, Any], *path: Any, to: Any) -> dict[str, Any]:
@@ -227,7 +217,7 @@ def test_a_wrong_state_is_not_loaded(wrong: str) -> None:
         loop.opt.load_state_dict(change(state))
     for one in (loop, other):
         one.step()
-    assert _same(loop.state(), other.state())
+    assert same_bits(loop.state(), other.state())
 
 
 @pytest.mark.parametrize("how", ["step", "backward"])

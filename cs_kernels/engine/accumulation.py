@@ -124,8 +124,7 @@ class Accumulation:
             return True
         if first.grad is None or (any(p is first for p in changed) and not first.grad.any()):
             return False
-        names = dict(zip(self._gradients.parameters, self._gradients.names, strict=True))
-        name = names.get(changed[0], f"a parameter of shape {tuple(changed[0].shape)}")
+        name = self._gradients.name_of(changed[0])
         raise RuntimeError(
             "the gradients of backward(..., update=False) must stay as they are until their update,"
             f" got a changed one for {name}: clip or unscale after the update"

@@ -79,7 +79,7 @@ class Parameters(NamedTuple):
     """The parameters that a loss depends on."""
 
     found: list[nn.Parameter]
-    """Those in its graph."""
+    """The parameters in its graph."""
     hidden: bool
     """Whether a `torch.autograd.Function` may hide others: reentrant checkpointing does."""
     hooked: bool

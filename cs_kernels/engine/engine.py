@@ -104,8 +104,8 @@ class Engine:
     ) -> dict[str, Tensor]:
         """Makes a step that has been checked; returns the losses of its tasks.
 
-        What can fail comes before the step of the torch optimizers, and is undone after an
-        exception; what comes after it only assigns.
+        Everything that can fail comes before the step of the torch optimizers, and is undone after
+        an exception. Behind it, there are only assignments.
 
         Args:
             mode: Makes the gradients.

@@ -33,7 +33,7 @@ class Kept:
         return kept if fits and 0 < step.number - kept.number < method.update_every else None
 
     def after(self, step: Step, method: Method, *, unknown: bool) -> "Kept":
-        """What is kept after a joint step; where it has solved, the host waits to check weights.
+        """The cached weights after a joint step; a step that has solved waits for the device.
 
         Discarded if any weight is not finite, or if any task's gradient is zero: some methods give
         such a task the weight 0, others all of it.

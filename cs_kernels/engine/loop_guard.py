@@ -128,8 +128,7 @@ class LoopGuard:
         # Zeros, if a framework makes gradients of them: a host synchronization, where some are new.
         own = [p for p in unmarked if any(grad.any() for grad in _values([p.grad]))]
         if own:
-            names = dict(zip(self._gradients.parameters, self._gradients.names, strict=True))
-            name = names.get(own[0], f"a parameter of shape {tuple(own[0].shape)}")
+            name = self._gradients.name_of(own[0])
             raise RuntimeError(
                 "gradients must be None or used by optimizer.step() before step or backward, which"
                 " set them to None first, got one of a loss of your own (or of another optimizer's)"
@@ -142,7 +141,7 @@ class LoopGuard:
     def _unmarked(self, n: int) -> list[nn.Parameter]:
         """The parameters whose gradient is another tensor than at the last mark.
 
-        What was used may be changed in place: `clip_grad_norm_` does, also to read the norm.
+        A used gradient may be changed in place: `clip_grad_norm_` does so, even to read the norm.
         """
         held, mark = held_by(self._optimizers[n]), self._mark_of(n)
         if self._kinds[n] != _kind_of(held):
@@ -199,7 +198,10 @@ class LoopGuard:
                 this._gradients.clear()
 
         def used(n: int) -> None:
-            (this._updated.discard if this._unused.pop(n, None) is None else this._updated.add)(n)
+            if this._unused.pop(n, None) is not None:
+                this._updated.add(n)
+            else:
+                this._updated.discard(n)
             this._mark_one(n)
             this._accumulation.forget_dropped()
 

@@ -22,8 +22,8 @@ from cs_kernels.ranks.fsdp import is_sharded
 from cs_kernels.trunk.trunk import Trunk
 
 _TOLERANCE, _FLOOR = 0.01, 1e-4
-"""Of a gradient's norm, and of the largest norm: what atomic additions on a GPU may change, more in
-relation where a gradient cancels out, as that of a bias before a normalization."""
+"""The difference that atomic additions on a GPU may make, relative to a gradient's norm, and to the
+largest norm: a gradient may cancel out, as that of a bias before a normalization does."""
 _HALF_TOLERANCE, _HALF_FLOOR = 0.1, 0.05
 """The same where numbers of 16 bits are added."""
 _MOST_CHECKS = 4
@@ -224,9 +224,9 @@ def _gradients(
     parameters: Sequence[nn.Parameter],
     held: Sequence[nn.Parameter],
 ) -> list[Tensor | None]:
-    """The gradients of a pass from some edges on, which leaves `.grad` as it was.
+    """The gradients of a pass that begins at some edges, and leaves `.grad` unchanged.
 
-    Those of the losses would walk the nodes of one task, which its own pass must walk alone.
+    A pass from a loss would walk the nodes of its task too, which may run once only.
     """
     starts = [_any_gradient(edge) * factor for edge in edges]
     before = [p.grad for p in held]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.options import is_finite_number
-from cs_kernels.stateful import check_same_tasks, check_tensors
+from cs_kernels.stateful import check_entries
 from cs_kernels.step import Step
 from cs_kernels.weightings.adam import adam_step, start
 from cs_kernels.weightings.last_losses import on_device
@@ -106,11 +106,7 @@ class GradNorm(Weighting):
 
     def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
         """Checks the weights, and that there is a first loss for each."""
-        weights, first = (
-            check_tensors(state, "weights", tasks, [4]),
-            check_tensors(state, "first", tasks),
-        )
-        check_same_tasks({"weights": weights, "first": first})
+        check_entries(state, tasks, {"weights": [4], "first": []})
 
     def captured_state(self) -> list[Tensor]:
         """The weights with the state of Adam, and the first losses."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cs_kernels.options import checked_integer, is_finite_number
-from cs_kernels.stateful import check_epoch, check_same_tasks, check_tensors
+from cs_kernels.stateful import check_entries, check_epoch
 from cs_kernels.step import Step
 from cs_kernels.weightings.last_losses import LastLosses, add_losses, on_device
 
@@ -122,10 +122,7 @@ class SmoothTchebycheff(LastLosses):
     def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
         """Checks the losses, the nadirs and the epoch."""
         check_epoch(state["epoch"])
-        shapes: dict[str, list[int]] = {"last": [], "totals": [2], "nadirs": []}
-        check_same_tasks(
-            {name: check_tensors(state, name, tasks, of) for name, of in shapes.items()}
-        )
+        check_entries(state, tasks, {"last": [], "totals": [2], "nadirs": []})
 
     def captured_state(self) -> list[Tensor]:
         """The last losses, the sums of this epoch's, and the nadirs."""
