@@ -56,6 +56,47 @@ def test_a_gradient_of_one_s_own_is_not_dropped(how: str, first: bool, of_head: 
     loop.make(how)
 
 
+@pytest.mark.parametrize("how", ["step", "backward"])
+@pytest.mark.parametrize("of_head", [True, False])
+@pytest.mark.parametrize("zeros", [True, False])
+def test_a_gradient_of_one_s_own_that_is_added_to_a_used_one(
+    how: str, of_head: bool, zeros: bool
+) -> None:
+    loop = Loop()
+    loop.make(how)
+    if how == "backward":
+        loop.sgd.step()
+    if zeros:
+        loop.sgd.zero_grad(set_to_none=False)
+    (loop.heads["a"](loop.trunk(loop.x).detach()).sum() if of_head else loop.penalty()).backward()
+    with pytest.raises(RuntimeError, match=r"a loss of your own .* for .* others: add this"):
+        loop.make(how)
+    loop.sgd.zero_grad()
+    loop.make(how)
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_clipping_after_the_step(how: str) -> None:
+    """It has no effect, so it is in the wrong place."""
+    loop = Loop()
+    loop.make(how)
+    if how == "backward":
+        nn.utils.clip_grad_norm_(loop.trunk.parameters(), 1e-3)
+        loop.sgd.step()
+    nn.utils.clip_grad_norm_(loop.trunk.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match=r"Clipping belongs before optimizer\.step"):
+        loop.make(how)
+
+
+def test_an_update_whose_step_a_scaler_skips() -> None:
+    loop, scaler = Loop(), torch.amp.GradScaler("cpu")
+    for _ in range(2):
+        loop.opt.backward({task: scaler.scale(loop.loss(task) * torch.inf) for task in AB})
+        scaler.unscale_(loop.sgd)
+        scaler.step(loop.sgd)
+        scaler.update()
+
+
 def test_a_gradient_of_one_s_own_after_backward_adds_to_the_update() -> None:
     loop, other = Loop(), Loop()
     for one in (loop, other):
@@ -95,7 +136,9 @@ def test_an_update_is_not_used_twice(how: str) -> None:
 
 
 LOOPS: dict[str, Callable[[Loop], None]] = {
-    "clipped after the step": lambda o: nn.utils.clip_grad_norm_(o.trunk.parameters(), 1e-3),
+    "a norm that is read": lambda o: nn.utils.get_total_norm(
+        [p.grad for p in o.trunk.parameters()]
+    ),
     "zeros in place": lambda o: o.sgd.zero_grad(set_to_none=False),
     "plain steps": lambda o: [
         (o.sgd.zero_grad(), o.loss("a").backward(), o.sgd.step()) for _ in "ab"

@@ -40,6 +40,7 @@ def test_a_second_optimizer_step(schedule: cs.Schedule) -> None:
     with refused(partial(setup.state, False), *TWICE):
         nn.utils.clip_grad_norm_(setup.parameters(), 1e-3)
         setup.optimizer.step()
+    setup.optimizer.zero_grad()
     opt.step(setup.closure(2))
     setup.heads.zero_grad()
     sum(p.sum() for p in setup.heads.parameters()).backward()

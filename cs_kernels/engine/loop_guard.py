@@ -19,8 +19,8 @@ from cs_kernels.gradients import TaskGradients
 
 _MARK = "_cs_kernels_mark"
 """The attribute of a torch optimizer, and of the gradients that an update has left or a step of it
-has used. (A weak reference would keep `Module.to` from exchanging a gradient, and another one may
-get the same address.)"""
+has used, where the gradient's version stands beside it. (A weak reference would keep `Module.to` from
+exchanging a gradient, and another one may get the same address.)"""
 
 
 def _inner(optimizer: Any) -> Any:
@@ -35,12 +35,28 @@ def _values(grads: Iterable[Tensor | None]) -> Iterator[Tensor]:
             yield grad.coalesce().values() if grad.is_sparse else grad
 
 
+def _version_of(grad: Tensor) -> int:
+    """A shard's gradient is added to in the tensor inside of the DTensor."""
+    return int(getattr(grad, "_local_tensor", grad)._version)
+
+
+def _is_zero(grads: Iterable[Tensor | None]) -> bool:
+    """Whether all gradients are zero: one host synchronization."""
+    found = [grad.any() for grad in _values(grads)]
+    return not found or not bool(torch.stack([one.to(found[0].device) for one in found]).any())
+
+
+def _is_finite(grads: Iterable[Tensor | None]) -> bool:
+    """A scaler or the loop skips the step of others."""
+    return all(bool(grad.isfinite().all()) for grad in _values(grads))
+
+
 def _kind_of(held: list[nn.Parameter]) -> object:
     return [(p.dtype, p.device) for p in (*held[:1], *held[-1:])]
 
 
-def _gradients_of(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    return _values(p.grad for p in held_by(optimizer))
+def _gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor | None]:
+    return [p.grad for p in held_by(optimizer)]
 
 
 class LoopGuard:
@@ -55,6 +71,9 @@ class LoopGuard:
         self._unused: dict[int, tuple[nn.Parameter, int]] = {}
         """By index of an optimizer that has not stepped since: a parameter with an update of
         `backward` in `.grad`, and the parameter's version."""
+        self._open: set[int] = set()
+        """The indices of the optimizers that have not stepped since the last `backward`: until
+        then, its gradients may be changed in place."""
         self._kinds: dict[int, object] = {}
         """By index of an optimizer: the types and devices of its parameters at the last mark."""
         self._updated: set[int] = set()
@@ -72,12 +91,14 @@ class LoopGuard:
     def clear(self) -> None:
         """Forgets an update that was not used, and those that were."""
         self._unused.clear()
+        self._open.clear()
         self._updated.clear()
 
     def note_steps(self) -> None:
         """Notes that `MultiTaskOptimizer.step` has stepped the torch optimizers."""
         self._accumulation.forget_dropped()
         self._updated.update(range(len(self._optimizers)))
+        self._open.clear()
         self._mark()
 
     def note_replay(self) -> None:
@@ -94,7 +115,7 @@ class LoopGuard:
         setattr(_inner(self._optimizers[n]), _MARK, mark)
         for parameter in held:
             if parameter.grad is not None:
-                setattr(parameter.grad, _MARK, mark)
+                setattr(parameter.grad, _MARK, (mark, _version_of(parameter.grad)))
         self._kinds[n] = _kind_of(held)
 
     @contextlib.contextmanager
@@ -115,6 +136,7 @@ class LoopGuard:
             parameter = next(updated, None)
             if parameter is not None:
                 self._unused[n] = parameter, parameter._version
+        self._open.update(range(len(self._optimizers)))
         self._mark()
 
     def check_gradients(self) -> None:
@@ -124,47 +146,54 @@ class LoopGuard:
             RuntimeError: It is still in `.grad`.
 
         """
-        unmarked = [p for n in self._seen for p in self._unmarked(n)] if not self._replayed else []
-        # Zeros, if a framework makes gradients of them: a host synchronization, where some are new.
-        own = [p for p in unmarked if any(grad.any() for grad in _values([p.grad]))]
-        if own:
+        own = [p for n in self._seen for p in self._unused_by(n)] if not self._replayed else []
+        grads = [p.grad for p in own]
+        # Zeros, if `zero_grad(set_to_none=False)` has written them.
+        if own and not _is_zero(grads) and _is_finite(grads):
             name = self._gradients.name_of(own[0])
             raise RuntimeError(
                 "gradients must be None or used by optimizer.step() before step or backward, which"
                 " set them to None first, got one of a loss of your own (or of another optimizer's)"
                 f" for {name} and {len(own) - 1} others: add this loss to a task's, or call its"
                 " backward() between opt.backward(...) and optimizer.step(); or drop it by"
-                " zero_grad()"
+                " zero_grad(). (Clipping belongs before optimizer.step(), too; get_total_norm reads"
+                " a norm)"
             )
         self._check_update_used()
 
-    def _unmarked(self, n: int) -> list[nn.Parameter]:
-        """The parameters whose gradient is another tensor than at the last mark.
-
-        A used gradient may be changed in place: `clip_grad_norm_` does so, even to read the norm.
-        """
-        held, mark = held_by(self._optimizers[n]), self._mark_of(n)
+    def _unused_by(self, n: int) -> list[nn.Parameter]:
+        """The parameters whose gradient is another tensor, or was changed, since the last mark."""
+        held = held_by(self._optimizers[n])
         if self._kinds[n] != _kind_of(held):
             return []  # `Module.to` has made other gradients of those that were there.
-        grads = ((p, p.grad) for p in held)
-        return [p for p, g in grads if g is not None and getattr(g, _MARK, None) is not mark]
+        found = []
+        for parameter in held:
+            grad = parameter.grad
+            if grad is not None:
+                version = self._version_at_mark(n, grad)
+                same = n in self._open or version == _version_of(grad)
+                if version is None or not same:
+                    found.append(parameter)
+        return found
 
-    def _mark_of(self, n: int) -> object:
-        return getattr(_inner(self._optimizers[n]), _MARK)
+    def _version_at_mark(self, n: int, grad: Tensor) -> int | None:
+        """The version of a gradient when it was marked; `None` if it was not."""
+        mark, version = getattr(grad, _MARK, (None, 0))
+        return int(version) if mark is getattr(_inner(self._optimizers[n]), _MARK) else None
 
     def _is_there(self, n: int) -> bool:
         """Whether a gradient that was marked is still in `.grad`."""
-        mark, grads = self._mark_of(n), (p.grad for p in held_by(self._optimizers[n]))
-        return any(getattr(grad, _MARK, None) is mark for grad in grads)
+        grads = (grad for grad in _gradients_of(self._optimizers[n]) if grad is not None)
+        return any(self._version_at_mark(n, grad) is not None for grad in grads)
 
     def _check_update_used(self) -> None:
         unused, self._unused = self._unused, {}
         unstepped = [n for n, (p, version) in unused.items() if p._version == version]
         # These host synchronizations are rare: gradients were set to zero, or a scaler or the loop
         # has skipped the step because they are not finite.
-        if not any(grad.any() for n in unstepped for grad in _gradients_of(self._optimizers[n])):
+        if _is_zero(grad for n in unstepped for grad in _gradients_of(self._optimizers[n])):
             return
-        if all(grad.isfinite().all() for one in self._optimizers for grad in _gradients_of(one)):
+        if _is_finite(grad for one in self._optimizers for grad in _gradients_of(one)):
             self._unused = unused
             raise RuntimeError(
                 "the update of the last backward(...) is still in .grad: call optimizer.step() or"
@@ -202,6 +231,7 @@ class LoopGuard:
                 this._updated.add(n)
             else:
                 this._updated.discard(n)
+            this._open.discard(n)
             this._mark_one(n)
             this._accumulation.forget_dropped()
 
