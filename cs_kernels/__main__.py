@@ -1,15 +1,20 @@
-"""Prints what a report of a problem should contain: `python -m cs_kernels [--json]`."""
+"""Prints what a report of a problem should contain: `python -m cs_kernels [--json]`.
+
+`python -m cs_kernels check` finds out whether the kernels are right on this machine.
+"""
 
 import argparse
 import json
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import cs_kernels as cs
+from cs_kernels.check import record, watchdog
 
 
 def _triton() -> str | None:
@@ -55,13 +60,50 @@ def text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Prints the facts."""
+def check(path: Path, *, seconds: float, bench: bool) -> int:
+    """Makes all checks, prints a table and writes a record; the exit status."""
+    pairs = watchdog.pairs()
+    results = watchdog.run(pairs, seconds=seconds, bench=bench)
+    record.write(path, record.as_json(facts(), results))
+    print(*record.missing(), record.table(results), sep="\n")
+    print("", *record.advice(results), f"the record is in {path}", sep="\n")
+    if not pairs:
+        print("no backend was checked: the reference alone runs here")
+    return int(not pairs or bool(record.failures(results)))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the facts, or checks the kernels; the exit status."""
     parser = argparse.ArgumentParser(prog="python -m cs_kernels", description=__doc__)
     parser.add_argument("--json", action="store_true", help="a JSON object instead of text")
+    commands = parser.add_subparsers(dest="command")
+    checks = commands.add_parser(
+        "check",
+        help="whether the kernels are right on this machine",
+        description="Compares every backend that runs here with the float64 reference: operators,"
+        " whole steps, a captured step. A hang or a crash is a result. The exit status is 0 if"
+        " nothing failed.",
+    )
+    checks.add_argument("--bench", action="store_true", help="measure times, too")
+    checks.add_argument(
+        "--record",
+        type=Path,
+        default=Path("cs_kernels-check.json"),
+        metavar="FILE",
+        help="where the record goes (%(default)s)",
+    )
+    checks.add_argument(
+        "--seconds",
+        type=float,
+        default=30,
+        help="after which a check counts as a hang (%(default)s)",
+    )
     options = parser.parse_args(arguments)
+    if options.command == "check":
+        return check(options.record, seconds=options.seconds, bench=options.bench)
     print(json.dumps(facts(), indent=2) if options.json else text(facts()))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

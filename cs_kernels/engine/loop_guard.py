@@ -19,8 +19,8 @@ from cs_kernels.gradients import TaskGradients
 
 _MARK = "_cs_kernels_mark"
 """The attribute of a torch optimizer, and of the gradients that an update has left or a step of it
-has used, where the gradient's version stands beside it. (A weak reference would keep `Module.to` from
-exchanging a gradient, and another one may get the same address.)"""
+has used; in a gradient, its version stands beside the mark. (A weak reference would keep
+`Module.to` from exchanging a gradient, and another one may get the same address.)"""
 
 
 def _inner(optimizer: Any) -> Any:

@@ -1,0 +1,37 @@
+"""Makes checks in a process of its own: `python -m cs_kernels.check.child BACKEND DEVICE NAME...`.
+
+Writes a line of JSON when it is ready, and one after each check. The first failure ends it, as an
+error on a GPU makes all that follows fail.
+"""
+
+import faulthandler
+import json
+import sys
+import time
+
+from cs_kernels.check.cases import CHECKS
+from cs_kernels.ops.backends import use_backend
+
+
+def _say(**line: object) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def main(backend: str, device: str, *names: str) -> None:
+    """Makes the checks of these names, up to the first that fails."""
+    faulthandler.enable()  # The watchdog's SIGABRT shows where a check hangs.
+    _say(ready=True)
+    for name in names:
+        begin, failure, value = time.perf_counter(), None, None
+        try:
+            with use_backend(backend):
+                value = CHECKS[name](device)
+        except Exception as error:  # Whatever a wrong kernel leads to.
+            failure = f"{type(error).__name__}: {error}"
+        _say(value=value, failure=failure, seconds=time.perf_counter() - begin)
+        if failure is not None:
+            break
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

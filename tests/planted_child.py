@@ -1,0 +1,59 @@
+"""Checks with a fault in `gramian`: `python planted_child.py FAULT BACKEND DEVICE NAME...`."""
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from layers import EMULATION, emulate
+from torch import Tensor
+
+from cs_kernels.check import child
+from cs_kernels.ops import backends
+
+
+def _hang(right: Tensor) -> Tensor:
+    ctypes.PyDLL(None).pause()  # With the interpreter's lock, as in a launch that never returns.
+    return right
+
+
+def _crash(right: Tensor) -> Tensor:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return right
+
+
+def _wait(right: Tensor) -> Tensor:
+    return right * float(right.isfinite().all().item())
+
+
+FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda right: right,
+    "wrong": lambda right: right * 1.001,
+    "unsteady": lambda right: right * (1 + 1e-12 * torch.rand_like(right)),
+    "hang": _hang,
+    "crash": _crash,
+    "waits": _wait,
+}
+
+
+def main(fault: str, backend: str, *rest: str) -> None:
+    """As `child.main`, with a wrong kernel."""
+    if EMULATION:
+        emulate()
+    operators = backends._BACKENDS[backend].operators
+    right = operators["gramian"]
+
+    def planted(*arguments: Any) -> Tensor:
+        return FAULTS[fault](right(*arguments))
+
+    operators["gramian"] = planted
+    if fault == "crash at the start":
+        os.abort()
+    child.main(backend, *rest)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
