@@ -263,7 +263,9 @@ def problem(
 
 
 def sgd_of(*modules: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
-    return torch.optim.SGD([p for module in modules for p in module.parameters()], lr=lr)
+    parameters = [p for module in modules for p in module.parameters()]
+    # The default on a GPU takes no shards beside whole tensors.
+    return torch.optim.SGD(parameters, lr=lr, foreach=False)
 
 
 def optimizer_of(

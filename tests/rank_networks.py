@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from networks import TASKS, sgd_of
-from ranks import Pools
+from ranks import Pools, on_its_device
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -104,7 +104,8 @@ class Network:
     def start(
         self, method: cs.Method, schedule: cs.Schedule | None = None, **options: Any
     ) -> cs.MultiTaskOptimizer:
-        self.optimizer = torch.optim.SGD(self.parameters, lr=0.05, momentum=0.9)
+        # The default on a GPU takes no shards beside whole tensors.
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.05, momentum=0.9, foreach=False)
         given = self.trunk, self.optimizer, TASKS, method, schedule
         self.opt = cs.MultiTaskOptimizer(*given, **self.options, **options)
         return self.opt
@@ -171,7 +172,7 @@ def names_of(cases: Iterable[Case]) -> list[str]:
 def assert_trains_as_one_process(pools: Pools, case: Case, method: str) -> None:
     train, kind, size = case
     found = pools(size).agreed(train, size, kind, method)
-    assert_near(found, train(0, size, "alone", method))
+    assert_near(found, on_its_device(0, train, size, "alone", method))
 
 
 def assert_near(found: Any, expected: Any) -> None:
@@ -194,7 +195,7 @@ def on_ranks(
             given = {parameter.name: arguments[parameter.name] for parameter in parameters}
             found = pools(size).agreed(test, *given.values())
             if alone is not None:
-                expected = function(0, **{**given, **alone})
+                expected = on_its_device(0, function, *{**given, **alone}.values())
                 torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6)
 
         pools = Parameter("pools", Parameter.POSITIONAL_OR_KEYWORD)

@@ -1,8 +1,12 @@
-"""Processes that train together in tests, each a rank, with gloo on this machine."""
+"""Processes that train together in tests, each a rank, with gloo on this machine.
+
+With CS_KERNELS_TEST_RANKS=cuda in the environment, with NCCL on its GPUs.
+"""
 
 import gc
 import itertools
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -13,9 +17,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+DEVICE = os.environ.get("CS_KERNELS_TEST_RANKS", "cpu")
+"""The type of device on which ranks make their tensors, and one process to compare with them."""
 
 TIMEOUT = timedelta(minutes=15)
 """Only against waiting forever."""
+
+
+def on_its_device(rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What a function returns that makes its tensors on the device of a rank, on the CPU."""
+    device = torch.device(DEVICE, rank % torch.cuda.device_count() if DEVICE == "cuda" else 0)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(device)
+    with device:
+        return tree_map_only(Tensor, Tensor.cpu, function(rank, *arguments))
 
 
 def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
@@ -30,7 +48,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
             return
         # Anew for each function: its threads end with it.
         dist.init_process_group(
-            "gloo",
+            "nccl" if DEVICE == "cuda" else "gloo",
             init_method=f"file://{store}{number}",
             rank=rank,
             world_size=size,
@@ -38,7 +56,8 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
         )
         torch.manual_seed(0)
         try:
-            answer = True, getattr(function, "on_a_rank", function)(rank, *arguments)
+            function = getattr(function, "on_a_rank", function)
+            answer = True, on_its_device(rank, function, *arguments)
         except BaseException:
             answer = False, traceback.format_exc()
         gc.collect()

@@ -22,7 +22,7 @@ from networks import (
     started_problem,
 )
 from rank_networks import Network
-from ranks import Ranks
+from ranks import Ranks, on_its_device
 from recorder import Reads, Recorder
 from torch import Tensor, nn
 
@@ -469,7 +469,7 @@ def test_ranks_count_as_one_process(pools: Callable[[int], Ranks], kind: str, me
     first, *others = pools(2).run(_counted, 2, kind, method)
     for other in others:
         assert_equal(other, first)
-    alone = _counted(0, 2, "alone", method)
+    alone = on_its_device(0, _counted, 2, "alone", method)
     torch.testing.assert_close(first[0], alone[0], rtol=1e-4, atol=1e-4)  # float32 gradients
     assert_equal(first[1:], alone[1:])
     assert first[2].max() == 5

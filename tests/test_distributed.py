@@ -33,7 +33,7 @@ from rank_networks import (
     trained,
     whole_copies,
 )
-from ranks import Pools
+from ranks import DEVICE, Pools
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -88,7 +88,7 @@ def _in_parts(rank: int, size: int, kind: str, method: str) -> tuple[list[Tensor
 def _scaled(rank: int, size: int, kind: str, method: str) -> list[Tensor]:
     """With a scaler, which skips a step on all ranks if the gradients of one are not finite."""
     network = Network(kind, rank, size, heads_too=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     opt = network.start_phases(method, scaler=scaler)
     for step in range(6):
         factor = float("inf") if step == 2 and (rank == 1 or kind == "alone") else 1.0
@@ -120,7 +120,9 @@ def _dense(kind: str, method: str) -> tuple[nn.Module, cs.MultiTaskOptimizer]:
     torch.manual_seed(2)
     plain = Dense()
     network, options = distributed(plain, kind, plain.trunk[0])
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    sgd = torch.optim.SGD(
+        plain.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1, foreach=False
+    )
     return network, cs.MultiTaskOptimizer(network, sgd, TASKS, METHODS[method](), **options)
 
 

@@ -23,7 +23,7 @@ from rank_networks import (
     shard,
     whole_copies,
 )
-from ranks import Pools
+from ranks import DEVICE, Pools, on_its_device
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -118,7 +118,8 @@ class Network:
         parameters = [*trunk.parameters(), *whole.heads.parameters()]
         others = [*options.get("weighting", cs.EqualWeights()).parameters(), self.plain.unused]
         self.optimizers = [
-            torch.optim.SGD(some, lr=0.05, momentum=0.9) for some in (parameters, others)
+            torch.optim.SGD(some, lr=0.05, momentum=0.9, foreach=False)
+            for some in (parameters, others)
         ]
         given = self.network, self.optimizers, TASKS, method
         self.opt = cs.MultiTaskOptimizer(*given, **group, **options)
@@ -189,7 +190,7 @@ def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[Any]
 
 def _scaled(rank: int, size: int, kind: str, method: str) -> list[Any]:
     """With a scaler and a weighting that learns; a step with a loss of inf is skipped by all."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     weighting = cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression"))
     options = {"weighting": weighting, "scaler": scaler}
     network = Network(kind, rank, size, METHODS[method](), **options)
@@ -251,7 +252,7 @@ def test_an_update_is_that_of_the_whole_batch(
 ) -> None:
     """Up to rounding, relative to the norm of each parameter's gradient."""
     found = pools(2).agreed(_one_update, 2, kind, method, dtype)
-    expected = _one_update(0, 2, "alone", method, dtype)
+    expected = on_its_device(0, _one_update, 2, "alone", method, dtype)
     for name, grad in expected.items():
         assert (found.pop(name) - grad).norm() <= error * grad.norm(), name
     assert not found

@@ -133,7 +133,6 @@ def _negative(x: Tensor) -> Tensor:
 
 
 def _misaligned(x: Tensor) -> Tensor:
-    """On a GPU, an aligned copy."""
     memory = bytearray(1 + x.numel() * x.itemsize)
     return torch.frombuffer(memory, dtype=x.dtype, offset=1).view(x.shape).copy_(x)
 
@@ -152,8 +151,8 @@ def test_memory_that_kernels_cannot_read_as_it_is(
         plain = _copied(leaves)
         given = [view(x) if i == index else x for i, x in enumerate(_copied(plain))]
         result = operator(*tree_unflatten(plain, structure))
-        odd = given[index].data_ptr() % leaf.itemsize
-        if name == "gradvac_weights" and index == 1 and odd:
+        here = backends._BACKENDS[backend].computes_on("cpu")  # A GPU gets aligned copies.
+        if name == "gradvac_weights" and index == 1 and view is _misaligned and here:
             with pytest.raises(ValueError, match="similarities must be aligned to its elements"):
                 operator(*tree_unflatten(given, structure))
             continue

@@ -24,7 +24,7 @@ from networks import (
     started_problem,
 )
 from rank_networks import Network, assert_near, both_phases
-from ranks import Ranks
+from ranks import Ranks, on_its_device
 from recorder import Reads
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -796,7 +796,7 @@ def test_ranks_weigh_as_one_process(pools: Callable[[int], Ranks], kind: str, na
     first, *others = pools(2).run(_on_ranks, 2, kind, name)
     for other in others:
         assert_equal(other, first)
-    expected = _on_ranks(0, 2, "alone", name)
+    expected = on_its_device(0, _on_ranks, 2, "alone", name)
     assert_near(first[:2], expected[:2])
     torch.testing.assert_close(first[2], expected[2], rtol=1e-4, atol=1e-5)
 

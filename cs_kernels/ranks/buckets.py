@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs_kernels.ranks.collectives import all_gather, reduce_scatter
+from cs_kernels.ranks.collectives import all_gather, all_reduce, reduce_scatter
 from cs_kernels.ranks.pieces import ChannelArray, channel_array
 
 BUCKET_BYTES = 25 << 20
@@ -157,7 +157,7 @@ class Buckets:
             torch._foreach_copy_(targets, grads)
         flat = self.flat[bucket]
         if parts is None:
-            self._works[bucket] = dist.all_reduce(flat, group=self._group, async_op=True)
+            self._works[bucket] = all_reduce(flat, group=self._group, async_op=True)
         else:
             self._works[bucket] = reduce_scatter(
                 parts[bucket], flat, group=self._group, async_op=True

@@ -1,13 +1,31 @@
-"""The collectives under one name for all versions of torch."""
+"""The collectives under one name for all versions of torch; complex numbers as pairs, for NCCL."""
 
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
+
+from cs_kernels.gradients import as_real
 
 
 def _named(*names: str) -> Any:
     return next((function for name in names if (function := getattr(dist, name, None))), None)
 
 
-all_gather = _named("all_gather_single", "all_gather_into_tensor")
-reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
+_all_gather = _named("all_gather_single", "all_gather_into_tensor")
+_reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
+
+
+def all_gather(output: Tensor, part: Tensor, **options: Any) -> Any:
+    """`output` holds the ranks' parts, one after the other."""
+    return _all_gather(as_real(output), as_real(part), **options)
+
+
+def reduce_scatter(part: Tensor, flat: Tensor, **options: Any) -> Any:
+    """`part` is this rank's part of the sum over the ranks."""
+    return _reduce_scatter(as_real(part), as_real(flat), **options)
+
+
+def all_reduce(tensor: Tensor, **options: Any) -> Any:
+    """The sum over the ranks, in place."""
+    return dist.all_reduce(as_real(tensor), **options)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs_kernels.gradients import TaskGradients, as_real
+from cs_kernels.ranks.collectives import all_reduce
 from cs_kernels.ranks.discoveries import Discoveries, SharedReach
 from cs_kernels.ranks.messages import Messages
 from cs_kernels.ranks.phase2 import Plan, phase2_of_parts, task_priorities
@@ -328,7 +329,7 @@ class Distributed(Ranks):
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         for group in self._groups:
-            dist.all_reduce(tensor, group=group)
+            all_reduce(tensor, group=group)
         return tensor
 
     def _average_others(self) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from cs_kernels.ranks.collectives import all_reduce
 from cs_kernels.ranks.distributed import Distributed
 from cs_kernels.ranks.fsdp import (
     end_passes,
@@ -139,7 +140,7 @@ class Sharded(Distributed):
 
     def sum(self, tensor: Tensor) -> Tensor:
         """One small collective over the shards; replicas get the bits of the first one."""
-        dist.all_reduce(tensor, group=self._shards)
+        all_reduce(tensor, group=self._shards)
         if self._replicas is not None:
             dist.broadcast(tensor, group=self._replicas, group_src=0)
         return tensor
