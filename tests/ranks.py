@@ -39,7 +39,7 @@ def on_its_device(rank: int, function: Callable[..., Any], *arguments: Any) -> A
 def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     """Runs the functions that it is sent, until there are no more."""
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)  # New tensors are filled with NaN.
+    torch.use_deterministic_algorithms(DEVICE == "cpu")  # New tensors are filled with NaN.
     gc.freeze()  # What was imported: collections between the functions are short.
     for number in itertools.count():
         try:
