@@ -68,21 +68,60 @@ def _source(kernel: Any, types: dict[str, str], constants: dict[str, Any]) -> AS
     return ASTSource(kernel, signature, constants, aligned)
 
 
+class Contractions:
+    """The products that are added to another lane's number without being rounded.
+
+    A sum of products over lanes then differs between them, in its last bit. `branches` counts those
+    whose condition is computed from such a sum: some lanes take them, and others wait for these.
+    """
+
+    def __init__(self, ptx: str) -> None:
+        self.number = self.branches = 0
+        shuffled, uneven = set[str](), set[str]()
+        lines = [
+            found.groups(default="") for found in map(_INSTRUCTION.match, ptx.splitlines()) if found
+        ]
+        before = -1
+        while len(uneven) > before:  # Loops carry numbers back.
+            before, self.number, self.branches = len(uneven), 0, 0
+            for predicate, kind, written, rest in lines:
+                to, read = _REGISTER.findall(written), _REGISTER.findall(rest)
+                if kind == "shfl" or (kind in _SAME_BITS and shuffled.intersection(read)):
+                    shuffled.update(to)
+                contracted = kind == "fma" and len(read) == 3 and read[2] in shuffled
+                self.number += contracted
+                self.branches += kind == "bra" and predicate in uneven
+                if contracted or uneven.intersection([predicate, *read]):
+                    uneven.update(to)
+
+
+_INSTRUCTION = re.compile(r"\s*(?:@!?(%\w+)\s+)?(\w+)(?:[.\w:]*)\s+(\{[^}]*\}|[^,;\[]*)([^;]*);")
+_REGISTER = re.compile(r"%\w+")
+_SAME_BITS = {"cvt", "shl", "or", "mov"}
+"""The instructions that make a number of 64 bits from two of 32."""
+
+
 @pytest.fixture(params=[80, 86, 89, 90, 100, 120])
 def check(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., str]:
+) -> Callable[..., Contractions]:
     """Compiles a kernel for one architecture, and asserts that it spills no register.
 
-    Its shared memory is what every GPU has.
+    Its shared memory is what every GPU has, and all lanes take the same branches.
     """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     target = GPUTarget("cuda", request.param, 32)
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
     def run(
-        kernel: Any, constants: Any, options: Any = OPTIONS, *, most_stack: int = 0, **types: str
-    ) -> str:
+        kernel: Any,
+        constants: Any,
+        options: Any = OPTIONS,
+        *,
+        most_stack: int = 0,
+        uneven: bool = False,
+        **types: str,
+    ) -> Contractions:
         source = _source(kernel, types, constants)
         binary = tmp_path / "kernel.cubin"
         compiled = triton.compile(source, target, options)
@@ -92,37 +131,18 @@ def check(
         assert int(used["STACK"]) <= most_stack, used
         assert used["LOCAL"] == "0", used
         assert int(used["SHARED"]) <= 99 << 10, used
-        ptx: str = compiled.asm["ptx"]
-        return ptx
+        contractions = Contractions(compiled.asm["ptx"])
+        assert (contractions.branches > 0) == uneven
+        return contractions
 
     return run
-
-
-def contracted_shuffles(ptx: str) -> int:
-    """The products that are added to another lane's number without being rounded.
-
-    A sum of products over lanes then differs between them, in its last bit, and so may a condition.
-    """
-    shuffled, found = set[str](), 0
-    for line in ptx.splitlines():
-        kind, *registers = re.findall(r"^\s*(\w+)\.|(%\w+)", line) or [("", "")]
-        names = [name for _, name in registers]
-        if kind[0] == "fma":
-            found += len(names) == 4 and names[3] in shuffled
-        elif kind[0] == "shfl" or (kind[0] in _SAME_BITS and shuffled.intersection(names[1:])):
-            shuffled.add(names[0])
-    return found
-
-
-_SAME_BITS = {"cvt", "shl", "or", "mov"}
-"""The instructions that make a number of 64 bits from two of 32."""
 
 
 def _of_gradients(kernel: Any) -> Callable[..., None]:
     @pytest.mark.each
     @pytest.mark.parametrize("tasks", TASKS)
     @pytest.mark.parametrize("dtype", TYPES, ids=str)
-    def test(check: Callable[..., str], dtype: torch.dtype, tasks: int) -> None:
+    def test(check: Callable[..., Contractions], dtype: torch.dtype, tasks: int) -> None:
         variant = Variant.of(tasks, dtype)
         check(kernel, gradient_constants(variant, dtype), gradient_options(variant.tasks))
 
@@ -138,7 +158,7 @@ test_drop_signs = _of_gradients(combine.drop_signs_kernel)
 @pytest.mark.each
 @pytest.mark.parametrize("vectorized", [False, True])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_energy(check: Callable[..., str], dtype: torch.dtype, vectorized: bool) -> None:
+def test_energy(check: Callable[..., Contractions], dtype: torch.dtype, vectorized: bool) -> None:
     vector = 16 // dtype.itemsize if vectorized else 1
     check(phase2.energy_kernel, {"VECTOR": vector}, weight=TYPES[dtype])
 
@@ -146,30 +166,30 @@ def test_energy(check: Callable[..., str], dtype: torch.dtype, vectorized: bool)
 @pytest.mark.each
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("tasks", TASKS)
-def test_strength(check: Callable[..., str], tasks: int, normalize: bool) -> None:
+def test_strength(check: Callable[..., Contractions], tasks: int, normalize: bool) -> None:
     check(phase2.strength_kernel, {"NORMALIZE": normalize, "TASKS": tasks})
 
 
 @pytest.mark.each
 @pytest.mark.parametrize("tasks", TASKS)
-def test_priority(check: Callable[..., str], tasks: int) -> None:
+def test_priority(check: Callable[..., Contractions], tasks: int) -> None:
     check(phase2.priority_kernel, {"TASKS": tasks}, out="*i64")
 
 
 @pytest.mark.each
 @pytest.mark.parametrize("tasks", [2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("solver", SOLVERS, ids=str)
-def test_solvers(check: Callable[..., str], solver: tuple[Any, ...], tasks: int) -> None:
+def test_solvers(check: Callable[..., Contractions], solver: tuple[Any, ...], tasks: int) -> None:
     name, *constant = solver
     constants = {"TASKS": tasks, **dict([constant] if constant else [])}
     kernel = getattr(solvers, f"{name}_kernel")
     # Of 64 tasks, ConFIG's spills 12 registers on two architectures, and GradVac's 6 on one.
-    ptx = check(kernel, constants, solver_options(tasks), most_stack=48 if tasks == 64 else 0)
-    assert contracted_shuffles(ptx) == 0
+    found = check(kernel, constants, solver_options(tasks), most_stack=48 if tasks == 64 else 0)
+    assert found.number == 0
 
 
-def test_contraction_would_be_seen(check: Callable[..., str]) -> None:
+def test_contraction_would_be_seen(check: Callable[..., Contractions]) -> None:
     """As every solver was compiled once: FairGrad's loop then ended in a part of a warp."""
     options = {**solver_options(8), "enable_fp_fusion": True}
-    ptx = check(solvers.fair_grad_kernel, {"TASKS": 8, "OF_SUMS": False}, options)
-    assert contracted_shuffles(ptx) > 0
+    found = check(solvers.fair_grad_kernel, {"TASKS": 8, "OF_SUMS": False}, options, uneven=True)
+    assert found.number > 0
