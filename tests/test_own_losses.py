@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from networks import AB, sgd_of
+from networks import AB, assert_equal, sgd_of
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -133,6 +133,42 @@ def test_an_update_is_not_used_twice(how: str) -> None:
     loop.loss("a").backward()
     loop.sgd.step()
     assert not torch.equal(before, loop.trunk.weight)
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_two_that_share_a_torch_optimizer(how: str) -> None:
+    """The second would drop the update of the first."""
+    loop, other = Loop(), Loop()
+    loop.sgd.add_param_group({"params": [*other.trunk.parameters(), *other.heads.parameters()]})
+    loop.opt = cs.MultiTaskOptimizer(loop.trunk, loop.sgd, AB, cs.PCGrad())
+    other.opt = cs.MultiTaskOptimizer(other.trunk, loop.sgd, AB, cs.PCGrad())
+    for end in (loop.sgd.step, loop.sgd.zero_grad):
+        loop.make("backward")
+        with pytest.raises(RuntimeError, match="another MultiTaskOptimizer's backward"):
+            other.make(how)
+        assert loop.trunk.weight.grad.any()
+        end()
+        other.make(how)
+        if how == "backward":
+            loop.sgd.step()
+        loop.sgd.zero_grad()
+
+
+def test_two_that_share_a_torch_optimizer_in_turn() -> None:
+    loop, other = Loop(), Loop()
+    loop.sgd.add_param_group({"params": [*other.trunk.parameters(), *other.heads.parameters()]})
+    loop.opt = cs.MultiTaskOptimizer(loop.trunk, loop.sgd, AB, cs.PCGrad())
+    other.opt = cs.MultiTaskOptimizer(other.trunk, loop.sgd, AB, cs.PCGrad())
+    alone = Loop()
+    for _ in range(3):
+        for one in (loop, other, alone):
+            one.make("backward")
+            (alone if one is alone else loop).sgd.step()
+            if one is not alone:
+                with pytest.raises(RuntimeError, match=r"has used the update in \.grad before"):
+                    loop.sgd.step()
+    for one in (loop, other):
+        assert_equal([*one.trunk.parameters()], [*alone.trunk.parameters()])
 
 
 LOOPS: dict[str, Callable[[Loop], None]] = {

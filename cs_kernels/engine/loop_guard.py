@@ -23,6 +23,16 @@ has used; in a gradient, its version stands beside the mark. (A weak reference w
 `Module.to` from exchanging a gradient, and another one may get the same address.)"""
 
 
+class _Mark:
+    """On a torch optimizer and its gradients; `owner` has left an update that waits for its step.
+
+    All guards of the torch optimizer exchange it, so each sees the updates of the others.
+    """
+
+    def __init__(self, owner: int | None) -> None:
+        self.owner = owner
+
+
 def _inner(optimizer: Any) -> Any:
     """The torch optimizer inside of a wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
@@ -93,6 +103,9 @@ class LoopGuard:
         self._unused.clear()
         self._open.clear()
         self._updated.clear()
+        for optimizer in self._optimizers:
+            mark = getattr(_inner(optimizer), _MARK)
+            mark.owner = None if mark.owner == id(self) else mark.owner
 
     def note_steps(self) -> None:
         """Notes that `MultiTaskOptimizer.step` has stepped the torch optimizers."""
@@ -105,13 +118,13 @@ class LoopGuard:
         """Notes a step in a CUDA graph: it may leave any gradient."""
         self._replayed = True
 
-    def _mark(self) -> None:
+    def _mark(self, owner: int | None = None) -> None:
         self._replayed = False
         for n in range(len(self._optimizers)):
-            self._mark_one(n)
+            self._mark_one(n, owner)
 
-    def _mark_one(self, n: int) -> None:
-        mark, held = object(), held_by(self._optimizers[n])
+    def _mark_one(self, n: int, owner: int | None = None) -> None:
+        mark, held = _Mark(owner), held_by(self._optimizers[n])
         setattr(_inner(self._optimizers[n]), _MARK, mark)
         for parameter in held:
             if parameter.grad is not None:
@@ -137,7 +150,7 @@ class LoopGuard:
             if parameter is not None:
                 self._unused[n] = parameter, parameter._version
         self._open.update(range(len(self._optimizers)))
-        self._mark()
+        self._mark(id(self))
 
     def check_gradients(self) -> None:
         """Raises if the last update of `backward` or a gradient of the caller's own would be lost.
@@ -159,7 +172,20 @@ class LoopGuard:
                 " zero_grad(). (Clipping belongs before optimizer.step(), too; get_total_norm reads"
                 " a norm)"
             )
+        self._check_other_used()
         self._check_update_used()
+
+    def _check_other_used(self) -> None:
+        """The update of another `MultiTaskOptimizer` may wait for the same torch optimizer."""
+        inner = (_inner(self._optimizers[n]) for n in self._seen)
+        waits = [one for one in inner if getattr(one, _MARK).owner not in (None, id(self))]
+        grads = [grad for one in waits for grad in _gradients_of(one)]
+        if waits and not self._replayed and not _is_zero(grads) and _is_finite(grads):
+            raise RuntimeError(
+                "the update of another MultiTaskOptimizer's backward(...) is still in .grad, and"
+                " both share a torch optimizer: call optimizer.step() or zero_grad() between them,"
+                " or give each a torch optimizer of its own"
+            )
 
     def _unused_by(self, n: int) -> list[nn.Parameter]:
         """The parameters whose gradient is another tensor, or was changed, since the last mark."""
@@ -210,7 +236,8 @@ class LoopGuard:
                     "closure must not step the optimizer, which step(closure) does after all"
                     " passes: leave out optimizer.step()"
                 )
-            if n in this._updated and this._is_there(n):
+            waits = getattr(_inner(this._optimizers[n]), _MARK).owner is not None
+            if n in this._updated and not waits and this._is_there(n):
                 raise RuntimeError(
                     "optimizer has used the update in .grad before: leave out optimizer.step(),"
                     " which step(closure) makes; or set gradients to None by zero_grad() before"
