@@ -28,7 +28,7 @@ TIMEOUT = timedelta(minutes=15)
 
 
 def on_its_device(rank: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns that makes its tensors on the device of a rank, on the CPU."""
+    """Calls a function with the device of a rank as the default; its results come on the CPU."""
     device = torch.device(DEVICE, rank % torch.cuda.device_count() if DEVICE == "cuda" else 0)
     if DEVICE == "cuda":
         torch.cuda.set_device(device)

@@ -104,7 +104,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is timed runs."""
+    """The checks of `--bench` compute a ratio."""
     monkeypatch.setattr(cases, "_seconds", lambda run, _: float(run() is None) + 1)
     for ratio in cases.TIMES.values():
         assert ratio("cpu") > 0

@@ -30,7 +30,7 @@ _STEPS = 4
 
 
 class WrongError(Exception):
-    """What a check has found."""
+    """A result is outside its limit, or differs between runs."""
 
 
 Check = Callable[[str], float]
@@ -88,7 +88,7 @@ def _arguments(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def _call(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """What an operator returns and writes."""
+    """The tensors that an operator returns, then those it writes to."""
     operator = getattr(torch.ops.cs_kernels, name).default
     schema = operator._schema.arguments
     result = operator(*arguments)

@@ -1,8 +1,9 @@
-"""What the checks have found: a table, what to set, and a file to send."""
+"""The results of the checks: a table, advice, and a JSON file to send."""
 
 import json
 import subprocess
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def failures(results: Sequence[Result]) -> list[Result]:
 
 
 def advice(results: Sequence[Result]) -> list[str]:
-    """What to set for each device on which a backend failed."""
+    """Per device on which a backend failed: the `CS_KERNELS_BACKEND` to set."""
     lines = []
     failed = {result.backend for result in failures(results)}
     for device in dict.fromkeys(result.device for result in results):
@@ -79,7 +80,7 @@ def as_json(facts: dict[str, Any], results: Sequence[Result]) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "driver": _driver(),
         **facts,
-        "results": [result.as_dict() for result in results],
+        "results": [asdict(result) for result in results],
     }
 
 

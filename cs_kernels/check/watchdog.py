@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import IO, Any
 
 from cs_kernels.check import cases
@@ -22,7 +22,7 @@ _MOST_LOST = 2
 
 @dataclass(frozen=True)
 class Result:
-    """What one check has found."""
+    """The outcome of one check on one backend."""
 
     backend: str
     device: str
@@ -33,10 +33,6 @@ class Result:
     """The greatest error over its limit, or a ratio of times."""
     detail: str = ""
     seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 class _Child:
@@ -120,10 +116,10 @@ async def _watched(
 ) -> list[tuple[str, float | None, str, float]]:
     """The results of one process, up to its end: outcome, value, detail, seconds."""
     found: list[tuple[str, float | None, str, float]] = []
-    limit = START
     try:
         for number in range(len(names) + 1):
-            line = await child.line(limit if number == 0 else seconds)
+            limit = seconds if number else START
+            line = await child.line(limit)
             if line is None:
                 status = await child.end()
                 found.append(("crash", None, f"exit status {status}\n{child.last_words()}", 0.0))
@@ -136,7 +132,6 @@ async def _watched(
                     break
         await child.end()
     except asyncio.TimeoutError:
-        limit = seconds if number else START
         status = await child.end(signal.SIGABRT)
         stays = ", and cannot be killed" if status is None else ""
         detail = f"no answer within {limit:.0f} s{stays}\n{child.last_words()}"

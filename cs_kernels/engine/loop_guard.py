@@ -29,7 +29,7 @@ class _Mark:
     All guards of the torch optimizer exchange it, so each sees the updates of the others.
     """
 
-    def __init__(self, owner: int | None) -> None:
+    def __init__(self, owner: object | None) -> None:
         self.owner = owner
 
 
@@ -43,6 +43,11 @@ def _values(grads: Iterable[Tensor | None]) -> Iterator[Tensor]:
     for grad in grads:
         if grad is not None:
             yield grad.coalesce().values() if grad.is_sparse else grad
+
+
+def _mark_on(optimizer: Any) -> _Mark:
+    mark: _Mark = getattr(_inner(optimizer), _MARK)
+    return mark
 
 
 def _version_of(grad: Tensor) -> int:
@@ -81,9 +86,8 @@ class LoopGuard:
         self._unused: dict[int, tuple[nn.Parameter, int]] = {}
         """By index of an optimizer that has not stepped since: a parameter with an update of
         `backward` in `.grad`, and the parameter's version."""
-        self._open: set[int] = set()
-        """The indices of the optimizers that have not stepped since the last `backward`: until
-        then, its gradients may be changed in place."""
+        self._owner = object()
+        """Stands for this in the marks of its updates."""
         self._kinds: dict[int, object] = {}
         """By index of an optimizer: the types and devices of its parameters at the last mark."""
         self._updated: set[int] = set()
@@ -101,29 +105,26 @@ class LoopGuard:
     def clear(self) -> None:
         """Forgets an update that was not used, and those that were."""
         self._unused.clear()
-        self._open.clear()
         self._updated.clear()
-        for optimizer in self._optimizers:
-            mark = getattr(_inner(optimizer), _MARK)
-            mark.owner = None if mark.owner == id(self) else mark.owner
+        for mark in map(_mark_on, self._optimizers):
+            mark.owner = None if mark.owner is self._owner else mark.owner
 
     def note_steps(self) -> None:
         """Notes that `MultiTaskOptimizer.step` has stepped the torch optimizers."""
         self._accumulation.forget_dropped()
         self._updated.update(range(len(self._optimizers)))
-        self._open.clear()
         self._mark()
 
     def note_replay(self) -> None:
         """Notes a step in a CUDA graph: it may leave any gradient."""
         self._replayed = True
 
-    def _mark(self, owner: int | None = None) -> None:
+    def _mark(self, owner: object | None = None) -> None:
         self._replayed = False
         for n in range(len(self._optimizers)):
             self._mark_one(n, owner)
 
-    def _mark_one(self, n: int, owner: int | None = None) -> None:
+    def _mark_one(self, n: int, owner: object | None = None) -> None:
         mark, held = _Mark(owner), held_by(self._optimizers[n])
         setattr(_inner(self._optimizers[n]), _MARK, mark)
         for parameter in held:
@@ -149,8 +150,7 @@ class LoopGuard:
             parameter = next(updated, None)
             if parameter is not None:
                 self._unused[n] = parameter, parameter._version
-        self._open.update(range(len(self._optimizers)))
-        self._mark(id(self))
+        self._mark(self._owner)
 
     def check_gradients(self) -> None:
         """Raises if the last update of `backward` or a gradient of the caller's own would be lost.
@@ -177,8 +177,8 @@ class LoopGuard:
 
     def _check_other_used(self) -> None:
         """The update of another `MultiTaskOptimizer` may wait for the same torch optimizer."""
-        inner = (_inner(self._optimizers[n]) for n in self._seen)
-        waits = [one for one in inner if getattr(one, _MARK).owner not in (None, id(self))]
+        seen = [self._optimizers[n] for n in self._seen]
+        waits = [one for one in seen if _mark_on(one).owner not in (None, self._owner)]
         grads = [grad for one in waits for grad in _gradients_of(one)]
         if waits and not self._replayed and not _is_zero(grads) and _is_finite(grads):
             raise RuntimeError(
@@ -188,24 +188,26 @@ class LoopGuard:
             )
 
     def _unused_by(self, n: int) -> list[nn.Parameter]:
-        """The parameters whose gradient is another tensor, or was changed, since the last mark."""
+        """The parameters whose gradient is another tensor, or was changed, since the last mark.
+
+        An update that waits for its step may be changed in place.
+        """
         held = held_by(self._optimizers[n])
         if self._kinds[n] != _kind_of(held):
             return []  # `Module.to` has made other gradients of those that were there.
-        found = []
+        waits, found = _mark_on(self._optimizers[n]).owner is self._owner, []
         for parameter in held:
             grad = parameter.grad
             if grad is not None:
                 version = self._version_at_mark(n, grad)
-                same = n in self._open or version == _version_of(grad)
-                if version is None or not same:
+                if version is None or not (waits or version == _version_of(grad)):
                     found.append(parameter)
         return found
 
     def _version_at_mark(self, n: int, grad: Tensor) -> int | None:
         """The version of a gradient when it was marked; `None` if it was not."""
         mark, version = getattr(grad, _MARK, (None, 0))
-        return int(version) if mark is getattr(_inner(self._optimizers[n]), _MARK) else None
+        return int(version) if mark is _mark_on(self._optimizers[n]) else None
 
     def _is_there(self, n: int) -> bool:
         """Whether a gradient that was marked is still in `.grad`."""
@@ -236,7 +238,7 @@ class LoopGuard:
                     "closure must not step the optimizer, which step(closure) does after all"
                     " passes: leave out optimizer.step()"
                 )
-            waits = getattr(_inner(this._optimizers[n]), _MARK).owner is not None
+            waits = _mark_on(this._optimizers[n]).owner is not None
             if n in this._updated and not waits and this._is_there(n):
                 raise RuntimeError(
                     "optimizer has used the update in .grad before: leave out optimizer.step(),"
@@ -258,7 +260,6 @@ class LoopGuard:
                 this._updated.add(n)
             else:
                 this._updated.discard(n)
-            this._open.discard(n)
             this._mark_one(n)
             this._accumulation.forget_dropped()
 
