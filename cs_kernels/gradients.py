@@ -22,6 +22,24 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
+_OWN_HOLDERS = 2
+"""The holders of a storage that belongs to one tensor: it, and the Python object of the storage."""
+
+
+def is_in_foreign_memory(grad: Tensor) -> bool:
+    """Whether a later pass may overwrite a gradient.
+
+    It is a part of a larger allocation, such as a CUDA graph's, or something else holds its memory,
+    such as a function that returns the same buffer from every backward pass.
+    """
+    if grad.layout is not torch.strided:
+        return False
+    storage = grad.untyped_storage()
+    if storage.nbytes() > grad.numel() * grad.element_size():
+        return True
+    return bool(torch._C._storage_Use_Count(storage._cdata) > _OWN_HOLDERS)
+
+
 class TaskGradients:
     """K rows of gradients, a tensor or None for every shared parameter.
 
@@ -52,10 +70,10 @@ class TaskGradients:
         """The modules of a step whose gradients come a few modules at a time."""
         self.collected: set[str] = set()
         """The tasks whose gradients are in the rows."""
-        self._in_allocations: set[int] = set()
-        """The parameters whose gradients are parts of a larger allocation."""
-        self._allocations_known: set[str] = set()
-        """The tasks whose gradients were searched for such parts."""
+        self._in_foreign_memory: set[int] = set()
+        """The parameters whose gradients a later pass may overwrite."""
+        self._memory_known: set[str] = set()
+        """The tasks whose gradients were searched for such ones."""
         self.clear()
 
     def name_of(self, parameter: nn.Parameter) -> str:
@@ -80,8 +98,8 @@ class TaskGradients:
             ValueError: A gradient is sparse.
 
         """
-        if task not in self._allocations_known:
-            self._find_allocations(task)
+        if task not in self._memory_known:
+            self._find_foreign_memory(task)
         row: list[Tensor | None] = [None] * len(self.parameters)
         unreached, strided = [], torch.strided
         for i, parameter in enumerate(self.parameters):
@@ -98,7 +116,7 @@ class TaskGradients:
             # The next pass overwrites a bucket, such as DistributedDataParallel's.
             row[i] = grad if grad._base is None else grad.clone()
             parameter.grad = None
-        for i in self._in_allocations:
+        for i in self._in_foreign_memory:
             grad = row[i]
             row[i] = None if grad is None else grad.clone()
         return self.put(task, row, unreached)
@@ -123,19 +141,17 @@ class TaskGradients:
         self.reach.note(task, unreached)
         return len(unreached) < len(self.parameters)
 
-    def _find_allocations(self, task: str) -> None:
-        """Finds gradients in larger allocations that are no views; it is slow, so once a task."""
-        self._allocations_known.add(task)
+    def _find_foreign_memory(self, task: str) -> None:
+        """Finds gradients that are no views, in memory of others; it is slow, so once per task."""
+        self._memory_known.add(task)
         for i, parameter in enumerate(self.parameters):
             grad = parameter.grad
-            if grad is None or grad.layout is not torch.strided or grad._base is not None:
-                continue
-            if grad.untyped_storage().nbytes() > grad.numel() * grad.element_size():
-                self._in_allocations.add(i)
+            if grad is not None and grad._base is None and is_in_foreign_memory(grad):
+                self._in_foreign_memory.add(i)
 
-    def forget_allocations(self) -> None:
+    def forget_memory(self) -> None:
         """Looks at the next gradients of every task anew: others may require one now."""
-        self._allocations_known.clear()
+        self._memory_known.clear()
 
     def reached(self) -> list[int]:
         """The indices of the parameters that at least one task has a gradient for."""

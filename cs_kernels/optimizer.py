@@ -58,8 +58,8 @@ class MultiTaskOptimizer(Copyable):
         check_passes: Whether to check the first backward pass of every task, and the next one after
             other parameters train: gradients must arrive in `.grad`, and parameters must stay.
             Where `backward` makes several passes through one graph, these must be repeatable: one
-            is made three times more, once with a zero gradient. After `fully_shard` and with
-            reentrant checkpointing, passes are not repeated.
+            is made three times more, once with a zero gradient, when tasks first come together.
+            After `fully_shard` and with reentrant checkpointing, passes are not repeated.
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.

@@ -203,6 +203,101 @@ def test_tasks_without_the_first_share_a_part() -> None:
         opt.backward(losses)
 
 
+@pytest.mark.parametrize("first", ["ab", "a", "ca"])
+@pytest.mark.parametrize("part", ["overwritten", "injected"])
+def test_tasks_that_come_together_later(part: str, first: str) -> None:
+    """Two tasks share a part that no step before has had twice."""
+    function, _ = PARTS[part]
+    torch.manual_seed(0)
+    trunk = nn.Linear(3, 4)
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), ["a", "b", "c"], Ones())
+    x = torch.randn(8, 3)
+
+    def losses(tasks: str) -> dict[str, Tensor]:
+        z = trunk(x)
+        h = function(z)
+        every = {"a": z.square().mean(), "b": h.square().mean(), "c": h.mean()}
+        return {task: every[task] for task in tasks}
+
+    opt.backward(losses(first))
+    opt._engine.optimizers[0].step()
+    with pytest.raises(RuntimeError, match=r"a pass must be|count once per task"):
+        opt.backward(losses("abc"))
+    opt.backward(losses("ab"), update=False)
+    with pytest.raises(RuntimeError, match=r"a pass must be|count once per task"):
+        opt.backward(losses("bc"))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_heads_share_behind_features(part: str) -> None:
+    function, _ = PARTS[part]
+    network = Network(torch.tanh)
+    z = network.features()
+    h = function(z)
+    losses = {t: (network.heads[t](h) - i).square().mean() for i, t in enumerate(AB)}
+    with pytest.raises(RuntimeError, match=r"features\[0\]|KeyError: 5"):
+        network.opt.backward(losses, features=z)
+    z = network.features()
+    h = z.tanh()
+    losses = {t: (network.heads[t](h) - i).square().mean() for i, t in enumerate(AB)}
+    network.opt.backward(losses, features=z)
+
+
+def test_a_part_outside_the_trunk_that_tasks_share() -> None:
+    """A router beside the trunk gets the injected gradient once per task."""
+    network = Network(torch.tanh)
+    router = nn.Linear(5, 5)
+    network.sgd.add_param_group({"params": [*router.parameters()]})
+    z = network.features()
+    h = Injects.apply(z, router(z.detach()).square().mean())
+    losses = {t: (network.heads[t](h) - i).square().mean() for i, t in enumerate(AB)}
+    with pytest.raises(RuntimeError, match=r"count once per task, got .* for a parameter of shape"):
+        network.opt.backward(losses)
+
+
+class Buffered(torch.autograd.Function):
+    """A linear map whose gradients are in a buffer that it keeps, as those of a CUDA graph are."""
+
+    buffer: ClassVar[Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        torch.mm(grad.T, x, out=Buffered.buffer)
+        return grad @ weight, Buffered.buffer.detach()
+
+
+@pytest.mark.parametrize("how", ["step", "backward", "together"])
+@pytest.mark.parametrize("method", [cs.PCGrad, cs.GradDrop, Ones])
+def test_gradients_in_a_buffer_that_is_written_again(how: str, method: type[cs.Method]) -> None:
+    expected = []
+    for function in (nn.functional.linear, Buffered.apply):
+        torch.manual_seed(0)
+        Buffered.buffer = torch.zeros(3, 5)
+        trunk = nn.Linear(5, 3, bias=False)
+        opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, method())
+        x = torch.randn(4, 5)
+
+        def loss(task: str, z: Tensor) -> Tensor:
+            return z.square().mean() if task == "a" else (z - 1).tanh().mean()
+
+        for _ in range(3):
+            if how == "step":
+                opt.step(lambda t, f=function: loss(t, f(x, trunk.weight)))
+                continue
+            z = function(x, trunk.weight)
+            graphs = {t: z if how == "together" else function(x, trunk.weight) for t in AB}
+            opt.backward({t: loss(t, graphs[t]) for t in AB})
+            opt._engine.optimizers[0].step()
+        expected.append(trunk.weight.detach().clone())
+    assert torch.equal(*expected)
+
+
 @pytest.mark.parametrize("part", [Clamps.apply, torch.tanh], ids=["clamps", "tanh"])
 def test_parts_that_are_repeatable(part: Callable[[Tensor], Tensor]) -> None:
     """Three passes more in the first call, and none later."""
@@ -239,6 +334,33 @@ def test_an_optimizer_in_a_hook(how: str, method: type[cs.Method]) -> None:
     with pytest.raises(RuntimeError, match=r"first.weight and 0 others changed during"):
         network.make(how)
     assert all(p.grad is None for p in network.trunk.parameters())
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+@pytest.mark.parametrize("method", [Ones, cs.Sum])
+def test_a_hook_that_changes_gradients(how: str, method: type[cs.Method]) -> None:
+    """A penalty would count once per task; one that only looks is let through."""
+    network = Network(torch.tanh, method())
+    weight, seen = network.trunk["first"].weight, []
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))
+    network.make(how)
+    assert seen
+    network = Network(torch.tanh, method())
+    weight = network.trunk["first"].weight
+    weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad + p.detach()))
+    with pytest.raises(RuntimeError, match=r"hook of first.weight and 0 others .*register_hook"):
+        network.make(how)
+    assert all(p.grad is None for p in network.trunk.parameters())
+
+
+@pytest.mark.parametrize("common", [True, False])
+def test_a_hook_that_adds_to_each_pass(common: bool) -> None:
+    """Also where each loss has a graph of its own, which ends in the same parameters."""
+    network = Network(torch.tanh)
+    network.trunk["first"].weight.register_hook(lambda grad: grad + 1)
+    losses = network.losses() if common else {t: network.losses()[t] for t in AB}
+    with pytest.raises(RuntimeError, match=r"count once per task, got .* for first\.weight"):
+        network.opt.backward(losses)
 
 
 @pytest.mark.parametrize("how", ["step", "backward"])

@@ -127,5 +127,6 @@ class Accumulation:
         name = self._gradients.name_of(changed[0])
         raise RuntimeError(
             "the gradients of backward(..., update=False) must stay as they are until their update,"
-            f" got a changed one for {name}: clip or unscale after the update"
+            f" got a changed one for {name}: clip, unscale, or add a gradient of your own"
+            " after the update"
         )

@@ -123,7 +123,7 @@ def check_held(
         raise ValueError(
             f"optimizer must hold every parameter of trunk that requires a gradient; got one"
             f" without {missing[0]} and {len(missing) - 1} others"
-            " (was it built before the conversion?)"
+            " (was it built before the conversion, or from copies in another precision?)"
         )
     if any(parameter not in held for parameter in weighting.parameters()):
         raise ValueError(

@@ -108,9 +108,10 @@ class AtFeatures(OneGraph):
             super().backward_passes(part, losses)
             return
         assert self._features is not None
-        scaled = self.engine.graph.scaled
-        self.engine.ranks.before_backward(retains=True)
-        self._features.head_passes({task: scaled(loss) for task, loss in losses.items()})
+        engine = self.engine
+        engine.ranks.before_backward(retains=True)
+        scaled = {task: engine.graph.scaled(loss) for task, loss in losses.items()}
+        self._features.head_passes(scaled, engine.pass_checks)
         part.reached = self._features.gradients.reached_here()
 
     def surgery(self, part: Part) -> None:

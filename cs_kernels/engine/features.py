@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from cs_kernels.engine.autograd_graph import Hooks, Reached, edge_of, hooked, is_leaf, walk
+from cs_kernels.engine.pass_checks import PassChecks
 from cs_kernels.errors import described
-from cs_kernels.gradients import TaskGradients
+from cs_kernels.gradients import TaskGradients, is_in_foreign_memory
 from cs_kernels.methods import Method
 from cs_kernels.ranks.strategy import Ranks
 from cs_kernels.step import Part
@@ -43,8 +44,7 @@ class FeatureGradients(TaskGradients):
     def _own(self, grad: Tensor) -> Tensor:
         if self._ranks.scale != 1:
             return grad * self._ranks.scale
-        # The next pass overwrites a part of a larger allocation, such as a CUDA graph's.
-        return grad.clone() if _is_part(grad) else grad
+        return grad.clone() if is_in_foreign_memory(grad) else grad
 
     def reached_here(self) -> tuple[bool, ...]:
         """For each feature, whether a task has a gradient of it on this rank."""
@@ -73,10 +73,6 @@ class FeatureGradients(TaskGradients):
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """The sum over all samples."""
         return self._ranks.total(tensor)
-
-
-def _is_part(grad: Tensor) -> bool:
-    return grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
 
 
 def tensors_of(features: object) -> list[Tensor]:
@@ -229,7 +225,7 @@ class Features:
                 "losses must depend on what leads to features through features alone, or a part of"
                 f" its gradient would not be weighed: that of {task!r} depends on"
                 f" {self._described(leaves)} past them: hand over every output of the trunk that a"
-                " loss depends on"
+                " loss depends on, and for a tied weight call backward without features"
             )
         return reached
 
@@ -255,7 +251,7 @@ class Features:
                         f" {other!r} and {task!r} depend on {self._described({leaf})} past them"
                     )
 
-    def head_passes(self, losses: Mapping[str, Tensor]) -> None:
+    def head_passes(self, losses: Mapping[str, Tensor], checks: PassChecks) -> None:
         """A backward pass from each weighted loss to the features.
 
         The parameters on the way get its gradient, where two losses reach one, both: during the
@@ -264,10 +260,13 @@ class Features:
         Raises:
             ValueError: A weighting's part of a loss reaches the trunk past the features; or no
                 gradient gets to the features.
+            RuntimeError: What several losses reach behind the features cannot be walked twice.
 
         """
         heads = {task: self._reached_by(task, loss) for task, loss in losses.items()}
         self._check_shared(heads)
+        with _without_hooks(self._features):
+            checks.check_repeatable(losses, self._features)
         inner = {task: head.inner for task, head in heads.items()}
         for task, loss in losses.items():
             nodes = inner.pop(task)

@@ -49,6 +49,8 @@ class OneGraph(Mode):
     def arguments(self) -> Iterable[str] | None:
         """Checks the losses."""
         self.losses = checked_losses(self._given)
+        if not self.losses and self.engine.ranks.size == 1:
+            raise ValueError("losses must hold the loss of at least one task, got {}")
         return self.losses
 
     def phase(self) -> Phase:

@@ -1,4 +1,4 @@
-"""Checks of the first backward passes of a set-up; later ones are not looked at.
+"""Checks of the first backward passes of every task; later ones are not looked at.
 
 Parts of a network that act once per backward pass break a method that makes several: auxiliary
 losses whose gradient is injected, functions that overwrite what they have saved, optimizers in
@@ -10,13 +10,21 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from cs_kernels.engine.autograd_graph import Edge, edge_of, hooked, is_reentrant, walk
+from cs_kernels.engine.autograd_graph import (
+    Edge,
+    edge_of,
+    hooked,
+    is_leaf,
+    is_reentrant,
+    walk,
+)
+from cs_kernels.gradients import is_in_foreign_memory
 from cs_kernels.ranks.checksums import checksums
 from cs_kernels.ranks.fsdp import is_sharded
 from cs_kernels.trunk.trunk import Trunk
@@ -27,12 +35,12 @@ largest norm: a gradient may cancel out, as that of a bias before a normalizatio
 _HALF_TOLERANCE, _HALF_FLOOR = 0.1, 0.05
 """The same where numbers of 16 bits are added."""
 _MOST_CHECKS = 4
-"""The set-ups that are checked: parameters may be frozen in turn, in every step."""
+"""How often passes are checked anew: parameters may be frozen in turn, in every step."""
 
 _OFF = "; check_passes=False leaves this check out"
 _WAYS_OUT = (
-    ": use step(closure), which has a graph per task, or backward(losses, features=z), which goes"
-    " through the trunk's once; an auxiliary loss belongs in a task's loss, or is a task of its own"
+    ": use step(closure), which has a graph per task, or backward(losses, features=z), which walks"
+    " what leads to z once; an auxiliary loss belongs in a task's loss, or is a task of its own"
     + _OFF
 )
 
@@ -54,9 +62,9 @@ class PassChecks:
         self._arrived: dict[str, set[int]] = {}
         """By task whose first passes were made now: the shared parameters that got a gradient."""
         self._left = _MOST_CHECKS
-        """How many set-ups are still checked."""
-        self._is_repeatable = False
-        """Whether passes through one graph were seen to be repeatable."""
+        """How often passes are still checked anew."""
+        self._together: dict[str, set[str]] = {}
+        """By task: those whose passes through one graph with it were seen to be repeatable."""
 
     def forget(self) -> None:
         """Checks the next passes of every task."""
@@ -64,7 +72,7 @@ class PassChecks:
             return
         self._left -= 1
         self._tasks.clear()
-        self._is_repeatable = False
+        self._together.clear()
 
     @contextlib.contextmanager
     def watching(self, tasks: Iterable[str]) -> Iterator[None]:
@@ -88,7 +96,10 @@ class PassChecks:
         leaves = [(p, i) for i, p in shared if p.requires_grad and not is_sharded(p)]
         names = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
         before = checksums(self._trunk.shared, names)
-        with hooked([(p, partial(note, i)) for p, i in leaves]):
+        with (
+            hooked([(p, partial(note, i)) for p, i in leaves]),
+            _hooks_that_change_gradients([p for p, _ in leaves]) as changing,
+        ):
             yield
         after = checksums(self._trunk.shared, names)
         changed = [name for name in before if before[name] != after[name]]
@@ -98,6 +109,14 @@ class PassChecks:
                 f" {len(changed) - 1} others changed during that of {new[0]!r}: hooks must not step"
                 " an optimizer, as the one that was handed over does; remove the hook, and load the"
                 f" last checkpoint{_OFF}"
+            )
+        if changing:
+            raise RuntimeError(
+                "a backward pass must leave gradients in .grad as it has made them, but a"
+                f" post-accumulate hook of {names[changing[0]]} and {len(changing) - 1} others has"
+                f" changed it in that of {new[0]!r}: it acts in the pass of every task, where"
+                " passes add up on their sum; use register_hook, which sees the gradient of a pass,"
+                f" or a hook of the torch optimizer, which sees the update{_OFF}"
             )
         self._tasks.update(new)
         self._arrived |= dict.fromkeys(new, arrived)
@@ -122,46 +141,98 @@ class PassChecks:
         """After the passes of a part of a step."""
         self._arrived.clear()
 
-    def check_repeatable(self, losses: Mapping[str, Tensor]) -> None:
+    def check_repeatable(
+        self, losses: Mapping[str, Tensor], features: Sequence[Tensor] = ()
+    ) -> None:
         """Before several passes through one graph: makes its shared part three times, once of zero.
+
+        It is made for tasks that have not come together before.
+
+        Args:
+            losses: The loss of each task.
+            features: Where the passes end, if not at the leaves.
 
         Raises:
             RuntimeError: The passes differ, or one of a zero loss has gradients, or fails.
 
         """
-        if not self.enabled or self._is_repeatable or len(losses) < 2:
+        tasks, unseen = set(losses), set[str]()
+        known = all(tasks <= self._together.get(task, unseen) for task in tasks)
+        if not self.enabled or known or len(tasks) < 2:
             return
-        shared = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
-        if not any(map(is_sharded, shared)):
-            starts, is_half = _shared_starts(losses)
+        if not any(map(is_sharded, self._trunk.shared)):
+            part = _shared_part(losses, features)
+            targets: dict[Tensor, str] = {z: f"features[{i}]" for i, z in enumerate(features)}
+            targets |= zip(self._trunk.shared, self._trunk.names, strict=True)
+            others = [p for p in self._trunk.held() if p in part.leaves - targets.keys()]
+            targets |= {p: name for p in others for name in self._trunk.watcher.names_of([p])}
             # Checkpointing runs normalizations again.
             with self._trunk.unchanged(self._trunk.tasks, always=True):
-                for task, edges in starts.items():
-                    _check_repeatable(task, edges, shared, self._trunk.held(), is_half=is_half)
-        self._is_repeatable = True
+                for task, edges in part.starts.items():
+                    _check_repeatable(
+                        task, edges, targets, self._trunk.held(), is_half=part.is_half
+                    )
+        for task in tasks:
+            self._together.setdefault(task, set()).update(tasks)
 
 
-def _shared_starts(losses: Mapping[str, Tensor]) -> tuple[dict[str, set[Edge]], bool]:
-    """By task, where its pass enters the nodes that passes of several tasks walk.
+@contextlib.contextmanager
+def _hooks_that_change_gradients(
+    parameters: Iterable[nn.Parameter],
+) -> Iterator[list[nn.Parameter]]:
+    """Around a backward pass; gives the parameters with a hook that has changed `.grad`."""
+    expected: dict[nn.Parameter, Tensor] = {}
+    changing: list[nn.Parameter] = []
 
-    Without the tasks that would walk none that those before them have not. And whether there are
-    numbers of 16 bits.
-    """
-    nodes = {task: walk([edge_of(loss)], frozenset()).inner for task, loss in losses.items()}
+    def before(p: nn.Parameter, grad: Tensor) -> None:
+        if grad.layout is torch.strided:
+            expected[p] = grad.clone() if p.grad is None else p.grad + grad
+
+    def after(p: nn.Parameter) -> None:
+        right = expected.pop(p, None)
+        # A hook that takes it away is found where gradients are collected.
+        if right is not None and p.grad is not None:
+            same = torch.allclose(p.grad, right.to(p.grad), rtol=0.0, atol=0.0, equal_nan=True)
+            changing.extend([] if same else [p])
+
+    watched = [p for p in parameters if p._post_accumulate_grad_hooks]
+    with hooked([(p, partial(before, p)) for p in watched]), contextlib.ExitStack() as handles:
+        for p in watched:  # Behind the hooks that are there.
+            handle = p.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
+            handles.callback(handle.remove)
+        yield changing
+
+
+class _SharedPart(NamedTuple):
+    """The part of a graph that passes of several tasks walk."""
+
+    starts: dict[str, set[Edge]]
+    """By task, where its pass enters; without the tasks that would walk no more than those before
+    them."""
+    leaves: Set[Tensor]
+    """The leaves in it."""
+    is_half: bool
+    """Whether there are numbers of 16 bits in it."""
+
+
+def _shared_part(losses: Mapping[str, Tensor], features: Sequence[Tensor]) -> _SharedPart:
+    ends = {edge_of(z) for z in features}
+    nodes = {task: walk([edge_of(loss)], ends).nodes for task, loss in losses.items()}
     visits = Counter(node for of_task in nodes.values() for node in of_task)
     shared = {node for node, number in visits.items() if number > 1}
     # `torch.autograd.grad` leaves `.grad` alone, and does not go through reentrant checkpointing.
     if any(is_reentrant(node) or not _is_plain(node) for node in shared):
-        return {}, False
+        return _SharedPart({}, frozenset(), is_half=False)
+    leaves = {node.variable for node in shared if is_leaf(node)}
     is_half = any(like.dtype in _HALF for node in shared for like in node._input_metadata)
-    left, found = set(shared), dict[str, set[Edge]]()
+    left, starts = set(shared), dict[str, set[Edge]]()
     for task, of_task in nodes.items():
         if not left.isdisjoint(of_task):
             edges = [edge for node in of_task - shared for edge in node.next_functions]
-            starts = {edge for edge in (edge_of(losses[task]), *edges) if edge[0] in shared}
-            found[task] = starts
+            entries = {edge for edge in (edge_of(losses[task]), *edges) if edge[0] in shared}
+            starts[task] = entries - ends
             left -= of_task
-    return found, is_half
+    return _SharedPart(starts, leaves, is_half)
 
 
 _HALF = torch.bfloat16, torch.float16
@@ -178,17 +249,17 @@ def _is_plain(node: Any) -> bool:
 def _check_repeatable(
     task: str,
     starts: Set[Edge],
-    shared: Mapping[nn.Parameter, str],
+    names: Mapping[Tensor, str],
     held: Sequence[nn.Parameter],
     *,
     is_half: bool,
 ) -> None:
-    parameters = [p for p in shared if p.requires_grad]
+    targets = [target for target in names if target.requires_grad]
     edges = [GradientEdge(*edge) for edge in starts]
-    first = _gradients(edges, 1, parameters, held)
+    first = _gradients(edges, 1, targets, held)
     try:
-        leaks = [_norm(g, nan=0.0) for g in _gradients(edges, 0, parameters, held)]
-        second = _gradients(edges, 1, parameters, held)
+        leaks = [_norm(g, nan=0.0) for g in _gradients(edges, 0, targets, held)]
+        second = _gradients(edges, 1, targets, held)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -199,11 +270,11 @@ def _check_repeatable(
     norms = list(map(_norm, first))
     largest = max(norms, default=0.0)
     tolerance, floor = (_HALF_TOLERANCE, _HALF_FLOOR) if is_half else (_TOLERANCE, _FLOOR)
-    for p, before, after, leak, norm in zip(parameters, first, second, leaks, norms, strict=True):
+    for t, before, after, leak, norm in zip(targets, first, second, leaks, norms, strict=True):
         if leak > 0:
             raise RuntimeError(
                 "backward makes a pass per task through one graph, so what a pass adds by itself"
-                f" would count once per task, got a gradient of norm {leak:.3g} for {shared[p]} in"
+                f" would count once per task, got a gradient of norm {leak:.3g} for {names[t]} in"
                 f" a pass of {task!r} with a gradient of zero{_WAYS_OUT}"
             )
         if before is None or after is None:
@@ -213,7 +284,7 @@ def _check_repeatable(
         if difference > max(tolerance * norm, floor * largest):
             raise RuntimeError(
                 "backward makes a pass per task through one graph, so a pass must be repeatable,"
-                f" got gradients of {shared[p]} that differ by {difference:.3g} between two of"
+                f" got gradients of {names[t]} that differ by {difference:.3g} between two of"
                 f" {task!r}, of norm {norm:.3g}{_WAYS_OUT}"
             )
 
@@ -221,7 +292,7 @@ def _check_repeatable(
 def _gradients(
     edges: Sequence[GradientEdge],
     factor: int,
-    parameters: Sequence[nn.Parameter],
+    targets: Sequence[Tensor],
     held: Sequence[nn.Parameter],
 ) -> list[Tensor | None]:
     """The gradients of a pass that begins at some edges, and leaves `.grad` unchanged.
@@ -233,15 +304,16 @@ def _gradients(
     for p in held:
         p.grad = None
     try:
-        found = torch.autograd.grad(edges, parameters, starts, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(edges, targets, starts, retain_graph=True, allow_unused=True)
         # A function with a backward pass inside accumulates gradients in `.grad`.
-        inner = [p.grad for p in parameters]
+        inner = [target.grad if target.is_leaf else None for target in targets]
     finally:
         for p, grad in zip(held, before, strict=True):
             p.grad = grad
     pairs = zip(found, inner, strict=True)
     sums = (b if a is None else a if b is None else a + b for a, b in pairs)
-    return [None if g is None or g.layout is not torch.strided else g for g in sums]
+    dense = (None if g is None or g.layout is not torch.strided else g for g in sums)
+    return [g.clone() if g is not None and is_in_foreign_memory(g) else g for g in dense]
 
 
 def _any_gradient(edge: GradientEdge) -> Tensor:
