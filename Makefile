@@ -1,9 +1,9 @@
 # Every target sets up .venv by itself. `make quick` (linters, kernels and the loop: after every edit),
 # `make test [PART=K/N]` (samples, and part K of N of the other cases), `make test-all` (every case, and
-# on every backend that runs without a GPU), `make lint`, `make docs`, `make docs-serve`, `make bench`, `make demo [QUICK=1] [METHODS="NAME ..."]
+# on every backend that runs without a GPU), `make lint`, `make docs`, `make docs-serve`, `make bench`, `make demo [QUICK=1] [DEVICE=cuda] [METHODS="NAME ..."]
 # [RANKS=2]` (on that many processes), `make fuzz [SECONDS=60] [SEED=N] [BASELINE=1]` (operators under sanitizers), `make paper TABLE=nyud|pascal|cityscapes|scaling|ablation|order|time
 # [DATA=FOLDER] [SEEDS="0 1 2"] [JOBS=2] [RANKS=2] [PLAN=1] [OPTIONS="..."]` (the paper's experiments),
-# `make uses USE=pinn|digits|tabular|finetune|priorities|agreement|photograph [SEEDS="0 1"] [JOBS=2] [QUICK=1]` (real uses), and
+# `make uses USE=pinn|digits|tabular|finetune|priorities|agreement|photograph [SEEDS="0 1"] [JOBS=2] [QUICK=1] [DEVICE=cuda]` (real uses), and
 # `make wheel` for all GPUs, or for those of CUDAARCHS, and for every Python from 3.10 to 3.13 that is
 # installed, or for those of PYTHONS, `make sdist`. On a machine with a GPU,
 # `make test-gpu`, `make sanitize-gpu` and `make bench-gpu` build for it and run with the Python that has
@@ -184,7 +184,7 @@ TORCHRUN = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$$(( $$(nproc) > $(RANKS) ? $$(np
 
 # The demo alone needs neither the tests' packages nor CUDA kernels.
 demo: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.demo)
-	$(if $(RANKS),$(TORCHRUN),$(PYTHON)) examples/demo.py $(if $(QUICK),--quick) $(if $(METHODS),--methods $(METHODS))
+	$(if $(RANKS),$(TORCHRUN),$(PYTHON)) examples/demo.py $(if $(QUICK),--quick) $(if $(METHODS),--methods $(METHODS)) $(if $(DEVICE),--device $(DEVICE))
 
 paper: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.paper)
 	cd examples && $(CURDIR)/$(PYTHON) -m paper $(TABLE) $(if $(DATA),--data $(abspath $(DATA))) \
@@ -193,7 +193,7 @@ paper: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.paper)
 
 uses: $(if $(wildcard $(VENV)/.ready),$(VENV)/.ready,$(VENV)/.uses)
 	cd examples && $(CURDIR)/$(PYTHON) -m uses $(USE) $(if $(SEEDS),--seeds $(SEEDS)) $(if $(JOBS),--jobs $(JOBS)) \
-		$(if $(QUICK),--quick)
+		$(if $(QUICK),--quick) $(if $(DEVICE),--device $(DEVICE))
 
 clean:
 	rm -rf $(VENV) build *.egg-info cs_kernels/_C*.so

@@ -1,6 +1,7 @@
 """Trains three tasks of one photograph with every phase of the method, and prints the table.
 
-    python examples/demo.py [--quick] [--methods NAME ...|all] [--seeds 0 1 ...] [--out FOLDER]
+    python examples/demo.py [--quick] [--methods NAME ...|all] [--seeds 0 1 ...] [--device cuda]
+        [--out FOLDER]
     python examples/demo.py --draw FILE [--out FOLDER]
     torchrun --standalone --nproc-per-node=2 examples/demo.py ...
 
@@ -115,11 +116,15 @@ class Ranks:
     group: dist.ProcessGroup | None = None
 
 
-def start_ranks() -> Ranks:
-    """The processes that torchrun started, or this process alone."""
+def start_ranks(device: str) -> Ranks:
+    """The processes that torchrun started, or this process alone, on their devices."""
+    torch.set_default_device(device)
     if "WORLD_SIZE" not in os.environ:
         return Ranks()
-    dist.init_process_group("gloo")
+    if device == "cuda":
+        torch.set_default_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
 
 
@@ -264,7 +269,8 @@ class Run:
         """Milliseconds of a step of the last phase and of its parts, after training.
 
         The step is timed by the clock. The times of surgery (moving the gradients included) and of
-        the optimizer are from a profile of further steps, and include the profiler's own cost.
+        the optimizer are from a profile of further steps, and include the profiler's own cost; on a
+        GPU they are the host's.
         """
         schedule = cs.Joint() if self.phases[-1] == 2 else cs.Sequential()
         opt = cs.MultiTaskOptimizer(
@@ -281,6 +287,8 @@ class Run:
         for _ in range(steps):
             start = time.perf_counter()
             self.step(opt)
+            if torch.get_default_device().type == "cuda":
+                torch.cuda.synchronize()
             whole.append(1e3 * (time.perf_counter() - start))
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             for _ in range(steps):
@@ -403,6 +411,7 @@ def main() -> None:
         help=f"rows of the table: {', '.join(ROWS)}, or all; by default the first five",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
     parser.add_argument("--draw", type=Path, help="draws the pictures of a results.json again")
     options = parser.parse_args()
@@ -410,7 +419,7 @@ def main() -> None:
         draw(json.loads(options.draw.read_text())["runs"][-1], options.out)
         return
     settings = QUICK if options.quick else Settings()
-    ranks = start_ranks()
+    ranks = start_ranks(options.device)
     console = Console(quiet=ranks.rank > 0)
     start = time.perf_counter()
     names = list(ROWS) if "all" in options.methods else options.methods
@@ -436,6 +445,7 @@ def main() -> None:
         "settings": vars(settings),
         "seeds": options.seeds,
         "ranks": ranks.size,
+        "device": options.device,
         "torch": torch.__version__,
         "runs": runs,
     }

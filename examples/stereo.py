@@ -79,9 +79,7 @@ def read() -> tuple[np.ndarray, Scene]:
 
     def maps(array: np.ndarray, known: np.ndarray | bool = True) -> Tensor:
         array = np.where(known, array, IGNORE)
-        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.float32)).reshape(
-            -1, *scanned.shape
-        )
+        return torch.tensor(array.astype(np.float32)).reshape(-1, *scanned.shape)
 
     scene = Scene(
         maps(picture.transpose(2, 0, 1)),
@@ -128,14 +126,21 @@ class Crops:
         self.size = size
         self.batch = batch
         self._part = slice(rank * batch // ranks, (rank + 1) * batch // ranks)
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator("cpu").manual_seed(seed)
+
+    def _random(self, end: int) -> int:
+        return int(torch.randint(end, (), generator=self._generator, device="cpu"))
 
     def draw(self) -> Scene:
         """The part of a batch on this rank; every rank draws the whole of it."""
         _, height, width = self.scene.picture.shape
         corners = [
             [
-                int(torch.randint(limit - self.size + 1, (), generator=self._generator))
+                int(
+                    torch.randint(
+                        limit - self.size + 1, (), generator=self._generator, device="cpu"
+                    )
+                )
                 for limit in (height, width)
             ]
             for _ in range(self.batch)

@@ -1,6 +1,6 @@
 """Trains the runs of a use that have no result yet, and writes its table and pictures.
 
-    python -m uses NAME [--seeds 0 1 2 3 4] [--quick] [--jobs N] [--out FOLDER]
+    python -m uses NAME [--seeds 0 1 2 3 4] [--quick] [--jobs N] [--device cuda] [--out FOLDER]
 
 A run that was stopped begins anew; those before it are kept, in FOLDER/NAME/runs.
 """
@@ -29,6 +29,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--quick", action="store_true", help="seconds a run: to see that it runs")
     parser.add_argument("--jobs", type=int, default=default_jobs(), help="runs at once")
+    parser.add_argument("--device", default="cpu", help="where the networks are trained")
     parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "out" / "uses")
     options = parser.parse_args(arguments)
     use: Use = importlib.import_module(f"uses.{options.use}").USE
@@ -36,7 +37,8 @@ def main(arguments: list[str] | None = None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     console, start = Console(), time.perf_counter()
     try:
-        results = run_all(use, options.seeds, options.quick, options.jobs, folder, console)
+        given = options.seeds, options.quick, options.jobs
+        results = run_all(use, *given, folder, console, options.device)
     except KeyboardInterrupt:
         console.print("stopped: the same command goes on with the runs that are not finished")
         sys.exit(130)

@@ -30,7 +30,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from uses.use import Column, Result, Use, draw_gains
+from uses.use import Column, Result, Use, draw_gains, seeded
 
 SIDE = 14
 """Of a digit in a picture; those of scikit-learn have 8 x 8 pixels."""
@@ -107,7 +107,7 @@ def _draw_pictures(number: int, count: int, usable: Tensor, generator: torch.Gen
 
 def make_pictures(part: Part, seed: int) -> tuple[Pictures, Pictures]:
     """Pictures for training and 2,000 for testing, of different digits."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     order = torch.randperm(1797, generator=generator)
     count = len(part.tasks)
     test = _draw_pictures(2000, count, order[:TEST_DIGITS], generator)
@@ -173,7 +173,7 @@ class Run:
 
     def train(self, pictures: Pictures, seed: int) -> list[bool | None]:
         """Whether each step had a conflict; None in Phase 1, which has no joint gradients."""
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
         decay = torch.optim.lr_scheduler.LambdaLR(self.adam, lambda e: 1 - e / self.part.epochs)
         conflicts: list[bool | None] = []
         for epoch in range(self.part.epochs):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import cs_kernels as cs
-from uses.use import Column, Result, Use, delta_m, draw_gains
+from uses.use import Column, Result, Use, delta_m, draw_gains, seeded
 
 torchvision_operators.define()  # timm imports torchvision.
 import timm  # noqa: E402
@@ -92,7 +92,7 @@ def _digits(usable: Tensor) -> tuple[Tensor, Tensor]:
 
 def split(seed: int) -> tuple[Tensor, Tensor]:
     """Which digits are for training, and which for testing."""
-    order = torch.randperm(1797, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(1797, generator=seeded(seed))
     return order[TEST_DIGITS:], order[:TEST_DIGITS]
 
 
@@ -176,7 +176,7 @@ def pretrained(seed: int, quick: bool) -> dict[str, Tensor]:
     adamw = torch.optim.AdamW(parameters, lr=3e-3)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adamw, epochs)
     digits, labels = _digits(split(seed)[0])
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     for _ in range(epochs):
         for index in torch.randperm(len(digits), generator=generator).split(64):
             large = functional.interpolate(digits[index], size=18, mode="bilinear")
@@ -302,7 +302,7 @@ def fit(row: str, tasks: Sequence[str], seed: int, quick: bool) -> tuple[Network
     """A network that was trained for some tasks, with its metrics and the seconds."""
     count, epochs = (2 * BATCH, 3) if quick else (PICTURES, EPOCHS)
     epochs *= len(TASKS) if row == "Sum+steps" else 1
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     usable, held_out = split(seed)
     scenes = make_scenes(count, usable, generator)
     test = make_scenes(BATCH if quick else TEST_PICTURES, held_out, generator)

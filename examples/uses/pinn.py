@@ -101,7 +101,7 @@ class Burgers(Problem):
 
     def solution(self, points: Tensor, nodes: int = 100) -> Tensor:
         """By the transform of Cole and Hopf, with Gauss-Hermite quadrature."""
-        z, weights = map(torch.from_numpy, np.polynomial.hermite.hermgauss(nodes))
+        z, weights = map(torch.tensor, np.polynomial.hermite.hermgauss(nodes))
         t, x = points.double().split(1, -1)
         y = x - (4 * VISCOSITY * t).sqrt() * z
         # The integrands exceed the range of float64, but not the share that each node has in them.

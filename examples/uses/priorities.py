@@ -28,7 +28,7 @@ from cs_kernels.gradients import TaskGradients
 from cs_kernels.step import Step
 from cs_kernels.trunk.layers import Layout
 from uses import digits
-from uses.use import Column, Result, Use, draw_gains
+from uses.use import Column, Result, Use, draw_gains, seeded
 
 PARTS = {
     "equal": digits.PARTS["three"],
@@ -86,7 +86,7 @@ class Shuffled(cs.ConnectionStrength):
 
     def shuffle(self, priorities: Sequence[Tensor]) -> list[Tensor]:
         """By the same permutations in every step."""
-        generator = torch.Generator().manual_seed(self.seed)
+        generator = seeded(self.seed)
         return [p[torch.randperm(len(p), generator=generator)] for p in priorities]
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:

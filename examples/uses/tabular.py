@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import cs_kernels as cs
-from uses.use import Column, Result, Use, delta_m, draw_gains
+from uses.use import Column, Result, Use, delta_m, draw_gains, seeded
 
 TASKS = ("years", "kids", "affair")
 """No task may be called "children": modules have a method of that name."""
@@ -77,7 +77,7 @@ class Rows(NamedTuple):
 
 def split(seed: int) -> tuple[Tensor, Tensor]:
     """The numbers of the rows to train on, and of those held out."""
-    order = torch.randperm(6366, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(6366, generator=seeded(seed))
     return order[:TRAINED], order[TRAINED:]
 
 
@@ -99,7 +99,7 @@ def load(seed: int) -> tuple[Rows, Rows]:
         },
         dict.fromkeys(TASKS, torch.ones(len(table), dtype=torch.bool)),
     )
-    generator = torch.Generator().manual_seed(seed + 1_000_000)
+    generator = seeded(seed + 1_000_000)
     known = {task: torch.rand(TRAINED, generator=generator) < KEPT[task] for task in TASKS}
     return rows[train]._replace(known=known), rows[test]
 
@@ -179,7 +179,7 @@ def evaluate(network: Network, tasks: Sequence[str], rows: Rows) -> dict[str, fl
         with cs.nn.active_task(network.trunk, task):
             outputs = network(rows.inputs, task)
         outputs = outputs.exp() if task == "kids" else outputs
-        values[task] = float(metrics[task](rows.targets[task].numpy(), outputs.numpy()))
+        values[task] = float(metrics[task](rows.targets[task].cpu().numpy(), outputs.cpu().numpy()))
     network.train()
     return values
 

@@ -50,8 +50,14 @@ class Use:
     """Pictures into a folder, from the results of each row, a seed each."""
 
 
-def _one_run(use: Use, row: str, seed: int, quick: bool, file: Path) -> str:
+def seeded(seed: int) -> torch.Generator:
+    """A generator on the device of the run."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
+def _one_run(use: Use, row: str, seed: int, quick: bool, device: str, file: Path) -> str:
     torch.set_num_threads(1)
+    torch.set_default_device(device)
     torch.manual_seed(seed)
     result = use.train(row, seed, quick)
     with atomic_write(file) as written:
@@ -65,7 +71,13 @@ def _file(folder: Path, row: str, seed: int) -> Path:
 
 
 def run_all(
-    use: Use, seeds: Sequence[int], quick: bool, jobs: int, folder: Path, console: Console
+    use: Use,
+    seeds: Sequence[int],
+    quick: bool,
+    jobs: int,
+    folder: Path,
+    console: Console,
+    device: str = "cpu",
 ) -> dict[str, list[Result]]:
     """Trains what has no result yet, `jobs` runs at once, and reads all results."""
     files = {(row, seed): _file(folder, row, seed) for row in use.rows for seed in seeds}
@@ -87,7 +99,7 @@ def run_all(
             for row, seed in missing:
                 file = files[row, seed]
                 file.parent.mkdir(parents=True, exist_ok=True)
-                started.append(pool.submit(_one_run, use, row, seed, quick, file))
+                started.append(pool.submit(_one_run, use, row, seed, quick, device, file))
             for done in as_completed(started):
                 progress.update(bar, advance=1, description=f"{use.name}: {done.result()}")
         except BaseException:
