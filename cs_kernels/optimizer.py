@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs_kernels.engine.at_features import AtFeatures
+from cs_kernels.engine import steps
 from cs_kernels.engine.build import build_engine
 from cs_kernels.engine.captured import CapturedStep
 from cs_kernels.engine.copies import Copyable, PartOfEngine
 from cs_kernels.engine.loss_graph import Backward
-from cs_kernels.engine.one_graph import OneGraph, trace_losses
-from cs_kernels.engine.per_task import Closure, PerTask, trace
-from cs_kernels.engine.stacked.mode import Forward, KnownPasses, Stacked
+from cs_kernels.engine.one_graph import trace_losses
+from cs_kernels.engine.per_task import Closure, trace
+from cs_kernels.engine.stacked.together import Forward, KnownPasses, step_together
 from cs_kernels.engine.state import load_state, state_of
 from cs_kernels.methods import ConnectionStrength, Method
 from cs_kernels.monitor.conflicts import Conflicts
@@ -194,7 +194,7 @@ class MultiTaskOptimizer(Copyable):
                 step.
 
         """
-        return self._engine.run(PerTask(self._engine, closure, tasks))
+        return steps.step(self._engine, closure, tasks)
 
     def step_together(
         self, forward: Forward, tasks: Iterable[str] | None = None
@@ -235,8 +235,7 @@ class MultiTaskOptimizer(Copyable):
             RuntimeError: As `step`.
 
         """
-        mode = Stacked(self._engine, forward, tasks, self.trunk, self._known_passes)
-        return self._engine.run(mode)
+        return step_together(self._engine, forward, tasks, self.trunk, self._known_passes)
 
     def backward(
         self,
@@ -291,8 +290,8 @@ class MultiTaskOptimizer(Copyable):
 
         """
         if features is None:
-            return self._engine.run(OneGraph(self._engine, losses, update=update))
-        return self._engine.run(AtFeatures(self._engine, losses, features, update=update))
+            return steps.backward(self._engine, losses, update=update)
+        return steps.backward_at_features(self._engine, losses, features, update=update)
 
     def capture(
         self,

@@ -1,4 +1,4 @@
-"""The facts of one step, for methods and weightings, and the parts that it is made of."""
+"""The facts of one step, for methods and weightings."""
 
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
@@ -174,36 +174,3 @@ class CapturedFacts(Step):
                 " step.draw for an operator that draws"
             )
         return super().__getattribute__(name)
-
-
-@dataclass
-class Part:
-    """The passes of a step that lead to one update: of one task in Phase 1, of all in Phase 2."""
-
-    step: Step
-    tasks: tuple[str, ...]
-    joint: bool
-    """Whether the method makes the update."""
-    separate: bool
-    """Whether each task's gradients are kept; else they add up in `.grad`."""
-    adds_up: bool = False
-    """Whether the gradients of a later call are added before the update."""
-    continues: bool = False
-    """Whether the gradients of an earlier call are in place."""
-    note: str = ""
-    """What has been done before, for exceptions."""
-    before: Losses = field(default_factory=Losses)
-    """The losses of earlier calls."""
-    stops: bool = False
-    """Whether its passes stop at features, and the next part goes on from there."""
-    reached: tuple[bool, ...] = ()
-    """For each feature, whether a task has a gradient of it: once averaged, on any rank."""
-
-    @property
-    def adds_tasks(self) -> bool:
-        """Whether the gradients of several tasks add up without weights.
-
-        Only graphs show what each task reaches then. Elsewhere nothing may be learned from graphs,
-        which a resumed run checks at other steps.
-        """
-        return self.joint and not self.separate and self.step.kept is None

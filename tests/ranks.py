@@ -41,6 +41,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(DEVICE == "cpu")  # New tensors are filled with NaN.
     gc.freeze()  # What was imported: collections between the functions are short.
+    os.environ["LOCAL_RANK"] = str(rank)  # As torchrun sets it.
     for number in itertools.count():
         try:
             function, arguments = connection.recv()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cs_kernels as cs
-from cs_kernels.engine.stacked.mode import RunTrunk
+from cs_kernels.engine.stacked.together import RunTrunk
 
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}
 BY_LAYER = cs.MGDA(groups="layer")

@@ -122,6 +122,13 @@ def _an_injected_loss() -> None:
     opt.backward({"a": y.mean(), "b": y.square().mean()})
 
 
+def _a_penalty_in_a_hook() -> None:
+    loop = Loop()
+    weight = loop.trunk[0].weight
+    weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad + p.detach()))
+    loop.opt.step(loop.loss)
+
+
 MISTAKES: list[Callable[[], object]] = [
     lambda: cs.nn.convert_task_batchnorm(nn.LayerNorm(3), AB),
     lambda: Loop(converted=False),
@@ -142,6 +149,7 @@ MISTAKES: list[Callable[[], object]] = [
     _a_second_step,
     _a_penalty_before,
     _an_injected_loss,
+    _a_penalty_in_a_hook,
 ]
 """One for each message of the page outside many ranks, in its order."""
 

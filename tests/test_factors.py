@@ -9,7 +9,7 @@ from networks import TASKS, Setup, started
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels.step import Part
+from cs_kernels.stage import Passes, Stage
 
 pytestmark = pytest.mark.loop
 
@@ -84,7 +84,7 @@ def test_a_change_between_steps_counts(change: Callable[[Setup], None]) -> None:
                 parameter.grad = torch.randn_like(parameter)
             opt._engine.ranks.gradients.collect(task)
         step = cs.Step(tasks=tuple(TASKS))
-        opt._engine.surgery(Part(step, step.tasks, joint=True, separate=True))
+        opt._engine.surgery(Passes(step, step.tasks, Stage.JOINT, separate=True))
     kept = step.surgery
     assert kept.prioritized is not None
     assert kept.priorities is not None

@@ -220,7 +220,7 @@ def test_converges(name: str) -> None:
 @pytest.mark.parametrize(
     ("losses", "error", "message"),
     [
-        (lambda loss: {}, ValueError, "tasks must"),
+        (lambda loss: {}, ValueError, "losses must hold the loss of at least one task"),
         (lambda loss: {"flow": loss}, ValueError, "tasks must be among .*got 'flow'"),
         (lambda loss: {"depth": loss.expand(2)}, ValueError, "losses must hold a real scalar"),
         (lambda loss: {"depth": loss.detach()}, ValueError, "losses must hold a loss with a graph"),

@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import cs_kernels as cs
-from cs_kernels.engine.stacked.mode import RunTrunk
+from cs_kernels.engine.stacked.together import RunTrunk
 
 pytestmark = pytest.mark.loop
 

@@ -37,7 +37,7 @@ from trunks import Setup as TrunkSetup
 
 import cs_kernels as cs
 from cs_kernels.engine.stacked.layer_updates import LayerUpdates
-from cs_kernels.engine.stacked.mode import RunTrunk
+from cs_kernels.engine.stacked.together import RunTrunk
 from cs_kernels.ops import backends
 
 pytestmark = pytest.mark.loop

@@ -18,7 +18,8 @@ from cs_kernels.engine import supports
 from cs_kernels.engine.cuda_graphs import DEVICES, Graphs, refuse_capture
 from cs_kernels.engine.engine import Engine
 from cs_kernels.engine.interrupts import held_back
-from cs_kernels.engine.per_task import Closure, PerTask, checked_closures
+from cs_kernels.engine.per_task import Closure, checked_closures
+from cs_kernels.engine.steps import run_step, step
 from cs_kernels.monitor.report import Done
 from cs_kernels.options import checked_integer
 from cs_kernels.schedules import Phase
@@ -86,7 +87,7 @@ class CapturedStep:
     def _call(self) -> dict[str, Tensor]:
         engine, graphs = self._engine, self._graphs
         if graphs is None:
-            return engine.run(self._step())
+            return self._eager()
         _check_autocast(self._counter.device)
         phase = engine.phase
         refuse_capture(self._counter.device)
@@ -100,15 +101,15 @@ class CapturedStep:
             self._warm[phase] = 0
         if recording is None and self._warm[phase] < self._warmup:
             with graphs.aside():
-                losses = engine.run(self._step())
+                losses = self._eager()
             self._warm[phase] += 1
             return losses
         if recording is None:
             recording = self._recordings[phase] = self._captured(phase, graphs)
         return self._replayed(recording)
 
-    def _step(self) -> PerTask:
-        return PerTask(self._engine, self._closures, self._tasks)
+    def _eager(self) -> dict[str, Tensor]:
+        return step(self._engine, self._closures, self._tasks)
 
     def _captured(self, phase: Phase, graphs: Graphs) -> _Recording:
         engine = self._engine
@@ -116,9 +117,8 @@ class CapturedStep:
         number, losses = engine.steps, dict[str, Tensor]()
 
         def run() -> None:
-            mode = self._step()
-            mode.arguments()
-            losses.update(engine.make(mode, self._tasks, phase, self._counter))
+            made = run_step(engine, self._tasks, phase, self._closures, self._counter)
+            losses.update(made)
             self._counter.add_(1)
 
         held = engine.trunk.held()

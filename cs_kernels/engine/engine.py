@@ -1,13 +1,10 @@
-"""The engine: one walk for every step, whichever way its gradients are made.
+"""The engine: the parts of a training loop, and what every way to make a step asks of them.
 
-A `Mode` makes the gradients of a part of a step: of one task in Phase 1, of all in Phase 2. What
-comes before and after is here: facts, ranks, averages, surgery, the torch optimizers, undoing.
+`steps.py` has the ways, and is the page to read first.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import ClassVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +20,6 @@ from cs_kernels.engine.loss_graph import Backward, LossGraph
 from cs_kernels.engine.pass_checks import PassChecks
 from cs_kernels.engine.torch_optimizers import TorchOptimizers
 from cs_kernels.engine.transaction import Transaction
-from cs_kernels.errors import noted
 from cs_kernels.methods import Method
 from cs_kernels.monitor.monitor import Monitor
 from cs_kernels.monitor.report import Done
@@ -31,14 +27,15 @@ from cs_kernels.nn.task_norm import check_tasks
 from cs_kernels.options import checked_integer
 from cs_kernels.ranks.strategy import Call, Ranks
 from cs_kernels.schedules import Phase, Schedule
-from cs_kernels.step import CapturedFacts, KeptWeights, Part, Step
+from cs_kernels.stage import Passes, Stage
+from cs_kernels.step import CapturedFacts, Step
 from cs_kernels.trunk.layers import StaleLayoutError
 from cs_kernels.trunk.trunk import Trunk
 from cs_kernels.weightings import Weighting
 
 
 class Engine:
-    """Makes the steps of a training loop from its parts, which it owns.
+    """Owns the parts of a training loop.
 
     Args:
         trunk: What is known of the shared module.
@@ -52,6 +49,15 @@ class Engine:
         check_passes: Whether the first passes are checked.
 
     """
+
+    trunk: Trunk
+    ranks: Ranks
+    method: Method
+    schedule: Schedule
+    weighting: Weighting
+    graph: LossGraph
+    accumulation: Accumulation
+    monitor: Monitor
 
     def __init__(
         self,
@@ -83,104 +89,133 @@ class Engine:
         self.steps = 0
         """The number of steps made."""
 
-    # --- the walk ---
+    # --- what every step calls, in this order ---
 
-    def run(self, mode: "Mode") -> dict[str, Tensor]:
-        """A step, or a call of `backward`; returns the losses of its tasks."""
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around a call: Ctrl-C waits for its end, and other ranks learn of an exception."""
         self.ranks.wrappers.switch_off()
-        with held_back(), self.ranks.together(), mode.around():
-            chosen = self.chosen(mode.arguments())
-            refuse_capture(self.trunk.device)
-            supports.check(mode.name, self)
-            phase = mode.phase()
-            mode.check()
-            if mode.open_step() is None and self.trunk.changed():
-                self.forget_passes()
-            chosen = self.ranks.begin(chosen, self._call(mode, phase))
-            return self.make(mode, chosen, phase)
+        with held_back(), self.ranks.together():
+            yield
 
-    def make(
-        self, mode: "Mode", tasks: Sequence[str], phase: Phase, counter: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """Makes a step that has been checked; returns the losses of its tasks.
+    def check(self, way: str, tasks: Iterable[str] | None) -> tuple[str, ...]:
+        """The tasks of a call, for a way to make gradients that goes with everything else."""
+        chosen = self.chosen(tasks)
+        refuse_capture(self.trunk.device)
+        supports.check(way, self)
+        return chosen
 
-        Everything that can fail comes before the step of the torch optimizers, and is undone after
-        an exception. Behind it, there are only assignments.
+    def begin(
+        self,
+        tasks: Sequence[str],
+        phase: Phase,
+        stage: Stage,
+        *,
+        passes: int = 1,
+        features: int = 0,
+    ) -> tuple[str, ...]:
+        """The tasks of all ranks, which agree that they begin the same call.
 
         Args:
-            mode: Makes the gradients.
-            tasks: The tasks of all ranks.
+            tasks: Those of this rank.
             phase: The phase of the step.
+            stage: The first stage of the call.
+            passes: The number of micro-batches.
+            features: The number of features.
+
+        """
+        if not stage.continues and self.trunk.changed():
+            self.forget_passes()
+        epoch = -1 if self.epoch is None else self.epoch
+        call = Call(self.steps, phase, epoch, len(self.trunk.held()), stage, features, passes)
+        return self.ranks.begin(tasks, call)
+
+    @contextmanager
+    def undone_on_error(self, label: str, *, eager: bool = True) -> Iterator[None]:
+        """Around a step: one that fails has changed no state, and shown nothing of the trunk.
+
+        Args:
+            label: Its name in a profile.
+            eager: Whether it is no capture, which only records changes.
+
+        """
+        with record_function(label):
+            if not eager:
+                yield
+                return
+            states = self.transaction.states(self.method, self.weighting)
+            try:
+                with states, self.trunk.reach.undone_on_error():
+                    yield
+            except BaseException:
+                self.graph.forget()
+                self.pass_checks.end_passes()
+                raise
+
+    def new_step(
+        self,
+        tasks: Sequence[str],
+        phase: Phase,
+        *,
+        at_features: bool = False,
+        more: bool = False,
+        counter: Tensor | None = None,
+    ) -> Step:
+        """The facts of a step that begins.
+
+        Args:
+            tasks: The tasks that are known to take part.
+            phase: Its phase.
+            at_features: Whether methods combine gradients of features, not of parameters.
+            more: Whether a later call may bring others.
             counter: In a capture, the number of the step on the device.
 
         """
-        eager = counter is None
-        with record_function(mode.label), self._undone_on_error() if eager else nullcontext():
-            step = mode.open_step() or self._new_step(mode, tasks, phase, counter)
-            parts = [*mode.parts(step, tasks, phase)]
-            for part in parts:
-                with (
-                    noted(part.note),
-                    self.transaction.part(
-                        part.tasks, clears=not part.continues, restores=mode.applies and eager
-                    ) as held,
-                ):
-                    part.before = step.begin_passes()
-                    self.ranks.expect(part)
-                    mode.make(part, held)
-                    self.pass_checks.end_passes()
-                    self.ranks.average(part, held)
-                    if part.joint or self.trunk.watcher.norms_ran:
-                        self._require_covered()
-                    mode.surgery(part)
-                    last = part is parts[-1]
-                    if last:
-                        losses = self.ranks.returned(mode.losses_of(step), tasks)
-                        commit = mode.prepared(step, phase)
-                    if mode.applies:
-                        self._apply()
-                    if last:
-                        commit()
-        if self.weighting.reevaluates:
-            note = (
-                f"the step has been made: {self.weighting!r} computes losses again after it,"
-                " without gradients; with reevaluate=False, it takes those of the next step"
-            )
-            with noted(note):
-                mode.observe_again(step, tasks)
-        return losses
-
-    @contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
-        """Around a step: one that fails has changed no state, and shown nothing of the trunk."""
-        states = self.transaction.states(self.method, self.weighting)
-        try:
-            with states, self.trunk.reach.undone_on_error():
-                yield
-        except BaseException:
-            self.graph.forget()
-            self.pass_checks.end_passes()
-            raise
-
-    def _call(self, mode: "Mode", phase: Phase) -> Call:
-        """The facts of a step that must be equal on all ranks."""
-        epoch = -1 if self.epoch is None else self.epoch
-        return Call(self.steps, phase, epoch, len(self.trunk.held()), mode.kind, mode.passes)
-
-    def _new_step(
-        self, mode: "Mode", tasks: Sequence[str], phase: Phase, counter: Tensor | None
-    ) -> Step:
         self.graph.begin_step(self.steps)
         facts = Step if counter is None else CapturedFacts
         step = facts(
             number=self.steps,
             tasks=self.in_order(tasks),
-            at_features=mode.at_features,
+            at_features=at_features,
             loss_scale=self.graph.known_scale(),
             counter=counter,
         )
-        step.kept = mode.kept_weights(step) if phase == 2 else None
+        if phase == 2 and not (more and step.tasks != self.trunk.tasks):
+            step.kept = self.kept.weights_for(step, self.method)
         return step
+
+    def separates(self, step: Step) -> bool:
+        """Whether joint passes keep each task's gradients."""
+        weights_are_known = step.kept is not None and not step.kept.layers
+        return self.method.separate_gradients and not weights_are_known
+
+    @contextmanager
+    def passing(
+        self, passes: Passes, *, restores: bool = False
+    ) -> Iterator[Sequence[nn.Parameter]]:
+        """Around the passes of a stage and what follows them; an exception undoes all of it.
+
+        Args:
+            passes: The passes.
+            restores: Whether to restore running statistics after an exception.
+
+        Yields:
+            The parameters of the torch optimizers.
+
+        """
+        clears = not passes.stage.continues
+        with self.transaction.part(passes.tasks, clears=clears, restores=restores) as held:
+            passes.before = passes.step.begin_passes()
+            self.ranks.expect(passes)
+            yield held
+
+    def average(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
+        """Makes equal on all ranks what the passes of a stage have left."""
+        self.pass_checks.end_passes()
+        self.ranks.average(passes, held)
+        covers = passes.stage.is_joint or self.trunk.watcher.norms_ran
+        if covers and self.method.prioritizes:
+            self.trunk.require_covered(self.method)
 
     def collect(self, task: str) -> None:
         """Moves the gradients of one task out of `.grad`."""
@@ -189,11 +224,11 @@ class Engine:
             self.pass_checks.collected(task, self.trunk.reach.last_unreached(task))
             self.trunk.check_reached(task, reached)
 
-    def surgery(self, part: Part) -> None:
+    def surgery(self, passes: Passes) -> None:
         """Makes the update of the shared parameters in `.grad`, from the gradients of all tasks."""
-        step = part.step
+        step = passes.step
         gradients, eager = self.ranks.gradients, step.counter is None
-        if not part.separate:  # The tasks' gradients have added up.
+        if not passes.separate:  # The tasks' gradients have added up.
             reached = any(p.grad is not None for p in self.trunk.shared)
             self.trunk.check_reached(step.tasks[0], reached)
         timer = self.monitor.timer(self.trunk.device, eager=eager)
@@ -201,9 +236,9 @@ class Engine:
             gradients.release_own()
             first = gradients.first()
             self.monitor.measure(step)
-            if part.separate:
+            if passes.separate:
                 self.monitor.look_for_zeros(gradients, step)
-            if part.separate or step.kept is None:
+            if passes.separate or step.kept is None:
                 self.combine(step)
             else:
                 step.surgery = step.kept.surgery()
@@ -225,10 +260,33 @@ class Engine:
             self.method.combine(gradients, self.trunk.layout(), step)
         gradients.clear()
 
-    def _apply(self) -> None:
-        """The step of the torch optimizers."""
+    def apply(self) -> None:
+        """Steps the torch optimizers."""
         self.optimizers.step(self.scaler)
         self.guard.note_steps()
+
+    def finish(self, step: Step, tasks: Sequence[str], phase: Phase) -> dict[str, Tensor]:
+        """Steps the torch optimizers for the last time in a step; returns the losses.
+
+        Everything that can fail comes before, and is undone after an exception. Behind it, there
+        are only assignments.
+        """
+        losses = self.ranks.returned(step.losses, tasks)
+        commit = self.prepared(step, phase)
+        self.apply()
+        commit()
+        return losses
+
+    def leave(
+        self, step: Step, losses: Mapping[str, Tensor], tasks: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Leaves an update to the caller's torch optimizers; returns the losses of a call."""
+        returned = self.ranks.returned(losses, tasks)
+        commit = self.prepared(step, 2)
+        commit()
+        self.accumulation.clear()
+        self.guard.note_update()
+        return returned
 
     def prepared(self, step: Step, phase: Phase) -> Callable[[], None]:
         """Computes what a step leaves beside its update; the function returned assigns it."""
@@ -307,92 +365,3 @@ class Engine:
         self.graph.forget()
         self.pass_checks.forget()
         self.ranks.forget_passes()
-
-    def _require_covered(self) -> None:
-        if self.method.prioritizes:
-            self.trunk.require_covered(self.method)
-
-
-class Mode(ABC):
-    """A way to make the gradients of a step."""
-
-    name: ClassVar[str]
-    """Its column in `supports.TABLE`."""
-    label: ClassVar[str] = "cs_kernels.step"
-    """Its name in a profile."""
-    at_features: ClassVar[bool] = False
-    """Whether methods combine gradients of features, not of parameters."""
-    applies: ClassVar[bool] = True
-    """Whether the torch optimizers are stepped here, not by the caller."""
-    passes = 1
-    """The number of micro-batches."""
-    kind = 0
-    """For `Call.kind_of_call`."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def around(self) -> AbstractContextManager[None]:
-        """Around the whole call."""
-        return nullcontext()
-
-    @abstractmethod
-    def arguments(self) -> Iterable[str] | None:
-        """Checks the caller's arguments, and returns the tasks; None for all."""
-
-    def phase(self) -> Phase:
-        """The phase of this step."""
-        return self.engine.phase
-
-    def check(self) -> None:
-        """Raises for a call that does not fit, before anything is changed."""
-        self.engine.check_ready()
-
-    def open_step(self) -> Step | None:
-        """The step that an earlier call has begun, if this one goes on with it."""
-        return None
-
-    def parts(self, step: Step, tasks: Sequence[str], phase: Phase) -> Iterator[Part]:
-        """The parts of a step, in order."""
-        if phase == 2:
-            yield Part(step, tuple(tasks), joint=True, separate=self.separates(step))
-            return
-        for n, task in enumerate(tasks):
-            made = f"in Phase 1, the updates of {list(tasks[:n])} have been made"
-            yield Part(step, (task,), joint=False, separate=False, note=made if n else "")
-
-    def kept_weights(self, step: Step) -> KeptWeights | None:
-        """The task weights of an earlier step that a new one uses, if it does."""
-        return self.engine.kept.weights_for(step, self.engine.method)
-
-    def separates(self, step: Step) -> bool:
-        """Whether joint parts keep each task's gradients."""
-        weights_are_known = step.kept is not None and not step.kept.layers
-        return self.engine.method.separate_gradients and not weights_are_known
-
-    @abstractmethod
-    def make(self, part: Part, held: Sequence[nn.Parameter]) -> None:
-        """Makes the gradients of a part.
-
-        Args:
-            part: The part of the step.
-            held: The parameters of the torch optimizers.
-
-        """
-
-    def surgery(self, part: Part) -> None:
-        """Makes the update of a joint part, to which no later call adds, from its gradients."""
-        if part.joint and not part.adds_up:
-            self.engine.surgery(part)
-
-    def prepared(self, step: Step, phase: Phase) -> Callable[[], None]:
-        """Computes what this call leaves beside gradients; the function returned assigns it."""
-        return self.engine.prepared(step, phase)
-
-    def observe_again(self, step: Step, tasks: Sequence[str]) -> None:
-        """Gives a weighting that asks for them the losses after a step."""
-        raise NotImplementedError(f"{self.name} does not compute losses again")
-
-    def losses_of(self, step: Step) -> dict[str, Tensor]:
-        """The losses that the caller gets."""
-        return step.losses

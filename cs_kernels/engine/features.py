@@ -14,7 +14,7 @@ from cs_kernels.errors import described
 from cs_kernels.gradients import TaskGradients, is_in_foreign_memory
 from cs_kernels.methods import Method
 from cs_kernels.ranks.strategy import Ranks
-from cs_kernels.step import Part
+from cs_kernels.stage import Passes
 from cs_kernels.trunk.layers import Coverage, Layout
 
 _NO_LAYERS = Layout((), Coverage({}, {}, {}, {}))
@@ -284,15 +284,15 @@ class Features:
                 )
             self.gradients.put_features(task, grads)
 
-    def combine(self, method: Method, part: Part) -> None:
+    def combine(self, method: Method, passes: Passes) -> None:
         """Makes one gradient of the features from those of all tasks.
 
         Raises:
             RuntimeError: The method assigns no update.
 
         """
-        self.gradients.fill(part.tasks[0], part.reached)
-        method.combine(self.gradients, _NO_LAYERS, part.step)
+        self.gradients.fill(passes.tasks[0], passes.reached)
+        method.combine(self.gradients, _NO_LAYERS, passes.step)
         self.gradients.clear()
         self._combined = sorted(self.gradients.combined)
         if not self._combined:

@@ -1,15 +1,77 @@
-"""`backward`: a backward pass a task after one forward pass of the caller, and micro-batches."""
+"""The passes of `backward`: one per task through the graph of one forward pass of the caller."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from cs_kernels.engine import supports
-from cs_kernels.engine.engine import Engine, Mode
+from cs_kernels.engine.engine import Engine
 from cs_kernels.engine.loss_graph import checked_losses
-from cs_kernels.schedules import Phase
-from cs_kernels.step import KeptWeights, Part, Step
+from cs_kernels.stage import Passes, Stage
+
+
+def checked_call(engine: Engine, losses: object) -> dict[str, Tensor]:
+    """The losses of `backward`.
+
+    Raises:
+        ValueError: There is none, and no other rank that may have some.
+
+    """
+    checked = checked_losses(losses)
+    if not checked and engine.ranks.size == 1:
+        raise ValueError("losses must hold the loss of at least one task, got {}")
+    return checked
+
+
+def begin_update(engine: Engine, *, update: bool) -> Stage:
+    """Begins an update, or goes on with that of earlier calls: the stage of this call."""
+    accumulation = engine.accumulation
+    if accumulation.is_open():
+        return Stage.LAST if update else Stage.MIDDLE
+    engine.guard.check_gradients()
+    accumulation.begin()
+    return Stage.WHOLE if update else Stage.FIRST
+
+
+def passes_needed(engine: Engine, losses: Mapping[str, Tensor]) -> int:
+    """The number of passes, where ranks have to make as many."""
+    counts = engine.ranks.passes_are_counted and engine.kept.since is not None
+    return engine.graph.passes(losses) if counts else 1
+
+
+def weighed(engine: Engine, passes: Passes, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The losses after weighting; their graphs are checked first."""
+    step, graph = passes.step, engine.graph
+    engine.accumulation.unmark()
+    step.tasks = engine.in_order((*step.tasks, *passes.tasks))
+    for task, loss in losses.items():
+        graph.check(task, loss, shows_reach=passes.adds_tasks)
+    known = passes.stage in (Stage.WHOLE, Stage.HEADS) and engine.ranks.size == 1
+    step.known = {t: loss.detach() for t, loss in losses.items()} if known else {}
+    weighted = {t: graph.weigh(t, loss, step, engine.weighting) for t, loss in losses.items()}
+    return {task: weighted[task] for task in passes.tasks if task in losses}
+
+
+def passes_of_losses(engine: Engine, passes: Passes, losses: Mapping[str, Tensor]) -> None:
+    """The backward passes of losses, of which the last one frees the graph.
+
+    Other ranks may have some for more tasks.
+    """
+    step, ranks, graph = passes.step, engine.ranks, engine.graph
+    weighted = weighed(engine, passes, losses)
+    present = [*weighted]
+    if not passes.separate:
+        if present:
+            graph.run_backward(weighted, step, last=True, apart=ranks.passes > 1)
+    else:
+        engine.pass_checks.check_repeatable(weighted)
+        for task in passes.tasks:
+            if task not in weighted:
+                ranks.skip(task)
+                continue
+            retains = task != present[-1]
+            graph.run_backward({task: weighted[task]}, step, last=True, retain_graph=retains)
+            engine.collect(task)
+    graph.passed(*losses)
 
 
 def trace_losses(engine: Engine, losses: Mapping[str, Tensor]) -> None:
@@ -22,120 +84,3 @@ def trace_losses(engine: Engine, losses: Mapping[str, Tensor]) -> None:
     if engine.method.separate_gradients:
         engine.pass_checks.check_repeatable(checked)
     engine.trunk.end_trace()
-
-
-class OneGraph(Mode):
-    """Losses with a common graph, whose last backward pass frees it.
-
-    The caller's torch optimizer makes the step. With `update=False`, the gradients wait for those
-    of a later call.
-    """
-
-    name = supports.BACKWARD
-    label = "cs_kernels.backward"
-    applies = False
-
-    def __init__(self, engine: Engine, losses: object, *, update: bool) -> None:
-        super().__init__(engine)
-        self._given = losses
-        self.losses: Mapping[str, Tensor] = {}
-        self.update = update
-        self._continues = False
-
-    def around(self) -> AbstractContextManager[None]:
-        """An exception drops the gradients that wait."""
-        return self.engine.accumulation.dropped_on_error(self.engine.transaction.drop)
-
-    def arguments(self) -> Iterable[str] | None:
-        """Checks the losses."""
-        self.losses = checked_losses(self._given)
-        if not self.losses and self.engine.ranks.size == 1:
-            raise ValueError("losses must hold the loss of at least one task, got {}")
-        return self.losses
-
-    def phase(self) -> Phase:
-        """Joint updates only."""
-        return 2
-
-    def check(self) -> None:
-        """Begins an update, or goes on with that of earlier calls."""
-        self.prepare()
-        accumulation = self.engine.accumulation
-        self._continues = accumulation.is_open()
-        if not self._continues:
-            self.engine.guard.check_gradients()
-            accumulation.begin()
-        self.kind = 1 + (not self.update) + 2 * self._continues
-        engine = self.engine
-        if engine.ranks.passes_are_counted and engine.kept.since is not None:
-            self.passes = engine.graph.passes(self.losses)
-
-    def prepare(self) -> None:
-        """Further checks, before an update begins."""
-
-    def open_step(self) -> Step | None:
-        """The step that earlier calls have begun."""
-        return self.engine.accumulation.step
-
-    def kept_weights(self, step: Step) -> KeptWeights | None:
-        """Only if no further call can bring a task that they lack."""
-        more = not self.update and step.tasks != self.engine.trunk.tasks
-        return None if more else super().kept_weights(step)
-
-    def parts(self, step: Step, tasks: Sequence[str], phase: Phase) -> Iterator[Part]:
-        """One part, to which earlier calls may have contributed."""
-        for part in super().parts(step, tasks, phase):
-            part.adds_up, part.continues = not self.update, self._continues
-            yield part
-
-    def make(self, part: Part, held: Sequence[nn.Parameter]) -> None:
-        """The backward passes of the losses."""
-        engine, step = self.engine, part.step
-        engine.accumulation.unmark()
-        step.tasks = engine.in_order((*step.tasks, *part.tasks))
-        for task, loss in self.losses.items():
-            engine.graph.check(task, loss, shows_reach=part.adds_tasks)
-        alone = self.update and not self._continues and engine.ranks.size == 1
-        step.known = {t: loss.detach() for t, loss in self.losses.items()} if alone else {}
-        weighted = {
-            task: engine.graph.weigh(task, loss, step, engine.weighting)
-            for task, loss in self.losses.items()
-        }
-        present = [task for task in part.tasks if task in self.losses]
-        self.backward_passes(part, {task: weighted[task] for task in present})
-        engine.graph.passed(*self.losses)
-
-    def backward_passes(self, part: Part, losses: Mapping[str, Tensor]) -> None:
-        """The backward passes of weighted losses; other ranks may have some for more tasks."""
-        engine, step, present = self.engine, part.step, [*losses]
-        ranks, graph = engine.ranks, engine.graph
-        if not part.separate:
-            if present:
-                graph.run_backward(losses, step, last=True, apart=ranks.passes > 1)
-            return
-        engine.pass_checks.check_repeatable(losses)
-        for task in part.tasks:
-            if task not in losses:
-                ranks.skip(task)
-                continue
-            retains = task != present[-1]
-            graph.run_backward({task: losses[task]}, step, last=True, retain_graph=retains)
-            engine.collect(task)
-
-    def prepared(self, step: Step, phase: Phase) -> Callable[[], None]:
-        """Leaves the update to the torch optimizer, or the gradients to the next call."""
-        accumulation, guard = self.engine.accumulation, self.engine.guard
-        if not self.update:
-            return accumulation.waiting(step)
-        finished = super().prepared(step, phase)
-
-        def commit() -> None:
-            finished()
-            accumulation.clear()
-            guard.note_update()
-
-        return commit
-
-    def losses_of(self, step: Step) -> dict[str, Tensor]:
-        """The losses of this call."""
-        return step.recent.losses

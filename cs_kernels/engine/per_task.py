@@ -1,4 +1,4 @@
-"""`step`: a forward and a backward pass a task, in Phase 1 and in Phase 2."""
+"""The passes of `step`: a forward and a backward pass per task, in Phase 1 and in Phase 2."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,96 +9,80 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from cs_kernels.engine import supports
-from cs_kernels.engine.engine import Engine, Mode
+from cs_kernels.engine.engine import Engine
 from cs_kernels.engine.loss_graph import checked_loss
-from cs_kernels.errors import add_note, described
+from cs_kernels.errors import add_note, described, noted
 from cs_kernels.nn.task_norm import active
-from cs_kernels.step import Part, Step
+from cs_kernels.stage import Passes
+from cs_kernels.step import Step
 
 Closure = Callable[[str], Tensor]
 
 
-class PerTask(Mode):
-    """The passes of one task after the other.
+def passes_of_task(engine: Engine, passes: Passes, task: str, closures: Sequence[Closure]) -> None:
+    """The passes of one task, which leave its gradients in its row, or add them up in `.grad`.
 
-    Args:
-        engine: Makes the step.
-        closure: A function from a task to its loss, or one for each micro-batch.
-        tasks: The tasks of the step; None for all.
-
+    On a rank without labels for it there are none.
     """
+    trunk, ranks = engine.trunk, engine.ranks
+    if not ranks.has(task):
+        ranks.skip(task)
+        return
+    watched = task not in trunk.watcher.tasks
+    with engine.guard.passing():
+        _run(engine, passes, task, closures)
+    if passes.separate:
+        engine.collect(task)
+    elif len(passes.tasks) == 1:
+        trunk.check_reached(task, ranks.note(task))
+    trunk.rewatch_new_layers(watched)
 
-    name = supports.STEP
 
-    def __init__(self, engine: Engine, closure: object, tasks: Iterable[str] | None) -> None:
-        super().__init__(engine)
-        self._closure = closure
-        self._tasks = tasks
-        self._closures: Sequence[Closure] = ()
+def _run(engine: Engine, passes: Passes, task: str, closures: Sequence[Closure]) -> None:
+    """The forward and backward passes of one task, which leave its gradients in `.grad`."""
+    step, trunk, graph = passes.step, engine.trunk, engine.graph
+    alone = len(closures) == 1 and engine.ranks.size == 1
+    # Active in the backward pass too: checkpointing recomputes the trunk there.
+    with active(trunk.norms, task):
+        for number, closure in enumerate(closures, 1):
+            with unchanged_gradients(trunk.witnesses, task), trunk.watcher.passing(task):
+                loss = checked_loss(closure(task), task)
+            if any(norm.active != task for norm in trunk.norms):
+                raise ValueError(
+                    f"closure must leave {task!r} active in trunk, got another one: use"
+                    " active_task(trunk, task) instead of set_task in it"
+                )
+            graph.check(task, loss, shows_reach=passes.adds_tasks, alone=True)
+            step.known = {task: loss.detach()} if alone else {}
+            weighted = graph.weigh(task, loss, step, engine.weighting)
+            with _hint_at_backward():
+                graph.run_backward({task: weighted}, step, last=number == len(closures))
+    trunk.watcher.learned(task)
+    graph.passed(task)
 
-    def arguments(self) -> Iterable[str] | None:
-        """Checks the closures."""
-        self._closures = checked_closures(self._closure)
-        self.passes = len(self._closures)
-        return self._tasks
 
-    def make(self, part: Part, held: Sequence[nn.Parameter]) -> None:
-        """The passes of the tasks for which this rank has labels."""
-        engine = self.engine
-        trunk, ranks = engine.trunk, engine.ranks
-        for task in part.tasks:
-            if not ranks.has(task):
-                ranks.skip(task)
-                continue
-            watched = task not in trunk.watcher.tasks
-            with engine.guard.passing():
-                self._passes(task, part)
-            if part.separate:
-                engine.collect(task)
-            elif len(part.tasks) == 1:
-                trunk.check_reached(task, ranks.note(task))
-            trunk.rewatch_new_layers(watched)
+def observe_again(
+    engine: Engine, step: Step, tasks: Sequence[str], closures: Sequence[Closure]
+) -> None:
+    """Gives a weighting that asks for them the losses after a step, by the same closures."""
+    trunk, weighting = engine.trunk, engine.weighting
 
-    def _passes(self, task: str, part: Part) -> None:
-        """The forward and backward passes of one task, which leave its gradients in `.grad`."""
-        step = part.step
-        trunk, ranks, graph = self.engine.trunk, self.engine.ranks, self.engine.graph
-        # Active in the backward pass too: checkpointing recomputes the trunk there.
-        with active(trunk.norms, task):
-            for number, closure in enumerate(self._closures, 1):
-                with unchanged_gradients(trunk.witnesses, task), trunk.watcher.passing(task):
-                    loss = checked_loss(closure(task), task)
-                if any(norm.active != task for norm in trunk.norms):
-                    raise ValueError(
-                        f"closure must leave {task!r} active in trunk, got another one: use"
-                        " active_task(trunk, task) instead of set_task in it"
-                    )
-                graph.check(task, loss, shows_reach=part.adds_tasks, alone=True)
-                alone = len(self._closures) == 1 and ranks.size == 1
-                step.known = {task: loss.detach()} if alone else {}
-                weighted = graph.weigh(task, loss, step, self.engine.weighting)
-                with _hint_at_backward():
-                    graph.run_backward({task: weighted}, step, last=number == len(self._closures))
-        trunk.watcher.learned(task)
-        graph.passed(task)
+    def evaluate(task: str) -> Tensor:
+        with active(trunk.norms, task), torch.no_grad(), trunk.watcher.noticing(task):
+            losses = [closure(task).detach().reshape(()) for closure in closures]
+            return sum(losses[1:], losses[0])
 
-    def observe_again(self, step: Step, tasks: Sequence[str]) -> None:
-        """Computes the losses again, by the same closures."""
-        engine, weighting = self.engine, self.engine.weighting
+    note = (
+        f"the step has been made: {weighting!r} computes losses again after it, without gradients;"
+        " with reevaluate=False, it takes those of the next step"
+    )
+    with noted(note):
         try:
             with engine.transaction.without_traces(step.tasks), engine.guard.passing():
-                step.losses_after = {task: self._evaluate(task) for task in tasks}
+                step.losses_after = {task: evaluate(task) for task in tasks}
         finally:
             with engine.transaction.states(weighting):
                 weighting.observe(step)
-
-    def _evaluate(self, task: str) -> Tensor:
-        """The loss of one task, without gradients."""
-        trunk = self.engine.trunk
-        with active(trunk.norms, task), torch.no_grad(), trunk.watcher.noticing(task):
-            losses = [closure(task).detach().reshape(()) for closure in self._closures]
-            return sum(losses[1:], losses[0])
 
 
 def trace(engine: Engine, closure: object) -> None:

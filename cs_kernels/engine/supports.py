@@ -5,44 +5,23 @@ The documentation's table is made from it (`table`).
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from cs_kernels.engine.accumulation import Accumulation
-from cs_kernels.engine.loss_graph import LossGraph
 from cs_kernels.methods import GradDrop, Method
-from cs_kernels.monitor.monitor import Monitor
 from cs_kernels.ranks.fsdp import is_sharded
-from cs_kernels.ranks.strategy import Ranks
-from cs_kernels.schedules import Phase, Schedule
-from cs_kernels.trunk.trunk import Trunk
-from cs_kernels.weightings import Weighting
+
+if TYPE_CHECKING:  # It asks this module.
+    from cs_kernels.engine.engine import Engine
 
 STEP = "step"
 BACKWARD = "backward"
 FEATURES = "backward with features"
 TOGETHER = "step_together"
 CAPTURED = "a captured step"
-MODES = (STEP, BACKWARD, FEATURES, TOGETHER, CAPTURED)
+WAYS = (STEP, BACKWARD, FEATURES, TOGETHER, CAPTURED)
 """The ways to make gradients, in the order of the table's columns."""
-
-
-class Loop(Protocol):
-    """The parts of a training loop that a feature can be seen in."""
-
-    trunk: Trunk
-    ranks: Ranks
-    graph: LossGraph
-    accumulation: Accumulation
-    monitor: Monitor
-    method: Method
-    schedule: Schedule
-    weighting: Weighting
-
-    @property
-    def phase(self) -> Phase:
-        """The phase of the next step."""
 
 
 @dataclass(frozen=True)
@@ -51,23 +30,23 @@ class Feature:
 
     name: str
     """For the documentation."""
-    found: Callable[[Loop], object]
+    found: Callable[["Engine"], object]
     """What a loop has of it; None or False for nothing."""
     refused: Mapping[str, str]
-    """By mode: the error's message, in which `found` and `loop` can be quoted."""
+    """By way: the error's message, in which `found` and `loop` can be quoted."""
     error: type[Exception] = ValueError
 
 
-def _needs_all_gradients(loop: Loop) -> Method | None:
+def _needs_all_gradients(loop: "Engine") -> Method | None:
     """The method, if it cannot make the update of one layer after the other."""
     return loop.method if loop.method.separate_gradients and not loop.method.layerwise else None
 
 
-def _sharded(loop: Loop) -> int | None:
+def _sharded(loop: "Engine") -> int | None:
     return sum(map(is_sharded, loop.trunk.held())) or None
 
 
-def _plain_norm_in_training(loop: Loop) -> str | None:
+def _plain_norm_in_training(loop: "Engine") -> str | None:
     return next(
         (
             name
@@ -213,10 +192,10 @@ TABLE = (
 """The features, in the order in which they are looked for."""
 
 
-def check(mode: str, loop: Loop) -> None:
-    """Raises the error of the first feature that a mode does not go with."""
+def check(way: str, loop: "Engine") -> None:
+    """Raises the error of the first feature that a way does not go with."""
     for feature in TABLE:
-        message = feature.refused.get(mode)
+        message = feature.refused.get(way)
         if message is not None:
             found = feature.found(loop)
             if found is not None and found is not False:
@@ -226,9 +205,9 @@ def check(mode: str, loop: Loop) -> None:
 def table() -> str:
     """The table in Markdown."""
     rows = [
-        [feature.name, *("no" if mode in feature.refused else "yes" for mode in MODES)]
+        [feature.name, *("no" if way in feature.refused else "yes" for way in WAYS)]
         for feature in TABLE
     ]
-    head = ["", *(mode if " " in mode else f"`{mode}`" for mode in MODES)]
+    head = ["", *(way if " " in way else f"`{way}`" for way in WAYS)]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)

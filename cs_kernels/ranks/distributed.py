@@ -22,7 +22,7 @@ from cs_kernels.ranks.phase2 import Plan, phase2_of_parts, task_priorities
 from cs_kernels.ranks.pieces import ChannelArray
 from cs_kernels.ranks.strategy import Call, Ranks, Training
 from cs_kernels.ranks.wrappers import Wrappers
-from cs_kernels.step import Part
+from cs_kernels.stage import Passes, Stage
 from cs_kernels.trunk.layers import LayerLists
 from cs_kernels.trunk.reach import Reach
 
@@ -291,17 +291,17 @@ class Distributed(Ranks):
 
     # --- after the passes ---
 
-    def average(self, part: Part, held: Sequence[nn.Parameter]) -> None:
+    def average(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
         """Averages gradients, losses and statistics, once all ranks have made their passes."""
-        self._end_passes(part, held)
+        self._end_passes(passes, held)
         self.messages.passed()
         with torch.no_grad():
-            if part.stops:
-                part.reached = self._discoveries.pattern()
-            if not part.adds_up:
+            if passes.stage is Stage.HEADS:
+                passes.reached = self._discoveries.pattern()
+            if not passes.stage.is_open:
                 self._average_others()
-            self._average_numbers(part)
-            self._settle(adds_up=part.adds_up)
+            self._average_numbers(passes)
+            self._settle(adds_up=passes.stage.is_open)
 
     def _settle(self, *, adds_up: bool) -> None:
         """Ends what the passes have begun for the shared parameters."""
@@ -310,13 +310,14 @@ class Distributed(Ranks):
     def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters whose gradients nothing else reduces."""
 
-    def _end_passes(self, part: Part, held: Sequence[nn.Parameter]) -> None:
+    def _end_passes(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
         """Notes which parameters, or features, have a gradient on this rank."""
         ranks_of = self.messages.facts.ranks_of
         self._remaining = self._others(held)
-        pattern = part.reached if part.stops else self._pattern()
-        tasks = ((task, *ranks_of[task]) for task in part.tasks)
-        self._discoveries.note_pattern((len(self.parameters), part.stops, *tasks), pattern)
+        at_features = passes.stage is Stage.HEADS
+        pattern = passes.reached if at_features else self._pattern()
+        tasks = ((task, *ranks_of[task]) for task in passes.tasks)
+        self._discoveries.note_pattern((len(self.parameters), at_features, *tasks), pattern)
 
     def _pattern(self) -> tuple[bool, ...]:
         for grad in (p.grad for p in self._remaining if p.grad is not None):
@@ -346,12 +347,12 @@ class Distributed(Ranks):
             for parameter, part in zip(parameters, parts, strict=True):
                 parameter.grad = part.view(parameter.shape)
 
-    def _average_numbers(self, part: Part) -> None:
+    def _average_numbers(self, passes: Passes) -> None:
         """One collective for all losses and statistics, in float64."""
-        tasks, step, like = part.tasks, part.step, self.like()
+        tasks, step, like = passes.tasks, passes.step, self.like()
         kinds = (
-            (step.losses, part.before.losses, step.recent.losses),
-            (step.weighted_losses, part.before.weighted_losses, step.recent.weighted_losses),
+            (step.losses, passes.before.losses, step.recent.losses),
+            (step.weighted_losses, passes.before.weighted_losses, step.recent.weighted_losses),
         )
         numbers = torch.zeros(2 * len(tasks) + 2, dtype=torch.float64, device=like.device)
         for n, task in enumerate(tasks):
@@ -362,7 +363,8 @@ class Distributed(Ranks):
         if self._factor_is_hidden and step.loss_scale is not None:
             numbers[-2], numbers[-1] = step.loss_scale.to(numbers), 1
         # The rest of the backward pass would miss the statistics that it has saved.
-        alike = [] if part.stops else self._alike(tasks, self._statistics.of_norms(tasks))
+        at_features = passes.stage is Stage.HEADS
+        alike = [] if at_features else self._alike(tasks, self._statistics.of_norms(tasks))
         # A rank without weight may have a statistic that is not finite: it must not count.
         flat = [
             torch.cat([t.flatten() for t in tensors]).to(numbers) * weight

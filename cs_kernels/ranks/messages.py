@@ -20,8 +20,10 @@ import torch.distributed as dist
 from cs_kernels.errors import add_note
 from cs_kernels.ranks.collectives import all_gather
 from cs_kernels.ranks.strategy import Call, RankError
+from cs_kernels.stage import Stage
 
 Kind = Literal["begin", "passed", "failed"]
+_OF_STEP = Stage.TURN, Stage.JOINT
 _KINDS: tuple[Kind, ...] = ("begin", "passed", "failed")
 
 _NETWORKS_EVERY = 64
@@ -168,7 +170,7 @@ class Messages:
         """The next steps in which the parameters are compared."""
         self.facts = Facts((), {})
         """The facts of the current step."""
-        self._call = Call(0, 0, 0, 0, 0, 0)
+        self._call = Call(0, 0, 0, 0, 0, 0, 0)
         self._started, self._failed_after = time.monotonic(), 0.0
         """When the step has begun, and after how many seconds this rank has failed."""
         self._received = False
@@ -287,7 +289,7 @@ class Messages:
         if not union:
             self._received = True
             raise RankError("tasks must name at least one task on some rank, got none on all")
-        if self._sharded and call.kind_of_call:
+        if self._sharded and call.stage not in _OF_STEP:
             for rank, of_rank in enumerate(lists):
                 if set(of_rank) != set(union):
                     self._received = True
@@ -420,11 +422,12 @@ class Messages:
             "number": "number of steps made before",
             "epoch": "epoch, by start_epoch",
             "phase": "phase",
-            "kind_of_call": "calls: step, or backward with the same update= and number of features",
+            "stage": "calls: step, or backward with the same update=",
+            "features": "number of features",
             "held": "number of parameters in the optimizer",
             "plan": "shared parameters that require a gradient, and options of the optimizer",
         }
-        if self._sharded and not messages[0]["kind_of_call"]:
+        if self._sharded and messages[0]["stage"] in _OF_STEP:
             names["passes"] = "number of micro-batches"
         for key, name in names.items():
             first = messages[0][key]
@@ -436,7 +439,10 @@ class Messages:
                         self._compare(self._passes.planned(), RankError)
                         self._received = False  # Written in another way, but the same.
                         break
-                    raise RankError(self._difference(name, rank, first, message[key]))
+                    both = first, message[key]
+                    if key == "stage":
+                        both = Stage(both[0]).name, Stage(both[1]).name
+                    raise RankError(self._difference(name, rank, *both))
 
     def recheck_networks(self) -> None:
         """Checks in the next steps that ranks hold the same parameters."""

@@ -20,7 +20,7 @@ from cs_kernels.ranks.distributed import Distributed
 from cs_kernels.ranks.messages import Messages
 from cs_kernels.ranks.pieces import ChannelArray
 from cs_kernels.ranks.wrappers import Wrappers
-from cs_kernels.step import Part
+from cs_kernels.stage import Passes, Stage
 
 _SUM = ""
 """The name of a round for the sum of the tasks' gradients; no task has it."""
@@ -121,10 +121,10 @@ class Replicated(Distributed):
 
     # --- passes ---
 
-    def expect(self, part: Part) -> None:
+    def expect(self, passes: Passes) -> None:
         """Begins the passes before the ranks' next message."""
-        owed = [*part.tasks] if part.separate else [] if part.adds_up else [_SUM]
-        self._passes = _Passes(part.tasks, part.separate, owed)
+        owed = [*passes.tasks] if passes.separate else [] if passes.stage.is_open else [_SUM]
+        self._passes = _Passes(passes.tasks, passes.separate, owed)
 
     def last_backward(self, task: str) -> None:
         """A task's gradients may be sent in the next backward pass."""
@@ -247,11 +247,11 @@ class Replicated(Distributed):
 
     # --- after the passes ---
 
-    def _end_passes(self, part: Part, held: Sequence[nn.Parameter]) -> None:
+    def _end_passes(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
         """Ends the passes whose gradients add up; notes which gradients there are."""
         for name in [*self._passes.owed]:
             self._finish(name)
-        super()._end_passes(part, held)
+        super()._end_passes(passes, held)
 
     def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         shared = set(self.parameters)
@@ -275,12 +275,12 @@ class Replicated(Distributed):
             if is_reached:
                 self.parameters[i].grad = self._buckets.views[i].detach()
 
-    def average(self, part: Part, held: Sequence[nn.Parameter]) -> None:
+    def average(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
         """Averages; and notes, in Phase 1, that other ranks may go on to the next task."""
-        super().average(part, held)
-        if not part.joint:
+        super().average(passes, held)
+        if passes.stage is Stage.TURN:
             tasks = self.messages.facts.tasks
-            n = tasks.index(part.tasks[-1]) + 1
+            n = tasks.index(passes.tasks[-1]) + 1
             self._passes.next_task = tasks[n] if n < len(tasks) else None
 
     def _set_reached(self, parts: Mapping[str, Sequence[Tensor | None]]) -> None:

@@ -27,7 +27,7 @@ from cs_kernels.ranks.fsdp import (
 from cs_kernels.ranks.messages import Messages
 from cs_kernels.ranks.pieces import ChannelArray
 from cs_kernels.ranks.wrappers import Wrappers
-from cs_kernels.step import Part
+from cs_kernels.stage import Passes
 
 
 class Sharded(Distributed):
@@ -68,10 +68,10 @@ class Sharded(Distributed):
         self._kept: dict[nn.Parameter, Tensor] = {}
         """The gradients of the normalizations that have memory of their own."""
 
-    def expect(self, part: Part) -> None:
-        """Begins the passes of a part."""
-        super().expect(part)
-        if part.joint and not part.separate:
+    def expect(self, passes: Passes) -> None:
+        """Begins the passes of a stage."""
+        super().expect(passes)
+        if passes.stage.is_joint and not passes.separate:
             self._updates = [None] * len(self.parameters)
 
     def before_backward(self, *, retains: bool) -> None:
@@ -128,9 +128,9 @@ class Sharded(Distributed):
                 cast("Any", new[parameter])._local_tensor = own.view(shard.shape)
         self._kept = dict(grads)
 
-    def _end_passes(self, part: Part, held: Sequence[nn.Parameter]) -> None:
+    def _end_passes(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
         self._keep_norms()
-        super()._end_passes(part, held)
+        super()._end_passes(passes, held)
 
     def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         return [parameter for parameter in held if not is_sharded(parameter)]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.ranks.wrappers import Wrappers
-from cs_kernels.step import Part
+from cs_kernels.stage import Passes
 from cs_kernels.trunk.reach import Reach
 from cs_kernels.trunk.trunk import Trunk
 
@@ -30,9 +30,10 @@ class Call(NamedTuple):
     """-1 for none."""
     held: int
     """The number of parameters in the torch optimizer."""
-    kind_of_call: int
-    """0 for `step`; for `backward`, 1, or 2 without an update, plus 2 after one without; with
-    features, 4 and their number."""
+    stage: int
+    """The first `Stage` of the call."""
+    features: int
+    """The number of features."""
     passes: int
     """The number of micro-batches; in `backward`, of the passes with kept task weights."""
 
@@ -57,7 +58,7 @@ class Ranks:
     """One process, which has nobody to tell: each verb does what it does for whole gradients.
 
     Many ranks have the same verbs (`Distributed`). A step calls `together` around everything,
-    `begin`, then for each of its parts `expect`, for each task `last_backward` and `collect` (or
+    `begin`, then for each of its stages `expect`, for each task `last_backward` and `collect` (or
     `note`, where gradients add up; or `skip`, where only other ranks have labels), and `average`;
     `recover` after an exception.
 
@@ -137,11 +138,11 @@ class Ranks:
     def recheck_networks(self) -> None:
         """Checks in the next step that ranks hold the same parameters."""
 
-    # --- the passes of a part ---
+    # --- the passes of a stage ---
 
-    def expect(self, part: Part) -> None:
-        """Begins the passes of a part."""
-        if part.joint and not part.separate:
+    def expect(self, passes: Passes) -> None:
+        """Begins the passes of a stage."""
+        if passes.stage.is_joint and not passes.separate:
             self.gradients.free_updates()
 
     def before_backward(self, *, retains: bool) -> None:
@@ -161,11 +162,11 @@ class Ranks:
     def skip(self, task: str) -> None:
         """In place of the passes of a task that only other ranks have labels for."""
 
-    def average(self, part: Part, held: Sequence[nn.Parameter]) -> None:
-        """Makes equal on all ranks what the passes of a part have left.
+    def average(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
+        """Averages gradients, losses and statistics over the ranks.
 
         Args:
-            part: The part of the step.
+            passes: Those of a stage.
             held: The torch optimizers' parameters.
 
         """

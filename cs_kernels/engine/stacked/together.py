@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from cs_kernels.engine import supports
 from cs_kernels.engine.engine import Engine
 from cs_kernels.engine.loss_graph import checked_losses
-from cs_kernels.engine.per_task import PerTask
 from cs_kernels.engine.stacked.layer_updates import LayerUpdates
 from cs_kernels.engine.stacked.trunk_pass import Pattern, TrunkPass
+from cs_kernels.engine.steps import run_step
 from cs_kernels.errors import add_note, described
-from cs_kernels.step import Part, Step
+from cs_kernels.stage import Passes, Stage
+from cs_kernels.step import Step
 from cs_kernels.trunk.watcher import LAYERS, eager
 
 RunTrunk = Callable[..., dict[str, Any]]
@@ -57,8 +58,14 @@ class KnownPasses:
         return self._reached
 
 
-class Stacked(PerTask):
-    """The passes of all tasks as one.
+def step_together(
+    engine: Engine,
+    forward: Forward,
+    tasks: Iterable[str] | None,
+    trunk: nn.Module,
+    known: KnownPasses,
+) -> dict[str, Tensor]:
+    """In Phase 2 one forward and one backward pass, in which updates are made; in Phase 1, `step`.
 
     Args:
         engine: Makes the step.
@@ -68,37 +75,42 @@ class Stacked(PerTask):
         known: What earlier passes have shown.
 
     """
+    with engine.together():
+        if not callable(forward):
+            raise TypeError(
+                "forward must be a function of run that returns the losses, got"
+                f" {described(forward)}"
+            )
+        chosen = engine.check(supports.TOGETHER, tasks)
+        phase = engine.phase
+        engine.check_ready()
+        if phase == 1:
+            chosen = engine.begin(chosen, phase, Stage.TURN)
+            return run_step(engine, chosen, phase, [partial(_loss_alone, forward, trunk)])
+        chosen = engine.begin(chosen, phase, Stage.JOINT)
+        with engine.undone_on_error("cs_kernels.step"):
+            step = engine.new_step(chosen, phase)
+            passes = Passes(step, chosen, Stage.JOINT, separate=engine.separates(step))
+            with engine.passing(passes, restores=True) as parameters:
+                _Together(engine, forward, trunk, known).run(step, parameters)
+                engine.average(passes, parameters)
+                return engine.finish(step, chosen, phase)
 
-    name = supports.TOGETHER
+
+class _Together:
+    """The passes of all tasks as one, which makes the updates in its backward pass."""
 
     def __init__(
-        self,
-        engine: Engine,
-        forward: Forward,
-        tasks: Iterable[str] | None,
-        trunk: nn.Module,
-        known: KnownPasses,
+        self, engine: Engine, forward: Forward, trunk: nn.Module, known: KnownPasses
     ) -> None:
-        super().__init__(engine, partial(_loss_alone, forward, trunk), tasks)
+        self.engine = engine
         self._forward = forward
         self._trunk = trunk
         self._known = known
 
-    def arguments(self) -> Iterable[str] | None:
-        """Checks the function."""
-        if not callable(self._forward):
-            raise TypeError(
-                "forward must be a function of run that returns the losses, got"
-                f" {described(self._forward)}"
-            )
-        return super().arguments()
-
-    def make(self, part: Part, held: Sequence[nn.Parameter]) -> None:
-        """One forward and one backward pass; updates are made during the backward pass."""
-        if not part.joint:
-            super().make(part, held)
-            return
-        engine, step = self.engine, part.step
+    def run(self, step: Step, held: Sequence[nn.Parameter]) -> None:
+        """One forward and one backward pass."""
+        engine = self.engine
         # On a GPU, autograd calls it from a thread that does not know `use_backend`.
         context = contextvars.copy_context()
         combine = partial(context.run, partial(engine.combine, step))
@@ -112,9 +124,6 @@ class Stacked(PerTask):
         with contextlib.closing(passes), engine.guard.passing():
             self._one_pass(passes, step, held)
             step.surgery = self._updates.surgery()
-
-    def surgery(self, part: Part) -> None:
-        """It was made during the backward pass."""
 
     def _one_pass(self, passes: TrunkPass, step: Step, held: Sequence[nn.Parameter]) -> None:
         engine, tasks = self.engine, step.tasks
