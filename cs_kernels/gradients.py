@@ -70,10 +70,6 @@ class TaskGradients:
         """The modules of a step whose gradients come a few modules at a time."""
         self.collected: set[str] = set()
         """The tasks whose gradients are in the rows."""
-        self._in_foreign_memory: set[int] = set()
-        """The parameters whose gradients a later pass may overwrite."""
-        self._memory_known: set[str] = set()
-        """The tasks whose gradients were searched for such ones."""
         self.clear()
 
     def name_of(self, parameter: nn.Parameter) -> str:
@@ -98,8 +94,6 @@ class TaskGradients:
             ValueError: A gradient is sparse.
 
         """
-        if task not in self._memory_known:
-            self._find_foreign_memory(task)
         row: list[Tensor | None] = [None] * len(self.parameters)
         unreached, strided = [], torch.strided
         for i, parameter in enumerate(self.parameters):
@@ -116,9 +110,6 @@ class TaskGradients:
             # The next pass overwrites a bucket, such as DistributedDataParallel's.
             row[i] = grad if grad._base is None else grad.clone()
             parameter.grad = None
-        for i in self._in_foreign_memory:
-            grad = row[i]
-            row[i] = None if grad is None else grad.clone()
         return self.put(task, row, unreached)
 
     def put_one(self, task: str, index: int, grad: Tensor) -> None:
@@ -140,18 +131,6 @@ class TaskGradients:
         self.collected.add(task)
         self.reach.note(task, unreached)
         return len(unreached) < len(self.parameters)
-
-    def _find_foreign_memory(self, task: str) -> None:
-        """Finds gradients that are no views, in memory of others; it is slow, so once per task."""
-        self._memory_known.add(task)
-        for i, parameter in enumerate(self.parameters):
-            grad = parameter.grad
-            if grad is not None and grad._base is None and is_in_foreign_memory(grad):
-                self._in_foreign_memory.add(i)
-
-    def forget_memory(self) -> None:
-        """Looks at the next gradients of every task anew: others may require one now."""
-        self._memory_known.clear()
 
     def reached(self) -> list[int]:
         """The indices of the parameters that at least one task has a gradient for."""

@@ -232,6 +232,7 @@ ONE_PASS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:reentrant checkpointing hides")
 @pytest.mark.parametrize("case", ONE_PASS)
 @pytest.mark.parametrize("weights", [(0.25, 2.0), (-1.5, 0.0)], ids=str)
 def test_gradients_of_other_parameters_are_not_weighted(

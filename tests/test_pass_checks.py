@@ -1,6 +1,7 @@
 """Parts of today's networks that act once per backward pass: right, or refused with a reason."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -272,8 +273,8 @@ class Buffered(torch.autograd.Function):
         return grad @ weight, Buffered.buffer.detach()
 
 
-@pytest.mark.parametrize("how", ["step", "backward", "together"])
-@pytest.mark.parametrize("method", [cs.PCGrad, cs.GradDrop, Ones])
+@pytest.mark.parametrize("how", ["step", "list", "backward", "together", "micro"])
+@pytest.mark.parametrize("method", [cs.PCGrad, cs.GradDrop, Ones, cs.Sum])
 def test_gradients_in_a_buffer_that_is_written_again(how: str, method: type[cs.Method]) -> None:
     expected = []
     for function in (nn.functional.linear, Buffered.apply):
@@ -287,14 +288,43 @@ def test_gradients_in_a_buffer_that_is_written_again(how: str, method: type[cs.M
             return z.square().mean() if task == "a" else (z - 1).tanh().mean()
 
         for _ in range(3):
-            if how == "step":
-                opt.step(lambda t, f=function: loss(t, f(x, trunk.weight)))
+            if how in ("step", "list"):
+                one = partial(lambda f, t: loss(t, f(x, trunk.weight)), function)
+                two = partial(lambda f, t: loss(t, f(2 * x, trunk.weight)), function)
+                opt.step([one, two] if how == "list" else one)
                 continue
+            apart = how != "together" and method is not cs.Sum
+            if how == "micro":
+                z = function(2 * x, trunk.weight)
+                graphs = {t: function(2 * x, trunk.weight) if apart else z for t in AB}
+                opt.backward({t: loss(t, graphs[t]) for t in AB}, update=False)
             z = function(x, trunk.weight)
-            graphs = {t: z if how == "together" else function(x, trunk.weight) for t in AB}
+            graphs = {t: function(x, trunk.weight) if apart else z for t in AB}
             opt.backward({t: loss(t, graphs[t]) for t in AB})
             opt._engine.optimizers[0].step()
         expected.append(trunk.weight.detach().clone())
+    assert torch.equal(*expected)
+
+
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_a_buffer_outside_the_trunk(how: str) -> None:
+    """Of a head that both tasks use, and whose gradients add up."""
+    expected = []
+    for function in (nn.functional.linear, Buffered.apply):
+        network = Network(torch.tanh)
+        Buffered.buffer = torch.zeros(1, 5)
+        head = network.heads["a"]
+
+        def loss(task: str, n: Network = network, f: Any = function, h: Any = head) -> Tensor:
+            return (f(n.features(), h.weight) - len(task) * (task == "a")).square().mean()
+
+        for _ in range(2):
+            if how == "step":
+                network.opt.step(loss)
+            else:
+                network.opt.backward({task: loss(task) for task in AB})
+                network.sgd.step()
+        expected.append(head.weight.detach().clone())
     assert torch.equal(*expected)
 
 
@@ -336,21 +366,69 @@ def test_an_optimizer_in_a_hook(how: str, method: type[cs.Method]) -> None:
     assert all(p.grad is None for p in network.trunk.parameters())
 
 
+def _node_of(parameter: Tensor) -> Any:
+    return parameter.view_as(parameter).grad_fn.next_functions[0][0]
+
+
+CHANGING: dict[str, Callable[[Tensor, Callable[[Tensor], None]], object]] = {
+    "post-accumulate": lambda p, seen: p.register_post_accumulate_grad_hook(seen),
+    "node": lambda p, seen: _node_of(p).register_hook(lambda *_: seen(p)),
+}
+
+
 @pytest.mark.parametrize("how", ["step", "backward"])
 @pytest.mark.parametrize("method", [Ones, cs.Sum])
-def test_a_hook_that_changes_gradients(how: str, method: type[cs.Method]) -> None:
+@pytest.mark.parametrize("place", CHANGING)
+def test_a_hook_that_changes_gradients(how: str, method: type[cs.Method], place: str) -> None:
     """A penalty would count once per task; one that only looks is let through."""
     network = Network(torch.tanh, method())
     weight, seen = network.trunk["first"].weight, []
-    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))
+    node = _node_of(weight)  # It lives as long as somebody holds it.
+    CHANGING[place](weight, lambda p: seen.append(p.grad.norm()))
     network.make(how)
     assert seen
+    assert node is not None
     network = Network(torch.tanh, method())
     weight = network.trunk["first"].weight
-    weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad + p.detach()))
+    node = _node_of(weight)
+    CHANGING[place](weight, lambda p: setattr(p, "grad", p.grad + p.detach()))
     with pytest.raises(RuntimeError, match=r"hook of first.weight and 0 others .*register_hook"):
         network.make(how)
     assert all(p.grad is None for p in network.trunk.parameters())
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_penalty_before_the_gradient_is_accumulated(every: int) -> None:
+    network = Network(torch.tanh, Ones(update_every=every))
+    weight = network.trunk["first"].weight
+    node = _node_of(weight)
+    node.register_prehook(lambda grads: (grads[0] + 0.1 * weight.detach(),))
+    with pytest.raises(RuntimeError, match=r"hook of first.weight and 0 others"):
+        network.make("backward")
+
+
+def test_reentrant_checkpointing_is_not_checked() -> None:
+    """The passes of any other part are: one warning says that these are not."""
+    network = Network(lambda h: Injects.apply(h, h.square().mean()))
+    run = torch.utils.checkpoint.checkpoint
+    plain = network.part
+    network.part = lambda h: run(torch.tanh, plain(h), use_reentrant=True)
+    with pytest.warns(UserWarning, match="reentrant checkpointing hides .*use_reentrant=False"):
+        network.opt.backward(network.losses())
+
+
+def test_a_hook_of_many_gradients_that_torch_does_not_repeat() -> None:
+    """Torch's error is kept, with the way out."""
+    network = Network(torch.tanh)
+    seen: list[object] = []
+    parameters = [*network.trunk.parameters()]
+    handle = torch.autograd.graph.register_multi_grad_hook(parameters, seen.append)
+    with pytest.raises(RuntimeError) as raised:
+        network.opt.backward(network.losses())
+    if hasattr(raised.value, "__notes__"):
+        assert "check_passes=False" in "".join(raised.value.__notes__)
+    network.opt.step(lambda task: network.losses()[task])
+    handle.remove()
 
 
 @pytest.mark.parametrize("common", [True, False])
@@ -363,9 +441,10 @@ def test_a_hook_that_adds_to_each_pass(common: bool) -> None:
         network.opt.backward(losses)
 
 
+@pytest.mark.parametrize("method", [Ones, cs.Sum])
 @pytest.mark.parametrize("how", ["step", "backward"])
-def test_a_hook_that_moves_gradients(how: str) -> None:
-    network = Network(torch.tanh)
+def test_a_hook_that_moves_gradients(how: str, method: type[cs.Method]) -> None:
+    network = Network(torch.tanh, method())
     last = network.trunk["last"]
 
     def move(p: Tensor) -> None:

@@ -78,7 +78,7 @@ class Engine:
         self.method = method
         self.schedule = schedule
         self.weighting = weighting
-        self.pass_checks = PassChecks(trunk, enabled=check_passes)
+        self.pass_checks = PassChecks(trunk, enabled=check_passes, alone=not ranks.is_distributed)
         self.graph = LossGraph(trunk, ranks, scaler, backward, self.pass_checks)
         self.accumulation = Accumulation(ranks.gradients, optimizers)
         self.guard = LoopGuard(ranks.gradients, optimizers, self.accumulation)

@@ -9,6 +9,7 @@ from cs_kernels.engine.autograd_graph import hooked, reached_parameters
 from cs_kernels.engine.pass_checks import PassChecks
 from cs_kernels.engine.task_weights import OnePass, at_leaves, find_one_pass
 from cs_kernels.errors import described
+from cs_kernels.gradients import is_in_foreign_memory
 from cs_kernels.ranks.fsdp import (
     all_sharded_modules,
     is_sharded,
@@ -58,6 +59,10 @@ class LossGraph:
         """The tasks whose graph was checked."""
         self._known: set[str] = set()
         """The tasks that have once reached the trunk, which may have been frozen since."""
+        self._in_foreign_memory: set[nn.Parameter] = set()
+        """The parameters whose gradients a later pass may overwrite."""
+        self._looks_at_memory = False
+        """Whether to search the gradients of a pass for such ones; it is slow."""
         self.version = 0
         """Increases when graphs are to be checked again."""
 
@@ -188,7 +193,9 @@ class LossGraph:
 
         """
         ends = [*losses][-1] if last else None
-        with self._pass_checks.watching(losses):
+        self._looks_at_memory = not self._checked.issuperset(losses)
+        as_made = step.kept is None and self.backward is None
+        with self._pass_checks.watching(losses, as_made=as_made):
             self._backward(losses, step, ends, retain_graph, apart)
 
     def _backward(
@@ -242,6 +249,7 @@ class LossGraph:
             self.scaled(weighted).backward(  # type: ignore[no-untyped-call]
                 retain_graph=retain_graph
             )
+            self._own_memory()
             return
         # It may multiply the loss, as the scaler does: the gradient of the probe is the factor.
         probe = torch.zeros((), device=weighted.device, requires_grad=True)
@@ -252,6 +260,19 @@ class LossGraph:
                 lambda factor: setattr(step, "loss_scale", factor)
             )
         self.backward(loss, **({"retain_graph": True} if retain_graph else {}))
+        self._own_memory()
+
+    def _own_memory(self) -> None:
+        """Copies the gradients that a later pass may overwrite; ranks copy them into buckets."""
+        if self._ranks.is_distributed:
+            return
+        if self._looks_at_memory:
+            grads = ((p, p.grad) for p in self._trunk.held())
+            found = {p for p, grad in grads if grad is not None and is_in_foreign_memory(grad)}
+            self._in_foreign_memory |= found
+        for parameter in self._in_foreign_memory:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
 
     def _in_graph(self, parameters: Collection[nn.Parameter]) -> set[Tensor]:
         """Parameters as graphs have them: whole in place of sharded ones."""

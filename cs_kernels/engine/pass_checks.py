@@ -7,6 +7,7 @@ hooks, hooks that move gradients elsewhere.
 
 import contextlib
 import math
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
@@ -24,7 +25,8 @@ from cs_kernels.engine.autograd_graph import (
     is_reentrant,
     walk,
 )
-from cs_kernels.gradients import is_in_foreign_memory
+from cs_kernels.errors import noted
+from cs_kernels.gradients import as_real, is_in_foreign_memory
 from cs_kernels.ranks.checksums import checksums
 from cs_kernels.ranks.fsdp import is_sharded
 from cs_kernels.trunk.trunk import Trunk
@@ -51,12 +53,14 @@ class PassChecks:
     Args:
         trunk: The shared module.
         enabled: Whether to check at all.
+        alone: Whether this is the only process; else others change `.grad` in a pass.
 
     """
 
-    def __init__(self, trunk: Trunk, *, enabled: bool) -> None:
+    def __init__(self, trunk: Trunk, *, enabled: bool, alone: bool) -> None:
         self._trunk = trunk
         self.enabled = enabled
+        self._alone = alone
         self._tasks: set[str] = set()
         """The tasks whose first passes have been watched."""
         self._arrived: dict[str, set[int]] = {}
@@ -75,11 +79,15 @@ class PassChecks:
         self._together.clear()
 
     @contextlib.contextmanager
-    def watching(self, tasks: Iterable[str]) -> Iterator[None]:
+    def watching(self, tasks: Iterable[str], *, as_made: bool = True) -> Iterator[None]:
         """Around a backward pass of some tasks, perhaps their first.
 
+        Args:
+            tasks: The tasks.
+            as_made: Whether gradients are to arrive in `.grad` as the pass has made them.
+
         Raises:
-            RuntimeError: It has changed a shared parameter.
+            RuntimeError: It has changed a shared parameter, or its gradient in `.grad`.
 
         """
         new = [task for task in tasks if task not in self._tasks]
@@ -87,19 +95,21 @@ class PassChecks:
             yield
             return
         arrived = set[int]()
+        expected: dict[int, Tensor] = {}
 
         def note(i: int, grad: Tensor | None) -> None:
-            if grad is not None:
-                arrived.add(i)
+            if grad is None:
+                return
+            arrived.add(i)
+            if self._alone and as_made and grad.layout is torch.strided:
+                before = self._trunk.shared[i].grad
+                expected[i] = _fingerprint(grad if before is None else before + grad)
 
         shared = enumerate(self._trunk.shared)
         leaves = [(p, i) for i, p in shared if p.requires_grad and not is_sharded(p)]
         names = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
         before = checksums(self._trunk.shared, names)
-        with (
-            hooked([(p, partial(note, i)) for p, i in leaves]),
-            _hooks_that_change_gradients([p for p, _ in leaves]) as changing,
-        ):
+        with hooked([(p, partial(note, i)) for p, i in leaves]):
             yield
         after = checksums(self._trunk.shared, names)
         changed = [name for name in before if before[name] != after[name]]
@@ -110,16 +120,30 @@ class PassChecks:
                 " an optimizer, as the one that was handed over does; remove the hook, and load the"
                 f" last checkpoint{_OFF}"
             )
-        if changing:
-            raise RuntimeError(
-                "a backward pass must leave gradients in .grad as it has made them, but a"
-                f" post-accumulate hook of {names[changing[0]]} and {len(changing) - 1} others has"
-                f" changed it in that of {new[0]!r}: it acts in the pass of every task, where"
-                " passes add up on their sum; use register_hook, which sees the gradient of a pass,"
-                f" or a hook of the torch optimizer, which sees the update{_OFF}"
-            )
+        self._check_left(new[0], expected)
         self._tasks.update(new)
         self._arrived |= dict.fromkeys(new, arrived)
+
+    def _check_left(self, task: str, expected: Mapping[int, Tensor]) -> None:
+        """Raises RuntimeError if hooks have moved or changed gradients that have arrived."""
+        grads = {i: self._trunk.shared[i].grad for i in sorted(expected)}
+        self._check_moved(task, [i for i, grad in grads.items() if grad is None])
+        dense = ((i, g) for i, g in grads.items() if g is not None and g.layout is torch.strided)
+        changed = [
+            self._trunk.names[i]
+            for i, grad in dense
+            if not torch.allclose(
+                _fingerprint(grad), expected[i], rtol=1e-6, atol=0.0, equal_nan=True
+            )
+        ]
+        if changed:
+            raise RuntimeError(
+                "a backward pass must leave gradients in .grad as it has made them, but a hook of"
+                f" {changed[0]} and {len(changed) - 1} others has changed it in that of {task!r}:"
+                " it acts in the pass of every task, where passes add up on their sum; use"
+                " register_hook, which sees the gradient of a pass, or a hook of the torch"
+                f" optimizer, which sees the update{_OFF}"
+            )
 
     def collected(self, task: str, unreached: Iterable[int]) -> None:
         """After the passes of one task, whose gradients were collected.
@@ -129,12 +153,15 @@ class PassChecks:
 
         """
         arrived = self._arrived.pop(task, set())
-        moved = [self._trunk.names[i] for i in unreached if i in arrived]
+        self._check_moved(task, [i for i in unreached if i in arrived])
+
+    def _check_moved(self, task: str, moved: Sequence[int]) -> None:
         if moved:
             raise RuntimeError(
-                f"a backward pass must leave gradients in .grad, got none of {moved[0]} and"
-                f" {len(moved) - 1} others after that of {task!r}: a hook has moved them, so the"
-                f" method would not see them; remove the hook, or freeze these parameters{_OFF}"
+                "a backward pass must leave gradients in .grad, got none of"
+                f" {self._trunk.names[moved[0]]} and {len(moved) - 1} others after that of"
+                f" {task!r}: a hook has moved them, so the method would not see them; remove the"
+                f" hook, or freeze these parameters{_OFF}"
             )
 
     def end_passes(self) -> None:
@@ -176,33 +203,6 @@ class PassChecks:
             self._together.setdefault(task, set()).update(tasks)
 
 
-@contextlib.contextmanager
-def _hooks_that_change_gradients(
-    parameters: Iterable[nn.Parameter],
-) -> Iterator[list[nn.Parameter]]:
-    """Around a backward pass; gives the parameters with a hook that has changed `.grad`."""
-    expected: dict[nn.Parameter, Tensor] = {}
-    changing: list[nn.Parameter] = []
-
-    def before(p: nn.Parameter, grad: Tensor) -> None:
-        if grad.layout is torch.strided:
-            expected[p] = grad.clone() if p.grad is None else p.grad + grad
-
-    def after(p: nn.Parameter) -> None:
-        right = expected.pop(p, None)
-        # A hook that takes it away is found where gradients are collected.
-        if right is not None and p.grad is not None:
-            same = torch.allclose(p.grad, right.to(p.grad), rtol=0.0, atol=0.0, equal_nan=True)
-            changing.extend([] if same else [p])
-
-    watched = [p for p in parameters if p._post_accumulate_grad_hooks]
-    with hooked([(p, partial(before, p)) for p in watched]), contextlib.ExitStack() as handles:
-        for p in watched:  # Behind the hooks that are there.
-            handle = p.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call]
-            handles.callback(handle.remove)
-        yield changing
-
-
 class _SharedPart(NamedTuple):
     """The part of a graph that passes of several tasks walk."""
 
@@ -221,7 +221,14 @@ def _shared_part(losses: Mapping[str, Tensor], features: Sequence[Tensor]) -> _S
     visits = Counter(node for of_task in nodes.values() for node in of_task)
     shared = {node for node, number in visits.items() if number > 1}
     # `torch.autograd.grad` leaves `.grad` alone, and does not go through reentrant checkpointing.
-    if any(is_reentrant(node) or not _is_plain(node) for node in shared):
+    if any(map(is_reentrant, shared)):
+        warnings.warn(
+            "reentrant checkpointing hides what backward passes do, so parts that act once per pass"
+            " are not looked for: use checkpoint(..., use_reentrant=False)",
+            stacklevel=2,
+        )
+        return _SharedPart({}, frozenset(), is_half=False)
+    if not all(map(_is_plain, shared)):
         return _SharedPart({}, frozenset(), is_half=False)
     leaves = {node.variable for node in shared if is_leaf(node)}
     is_half = any(like.dtype in _HALF for node in shared for like in node._input_metadata)
@@ -256,7 +263,8 @@ def _check_repeatable(
 ) -> None:
     targets = [target for target in names if target.requires_grad]
     edges = [GradientEdge(*edge) for edge in starts]
-    first = _gradients(edges, 1, targets, held)
+    with noted("raised in a check of backward passes" + _OFF):
+        first = _gradients(edges, 1, targets, held)
     try:
         leaks = [_norm(g, nan=0.0) for g in _gradients(edges, 0, targets, held)]
         second = _gradients(edges, 1, targets, held)
@@ -321,6 +329,13 @@ def _any_gradient(edge: GradientEdge) -> Tensor:
     like = edge.node._input_metadata[edge.output_nr]
     numbers = torch.arange(math.prod(like.shape), device=like.device, dtype=torch.float32)
     return (0.01 + 0.005 * (0.7 * numbers + 0.3).sin()).to(like.dtype).reshape(like.shape)
+
+
+def _fingerprint(grad: Tensor) -> Tensor:
+    """The sum and the norm, float64 [2]."""
+    grad = as_real(grad)
+    norm = torch.linalg.vector_norm(grad, dtype=torch.float64)
+    return torch.stack([grad.sum(dtype=torch.float64), norm])
 
 
 def _norm(grad: Tensor | None, nan: float | None = None) -> float:

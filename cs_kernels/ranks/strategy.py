@@ -173,7 +173,6 @@ class Ranks:
 
     def forget_passes(self) -> None:
         """Learns anew what passes show: other parameters may train."""
-        self.gradients.forget_memory()
 
     def recover(self, held: Sequence[nn.Parameter]) -> None:
         """Brings parameters back to where they were before a step that has failed."""
