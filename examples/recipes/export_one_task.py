@@ -31,7 +31,7 @@ def export(network: Network, task: str) -> torch.export.ExportedProgram:
     """The trunk of one task with its head, for batches of any size."""
     plain = nn.Sequential(cs.nn.extract_task(network.trunk, task), network.heads[task]).eval()
     images = make_batches()[0][0]
-    batch = torch.export.Dim("batch", min=1)
+    batch = torch.export.Dim("batch", min=1, max=65535)  # The most that CUDA normalizes.
     return torch.export.export(plain, (images,), dynamic_shapes=({0: batch},))
 
 
