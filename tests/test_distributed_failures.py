@@ -29,7 +29,7 @@ from ranks import DEVICE, TIMEOUT, Pools, Ranks
 from torch import Tensor, nn
 
 import cs_kernels as cs
-from cs_kernels.ranks import buckets, messages
+from cs_kernels.ranks import buckets, transport
 from cs_kernels.ranks.strategy import RankError
 
 pytestmark = pytest.mark.ranks
@@ -122,9 +122,9 @@ def test_a_failing_shard_is_named_after_the_timeout() -> None:
 @on_ranks(4, alone={})
 def test_messages_on_a_grid(rank: int) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Two rows of two ranks, as many ranks have."""
-    assert [messages.grid_rows(size) for size in (15, 16, 17, 512)] == [1, 4, 1, 16]
-    with mock.patch.object(messages, "_GRID_FROM", 2):
-        assert messages.grid_rows(4) == 2
+    assert [transport.grid_rows(size) for size in (15, 16, 17, 512)] == [1, 4, 1, 16]
+    with mock.patch.object(transport, "_GRID_FROM", 2):
+        assert transport.grid_rows(4) == 2
         if not dist.is_initialized():
             return trained(rank, 4, "alone", "PCGrad")
         _with_a_failing_rank(rank, 4, "Sum")

@@ -68,7 +68,7 @@ def test_parts_of_data_parallel() -> None:
 
 
 def test_parts_of_process_groups() -> None:
-    message = CHANGED.format("ranks/messages.py", "names and timeouts of process groups")
+    message = CHANGED.format("ranks/transport.py", "names and timeouts of process groups")
     assert hasattr(distributed_c10d._world, "group_count"), message
     assert hasattr(distributed_c10d._world, "pg_names"), message
     assert hasattr(dist.ProcessGroup, "_get_backend"), message

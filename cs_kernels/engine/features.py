@@ -72,7 +72,7 @@ class FeatureGradients(TaskGradients):
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """The sum over all samples."""
-        return self._ranks.total(tensor)
+        return self._ranks.sum_over_ranks(tensor)
 
 
 def tensors_of(features: object) -> list[Tensor]:

@@ -87,7 +87,7 @@ class PartialGradients(TaskGradients):
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """The sum over the parts, with the same bits on every rank."""
-        return self._ranks.sum(tensor)
+        return self._ranks.sum_over_shards(tensor)
 
     def offsets(self, parameters: Sequence[int]) -> list[int]:
         """The index of each part's first element among those of all whole parameters."""
@@ -180,14 +180,14 @@ class Distributed(Ranks):
     def close(self) -> None:
         """Destroys the groups that were made, too."""
         super().close()
-        self.messages.close()
+        self.messages.transport.close()
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """An exception of this rank reaches all, and theirs this one."""
         return self.messages.together()
 
     def begin(self, tasks: Sequence[str], call: Call) -> tuple[str, ...]:
-        """The tasks of all ranks, in the order of the first rank that has each."""
+        """Union of all ranks' tasks, in order of first appearance."""
         found = self.messages.begin(tasks, call)
         self.passes = self.messages.facts.passes
         return found
@@ -209,8 +209,8 @@ class Distributed(Ranks):
         """Checks in the next steps that ranks hold the same parameters."""
         self.messages.recheck_networks()
 
-    def plan(self) -> int:
-        """A number that differs if `planned` does."""
+    def fingerprint(self) -> int:
+        """A number that differs if `planned` does; makes ready what the step needs."""
         trains = bytes(p.requires_grad for p in self.parameters)
         return crc32(repr(self._planned()).encode(), crc32(trains))
 
@@ -239,7 +239,7 @@ class Distributed(Ranks):
     # --- parts ---
 
     @abstractmethod
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum_over_shards(self, tensor: Tensor) -> Tensor:
         """The sum over the parts, with the same bits on every rank."""
 
     @abstractmethod
@@ -274,7 +274,7 @@ class Distributed(Ranks):
         """Whether this rank adds what all ranks have to sums over them."""
         return self.messages.rank == 0
 
-    def total(self, tensor: Tensor) -> Tensor:
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, replicas too."""
         return self._all_reduce(tensor)
 

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from cs_kernels.ranks.fsdp import mesh_of
-from cs_kernels.ranks.messages import Messages, timeout_of
+from cs_kernels.ranks.messages import Messages
 from cs_kernels.ranks.replicated import Replicated
 from cs_kernels.ranks.sharded import Sharded
 from cs_kernels.ranks.strategy import Ranks
+from cs_kernels.ranks.transport import Transport, timeout_of
 from cs_kernels.ranks.wrappers import Wrappers
 
 
@@ -45,7 +46,8 @@ def find_ranks(
                 f" {mesh.mesh.tolist()}, got {process_group!r}"
             )
         ranks = mesh.mesh.flatten().tolist()
-        messages = Messages(ranks, mesh.get_group(mesh.ndim - 1), device, sharded=True)
+        transport = Transport(ranks, mesh.get_group(mesh.ndim - 1), device)
+        messages = Messages(transport, sharded=True)
         return Sharded(shared, tasks, wrappers, messages, mesh, trunk)
     group = wrappers.group() if process_group is None else process_group
     if group is None:
@@ -66,7 +68,8 @@ def find_ranks(
         )
     ranks = dist.get_process_group_ranks(group)
     wrappers.watch(trunk, ranks)
-    messages = Messages(ranks, group, device, sharded=False)
+    transport = Transport(ranks, group, device)
+    messages = Messages(transport, sharded=False)
     # The user's own collectives, as those of SyncBatchNorm, may come in between in any order.
-    own = messages.new_group(ranks, timeout_of(group, device), dist.get_backend(group))
+    own = transport.new_group(ranks, timeout_of(group, device), dist.get_backend(group))
     return Replicated(shared, tasks, wrappers, messages, own)

@@ -9,71 +9,28 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import timedelta
-from math import isqrt
-from typing import Any, Literal, NamedTuple, Protocol
-
-import torch
-import torch.distributed as dist
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from cs_kernels.errors import add_note
-from cs_kernels.ranks.collectives import all_gather
 from cs_kernels.ranks.strategy import Call, RankError
+from cs_kernels.ranks.transport import Transport
 from cs_kernels.stage import Stage
 
+if TYPE_CHECKING:  # It owns the messages.
+    from cs_kernels.ranks.distributed import Distributed
+
 Kind = Literal["begin", "passed", "failed"]
-_OF_STEP = Stage.TURN, Stage.JOINT
 _KINDS: tuple[Kind, ...] = ("begin", "passed", "failed")
+
+_OF_STEP = Stage.TURN, Stage.JOINT
+"""The stages in which `step` begins."""
 
 _NETWORKS_EVERY = 64
 """Steps between two checks that ranks hold the same parameters: reading them takes time."""
 
 _CHECKS = 2
 """The first steps that are checked: the second one shows whether torch optimizers differ."""
-
-_GRID_FROM = 16
-"""Ranks from which messages go along the rows of a grid, then along its columns: a ring of W ranks
-has W - 1 hops, one after the other, and a square grid 2 (sqrt(W) - 1)."""
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """The time after which a collective of a group fails."""
-    options = getattr(group._get_backend(device), "options", None)
-    timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
-    return timeout
-
-
-def _names_are_counted(ranks: int) -> bool:
-    """Whether a new group of some ranks gets a name that no group before it has had.
-
-    Torch numbers groups of all ranks. Before 2.14, the name of any other group depends on the
-    groups there are: after one was destroyed, the next one would find its entries in the store.
-    """
-    return ranks == dist.get_world_size() or torch.__version__ >= "2.14"
-
-
-def _check_names(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises RuntimeError if a new group would have other names on other ranks, and deadlock."""
-    world = getattr(dist.distributed_c10d, "_world", None)
-    counted = _names_are_counted(dist.get_world_size(group))
-    number = getattr(world, "group_count", 0) if counted else len(getattr(world, "pg_names", ()))
-    count = torch.tensor([number], device=device)
-    counts = [torch.zeros_like(count) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts, count, group=group)
-    found = [int(number) for number in counts]
-    if len(set(found)) > 1:
-        raise RuntimeError(
-            "ranks must have made the same number of process groups before MultiTaskOptimizer makes"
-            f" one, got {found}: call new_group on every rank"
-        )
-
-
-def grid_rows(ranks: int) -> int:
-    """The rows of the grid of ranks that is nearest to a square."""
-    if ranks < _GRID_FROM:
-        return 1
-    return max(rows for rows in range(1, isqrt(ranks) + 1) if ranks % rows == 0)
 
 
 class Facts(NamedTuple):
@@ -85,28 +42,6 @@ class Facts(NamedTuple):
     """The ranks that have labels for each task."""
     passes: int = 1
     """The greatest number of passes of any rank."""
-
-
-class RankPasses(Protocol):
-    """The passes of a rank in a step, about which the messages are."""
-
-    def plan(self) -> int:
-        """A number that differs if `planned` does."""
-
-    def planned(self) -> dict[str, list[object]]:
-        """The facts that the collectives and the update of the next step depend on."""
-
-    def has_discovered(self) -> bool:
-        """Whether the last passes have shown something that the other ranks do not know."""
-
-    def discovered(self) -> object:
-        """What they have shown, as something that can be pickled."""
-
-    def learn(self, of_ranks: Sequence[Any]) -> None:
-        """Takes what the passes of all ranks have shown, this one's among them."""
-
-    def drain(self) -> None:
-        """Takes part in the collectives of passes that have failed on this rank."""
 
 
 def _text(error: BaseException) -> str:
@@ -127,44 +62,18 @@ class Messages:
     """Messages between the ranks.
 
     Args:
-        ranks: The numbers of the ranks in the default group, in order.
-        group: A group of these ranks, whose timeout is taken.
-        device: The device of its collectives.
+        transport: Carries them.
         sharded: Whether all ranks have to make the same passes, as those of `fully_shard`.
-
-    Raises:
-        ValueError: This process is not among them.
 
     """
 
-    def __init__(
-        self, ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device, *, sharded: bool
-    ) -> None:
-        if dist.get_rank() not in ranks:
-            raise ValueError(
-                f"process_group must contain this process, of rank {dist.get_rank()}, got one of"
-                f" {list(ranks)}"
-            )
-        self.rank = list(ranks).index(dist.get_rank())
-        self.size = len(ranks)
-        self._ranks = list(ranks)
-        # A rank that has failed waits here for others, which wait for it in their collectives.
-        self._timeout = 2 * timeout_of(group, device) + timedelta(seconds=10)
-        self._made: list[dist.ProcessGroup] = []
-        _check_names(group, device)
-        (self.hosts,) = self._of_hosts([range(self.size)])
-        """The group of all ranks for messages."""
-        self._rings = [self.hosts]
-        """The groups to send a message around, one after the other."""
-        rows = grid_rows(self.size)
-        if rows > 1:
-            width = self.size // rows
-            of_row = [range(row * width, (row + 1) * width) for row in range(rows)]
-            of_column = [range(column, self.size, width) for column in range(width)]
-            self._rings = [*self._of_hosts(of_row), *self._of_hosts(of_column)]
+    def __init__(self, transport: Transport, *, sharded: bool) -> None:
+        self.transport = transport
+        self.rank, self.size = transport.rank, transport.size
+        self._ranks = transport.numbers
         self._sharded = sharded
         self._tasks: tuple[str, ...] = ()
-        self._passes: RankPasses | None = None
+        self._passes: Distributed | None = None
         self._checksums: Callable[[], dict[str, int]] = dict
         self._checks = _CHECKS
         """The next steps in which the parameters are compared."""
@@ -176,57 +85,20 @@ class Messages:
         self._received = False
         """Whether the failure of a step is known to all ranks."""
 
-    def _of_hosts(self, groups: Iterable[Sequence[int]]) -> list[dist.ProcessGroup]:
-        """Makes groups for messages, by indices of ranks; returns those that contain this rank."""
-        made = []
-        for members in groups:
-            group = self.new_group([self._ranks[n] for n in members], self._timeout, "gloo")
-            made += [group] if self.rank in members else []
-        return made
-
-    def new_group(
-        self, ranks: Sequence[int], timeout: timedelta, backend: str
-    ) -> dist.ProcessGroup:
-        """A group of some of the ranks, until `close`; all of them call this."""
-        is_whole = self.size == dist.get_world_size()
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout=timeout, backend=backend, use_local_synchronization=not is_whole
-        )
-        if _names_are_counted(self.size) and dist.get_rank() in ranks:
-            self._made.append(group)
-        return group
-
-    def close(self) -> None:
-        """Destroys the groups that were made here, and their threads.
-
-        Before torch 2.14, only if they are of all ranks.
-        """
-        while self._made:
-            with contextlib.suppress(ValueError):  # All groups have been destroyed before.
-                dist.destroy_process_group(self._made.pop())
-
-    # --- before the first step ---
-
-    def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.hosts)
-        return values
-
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
         """Around the checks of one rank's arguments: the others do not wait for one that fails."""
         try:
             yield
         except Exception as error:
-            self.gather({"error": _text(error)})
+            self.transport.gather({"error": _text(error)})
             raise
 
     def agree(
         self,
         facts: Mapping[str, object],
         tasks: Sequence[str],
-        passes: RankPasses,
+        passes: Distributed,
         checksums: Callable[[], dict[str, int]],
     ) -> None:
         """Checks that ranks have the same facts, and takes the parts of the optimizer.
@@ -234,7 +106,7 @@ class Messages:
         Args:
             facts: By name of an argument, its description.
             tasks: All tasks.
-            passes: The passes of a step.
+            passes: The passes of a step, which own this.
             checksums: By name of a parameter, a number that differs if its values do.
 
         Raises:
@@ -246,7 +118,7 @@ class Messages:
         self._compare(facts, ValueError)
 
     def _compare(self, facts: Mapping[str, object], kind: type[Exception]) -> None:
-        of_ranks = self.gather(dict(facts))
+        of_ranks = self.transport.gather(dict(facts))
         for rank, other in enumerate(of_ranks):
             if "error" in other:
                 raise RankError(f"rank {self._ranks[rank]} has failed: {other['error']}")
@@ -330,7 +202,7 @@ class Messages:
         self._check_same(messages)
         if any(message["changed"] for message in messages):
             assert self._passes is not None
-            self._passes.learn(self.gather(self._passes.discovered()))
+            self._passes.learn(self.transport.gather(self._passes.discovered()))
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -377,16 +249,11 @@ class Messages:
         """
         assert self._passes is not None
         changed = kind == "passed" and self._passes.has_discovered()
-        plan = self._passes.plan() if kind == "begin" else 0
+        plan = self._passes.fingerprint() if kind == "begin" else 0
         padding = [0] * (len(self._tasks) - len(order))
         tail = plan, changed, self._checks > 0, len(order)
         numbers = _KINDS.index(kind), *self._call, *order, *padding, *tail
-        message = torch.tensor(numbers, device="cpu")
-        received = message
-        for ring in self._rings:
-            sent = received
-            received = sent.new_empty(dist.get_world_size(ring) * len(sent))
-            all_gather(received, sent, group=ring)
+        received = self.transport.exchange(numbers)
         messages = [
             {
                 "kind": _KINDS[row[0]],
@@ -396,7 +263,7 @@ class Messages:
                 "unchecked": bool(row[-2]),
                 "order": row[1 + len(Call._fields) :][: row[-1]],
             }
-            for row in received.view(self.size, -1).tolist()
+            for row in received
         ]
         if any(message["kind"] == "failed" for message in messages):
             self._raise_failure(error)
@@ -408,7 +275,7 @@ class Messages:
         mine = None if error is None else (self._failed_after, _text(error))
         failures = [
             (after_and_text, rank)
-            for rank, after_and_text in enumerate(self.gather(mine))
+            for rank, after_and_text in enumerate(self.transport.gather(mine))
             if after_and_text is not None
         ]
         self.recheck_networks()  # A torch optimizer may have made its step on some ranks.
@@ -451,7 +318,7 @@ class Messages:
     def _check_networks(self) -> None:
         """Raises RankError if ranks hold different parameters."""
         self._checks = max(self._checks - 1, 0)
-        of_ranks = self.gather(self._checksums())
+        of_ranks = self.transport.gather(self._checksums())
         found: dict[str, tuple[int, int]] = {}
         for rank, numbers in enumerate(of_ranks):
             for name, number in numbers.items():

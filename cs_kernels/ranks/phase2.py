@@ -2,46 +2,18 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.ranks.fsdp import is_sharded, shards_of
-from cs_kernels.ranks.pieces import ChannelArray, Piece, pieces_of
+from cs_kernels.ranks.pieces import Piece, pieces_of
 from cs_kernels.trunk.layers import LayerLists
 
-
-class Parts(Protocol):
-    """Which part of each parameter this rank has, and sums over the ranks."""
-
-    version: int
-    """Increases when the parts are others."""
-
-    def span(self, parameter: int) -> tuple[int, int]:
-        """The range of a parameter's elements that this rank has."""
-
-    def array(self, parameter: int, out_channel_dim: int, groups: int) -> ChannelArray:
-        """A weight's elements, in the order of `span`, as output channels."""
-
-    def weight_part(self, parameter: int) -> Tensor | None:
-        """The elements of a weight on this rank, flat; None where every rank has all."""
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the parts, with the same bits on every rank."""
-
-    def mean_over_ranks(self, tensor: Tensor) -> Tensor:
-        """The mean of all ranks' values, in float64."""
-
-    def like(self) -> Tensor:
-        """A plain tensor on the gradients' device."""
-
-    def holds_first(self) -> bool:
-        """Whether this rank adds what all ranks have to sums over them."""
-
-    def phase2_plan(self, lists: LayerLists) -> "Plan":
-        """The pieces of some layers on this rank."""
+if TYPE_CHECKING:  # It calls this module.
+    from cs_kernels.ranks.distributed import Distributed
 
 
 class _LayerPieces(NamedTuple):
@@ -55,13 +27,13 @@ class _LayerPieces(NamedTuple):
 class Plan:
     """The pieces of layers on this rank; it depends on no values, so a step makes none anew."""
 
-    def __init__(self, parts: Parts, lists: LayerLists) -> None:
+    def __init__(self, ranks: "Distributed", lists: LayerLists) -> None:
         self.lists = lists
-        self.version = parts.version
+        self.version = ranks.version
         self.channels = lists.channels
-        spans = [parts.span(i) for i in lists.weight_indices]
+        spans = [ranks.span(i) for i in lists.weight_indices]
         kinds = zip(lists.weight_indices, lists.out_channel_dims, lists.groups, strict=True)
-        arrays = [parts.array(*kind) for kind in kinds]
+        arrays = [ranks.array(*kind) for kind in kinds]
         starts = accumulate(self.channels, initial=0)
         self.layers = [
             _LayerPieces(start, span[0], pieces_of(*span, array))
@@ -73,7 +45,7 @@ class Plan:
         counts = [len(layer.pieces) for layer in self.layers]
         width = max([1, *counts])
         ends = list(accumulate(counts))
-        device = parts.like().device
+        device = ranks.like().device
         self.layer_of = torch.tensor(
             [n for n, count in enumerate(counts) for _ in range(count)],
             dtype=torch.int64,
@@ -91,20 +63,20 @@ class Plan:
         """The pieces of each layer; -1 for none."""
 
 
-def task_priorities(parts: Parts, lists: LayerLists, *, averaged: bool) -> Tensor:
+def task_priorities(ranks: "Distributed", lists: LayerLists, *, averaged: bool) -> Tensor:
     """The priorities, int64 [O] of one layer after the other, on every rank.
 
     Args:
-        parts: This rank's.
+        ranks: The ranks; each has a part of every weight.
         lists: The layers.
         averaged: Whether the running variances are the same on all ranks already.
 
     """
     if not lists.layers:
-        return parts.like().new_empty(0, dtype=torch.int64)
+        return ranks.like().new_empty(0, dtype=torch.int64)
     gamma = lists.gammas()
     if any(map(is_sharded, (*lists.weights, *gamma))):
-        energies, scales = _gathered(parts, parts.phase2_plan(lists), gamma)
+        energies, scales = _gathered(ranks, ranks.phase2_plan(lists), gamma)
     else:
         weights = [weight.detach() for weight in lists.weights]
         energies = torch.ops.cs_kernels.channel_energies(
@@ -113,20 +85,20 @@ def task_priorities(parts: Parts, lists: LayerLists, *, averaged: bool) -> Tenso
         scales = torch.cat([scale.detach() for scale in gamma])
     variances = torch.cat(lists.running_vars())
     if not averaged:
-        variances = parts.mean_over_ranks(variances)
+        variances = ranks.mean_over_ranks(variances)
     priorities: Tensor = torch.ops.cs_kernels.energy_priority(
         energies, scales, variances, lists.epsilons(), lists.channels
     )
     return priorities
 
 
-def _gathered(parts: Parts, plan: Plan, gamma: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _gathered(ranks: "Distributed", plan: Plan, gamma: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Energies and gamma of all ranks' shards: one sum, in which each has zeros for the others."""
     of_layers = [scale.shape[0] for scale in gamma]
     total = sum(plan.channels)
-    numbers = parts.like().new_zeros(total + sum(of_layers), dtype=torch.float64)
+    numbers = ranks.like().new_zeros(total + sum(of_layers), dtype=torch.float64)
     for layer, i in zip(plan.layers, plan.lists.weight_indices, strict=True):
-        part = parts.weight_part(i)
+        part = ranks.weight_part(i)
         assert part is not None
         for piece in layer.pieces:
             energies = torch.ops.cs_kernels.channel_energies(
@@ -136,22 +108,22 @@ def _gathered(parts: Parts, plan: Plan, gamma: Sequence[Tensor]) -> tuple[Tensor
             numbers[first : first + piece.channels] += energies
     starts = accumulate(of_layers, initial=total)
     for start, (first, shard), scale in zip(starts, shards_of(gamma), gamma, strict=False):
-        if is_sharded(scale) or parts.holds_first():
+        if is_sharded(scale) or ranks.holds_first():
             numbers[start + first : start + first + len(shard)] = shard
-    summed = parts.sum(numbers)
+    summed = ranks.sum_over_shards(numbers)
     return summed[:total], summed[total:]
 
 
 def phase2_of_parts(
-    parts: Parts,
+    ranks: "Distributed",
     gradients: TaskGradients,
     lists: LayerLists,
     parameters: Sequence[int],
     tasks: Sequence[str],
 ) -> tuple[Tensor, Tensor]:
     """Writes this rank's parts of the updates, as `TaskGradients.phase2`."""
-    number, plan = len(gradients.rows), parts.phase2_plan(lists)
-    priorities = task_priorities(parts, lists, averaged=len(tasks) == number)
+    number, plan = len(gradients.rows), ranks.phase2_plan(lists)
+    priorities = task_priorities(ranks, lists, averaged=len(tasks) == number)
     grads, updates = gradients.of(parameters), gradients.updates(parameters)
     part_grads: list[Tensor | None] = []
     part_updates: list[Tensor] = []
@@ -172,12 +144,12 @@ def phase2_of_parts(
             part_grads += grads[n * number : (n + 1) * number]
     operands = part_updates, part_grads, of_pieces
     layouts = plan.dims, plan.groups, number
-    products = parts.like().new_zeros((1, number, number), dtype=torch.float64)
+    products = ranks.like().new_zeros((1, number, number), dtype=torch.float64)
     if part_updates:
         of_parts = torch.ops.cs_kernels.phase2_products_(*operands, *layouts)
         products = torch.cat([of_parts, products])
     # Not `index_add_`, whose order on a GPU, and so its bits, differ from run to run.
-    products = parts.sum(products[plan.pieces_of].sum(1))
+    products = ranks.sum_over_shards(products[plan.pieces_of].sum(1))
     if of_pieces:
         torch.ops.cs_kernels.phase2_apply_(*operands, products[plan.layer_of], *layouts)
     return priorities, products

@@ -108,10 +108,10 @@ class Replicated(Distributed):
         slots, part_of = self._buckets.slots, self._buckets.part_of
         return [part_of(i, parts) if i in slots else None for i in range(len(self.parameters))]
 
-    def plan(self) -> int:
-        """A number that differs if `planned` does."""
+    def fingerprint(self) -> int:
+        """Makes the buckets, which all ranks must have alike."""
         self._make_buckets()
-        return super().plan()
+        return super().fingerprint()
 
     def forget_passes(self) -> None:
         """Looks at the next gradients of every task anew."""
@@ -294,7 +294,7 @@ class Replicated(Distributed):
 
     # --- parts ---
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum_over_shards(self, tensor: Tensor) -> Tensor:
         """One small collective."""
         return self._all_reduce(tensor)
 

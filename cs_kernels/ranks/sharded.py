@@ -138,7 +138,7 @@ class Sharded(Distributed):
     def drain(self) -> None:
         """Nothing waits: `fully_shard` has its own collectives."""
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum_over_shards(self, tensor: Tensor) -> Tensor:
         """One small collective over the shards; replicas get the bits of the first one."""
         all_reduce(tensor, group=self._shards)
         if self._replicas is not None:

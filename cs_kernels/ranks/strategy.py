@@ -55,9 +55,9 @@ class Training:
 
 
 class Ranks:
-    """One process, which has nobody to tell: each verb does what it does for whole gradients.
+    """The strategy of a single process: collectives are no-ops.
 
-    Many ranks have the same verbs (`Distributed`). A step calls `together` around everything,
+    Many ranks have the same methods (`Distributed`). A step calls `together` around everything,
     `begin`, then for each of its stages `expect`, for each task `last_backward` and `collect` (or
     `note`, where gradients add up; or `skip`, where only other ranks have labels), and `average`;
     `recover` after an exception.
@@ -127,7 +127,7 @@ class Ranks:
         del task
         return 1.0
 
-    def total(self, tensor: Tensor) -> Tensor:
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks of what each has of its own samples, the same bits on all."""
         return tensor
 

@@ -1,0 +1,139 @@
+"""How messages get from rank to rank: groups of hosts, and a ring or a grid of them."""
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from math import isqrt
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cs_kernels.ranks.collectives import all_gather
+
+_GRID_FROM = 16
+"""Ranks from which messages go along the rows of a grid, then along its columns: a ring of W ranks
+has W - 1 hops, one after the other, and a square grid 2 (sqrt(W) - 1)."""
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The time after which a collective of a group fails."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
+    return timeout
+
+
+def _names_are_counted(ranks: int) -> bool:
+    """Whether a new group of some ranks gets a name that no group before it has had.
+
+    Torch numbers groups of all ranks. Before 2.14, the name of any other group depends on the
+    groups there are: after one was destroyed, the next one would find its entries in the store.
+    """
+    return ranks == dist.get_world_size() or torch.__version__ >= "2.14"
+
+
+def _check_names(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises RuntimeError if a new group would have other names on other ranks, and deadlock."""
+    world = getattr(dist.distributed_c10d, "_world", None)
+    counted = _names_are_counted(dist.get_world_size(group))
+    number = getattr(world, "group_count", 0) if counted else len(getattr(world, "pg_names", ()))
+    count = torch.tensor([number], device=device)
+    counts = [torch.zeros_like(count) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, count, group=group)
+    found = [int(number) for number in counts]
+    if len(set(found)) > 1:
+        raise RuntimeError(
+            "ranks must have made the same number of process groups before MultiTaskOptimizer makes"
+            f" one, got {found}: call new_group on every rank"
+        )
+
+
+def grid_rows(ranks: int) -> int:
+    """The rows of the grid of ranks that is nearest to a square."""
+    if ranks < _GRID_FROM:
+        return 1
+    return max(rows for rows in range(1, isqrt(ranks) + 1) if ranks % rows == 0)
+
+
+class Transport:
+    """Carries values between the hosts of some ranks.
+
+    Args:
+        numbers: The numbers of the ranks in the default group, in order.
+        group: A group of these ranks, whose timeout is taken.
+        device: The device of its collectives.
+
+    Raises:
+        ValueError: This process is not among them.
+
+    """
+
+    def __init__(
+        self, numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        if dist.get_rank() not in numbers:
+            raise ValueError(
+                f"process_group must contain this process, of rank {dist.get_rank()}, got one of"
+                f" {list(numbers)}"
+            )
+        self.numbers = list(numbers)
+        self.rank = self.numbers.index(dist.get_rank())
+        self.size = len(self.numbers)
+        # A rank that has failed waits here for others, which wait for it in their collectives.
+        self._timeout = 2 * timeout_of(group, device) + timedelta(seconds=10)
+        self._made: list[dist.ProcessGroup] = []
+        _check_names(group, device)
+        (self._hosts,) = self._of_hosts([range(self.size)])
+        self._rings = [self._hosts]
+        """The groups to send a message around, one after the other."""
+        rows = grid_rows(self.size)
+        if rows > 1:
+            width = self.size // rows
+            of_row = [range(row * width, (row + 1) * width) for row in range(rows)]
+            of_column = [range(column, self.size, width) for column in range(width)]
+            self._rings = [*self._of_hosts(of_row), *self._of_hosts(of_column)]
+
+    def _of_hosts(self, groups: Iterable[Sequence[int]]) -> list[dist.ProcessGroup]:
+        """Makes groups for messages, by indices of ranks; returns those that contain this rank."""
+        made = []
+        for members in groups:
+            group = self.new_group([self.numbers[n] for n in members], self._timeout, "gloo")
+            made += [group] if self.rank in members else []
+        return made
+
+    def new_group(
+        self, ranks: Sequence[int], timeout: timedelta, backend: str
+    ) -> dist.ProcessGroup:
+        """A group of some of the ranks, until `close`; all of them call this."""
+        is_whole = self.size == dist.get_world_size()
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=timeout, backend=backend, use_local_synchronization=not is_whole
+        )
+        if _names_are_counted(self.size) and dist.get_rank() in ranks:
+            self._made.append(group)
+        return group
+
+    def close(self) -> None:
+        """Destroys the groups that were made here, and their threads.
+
+        Before torch 2.14, only if they are of all ranks.
+        """
+        while self._made:
+            with contextlib.suppress(ValueError):  # All groups have been destroyed before.
+                dist.destroy_process_group(self._made.pop())
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, which can be pickled."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._hosts)
+        return values
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of all ranks, as many from each."""
+        received = torch.tensor(numbers, device="cpu")
+        for ring in self._rings:
+            sent = received
+            received = sent.new_empty(dist.get_world_size(ring) * len(sent))
+            all_gather(received, sent, group=ring)
+        found: list[list[int]] = received.view(self.size, -1).tolist()
+        return found
