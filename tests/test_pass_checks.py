@@ -306,6 +306,46 @@ def test_gradients_in_a_buffer_that_is_written_again(how: str, method: type[cs.M
     assert torch.equal(*expected)
 
 
+class Doubles(torch.autograd.Function):
+    """It returns the very tensor that it keeps, as a function with `out=` does."""
+
+    buffer: ClassVar[Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return torch.mul(grad, 2.0, out=Doubles.buffer)
+
+
+@pytest.mark.parametrize("method", [Ones, cs.PCGrad])
+def test_a_buffer_of_heads_behind_features(method: type[cs.Method]) -> None:
+    updates = []
+    for double in (lambda x: 2 * x, Doubles.apply):
+        network = Network(torch.tanh, method())
+        z = network.features()
+        Doubles.buffer = torch.zeros_like(z)
+        losses = {t: (network.heads[t](double(z)) - i).square().mean() for i, t in enumerate(AB)}
+        network.opt.backward(losses, features=z)
+        updates.append(network.gradient())
+    torch.testing.assert_close(*updates, rtol=1e-12, atol=1e-14)
+
+
+def test_kept_weights_of_features_behind_a_function() -> None:
+    """It may hide parameters; who reaches which does not matter for gradients of features."""
+    network = Network(Clamps.apply, cs.UPGrad(update_every=4))
+    solved = []
+    for _ in range(8):
+        z = network.features()
+        losses = {t: (network.heads[t](z) - i).square().mean() for i, t in enumerate(AB)}
+        network.opt.backward(losses, features=z)
+        network.sgd.step()
+        solved.append(network.opt.report().weights_from)
+    assert solved == [0, 0, 0, 0, 4, 4, 4, 4]
+
+
 @pytest.mark.parametrize("how", ["step", "backward"])
 def test_a_buffer_outside_the_trunk(how: str) -> None:
     """Of a head that both tasks use, and whose gradients add up."""

@@ -293,7 +293,8 @@ class Engine:
         if not self.weighting.reevaluates:
             self.weighting.observe(step)
         done = Done(step, self.steps, self.epoch, phase)
-        unknown = self.trunk.reach.has_unknown_gradient()
+        # Where methods combine gradients of features, it does not matter who reaches what.
+        unknown = not step.at_features and self.trunk.reach.has_unknown_gradient()
         kept = self.kept.after(step, self.method, unknown=unknown) if phase == 2 else None
         counted = self.monitor.counted_step(step)
 

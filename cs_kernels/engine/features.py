@@ -11,7 +11,7 @@ from torch.autograd.function import BackwardCFunction
 from cs_kernels.engine.autograd_graph import Hooks, Reached, edge_of, hooked, is_leaf, walk
 from cs_kernels.engine.pass_checks import PassChecks
 from cs_kernels.errors import described
-from cs_kernels.gradients import TaskGradients, is_in_foreign_memory
+from cs_kernels.gradients import TaskGradients
 from cs_kernels.methods import Method
 from cs_kernels.ranks.strategy import Ranks
 from cs_kernels.stage import Passes
@@ -42,9 +42,8 @@ class FeatureGradients(TaskGradients):
         self.collected.add(task)
 
     def _own(self, grad: Tensor) -> Tensor:
-        if self._ranks.scale != 1:
-            return grad * self._ranks.scale
-        return grad.clone() if is_in_foreign_memory(grad) else grad
+        # The next pass may overwrite it: a function returns the same tensor from every pass.
+        return grad.clone() if self._ranks.scale == 1 else grad * self._ranks.scale
 
     def reached_here(self) -> tuple[bool, ...]:
         """For each feature, whether a task has a gradient of it on this rank."""
