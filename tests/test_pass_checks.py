@@ -348,7 +348,7 @@ def test_kept_weights_of_features_behind_a_function() -> None:
 
 @pytest.mark.parametrize("how", ["step", "backward"])
 def test_a_buffer_outside_the_trunk(how: str) -> None:
-    """Of a head that both tasks use, and whose gradients add up."""
+    """A head that both tasks use: its gradients add up in `.grad`."""
     expected = []
     for function in (nn.functional.linear, Buffered.apply):
         network = Network(torch.tanh)

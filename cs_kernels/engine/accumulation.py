@@ -53,22 +53,13 @@ class Accumulation:
             dropped, self._dropped = self._dropped, ""
             warnings.warn(f"{dropped}: this call begins a new update", stacklevel=5)
 
-    def waiting(self, step: Step) -> Callable[[], None]:
-        """Keeps the gradients of a call of `backward(update=False)` for the next one.
-
-        Returns:
-            Notes that it has been made.
-
-        """
+    def wait(self, step: Step) -> None:
+        """Keeps the gradients of a call of `backward(update=False)` for the next one."""
         # A gradient in `.grad`, so that `zero_grad()` shows.
         lent = self._gradients.lend()
-
-        def commit() -> None:
-            self.step = step
-            self._calls += 1
-            self._mark(lent)
-
-        return commit
+        self.step = step
+        self._calls += 1
+        self._mark(lent)
 
     @contextlib.contextmanager
     def dropped_on_error(self, drop: Callable[[], None]) -> Iterator[None]:

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 
 from cs_kernels.engine.engine import Engine
 from cs_kernels.engine.features import Features, tensors_of
-from cs_kernels.engine.one_graph import weighed
+from cs_kernels.engine.one_graph import weighted_losses
 from cs_kernels.stage import Passes
 
 
@@ -44,7 +44,7 @@ def passes_to_features(
     engine: Engine, passes: Passes, losses: Mapping[str, Tensor], features: Features
 ) -> None:
     """The backward passes of the heads, which end at the features."""
-    weighted = weighed(engine, passes, losses)
+    weighted = weighted_losses(engine, passes, losses)
     engine.ranks.before_backward(retains=True)
     scaled = {task: engine.graph.scaled(loss) for task, loss in weighted.items()}
     features.head_passes(scaled, engine.pass_checks)

@@ -50,6 +50,7 @@ class Engine:
 
     """
 
+    # Declared for `supports`, which asks for them and which this module imports.
     trunk: Trunk
     ranks: Ranks
     method: Method

@@ -38,7 +38,9 @@ def passes_needed(engine: Engine, losses: Mapping[str, Tensor]) -> int:
     return engine.graph.passes(losses) if counts else 1
 
 
-def weighed(engine: Engine, passes: Passes, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def weighted_losses(
+    engine: Engine, passes: Passes, losses: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """The losses after weighting; their graphs are checked first."""
     step, graph = passes.step, engine.graph
     engine.accumulation.unmark()
@@ -57,7 +59,7 @@ def passes_of_losses(engine: Engine, passes: Passes, losses: Mapping[str, Tensor
     Other ranks may have some for more tasks.
     """
     step, ranks, graph = passes.step, engine.ranks, engine.graph
-    weighted = weighed(engine, passes, losses)
+    weighted = weighted_losses(engine, passes, losses)
     present = [*weighted]
     if not passes.separate:
         if present:

@@ -165,7 +165,7 @@ class PassChecks:
             )
 
     def end_passes(self) -> None:
-        """After the passes of a part of a step."""
+        """After the passes of a stage."""
         self._arrived.clear()
 
     def check_repeatable(

@@ -129,7 +129,7 @@ def _made(engine: Engine, passes: Passes, losses: dict[str, Tensor]) -> dict[str
         engine.average(passes, parameters)
         if passes.stage.is_open:
             found = engine.ranks.returned(step.recent.losses, passes.tasks)
-            engine.accumulation.waiting(step)()
+            engine.accumulation.wait(step)
         else:
             engine.surgery(passes)
             found = engine.leave(step, step.recent.losses, passes.tasks)

@@ -73,7 +73,7 @@ class Messages:
         self._ranks = transport.numbers
         self._sharded = sharded
         self._tasks: tuple[str, ...] = ()
-        self._passes: Distributed | None = None
+        self._strategy: Distributed | None = None
         self._checksums: Callable[[], dict[str, int]] = dict
         self._checks = _CHECKS
         """The next steps in which the parameters are compared."""
@@ -98,7 +98,7 @@ class Messages:
         self,
         facts: Mapping[str, object],
         tasks: Sequence[str],
-        passes: Distributed,
+        strategy: Distributed,
         checksums: Callable[[], dict[str, int]],
     ) -> None:
         """Checks that ranks have the same facts, and takes the parts of the optimizer.
@@ -106,7 +106,7 @@ class Messages:
         Args:
             facts: By name of an argument, its description.
             tasks: All tasks.
-            passes: The passes of a step, which own this.
+            strategy: What makes the passes of a step, and owns this.
             checksums: By name of a parameter, a number that differs if its values do.
 
         Raises:
@@ -114,7 +114,7 @@ class Messages:
             RankError: The arguments of one do not fit.
 
         """
-        self._tasks, self._passes, self._checksums = tuple(tasks), passes, checksums
+        self._tasks, self._strategy, self._checksums = tuple(tasks), strategy, checksums
         self._compare(facts, ValueError)
 
     def _compare(self, facts: Mapping[str, object], kind: type[Exception]) -> None:
@@ -201,8 +201,8 @@ class Messages:
         messages = self._send("passed")
         self._check_same(messages)
         if any(message["changed"] for message in messages):
-            assert self._passes is not None
-            self._passes.learn(self.transport.gather(self._passes.discovered()))
+            assert self._strategy is not None
+            self._strategy.learn(self.transport.gather(self._strategy.discovered()))
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -228,8 +228,8 @@ class Messages:
                 late.__cause__, error = error, late
             self._failed_after = time.monotonic() - self._started
             with contextlib.suppress(Exception):
-                assert self._passes is not None
-                self._passes.drain()
+                assert self._strategy is not None
+                self._strategy.drain()
             try:
                 self._send("failed", error=error)
             except RankError as other:
@@ -247,9 +247,9 @@ class Messages:
             RankError: Another rank has failed, and did so before this one.
 
         """
-        assert self._passes is not None
-        changed = kind == "passed" and self._passes.has_discovered()
-        plan = self._passes.fingerprint() if kind == "begin" else 0
+        assert self._strategy is not None
+        changed = kind == "passed" and self._strategy.has_discovered()
+        plan = self._strategy.fingerprint() if kind == "begin" else 0
         padding = [0] * (len(self._tasks) - len(order))
         tail = plan, changed, self._checks > 0, len(order)
         numbers = _KINDS.index(kind), *self._call, *order, *padding, *tail
@@ -302,8 +302,8 @@ class Messages:
                 if message[key] != first:
                     self._received = True
                     if key == "plan":
-                        assert self._passes is not None
-                        self._compare(self._passes.planned(), RankError)
+                        assert self._strategy is not None
+                        self._compare(self._strategy.planned(), RankError)
                         self._received = False  # Written in another way, but the same.
                         break
                     both = first, message[key]
