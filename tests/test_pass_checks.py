@@ -320,6 +320,30 @@ class Doubles(torch.autograd.Function):
         return torch.mul(grad, 2.0, out=Doubles.buffer)
 
 
+class Grows(torch.autograd.Function):
+    """Its gradient grows from pass to pass, always in the same tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.factor = 1.0
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        ctx.factor += 1.0
+        return torch.mul(grad, ctx.factor, out=Doubles.buffer)
+
+
+def test_a_buffer_that_differs_from_pass_to_pass() -> None:
+    network = Network(torch.tanh)
+    z = network.features()
+    Doubles.buffer = torch.zeros_like(z)
+    shared = Grows.apply(z)
+    losses = {t: (network.heads[t](shared) - i).square().mean() for i, t in enumerate(AB)}
+    with pytest.raises(RuntimeError, match=r"got gradients of features\[0\] that differ"):
+        network.opt.backward(losses, features=z)
+
+
 @pytest.mark.parametrize("method", [Ones, cs.PCGrad])
 def test_a_buffer_of_heads_behind_features(method: type[cs.Method]) -> None:
     updates = []
@@ -668,6 +692,40 @@ def test_kept_weights_of_parts_with_a_backward_pass_inside(how: str, hidden: str
         network.sgd.param_groups[0]["lr"] = 0.0
         if way != "step":
             network.sgd.step()
+
+
+class Writes(torch.autograd.Function):
+    """A linear map that adds to `.grad` itself, as fused weight gradients do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, weight = ctx.saved_tensors
+        mine = grad.T @ x
+        ctx.weight.grad = mine if ctx.weight.grad is None else ctx.weight.grad.add_(mine)
+        return grad @ weight, None
+
+
+def test_task_weights_are_not_kept_for_gradients_that_functions_write() -> None:
+    """No hook sees them, so nothing could weigh them."""
+    updates = []
+    for function in (nn.functional.linear, Writes.apply):
+        network = Network(torch.tanh)
+        middle = nn.Parameter(torch.eye(8) / 2)
+        network.trunk.register_parameter("middle", middle)
+        network.part = partial(lambda f, m, h: f(h, m), function, middle)
+        sgd = torch.optim.SGD([*network.trunk.parameters(), *network.heads.parameters()], lr=0.0)
+        network.opt = cs.MultiTaskOptimizer(network.trunk, sgd, AB, Halves(update_every=3))
+        for _ in range(3):
+            network.make("step")
+            updates.append(network.gradient())
+    for update in updates[1:]:
+        torch.testing.assert_close(update, updates[0], rtol=1e-12, atol=1e-14)
 
 
 class Fused(torch.autograd.Function):

@@ -181,7 +181,8 @@ class Engine:
             loss_scale=self.graph.known_scale(),
             counter=counter,
         )
-        if phase == 2 and not (more and step.tasks != self.trunk.tasks):
+        incomplete = more and step.tasks != self.trunk.tasks
+        if phase == 2 and not incomplete and not self.pass_checks.saw_writes:
             step.kept = self.kept.weights_for(step, self.method)
         return step
 
