@@ -40,6 +40,110 @@ def is_in_foreign_memory(grad: Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(storage._cdata) > _OWN_HOLDERS)
 
 
+class Storage:
+    """The updates of some parameters, and what methods compute from gradients, on one process.
+
+    The strategies of many ranks, each of which has a shard of every gradient, inherit from it.
+
+    Args:
+        parameters: The parameters, in the order of the rows.
+
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self._updates: list[Tensor | None] = [None] * len(parameters)
+        """The buffers of the updates, kept from step to step."""
+
+    # --- the update ---
+
+    def update_shards(self, parameters: Sequence[int]) -> list[Tensor]:
+        """The buffers for this process's shards of some updates."""
+        likes = [self.parameters[i] for i in parameters]
+        # A buffer is missing; or the parameter, or its `.grad`, the last update, was moved or cast.
+        for n in misfits([self._updates[i] for i in parameters], likes):
+            self._updates[parameters[n]] = torch.empty_like(likes[n], requires_grad=False)
+        return [cast("Tensor", self._updates[i]) for i in parameters]
+
+    def free_updates(self) -> None:
+        """Frees the buffers of the updates: the next gradients add up in `.grad`."""
+        self._updates = [None] * len(self.parameters)
+
+    def release_own(self, gradients: "TaskGradients") -> None:
+        """Moves the gradients of every task's own parameters from the rows to `.grad`."""
+        for i, task in gradients.reach.owners().items():
+            row = gradients.row_of(task)
+            if row[i] is not None:
+                self.parameters[i].grad, row[i] = row[i], None
+
+    def assign(self, parameters: Sequence[int]) -> None:
+        """Makes the written updates of some parameters their `.grad`, at the latest in `publish`."""
+        for i in parameters:
+            self.parameters[i].grad = self._updates[i]
+
+    def publish(self) -> None:
+        """Ends the update; collective over the ranks."""
+
+    def lend(self, parameter: int, grad: Tensor) -> Tensor:
+        """A tensor for the `.grad` of a parameter with a gradient, while gradients add up."""
+        del parameter
+        return grad
+
+    # --- what methods compute ---
+
+    def sum_over_shards(self, tensor: Tensor) -> Tensor:
+        """The sum over the shards, the same bits on every rank."""
+        return tensor
+
+    def offsets(self, parameters: Sequence[int]) -> list[int] | None:
+        """The index of each shard's first element among those of all whole parameters."""
+        del parameters
+        return None
+
+    def priorities(self, lists: LayerLists) -> list[Tensor]:
+        """The top-priority task of each layer's output channels, int64 [O]."""
+        return [
+            torch.ops.cs_kernels.task_priority(
+                torch.ops.cs_kernels.connection_strength(
+                    layer.weight,
+                    torch.stack(of_layer.gammas()),
+                    torch.stack(of_layer.running_vars()),
+                    of_layer.epsilons(),
+                    True,
+                    layer.out_channel_dim,
+                    layer.groups,
+                )
+            )
+            for layer, of_layer in ((layer, LayerLists.of([layer])) for layer in lists.layers)
+        ]
+
+    def phase2(
+        self,
+        gradients: "TaskGradients",
+        lists: LayerLists,
+        parameters: Sequence[int],
+        tasks: Sequence[str],
+    ) -> tuple[Tensor, Tensor]:
+        """As `TaskGradients.phase2`, in one operator call."""
+        del tasks
+        updates, number = gradients.updates(parameters), len(gradients.rows)
+        products = updates[0].new_empty((len(lists.layers), number, number), dtype=torch.float64)
+        none = [updates[0].new_empty(0)]
+        priorities = torch.ops.cs_kernels.phase2_update_(
+            updates,
+            gradients.of(parameters),
+            lists.weights,
+            torch.cat(lists.gammas() or none),
+            torch.cat(lists.running_vars() or none),
+            lists.epsilons(),
+            lists.out_channel_dims,
+            lists.groups,
+            number,
+            products,
+        )
+        return priorities, products
+
+
 class TaskGradients:
     """K rows of gradients, a tensor or None for every shared parameter.
 
@@ -49,6 +153,8 @@ class TaskGradients:
     Args:
         parameters: The shared parameters, by name.
         tasks: The names of all tasks.
+        reach: Notes which task reaches which parameter.
+        storage: Has the updates, and other ranks' shards; that of one process by default.
 
     """
 
@@ -57,6 +163,7 @@ class TaskGradients:
         parameters: Mapping[str, nn.Parameter],
         tasks: Sequence[str],
         reach: Reach | None = None,
+        storage: Storage | None = None,
     ) -> None:
         self.names = list(parameters)
         self.parameters = list(parameters.values())
@@ -65,7 +172,7 @@ class TaskGradients:
         self._has_complex = any(p.is_complex() for p in self.parameters)
         self.rows: list[list[Tensor | None]] = []
         """For each task, in order: a gradient or None for every parameter."""
-        self._updates: list[Tensor | None] = [None] * len(self.parameters)
+        self._storage = Storage(self.parameters) if storage is None else storage
         self.modules: tuple[str, ...] = ()
         """The modules of a step whose gradients come a few modules at a time."""
         self.collected: set[str] = set()
@@ -166,69 +273,45 @@ class TaskGradients:
 
     def release_own(self) -> None:
         """Moves the gradients of every task's own parameters from the rows to `.grad`."""
-        for i, task in self.reach.owners().items():
-            row = self.row_of(task)
-            if row[i] is not None:
-                self.parameters[i].grad, row[i] = row[i], None
+        self._storage.release_own(self)
 
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:
         """The buffers for the updates of some parameters, real as their gradients in `of`."""
-        likes = [self.parameters[i] for i in parameters]
-        # A buffer is missing; or the parameter, or its `.grad`, the last update, was moved or cast.
-        for n in misfits([self._updates[i] for i in parameters], likes):
-            self._updates[parameters[n]] = torch.empty_like(likes[n], requires_grad=False)
-        updates = [cast("Tensor", self._updates[i]) for i in parameters]
+        updates = self._storage.update_shards(parameters)
         return list(map(as_real, updates)) if self._has_complex else updates
-
-    def free_updates(self) -> None:
-        """Frees the buffers of the updates: the next gradients add up in `.grad`."""
-        self._updates = [None] * len(self.parameters)
 
     def assign(self, parameters: Sequence[int]) -> None:
         """Makes the updates of some parameters their `.grad`, and forgets the rows."""
-        for i in parameters:
-            self.parameters[i].grad = self._updates[i]
+        self._storage.assign(parameters)
         self.clear()
 
     def publish(self) -> None:
-        """Makes the assigned updates `.grad` where other ranks have parts of them."""
+        """Makes the assigned updates `.grad` where other ranks have shards of them."""
+        self._storage.publish()
 
     def lend(self) -> tuple[int, Tensor] | None:
         """A parameter with a gradient, and a tensor for its `.grad` while gradients add up."""
-        return self.first()
+        first = self.first()
+        return None if first is None else (first[0], self._storage.lend(*first))
 
-    # --- what methods compute: over all ranks, of which each may have a part of every gradient ---
+    # --- what methods compute: over all ranks, of which each may have a shard of every gradient ---
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """The sum over the parts of gradients."""
-        return tensor
+        """The sum over the shards of gradients."""
+        return self._storage.sum_over_shards(tensor)
 
     def offsets(self, parameters: Sequence[int]) -> list[int] | None:
-        """The index of each part's first element among those of all whole parameters."""
-        del parameters
-        return None
+        """The index of each shard's first element among those of all whole parameters."""
+        return self._storage.offsets(parameters)
 
     def priorities(self, lists: LayerLists) -> list[Tensor]:
         """The top-priority task of each layer's output channels, int64 [O]."""
-        return [
-            torch.ops.cs_kernels.task_priority(
-                torch.ops.cs_kernels.connection_strength(
-                    layer.weight,
-                    torch.stack(of_layer.gammas()),
-                    torch.stack(of_layer.running_vars()),
-                    of_layer.epsilons(),
-                    True,
-                    layer.out_channel_dim,
-                    layer.groups,
-                )
-            )
-            for layer, of_layer in ((layer, LayerLists.of([layer])) for layer in lists.layers)
-        ]
+        return self._storage.priorities(lists)
 
     def phase2(
         self, lists: LayerLists, parameters: Sequence[int], tasks: Sequence[str]
     ) -> tuple[Tensor, Tensor]:
-        """Writes the updates of Phase 2, in one operator call.
+        """Writes the updates of Phase 2.
 
         Args:
             lists: The prioritized layers.
@@ -240,20 +323,4 @@ class TaskGradients:
             groups, float64 [layers, K, K].
 
         """
-        del tasks
-        updates, grads, number = self.updates(parameters), self.of(parameters), len(self.rows)
-        products = updates[0].new_empty((len(lists.layers), number, number), dtype=torch.float64)
-        none = [updates[0].new_empty(0)]
-        priorities = torch.ops.cs_kernels.phase2_update_(
-            updates,
-            grads,
-            lists.weights,
-            torch.cat(lists.gammas() or none),
-            torch.cat(lists.running_vars() or none),
-            lists.epsilons(),
-            lists.out_channel_dims,
-            lists.groups,
-            number,
-            products,
-        )
-        return priorities, products
+        return self._storage.phase2(self, lists, parameters, tasks)

@@ -33,6 +33,7 @@ class FeatureGradients(TaskGradients):
         named = {f"{i}.feature": cast("nn.Parameter", z) for i, z in enumerate(features)}
         super().__init__(named, tasks)
         self._ranks = ranks
+        self._updates: list[Tensor | None] = [None] * len(features)
         self.combined: dict[int, Tensor] = {}
         """By index of the feature: the combination of its gradients."""
 

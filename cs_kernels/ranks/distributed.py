@@ -1,4 +1,7 @@
-"""What replicated and sharded ranks have in common: each holds a part of every gradient."""
+"""What replicated and sharded ranks have in common: each holds a shard of every gradient.
+
+A strategy of its own has the five abstract methods of `Distributed`.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from cs_kernels.gradients import TaskGradients, as_real
+from cs_kernels.gradients import TaskGradients
 from cs_kernels.ranks.collectives import all_reduce
 from cs_kernels.ranks.discoveries import Discoveries, SharedReach
+from cs_kernels.ranks.fsdp import is_sharded
 from cs_kernels.ranks.messages import Messages
-from cs_kernels.ranks.phase2 import Plan, phase2_of_parts, task_priorities
+from cs_kernels.ranks.phase2 import Plan, phase2_of_shards, task_priorities
 from cs_kernels.ranks.pieces import ChannelArray
 from cs_kernels.ranks.strategy import Call, Ranks, Training
 from cs_kernels.ranks.wrappers import Wrappers
@@ -28,84 +32,6 @@ from cs_kernels.trunk.reach import Reach
 
 Statistics = Mapping[str | None, Sequence[Tensor]]
 """Running statistics by task; those of all tasks together for None."""
-
-
-class PartialGradients(TaskGradients):
-    """One rank's part of every gradient: what methods compute is summed over the parts."""
-
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        tasks: Sequence[str],
-        reach: Reach,
-        ranks: Distributed,
-    ) -> None:
-        super().__init__(parameters, tasks, reach)
-        self._ranks: Distributed = weakref.proxy(
-            ranks
-        )  # No circle: groups end with their last user.
-        self._own: list[int] = []
-        self._assigned: list[int] = []
-        """The parameters whose updates are written and not yet published."""
-
-    def updates(self, parameters: Sequence[int]) -> list[Tensor]:
-        """The parts of the updates of some parameters, real as their gradients in `of`."""
-        return list(map(as_real, self._ranks.update_parts(parameters)))
-
-    def release_own(self) -> None:
-        """Every task's own parameters get the plain sum."""
-        reached = dict.fromkeys(self.reached())
-        own = [i for i in self.reach.owners() if i in reached]
-        if own:
-            device = self.parameters[own[0]].device
-            torch.ops.cs_kernels.combine_(
-                self.updates(own),
-                self.of(own),
-                torch.ones(1, len(self.rows), dtype=torch.float64, device=device),
-                [0] * len(own),
-                len(self.rows),
-            )
-            for row in self.rows:
-                for i in own:
-                    row[i] = None
-        self._own, self._assigned = own, []
-
-    def assign(self, parameters: Sequence[int]) -> None:
-        """Notes that the updates of some parameters are written, and forgets the rows."""
-        self._assigned += parameters
-        self.clear()
-
-    def publish(self) -> None:
-        """Makes the updates of all ranks `.grad`."""
-        self._ranks.publish(self._own + self._assigned)
-        self._own, self._assigned = [], []
-
-    def lend(self) -> tuple[int, Tensor] | None:
-        """A tensor for `.grad`, between two calls that add up."""
-        first = self.first()
-        return None if first is None else (first[0], self._ranks.lent(first[0]))
-
-    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """The sum over the parts, with the same bits on every rank."""
-        return self._ranks.sum_over_shards(tensor)
-
-    def offsets(self, parameters: Sequence[int]) -> list[int]:
-        """The index of each part's first element among those of all whole parameters."""
-        starts = accumulate((self.parameters[i].numel() for i in parameters), initial=0)
-        spans = map(self._ranks.span, parameters)
-        return [start + first for (first, _), start in zip(spans, starts, strict=False)]
-
-    def priorities(self, lists: LayerLists) -> list[Tensor]:
-        """The top-priority task of each layer's output channels, int64 [O]."""
-        # No average: a user may ask on one rank alone, and a step has made them equal.
-        of_all = task_priorities(self._ranks, lists, averaged=True)
-        return list(torch.split(of_all, lists.channels))
-
-    def phase2(
-        self, lists: LayerLists, parameters: Sequence[int], tasks: Sequence[str]
-    ) -> tuple[Tensor, Tensor]:
-        """Writes this rank's parts of the updates of Phase 2."""
-        return phase2_of_parts(self._ranks, self, lists, parameters, tasks)
 
 
 class Distributed(Ranks):
@@ -121,7 +47,6 @@ class Distributed(Ranks):
     """
 
     is_distributed = True
-    gradients: PartialGradients
     reach: SharedReach
 
     def __init__(
@@ -133,7 +58,6 @@ class Distributed(Ranks):
         groups: Sequence[dist.ProcessGroup],
     ) -> None:
         super().__init__(shared, tasks, wrappers)
-        self.parameters = list(shared.values())
         self.messages = messages
         self.size = messages.size
         self._groups = groups
@@ -147,14 +71,11 @@ class Distributed(Ranks):
         """Increases when this rank has other parts of the parameters."""
         self._phase2_plan: Plan | None = None
         """Kept from step to step."""
+        self._written: list[int] = []
+        """The parameters whose updates are written and not yet published."""
 
     def _new_reach(self, shared: Mapping[str, nn.Parameter], tasks: Sequence[str]) -> Reach:
         return SharedReach(shared, tasks)
-
-    def _new_gradients(
-        self, shared: Mapping[str, nn.Parameter], tasks: Sequence[str]
-    ) -> TaskGradients:
-        return PartialGradients(shared, tasks, self.reach, self)
 
     # --- messages ---
 
@@ -232,15 +153,10 @@ class Distributed(Ranks):
         """Takes what the passes of all ranks have shown."""
         self._discoveries.receive(of_ranks)
 
-    @abstractmethod
     def drain(self) -> None:
         """Takes part in the collectives of passes that have failed on this rank."""
 
-    # --- parts ---
-
-    @abstractmethod
-    def sum_over_shards(self, tensor: Tensor) -> Tensor:
-        """The sum over the parts, with the same bits on every rank."""
+    # --- shards: what a strategy has to say ---
 
     @abstractmethod
     def span(self, parameter: int) -> tuple[int, int]:
@@ -251,20 +167,73 @@ class Distributed(Ranks):
         """A weight's elements, in the order of `span`, as output channels."""
 
     @abstractmethod
-    def weight_part(self, parameter: int) -> Tensor | None:
-        """The elements of a weight on this rank, flat; None where every rank has all."""
+    def update_shards(self, parameters: Sequence[int]) -> list[Tensor]:
+        """The buffers for this rank's shards of some updates."""
 
     @abstractmethod
-    def update_parts(self, parameters: Sequence[int]) -> list[Tensor]:
-        """Where to write this rank's parts of the updates of some parameters."""
+    def publish_updates(self, parameters: Sequence[int]) -> None:
+        """Makes the written updates of some parameters `.grad`."""
 
     @abstractmethod
-    def publish(self, parameters: Sequence[int]) -> None:
-        """Makes the updates of some parameters, which are written, `.grad`."""
-
-    @abstractmethod
-    def lent(self, parameter: int) -> Tensor:
+    def lend(self, parameter: int, grad: Tensor) -> Tensor:
         """A tensor for a parameter's `.grad`, between two calls that add up."""
+
+    def weight_shard(self, parameter: int) -> Tensor | None:
+        """The elements of a weight on this rank, flat; None where every rank has all."""
+        del parameter
+        return None
+
+    def sum_over_shards(self, tensor: Tensor) -> Tensor:
+        """The sum over the shards, the same bits on every rank."""
+        return self._all_reduce(tensor)
+
+    # --- what gradients ask ---
+
+    def release_own(self, gradients: TaskGradients) -> None:
+        """Every task's own parameters get the plain sum."""
+        reached = dict.fromkeys(gradients.reached())
+        own = [i for i in self.reach.owners() if i in reached]
+        if own:
+            number = len(gradients.rows)
+            ones = torch.ones(1, number, dtype=torch.float64, device=self.parameters[own[0]].device)
+            torch.ops.cs_kernels.combine_(
+                gradients.updates(own), gradients.of(own), ones, [0] * len(own), number
+            )
+            for row in gradients.rows:
+                for i in own:
+                    row[i] = None
+        self._written = own
+
+    def assign(self, parameters: Sequence[int]) -> None:
+        """Notes that the updates of some parameters are written."""
+        self._written += parameters
+
+    def publish(self) -> None:
+        """Makes the updates of all ranks `.grad`."""
+        self.publish_updates(self._written)
+        self._written = []
+
+    def offsets(self, parameters: Sequence[int]) -> list[int]:
+        """The index of each shard's first element among those of all whole parameters."""
+        starts = accumulate((self.parameters[i].numel() for i in parameters), initial=0)
+        spans = map(self.span, parameters)
+        return [start + first for (first, _), start in zip(spans, starts, strict=False)]
+
+    def priorities(self, lists: LayerLists) -> list[Tensor]:
+        """The top-priority task of each layer's output channels, int64 [O]."""
+        # No average: a user may ask on one rank alone, and a step has made them equal.
+        of_all = task_priorities(self, lists, averaged=True)
+        return list(torch.split(of_all, lists.channels))
+
+    def phase2(
+        self,
+        gradients: TaskGradients,
+        lists: LayerLists,
+        parameters: Sequence[int],
+        tasks: Sequence[str],
+    ) -> tuple[Tensor, Tensor]:
+        """Writes this rank's shards of the updates of Phase 2."""
+        return phase2_of_shards(self, gradients, lists, parameters, tasks)
 
     def like(self) -> Tensor:
         """A plain tensor on the gradients' device."""
@@ -306,9 +275,9 @@ class Distributed(Ranks):
     def _settle(self, *, adds_up: bool) -> None:
         """Ends what the passes have begun for the shared parameters."""
 
-    @abstractmethod
     def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters whose gradients nothing else reduces."""
+        return [parameter for parameter in held if not is_sharded(parameter)]
 
     def _end_passes(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
         """Notes which parameters, or features, have a gradient on this rank."""

@@ -1,4 +1,4 @@
-"""Phase 2 of gradients of which a rank holds a part: stages, and sums over the ranks in between."""
+"""Phase 2 of gradients of which a rank holds a shard: stages, and sums over the ranks in between."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -67,7 +67,7 @@ def task_priorities(ranks: "Distributed", lists: LayerLists, *, averaged: bool) 
     """The priorities, int64 [O] of one layer after the other, on every rank.
 
     Args:
-        ranks: The ranks; each has a part of every weight.
+        ranks: The ranks; each has a shard of every weight.
         lists: The layers.
         averaged: Whether the running variances are the same on all ranks already.
 
@@ -98,35 +98,35 @@ def _gathered(ranks: "Distributed", plan: Plan, gamma: Sequence[Tensor]) -> tupl
     total = sum(plan.channels)
     numbers = ranks.like().new_zeros(total + sum(of_layers), dtype=torch.float64)
     for layer, i in zip(plan.layers, plan.lists.weight_indices, strict=True):
-        part = ranks.weight_part(i)
-        assert part is not None
+        shard = ranks.weight_shard(i)
+        assert shard is not None
         for piece in layer.pieces:
             energies = torch.ops.cs_kernels.channel_energies(
-                [piece.of(part, layer.first)], [piece.out_channel_dim], [piece.groups]
+                [piece.of(shard, layer.first)], [piece.out_channel_dim], [piece.groups]
             )
             first = layer.start + piece.first_channel
             numbers[first : first + piece.channels] += energies
     starts = accumulate(of_layers, initial=total)
-    for start, (first, shard), scale in zip(starts, shards_of(gamma), gamma, strict=False):
+    for start, (first, values), scale in zip(starts, shards_of(gamma), gamma, strict=False):
         if is_sharded(scale) or ranks.holds_first():
-            numbers[start + first : start + first + len(shard)] = shard
+            numbers[start + first : start + first + len(values)] = values
     summed = ranks.sum_over_shards(numbers)
     return summed[:total], summed[total:]
 
 
-def phase2_of_parts(
+def phase2_of_shards(
     ranks: "Distributed",
     gradients: TaskGradients,
     lists: LayerLists,
     parameters: Sequence[int],
     tasks: Sequence[str],
 ) -> tuple[Tensor, Tensor]:
-    """Writes this rank's parts of the updates, as `TaskGradients.phase2`."""
+    """Writes this rank's shards of the updates, as `TaskGradients.phase2`."""
     number, plan = len(gradients.rows), ranks.phase2_plan(lists)
     priorities = task_priorities(ranks, lists, averaged=len(tasks) == number)
     grads, updates = gradients.of(parameters), gradients.updates(parameters)
-    part_grads: list[Tensor | None] = []
-    part_updates: list[Tensor] = []
+    piece_grads: list[Tensor | None] = []
+    piece_updates: list[Tensor] = []
     of_pieces: list[Tensor] = []
     for n, layer in enumerate(plan.layers):
         if not layer.pieces:
@@ -136,18 +136,18 @@ def phase2_of_parts(
         for piece in layer.pieces:
             first = layer.start + piece.first_channel
             of_pieces.append(priorities[first : first + piece.channels])
-            part_updates.append(piece.of(update, layer.first))
-            part_grads += [None if row is None else piece.of(row, layer.first) for row in rows]
+            piece_updates.append(piece.of(update, layer.first))
+            piece_grads += [None if row is None else piece.of(row, layer.first) for row in rows]
     for n in range(len(lists.layers), len(parameters)):
         if updates[n].numel():
-            part_updates.append(updates[n])
-            part_grads += grads[n * number : (n + 1) * number]
-    operands = part_updates, part_grads, of_pieces
+            piece_updates.append(updates[n])
+            piece_grads += grads[n * number : (n + 1) * number]
+    operands = piece_updates, piece_grads, of_pieces
     layouts = plan.dims, plan.groups, number
     products = ranks.like().new_zeros((1, number, number), dtype=torch.float64)
-    if part_updates:
-        of_parts = torch.ops.cs_kernels.phase2_products_(*operands, *layouts)
-        products = torch.cat([of_parts, products])
+    if piece_updates:
+        of_pieces_ = torch.ops.cs_kernels.phase2_products_(*operands, *layouts)
+        products = torch.cat([of_pieces_, products])
     # Not `index_add_`, whose order on a GPU, and so its bits, differ from run to run.
     products = ranks.sum_over_shards(products[plan.pieces_of].sum(1))
     if of_pieces:

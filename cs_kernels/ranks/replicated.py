@@ -292,11 +292,7 @@ class Replicated(Distributed):
                 if i not in unreached:
                     row[i] = part
 
-    # --- parts ---
-
-    def sum_over_shards(self, tensor: Tensor) -> Tensor:
-        """One small collective."""
-        return self._all_reduce(tensor)
+    # --- shards ---
 
     def span(self, parameter: int) -> tuple[int, int]:
         """An equal part of a bucket, wherever it is cut."""
@@ -307,22 +303,18 @@ class Replicated(Distributed):
         """The weight's elements in the order of its bucket."""
         return self._buckets.array(parameter, out_channel_dim, groups)
 
-    def weight_part(self, parameter: int) -> Tensor | None:
-        """Every rank has the whole weight."""
-        del parameter
-        return None
-
-    def update_parts(self, parameters: Sequence[int]) -> list[Tensor]:
-        """The parts in the buckets."""
+    def update_shards(self, parameters: Sequence[int]) -> list[Tensor]:
+        """This rank's parts of the buckets."""
         return [cast("Tensor", self._updates[i]) for i in parameters]
 
-    def publish(self, parameters: Sequence[int]) -> None:
+    def publish_updates(self, parameters: Sequence[int]) -> None:
         """Gathers the updates of all ranks, and makes them `.grad`."""
         self._buckets.gather(sorted({self._buckets.slots[i].bucket for i in parameters}))
         # Not the views themselves: `.grad.data` may be replaced, as by `trunk.to(...)`.
         for i in parameters:
             self.parameters[i].grad = self._buckets.views[i].detach()
 
-    def lent(self, parameter: int) -> Tensor:
+    def lend(self, parameter: int, grad: Tensor) -> Tensor:
         """The parameter's place in its bucket."""
+        del grad
         return self._buckets.views[parameter].detach()

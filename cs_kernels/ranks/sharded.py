@@ -56,8 +56,6 @@ class Sharded(Distributed):
     ) -> None:
         groups = [mesh.get_group(dim) for dim in reversed(range(mesh.ndim))]
         super().__init__(shared, tasks, wrappers, messages, groups)
-        self._updates: list[Tensor | None] = [None] * len(self.parameters)
-        """The sharded updates, kept from step to step."""
         self._shards, self._replicas = groups[0], groups[1] if mesh.ndim == 2 else None
         self.scale = 1 / self.size  # `fully_shard` averages, so losses have shares for that.
         self._modules = fsdp_modules(trunk.modules())
@@ -67,12 +65,6 @@ class Sharded(Distributed):
         """The groups whose parameters stay whole now, and what the user has set."""
         self._kept: dict[nn.Parameter, Tensor] = {}
         """The gradients of the normalizations that have memory of their own."""
-
-    def expect(self, passes: Passes) -> None:
-        """Begins the passes of a stage."""
-        super().expect(passes)
-        if passes.stage.is_joint and not passes.separate:
-            self._updates = [None] * len(self.parameters)
 
     def before_backward(self, *, retains: bool) -> None:
         """Keeps whole parameters until the last backward pass of a forward pass."""
@@ -132,12 +124,6 @@ class Sharded(Distributed):
         self._keep_norms()
         super()._end_passes(passes, held)
 
-    def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        return [parameter for parameter in held if not is_sharded(parameter)]
-
-    def drain(self) -> None:
-        """Nothing waits: `fully_shard` has its own collectives."""
-
     def sum_over_shards(self, tensor: Tensor) -> Tensor:
         """One small collective over the shards; replicas get the bits of the first one."""
         all_reduce(tensor, group=self._shards)
@@ -158,11 +144,11 @@ class Sharded(Distributed):
         outer = shape[0] // groups if out_channel_dim == 1 else 1
         return groups, outer, shape[out_channel_dim], prod(shape[out_channel_dim + 1 :])
 
-    def weight_part(self, parameter: int) -> Tensor | None:
-        """Whole rows."""
+    def weight_shard(self, parameter: int) -> Tensor | None:
+        """Whole rows, flat."""
         return local_shard(self.parameters[parameter].detach()).flatten()
 
-    def update_parts(self, parameters: Sequence[int]) -> list[Tensor]:
+    def update_shards(self, parameters: Sequence[int]) -> list[Tensor]:
         """The rows of the updates."""
         return [local_shard(self._update_of(i)) for i in parameters]
 
@@ -172,13 +158,14 @@ class Sharded(Distributed):
             update = self._updates[i] = torch.empty_like(like, requires_grad=False)
         return update
 
-    def publish(self, parameters: Sequence[int]) -> None:
+    def publish_updates(self, parameters: Sequence[int]) -> None:
         """Makes the sharded updates `.grad`."""
         for i in parameters:
             self.parameters[i].grad = self._updates[i]
 
-    def lent(self, parameter: int) -> Tensor:
+    def lend(self, parameter: int, grad: Tensor) -> Tensor:
         """A parameter's update, which is not written yet."""
+        del grad
         return self._update_of(parameter)
 
     def like(self) -> Tensor:

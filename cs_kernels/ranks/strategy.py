@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor, nn
 
-from cs_kernels.gradients import TaskGradients
+from cs_kernels.gradients import Storage, TaskGradients
 from cs_kernels.ranks.wrappers import Wrappers
 from cs_kernels.stage import Passes
 from cs_kernels.trunk.reach import Reach
@@ -54,7 +55,7 @@ class Training:
     """Whether the loss scale shows in the backward passes only."""
 
 
-class Ranks:
+class Ranks(Storage):
     """The strategy of a single process: collectives are no-ops.
 
     Many ranks have the same methods (`Distributed`). A step calls `together` around everything,
@@ -81,17 +82,15 @@ class Ranks:
     def __init__(
         self, shared: Mapping[str, nn.Parameter], tasks: Sequence[str], wrappers: Wrappers
     ) -> None:
+        super().__init__(list(shared.values()))
         self.wrappers = wrappers
         self.reach = self._new_reach(shared, tasks)
-        self.gradients = self._new_gradients(shared, tasks)
+        # No reference cycle: the groups of ranks end with their last user.
+        storage = cast("Storage", weakref.proxy(self))
+        self.gradients = TaskGradients(shared, tasks, self.reach, storage)
 
     def _new_reach(self, shared: Mapping[str, nn.Parameter], tasks: Sequence[str]) -> Reach:
         return Reach(shared, tasks)
-
-    def _new_gradients(
-        self, shared: Mapping[str, nn.Parameter], tasks: Sequence[str]
-    ) -> TaskGradients:
-        return TaskGradients(shared, tasks, self.reach)
 
     # --- once ---
 
@@ -143,7 +142,7 @@ class Ranks:
     def expect(self, passes: Passes) -> None:
         """Begins the passes of a stage."""
         if passes.stage.is_joint and not passes.separate:
-            self.gradients.free_updates()
+            self.free_updates()
 
     def before_backward(self, *, retains: bool) -> None:
         """Before a backward pass, which retains its graph or not."""
