@@ -77,7 +77,7 @@ class Storage:
                 self.parameters[i].grad, row[i] = row[i], None
 
     def assign(self, parameters: Sequence[int]) -> None:
-        """Makes the written updates of some parameters their `.grad`, at the latest in `publish`."""
+        """Makes the written updates of some parameters `.grad`, at the latest in `publish`."""
         for i in parameters:
             self.parameters[i].grad = self._updates[i]
 

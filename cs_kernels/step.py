@@ -96,6 +96,8 @@ class KeptWeights:
     at_features: bool
     weights: Tensor
     """[K] or [layers, K]."""
+    trains: tuple[bool, ...]
+    """As `Step.trains`."""
 
     def surgery(self) -> Surgery:
         """The numbers for the report of a step that uses these weights."""
@@ -125,6 +127,9 @@ class Step:
     """Whether the gradients are those of features, not of the shared parameters."""
     kept: KeptWeights | None = None
     """The task weights of an earlier step that this one uses, with `update_every` above 1."""
+    trains: tuple[bool, ...] = ()
+    """Which parameters of the torch optimizers and of the trunk train; empty with `update_every`
+    of 1."""
     loss_scale: Tensor | None = None
     """The factor of the weighted losses in their backward passes, if there is one."""
     counter: Tensor | None = None

@@ -985,3 +985,27 @@ def test_refused(method: Callable[..., cs.Method]) -> None:
     opt = setup.start(method(update_every=2))
     with pytest.raises(ValueError, match="update_every must be 1 in a captured step, got 2 by"):
         opt.capture(setup.closure(0))
+
+
+@pytest.mark.parametrize("frozen_at", [lambda n: n < 2, lambda n: n >= 2], ids=["thawed", "frozen"])
+@pytest.mark.parametrize("cut", range(1, 7))
+def test_a_resumed_run_with_other_parameters_that_train(
+    frozen_at: Callable[[int], bool], cut: int
+) -> None:
+    """What trained at the last solve is part of the state, so both solve in the same steps."""
+    results = []
+    for at in (None, cut):
+        trunk, heads, x = parts()
+        opt = optimizer_of(cs.UPGrad(update_every=3), trunk, heads)
+        solved = []
+        for number in range(8):
+            if number == at:
+                state = copy.deepcopy(opt.state_dict())
+                trunk.requires_grad_(True)
+                opt = optimizer_of(cs.UPGrad(update_every=3), trunk, heads)
+                opt.load_state_dict(state)
+            trunk[0].requires_grad_(not frozen_at(number))
+            opt.step(lambda task: (heads[task](trunk(x[number])) - 1).square().mean())
+            solved.append(opt.report().weights_from)
+        results.append(solved)
+    assert results[0] == results[1]

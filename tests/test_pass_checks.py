@@ -711,21 +711,28 @@ class Writes(torch.autograd.Function):
         return grad @ weight, None
 
 
-def test_task_weights_are_not_kept_for_gradients_that_functions_write() -> None:
-    """No hook sees them, so nothing could weigh them."""
-    updates = []
-    for function in (nn.functional.linear, Writes.apply):
-        network = Network(torch.tanh)
-        middle = nn.Parameter(torch.eye(8) / 2)
-        network.trunk.register_parameter("middle", middle)
-        network.part = partial(lambda f, m, h: f(h, m), function, middle)
-        sgd = torch.optim.SGD([*network.trunk.parameters(), *network.heads.parameters()], lr=0.0)
-        network.opt = cs.MultiTaskOptimizer(network.trunk, sgd, AB, Halves(update_every=3))
-        for _ in range(3):
-            network.make("step")
-            updates.append(network.gradient())
-    for update in updates[1:]:
-        torch.testing.assert_close(update, updates[0], rtol=1e-12, atol=1e-14)
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("check_passes", [True, False])
+def test_kept_weights_of_gradients_that_functions_write(first: int, check_passes: bool) -> None:
+    """No hook sees them, so nothing could weigh them, whenever the function begins to act."""
+    network = Network(torch.tanh)
+    middle = nn.Parameter(torch.eye(8) / 2)
+    network.trunk.register_parameter("middle", middle)
+    sgd = torch.optim.SGD([*network.trunk.parameters(), *network.heads.parameters()], lr=0.0)
+    network.opt = cs.MultiTaskOptimizer(
+        network.trunk, sgd, AB, Halves(update_every=3), check_passes=check_passes
+    )
+
+    def step(function: Callable[..., Tensor]) -> Tensor:
+        network.part = lambda h: function(h, middle)
+        network.make("step")
+        return network.gradient()
+
+    expected = step(Writes.apply if first == 0 else nn.functional.linear)
+    with pytest.raises(RuntimeError, match=r"update_every must be 1 .* of middle that"):
+        step(Writes.apply)
+    network.opt.method.update_every = 1
+    torch.testing.assert_close(step(Writes.apply), expected, rtol=1e-12, atol=1e-14)
 
 
 class Fused(torch.autograd.Function):

@@ -126,6 +126,8 @@ class Engine:
 
         """
         if not stage.continues and self.trunk.changed():
+            if self.trunk.exchanged():
+                self.kept.forget()
             self.forget_passes()
         epoch = -1 if self.epoch is None else self.epoch
         call = Call(self.steps, phase, epoch, len(self.trunk.held()), stage, features, passes)
@@ -181,8 +183,8 @@ class Engine:
             loss_scale=self.graph.known_scale(),
             counter=counter,
         )
-        incomplete = more and step.tasks != self.trunk.tasks
-        if phase == 2 and not incomplete and not self.pass_checks.saw_writes:
+        step.trains = self.trunk.requires_grad() if self.method.update_every > 1 else ()
+        if phase == 2 and not (more and step.tasks != self.trunk.tasks):
             step.kept = self.kept.weights_for(step, self.method)
         return step
 
@@ -362,9 +364,8 @@ class Engine:
         self.optimizers.check_step_now()
 
     def forget_passes(self) -> None:
-        """Learns anew what passes show; the next joint step solves for task weights."""
+        """Learns anew what passes show."""
         self.trunk.forget()
-        self.kept.forget()
         self.graph.forget()
         self.pass_checks.forget()
         self.ranks.forget_passes()

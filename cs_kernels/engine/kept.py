@@ -28,8 +28,8 @@ class Kept:
         if kept is None or step.counter is not None or self._method not in (None, method):
             return None
         by_layer = isinstance(method, GramianMethod) and method.groups == "layer"
-        known = kept.tasks, kept.at_features, bool(kept.layers)
-        fits = known == (step.tasks, step.at_features, by_layer)
+        solved_for = kept.tasks, kept.at_features, bool(kept.layers), kept.trains
+        fits = solved_for == (step.tasks, step.at_features, by_layer, step.trains)
         return kept if fits and 0 < step.number - kept.number < method.update_every else None
 
     def after(self, step: Step, method: Method, *, unknown: bool) -> "Kept":
@@ -55,8 +55,8 @@ class Kept:
         energies = solved.gramian.diagonal(dim1=-2, dim2=-1).reshape(-1, len(solved.rows)).sum(0)
         if not weights.isfinite().all() & (energies > 0).all():
             return Kept()
-        known = step.number, solved.rows, solved.layers, step.at_features
-        return Kept(KeptWeights(*known, weights), method)
+        facts = step.number, solved.rows, solved.layers, step.at_features
+        return Kept(KeptWeights(*facts, weights, step.trains), method)
 
     def forget(self) -> None:
         """Solves anew in the next joint step."""
@@ -79,10 +79,17 @@ class Kept:
         if weights.shape != shape or not weights.isfinite().all():
             raise ValueError(f"state must keep finite weights of shape {shape}, got {weights!r}")
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on with the weights of a `state_dict`."""
+    def load_state_dict(self, state: Mapping[str, Any] | None, trains: Sequence[bool]) -> None:
+        """Goes on with the weights of a `state_dict`.
+
+        Args:
+            state: The `state_dict`; None for no weights.
+            trains: As `Step.trains`, for a state that was saved without it.
+
+        """
         self.forget()
         if state is not None:
             tasks, layers = tuple(state["tasks"]), tuple(state["layers"])
-            known = int(state["number"]), tasks, layers, bool(state["at_features"])
-            self._weights = KeptWeights(*known, state["weights"].clone())
+            facts = int(state["number"]), tasks, layers, bool(state["at_features"])
+            of_weights = tuple(map(bool, state.get("trains", trains)))
+            self._weights = KeptWeights(*facts, state["weights"].clone(), of_weights)

@@ -1,6 +1,7 @@
 """From a task's loss to its gradients: what its graph must reach, its weight, its backward pass."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor, nn
@@ -218,9 +219,36 @@ class LossGraph:
             return
         shared = self._in_graph(self._trunk.combined())
         for n, (task, loss) in enumerate(losses.items(), 1):
-            more = n < len(losses)
-            with hooked(at_leaves(shared, weights[task])):
+            more, arrived = n < len(losses), set[Tensor]()
+            with (
+                self._all_weighted(task, arrived),
+                hooked(at_leaves(shared, weights[task], arrived)),
+            ):
                 self._pass([loss], step, None if more else ends, retain_graph or more)
+
+    @contextlib.contextmanager
+    def _all_weighted(self, task: str, arrived: Set[Tensor]) -> Iterator[None]:
+        """Around a pass with kept task weights.
+
+        Raises:
+            RuntimeError: A gradient has come into `.grad` without a hook that could weigh it.
+
+        """
+        parameters = [] if self._ranks.is_distributed else self._trunk.combined()
+        before = [(p.grad, None if p.grad is None else p.grad._version) for p in parameters]
+        yield
+        for p, (grad, version) in zip(parameters, before, strict=True):
+            now = p.grad
+            if p not in arrived and (
+                now is not grad or (now is not None and now._version != version)
+            ):
+                name = dict(zip(self._trunk.shared, self._trunk.names, strict=True))[p]
+                raise RuntimeError(
+                    "update_every must be 1 where a function writes .grad itself, which kept task"
+                    f" weights cannot weigh, got a gradient of {name} that no hook has seen in the"
+                    f" pass of {task!r}: return it from the function's backward pass, or accumulate"
+                    " it by torch.autograd.backward"
+                )
 
     def passes(self, losses: Mapping[str, Tensor]) -> int:
         """The number of backward passes that these losses need with kept task weights."""

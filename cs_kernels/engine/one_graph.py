@@ -81,6 +81,7 @@ def trace_losses(engine: Engine, losses: Mapping[str, Tensor]) -> None:
     checked = checked_losses(losses)
     engine.chosen(checked)
     engine.forget_passes()
+    engine.kept.forget()
     for task, loss in checked.items():
         engine.graph.check(task, loss, shows_reach=True)
     if engine.method.separate_gradients:

@@ -9,7 +9,7 @@ import contextlib
 import math
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,8 +69,6 @@ class PassChecks:
         """How often passes are still checked anew."""
         self._together: dict[str, set[str]] = {}
         """By task: those whose passes through one graph with it were seen to be repeatable."""
-        self.saw_writes = False
-        """Whether a function has written `.grad` itself, where no hook can weigh the gradient."""
 
     def forget(self) -> None:
         """Checks the next passes of every task."""
@@ -79,10 +77,9 @@ class PassChecks:
         self._left -= 1
         self._tasks.clear()
         self._together.clear()
-        self.saw_writes = False
 
     @contextlib.contextmanager
-    def watching(self, tasks: Collection[str], *, as_made: bool = True) -> Iterator[None]:
+    def watching(self, tasks: Iterable[str], *, as_made: bool = True) -> Iterator[None]:
         """Around a backward pass of some tasks, perhaps their first.
 
         Args:
@@ -112,7 +109,6 @@ class PassChecks:
         leaves = [(p, i) for i, p in shared if p.requires_grad and not is_sharded(p)]
         names = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
         before = checksums(self._trunk.shared, names)
-        grads = {i: (p.grad, _version(p.grad)) for p, i in leaves}
         with hooked([(p, partial(note, i)) for p, i in leaves]):
             yield
         after = checksums(self._trunk.shared, names)
@@ -125,11 +121,6 @@ class PassChecks:
                 f" last checkpoint{_OFF}"
             )
         self._check_left(new[0], expected)
-        # In a pass of several tasks there is nothing to weigh, or the package writes.
-        for p, i in leaves if self._alone and len(tasks) == 1 else ():
-            grad, version = grads[i]
-            same = p.grad is grad and _version(grad) == version
-            self.saw_writes |= i not in arrived and not same
         self._tasks.update(new)
         self._arrived |= dict.fromkeys(new, arrived)
 
@@ -338,11 +329,6 @@ def _any_gradient(edge: GradientEdge) -> Tensor:
     like = edge.node._input_metadata[edge.output_nr]
     numbers = torch.arange(math.prod(like.shape), device=like.device, dtype=torch.float32)
     return (0.01 + 0.005 * (0.7 * numbers + 0.3).sin()).to(like.dtype).reshape(like.shape)
-
-
-def _version(grad: Tensor | None) -> int:
-    """The number of changes in place."""
-    return 0 if grad is None else grad._version
 
 
 def _fingerprint(grad: Tensor) -> Tensor:

@@ -90,6 +90,7 @@ def trace(engine: Engine, closure: object) -> None:
     (closure,) = checked_closures(closure)
     trunk = engine.trunk
     engine.forget_passes()
+    engine.kept.forget()
     with trunk.unchanged(trunk.tasks, always=True):
         for task in trunk.tasks:
             with active(trunk.norms, task), torch.enable_grad():

@@ -86,7 +86,7 @@ def _load(engine: Engine, state: Mapping[str, Any]) -> None:
     engine.method.load_state_dict(of_method)
     engine.weighting.load_state_dict(of_weighting)
     (kept,) = state.get("kept", (None,))
-    engine.kept.load_state_dict(kept)
+    engine.kept.load_state_dict(kept, engine.trunk.requires_grad())
     if engine.monitor.counter is not None:
         (of_conflicts,) = state.get("conflicts", (None,))
         engine.monitor.counter.load_state_dict(of_conflicts)

@@ -7,6 +7,7 @@ enters the part of the graph that several tasks have in common, or at the shared
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,16 +34,25 @@ _HIDE_NOTHING = {
 parameters behind them."""
 
 
-def at_leaves(shared: Iterable[Tensor], weight: Tensor) -> Hooks:
-    """The hooks for a backward pass of one task: each shared parameter's gradient is weighted."""
+def at_leaves(shared: Iterable[Tensor], weight: Tensor, arrived: set[Tensor]) -> Hooks:
+    """The hooks for a backward pass of one task: each shared parameter's gradient is weighted.
+
+    Args:
+        shared: The shared parameters, as graphs have them.
+        weight: The task's weight.
+        arrived: Gets those with a gradient.
+
+    """
     # At the nodes: a function may ask for gradients of parameters in its backward pass, and return
     # them, which a hook of the parameter would see twice.
-    nodes = (get_gradient_edge(p).node for p in shared if p.requires_grad)
+    nodes = [(get_gradient_edge(p).node, p) for p in shared if p.requires_grad]
 
-    def weigh(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    def weigh(p: Tensor, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        if any(grad is not None for grad in grads):
+            arrived.add(p)
         return tuple(None if grad is None else _times(grad, weight) for grad in grads)
 
-    return [(node, weigh) for node in nodes]
+    return [(node, partial(weigh, p)) for node, p in nodes]
 
 
 class OnePass(NamedTuple):

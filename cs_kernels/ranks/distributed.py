@@ -18,13 +18,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from cs_kernels.gradients import TaskGradients
+from cs_kernels.ranks.agreement import compare
 from cs_kernels.ranks.collectives import all_reduce
 from cs_kernels.ranks.discoveries import Discoveries, SharedReach
 from cs_kernels.ranks.fsdp import is_sharded
-from cs_kernels.ranks.messages import Messages
+from cs_kernels.ranks.messages import Facts, Messages
 from cs_kernels.ranks.phase2 import Plan, phase2_of_shards, task_priorities
 from cs_kernels.ranks.pieces import ChannelArray
 from cs_kernels.ranks.strategy import Call, Ranks, Training
+from cs_kernels.ranks.transport import Transport
 from cs_kernels.ranks.wrappers import Wrappers
 from cs_kernels.stage import Passes, Stage
 from cs_kernels.trunk.layers import LayerLists
@@ -41,7 +43,7 @@ class Distributed(Ranks):
         shared: The shared parameters, by name.
         tasks: The names of all tasks.
         wrappers: The DistributedDataParallel modules around the trunk.
-        messages: The messages between the ranks.
+        transport: Carries the messages between the ranks.
         groups: The ranks' groups; sums over one after the other are sums over all ranks.
 
     """
@@ -54,12 +56,14 @@ class Distributed(Ranks):
         shared: Mapping[str, nn.Parameter],
         tasks: Sequence[str],
         wrappers: Wrappers,
-        messages: Messages,
+        transport: Transport,
         groups: Sequence[dist.ProcessGroup],
     ) -> None:
         super().__init__(shared, tasks, wrappers)
-        self.messages = messages
-        self.size = messages.size
+        self.transport = transport
+        self.size = transport.size
+        # No reference cycle: the groups of ranks end with their last user.
+        self.messages = Messages(transport, tasks, weakref.proxy(self))
         self._groups = groups
         self._planned: Callable[[], dict[str, list[object]]] = dict
         self._factor_is_hidden = False
@@ -95,13 +99,13 @@ class Distributed(Ranks):
         self._statistics = trunk.statistics
         self._discoveries = Discoveries(trunk, self.reach)
         self._planned, self._factor_is_hidden = training.planned, training.factor_is_hidden
-        proxy = weakref.proxy(self)
-        self.messages.agree(training.facts(), trunk.tasks, proxy, training.checksums)
+        self.messages.health.checksums = training.checksums
+        compare(self.transport, training.facts(), ValueError)
 
     def close(self) -> None:
         """Destroys the groups that were made, too."""
         super().close()
-        self.messages.transport.close()
+        self.transport.close()
 
     def together(self) -> contextlib.AbstractContextManager[None]:
         """An exception of this rank reaches all, and theirs this one."""
@@ -109,17 +113,35 @@ class Distributed(Ranks):
 
     def begin(self, tasks: Sequence[str], call: Call) -> tuple[str, ...]:
         """Union of all ranks' tasks, in order of first appearance."""
-        found = self.messages.begin(tasks, call)
-        self.passes = self.messages.facts.passes
-        return found
+        self.messages.begin(tasks, call)
+        self.passes = self.facts.passes
+        return self.facts.tasks
+
+    @property
+    def facts(self) -> Facts:
+        """What the ranks know of the step."""
+        return self.messages.facts
+
+    def check_tasks(self, call: Call) -> None:
+        """Raises RankError, on all ranks, if they cannot have tasks like these."""
+
+    def must_be_alike(self, call: Call) -> dict[str, str]:
+        """Further fields of `Call` that must be equal on all ranks, and their names in errors."""
+        del call
+        return {}
 
     def has(self, task: str) -> bool:
         """Whether this rank makes the passes of a task."""
-        return self.messages.has(task)
+        return self.transport.rank in self.facts.ranks_of[task]
+
+    def weight(self, task: str) -> float:
+        """The weight of this rank's loss in the mean loss over the ranks with labels."""
+        ranks = self.facts.ranks_of[task]
+        return 1.0 / len(ranks) if self.transport.rank in ranks else 0.0
 
     def share(self, task: str) -> float:
-        """The share of this rank's loss in the mean loss over the ranks with labels."""
-        return self.messages.share(task)
+        """The factor of this rank's loss, so that gradients add up to those of the mean loss."""
+        return self.weight(task)
 
     def returned(self, losses: Mapping[str, Tensor], tasks: Iterable[str]) -> dict[str, Tensor]:
         """The losses, float64 until here, in the types that passes had."""
@@ -128,7 +150,7 @@ class Distributed(Ranks):
 
     def recheck_networks(self) -> None:
         """Checks in the next steps that ranks hold the same parameters."""
-        self.messages.recheck_networks()
+        self.messages.health.recheck()
 
     def fingerprint(self) -> int:
         """A number that differs if `planned` does; makes ready what the step needs."""
@@ -241,7 +263,7 @@ class Distributed(Ranks):
 
     def holds_first(self) -> bool:
         """Whether this rank adds what all ranks have to sums over them."""
-        return self.messages.rank == 0
+        return self.transport.rank == 0
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, replicas too."""
@@ -281,7 +303,7 @@ class Distributed(Ranks):
 
     def _end_passes(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
         """Notes which parameters, or features, have a gradient on this rank."""
-        ranks_of = self.messages.facts.ranks_of
+        ranks_of = self.facts.ranks_of
         self._remaining = self._others(held)
         at_features = passes.stage is Stage.HEADS
         pattern = passes.reached if at_features else self._pattern()
@@ -325,7 +347,7 @@ class Distributed(Ranks):
         )
         numbers = torch.zeros(2 * len(tasks) + 2, dtype=torch.float64, device=like.device)
         for n, task in enumerate(tasks):
-            weight = self.messages.weight(task)
+            weight = self.weight(task)
             for k, (_, _, recent) in enumerate(kinds):
                 if weight and task in recent:
                     numbers[2 * n + k] = recent[task].to(numbers) * weight
@@ -366,7 +388,7 @@ class Distributed(Ranks):
 
         The statistics of heads are among them.
         """
-        ranks_of, like = self.messages.facts.ranks_of, self.like()
+        ranks_of, like = self.facts.ranks_of, self.like()
         of_heads: Statistics = {
             task: self._discoveries.of_heads(task, ranks_of[task], like) for task in tasks
         }
@@ -380,6 +402,6 @@ class Distributed(Ranks):
     def _weight_of(self, task: str | None, tasks: Sequence[str]) -> float:
         """The weight of this rank's statistics of a task, or of all tasks together."""
         if task is not None:
-            return self.messages.weight(task)
-        with_labels = {rank for t in tasks for rank in self.messages.facts.ranks_of[t]}
-        return 1 / len(with_labels) if self.messages.rank in with_labels else 0.0
+            return self.weight(task)
+        with_labels = {rank for t in tasks for rank in self.facts.ranks_of[t]}
+        return 1 / len(with_labels) if self.transport.rank in with_labels else 0.0

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from cs_kernels.ranks.fsdp import mesh_of
-from cs_kernels.ranks.messages import Messages
 from cs_kernels.ranks.replicated import Replicated
 from cs_kernels.ranks.sharded import Sharded
 from cs_kernels.ranks.strategy import Ranks
@@ -47,8 +46,7 @@ def find_ranks(
             )
         ranks = mesh.mesh.flatten().tolist()
         transport = Transport(ranks, mesh.get_group(mesh.ndim - 1), device)
-        messages = Messages(transport, sharded=True)
-        return Sharded(shared, tasks, wrappers, messages, mesh, trunk)
+        return Sharded(shared, tasks, wrappers, transport, mesh, trunk)
     group = wrappers.group() if process_group is None else process_group
     if group is None:
         if dist.is_available() and dist.is_initialized():
@@ -69,7 +67,6 @@ def find_ranks(
     ranks = dist.get_process_group_ranks(group)
     wrappers.watch(trunk, ranks)
     transport = Transport(ranks, group, device)
-    messages = Messages(transport, sharded=False)
     # The user's own collectives, as those of SyncBatchNorm, may come in between in any order.
     own = transport.new_group(ranks, timeout_of(group, device), dist.get_backend(group))
-    return Replicated(shared, tasks, wrappers, messages, own)
+    return Replicated(shared, tasks, wrappers, transport, own)

@@ -1,4 +1,4 @@
-"""Phase 2 of gradients of which a rank holds a shard: stages, and sums over the ranks in between."""
+"""Phase 2 of sharded gradients: stages, and sums over the ranks in between."""
 
 from collections.abc import Sequence
 from itertools import accumulate

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from cs_kernels.ranks.buckets import Buckets, Overlap
 from cs_kernels.ranks.distributed import Distributed
-from cs_kernels.ranks.messages import Messages
 from cs_kernels.ranks.pieces import ChannelArray
+from cs_kernels.ranks.transport import Transport
 from cs_kernels.ranks.wrappers import Wrappers
 from cs_kernels.stage import Passes, Stage
 
@@ -56,7 +56,7 @@ class Replicated(Distributed):
         shared: The shared parameters, by name.
         tasks: The names of all tasks.
         wrappers: The DistributedDataParallel modules around the trunk.
-        messages: The messages between the ranks.
+        transport: Carries the messages between the ranks.
         group: Their process group.
 
     """
@@ -66,10 +66,10 @@ class Replicated(Distributed):
         shared: Mapping[str, nn.Parameter],
         tasks: Sequence[str],
         wrappers: Wrappers,
-        messages: Messages,
+        transport: Transport,
         group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(shared, tasks, wrappers, messages, [group])
+        super().__init__(shared, tasks, wrappers, transport, [group])
         self._group = group
         self._trains: list[object] | None = None
         self._passes = _Passes()
@@ -136,7 +136,7 @@ class Replicated(Distributed):
 
     def _last_task(self) -> str:
         """The last task that this rank has labels for."""
-        return [task for task in self._passes.tasks if self.messages.has(task)][-1]
+        return [task for task in self._passes.tasks if self.has(task)][-1]
 
     def _order(self, name: str) -> list[int]:
         """The buckets, those first whose parameters have all been reached in such passes.
@@ -241,7 +241,7 @@ class Replicated(Distributed):
             self.gradients.collected.add(task)
 
     def _note(self, task: str) -> bool:
-        if self.messages.has(task):
+        if self.has(task):
             self.reach.note(task, [i for i in range(len(self.parameters)) if i not in self._had])
         return bool(self._had)
 
@@ -279,13 +279,13 @@ class Replicated(Distributed):
         """Averages; and notes, in Phase 1, that other ranks may go on to the next task."""
         super().average(passes, held)
         if passes.stage is Stage.TURN:
-            tasks = self.messages.facts.tasks
+            tasks = self.facts.tasks
             n = tasks.index(passes.tasks[-1]) + 1
             self._passes.next_task = tasks[n] if n < len(tasks) else None
 
     def _set_reached(self, parts: Mapping[str, Sequence[Tensor | None]]) -> None:
         """Puts into the rows the gradients of the parameters that any rank has reached."""
-        for task, ranks in self.messages.facts.ranks_of.items():
+        for task, ranks in self.facts.ranks_of.items():
             unreached = self.reach.unreached(task, ranks)
             row = self.gradients.row_of(task)
             for i, part in enumerate(parts[task]):
@@ -304,7 +304,7 @@ class Replicated(Distributed):
         return self._buckets.array(parameter, out_channel_dim, groups)
 
     def update_shards(self, parameters: Sequence[int]) -> list[Tensor]:
-        """This rank's parts of the buckets."""
+        """The parts of the buckets that are this rank's."""
         return [cast("Tensor", self._updates[i]) for i in parameters]
 
     def publish_updates(self, parameters: Sequence[int]) -> None:

@@ -24,10 +24,14 @@ from cs_kernels.ranks.fsdp import (
     modules_that_shard,
     rows_of,
 )
-from cs_kernels.ranks.messages import Messages
 from cs_kernels.ranks.pieces import ChannelArray
+from cs_kernels.ranks.strategy import Call, RankError
+from cs_kernels.ranks.transport import Transport
 from cs_kernels.ranks.wrappers import Wrappers
-from cs_kernels.stage import Passes
+from cs_kernels.stage import Passes, Stage
+
+_OF_STEP = Stage.TURN, Stage.JOINT
+"""The stages in which `step` begins."""
 
 
 class Sharded(Distributed):
@@ -37,7 +41,7 @@ class Sharded(Distributed):
         shared: The shared parameters, by name.
         tasks: The names of all tasks.
         wrappers: The DistributedDataParallel modules around the trunk.
-        messages: The messages between the ranks.
+        transport: Carries the messages between the ranks.
         mesh: Their mesh.
         trunk: The shared module.
 
@@ -50,12 +54,12 @@ class Sharded(Distributed):
         shared: Mapping[str, nn.Parameter],
         tasks: Sequence[str],
         wrappers: Wrappers,
-        messages: Messages,
+        transport: Transport,
         mesh: Any,
         trunk: nn.Module,
     ) -> None:
         groups = [mesh.get_group(dim) for dim in reversed(range(mesh.ndim))]
-        super().__init__(shared, tasks, wrappers, messages, groups)
+        super().__init__(shared, tasks, wrappers, transport, groups)
         self._shards, self._replicas = groups[0], groups[1] if mesh.ndim == 2 else None
         self.scale = 1 / self.size  # `fully_shard` averages, so losses have shares for that.
         self._modules = fsdp_modules(trunk.modules())
@@ -65,6 +69,36 @@ class Sharded(Distributed):
         """The groups whose parameters stay whole now, and what the user has set."""
         self._kept: dict[nn.Parameter, Tensor] = {}
         """The gradients of the normalizations that have memory of their own."""
+
+    # --- agreement: all ranks have to make the same passes ---
+
+    def has(self, task: str) -> bool:
+        """Every rank makes every pass."""
+        return True
+
+    def share(self, task: str) -> float:
+        """1 / n for n ranks with labels, relative to the 1 / W of `fully_shard`'s average."""
+        ranks = self.facts.ranks_of[task]
+        return self.size / len(ranks) if self.transport.rank in ranks else 0.0
+
+    def must_be_alike(self, call: Call) -> dict[str, str]:
+        """`step` needs as many passes on every rank."""
+        return {"passes": "number of micro-batches"} if call.stage in _OF_STEP else {}
+
+    def check_tasks(self, call: Call) -> None:
+        """Raises RankError if a rank lacks a loss of `backward`."""
+        for rank in range(self.size if call.stage not in _OF_STEP else 0):
+            missing = [task for task, ranks in self.facts.ranks_of.items() if rank not in ranks]
+            if missing:
+                self.messages.failures.raise_on_all(
+                    RankError(
+                        "losses must have the same tasks on all ranks after fully_shard: rank"
+                        f" {self.transport.numbers[rank]} lacks {missing}; give a loss of zero"
+                        " there, with step(closure, tasks=...) it gets no weight"
+                    )
+                )
+
+    # --- passes ---
 
     def before_backward(self, *, retains: bool) -> None:
         """Keeps whole parameters until the last backward pass of a forward pass."""

@@ -86,10 +86,17 @@ class Trunk:
 
     # --- changes ---
 
+    def exchanged(self) -> bool:
+        """Whether a module was exchanged or added since the last step."""
+        return any(self._empty) or self._children_now() != self._children
+
     def changed(self) -> bool:
-        """Whether other parameters train than in the last step, or a module was exchanged."""
-        replaced = any(self._empty) or self._children_now() != self._children
-        return self._what_trains() != self.trains or replaced
+        """Whether that is so, or other parameters train."""
+        return self._what_trains() != self.trains or self.exchanged()
+
+    def requires_grad(self) -> tuple[bool, ...]:
+        """By parameter of the torch optimizers and of the trunk: whether it trains."""
+        return tuple(p.requires_grad for p in (*self.held(), *self.shared))
 
     def forget(self) -> None:
         """Watches the next pass of every task again: other parameters may train, or modules run.

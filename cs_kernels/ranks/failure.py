@@ -1,0 +1,107 @@
+"""An exception on one rank reaches all of them, in the same step."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+from cs_kernels.errors import add_note
+from cs_kernels.ranks.strategy import RankError
+from cs_kernels.ranks.transport import Transport
+
+
+def text_of(error: BaseException) -> str:
+    """The type and message of an exception."""
+    return f"{type(error).__name__}: {error}"
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    """Whether a call of torch.distributed, or the wait for one, has raised an error."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    module = "" if last is None else last.tb_frame.f_globals.get("__name__", "")
+    of_torch = module.startswith("torch.distributed.")
+    return isinstance(error, RuntimeError) and (of_torch or module == "cs_kernels.ranks.buckets")
+
+
+class Failures:
+    """Tells the other ranks of an exception, and raises theirs.
+
+    Args:
+        transport: Carries the messages.
+
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._started = 0.0
+        """When the step began, in seconds."""
+        self._on_all: Exception | None = None
+        """The last exception that every rank raises."""
+
+    def raise_on_all(self, error: Exception) -> NoReturn:
+        """Raises an exception that every rank raises, so that none has to be told."""
+        self._on_all = error
+        raise error
+
+    @contextlib.contextmanager
+    def together(
+        self, number: Callable[[], int], tell: Callable[[Exception, float], None]
+    ) -> Iterator[None]:
+        """Around a step.
+
+        Args:
+            number: The number of the step.
+            tell: Tells the other ranks of an exception, after some seconds of the step.
+
+        Raises:
+            RankError: This rank failed because another one had.
+
+        """
+        self._started = time.monotonic()
+        try:
+            yield
+        except Exception as error:
+            if error is self._on_all:
+                self._on_all = None  # Its traceback holds the step's tensors.
+                raise
+            numbers, rank = self._transport.numbers, self._transport.rank
+            if _is_of_collective(error):
+                late = RankError(
+                    f"rank {numbers[rank]} has waited in vain for another rank in step {number()}:"
+                    " one has ended, or has not come to this step within the timeout of the process"
+                    f" group; {text_of(error)}"
+                )
+                late.__cause__, error = error, late
+            try:
+                tell(error, time.monotonic() - self._started)
+            except RankError as other:
+                self._on_all = None
+                raise other from error
+            except Exception:
+                add_note(error, f"the other ranks of {numbers} did not answer")
+            raise error from error.__cause__
+
+    def raise_first(self, number: int, error: Exception | None = None, after: float = 0.0) -> None:
+        """Raises for the rank that failed first, if it is another one; all ranks call this.
+
+        Args:
+            number: The number of the step.
+            error: The exception of this rank, if it has failed.
+            after: The seconds after which it did.
+
+        Raises:
+            RankError: Another rank has failed.
+
+        """
+        mine = None if error is None else (after, text_of(error))
+        failures = [
+            (after_and_text, rank)
+            for rank, after_and_text in enumerate(self._transport.gather(mine))
+            if after_and_text is not None
+        ]
+        ((_, text), rank) = min(failures)
+        if error is None or (rank != self._transport.rank and text != text_of(error)):
+            failed = self._transport.numbers[rank]
+            self.raise_on_all(RankError(f"rank {failed} failed in step {number}: {text}"))

@@ -1,0 +1,61 @@
+"""Whether ranks still hold the same network: checksums of all parameters, now and then."""
+
+from collections.abc import Callable
+
+from cs_kernels.ranks.failure import Failures
+from cs_kernels.ranks.strategy import RankError
+from cs_kernels.ranks.transport import Transport
+
+_EVERY = 64
+"""Steps between two checks: reading the parameters takes time."""
+
+_FIRST = 2
+"""The first steps that are checked: the second one shows whether torch optimizers differ."""
+
+
+class Health:
+    """Compares the parameters of all ranks.
+
+    Args:
+        transport: Carries the checksums.
+        failures: Raises on all ranks.
+
+    """
+
+    def __init__(self, transport: Transport, failures: Failures) -> None:
+        self._transport, self._failures = transport, failures
+        self.checksums: Callable[[], dict[str, int]] = dict
+        """By name of a parameter, a number that differs if its values do."""
+        self._checks = _FIRST
+        """The next steps in which the parameters are compared."""
+
+    def begin(self, step: int) -> None:
+        """Begins a step, by its number."""
+        if step % _EVERY == 0:
+            self._checks = max(self._checks, 1)
+
+    def is_due(self) -> bool:
+        """Whether this rank wants to compare parameters in this step."""
+        return self._checks > 0
+
+    def recheck(self) -> None:
+        """Compares in the next steps."""
+        self._checks = _FIRST
+
+    def check(self) -> None:
+        """Raises RankError if ranks hold different parameters; all ranks call this."""
+        self._checks = max(self._checks - 1, 0)
+        numbers = self._transport.numbers
+        first: dict[str, tuple[int, int]] = {}
+        for rank, sums in enumerate(self._transport.gather(self.checksums())):
+            for name, checksum in sums.items():
+                expected, other = first.setdefault(name, (checksum, rank))
+                if expected != checksum:
+                    self.recheck()  # Until they are the same again.
+                    self._failures.raise_on_all(
+                        RankError(
+                            f"ranks must hold the same parameters: {name} of rank {numbers[rank]}"
+                            f" differs from that of rank {numbers[other]}; load the same checkpoint"
+                            " or set the same seed before the network is built"
+                        )
+                    )
