@@ -96,8 +96,8 @@ class KeptWeights:
     at_features: bool
     weights: Tensor
     """[K] or [layers, K]."""
-    trains: tuple[bool, ...]
-    """As `Step.trains`."""
+    trains: tuple[bool | None, ...]
+    """As `Step.trains`; None where that has changed within a step, as closures may switch it."""
 
     def surgery(self) -> Surgery:
         """The numbers for the report of a step that uses these weights."""

@@ -987,11 +987,9 @@ def test_refused(method: Callable[..., cs.Method]) -> None:
         opt.capture(setup.closure(0))
 
 
-@pytest.mark.parametrize("frozen_at", [lambda n: n < 2, lambda n: n >= 2], ids=["thawed", "frozen"])
+@pytest.mark.parametrize("how", ["thawed", "frozen", "switched in the closure"])
 @pytest.mark.parametrize("cut", range(1, 7))
-def test_a_resumed_run_with_other_parameters_that_train(
-    frozen_at: Callable[[int], bool], cut: int
-) -> None:
+def test_a_resumed_run_with_other_parameters_that_train(how: str, cut: int) -> None:
     """What trained at the last solve is part of the state, so both solve in the same steps."""
     results = []
     for at in (None, cut):
@@ -1004,8 +1002,15 @@ def test_a_resumed_run_with_other_parameters_that_train(
                 trunk.requires_grad_(True)
                 opt = optimizer_of(cs.UPGrad(update_every=3), trunk, heads)
                 opt.load_state_dict(state)
-            trunk[0].requires_grad_(not frozen_at(number))
-            opt.step(lambda task: (heads[task](trunk(x[number])) - 1).square().mean())
+
+            def loss(task: str, number: int = number) -> Tensor:
+                if how.startswith("switched"):
+                    trunk[0].requires_grad_(task == TASKS[0])
+                return (heads[task](trunk(x[number])) - 1).square().mean()
+
+            if not how.startswith("switched"):
+                trunk[0].requires_grad_((number < 2) == (how == "frozen"))
+            opt.step(loss)
             solved.append(opt.report().weights_from)
         results.append(solved)
     assert results[0] == results[1]

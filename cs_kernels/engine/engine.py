@@ -299,7 +299,8 @@ class Engine:
         done = Done(step, self.steps, self.epoch, phase)
         # Where methods combine gradients of features, it does not matter who reaches what.
         unknown = not step.at_features and self.trunk.reach.has_unknown_gradient()
-        kept = self.kept.after(step, self.method, unknown=unknown) if phase == 2 else None
+        trains = self.trunk.requires_grad() if step.trains else ()
+        kept = self.kept.after(step, self.method, trains, unknown=unknown) if phase == 2 else None
         counted = self.monitor.counted_step(step)
 
         def commit() -> None:

@@ -28,11 +28,13 @@ class Kept:
         if kept is None or step.counter is not None or self._method not in (None, method):
             return None
         by_layer = isinstance(method, GramianMethod) and method.groups == "layer"
-        solved_for = kept.tasks, kept.at_features, bool(kept.layers), kept.trains
-        fits = solved_for == (step.tasks, step.at_features, by_layer, step.trains)
+        solved_for = kept.tasks, kept.at_features, bool(kept.layers), len(kept.trains)
+        fits = solved_for == (step.tasks, step.at_features, by_layer, len(step.trains)) and all(
+            before in (None, now) for before, now in zip(kept.trains, step.trains, strict=True)
+        )
         return kept if fits and 0 < step.number - kept.number < method.update_every else None
 
-    def after(self, step: Step, method: Method, *, unknown: bool) -> "Kept":
+    def after(self, step: Step, method: Method, trains: Sequence[bool], *, unknown: bool) -> "Kept":
         """The cached weights after a joint step; a step that has solved waits for the device.
 
         Discarded if any weight is not finite, or if any task's gradient is zero: some methods give
@@ -41,6 +43,7 @@ class Kept:
         Args:
             step: The step.
             method: The method that made its update.
+            trains: As `Step.trains`, at the end of the step.
             unknown: Whether `.grad` has a gradient that no task was seen to reach.
 
         """
@@ -56,7 +59,13 @@ class Kept:
         if not weights.isfinite().all() & (energies > 0).all():
             return Kept()
         facts = step.number, solved.rows, solved.layers, step.at_features
-        return Kept(KeptWeights(*facts, weights, step.trains), method)
+        last = step.trains if self._weights is None else self._weights.trains
+        last = last if len(last) == len(trains) else step.trains
+        unchanged = tuple(
+            None if earlier is None or before != after else before
+            for earlier, before, after in zip(last, step.trains, trains, strict=True)
+        )
+        return Kept(KeptWeights(*facts, weights, unchanged), method)
 
     def forget(self) -> None:
         """Solves anew in the next joint step."""
@@ -91,5 +100,5 @@ class Kept:
         if state is not None:
             tasks, layers = tuple(state["tasks"]), tuple(state["layers"])
             facts = int(state["number"]), tasks, layers, bool(state["at_features"])
-            of_weights = tuple(map(bool, state.get("trains", trains)))
-            self._weights = KeptWeights(*facts, state["weights"].clone(), of_weights)
+            before = tuple(state.get("trains", trains))
+            self._weights = KeptWeights(*facts, state["weights"].clone(), before)
