@@ -309,7 +309,9 @@ def test_update_bn_leaves_frozen_normalizations_alone() -> None:
     trunk.train()
     for norm in cs.nn.task_norms(trunk):
         norm.eval()
-    with refused(trunk.state_dict, ValueError, "must have a normalization of 'depth' in training"):
+    with refused(
+        trunk.state_dict, ValueError, "must have a normalization of 'depth' in train mode"
+    ):
         changed()
 
 
