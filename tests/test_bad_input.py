@@ -232,7 +232,7 @@ def gradvac(similarities: Tensor) -> Tensor:
         (lambda: cs.GradDrop(seed=1 << 63), r"seed must lie in \[0, 2\^63\), got 9223"),
         (lambda: cs.GradDrop(1.5), r"leak must lie in \[0, 1\], got 1.5"),
         (lambda: cs.GradDrop([0.5, -0.5]), r"leak must lie in \[0, 1\], got -0.5"),
-        (lambda: _with(method=cs.GradDrop([0.0])), "leak must have 2 entries, one a task, got 1"),
+        (lambda: _with(method=cs.GradDrop([0.0])), "leak must have 2 entries, one per task, got 1"),
         (lambda: cs.UncertaintyWeights({"a": "ranking"}), "tasks must be 'regression' or"),
         (lambda: DEPTH.check(TASKS), "weighting must have a kind for each of"),
         (lambda: cs.DynamicWeightAverage(0.0), "temperature must be positive and finite, got 0.0"),
