@@ -98,7 +98,7 @@ class GramianMethod(Method):
         """
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
-        """Makes one operator call for the Gramian, unless weights are reused, and one for the sum."""
+        """One operator call for the Gramian, unless weights are reused, and one for the sum."""
         parameters = gradients.reached()
         if not parameters:
             gradients.clear()
