@@ -125,10 +125,8 @@ class TaskBatchNorm(nn.Module):
             if not dot or (child in grandchildren and child not in self._modules):
                 value = state_dict.pop(key)
                 for task in self._modules:
-                    copied = copy.copy(value)
-                    if isinstance(value, Tensor):
-                        copied = value.detach().clone()
-                    state_dict.setdefault(f"{prefix}{task}.{name}", copied)
+                    own = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+                    state_dict.setdefault(f"{prefix}{task}.{name}", own)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
