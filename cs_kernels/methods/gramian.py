@@ -108,12 +108,12 @@ class GramianMethod(Method):
         gramian_of = [0] * len(parameters)
         if self.groups == "layer":
             gramian_of, step.layers = gradients.layers(parameters)
-        kept = step.kept
-        if kept is not None and (kept.tasks, kept.layers) != (step.tasks, step.layers):
-            kept = step.kept = None
-        if kept is not None:
-            weights = kept.weights.to(gradients.parameters[0].device)
-            step.surgery = kept.surgery()
+        cached = step.kept
+        if cached is not None and (cached.tasks, cached.layers) != (step.tasks, step.layers):
+            cached = step.kept = None
+        if cached is not None:
+            weights = cached.weights.to(gradients.parameters[0].device)
+            step.surgery = cached.surgery()
         else:
             gramians = len(step.layers) or 1
             gramian = torch.ops.cs_kernels.gramian(grads, gramian_of, gramians, tasks)

@@ -89,7 +89,7 @@ class Conflicts:
         """The highest scores, one per line; it synchronizes with the device."""
         ranked = self._ranked()
         first = ranked[:_MOST_LINES]
-        head = f"cosines below {self.threshold:g} among those of all pairs of tasks and all steps"
+        head = f"cosines below {self.threshold:g}, over all steps and pairs of tasks"
         name_width = max((len(name) for name, *_ in first), default=0)
         width = max((len(str(steps)) for *_, steps in first), default=0)
         lines = [

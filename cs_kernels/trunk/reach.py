@@ -18,8 +18,7 @@ class Reach:
         self._parameters = list(parameters.values())
         self._tasks = tuple(tasks)
         self.has_new = False
-        """Whether a task reached a parameter that no task had reached before; the reader resets it.
-        """
+        """Whether a parameter was reached for the first time by any task; the reader resets it."""
         self._unreached: dict[str, list[int]] = {}
         """By task: the parameters without a gradient in its last pass."""
         self._reached_by = [0] * len(self._parameters)
@@ -113,7 +112,7 @@ class Reach:
         return self._owners
 
     def state_dict(self) -> dict[str, dict[str, list[str]]]:
-        """By parameter that not all tasks reach: the tasks that reached it, and that tried."""
+        """For each parameter that not all tasks reached: the tasks that did, and that tried."""
         every = (1 << len(self._tasks)) - 1
         parameters = zip(self._names, self._reached_by, self._tried(), strict=True)
         return {

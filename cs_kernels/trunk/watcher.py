@@ -240,10 +240,10 @@ class Watcher:
         norms_ran: bool,
     ) -> None:
         """Merges what another rank saw in its forward passes."""
-        for mine, others in ((self.norms, norms), (self.other_channels, other_channels)):
-            for layer, names in others.items():
-                if layer not in mine or not names <= mine[layer]:
-                    mine[layer] = mine.get(layer, set()) | names
+        for local, remote in ((self.norms, norms), (self.other_channels, other_channels)):
+            for layer, names in remote.items():
+                if layer not in local or not names <= local[layer]:
+                    local[layer] = local.get(layer, set()) | names
                     self.version += 1
         self.norms_ran |= norms_ran
 

@@ -36,10 +36,10 @@ def add_losses(totals: dict[str, Tensor], losses: Mapping[str, Tensor]) -> None:
 class LastLosses(Weighting):
     """Weighs by the losses of all tasks of a step.
 
-    Losses that are unknown before a backward pass are replaced by the task's last loss: those of
-    the other tasks in `step`, those of all tasks on many ranks and with micro-batches. A task
-    without a last loss counts with the loss that is being weighed. A non-finite loss is replaced by
-    the last one; if there is none, by the mean of the others.
+    A loss that is unknown before a backward pass is replaced by the task's last loss. In `step`,
+    this concerns the other tasks; on many ranks and with micro-batches, all tasks. A task without a
+    last loss counts with the loss that is being weighed. A non-finite loss is replaced by the last
+    one; if there is none, by the mean of the others.
     """
 
     def __init__(self) -> None:

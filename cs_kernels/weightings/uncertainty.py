@@ -80,7 +80,7 @@ class UncertaintyWeights(Weighting):
         check_same_tasks({"log_sigma": names, "tasks": set(self.tasks)})
 
     def captured_state(self) -> list[Tensor]:
-        """Nothing beside the parameters, which the torch optimizer updates in place."""
+        """Empty, as the torch optimizer updates the parameters, in place."""
         return []
 
     def __repr__(self) -> str:

@@ -100,7 +100,7 @@ def gradient_plan(
 
     """
     refuse_capture(device)
-    tiles = [-(-size // elements) if mine else 0 for size, mine in zip(sizes, mask, strict=True)]
+    tiles = [-(-size // elements) if on else 0 for size, on in zip(sizes, mask, strict=True)]
     per_item = min(most_tiles, max(1, sum(tiles) // (_LEAST_ITEMS * multiprocessors(device))))
     items = [-(-n // per_item) for n in tiles]
     group_items = [0] * groups
