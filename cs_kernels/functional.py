@@ -1,11 +1,11 @@
 """The paper's equations on plain tensors, through whichever backend is in force.
 
-K is the number of tasks, O the number of output channels. The output channels of a weight are its
+K is the number of tasks, O the number of output channels. A weight's output channels are its
 dimension `out_channel_dim`: 0 for convolutions and linear layers, 1 for transposed convolutions,
 whose `groups` are blocks of dimension 0. No function is differentiable.
 
-`out=` takes a tensor for a result of a gradient's size. In a loop it saves the memory that every
-call would allocate, whose new pages can cost more time than the result.
+`out=` takes a tensor for a result of a gradient's size. In a loop it saves an allocation per call,
+whose new pages can cost more time than the computation.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ def connection_strength(
         weight: The layer's weight, of any floating dtype.
         gamma: [K, O], the scale of each task's normalization.
         running_var: [K, O], the running variance of each task's normalization.
-        eps: The normalization's, one number for all tasks or one a task.
+        eps: The normalization's epsilon, one number for all tasks or one per task.
         normalize: Whether to divide by the sum over the layer.
         out_channel_dim: 0 or 1.
         groups: The groups of a transposed convolution.
@@ -89,7 +89,7 @@ def task_priority(strength: Tensor) -> Tensor:
     """The task with the greatest strength at each channel, Eq. (10).
 
     Args:
-        strength: [K, O], floating. Only normalized strengths can be compared between tasks.
+        strength: Floating [K, O]. Only normalized strengths can be compared between tasks.
 
     Returns:
         int64 [O]. A tie goes to the lowest task; a NaN never beats a number.
@@ -124,14 +124,14 @@ def project_conflicts(
         out_channel_dim: 0 or 1.
         groups: The groups of a transposed convolution.
         out: A tensor for the update, in the weight's shape, on the device and in the dtype of
-            `grads`, with which it shares no memory. Fastest in the memory layout of `grads[0]`.
+            `grads`, with which it must share no memory. The memory layout of `grads[0]` is fastest.
 
     Returns:
         The update, in the weight's shape: `out`, if given.
 
     Raises:
-        ValueError: A shape, device or option does not fit, or anything of `out`. The values of
-            `priority` are checked on the CPU only; on a GPU, where that would take a host
+        ValueError: A shape, device or option does not fit, or `out` does not. The values of
+            `priority` are checked on the CPU only; on a GPU, where a check would need a host
             synchronization, a channel with a priority outside [0, K) has no projection.
         TypeError: A dtype does not fit.
 
@@ -148,8 +148,8 @@ def project_conflicts(
     if priority.device.type == "cpu" and channels > 0:
         low, high = priority.aminmax()
         if low < 0 or high >= len(grads):
-            wrong = int(low if low < 0 else high)
-            raise ValueError(f"priority must lie in [0, {len(grads)}), got {wrong}")
+            invalid = int(low if low < 0 else high)
+            raise ValueError(f"priority must lie in [0, {len(grads)}), got {invalid}")
     grads = grads.detach()
     update = _check_out(out, grads[0], grads=grads)
     torch.ops.cs_kernels.project_conflicts_(
@@ -171,16 +171,16 @@ def phase2_update(
 ) -> tuple[Tensor, Tensor]:
     """`connection_strength`, `task_priority` and `project_conflicts` of one layer in one call.
 
-    `grads` is [K, *weight.shape], in the weight's dtype; `out` is a tensor for the update, as in
-    `project_conflicts`, and shares no memory with the weight either; the other arguments are those
-    of `connection_strength`.
+    `grads` is [K, *weight.shape], in the weight's dtype. `out` is a tensor for the update, as in
+    `project_conflicts`; it must share no memory with the weight either. The other arguments are
+    those of `connection_strength`.
 
     Returns:
         The update in the weight's shape and dtype (`out`, if given), and the priority, int64 [O].
 
     Raises:
-        ValueError: A shape, device or option does not fit, or anything of `out`; the message names
-            the argument.
+        ValueError: A shape, device or option does not fit, or `out` does not; the message names the
+            argument.
         TypeError: A dtype does not fit.
 
     """
@@ -192,8 +192,8 @@ def phase2_update(
     if grads.dtype is not weight.dtype:
         raise TypeError(f"grads must have the weight's dtype {weight.dtype}, got {grads.dtype}")
     check_device(grads, weight.device, "grads")
-    read = {"weight": weight, "grads": grads, "gamma": gamma, "running_var": running_var}
-    update = _check_out(out, weight, **read)
+    inputs = {"weight": weight, "grads": grads, "gamma": gamma, "running_var": running_var}
+    update = _check_out(out, weight, **inputs)
     priority: Tensor = torch.ops.cs_kernels.phase2_update_(
         [update.detach()],
         list(grads.detach()),
@@ -209,7 +209,7 @@ def phase2_update(
 
 
 def gramian(grads: Tensor) -> Tensor:
-    """The products of K gradients: `G[i, j] = <grads[i], grads[j]>`.
+    """The dot products of K gradients: `G[i, j] = <grads[i], grads[j]>`.
 
     Args:
         grads: [K, N] or [K, *shape], of any floating dtype.
@@ -240,13 +240,13 @@ def combine(grads: Tensor, coefficients: Tensor, *, out: Tensor | None = None) -
         grads: [K, N] or [K, *shape], of any floating dtype.
         coefficients: Floating [K].
         out: A tensor for the sum, [N] or [*shape], on the device and in the dtype of `grads`, with
-            which it shares no memory. Fastest in the memory layout of `grads[0]`.
+            which it must share no memory. The memory layout of `grads[0]` is fastest.
 
     Returns:
         [N] or [*shape], in the dtype of `grads`: `out`, if given.
 
     Raises:
-        ValueError: A shape or device does not fit, or anything of `out`.
+        ValueError: A shape or device does not fit, or `out` does not.
         TypeError: A dtype does not fit.
 
     Examples:
@@ -273,8 +273,8 @@ def combine(grads: Tensor, coefficients: Tensor, *, out: Tensor | None = None) -
     return update
 
 
-def _check_out(out: Tensor | None, like: Tensor, **read: Tensor) -> Tensor:
-    """The tensor that a result like another one is written to, which is none of those read."""
+def _check_out(out: Tensor | None, like: Tensor, **inputs: Tensor) -> Tensor:
+    """The tensor for a result like `like`: `out`, which must not alias an input, or a new one."""
     if out is None:
         return torch.empty_like(like)
     if out.dtype is not like.dtype or out.shape != like.shape or out.device != like.device:
@@ -283,24 +283,24 @@ def _check_out(out: Tensor | None, like: Tensor, **read: Tensor) -> Tensor:
             f" got {out.dtype} of shape {tuple(out.shape)} on {out.device}"
         )
     check_writable(out, "out")
-    for name, tensor in read.items():
+    for name, tensor in inputs.items():
         if _share_memory(out, tensor):
             raise ValueError(f"out must share no memory with {name}, got a tensor that does")
     return out
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether the bytes from the first to the last element of two tensors overlap."""
+    """Whether the memory ranges from the first to the last element of two tensors overlap."""
     if torch.compiler.is_compiling() or a.is_meta or b.is_meta:  # They have no addresses.
         return False
     if a.device != b.device or 0 in (a.numel(), b.numel()):
         return False
-    (first, end), (other_first, other_end) = _bytes_of(a), _bytes_of(b)
+    (first, end), (other_first, other_end) = _address_range(a), _address_range(b)
     return first < other_end and other_first < end
 
 
-def _bytes_of(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of the first byte of a tensor and of the one behind its last."""
+def _address_range(tensor: Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte, and of the byte after its last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((size - 1) * step for size, step in steps)
     first = tensor.data_ptr()
@@ -315,7 +315,7 @@ def _check_layer(
     out_channel_dim: int,
     groups: int,
 ) -> list[float]:
-    """Returns eps as a list, one number a task."""
+    """Returns eps as a list, one number per task."""
     check_type(weight, "weight")
     check_layout(weight, out_channel_dim, groups)
     channels = out_channels(weight, out_channel_dim, groups)

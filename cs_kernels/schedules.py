@@ -1,7 +1,7 @@
-"""When tasks are updated in turn (Phase 1) and when jointly (Phase 2).
+"""Schedules: when tasks are updated in turn (Phase 1) and when jointly (Phase 2).
 
-A schedule is a pure function of the epoch and the number of steps before: these two numbers are all
-that a resumed run or another rank needs.
+A schedule is a pure function of the epoch and the number of earlier steps: a resumed run or another
+rank needs only these two numbers.
 """
 
 from abc import ABC, abstractmethod
@@ -21,16 +21,16 @@ class Schedule(ABC):
         """The phase of a step.
 
         Args:
-            epoch: From 0; None before the first `start_epoch`.
-            step: The number of steps before.
+            epoch: Counted from 0; None before the first `start_epoch`.
+            step: The number of earlier steps.
 
         Raises:
-            RuntimeError: The schedule depends on the epoch and none has begun.
+            RuntimeError: The schedule depends on the epoch, and `start_epoch` was not called.
 
         """
 
 
-def _begun(epoch: int | None, schedule: Schedule) -> int:
+def _require_epoch(epoch: int | None, schedule: Schedule) -> int:
     if epoch is None:
         raise RuntimeError(f"{schedule!r} depends on the epoch: call start_epoch(epoch) first")
     return epoch
@@ -40,7 +40,7 @@ class Joint(Schedule):
     """Always Phase 2: all tasks together, through the method."""
 
     def phase(self, epoch: int | None, step: int) -> Phase:
-        """2."""
+        """Returns 2."""
         return 2
 
     def __repr__(self) -> str:
@@ -48,10 +48,10 @@ class Joint(Schedule):
 
 
 class Sequential(Schedule):
-    """Always Phase 1: one update a task, each from the parameters after the previous one."""
+    """Always Phase 1: one update per task, each from the parameters after the previous one."""
 
     def phase(self, epoch: int | None, step: int) -> Phase:
-        """1."""
+        """Returns 1."""
         return 1
 
     def __repr__(self) -> str:
@@ -65,7 +65,7 @@ class Switch(Schedule):
         epoch: The first epoch of Phase 2.
 
     Raises:
-        ValueError: It is negative.
+        ValueError: `epoch` is negative.
 
     """
 
@@ -73,8 +73,8 @@ class Switch(Schedule):
         self.epoch = checked_integer("epoch", epoch, 0)
 
     def phase(self, epoch: int | None, step: int) -> Phase:
-        """1 before the epoch, then 2."""
-        return 1 if _begun(epoch, self) < self.epoch else 2
+        """Returns 1 before the epoch, then 2."""
+        return 1 if _require_epoch(epoch, self) < self.epoch else 2
 
     def __repr__(self) -> str:
         return f"Switch(epoch={self.epoch})"
@@ -83,16 +83,17 @@ class Switch(Schedule):
 class Mixed(Schedule):
     """Phase 1 with probability 1 - e/E at epoch e of E, else Phase 2 (Algorithm 1).
 
-    The draw is a function of (seed, epoch) or (seed, step): an epoch that is started twice, as by a
-    resumed run, has the same draw.
+    The draw is a function of (seed, epoch) or (seed, step), so an epoch that is started twice, as
+    by a resumed run, has the same draw.
 
     Args:
         epochs: E.
         seed: The seed of the draws.
-        draw: "epoch", one draw an epoch, as in the paper's text; or "step".
+        draw: "epoch" for one draw per epoch, as in the paper's text, or "step".
 
     Raises:
-        ValueError: `epochs` is not positive, the seed outside [0, 2^63), or `draw` something else.
+        ValueError: `epochs` is not positive, the seed is outside [0, 2^63), or `draw` has another
+            value.
         TypeError: `epochs` or the seed is not an integer.
 
     """
@@ -107,11 +108,11 @@ class Mixed(Schedule):
         self.draw = draw
 
     def phase(self, epoch: int | None, step: int) -> Phase:
-        """1 where P ~ U(0, 1) is at least epoch / epochs."""
-        epoch = _begun(epoch, self)
+        """Returns 1 if P ~ U(0, 1) is at least epoch / epochs, else 2."""
+        epoch = _require_epoch(epoch, self)
         index = epoch if self.draw == "epoch" else step
-        drawn = Random(f"{self.seed}/{self.draw}/{index}").random()
-        return 1 if drawn >= epoch / self.epochs else 2
+        p = Random(f"{self.seed}/{self.draw}/{index}").random()
+        return 1 if p >= epoch / self.epochs else 2
 
     def __repr__(self) -> str:
         return f"Mixed(epochs={self.epochs}, seed={self.seed}, draw={self.draw!r})"

@@ -42,8 +42,8 @@ void channel_energies(DataType type, const ChannelLayout& layout, Address weight
   cpu::channel_energies(type, layout, weight, energy, threads);
 }
 
-// The tensors of Phase 2; the first ones have a priority, and products [layers, tasks, tasks] where
-// these are not null.
+// The tensors of Phase 2. The first ones have a priority and, unless `products` is null, products
+// [layers, tasks, tasks].
 std::vector<Phase2Tensor> phase2_tensors(const Operands& operands,
                                          const std::vector<Address>& priorities, Address products) {
   auto* const d = static_cast<double*>(products);
@@ -62,8 +62,8 @@ std::vector<Phase2Tensor> phase2_tensors(const Operands& operands,
   return tensors;
 }
 
-// gamma and variance hold [tasks, channels] of one layer after the other, epsilon is [layers,
-// tasks]. Without weights the priority is given. products: [layers, tasks, tasks], or null.
+// gamma and variance have [tasks, channels] per layer, concatenated; epsilon is [layers, tasks].
+// Without weights, priorities are read. products: [layers, tasks, tasks], or null.
 void phase2(const Operands& operands, const std::vector<Address>& priorities,
             const std::vector<Address>& weights, Address gamma, Address variance,
             const std::vector<double>& epsilon, Address products, int threads) {
@@ -90,7 +90,7 @@ void phase2_stage(const Operands& operands, const std::vector<Address>& prioriti
   stage({operands.tasks, operands.count(), tensors.data()}, threads);
 }
 
-// Without offsets, the elements of all tensors are numbered one after the other.
+// Without offsets, a tensor's indices follow those of the previous tensor.
 std::vector<GradientTensor>
 gradient_tensors(const Operands& operands, const std::vector<std::int64_t>& group_of,
                  const std::optional<std::vector<std::int64_t>>& offsets = std::nullopt) {
@@ -107,7 +107,7 @@ gradient_tensors(const Operands& operands, const std::vector<std::int64_t>& grou
   return tensors;
 }
 
-// matrices: [groups, tasks, tasks], written, or weights [groups, tasks].
+// matrices: Gramians [groups, tasks, tasks], output, or weights [groups, tasks], input.
 template <auto kernel>
 void on_groups(const Operands& operands, const std::vector<std::int64_t>& group_of,
                std::int64_t groups, Address matrices, int threads) {
@@ -128,7 +128,7 @@ void drop_signs(const Operands& operands, const std::vector<double>& leaks, std:
 void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32_t tasks,
            Address weights, std::uint64_t option, Address counter, double rate,
            Address similarities) {
-  // Few small problems take less time than another thread would get.
+  // A few small problems take less time than starting another thread.
   std::optional<py::gil_scoped_release> release;
   if (count * tasks > 64)
     release.emplace();

@@ -1,4 +1,4 @@
-// cs_kernels._C.cuda: builds the structs of launches and turns a status into an exception.
+// cs_kernels._C.cuda: builds the launches' structs and turns a status into an exception.
 // cs_kernels/ops/gpu checks shapes and types.
 #include "module.h"
 
@@ -30,7 +30,7 @@ void check(Status status, const char* what) {
                              cuda::status_message(status));
 }
 
-// The name and the type of a launch's field.
+// The name and type of a launch's field.
 template <class T> struct Named {
   const char* name;
 };
@@ -41,7 +41,7 @@ using Int64 = Named<std::int64_t>;
 using Word = Named<std::uint64_t>;
 using Flag = Named<bool>;
 
-// Defines a launch by the fields of its struct and of the structs within, in their order.
+// Defines a launch by the fields of its struct and of nested structs, in order.
 template <class Launch, class... Fields>
 void define_launch(py::module_& module, const char* name, const char* what,
                    Status (*launch)(const Launch&, cuda::Stream), Named<Fields>... fields) {
@@ -119,13 +119,13 @@ Fields phase2_tiling(DataType type) {
           entry("project_sums", tiling.project_sums)};
 }
 
-// Elements of a tile, and the most tiles of an item.
+// Elements per tile, and the limit of tiles per item.
 std::pair<std::int64_t, std::int64_t> gradient_tiling(DataType type) {
   const auto tiling = cuda::gradient_tiling(type);
   return {tiling.elements, tiling.most_tiles};
 }
 
-// Bytes of a block, by kernel.
+// Bytes of shared memory per block, by kernel.
 Fields shared_memory(std::int32_t tasks) {
   return {entry("phase2", cuda::phase2_memory(tasks)),
           entry("gramian", cuda::gramian_memory(tasks)),

@@ -1,7 +1,7 @@
-"""Whether a build has the CUDA kernels, for setup.py.
+"""Decides whether a build has the CUDA kernels, for setup.py.
 
-It runs in an isolated build, where nothing but the standard library is to be had. Torch is never
-imported and no GPU is asked: what is installed decides.
+It runs in an isolated build, which has only the standard library. It never imports torch or asks a
+GPU: only what is installed counts.
 """
 
 import ast
@@ -27,7 +27,7 @@ class Torch:
     version: str | None
     """None if its files do not tell."""
     cuda: str | None
-    """The version of CUDA that it was built with."""
+    """The version of CUDA with which it was built."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Decision:
     """Whether to build the CUDA kernels."""
 
     option: str
-    """For CMake: 1, 0, or auto: if there is a toolkit that compiles."""
+    """For CMake: "1", "0", or "auto", which builds them if the toolkit compiles."""
     reason: str
 
     @property
     def why(self) -> str:
-        """The reason, and how to get the other."""
+        """The reason, and how to decide otherwise."""
         if self.option == "0":
             return f"{self.reason} (CS_KERNELS_CUDA=1 builds them)"
         otherwise = "CS_KERNELS_CUDA=0 leaves them out, CUDAARCHS=90 builds for one architecture"
@@ -53,16 +53,16 @@ class Decision:
 def decide(
     requested: str | None, toolkit: tuple[int, int] | None, torch: Torch | None, driver: bool
 ) -> Decision:
-    """Builds them for those who can use them, if nothing is requested.
+    """Unless there is a request, builds the kernels where they can be used.
 
     Args:
         requested: The environment variable CS_KERNELS_CUDA.
         toolkit: The version of the CUDA toolkit on the path.
-        torch: The one in the environment that the package is built for.
+        torch: The torch of the environment for which the package is built.
         driver: Whether NVIDIA's driver is installed.
 
     Raises:
-        ValueError: What is requested is not known.
+        ValueError: The request is neither 0, 1 nor auto.
 
     """
     if requested not in (None, "", "auto", "0", "1"):
@@ -72,31 +72,34 @@ def decide(
     if toolkit is None:
         return Decision("0", "no CUDA compiler (nvcc) was on the path")
     if toolkit < _OLDEST_TOOLKIT:
-        needed, found = (".".join(map(str, version)) for version in (_OLDEST_TOOLKIT, toolkit))
-        return Decision("0", f"they need CUDA {needed} or later, on the path was {found}")
+        oldest, version = (".".join(map(str, version)) for version in (_OLDEST_TOOLKIT, toolkit))
+        return Decision(
+            "0", f"they need CUDA {oldest} or later, and CUDA {version} was on the path"
+        )
     if torch is not None and torch.version is not None:
-        has = "no CUDA" if torch.cuda is None else f"CUDA {torch.cuda}"
+        cuda = "no CUDA" if torch.cuda is None else f"CUDA {torch.cuda}"
         return Decision(
             "0" if torch.cuda is None else "auto",
-            f"torch {torch.version} in this environment has {has}",
+            f"torch {torch.version} in this environment has {cuda}",
         )
-    found = "no torch" if torch is None else "a torch that does not tell whether it has CUDA"
+    which = "no torch" if torch is None else "a torch that does not tell whether it has CUDA"
     return Decision(
         "auto" if driver else "0",
-        f"the build found {found}, and {'the' if driver else 'no'} NVIDIA driver",
+        f"the build found {which}, and {'the' if driver else 'no'} NVIDIA driver",
     )
 
 
 def installed_torch(folders: Iterable[Path]) -> Torch | None:
-    """The first torch in some folders of packages, from its version.py."""
+    """The first torch in these package folders, according to its version.py."""
     for folder in folders:
         path = folder / "torch" / "version.py"
         if path.is_file():
-            facts = _constants(path)
-            # Builds for the CPU say `cuda = None`; silence is no answer.
-            if not isinstance(facts.get("__version__"), str) or "cuda" not in facts:
+            constants = _constants(path)
+            # A build for the CPU says `cuda = None`; a missing name proves nothing.
+            if not isinstance(constants.get("__version__"), str) or "cuda" not in constants:
                 return Torch(None, None)
-            return Torch(str(facts["__version__"]), facts["cuda"] and str(facts["cuda"]))
+            cuda = constants["cuda"]
+            return Torch(str(constants["__version__"]), cuda and str(cuda))
     return None
 
 
@@ -122,10 +125,10 @@ def _constants(path: Path) -> dict[str, object]:
 
 
 def package_folders() -> list[Path]:
-    """Where the environment that the package is built for has its packages.
+    """The package folders of the environment for which the package is built.
 
-    They are not on the path of an isolated build. The prefix of pip's builds is still that of the
-    environment. Those of uv and of `python -m build` have a prefix of their own, without torch.
+    They are not on the path of an isolated build. Builds by pip still have the environment's
+    prefix. Builds by uv and `python -m build` have a prefix of their own, without torch.
     """
     folders = [*sys.path, *(sysconfig.get_path(name) for name in ("purelib", "platlib"))]
     folders += site.getsitepackages()
@@ -135,14 +138,14 @@ def package_folders() -> list[Path]:
 
 
 def toolkit_version() -> tuple[int, int] | None:
-    """The version of the CUDA compiler that CMake would take."""
+    """The version of the CUDA compiler that CMake would choose."""
     compiler = shlex.split(os.environ.get("CUDACXX", "")) or ["nvcc"]
-    found = shutil.which(compiler[0])
-    if found is None:
+    path = shutil.which(compiler[0])
+    if path is None:
         return None
     try:
         output = subprocess.run(
-            [found, "--version"], capture_output=True, text=True, check=False
+            [path, "--version"], capture_output=True, text=True, check=False
         ).stdout
     except OSError:
         return None
@@ -151,7 +154,7 @@ def toolkit_version() -> tuple[int, int] | None:
 
 
 def driver_installed(module: Path = Path("/proc/driver/nvidia/version")) -> bool:
-    """Whether NVIDIA's driver is: its module is loaded, or its library can be found."""
+    """Whether NVIDIA's driver is installed: its module is loaded, or its library can be found."""
     if module.exists():
         return True
     ldconfig = shutil.which("ldconfig", path=f"{os.environ.get('PATH', '')}:/sbin:/usr/sbin")
@@ -164,7 +167,8 @@ def driver_installed(module: Path = Path("/proc/driver/nvidia/version")) -> bool
 def library_cached(libraries: str) -> bool:
     """Whether the output of `ldconfig -p` has the driver's library.
 
-    Toolkits bring one to link with (`stubs`) and one for older drivers (`compat`): no driver.
+    Toolkits bring a library to link with (`stubs`) and one for older drivers (`compat`). These are
+    no driver.
     """
     return any(
         line.lstrip().startswith("libcuda.so.1 ") and not re.search(r"/(stubs|compat)/", line)
@@ -173,7 +177,7 @@ def library_cached(libraries: str) -> bool:
 
 
 def decision() -> Decision:
-    """For this build."""
+    """The decision for this build."""
     return decide(
         os.environ.get("CS_KERNELS_CUDA"),
         toolkit_version(),

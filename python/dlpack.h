@@ -25,7 +25,7 @@ struct DataType {
   std::uint16_t lanes;
 };
 
-// Its arrays belong to the tensor.
+// The arrays belong to the tensor.
 struct Tensor {
   void* data;
   Device device;
@@ -43,7 +43,7 @@ struct ExchangeApi {
   void (*allocate)();
   void (*managed_from_object)();
   void (*managed_to_object)();
-  // 0, or -1 with a Python exception set.
+  // Returns 0, or -1 with a Python exception set.
   int (*tensor_from_object)(void* object, Tensor* out);
   void (*current_stream)();
 };

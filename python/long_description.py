@@ -1,4 +1,4 @@
-"""The README as a package's long description, for setup.py: its links are absolute."""
+"""The README with absolute links, as the package's long description, for setup.py."""
 
 import re
 from pathlib import Path
@@ -10,18 +10,18 @@ _PICTURES = (".gif", ".jpg", ".png", ".svg")
 
 
 def repository() -> str:
-    """The address in pyproject.toml."""
+    """The repository's address in pyproject.toml."""
     project = (_ROOT / "pyproject.toml").read_text()
-    found = re.search(r'^Repository = "(.+)"$', project, re.MULTILINE)
-    assert found is not None
-    return found[1]
+    match = re.search(r'^Repository = "(.+)"$', project, re.MULTILINE)
+    assert match is not None
+    return match[1]
 
 
 def with_absolute_links(text: str, repository: str) -> str:
-    """Makes relative links and pictures absolute, in Markdown and in its HTML, not in code."""
+    """Makes relative links and pictures absolute, in Markdown and its HTML but not in code."""
 
     def absolute(match: re.Match[str]) -> str:
-        if match[2].startswith("../../"):  # From the README's own address: what is no file.
+        if match[2].startswith("../../"):  # A page of the repository's site, such as its issues.
             return f"{match[1]}{repository}/{match[2][6:]}"
         kind = "raw" if match[2].endswith(_PICTURES) else "blob"
         return f"{match[1]}{repository}/{kind}/main/{match[2]}"
@@ -32,5 +32,5 @@ def with_absolute_links(text: str, repository: str) -> str:
 
 
 def long_description() -> str:
-    """For this package."""
+    """The long description of this package."""
     return with_absolute_links((_ROOT / "README.md").read_text(), repository())

@@ -30,7 +30,7 @@ std::string shown(const std::int64_t* shape, int dimensions) {
 }
 
 // Only a transposed convolution, with output channels in dimension 1, has groups. As they divide
-// dimension 0, the channels are no more than an int64 holds.
+// dimension 0, the number of channels fits an int64.
 void check_layout(const std::int64_t* shape, int dimensions, std::int64_t channel_dim,
                   std::int64_t groups) {
   std::string must;
@@ -50,7 +50,7 @@ void check_layout(const std::int64_t* shape, int dimensions, std::int64_t channe
     throw std::invalid_argument(must + ", got " + std::to_string(groups));
 }
 
-// The memory as an array [groups, outer, channels, inner], or nullopt.
+// The memory as an array [groups, outer, channels, inner], or nullopt if it has no such layout.
 std::optional<ChannelLayout> find_channel_layout(const std::int64_t* shape,
                                                  const std::int64_t* strides, int dimensions,
                                                  std::int64_t channel_dim, std::int64_t groups) {
@@ -75,14 +75,14 @@ std::optional<ChannelLayout> find_channel_layout(const std::int64_t* shape,
     return std::accumulate(first, last, std::int64_t{1},
                            [&](std::int64_t all, int dim) { return all * shape[dim]; });
   };
-  // The groups are a part of dimension 0, which is the first of `dims`.
+  // Groups split dimension 0, which is the first of `dims`.
   if (channels == dims.end())
     return ChannelLayout{groups, 1, 1, product(dims.begin(), dims.end()) / groups};
   return ChannelLayout{groups, product(dims.begin(), channels) / groups, shape[channel_dim],
                        product(channels + 1, dims.end())};
 }
 
-// The indices of tensors that are None or differ from the same entry of `likes` in memory layout.
+// The indices of tensors that are None or differ in memory layout from their entry of `likes`.
 std::vector<std::size_t> find_misfits(const py::list& tensors, const py::list& likes) {
   if (tensors.size() != likes.size())
     throw std::invalid_argument("tensors must be as many as likes, " +

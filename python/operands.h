@@ -12,7 +12,7 @@
 
 namespace cs_kernels_python {
 
-// Tensors, and the gradients of all tasks for each.
+// Tensors, and all tasks' gradients of each.
 struct Operands {
   Operands(const pybind11::list& outputs, const pybind11::list& grads, std::int32_t tasks,
            const std::vector<std::int64_t>& channel_dims, const std::vector<std::int64_t>& groups);
@@ -20,14 +20,14 @@ struct Operands {
   std::int64_t count() const { return static_cast<std::int64_t>(types.size()); }
   cs_kernels::DataType type(std::size_t tensor) const { return from_python(types[tensor]); }
 
-  // Completes a launch's table of addresses, rows of `width` 64-bit integers: the address of each
-  // output comes first, those of its gradients last. `aligned` is the column for whether all
-  // addresses in a row, with those that were there before, are multiples of 16; where `whole_rows`,
-  // also the rows of the first tensors, `layers` of them, and the others whole.
+  // Completes a launch's table of addresses, rows of `width` 64-bit integers: each output's address
+  // comes first, those of its gradients last. The column `aligned` tells whether all addresses in
+  // a row, including those written before, are multiples of 16. With `whole_rows`, the sizes of the
+  // rows of the first `layers` tensors and of the other tensors must be multiples of 16 bytes too.
   void write_table(Address table, std::size_t width, std::size_t aligned, std::size_t layers,
                    bool whole_rows) const;
 
-  // Equal for operands of equal types and memory layouts.
+  // Equal for operands with equal types and memory layouts.
   pybind11::bytes signature() const;
 
   std::int32_t tasks;
@@ -37,8 +37,8 @@ struct Operands {
   std::vector<std::int64_t> sizes;
   std::vector<std::int64_t> kernel_sizes;
   std::vector<Address> outputs;
-  std::vector<const void*> gradients; // [outputs, tasks], null for None
-  std::vector<std::size_t> unfit;     // outputs without an address, a known type or a layout
+  std::vector<const void*> gradients; // [outputs, tasks]; null for None
+  std::vector<std::size_t> unfit;     // outputs without an address, a supported type or a layout
   std::vector<std::size_t> misfits;   // gradients without their output's memory layout
 };
 

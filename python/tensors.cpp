@@ -67,7 +67,7 @@ bool has_layout_of(const dlpack::Tensor& tensor, const dlpack::Tensor& like) {
   bool same = tensor.dimensions == like.dimensions && tensor.type.code == like.type.code &&
               tensor.type.bits == like.type.bits && tensor.type.lanes == like.type.lanes &&
               same_device(tensor.device, like.device) && is_aligned(tensor);
-  // The stride of a dimension of size 1 says nothing: torch sets it as it likes.
+  // The stride of a dimension of size 1 is arbitrary in torch.
   for (std::int32_t n = 0; same && n < like.dimensions; ++n)
     same = tensor.shape[n] == like.shape[n] &&
            (like.shape[n] == 1 || tensor.strides[n] == like.strides[n]);

@@ -1,4 +1,4 @@
-// Python's tensors, read in place: a step has thousands, and reading them in Python would take
+// Reads Python's tensors in place: a step has thousands, and reading them in Python would take
 // longer than the kernels.
 #pragma once
 
@@ -12,25 +12,26 @@
 
 namespace cs_kernels_python {
 
-// nullopt for what is no tensor or has no address: sparse, or on a device without memory.
+// nullopt for anything but a tensor with an address; sparse tensors have none, nor have tensors on
+// a device without memory.
 std::optional<dlpack::Tensor> as_dlpack(pybind11::handle object);
 
 inline void* address_of(const dlpack::Tensor& tensor) {
   return static_cast<char*>(tensor.data) + tensor.byte_offset;
 }
 
-// A number of DataType, or kUnknownType for a type without kernels.
+// The number of a DataType, or kUnknownType for a type without kernels.
 constexpr int kUnknownType = -1;
 int type_of(const dlpack::Tensor& tensor);
 
-// Whether elements are at multiples of their size, as the kernels' loads need.
+// Whether the address is a multiple of the element size, as the kernels' loads need.
 bool is_aligned(const dlpack::Tensor& tensor);
 
 bool same_device(dlpack::Device a, dlpack::Device b);
-// Type, device, shape and order in memory, of an aligned tensor.
+// The type, device, shape and order in memory of an aligned tensor.
 bool has_layout_of(const dlpack::Tensor& tensor, const dlpack::Tensor& like);
 
-// Number of elements in dimensions [first_dimension, ndim).
+// The number of elements in dimensions [first_dimension, ndim).
 std::int64_t elements(const dlpack::Tensor& tensor, int first_dimension = 0);
 
 } // namespace cs_kernels_python

@@ -50,7 +50,7 @@ def _install(folder: Path, version: str) -> Path:
         (ROCM, (13, 0), True, "0", "torch 2.13.0+rocm7.1 in this environment has no CUDA"),
         (CUDA, (13, 0), False, "auto", "torch 2.13.0 in this environment has CUDA 13.0"),
         (CUDA, (12, 0), True, "auto", "torch 2.13.0 in this environment has CUDA 13.0"),
-        (CUDA, (11, 8), True, "0", "they need CUDA 12.0 or later, on the path was 11.8"),
+        (CUDA, (11, 8), True, "0", "they need CUDA 12.0 or later, and CUDA 11.8 was on the path"),
         (CUDA, None, True, "0", "no CUDA compiler (nvcc) was on the path"),
         (None, None, True, "0", "no CUDA compiler (nvcc) was on the path"),
         (None, (13, 0), True, "auto", "the build found no torch, and the NVIDIA driver"),

@@ -111,11 +111,11 @@ def test_no_table_is_made_during_a_capture(capture: Callable[[bool], None]) -> N
     capture(True)
     with refused():
         device.refuse_capture(GPU)
-    for_good = list(device._kept_for_good)
+    for_good = list(device._immortal_tables)
     with device.captured_tables() as captured:
         device.keep(tables, GPU)
     assert captured == [tables]
-    assert device._kept_for_good == for_good
+    assert device._immortal_tables == for_good
 
 
 def test_a_capture_sends_from_memory_that_was_pinned_before_it(
@@ -129,7 +129,7 @@ def test_a_capture_sends_from_memory_that_was_pinned_before_it(
         return pinned[-1]
 
     monkeypatch.setattr(device, "_pinned", pin)
-    monkeypatch.setattr(device, "_left_for_captures", [])
+    monkeypatch.setattr(device, "_capture_reserve", [])
     capture(True)
     with refused():
         device.host_buffer(10, GPU)

@@ -352,7 +352,7 @@ def test_methods_that_break_their_word() -> None:
     for method, weighting, error, message in (
         (Old(), None, TypeError, r"weights\(gramian, step\), got Old\.weights"),
         (Nothing(), None, RuntimeError, r"method must assign the updates.*Nothing\(\)"),
-        (Listed(), None, TypeError, r"weights as a tensor, got \[1.0, 1.0\] by Listed"),
+        (Listed(), None, TypeError, r"weights as a tensor, got \[1.0, 1.0\] from Listed"),
         (cs.PCGrad(), Detached(), ValueError, "weighting must weigh a loss to one with a graph"),
     ):
         with pytest.raises(error, match=message):

@@ -237,10 +237,10 @@ def test_add_task() -> None:
     opt.step(lambda task: (1 if task == "a" else 3) * trunk(x).square().mean())
     trunk[1].of("a").weight.requires_grad_(False)
     for task, like, message in (
-        ("a", "b", "task must be a new one, got 'a'"),
+        ("a", "b", "task must be new, got 'a'"),
         ("c", "d", "task must be one of"),
         ("x.y", "a", "without a dot"),
-        ("forward", "a", "named as an attribute"),
+        ("forward", "a", "named like an attribute"),
     ):
         with pytest.raises(ValueError, match=message):
             cs.nn.add_task(trunk, task, like=like)
@@ -309,7 +309,9 @@ def test_update_bn_leaves_frozen_normalizations_alone() -> None:
     trunk.train()
     for norm in cs.nn.task_norms(trunk):
         norm.eval()
-    with refused(trunk.state_dict, ValueError, "must have a normalization of 'depth' in training"):
+    with refused(
+        trunk.state_dict, ValueError, "must have a normalization of 'depth' in train mode"
+    ):
         changed()
 
 

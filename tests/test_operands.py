@@ -114,7 +114,7 @@ def test_a_gradient_that_lies_otherwise_is_copied(grad: Tensor) -> None:
     read = Operands([output], [grad, torch.zeros_like(output)], 2)
     copied, kept = read.native.gradients
     assert copied not in (0, grad.data_ptr())
-    assert [copy.data_ptr() for copy in read._alive] == [copied]
+    assert [copy.data_ptr() for copy in read._grad_copies] == [copied]
     assert kept != copied
 
 

@@ -100,7 +100,7 @@ def test_a_normalization_outside_the_trunk() -> None:
         y: Tensor = network.decoder(network.trunk(x))
         return y.square().mean()
 
-    message = "trunk must contain the task-specific.*'a' active.*'b'"
+    message = "trunk must contain every task-specific.*'a' active.*'b'"
     with refused(network.state_dict, ValueError, message):
         opt.step(loss)
 

@@ -39,7 +39,7 @@ TYPES = {
 TASKS = [2, 4, 8, 64]
 CONSTANTS: dict[str, list[tuple[str, Any]]] = {
     "aligned_mtl": [("SCALE", scale) for scale in solver_table.ALIGNED_SCALES],
-    "fair_grad": [("OF_SUMS", False), ("OF_SUMS", True)],
+    "fair_grad": [("SOLVES_S", False), ("SOLVES_S", True)],
 }
 SOLVERS = [
     (name, *constant) for name in solver_table.SOLVERS for constant in CONSTANTS.get(name, [()])
@@ -191,5 +191,5 @@ def test_solvers(check: Callable[..., Contractions], solver: tuple[Any, ...], ta
 def test_contraction_would_be_seen(check: Callable[..., Contractions]) -> None:
     """As every solver was compiled once: FairGrad's loop then ended in a part of a warp."""
     options = {**solver_options(8), "enable_fp_fusion": True}
-    found = check(solvers.fair_grad_kernel, {"TASKS": 8, "OF_SUMS": False}, options, uneven=True)
+    found = check(solvers.fair_grad_kernel, {"TASKS": 8, "SOLVES_S": False}, options, uneven=True)
     assert found.number > 0

@@ -20,28 +20,25 @@ K = 4
 _LAYERS = [((48, 40), 0, 1), ((24, 16, 3, 3), 0, 1), ((16, 12, 2, 2), 1, 4)]
 """Shape, dimension of the output channels and groups of weights."""
 _VECTOR = (70_003,)
-"""A tensor without channel groups, of many blocks and an odd length."""
+"""The shape of a tensor without channel groups, of many blocks and an odd length."""
 LIMITS = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 """The greatest error of a result by its dtype, relative to the greatest magnitude in it. Products
-in float64 have sums in float32 inside, and projections in bfloat16 are rounded twice."""
+in float64 are made of float32 sums, and projections in bfloat16 are rounded twice."""
 STEP_LIMIT = 1e-8
-"""That of a parameter in float64 after some steps."""
+"""The greatest relative error of a float64 parameter after a training."""
 _STEPS = 4
 
 
 class WrongError(Exception):
-    """A result is outside its limit, or differs between runs."""
+    """A result exceeds its limit, or differs between runs."""
 
 
 Check = Callable[[str], float]
-"""From a device type to the greatest error over its limit or, for times, to their ratio."""
-
-
-# --- operators ---
+"""Takes a device type; returns the greatest error over its limit or, for times, their ratio."""
 
 
 def _arguments(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Arguments of an operator on the CPU; the updates hold NaN."""
+    """Arguments of an operator on the CPU; updates are filled with NaN."""
     torch.manual_seed(1)
     shapes = [shape for shape, _, _ in _LAYERS]
     dims, groups = [dim for _, dim, _ in _LAYERS], [groups for *_, groups in _LAYERS]
@@ -73,7 +70,7 @@ def _arguments(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
             "gradvac": (torch.full_like(gramians, 0.3), 0.1, 1, 2),
         }
         return gramians, *options.get(name.removesuffix("_weights"), ())
-    given: dict[str, tuple[Any, ...]] = {
+    arguments: dict[str, tuple[Any, ...]] = {
         "task_priority": (torch.rand(K, 300),),
         "project_conflicts_": trunk,
         "phase2_update_": (updates, grads, weights, gamma, variances, eps, dims, groups, K),
@@ -84,32 +81,32 @@ def _arguments(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
         "combine_": (updates, grads, torch.rand(2, K).double(), [0, 0, 1, 1], K),
         "drop_signs_": (updates, grads, [0.0, 0.5, 0.0, 0.1], 1, 2, K),
     }
-    return given[name]
+    return arguments[name]
 
 
 def _call(name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors that an operator returns, then those it writes to."""
+    """The tensors that an operator returns, then the tensors that it writes to."""
     operator = getattr(torch.ops.cs_kernels, name).default
     schema = operator._schema.arguments
     result = operator(*arguments)
-    written = [given for given, a in zip(arguments, schema, strict=False) if a.is_write]
-    return [leaf for leaf in tree_leaves([result, written]) if isinstance(leaf, Tensor)]
+    outputs = [value for value, a in zip(arguments, schema, strict=False) if a.is_write]
+    return [leaf for leaf in tree_leaves([result, outputs]) if isinstance(leaf, Tensor)]
 
 
 def _in_float64(leaf: Tensor) -> Tensor:
     return leaf.to(torch.float64 if leaf.is_floating_point() else leaf.dtype, copy=True)
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
+def _error(actual: Tensor, expected: Tensor) -> float:
     """The greatest difference, relative to the greatest magnitude; infinite for NaN."""
-    difference = (found.cpu().double() - expected.double()).abs().max()
+    difference = (actual.cpu().double() - expected.double()).abs().max()
     error = float(difference / expected.double().abs().max().clamp(min=1e-300))
     return error if error == error else float("inf")
 
 
 @contextlib.contextmanager
-def _never_waiting(device: str) -> Iterator[None]:
-    """Raises where the host waits for a GPU."""
+def _without_synchronization(device: str) -> Iterator[None]:
+    """Raises if the host synchronizes with a GPU."""
     if device == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -120,38 +117,38 @@ def _never_waiting(device: str) -> Iterator[None]:
 
 
 def _operator(name: str, device: str) -> float:
-    """An operator against the float64 reference; the same bits in three runs, without waiting."""
+    """An operator against the float64 reference.
+
+    Three runs must give the same bits; the second and third must not synchronize with the host.
+    """
     worst = 0.0
     for dtype in (torch.float32, torch.bfloat16):
-        given = _arguments(name, dtype)
+        arguments = _arguments(name, dtype)
         with use_backend("reference"):
-            expected = _call(name, tree_map_only(Tensor, _in_float64, given))
-        there = tree_map_only(Tensor, lambda leaf: leaf.to(device, copy=True), given)
+            expected = _call(name, tree_map_only(Tensor, _in_float64, arguments))
+        on_device = tree_map_only(Tensor, lambda leaf: leaf.to(device, copy=True), arguments)
         first: list[Tensor] = []
         for run in range(3):
-            again = tree_map_only(Tensor, Tensor.clone, there)
-            with _never_waiting(device if run else "cpu"):
-                found = _call(name, again)
-            first = first or found
-            if not all(torch.equal(a, b) for a, b in zip(first, found, strict=True)):
+            copies = tree_map_only(Tensor, Tensor.clone, on_device)
+            with _without_synchronization(device if run else "cpu"):
+                results = _call(name, copies)
+            first = first or results
+            if not all(torch.equal(a, b) for a, b in zip(first, results, strict=True)):
                 raise WrongError(f"run {run + 1} gave other bits than run 1, with {dtype}")
-        for number, (one, right) in enumerate(zip(first, expected, strict=True)):
-            error = _error(one, right)
-            limit = LIMITS.get(one.dtype, 0.0)
+        for number, (result, right) in enumerate(zip(first, expected, strict=True)):
+            error = _error(result, right)
+            limit = LIMITS.get(result.dtype, 0.0)
             if not error <= limit:
                 raise WrongError(
-                    f"result {number} of {one.dtype} is wrong by {error:.1e} of its greatest"
+                    f"result {number} of {result.dtype} is wrong by {error:.1e} of its greatest"
                     f" magnitude, with gradients of {dtype}; the limit is {limit:.0e}"
                 )
             worst = max(worst, error / limit if limit else 0.0)
     return worst
 
 
-# --- whole steps ---
-
-
 class _Training:
-    """A small convolutional network with a batch normalization and a head per task."""
+    """A small convolutional network, with a batch normalization and a head per task."""
 
     def __init__(self, method: cs.Method, device: str, *, captured: bool = False) -> None:
         torch.manual_seed(2)
@@ -177,17 +174,17 @@ class _Training:
     def train(self, device: str) -> list[Tensor]:
         for number, batch in enumerate(self.batches):
             self.x.copy_(batch)
-            with _never_waiting(device if number > 1 else "cpu"):
+            with _without_synchronization(device if number > 1 else "cpu"):
                 self.step()
         return [p.detach().cpu() for p in self.network.parameters()]
 
 
-def _compared(found: list[Tensor], expected: list[Tensor], what: str) -> float:
-    error = max(map(_error, found, expected))
+def _compared(actual: list[Tensor], expected: list[Tensor], baseline: str) -> float:
+    error = max(map(_error, actual, expected))
     if not error <= STEP_LIMIT:
         raise WrongError(
-            f"a parameter is wrong by {error:.1e} after {_STEPS} steps in float64, {what};"
-            f" the limit is {STEP_LIMIT:.0e}"
+            f"a parameter is wrong by {error:.1e} after {_STEPS} steps in float64, compared with"
+            f" {baseline}; the limit is {STEP_LIMIT:.0e}"
         )
     return error / STEP_LIMIT
 
@@ -195,20 +192,17 @@ def _compared(found: list[Tensor], expected: list[Tensor], what: str) -> float:
 def _step(method: Callable[[], cs.Method], device: str) -> float:
     with use_backend("reference"):
         expected = _Training(method(), "cpu").train("cpu")
-    return _compared(_Training(method(), device).train(device), expected, "beside the CPU")
+    return _compared(_Training(method(), device).train(device), expected, "the CPU")
 
 
 def _captured(device: str) -> float:
     eager = _Training(cs.ConnectionStrength(), device).train(device)
     captured = _Training(cs.ConnectionStrength(), device, captured=True).train("cpu")
-    return _compared(captured, eager, "beside steps without capture")
-
-
-# --- times ---
+    return _compared(captured, eager, "steps without capture")
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
-    """The median of some runs after two others."""
+    """The median of five runs, after two others."""
     times = []
     for number in range(7):
         if device == "cuda":
@@ -223,7 +217,10 @@ def _seconds(run: Callable[[], object], device: str) -> float:
 
 
 def _phase2_over_copy(device: str) -> float:
-    """Phase 2 of 8 M float32 parameters and 4 tasks, over a copy of (K + 2) times their bytes."""
+    """The time of Phase 2 over that of a copy that moves as much memory.
+
+    Phase 2 has 8 M float32 parameters and 4 tasks, so it moves (K + 2) times their bytes.
+    """
     shapes = [(256, 256, 3, 3)] * 13
     weights = [torch.randn(shape, device=device) for shape in shapes]
     grads = [torch.randn(shape, device=device) for shape in shapes for _ in range(K)]
@@ -235,38 +232,36 @@ def _phase2_over_copy(device: str) -> float:
         torch.ops.cs_kernels.phase2_update_,
         *(updates, grads, weights, gamma, gamma.abs() + 0.1, eps, zeros, ones, K),
     )
-    moved = sum(weight.numel() for weight in weights) * (K + 2) // 2  # Read once, written once.
-    source = torch.randn(moved, device=device)
+    # A copy reads and writes every element.
+    source = torch.randn(sum(map(torch.numel, weights)) * (K + 2) // 2, device=device)
     target = torch.empty_like(source)
     return _seconds(phase2, device) / _seconds(lambda: target.copy_(source), device)
 
 
 def _step_over_plain(device: str) -> float:
-    """A step of `ConnectionStrength` over a plain one with the same passes, in float32."""
+    """The time of a step of `ConnectionStrength` over a plain one with the same passes, float32."""
     torch.manual_seed(3)
     tasks = tuple("abcd")
     widths = zip((3, 64, 128, 128), (64, 128, 128, 256), strict=True)
-    parts = [(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in widths]
-    plain = nn.Sequential(*(layer for part in parts for layer in part))
+    blocks = [(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()) for a, b in widths]
+    plain = nn.Sequential(*(layer for block in blocks for layer in block))
     trunk = cs.nn.convert_task_batchnorm(plain, tasks).to(device)
     sgd = torch.optim.SGD(trunk.parameters(), lr=1e-3)
     opt = cs.MultiTaskOptimizer(trunk, sgd, tasks, cs.ConnectionStrength())
-    other = copy.deepcopy(trunk)
-    other_sgd = torch.optim.SGD(other.parameters(), lr=1e-3)
+    plain_trunk = copy.deepcopy(trunk)
+    plain_sgd = torch.optim.SGD(plain_trunk.parameters(), lr=1e-3)
     x = torch.randn(16, 3, 32, 32, device=device)
 
     def plain_step() -> None:
-        other_sgd.zero_grad()
+        plain_sgd.zero_grad()
         for task in tasks:
-            with cs.nn.active_task(other, task):
-                other(x).square().mean().backward()
-        other_sgd.step()
+            with cs.nn.active_task(plain_trunk, task):
+                plain_trunk(x).square().mean().backward()
+        plain_sgd.step()
 
     step = _seconds(lambda: opt.step(lambda _: trunk(x).square().mean()), device)
     return step / _seconds(plain_step, device)
 
-
-# --- all of them ---
 
 STEPS: dict[str, Check] = {
     "step of ConnectionStrength": partial(_step, cs.ConnectionStrength),
@@ -287,6 +282,6 @@ CHECKS: dict[str, Check] = {
 
 
 def names(device: str) -> list[str]:
-    """The checks of correctness on a type of device."""
-    left_out: Sequence[str] = [*TIMES, *(GPU_ALONE if device == "cpu" else ())]
-    return [name for name in CHECKS if name not in left_out]
+    """The checks of correctness on a device type."""
+    excluded: Sequence[str] = [*TIMES, *(GPU_ALONE if device == "cpu" else ())]
+    return [name for name in CHECKS if name not in excluded]

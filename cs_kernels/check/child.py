@@ -1,7 +1,7 @@
-"""Makes checks in a process of its own: `python -m cs_kernels.check.child BACKEND DEVICE NAME...`.
+"""Runs checks in a process of its own: `python -m cs_kernels.check.child BACKEND DEVICE NAME...`.
 
-Writes a line of JSON when it is ready, and one after each check. The first failure ends it, as an
-error on a GPU makes all that follows fail.
+It writes a line of JSON when it is ready, and one after each check. The first failure ends it,
+because after an error on a GPU everything else fails.
 """
 
 import faulthandler
@@ -18,7 +18,7 @@ def _say(**line: object) -> None:
 
 
 def main(backend: str, device: str, *names: str) -> None:
-    """Makes the checks of these names, up to the first that fails."""
+    """Runs these checks, up to the first that fails."""
     faulthandler.enable()  # The watchdog's SIGABRT shows where a check hangs.
     _say(ready=True)
     for name in names:
@@ -26,7 +26,7 @@ def main(backend: str, device: str, *names: str) -> None:
         try:
             with use_backend(backend):
                 value = CHECKS[name](device)
-        except Exception as error:  # Whatever a wrong kernel leads to.
+        except Exception as error:  # A wrong kernel can raise anything.
             failure = f"{type(error).__name__}: {error}"
         _say(value=value, failure=failure, seconds=time.perf_counter() - begin)
         if failure is not None:

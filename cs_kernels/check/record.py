@@ -14,7 +14,7 @@ from cs_kernels.ops.backends import available_backends
 
 
 def _driver() -> str | None:
-    """The version of NVIDIA's driver; None where there is none."""
+    """The version of NVIDIA's driver, or None."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
@@ -32,12 +32,12 @@ def _cell(result: Result | None) -> str:
 
 
 def table(results: Sequence[Result]) -> str:
-    """A row per check, a column per backend; then every failure in full."""
+    """A row per check and a column per backend, then every failure in full."""
     columns = dict.fromkeys(f"{r.backend} ({r.device})" for r in results)
-    by_place = {(r.check, f"{r.backend} ({r.device})"): r for r in results}
+    cells = {(r.check, f"{r.backend} ({r.device})"): r for r in results}
     rows = [["check", *columns]]
     for check in dict.fromkeys(r.check for r in results):
-        rows.append([check, *(_cell(by_place.get((check, column))) for column in columns)])
+        rows.append([check, *(_cell(cells.get((check, column))) for column in columns)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     for result in failures(results):
@@ -47,21 +47,20 @@ def table(results: Sequence[Result]) -> str:
 
 
 def failures(results: Sequence[Result]) -> list[Result]:
-    """The checks that did not pass."""
     return [result for result in results if result.outcome != "ok"]
 
 
 def advice(results: Sequence[Result]) -> list[str]:
-    """Per device on which a backend failed: the `CS_KERNELS_BACKEND` to set."""
+    """The `CS_KERNELS_BACKEND` to set, for each device on which a backend failed."""
     lines = []
     failed = {result.backend for result in failures(results)}
     for device in dict.fromkeys(result.device for result in results):
         backends = [*dict.fromkeys(r.backend for r in results if r.device == device)]
         if not failed & {*backends}:
             continue
-        good = [backend for backend in backends if backend not in failed]
+        usable = [backend for backend in backends if backend not in failed]
         lines.append(
-            f"on {device}, set CS_KERNELS_BACKEND={(*good, 'reference')[0]} in the environment:"
+            f"on {device}, set CS_KERNELS_BACKEND={(*usable, 'reference')[0]} in the environment:"
             f" {', '.join(b for b in backends if b in failed)} failed here"
         )
     if lines:
@@ -70,7 +69,7 @@ def advice(results: Sequence[Result]) -> list[str]:
 
 
 def missing() -> list[str]:
-    """The backends that cannot run here, with the reasons."""
+    """A line for each backend that cannot run here, with the reason."""
     return [f"{name} is not checked: {why}" for name, why in available_backends().items() if why]
 
 
@@ -85,5 +84,4 @@ def as_json(facts: dict[str, Any], results: Sequence[Result]) -> dict[str, Any]:
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
-    """Writes a record."""
     path.write_text(json.dumps(record, indent=2) + "\n")

@@ -126,7 +126,7 @@ class Engine:
 
         """
         if not stage.continues and self.trunk.changed():
-            if self.trunk.exchanged():
+            if self.trunk.modules_changed():
                 self.kept.forget()
             self.forget_passes()
         epoch = -1 if self.epoch is None else self.epoch

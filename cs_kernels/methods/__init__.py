@@ -1,4 +1,4 @@
-"""Methods, which make one update from K gradients: one file a method."""
+"""Methods, which make one update of K gradients: one file per method."""
 
 from cs_kernels.methods.aligned_mtl import AlignedMTL
 from cs_kernels.methods.cagrad import CAGrad

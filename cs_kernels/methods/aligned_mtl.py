@@ -12,7 +12,7 @@ from cs_kernels.step import Step
 class AlignedMTL(GramianMethod):
     """Independent component alignment (Senushkin et al., 2023).
 
-    Makes the principal components of the gradients equal in length, which removes conflict and
+    It gives the gradients' principal components equal lengths, which removes conflict and
     dominance, then adds the gradients.
 
     Args:
@@ -21,7 +21,7 @@ class AlignedMTL(GramianMethod):
         update_every: As in `GramianMethod`.
 
     Raises:
-        ValueError: An option is none of these.
+        ValueError: An option has another value.
 
     """
 
@@ -37,7 +37,7 @@ class AlignedMTL(GramianMethod):
         self.scale = scale
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """The task weights of the sum; divide by K for the mean."""
+        """The task weights of the sum; divide them by K for the mean."""
         weights: Tensor = torch.ops.cs_kernels.aligned_mtl_weights(gramian, self.scale)
         return weights
 

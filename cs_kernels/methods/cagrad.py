@@ -13,17 +13,18 @@ from cs_kernels.step import Step
 class CAGrad(GramianMethod):
     """Conflict-averse gradient descent (Liu et al., 2021).
 
-    The update maximizes the smallest gain of any task over all directions no further than c |g_0|
-    from the mean gradient g_0. If no direction is good for all tasks, the update is bad for none.
+    The update maximizes the smallest gain of any task, over all directions within c |g_0| of the
+    mean gradient g_0. If no direction is good for all tasks, the update is bad for none.
 
     Args:
-        c: The radius, relative to |g_0|; below 1 it converges to a minimum of the mean loss.
-        rescale: 0, the direction itself; 1, divided by 1 + c^2, as the authors do; 2, by 1 + c.
+        c: The radius, relative to |g_0|; below 1, it converges to a minimum of the mean loss.
+        rescale: 0 takes the direction itself, 1 divides it by 1 + c^2, as the authors do, and 2 by
+            1 + c.
         groups: "all" or "layer".
         update_every: As in `GramianMethod`.
 
     Raises:
-        ValueError: `c` is negative or not finite, or another option is none of these.
+        ValueError: `c` is negative or not finite, or another option has another value.
 
     """
 
@@ -43,7 +44,7 @@ class CAGrad(GramianMethod):
         self.rescale = rescale
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """1 / K for the mean gradient, plus the weights of the difference to it."""
+        """1 / K for the mean gradient, plus the weights of the correction."""
         weights: Tensor = torch.ops.cs_kernels.cagrad_weights(gramian, self.c)
         return weights / (1.0, 1 + self.c**2, 1 + self.c)[self.rescale]
 

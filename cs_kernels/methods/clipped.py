@@ -1,4 +1,4 @@
-"""Each task's gradient is clipped before another method sees it."""
+"""Clips each task's gradient before another method sees it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,23 +13,23 @@ from cs_kernels.step import Step
 
 
 class Clipped(GramianMethod):
-    """Another method on the tasks' gradients, each of which is clipped to a greatest norm.
+    """Clips each task's gradient to a maximum norm, then applies another method.
 
-    A task's gradient of the shared parameters is scaled to `max_norm` if its norm is larger; those
-    of its head and its normalization stay as they are. Norms are on the diagonal of the
-    Gramian, and the factors go into the task weights, so clipping reads and writes no gradient.
-    It takes place in every kind of step: with groups="layer" each module's gradient is clipped,
-    with `features=z` the gradient of z, on many ranks the mean over the ranks. Reports have the
-    norms and cosines of the gradients before they are clipped.
+    A task's gradient of the shared parameters is scaled to `max_norm` if its norm is larger; the
+    gradients of its head and its normalization are unchanged. Norms are on the diagonal of the
+    Gramian, and the factors go into the task weights, so clipping reads and writes no gradient. It
+    applies to every kind of step: to each module's gradient with groups="layer", to the gradient of
+    z with `features=z`, and to the mean over the ranks on many ranks. Reports have the norms and
+    cosines of the unclipped gradients.
 
     Args:
-        method: A Gramian method, or `Sum()`. Its `groups` and `update_every` hold.
-        max_norm: A positive number; or a function of the norms, float64 [K] or [layers, K], that
-            returns limits for them, such as their median:
+        method: A Gramian method, or `Sum()`. Its `groups` and `update_every` apply.
+        max_norm: A positive number, or a function of the norms, float64 [K] or [layers, K], that
+            returns their limits, such as the median:
             `lambda norms: norms.median(-1, keepdim=True).values`.
 
     Raises:
-        TypeError: `method` has no Gramian, as `ConnectionStrength` and `GradDrop`.
+        TypeError: `method` has no Gramian, such as `ConnectionStrength` or `GradDrop`.
         ValueError: `max_norm` is neither a positive number nor a function.
 
     Examples:
@@ -52,40 +52,40 @@ class Clipped(GramianMethod):
 
     @property
     def layerwise(self) -> bool:
-        """As the method that it clips for."""
+        """Whether the inner method is layerwise."""
         return self.method.layerwise
 
     def check(self, tasks: Sequence[str]) -> None:
-        """As the method that it clips for."""
+        """Makes the inner method's checks."""
         self.method.check(tasks)
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
         """The task weights of the clipped gradients, times the factors."""
         norms = gramian.diagonal(dim1=-2, dim2=-1).sqrt()
         limits = self.max_norm(norms) if callable(self.max_norm) else self.max_norm
-        # A gradient of zero stays; one that is not finite makes the Gramian, so the weights, NaN.
+        # A zero gradient is unchanged; a non-finite one makes the Gramian, so the weights, NaN.
         factors = torch.where(norms > limits, limits / norms, 1.0)
         scaled = gramian * factors.unsqueeze(-1) * factors.unsqueeze(-2)
         return factors * self.method.weights(scaled, step)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the method that it clips for, with its name."""
+        """The inner method's name and state."""
         return {"method": type(self.method).__name__, "state": self.method.state_dict()}
 
     def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
-        """As the method that it clips for, whose name it has."""
+        """Checks the inner method's name and state."""
         if state["method"] != (name := type(self.method).__name__):
             raise ValueError(f"state must be of method {name}, got {state['method']}")
         self.method.check_state(state["state"], tasks)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from it."""
+        """Continues from the inner method's state."""
         self.method.load_state_dict(state["state"])
 
     def captured_state(self) -> list[Tensor]:
-        """That of the method that it clips for."""
+        """The inner method's tensors."""
         return self.method.captured_state()
 
     def __repr__(self) -> str:
-        of = "Sum()" if isinstance(self.method, Ones) else repr(self.method)
-        return f"Clipped({of}, max_norm={self.max_norm!r})"
+        method = "Sum()" if isinstance(self.method, Ones) else repr(self.method)
+        return f"Clipped({method}, max_norm={self.max_norm!r})"

@@ -10,9 +10,9 @@ from cs_kernels.step import Step
 class ConFIG(GramianMethod):
     """Conflict-free inverse gradients (Liu et al., 2024).
 
-    The update has the same cosine to every gradient, and its length is the sum of their components
-    along it. Where no direction has equal cosines, the least-squares one takes its place; the
-    update is zero if that is none (opposed gradients).
+    The update has the same cosine to every gradient, and its length is the sum of the gradients'
+    components along it. If no direction has equal cosines, the least-squares one takes its place;
+    if that vanishes too, as for opposed gradients, the update is zero.
 
     Args:
         groups: "all" or "layer".
@@ -21,6 +21,6 @@ class ConFIG(GramianMethod):
     """
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """In closed form; some may be negative."""
+        """Task weights in closed form; some may be negative."""
         weights: Tensor = torch.ops.cs_kernels.config_weights(gramian)
         return weights

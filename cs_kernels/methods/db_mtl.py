@@ -12,9 +12,9 @@ _LEAST_LOSS = 1e-8
 class DBMTL(GramianMethod):
     """Dual-balancing (Lin et al., 2023), without its moving average.
 
-    The gradients of the logarithms of the losses, all scaled to the length of the longest one, are
-    added. Losses are the weighted ones, with 1e-8 added; a negative one has no logarithm, and all
-    weights are NaN. A loss that is not finite does not count in the length of the longest one. The
+    The update adds the gradients of the losses' logarithms, all scaled to the length of the longest
+    one. Losses are the weighted ones plus 1e-8. If one is negative, it has no logarithm, and all
+    task weights are NaN. A task with a non-finite loss does not count for the longest length. The
     weight of a task with a zero gradient is zero.
 
     Parameters outside the trunk, such as heads, get the gradients of the losses themselves.
@@ -26,10 +26,10 @@ class DBMTL(GramianMethod):
     """
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """In closed form, positive.
+        """Non-negative task weights in closed form.
 
         Raises:
-            ValueError: There is no step.
+            ValueError: `step` is None.
 
         """
         if step is None:

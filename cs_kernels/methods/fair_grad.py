@@ -8,25 +8,25 @@ from cs_kernels.options import is_finite_number
 from cs_kernels.step import Step
 
 _LEAST, _GREATEST = 1 / 16, 16
-"""Beyond, powers of the gradients' lengths leave the range of float64."""
+"""Beyond these, powers of the gradients' lengths exceed the range of float64."""
 
 
 class FairGrad(GramianMethod):
     """Fair resource allocation (Ban and Ji, 2024): each task's gain is a resource to share.
 
     The task weights w > 0 solve (G w)_i = w_i^(-1 / alpha), up to a ridge of 1e-10 on the
-    gradients' correlations: the update is best for the sum of the tasks' alpha-fair utilities. The
+    gradients' correlations: the update maximizes the sum of the tasks' alpha-fair utilities. The
     weight of a task with a zero gradient is zero.
 
     Args:
-        alpha: The fairness, in [1/16, 16]. Near 0, the plain sum; 1 is proportional fairness, the
-            condition of Nash-MTL without its `max_norm`; the larger, the nearer to the greatest
-            gain of the task that gains least.
+        alpha: The fairness, in [1/16, 16]. Near 0, the update is the plain sum; 1 is proportional
+            fairness, the condition of Nash-MTL without its `max_norm`; the larger, the more the
+            task that gains least counts.
         groups: "all" or "layer".
         update_every: As in `GramianMethod`.
 
     Raises:
-        ValueError: `alpha` is out of range, or `groups` something else.
+        ValueError: `alpha` is out of range, or another option has another value.
 
     """
 
@@ -37,7 +37,7 @@ class FairGrad(GramianMethod):
         self.alpha = alpha
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """Positive."""
+        """Positive task weights; zero for a zero gradient."""
         weights: Tensor = torch.ops.cs_kernels.fair_grad_weights(gramian, float(self.alpha))
         return weights
 

@@ -23,7 +23,7 @@ class GradDrop(Method):
     all ranks and for any number of threads.
 
     Args:
-        leak: The fraction of each gradient that is always added: one number, or one a task.
+        leak: The fraction of each gradient that is always added: one number, or one per task.
         seed: The seed of the choices.
 
     Raises:
@@ -43,16 +43,15 @@ class GradDrop(Method):
         self.seed = checked_seed(seed)
 
     def check(self, tasks: Sequence[str]) -> None:
-        """There is one leak for all tasks, or one a task."""
+        """Checks that there is one leak for all tasks, or one per task."""
         super().check(tasks)
         if isinstance(self.leak, Sequence) and len(self.leak) != len(tasks):
             raise ValueError(
-                f"leak must have {len(tasks)} entries, one a task, got {len(self.leak)}"
+                f"leak must have {len(tasks)} entries, one per task, got {len(self.leak)}"
             )
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
-        """One pass over the gradients."""
-        del layout
+        """Reads and writes once."""
         leaks = [self._leak(gradients.tasks.index(task)) for task in step.tasks]
         parameters = gradients.reached()
         if not parameters:

@@ -15,23 +15,23 @@ class GradVac(GramianMethod):
     """Gradient vaccine (Wang et al., 2021): PCGrad with a target for every cosine in place of zero.
 
     Each task's gradient is compared with the original gradients of the other tasks in a random
-    order. Where the cosine of the two is below the target of this pair, so much of the other one is
-    added that it reaches the target. Then all are added.
+    order. If the cosine of a pair is below its target, enough of the other gradient is added to
+    reach the target. Then all are added.
 
-    Targets are moving averages of the cosines that were met, from zero on. The targets of tasks
-    that take no part in a step stay as they are; so do all if a gradient is not finite. A target
-    above 1 - 1e-6 counts as that.
+    Targets are moving averages of the cosines that were met, starting at zero. They do not change
+    for tasks that take no part in a step, or for any task if a gradient is not finite. A target is
+    at most 1 - 1e-6.
 
     Args:
         target: One fixed target for all pairs, in [-1, 1); None for moving averages.
-        beta: The part of a step in the moving averages, in [0, 1].
-        seed: The seed of the orders, which are a function of it and of the number of the step.
+        beta: The weight of a step in the moving averages, in [0, 1].
+        seed: The seed of the orders, which also depend on the number of the step.
         groups: "all", or "layer" with targets for each layer, as in the paper.
         update_every: As in `GramianMethod`.
 
     Raises:
-        ValueError: `target` or `beta` is out of range, `groups` something else, or the seed outside
-            [0, 2^63).
+        ValueError: `target` or `beta` is out of range, the seed is outside [0, 2^63), or another
+            option has another value.
 
     """
 
@@ -56,38 +56,38 @@ class GradVac(GramianMethod):
         self._targets: Tensor | None = None
         """Float64 [layers, tasks, tasks], of all tasks and layers so far."""
         self._indices: dict[tuple[tuple[str, ...], ...], tuple[Tensor, ...]] = {}
-        """Where some tasks and layers are in the targets, on their device."""
+        """By tasks and layers: their indices in the targets, on the device of the targets."""
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
         """The task weights of the changed gradients; every step draws new orders.
 
-        Without a step, the moving averages are those of a first step, and are not kept.
+        Without a step, the targets are those of a first step, and moving averages are unchanged.
         """
         number, counter = (0, None) if step is None else step.draw
-        kept, where = None, None
+        averages, index = None, None
         if self.target is None and step is not None:
-            kept, where = self._find(gramian, step)
-        if kept is None:
+            averages, index = self._averages(gramian, step)
+        if averages is None:
             targets = torch.full_like(gramian, self.target or 0.0, dtype=torch.float64)
         else:
-            targets = (kept if where is None else kept[where]).reshape(gramian.shape)
+            targets = (averages if index is None else averages[index]).reshape(gramian.shape)
         weights: Tensor = torch.ops.cs_kernels.gradvac_weights(
             gramian,
             targets,
-            0.0 if kept is None else float(self.beta),
+            0.0 if averages is None else float(self.beta),
             self.seed,
             number,
             counter,
         )
-        if kept is not None and where is not None:
-            kept[where] = targets.reshape(-1, *gramian.shape[-2:])
+        if averages is not None and index is not None:
+            averages[index] = targets.reshape(-1, *gramian.shape[-2:])
         return weights
 
-    def _find(self, gramian: Tensor, step: Step) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """The targets of all tasks, and where those of a step are in them; None: everywhere."""
+    def _averages(self, gramian: Tensor, step: Step) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """All moving averages, and the index of a step's tasks and layers; None if it has all."""
         tasks = step.tasks or tuple(map(str, range(gramian.shape[-1])))
-        several = tuple(map(str, range(gramian.shape[:-2].numel())))
-        layers = step.layers or (several if gramian.ndim > 2 else ("",))
+        numbers = tuple(map(str, range(gramian.shape[:-2].numel())))
+        layers = step.layers or (numbers if gramian.ndim > 2 else ("",))
         if not (set(tasks) <= set(self._tasks) and set(layers) <= set(self._layers)):
             self._grow(tasks, layers)
         if self._targets is None or self._targets.device != gramian.device:
@@ -102,7 +102,7 @@ class GradVac(GramianMethod):
         return self._targets, self._indices[tasks, layers]
 
     def _grow(self, tasks: Sequence[str], layers: Sequence[str]) -> None:
-        """Adds tasks and layers; new targets are zero."""
+        """Adds tasks and layers, with targets of zero."""
         self._tasks = tuple(dict.fromkeys([*self._tasks, *tasks]))
         self._layers = tuple(dict.fromkeys([*self._layers, *layers]))
         if self._targets is not None:
@@ -118,7 +118,7 @@ class GradVac(GramianMethod):
         return targets
 
     def state_dict(self) -> dict[str, Any]:
-        """The moving averages, with their tasks and layers."""
+        """The moving averages, their tasks and layers."""
         targets = None if self._targets is None else self._targets.clone()
         return {
             "groups": self.groups,
@@ -128,7 +128,7 @@ class GradVac(GramianMethod):
         }
 
     def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
-        """Checks the groups, and that there is a target for all pairs of tasks in each layer."""
+        """Checks the groups, and that all pairs of tasks have a target in each layer."""
         if state["groups"] != self.groups:
             raise ValueError(f"state must be of groups={self.groups!r}, got {state['groups']!r}")
         number, targets = len(state["tasks"]), state["targets"]
@@ -139,14 +139,14 @@ class GradVac(GramianMethod):
             raise ValueError(f"state must have finite targets of shape {shape}, got {targets!r}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the moving averages."""
+        """Continues from a `state_dict`."""
         targets = state["targets"]
         self._tasks, self._layers = tuple(state["tasks"]), tuple(state["layers"])
         self._targets = None if targets is None else targets.clone()
         self._indices.clear()
 
     def captured_state(self) -> list[Tensor]:
-        """The moving averages, which change in place."""
+        """The moving averages, which steps update in place."""
         return [] if self._targets is None else [self._targets]
 
     def __repr__(self) -> str:

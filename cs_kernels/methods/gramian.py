@@ -1,4 +1,4 @@
-"""The base of methods that need only the Gramian of the gradients."""
+"""The base of methods that need only the gradients' Gramian."""
 
 import inspect
 from abc import abstractmethod
@@ -19,7 +19,7 @@ Groups = Literal["all", "layer"]
 
 
 def nan_unless_finite(weights: Tensor, gramian: Tensor) -> Tensor:
-    """The weights; NaN for a Gramian that is not finite."""
+    """The weights; NaN for a non-finite Gramian."""
     finite = gramian.isfinite().all(-1).all(-1, keepdim=True)
     return torch.where(finite, weights, torch.nan)
 
@@ -30,19 +30,20 @@ class GramianMethod(Method):
     The gradients are read once for the Gramian and once for the sum. Tasks that take no part in a
     step have no row in its Gramian.
 
-    With `update_every` above 1, task weights are kept for the steps after the one that has solved
-    for them. A step with kept weights needs no per-task gradients: the weighted gradients of all
-    tasks add up in `.grad`, in one backward pass where the losses come from one forward pass.
-    Weights are kept only for steps of the same tasks, and not if one is not finite or a gradient is
+    With `update_every` above 1, the steps that follow reuse the task weights of the step that
+    solved for them. They need no separate gradients: the weighted gradients of all tasks add up in
+    `.grad`, in one backward pass if the losses come from one forward pass. Task weights are reused
+    only in steps with the same tasks; they are discarded if any is non-finite or any gradient is
     zero.
 
     Args:
-        groups: "all", one Gramian and one set of task weights for the whole trunk; or "layer", both
-            for the parameters of every module, as if it were a trunk of its own.
-        update_every: The steps, of both phases, from one that solves for task weights to the next.
+        groups: "all" for one Gramian and one set of task weights for the whole trunk; "layer" for
+            one of each per module, as if every module were a trunk of its own.
+        update_every: The number of steps, in both phases, from one that solves for task weights to
+            the next.
 
     Raises:
-        ValueError: `groups` is something else, or `update_every` below 1.
+        ValueError: `groups` has another value, or `update_every` is below 1.
 
     """
 
@@ -58,15 +59,16 @@ class GramianMethod(Method):
 
     @property
     def layerwise(self) -> bool:
-        """With groups="layer"; a method with other `weights` than those here says so itself."""
-        known = type(self).weights.__module__.startswith("cs_kernels.")
-        return self.groups == "layer" and known
+        """True with groups="layer". A subclass with `weights` of its own has to override this."""
+        built_in = type(self).weights.__module__.startswith("cs_kernels.")
+        return self.groups == "layer" and built_in
 
     def check(self, tasks: Sequence[str]) -> None:
-        """Checks as every method, and that `weights` takes a step.
+        """Checks the number of tasks, and that `weights` takes a step.
 
         Raises:
-            TypeError: It does not.
+            ValueError: There are too many tasks.
+            TypeError: `weights` does not take a step.
 
         """
         super().check(tasks)
@@ -84,11 +86,11 @@ class GramianMethod(Method):
 
         Args:
             gramian: Float64 [K, K], the products of the gradients; with groups="layer"
-                [layers, K, K]. It is not finite where a gradient is not: the weights must then be
-                NaN. `step_together` makes several calls a step, each with zeros for the layers of
-                the others.
+                [layers, K, K]. It is non-finite if a gradient is: the weights must then be NaN.
+                `step_together` makes several calls per step, each with zeros for the layers of the
+                other calls.
             step: The tasks of the Gramian's rows, their losses, the number of the step; None
-                outside a training loop, where the same Gramian always has the same weights.
+                outside a training loop, where equal Gramians have equal weights.
 
         Returns:
             [K] or [layers, K].
@@ -96,8 +98,7 @@ class GramianMethod(Method):
         """
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
-        """One operator call for the Gramian, unless task weights are kept, and one for the sum."""
-        del layout
+        """One operator call for the Gramian, unless weights are reused, and one for the sum."""
         parameters = gradients.reached()
         if not parameters:
             gradients.clear()
@@ -107,15 +108,15 @@ class GramianMethod(Method):
         gramian_of = [0] * len(parameters)
         if self.groups == "layer":
             gramian_of, step.layers = gradients.layers(parameters)
-        kept = step.kept
-        if kept is not None and (kept.tasks, kept.layers) != (step.tasks, step.layers):
-            kept = step.kept = None
-        if kept is not None:
-            weights = kept.weights.to(gradients.parameters[0].device)
-            step.surgery = kept.surgery()
+        cached = step.kept
+        if cached is not None and (cached.tasks, cached.layers) != (step.tasks, step.layers):
+            cached = step.kept = None
+        if cached is not None:
+            weights = cached.weights.to(gradients.parameters[0].device)
+            step.surgery = cached.surgery()
         else:
-            number = len(step.layers) or 1
-            gramian = torch.ops.cs_kernels.gramian(grads, gramian_of, number, tasks)
+            gramians = len(step.layers) or 1
+            gramian = torch.ops.cs_kernels.gramian(grads, gramian_of, gramians, tasks)
             gramian = gradients.sum_over_ranks(gramian)
             if step.loss_scale is not None:
                 gramian = gramian / step.loss_scale.double() ** 2
@@ -123,7 +124,7 @@ class GramianMethod(Method):
             weights = self.weights(gramian, step)
             if not isinstance(weights, Tensor):
                 raise TypeError(
-                    f"method must give weights as a tensor, got {weights!r} by {self!r}"
+                    f"method must return weights as a tensor, got {weights!r} from {self!r}"
                 )
             step.surgery = Surgery(step.tasks, step.layers, gramian, weights)
         torch.ops.cs_kernels.combine_(
@@ -136,7 +137,7 @@ class GramianMethod(Method):
         gradients.assign(parameters)
 
     def _repr(self, **options: object) -> str:
-        """`Name(option=value)`, with the options of all methods where they are not the default."""
+        """`Name(option=value)`; `groups` and `update_every` are shown if not the default."""
         if self.groups != "all":
             options["groups"] = self.groups
         if self.update_every != 1:

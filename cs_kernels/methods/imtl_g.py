@@ -10,8 +10,8 @@ from cs_kernels.step import Step
 class IMTLG(GramianMethod):
     """Impartial multi-task learning by gradients (Liu et al., 2021).
 
-    The update has the same component along every task's gradient. The task weights sum to one, and
-    some may be negative.
+    The update has the same component along every task's gradient. The task weights sum to one; some
+    may be negative.
 
     Args:
         groups: "all" or "layer".
@@ -20,6 +20,6 @@ class IMTLG(GramianMethod):
     """
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """In closed form; zero if the weights cannot sum to one."""
+        """Task weights in closed form; all zero if they cannot sum to one."""
         weights: Tensor = torch.ops.cs_kernels.imtl_g_weights(gramian)
         return weights

@@ -23,30 +23,30 @@ class Method(Stateful, ABC):
     """Whether its steps leave the Gramian of the gradients in `step.surgery`."""
 
     takes_complex: ClassVar[bool] = True
-    """Whether a complex gradient may be taken as pairs of real numbers."""
+    """Whether it can treat a complex gradient as pairs of real numbers."""
 
     update_every: int = 1
-    """The steps from one that solves for task weights to the next; they are kept in between."""
+    """The number of steps from one that solves for task weights to the next."""
 
     most_tasks: int | None = None
-    """The greatest number of tasks, if there is a limit."""
+    """The maximum number of tasks, if there is one."""
 
     @property
     def layerwise(self) -> bool:
         """Whether the updates of a module depend on its own gradients alone.
 
-        A step may then call `combine` several times, each for some modules (`step_together`).
+        `step_together` then calls `combine` several times per step, each time for other modules.
         """
         return False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A class with a `combine` of its own is layerwise only if it says so itself."""
+        """Resets `layerwise` in a class that overrides `combine` but not `layerwise`."""
         super().__init_subclass__(**options)
         if "combine" in vars(cls) and "layerwise" not in vars(cls):
             type.__setattr__(cls, "layerwise", False)
 
     def check(self, tasks: Sequence[str]) -> None:
-        """Raises ValueError if it does not fit the tasks."""
+        """Raises ValueError if the method does not fit the tasks."""
         if self.most_tasks is not None and len(tasks) > self.most_tasks:
             raise ValueError(
                 f"tasks must be at most {self.most_tasks} for {self!r}, got {len(tasks)}"
@@ -57,9 +57,9 @@ class Method(Stateful, ABC):
         """Writes the update of every shared parameter that a task has reached.
 
         Args:
-            gradients: For the parameters of `gradients.reached()`, `of` gives the tasks' gradients,
-                `updates` the tensors to write, and `assign` makes these `.grad`. Complex gradients
-                come as pairs of real numbers, of shape [..., 2].
+            gradients: For the parameters of `gradients.reached()`, `of` returns the tasks'
+                gradients, `updates` the tensors to write to, and `assign` makes these `.grad`.
+                Complex gradients are pairs of real numbers, of shape [..., 2].
             layout: The layers whose output channels are prioritized.
             step: The tasks that take part, their losses, the number of the step.
 

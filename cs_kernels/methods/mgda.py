@@ -14,18 +14,18 @@ Normalization = Literal["l2", "loss", "loss+"]
 class MGDA(GramianMethod):
     """The min-norm point of the gradients' convex hull (Sener and Koltun, 2018), exactly.
 
-    Every loss falls along the update, or the update is zero: no such direction exists, or one
-    gradient is zero.
+    Every loss falls along the update, unless the update is zero, because no such direction exists
+    or one gradient is zero.
 
     Args:
-        normalize: What divides the gradients in the solver: None, their norms ("l2"), the absolute
-            values of the weighted losses ("loss") or both ("loss+"). The weights that it finds
+        normalize: The divisor of the gradients in the solver: None, their norms ("l2"), the
+            absolute values of the weighted losses ("loss") or both ("loss+"). The resulting weights
             apply to the gradients themselves.
         groups: "all" or "layer".
         update_every: As in `GramianMethod`.
 
     Raises:
-        ValueError: An option is none of these.
+        ValueError: An option has another value.
 
     """
 
@@ -38,10 +38,10 @@ class MGDA(GramianMethod):
         self.normalize = normalize
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """Non-negative, with a sum of one.
+        """Non-negative task weights that sum to one.
 
         Raises:
-            ValueError: `normalize` needs losses, and there is no step.
+            ValueError: `normalize` needs losses, and `step` is None.
 
         """
         divisor = torch.ones_like(gramian[..., 0])

@@ -12,18 +12,18 @@ class NashMTL(GramianMethod):
     """Multi-task learning as a bargaining game (Navon et al., 2022), solved to convergence.
 
     The task weights a > 0 solve G a = 1 / a: the update's product with each gradient is the inverse
-    of its weight; up to a ridge of 1e-10 on the gradients' correlations, which keeps the weights of
-    opposed gradients finite. The update's norm is sqrt(K) before `max_norm`. The weight of a task
-    with a zero gradient is zero.
+    of its weight. A ridge of 1e-10 on the gradients' correlations keeps the weights of opposed
+    gradients finite. Without `max_norm`, the update's norm is sqrt(K). The weight of a task with a
+    zero gradient is zero.
 
     Args:
         update_every: As in `GramianMethod`.
-        max_norm: A longer update is scaled to this norm, in steps that solve for task weights: kept
-            ones have this factor; 0 for no limit.
-        groups: "all" or "layer", with a norm of each layer's own.
+        max_norm: A longer update is scaled to this norm; 0 for no limit. With `update_every`,
+            reused task weights keep the factor of the step that solved for them.
+        groups: "all", or "layer" with a norm per layer.
 
     Raises:
-        ValueError: `update_every` is below 1, or `max_norm` negative or not finite.
+        ValueError: `max_norm` is negative or not finite, or another option has another value.
 
     """
 
@@ -36,7 +36,7 @@ class NashMTL(GramianMethod):
         self.max_norm = max_norm
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """Positive."""
+        """Positive task weights; zero for a zero gradient."""
         weights: Tensor = torch.ops.cs_kernels.nash_mtl_weights(gramian)
         if self.max_norm == 0:
             return weights

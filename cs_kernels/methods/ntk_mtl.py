@@ -8,10 +8,10 @@ from cs_kernels.step import Step
 
 
 class NTKMTL(GramianMethod):
-    """Balance of convergence by neural tangent kernels (Qin et al., 2025), with one sample.
+    """Balances convergence by neural tangent kernels (Qin et al., 2025), with one sample.
 
-    The weight of task i is sqrt(tr G / G_ii): gradients add up with equal lengths, the root of the
-    sum of their squared lengths. The weight of a task with a zero gradient is zero.
+    The weight of task i is sqrt(tr G / G_ii), so gradients are added with equal lengths: the root
+    of the sum of their squared lengths. The weight of a task with a zero gradient is zero.
 
     Args:
         groups: "all" or "layer".
@@ -20,7 +20,7 @@ class NTKMTL(GramianMethod):
     """
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """In closed form, positive."""
+        """Positive task weights in closed form; zero for a zero gradient."""
         squares = gramian.diagonal(dim1=-2, dim2=-1)
         weights = (squares.sum(-1, keepdim=True) / squares).sqrt()
         return nan_unless_finite(torch.where(squares > 0, weights, 0.0), gramian)

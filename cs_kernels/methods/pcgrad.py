@@ -14,9 +14,10 @@ class PCGrad(GramianMethod):
     """Projects conflicting gradients (Yu et al., "Gradient Surgery for Multi-Task Learning", 2020).
 
     Each task's gradient is compared with the original gradients of the other tasks in a random
-    order; it loses its component along each one that it is in conflict with. Then all are added.
+    order, and loses its component along each one with which it is in conflict. Then all are added.
 
-    The orders are a function of the seed and the number of the step: equal on all ranks.
+    The orders are a function of the seed and the number of the step, so they are equal on all
+    ranks.
 
     Args:
         reduction: "sum" of the projected gradients, or their "mean".
@@ -25,7 +26,7 @@ class PCGrad(GramianMethod):
         update_every: As in `GramianMethod`.
 
     Raises:
-        ValueError: An option is none of these, or the seed outside [0, 2^63).
+        ValueError: The seed is outside [0, 2^63), or another option has another value.
 
     """
 

@@ -12,11 +12,11 @@ from cs_kernels.trunk.layers import Layout
 class Sum(Method):
     """Plain gradient descent on the sum of the losses: the baseline, at its true cost.
 
-    The tasks' gradients add up in `.grad` during the backward passes; no K gradients are kept.
+    The tasks' gradients add up in `.grad` during the backward passes; there are no K gradients.
 
     Args:
-        separate: Whether to keep each task's gradients and to add them afterwards, by the kernels
-            of the Gramian methods: reports then have norms and cosines, and `GradNorm` works.
+        separate: Whether to keep the tasks' gradients separate and add them with the kernels of the
+            Gramian methods: reports then have norms and cosines, and `GradNorm` works.
 
     Raises:
         ValueError: `separate` is neither True nor False.
@@ -24,28 +24,28 @@ class Sum(Method):
     """
 
     separate_gradients = False
-    _added: GramianMethod | None = None
+    _ones: GramianMethod | None = None
 
     def __init__(self, separate: bool = False) -> None:
         if separate not in (True, False):
             raise ValueError(f"separate must be True or False, got {separate!r}")
         if separate:
-            self._added = Ones()
+            self._ones = Ones()
             self.separate_gradients = self.has_gramian = True
-            self.most_tasks = self._added.most_tasks
+            self.most_tasks = self._ones.most_tasks
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
-        """Nothing to do where autograd has added the gradients."""
-        if self._added is not None:
-            self._added.combine(gradients, layout, step)
+        """Adds separate gradients; else autograd has already added them."""
+        if self._ones is not None:
+            self._ones.combine(gradients, layout, step)
 
     def __repr__(self) -> str:
         return "Sum(separate=True)" if self.separate_gradients else "Sum()"
 
 
 class Ones(GramianMethod):
-    """The plain sum, with the Gramian."""
+    """The plain sum as a Gramian method."""
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """One for each task."""
+        """Ones."""
         return gramian.new_ones(gramian.shape[:-1])

@@ -10,8 +10,8 @@ from cs_kernels.step import Step
 class UPGrad(GramianMethod):
     """Unconflicting projection of gradients (Quinton and Rey, "Jacobian Descent", 2024).
 
-    Each gradient is projected onto the dual cone: the vectors in conflict with no gradient. The
-    update is the mean of the projections, and lies in the dual cone too.
+    Each gradient is projected onto the dual cone, the set of vectors in conflict with no gradient.
+    The update is the mean of the projections, and also lies in the dual cone.
 
     Args:
         groups: "all" or "layer".
@@ -20,6 +20,6 @@ class UPGrad(GramianMethod):
     """
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """Non-negative: one quadratic program a task."""
+        """Non-negative task weights, from one quadratic program per task."""
         weights: Tensor = torch.ops.cs_kernels.upgrad_weights(gramian)
         return weights

@@ -1,1 +1,1 @@
-"""What people watch during training: reports of steps, and conflicts counted over the steps."""
+"""What people watch during training: reports of steps, and conflict counts over the steps."""

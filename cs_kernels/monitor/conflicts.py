@@ -1,7 +1,7 @@
 """Counts, for every shared parameter, the steps in which the gradients of two tasks conflict.
 
-A step reads the gradients once more, for a Gramian of each parameter. All further numbers are
-small tensors on the gradients' device, which nobody waits for before a number is read.
+Counting reads the gradients once more per step, for a Gramian of each parameter. The rest is small
+tensors on the gradients' device, without host synchronization until a number is read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,71 +25,71 @@ _MOST_LINES = 10
 class Conflicts:
     """The conflicts of each shared parameter, made by `MultiTaskOptimizer.conflicts`.
 
-    P is the number of `names`, K that of `tasks`. Tensors are symmetric in the tasks, copies that
-    later steps do not change, and stay on the gradients' device: reading one waits for it.
-    Gradients are those of the weighted losses; on many ranks, means over the ranks.
+    P is the number of `names`, K that of `tasks`. Tensors are symmetric in the tasks. They are
+    copies that later steps do not change, and stay on the gradients' device: reading one
+    synchronizes with it. Gradients are those of the weighted losses; on many ranks, means over the
+    ranks.
     """
 
     threshold: float
-    """Two gradients are in conflict where their cosine is below it."""
+    """Two gradients are in conflict if their cosine is below it."""
     tasks: tuple[str, ...]
     names: tuple[str, ...]
     """The parameters, or the modules after `by_module`, in the order of the trunk. Parameters that
-    only one task reaches are that task's own and left out."""
+    only one task reaches are that task's own and are left out."""
     gramians: Tensor
-    """The products of the gradients of the last joint step, without the factor of a scaler or of
+    """The products of the last joint step's gradients, without the factor of a scaler or of
     `backward=`, float64 [P, K, K]; NaN where a task had no gradient or took no part."""
     counts: Tensor
     """Steps in which the cosine was below the threshold, int64 [P, K, K]; 0 on the diagonal."""
     steps: Tensor
-    """Steps in which both tasks had a gradient, int64 [P, K, K]. A step is neither here nor in
-    `counts` if the gradient of any shared parameter is not finite, as when a scaler skips it."""
+    """Steps in which both tasks had a gradient, int64 [P, K, K]. A step with a non-finite gradient
+    of any shared parameter counts neither here nor in `counts`, as when a scaler skips it."""
     _modules: "Conflicts | None" = None
 
     @cached_property
     def cosines(self) -> Tensor:
         """The cosines between the gradients of the last joint step, float64 [P, K, K].
 
-        0 for a zero gradient, which is thus in conflict below a positive threshold; NaN where
-        `gramians` is NaN and for gradients that are not finite.
+        0 for a zero gradient, which is thus in conflict if the threshold is positive; NaN where
+        `gramians` is NaN and for non-finite gradients.
         """
         return cosines_of(self.gramians)
 
     @cached_property
     def share(self) -> Tensor:
-        """`counts / steps`, float64 [P, K, K]; NaN where there are no steps."""
+        """`counts / steps`, float64 [P, K, K]; NaN where `steps` is 0."""
         return self.counts / self.steps.double()
 
     def by_module(self) -> "Conflicts":
-        """The same of the gradients of each module's parameters together.
+        """The conflicts of each module, with all its parameters' gradients as one vector.
 
-        The cosines are those of a layer's weight and bias as one vector. Their counts cannot be
-        derived from those of the parameters, and have been taken in the same steps.
+        They cannot be derived from the counts per parameter, and were counted in the same steps.
         """
         return self if self._modules is None else self._modules
 
     def scores(self) -> dict[str, int]:
-        """By name, highest first: the sum of `counts` over all pairs of tasks; it waits, once.
+        """The sum of `counts` over all pairs of tasks, by name, highest first.
 
-        With `by_module`, these are the S-conflict scores of Recon (Shi et al., "Recon: Reducing
-        Conflicting Gradients from the Root for Multi-Task Learning", 2023,
-        https://arxiv.org/abs/2302.11289), with S as the threshold. Recon turns the layers with the
-        highest scores into task-specific ones.
+        It synchronizes with the device, once. With `by_module`, these are the S-conflict scores of
+        Recon (Shi et al., "Recon: Reducing Conflicting Gradients from the Root for Multi-Task
+        Learning", 2023, https://arxiv.org/abs/2302.11289), with S as the threshold. Recon turns the
+        layers with the highest scores into task-specific ones.
         """
         return {name: score for name, score, _ in self._ranked()}
 
     def _ranked(self) -> list[tuple[str, int, int]]:
-        """Highest score first: the name, its score, and the steps of all pairs of tasks."""
+        """Names with counts and steps, both summed over pairs of tasks; highest count first."""
         sums = [numbers.triu(1).sum((1, 2)) for numbers in (self.counts, self.steps)]
         rows = torch.stack(sums, 1).tolist()
-        named = ((name, *of_name) for name, of_name in zip(self.names, rows, strict=True))
-        return sorted(named, key=lambda entry: -entry[1])
+        entries = ((name, *row) for name, row in zip(self.names, rows, strict=True))
+        return sorted(entries, key=lambda entry: -entry[1])
 
     def __str__(self) -> str:
-        """The highest scores, a line each; it waits for the device."""
+        """The highest scores, one per line; it synchronizes with the device."""
         ranked = self._ranked()
         first = ranked[:_MOST_LINES]
-        head = f"cosines below {self.threshold:g} among those of all pairs of tasks and all steps"
+        head = f"cosines below {self.threshold:g}, over all steps and pairs of tasks"
         name_width = max((len(name) for name, *_ in first), default=0)
         width = max((len(str(steps)) for *_, steps in first), default=0)
         lines = [
@@ -107,27 +107,18 @@ class Conflicts:
 
 
 class _Masks(NamedTuple):
-    """The parameters that each task has a gradient for."""
+    """Which tasks have gradients for which parameters."""
 
-    reached: Tensor
-    """The indices of the parameters that any task has a gradient for, int64."""
+    reachable: Tensor
+    """The indices of the parameters for which any task has a gradient, int64."""
     pairs: Tensor
-    """Whether both tasks have one, bool [R, K, K]."""
-    others: Tensor
+    """Whether both tasks have a gradient, bool [R, K, K]."""
+    distinct_pairs: Tensor
     """The same without the diagonal."""
 
 
 class ConflictCounter:
-    """The counts of a run, for R rows: the shared parameters, then the modules.
-
-    Args:
-        gradients: The gradients of the shared parameters.
-        threshold: The cosine below which two gradients are in conflict.
-
-    Raises:
-        ValueError: The threshold is not in [-1, 1].
-
-    """
+    """The counts of a run, for R rows: the shared parameters, then the modules."""
 
     def __init__(self, gradients: TaskGradients, threshold: float) -> None:
         if not (is_finite_number(threshold) and -1 <= threshold <= 1):
@@ -140,8 +131,8 @@ class ConflictCounter:
         for parameter, module in enumerate(self._module_of):
             members[module].append(parameter)
         most = max(map(len, members), default=0)
-        # The parameters of each module; behind the last parameter, there is one without gradients.
-        padded = [of + [self._parameters] * (most - len(of)) for of in members]
+        # The parameters of each module, padded with the index of a row of zeros after the last one.
+        padded = [indices + [self._parameters] * (most - len(indices)) for indices in members]
         tasks, device = len(gradients.tasks), gradients.parameters[0].device
         shape = (self._parameters + len(members), tasks, tasks)
         self._members = torch.tensor(padded, device=device)
@@ -150,55 +141,55 @@ class ConflictCounter:
         self._steps = torch.zeros(shape, dtype=torch.int64, device=device)
         self._is_captured = False
         """Whether a CUDA graph may read the tensors."""
-        self._known: dict[tuple[bytes, ...], _Masks] = {}
-        self._measured: tuple[Step, Tensor | None, tuple[bytes, ...]] | None = None
-        """The Gramians of a step that has not ended."""
+        self._cached_masks: dict[tuple[bytes, ...], _Masks] = {}
+        self._measurement: tuple[Step, Tensor | None, tuple[bytes, ...]] | None = None
+        """The Gramians and the pattern of a step that has not ended."""
 
     def measure(self, step: Step) -> None:
-        """Multiplies a step's gradients, which its method will empty."""
+        """Takes the Gramians of a step's gradients, before its method consumes them."""
         gradients = self._gradients
         pattern = tuple(bytes(grad is not None for grad in row) for row in gradients.rows)
-        reached = gradients.reached()
-        if not reached:
-            self._measured = step, None, pattern
+        reachable = gradients.reached()
+        if not reachable:
+            self._measurement = step, None, pattern
             return
-        groups = list(range(len(reached)))
+        groups = list(range(len(reachable)))
         gramians: Tensor = torch.ops.cs_kernels.gramian(
-            gradients.of(reached), groups, len(groups), len(gradients.tasks)
+            gradients.of(reachable), groups, len(groups), len(gradients.tasks)
         )
         gramians = gradients.sum_over_ranks(gramians)
         if step.loss_scale is not None:
             gramians = gramians / step.loss_scale.double() ** 2
-        self._measured = step, gramians, pattern
+        self._measurement = step, gramians, pattern
 
-    def added(self, step: Step) -> Callable[[], None]:
-        """Counts a joint step; the function returned takes the counts, once it has been made."""
-        measured, self._measured = self._measured, None
-        if measured is None or measured[0] is not step:
+    def count(self, step: Step) -> Callable[[], None]:
+        """Counts a joint step; returns a function that commits the counts once it has been made."""
+        measurement, self._measurement = self._measurement, None
+        if measurement is None or measurement[0] is not step:
             return lambda: None
-        _, gramians, pattern = measured
+        _, gramians, pattern = measurement
         if gramians is None:
             nothing = torch.full_like(self._gramians, torch.nan)
-            return partial(self._take, (nothing, self._counts, self._steps))
+            return partial(self._commit, (nothing, self._counts, self._steps))
         self._follow(gramians.device)
-        reached, pairs, others = self._masks(pattern, captured=step.counter is not None)
+        reachable, pairs, distinct = self._masks(pattern, captured=step.counter is not None)
         tasks = gramians.shape[1:]
-        of_parameters = gramians.new_zeros((self._parameters + 1, *tasks))
-        of_parameters.index_copy_(0, reached, gramians)
-        of_members = of_parameters.index_select(0, self._members.flatten())
-        of_modules = of_members.view(*self._members.shape, *tasks).sum(1)
-        products = torch.cat([of_parameters[:-1], of_modules])
+        by_parameter = gramians.new_zeros((self._parameters + 1, *tasks))
+        by_parameter.index_copy_(0, reachable, gramians)
+        by_member = by_parameter.index_select(0, self._members.flatten())
+        by_module = by_member.view(*self._members.shape, *tasks).sum(1)
+        products = torch.cat([by_parameter[:-1], by_module])
         finite = gramians.isfinite().all()
-        counts = self._counts + ((cosines_of(products) < self.threshold) & others & finite)
+        counts = self._counts + ((cosines_of(products) < self.threshold) & distinct & finite)
         steps = self._steps + (pairs & finite)
-        taken = torch.where(pairs, products, torch.nan), counts, steps
+        state = torch.where(pairs, products, torch.nan), counts, steps
         if step.counter is None:
-            return partial(self._take, taken)
-        for tensor, value in zip(self.captured_state(), taken, strict=True):
+            return partial(self._commit, state)
+        for tensor, value in zip(self.captured_state(), state, strict=True):
             tensor.copy_(value)  # In place, for the replays of a CUDA graph.
         return lambda: None
 
-    def _take(self, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+    def _commit(self, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
         if not self._is_captured:  # Nothing can fail after the torch optimizer's step.
             self._gramians, self._counts, self._steps = tensors
             return
@@ -212,65 +203,62 @@ class ConflictCounter:
                 tensor.to(device)
                 for tensor in (self._members, self._gramians, self._counts, self._steps)
             )
-            self._known.clear()
+            self._cached_masks.clear()
 
     def _masks(self, pattern: tuple[bytes, ...], *, captured: bool) -> _Masks:
-        """The masks of a pattern; in a capture new ones, which replays write."""
+        """The masks of a pattern; new ones in a capture, as replays write them."""
         if captured:
             return self._new_masks(pattern)
-        if pattern not in self._known:
-            if len(self._known) == _MOST_PATTERNS:
-                self._known.clear()
-            self._known[pattern] = self._new_masks(pattern)
-        return self._known[pattern]
+        if pattern not in self._cached_masks:
+            if len(self._cached_masks) == _MOST_PATTERNS:
+                self._cached_masks.clear()
+            self._cached_masks[pattern] = self._new_masks(pattern)
+        return self._cached_masks[pattern]
 
     def _new_masks(self, pattern: tuple[bytes, ...]) -> _Masks:
-        """Nothing is copied from the host: masks are made of ranges."""
+        """Builds the masks from ranges, without copies from the host, which a capture forbids."""
         device, tasks = self._counts.device, len(pattern)
-        by_any = bytes(any(of_tasks) for of_tasks in zip(*pattern, strict=True))
+        by_any = bytes(any(flags) for flags in zip(*pattern, strict=True))
         ranges = [torch.arange(first, last, device=device) for first, last in _runs(by_any)]
-        # A row more, as in `_members`.
+        # One extra row, for the padding of `_members`.
         shape = self._parameters + 1, tasks
         present = torch.zeros(shape, dtype=torch.bool, device=device)
         for task, row in enumerate(pattern):
             for first, last in _runs(row):
                 present[first:last, task].fill_(True)
-        of_members = present.index_select(0, self._members.flatten())
-        in_modules = of_members.view(*self._members.shape, tasks).any(1)
-        present = torch.cat([present[:-1], in_modules])
+        by_member = present.index_select(0, self._members.flatten())
+        by_module = by_member.view(*self._members.shape, tasks).any(1)
+        present = torch.cat([present[:-1], by_module])
         pairs = present.unsqueeze(2) & present.unsqueeze(1)
         same = torch.ones((tasks, tasks), dtype=torch.bool, device=device).triu().tril()
         return _Masks(torch.cat(ranges), pairs, pairs & ~same)
 
     def conflicts(self) -> Conflicts:
-        """Copies of the counts, without the parameters that are one task's own."""
+        """Copies of the counts, without parameters that are one task's own."""
         own = self._gradients.reach.owners()
         shared = [i for i in range(self._parameters) if i not in own]
-        of_modules = sorted({self._parameters + self._module_of[i] for i in shared})
-        return self._of(shared, self._of(of_modules, None))
+        modules = sorted({self._parameters + self._module_of[i] for i in shared})
+        return self._copied(shared, self._copied(modules, None))
 
-    def _of(self, rows: Sequence[int], modules: Conflicts | None) -> Conflicts:
-        """Copies of some rows."""
+    def _copied(self, rows: Sequence[int], by_module: Conflicts | None) -> Conflicts:
         names = [*self._gradients.names, *self._modules]
-        chosen = set(rows)
-        runs = _runs(bytes(row in chosen for row in range(len(names))))
+        selected = set(rows)
+        runs = _runs(bytes(row in selected for row in range(len(names))))
         gramians, counts, steps = (
             torch.cat([tensor[:0], *(tensor[first:last] for first, last in runs)])
             for tensor in (self._gramians, self._counts, self._steps)
         )
-        shown = tuple(names[row] for row in rows)
+        row_names = tuple(names[row] for row in rows)
         tasks = self._gradients.tasks
-        return Conflicts(self.threshold, tasks, shown, gramians, counts, steps, modules)
-
-    # --- checkpoints and CUDA graphs ---
+        return Conflicts(self.threshold, tasks, row_names, gramians, counts, steps, by_module)
 
     def captured_state(self) -> list[Tensor]:
-        """The tensors that steps update in place, from now on."""
+        """The tensors, which steps update in place from now on."""
         self._is_captured = True
         return [self._gramians, self._counts, self._steps]
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts by name; the last step's gradients are not in it."""
+        """The counts by name, without the last step's Gramians."""
         return {
             "threshold": self.threshold,
             "parameters": list(self._gradients.names),
@@ -280,10 +268,10 @@ class ConflictCounter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Goes on from a `state_dict`, or begins anew. Parameters that it lacks begin anew.
+        """Continues from a `state_dict`; None, or a parameter that it lacks, starts at zero.
 
         Raises:
-            ValueError: It was counted with another threshold, or names other parameters.
+            ValueError: It has another threshold or other parameters.
 
         """
         counts, steps = torch.zeros_like(self._counts), torch.zeros_like(self._steps)
@@ -295,33 +283,32 @@ class ConflictCounter:
                 )
             rows = self._rows_of(state["parameters"], state["modules"])
             shape = len(rows), *counts.shape[1:]
-            for name, mine in (("counts", counts), ("steps", steps)):
+            for name, tensor in (("counts", counts), ("steps", steps)):
                 saved = state[name]
                 if saved.shape != shape:
                     raise ValueError(
                         f"state must have {name} of shape {shape}, got {tuple(saved.shape)}"
                     )
-                mine[rows] = saved.to(mine)
+                tensor[rows] = saved.to(tensor)
         self._counts.copy_(counts)
         self._steps.copy_(steps)
         self._gramians.fill_(torch.nan)
-        self._measured = None
+        self._measurement = None
 
     def _rows_of(self, parameters: Sequence[str], modules: Sequence[str]) -> list[int]:
-        """The rows of a saved state's names."""
-        rows = {name: row for row, name in enumerate(self._gradients.names)}
+        parameter_rows = {name: row for row, name in enumerate(self._gradients.names)}
         for name in parameters:
-            if name not in rows:
+            if name not in parameter_rows:
                 raise ValueError(f"state must name shared parameters of trunk, got {name!r}")
-        of_modules = {name: self._parameters + row for row, name in enumerate(self._modules)}
-        return [rows[name] for name in parameters] + [of_modules[name] for name in modules]
+        module_rows = {name: self._parameters + row for row, name in enumerate(self._modules)}
+        return [parameter_rows[name] for name in parameters] + [module_rows[n] for n in modules]
 
 
 def cosines_of(products: Tensor) -> Tensor:
     """[..., K, K], 0 for zero gradients."""
     norms = products.diagonal(dim1=-2, dim2=-1).sqrt()
     scale = norms.unsqueeze(-1) * norms.unsqueeze(-2)
-    # Rounding may leave the range.
+    # Rounding may exceed the range.
     return torch.where(scale == 0, 0.0, products / scale).clamp(-1.0, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""The time of a part of a step."""
+"""Times a block of code within a step."""
 
 import time
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Elapsed:
-    """The time that a block of code takes on a device; two events of a GPU only if it is wanted."""
+    """The time that a block of code takes on a device; GPU events are recorded only if wanted."""
 
     def __init__(self, device: torch.device, *, wanted: bool) -> None:
         self._marks: list[float | torch.cuda.Event] = []
@@ -28,7 +28,7 @@ class Elapsed:
         self._mark()
 
     def milliseconds(self) -> float | None:
-        """The time; None if it is not known. It waits for a GPU."""
+        """The time, or None if it was not taken; synchronizes with a GPU."""
         match self._marks:
             case [float() as start, float() as end]:
                 return 1e3 * (end - start)

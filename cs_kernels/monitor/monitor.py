@@ -1,4 +1,4 @@
-"""What is kept of the steps for those who watch."""
+"""What the loop records of its steps for reports, conflict counts and warnings."""
 
 from collections.abc import Callable
 
@@ -15,73 +15,60 @@ from cs_kernels.ops.checks import MOST_TASKS
 from cs_kernels.step import Step
 from cs_kernels.weightings import Weighting
 
-_LOOKS = 8
-"""The first steps in which gradients are searched for zeros; one is enough, if they show it."""
+_ZERO_CHECKS = 8
+"""The first joint steps search for zero gradients; the first conclusive one ends the search."""
 
 
 class Monitor:
-    """The last step, and the conflicts counted over the steps."""
+    """The last step, and the conflict counts."""
 
     def __init__(self) -> None:
         self.done: Done | None = None
         """The last step, if there was one."""
         self.counter: ConflictCounter | None = None
-        """If conflicts are counted."""
+        """None unless conflicts are counted."""
         self._reported = False
-        self._looks = _LOOKS
-        """The steps in which to look for zeros."""
+        self._zero_checks = _ZERO_CHECKS
+        """The number of steps that still search for zero gradients."""
 
     @property
     def threshold(self) -> float | None:
-        """The threshold of the counted conflicts."""
         return None if self.counter is None else self.counter.threshold
 
     def timer(self, device: torch.device, *, eager: bool) -> Elapsed:
-        """Takes the time of a surgery; on a GPU once a report was asked for, not in a capture."""
+        """Times the surgery; on a GPU only after the first report, and never in a capture."""
         return Elapsed(device, wanted=self._reported and eager)
 
     def measure(self, step: Step) -> None:
-        """Measures the gradients of a step that solves, before its method takes them."""
+        """Measures the gradients before the method consumes them, unless task weights are kept."""
         if self.counter is not None and step.kept is None:
             self.counter.measure(step)
 
     def look_for_zeros(self, gradients: TaskGradients, step: Step) -> None:
-        """Warns, in the first step whose gradients show it, of some that are zero."""
-        if self._looks and step.counter is None:
-            self._looks = 0 if warn_of_zero_gradients(gradients, step) else self._looks - 1
+        """Warns of zero gradients, in the first step in which they show."""
+        if self._zero_checks and step.counter is None:
+            conclusive = warn_of_zero_gradients(gradients, step)
+            self._zero_checks = 0 if conclusive else self._zero_checks - 1
 
     def counted_step(self, step: Step) -> Callable[[], None]:
-        """Counts the conflicts of a step; the function returned takes the counts."""
-        return (lambda: None) if self.counter is None else self.counter.added(step)
+        """Counts the conflicts of a step; returns a function that commits the counts."""
+        return (lambda: None) if self.counter is None else self.counter.count(step)
 
     def report(self, method: Method, weighting: Weighting) -> Report:
-        """The report of the last step.
-
-        Raises:
-            RuntimeError: There was none.
-
-        """
         if self.done is None:
-            raise RuntimeError("a report is of the last step: call step or backward first")
+            raise RuntimeError("no step to report on: call step or backward first")
         self._reported = True
         return report_of(self.done, method, weighting)
 
     def count(self, threshold: float | None, gradients: TaskGradients, method: Method) -> None:
-        """Counts conflicts from now on; None ends it.
-
-        Raises:
-            ValueError: The threshold is outside of [-1, 1], there are more than 64 tasks, or the
-                method does not keep per-task gradients.
-
-        """
+        """Starts to count conflicts, from zero; None stops."""
         if threshold is None:
             self.counter = None
             return
         if not method.separate_gradients:
             raise ValueError(
-                "method must keep the tasks' gradients one by one for count_conflicts, got"
-                f" {method!r}, which adds them up: for the plain sum, use"
-                " cs.Sum(separate=True)"
+                "method must keep the tasks' gradients separate for count_conflicts, got"
+                f" {method!r}, which adds them up: for the plain sum, use cs.Sum(separate=True)"
             )
         if len(gradients.tasks) > MOST_TASKS:
             raise ValueError(
@@ -91,16 +78,9 @@ class Monitor:
         self.counter = ConflictCounter(gradients, threshold)
 
     def counted(self) -> ConflictCounter:
-        """The counts.
-
-        Raises:
-            RuntimeError: None are taken.
-
-        """
         if self.counter is None:
             raise RuntimeError("conflicts are not counted: call count_conflicts() before the steps")
         return self.counter
 
     def captured_state(self) -> list[Tensor]:
-        """The tensors that joint steps update in place."""
         return [] if self.counter is None else self.counter.captured_state()

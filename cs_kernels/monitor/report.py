@@ -1,7 +1,7 @@
 """Reports: what one training step did, for people who watch a training run.
 
-A step keeps the few numbers from which its method made the update. A report computes the rest on
-the device when it is asked for; nothing waits for a GPU before a number is read.
+A step keeps the few tensors from which its method made the update. A report computes the rest on
+the device on request; there is no host synchronization until a number is read.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from cs_kernels.weightings import EqualWeights, Weighting
 
 
 class Done(NamedTuple):
-    """A step that has been made."""
+    """A finished step."""
 
     step: Step
     number: int
@@ -35,36 +35,36 @@ class Report:
 
     Gradients are those of the weighted losses, without the factor of a scaler or of `backward=`; on
     many ranks, they are means over the ranks. L is the number of layers, K that of `rows`. Tensors
-    stay on the gradients' device: reading one waits for the device, the report itself does not.
+    stay on the gradients' device: reading one synchronizes with it, making the report does not.
     """
 
     step: int
     """The number of steps made before this one, in both phases."""
     epoch: int | None
     phase: Phase
-    """1: an optimizer step a task, without a method; 2: one for all."""
+    """1: an optimizer step per task, without a method; 2: one step for all tasks."""
     method: str
-    """The method's representation."""
+    """The method's `repr`."""
     tasks: tuple[str, ...]
     """The tasks that took part."""
     losses: Mapping[str, Tensor]
     """By task, detached scalars; unweighted."""
     weighted_losses: Mapping[str, Tensor]
-    """The same after weighting; empty without one."""
+    """By task, after weighting; empty without a weighting."""
     rows: tuple[str, ...] = ()
     """The tasks in the order of the rows of all tensors below."""
     layers: tuple[str, ...] = ()
-    """The layers of the tensors below: the prioritized ones for `ConnectionStrength`, the modules
-    with groups="layer"; none where a tensor is of the whole trunk."""
+    """The layers of the tensors below: the prioritized layers for `ConnectionStrength`, the modules
+    for groups="layer"; empty if the tensors are those of the whole trunk."""
     gramian: Tensor | None = None
     """Gramian methods: the products of the gradients, float64 [K, K], or [L, K, K]."""
     task_weights: Tensor | None = None
     """Gramian methods: the update is this weighted sum of the gradients; [K] or [L, K]."""
     weights_from: int | None = None
-    """Gramian methods: the step, counted as `step`, that has solved for the task weights. With
-    `update_every` above 1, it may be an earlier one; this one then has no Gramian."""
+    """Gramian methods: the step, counted like `step`, that solved for the task weights. With
+    `update_every` above 1, it may be an earlier step; this one then has no Gramian."""
     priorities: tuple[Tensor, ...] = ()
-    """`ConnectionStrength`: of each layer, the top-priority task of each channel, int64 [O]."""
+    """`ConnectionStrength`: the top-priority task of each channel, int64 [O] per layer."""
     products: Tensor | None = None
     """`ConnectionStrength`: d_ij = <G_i, g_j> over the channel group CG_i, float64 [L, K, K]."""
     _elapsed: Elapsed | None = None
@@ -72,7 +72,7 @@ class Report:
 
     @cached_property
     def cosines(self) -> Tensor | None:
-        """Gramian methods: cosines between gradients, like `gramian`; 0 for zero gradients."""
+        """Gramian methods: cosines between gradients, shaped like `gramian`; 0 for zero ones."""
         return None if self.gramian is None else cosines_of(self.gramian)
 
     @cached_property
@@ -84,17 +84,19 @@ class Report:
     def update_norm(self) -> Tensor | None:
         """Gramian methods: the norm of the update, a scalar or [L].
 
-        From the Gramian, so where gradients cancel it is exact to 1e-8 of their norms only.
+        It comes from the Gramian, so where gradients cancel, its error is up to 1e-8 of their
+        norms.
         """
         if self.gramian is None or self.task_weights is None:
             return None
         weights = self.task_weights.to(self.gramian)
         squared = (weights.unsqueeze(-2) @ self.gramian @ weights.unsqueeze(-1))[..., 0, 0]
-        return torch.where(squared < 0, 0.0, squared).sqrt()  # Rounding may make it negative.
+        # Rounding may make it negative; NaN stays NaN.
+        return torch.where(squared < 0, 0.0, squared).sqrt()
 
     @cached_property
     def channels(self) -> Tensor | None:
-        """`ConnectionStrength`: the channels of each layer's channel groups, int64 [L, K]."""
+        """`ConnectionStrength`: the number of channels per channel group, int64 [L, K]."""
         if self.products is None:
             return None
         tasks = torch.arange(len(self.rows), device=self.products.device)
@@ -103,10 +105,10 @@ class Report:
 
     @cached_property
     def conflicts(self) -> Tensor | None:
-        """Bool, [i, j]: task j's gradient is in conflict with task i's.
+        """Bool; entry [i, j] tells whether task j's gradient is in conflict with task i's.
 
-        `ConnectionStrength`: over the channel group CG_i of each layer, [L, K, K]; it was
-        projected. Gramian methods: like `gramian`, over all its parameters.
+        `ConnectionStrength`: over the channel group CG_i of each layer, [L, K, K]; there it was
+        projected. Gramian methods: over all parameters, shaped like `gramian`.
         """
         if self.products is not None:
             return (self.products < 0) & (self._reference_energies > 0)
@@ -116,13 +118,13 @@ class Report:
     def removed(self) -> Tensor | None:
         """`ConnectionStrength`: the energy that projections took from gradients, [L, K, K].
 
-        [i, j] is d_ij^2 / d_ii, the squared norm of task j's component along the reference gradient
-        G_i, if the two are in conflict; else 0.
+        Entry [i, j] is d_ij^2 / d_ii, the squared norm of task j's component along the reference
+        gradient G_i, if the two are in conflict; else 0.
         """
         if self.products is None:
             return None
-        kept = (self.products >= 0) | (self._reference_energies == 0)  # Not so for a NaN.
-        return torch.where(kept, 0.0, self.products.square() / self._reference_energies)
+        unchanged = (self.products >= 0) | (self._reference_energies == 0)  # False for NaN.
+        return torch.where(unchanged, 0.0, self.products.square() / self._reference_energies)
 
     @property
     def _reference_energies(self) -> Tensor:
@@ -131,68 +133,68 @@ class Report:
         return self.products.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
 
     def scalars(self) -> dict[str, float]:
-        """Numbers of the whole trunk by name, for a logger; it waits for the device, once.
+        """Numbers of the whole trunk by name, for a logger; synchronizes with the device, once.
 
         Always: "phase", "loss/TASK", and with a weighting "weighted_loss/TASK".
 
         Gramian methods: "task_weight/TASK" (with groups="layer", the mean over the layers); and, in
-        steps that solve for them, "gradient_norm/TASK", "cosine/TASK,TASK", "update_norm".
+        steps that solve for the weights, "gradient_norm/TASK", "cosine/TASK,TASK", "update_norm".
 
         `ConnectionStrength`: "channel_share/TASK", the fraction of the prioritized channels with
         this top-priority task. For the tasks that take part: "conflict_share", the fraction in
-        conflict among the pairs of a channel group and another task; "removed_norm/TASK", the norm
+        conflict among all pairs of a channel group and another task; "removed_norm/TASK", the norm
         of what projections took from the task's gradient.
 
         In joint steps: "surgery_ms", milliseconds from the gradients to the update (on a GPU, from
         the step after the first report on).
         """
-        found: dict[str, Tensor] = {f"loss/{task}": x for task, x in self.losses.items()}
-        found |= {f"weighted_loss/{task}": x for task, x in self.weighted_losses.items()}
-        found |= self._of_gramian() | self._of_channel_groups()
+        tensors: dict[str, Tensor] = {f"loss/{task}": x for task, x in self.losses.items()}
+        tensors |= {f"weighted_loss/{task}": x for task, x in self.weighted_losses.items()}
+        tensors |= self._gramian_scalars() | self._channel_group_scalars()
         numbers: list[float] = []
-        if found:
-            device = next(iter(found.values())).device
-            numbers = torch.stack([x.to(device, torch.float64) for x in found.values()]).tolist()
-        scalars = {"phase": float(self.phase)} | dict(zip(found, numbers, strict=True))
+        if tensors:
+            device = next(iter(tensors.values())).device
+            numbers = torch.stack([x.to(device, torch.float64) for x in tensors.values()]).tolist()
+        scalars = {"phase": float(self.phase)} | dict(zip(tensors, numbers, strict=True))
         elapsed = None if self._elapsed is None else self._elapsed.milliseconds()
         return scalars if elapsed is None else scalars | {"surgery_ms": elapsed}
 
-    def _of_gramian(self) -> dict[str, Tensor]:
+    def _gramian_scalars(self) -> dict[str, Tensor]:
         if self.task_weights is None:
             return {}
         weights = self.task_weights.reshape(-1, len(self.rows)).mean(0)
-        if self.gramian is None or self.update_norm is None:  # The weights were kept.
+        if self.gramian is None or self.update_norm is None:  # Weights of an earlier step.
             return {f"task_weight/{task}": weights[i] for i, task in enumerate(self.rows)}
         whole = replace(self, gramian=self.gramian.reshape(-1, *self.gramian.shape[-2:]).sum(0))
         norms, cosines = whole.gradient_norms, whole.cosines
         assert norms is not None
         assert cosines is not None
-        found = {"update_norm": self.update_norm.square().sum().sqrt()}
+        scalars = {"update_norm": self.update_norm.square().sum().sqrt()}
         for i, task in enumerate(self.rows):
-            found[f"gradient_norm/{task}"] = norms[i]
-            found[f"task_weight/{task}"] = weights[i]
+            scalars[f"gradient_norm/{task}"] = norms[i]
+            scalars[f"task_weight/{task}"] = weights[i]
             for j in range(i):
-                found[f"cosine/{self.rows[j]},{task}"] = cosines[j, i]
-        return found
+                scalars[f"cosine/{self.rows[j]},{task}"] = cosines[j, i]
+        return scalars
 
-    def _of_channel_groups(self) -> dict[str, Tensor]:
+    def _channel_group_scalars(self) -> dict[str, Tensor]:
         if self.channels is None or self.removed is None or self.conflicts is None:
             return {}
-        if not self.layers:  # All prioritized ones are frozen.
+        if not self.layers:  # All prioritized layers are frozen.
             return {}
         channels = self.channels.double()
         share = channels.sum(0) / channels.sum()
         removed = self.removed.sum((0, 1)).sqrt()
         present = [i for i, task in enumerate(self.rows) if task in self.tasks]
-        found = {f"channel_share/{task}": share[i] for i, task in enumerate(self.rows)}
-        found |= {f"removed_norm/{self.rows[i]}": removed[i] for i in present}
+        scalars = {f"channel_share/{task}": share[i] for i, task in enumerate(self.rows)}
+        scalars |= {f"removed_norm/{self.rows[i]}": removed[i] for i in present}
         if len(present) > 1:
-            groups = (channels[:, present] > 0).double().sum()
-            found["conflict_share"] = self.conflicts.double().sum() / (groups * (len(present) - 1))
-        return found
+            pairs = (channels[:, present] > 0).double().sum() * (len(present) - 1)
+            scalars["conflict_share"] = self.conflicts.double().sum() / pairs
+        return scalars
 
     def __str__(self) -> str:
-        """The numbers of `scalars`, a line for each task; it waits for the device."""
+        """The numbers of `scalars`, one line per task; it synchronizes with the device."""
         scalars = self.scalars()
         epoch = "" if self.epoch is None else f"epoch {self.epoch}, "
         head = [f"step {self.step}, {epoch}phase {self.phase}"]
@@ -212,8 +214,8 @@ class Report:
                 if (name := f"cosine/{other},{task}") in scalars:
                     lines[task].append(f"cosine with {other} {scalars[name]:.4g}")
         width = max(map(len, names), default=0)
-        of_tasks = [f"  {task:{width}}  {', '.join(parts)}" for task, parts in lines.items()]
-        return "\n".join([", ".join(head), *of_tasks])
+        task_lines = [f"  {task:{width}}  {', '.join(labels)}" for task, labels in lines.items()]
+        return "\n".join([", ".join(head), *task_lines])
 
     def __repr__(self) -> str:
         kinds = [name for name in ("gramian", "products") if getattr(self, name) is not None]
@@ -221,10 +223,10 @@ class Report:
 
 
 def report_of(done: Done, method: Method, weighting: Weighting) -> Report:
-    """The report of a step; copies of its numbers, which the replay of a graph overwrites."""
+    """The report of a step, with copies of its tensors, which a graph's replay overwrites."""
     step = done.step
     surgery, scale = step.surgery, step.loss_scale
-    solved = done.number if step.kept is None else step.kept.number
+    solver_step = done.number if step.kept is None else step.kept.number
     weighted = {} if isinstance(weighting, EqualWeights) else step.weighted_losses
     products, priorities = surgery.products, tuple[Tensor, ...]()
     layers = surgery.layers
@@ -245,7 +247,7 @@ def report_of(done: Done, method: Method, weighting: Weighting) -> Report:
         layers=layers,
         gramian=None if surgery.gramian is None else surgery.gramian.clone(),
         task_weights=None if surgery.task_weights is None else surgery.task_weights.clone(),
-        weights_from=None if surgery.task_weights is None else solved,
+        weights_from=None if surgery.task_weights is None else solver_step,
         priorities=priorities,
         products=products,
         _elapsed=step.elapsed,

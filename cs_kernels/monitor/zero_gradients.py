@@ -1,4 +1,4 @@
-"""A warning about gradients that are zero, where they make a parameter a shared one."""
+"""Warns of zero gradients that make a parameter count as shared."""
 
 import warnings
 
@@ -10,38 +10,39 @@ from cs_kernels.step import Step
 
 
 def warn_of_zero_gradients(gradients: TaskGradients, step: Step) -> bool:
-    """Warns if a loss reaches parameters without an effect that other tasks would train alone.
+    """Warns if a loss has only zero gradients for parameters that one other task trains.
 
-    The idiom `loss + 0 * sum(all parameters)` does this to all heads. It reads the gradients once,
-    and the host waits for the device.
+    The idiom `loss + 0 * sum(all parameters)` does this to all heads. The check reads the gradients
+    once and synchronizes with the device.
 
     Returns:
-        Whether that could be seen: not where a task has no gradient but zeros, as without labels.
+        Whether the step was conclusive. It is not if all gradients of a task are zero, as without
+        labels.
 
     """
-    reached = gradients.reached()
-    if not reached or not 1 < len(step.tasks) <= MOST_TASKS:
+    parameters = gradients.reached()
+    if not parameters or not 1 < len(step.tasks) <= MOST_TASKS:
         return False
-    numbers, grads = list(range(len(reached))), gradients.of(reached, step.tasks)
-    gramians = torch.ops.cs_kernels.gramian(grads, numbers, len(reached), len(step.tasks))
+    groups, grads = list(range(len(parameters))), gradients.of(parameters, step.tasks)
+    gramians = torch.ops.cs_kernels.gramian(grads, groups, len(parameters), len(step.tasks))
     energies = gradients.sum_over_ranks(gramians).diagonal(dim1=1, dim2=2).tolist()
     rows = [gradients.row_of(task) for task in step.tasks]
     if not all(map(sum, zip(*energies, strict=True))):
         return False
-    found = []
-    for i, of_tasks in zip(reached, energies, strict=True):
-        has = [n for n, row in enumerate(rows) if row[i] is not None]
-        zero = [n for n in has if of_tasks[n] == 0]
-        if zero and len(has) - len(zero) == 1:
-            (other,) = set(has) - set(zero)
-            found.append((gradients.names[i], step.tasks[zero[0]], step.tasks[other]))
-    if found:
-        name, task, trains = found[0]
+    suspects = []
+    for i, task_energies in zip(parameters, energies, strict=True):
+        present = [n for n, row in enumerate(rows) if row[i] is not None]
+        zero = [n for n in present if task_energies[n] == 0]
+        if zero and len(present) - len(zero) == 1:
+            (other,) = set(present) - set(zero)
+            suspects.append((gradients.names[i], step.tasks[zero[0]], step.tasks[other]))
+    if suspects:
+        name, task, owner = suspects[0]
         warnings.warn(
-            f"the gradient of {task!r} is zero in every element of {name} and {len(found) - 1}"
-            f" others, which {trains!r} alone would train: they count as shared, so the method"
-            f" changes their gradients. If the loss has a term like 0 * sum(parameters), leave it"
-            " out, as parameters without a gradient are no error here",
+            f"the gradient of {task!r} is zero in every element of {name} and {len(suspects) - 1}"
+            f" others, which {owner!r} alone would train: they count as shared, so the method"
+            f" changes their gradients. If the loss has a term like 0 * sum(parameters), remove it;"
+            " parameters without a gradient are no error here",
             stacklevel=2,
         )
     return True

@@ -9,9 +9,7 @@ from cs_kernels.nn.task_norm import (
     active_task,
     set_task,
 )
-from cs_kernels.nn.task_norm import (
-    task_norms as task_norms,
-)
+from cs_kernels.nn.task_norm import task_norms as task_norms
 
 __all__ = [
     "TaskBatchNorm",

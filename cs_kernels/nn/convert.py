@@ -1,4 +1,4 @@
-"""Networks with task-specific batch normalization: made, extended, taken apart, and recomputed."""
+"""Converts networks to task-specific batch normalization, adds and extracts tasks."""
 
 import copy
 from collections import Counter
@@ -21,7 +21,7 @@ from cs_kernels.nn.task_norm import (
 
 
 def _process_groups(module: nn.Module) -> dict[int, Any]:
-    """The process groups of SyncBatchNorm, for `deepcopy` to keep them as they are."""
+    """A memo for `deepcopy`, so that copies of SyncBatchNorm share its process group."""
     groups = (getattr(child, "process_group", None) for child in module.modules())
     return {id(group): group for group in groups if group is not None}
 
@@ -31,13 +31,13 @@ def _copied(norm: nn.Module) -> nn.Module:
 
 
 def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module:
-    """Replaces every batch normalization by a copy for each task.
+    """Replaces every batch normalization by one copy per task.
 
-    Each copy starts with the weight, bias and statistics of the original (a pretrained one, say),
-    and has its class, which may be a subclass of torch's: SyncBatchNorm can be made of batch
-    normalization before or after. A module used several times stays one module. Convert before
-    building the optimizer: the copies have new parameters. A checkpoint from
-    before the conversion can still be loaded: every task gets its values.
+    Each copy starts with the weight, bias and statistics of the original, such as pretrained ones,
+    and has its class, which may be a subclass of torch's. Batch normalization can be turned into
+    SyncBatchNorm before or after the conversion. A module that is used several times stays one
+    module. Convert before building the optimizer, because the copies have new parameters. A
+    checkpoint from before the conversion can still be loaded: every task gets its values.
 
     Args:
         module: A network, or a batch normalization itself.
@@ -47,24 +47,24 @@ def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module
         The module, changed in place, or its replacement.
 
     Raises:
-        ValueError: `tasks` does not fit, the module has no batch normalization or a lazy one that
+        ValueError: `tasks` is invalid, the module has no batch normalization or a lazy module that
             has not run, or it is already converted for other tasks.
         TypeError: `tasks` is not a sequence of strings.
 
     """
     names = check_tasks(tasks)
     _check_convertible(module, names)
-    replaced: dict[nn.Module, nn.Module] = {}
+    replacements: dict[nn.Module, nn.Module] = {}
 
     def convert(child: nn.Module) -> nn.Module:
-        if child in replaced:
-            return replaced[child]
+        if child in replacements:
+            return replacements[child]
         if isinstance(child, _BatchNorm):
             norm = TaskBatchNorm({task: _copied(child) for task in names})
             norm.training = child.training
-            replaced[child] = norm
+            replacements[child] = norm
             return norm
-        replaced[child] = child
+        replacements[child] = child
         if not isinstance(child, TaskBatchNorm):
             for name, grandchild in list(child._modules.items()):
                 if grandchild is not None:
@@ -75,45 +75,45 @@ def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module
 
 
 def _check_convertible(module: nn.Module, tasks: tuple[str, ...]) -> None:
-    """There is a batch normalization to convert, or it is converted for these tasks already."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {module!r}")
-    found = False
-    others: Counter[str] = Counter()
+    has_batch_norm = False
+    norm_counts: Counter[str] = Counter()
     for name, child in module.named_modules():
-        inner = any(isinstance(own, _BatchNorm) for own in child._modules.values())
-        if inner and isinstance(child, _ConvNd | nn.Linear):
+        contains_norm = any(isinstance(own, _BatchNorm) for own in child._modules.values())
+        if contains_norm and isinstance(child, _ConvNd | nn.Linear):
             raise ValueError(
-                f"module must not be fused for quantization when it is converted, got"
-                f" {type(child).__name__} at {name or 'module'!r}, which computes with its"
-                " normalization itself: convert before, and fuse what extract_task returns"
+                f"module must not be fused for quantization before the conversion, got"
+                f" {type(child).__name__} at {name or 'module'!r}, which reads its normalization"
+                " itself: convert first, and fuse what extract_task returns"
             )
-        found = found or isinstance(child, _BatchNorm)  # Also those inside a TaskBatchNorm.
+        # Also true in a TaskBatchNorm, of a module that is already converted for these tasks.
+        has_batch_norm = has_batch_norm or isinstance(child, _BatchNorm)
         if isinstance(child, LazyModuleMixin) and child.has_uninitialized_params():  # type: ignore[misc]
             raise ValueError(
-                f"module must have run once before it is converted, got {name or 'module'},"
+                f"module must have run once before the conversion, got {name or 'module'},"
                 f" a {type(child).__name__} that does not know its size"
             )
         if isinstance(child, TaskBatchNorm) and child.tasks != tasks:
             raise ValueError(
-                f"tasks must be those of {name or 'module'}, which is already converted,"
-                f" {list(child.tasks)}; got {list(tasks)}"
+                f"tasks must be {list(child.tasks)}, for which {name or 'module'} is already"
+                f" converted, got {list(tasks)}"
             )
         if "norm" in type(child).__name__.lower():
-            others[type(child).__name__] += 1
-    if not found:
-        seen = ", ".join(f"{count} {name}" for name, count in others.items()) or "none"
+            norm_counts[type(child).__name__] += 1
+    if not has_batch_norm:
+        counts = ", ".join(f"{count} {name}" for name, count in norm_counts.items()) or "none"
         raise ValueError(
             f"module must have batch normalization to convert, got {type(module).__name__} with"
-            f" these normalizations: {seen}"
+            f" these normalizations: {counts}"
         )
 
 
 def add_task(module: nn.Module, task: str, *, like: str) -> list[nn.Parameter]:
     """Adds a task to every task-specific normalization, as a copy of another task's.
 
-    For a trained trunk that learns one more task: hand the new parameters to the torch optimizer,
-    and build a `MultiTaskOptimizer` of all tasks.
+    Use it when a trained trunk has to learn one more task: hand the new parameters to the torch
+    optimizer, and build a new `MultiTaskOptimizer` with all tasks.
 
     Args:
         module: A network with task-specific normalization.
@@ -124,8 +124,8 @@ def add_task(module: nn.Module, task: str, *, like: str) -> list[nn.Parameter]:
         The new parameters, for `optimizer.add_param_group({"params": ...})`.
 
     Raises:
-        ValueError: The module has no task-specific normalization, `like` is unknown to one of them,
-            or the task is known already or cannot be a name; nothing has been changed.
+        ValueError: The module has no task-specific normalization, one lacks the task `like`, or the
+            new task exists already or has an invalid name; the module is unchanged.
         TypeError: The task is not a string.
 
     Examples:
@@ -139,9 +139,7 @@ def add_task(module: nn.Module, task: str, *, like: str) -> list[nn.Parameter]:
     for norm in norms:
         norm.of(like)
         if task in norm.tasks:
-            raise ValueError(
-                f"task must be a new one, got {task!r}; the tasks are {list(norm.tasks)}"
-            )
+            raise ValueError(f"task must be new, got {task!r}; the tasks are {list(norm.tasks)}")
         norm.check_new(task)
     for norm in norms:
         norm.add_module(task, _copied(norm.of(like)))
@@ -149,18 +147,17 @@ def add_task(module: nn.Module, task: str, *, like: str) -> list[nn.Parameter]:
 
 
 def extract_task(module: nn.Module, task: str) -> nn.Module:
-    """A copy of a network for one task, with its normalizations instead of the task-specific ones.
+    """Copies a network for one task, with that task's plain normalizations.
 
-    The copy is a plain torch network, as before `convert_task_batchnorm`: for predictions of one
-    task, checkpoints and export. The module itself does not change.
+    The copy is a plain torch network, as before `convert_task_batchnorm`, for predictions of one
+    task, checkpoints and export. The module itself is unchanged.
 
     Args:
         module: A network with task-specific normalization.
         task: The task to keep.
 
     Raises:
-        ValueError: The module has no task-specific normalization, or one that does not know the
-            task.
+        ValueError: The module has no task-specific normalization, or one without this task.
 
     Examples:
         >>> trunk = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
@@ -170,7 +167,7 @@ def extract_task(module: nn.Module, task: str) -> nn.Module:
 
     """
     norms = some_task_norms(module)
-    # The memo stands for copies of each TaskBatchNorm, so every reference to one is replaced.
+    # deepcopy takes the memo's entry for each TaskBatchNorm, wherever it is referenced.
     memo = _process_groups(module)
     for norm in norms:
         memo[id(norm)] = copy.deepcopy(norm.of(task), memo)
@@ -182,22 +179,22 @@ def extract_task(module: nn.Module, task: str) -> nn.Module:
 def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
     """Recomputes the running statistics of one task over a data set.
 
-    Use it for averaged weights, or after training with too small batches. It works as
-    `torch.optim.swa_utils.update_bn`, which resets the statistics of all tasks. Batch normalization
-    in `eval()` is frozen, and keeps its statistics; but in a trunk that is in `eval()` as a whole,
-    those of the task are recomputed.
+    Use it for averaged weights, or after training with too small batches. It is
+    `torch.optim.swa_utils.update_bn` for one task; torch's resets the statistics of all tasks.
+    Batch normalization in `eval()` is frozen and keeps its statistics, unless the whole trunk is in
+    `eval()`: then all statistics of the task are recomputed.
 
     Args:
         loader: Yields inputs of the trunk, or lists and tuples that begin with one, on the trunk's
             device.
         trunk: A network with task-specific normalization.
-        task: The task, which is active meanwhile; the statistics of the others do not change.
+        task: The task, which is active meanwhile; the other tasks' statistics are unchanged.
 
     Raises:
-        ValueError: The trunk has no task-specific normalization, one does not know the task, all
-            are frozen, or the loader yields nothing.
+        ValueError: The trunk has no task-specific normalization, one lacks the task, all are
+            frozen, or the loader yields nothing.
 
-            After any exception, the statistics are as they were before.
+            After any exception, the statistics are unchanged.
 
     """
     norms = [
@@ -210,7 +207,7 @@ def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
         norms = [norm for norm in norms if norm.training]
     if not norms:
         raise ValueError(
-            f"trunk must have a normalization of {task!r} in training, got all of them in eval()"
+            f"trunk must have a normalization of {task!r} in train mode, got all in eval()"
         )
     frozen = [
         module
@@ -236,9 +233,9 @@ def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
     except BaseException:
         for norm, _, buffers in before:
             for name, value in buffers.items():
-                now = norm._buffers[name]
-                if now is not None and value is not None:
-                    now.copy_(value)
+                buffer = norm._buffers[name]
+                if buffer is not None and value is not None:
+                    buffer.copy_(value)
         raise
     finally:
         for norm, momentum, _ in before:

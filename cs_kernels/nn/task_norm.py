@@ -1,4 +1,4 @@
-"""Task-specific batch normalization: one plain torch BatchNorm a task, and which one is active."""
+"""Task-specific batch normalization: one plain torch BatchNorm per task, of which one is active."""
 
 import contextlib
 import copy
@@ -15,13 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 def check_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
-    """The tasks as a tuple, from any ordered iterable, such as the keys of a dictionary.
-
-    Raises:
-        TypeError: `tasks` is a string, has no order, or holds something that is not a string.
-        ValueError: It is empty, names a task twice, or a name cannot be that of a module.
-
-    """
+    """The tasks as a tuple, from any ordered iterable of strings, such as a dictionary's keys."""
     unordered = isinstance(tasks, Set) and not isinstance(tasks, KeysView)
     ordered = isinstance(tasks, Iterable) and not isinstance(tasks, str) and not unordered
     names = tuple(tasks) if ordered else ()
@@ -38,10 +32,11 @@ def check_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
 
 
 class TaskBatchNorm(nn.Module):
-    """One normalization a task, in a child module named by the task; only the active one runs.
+    """One normalization per task, in a child module named by the task; only the active one runs.
 
     The children are ordinary torch modules, each with its own weight, bias and statistics: the
-    state dict has `bn1.depth.weight`, and freezing or inspecting one task's is plain torch.
+    state dict has `bn1.depth.weight`, and one task's normalization is frozen or inspected as in
+    plain torch.
 
     Args:
         norms: The normalization of each task.
@@ -52,7 +47,7 @@ class TaskBatchNorm(nn.Module):
     """
 
     _stack: ClassVar[Any] = None
-    """During `step_together`, the `TrunkPass` that normalizes the parts of all tasks."""
+    """During `step_together`, the `TrunkPass` that normalizes all tasks' parts of the batch."""
 
     def __init__(self, norms: dict[str, nn.Module]) -> None:
         super().__init__()
@@ -63,9 +58,14 @@ class TaskBatchNorm(nn.Module):
             self.add_module(task, norms[task])
 
     def check_new(self, task: str) -> None:
-        """Raises ValueError for a task that cannot be the name of a child module."""
+        """Checks that a task can be the name of a child module.
+
+        Raises:
+            ValueError: The module has an attribute of this name.
+
+        """
         if hasattr(self, task):
-            raise ValueError(f"tasks must not be named as an attribute of a module: {task!r}")
+            raise ValueError(f"tasks must not be named like an attribute of a module, got {task!r}")
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ class TaskBatchNorm(nn.Module):
         """The normalization of one task.
 
         Raises:
-            ValueError: There is none for it.
+            ValueError: There is no such task.
 
         """
         norm = self._modules.get(task)
@@ -92,15 +92,15 @@ class TaskBatchNorm(nn.Module):
 
         """
         if not torch.compiler.is_compiling():
-            _note_run(self, args, kwargs)
+            _record_run(self, args, kwargs)
         if self._stack is not None:
             stacked: Tensor = self._stack.normalize(self, *args, **kwargs)
             return stacked
         tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
         if tracing or (args and isinstance(args[0], torch.fx.Proxy)):
             raise RuntimeError(
-                "a trace would keep the task that is active now for good: trace the network of one"
-                " task, extract_task(network, task)"
+                "a trace would fix the active task for good: trace the network of one task,"
+                " extract_task(network, task)"
             )
         if self.active is None:
             raise RuntimeError(
@@ -111,18 +111,18 @@ class TaskBatchNorm(nn.Module):
         return result
 
     def extra_repr(self) -> str:
-        """The active task."""
+        """Shows the active task."""
         return f"active={self.active!r}"
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # A checkpoint from before the conversion has one tensor for all tasks.
-        inner = {name for norm in self.children() for name in norm._modules}
+        # A checkpoint from before the conversion has one value for all tasks.
+        grandchildren = {name for norm in self.children() for name in norm._modules}
         for key in [key for key in state_dict if key.startswith(prefix)]:
             name = key[len(prefix) :]
             child, dot, _ = name.partition(".")
-            if not dot or (child in inner and child not in self._modules):
+            if not dot or (child in grandchildren and child not in self._modules):
                 value = state_dict.pop(key)
                 for task in self._modules:
                     own = value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
@@ -131,28 +131,29 @@ class TaskBatchNorm(nn.Module):
 
 
 Run = tuple[tuple[int, object], ...]
-"""The normalizations that ran, in order: the id of each, and the kind of autograd's node that has
-made its input, None if that is not known."""
+"""The normalizations that ran, in order: the id of each, and the type of the autograd node that
+produced its input; None if that is unknown."""
 
-_recorded = threading.local()
+_recording = threading.local()
 
 
 @contextlib.contextmanager
 def recorded_norms() -> Iterator[list[tuple[int, object]]]:
-    """The entries of a `Run`, of this thread and the `with` block; compiled code makes none."""
-    before = getattr(_recorded, "ran", None)
-    _recorded.ran = []
+    """Records the entries of a `Run` in this thread, within the `with`; not in compiled code."""
+    outer = getattr(_recording, "entries", None)
+    _recording.entries = []
     try:
-        yield _recorded.ran
+        yield _recording.entries
     finally:
-        _recorded.ran = before
+        _recording.entries = outer
 
 
-def _note_run(norm: TaskBatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    ran = getattr(_recorded, "ran", None)
-    if ran is not None:
+def _record_run(norm: TaskBatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    entries = getattr(_recording, "entries", None)
+    if entries is not None:
         x = args[0] if args else kwargs.get("input")
-        ran.append((id(norm), None if norm._stack is not None else type(getattr(x, "grad_fn", 0))))
+        node_type = None if norm._stack is not None else type(getattr(x, "grad_fn", 0))
+        entries.append((id(norm), node_type))
 
 
 class _FromFeatures(TaskBatchNorm):
@@ -176,37 +177,32 @@ class _FromFeatures(TaskBatchNorm):
 
 
 class TaskBatchNorm1d(_FromFeatures):
-    """`torch.nn.BatchNorm1d` a task, with its arguments and `tasks` after the first."""
+    """One `torch.nn.BatchNorm1d` per task: its arguments, with `tasks` after the first."""
 
     _norm = nn.BatchNorm1d
 
 
 class TaskBatchNorm2d(_FromFeatures):
-    """`torch.nn.BatchNorm2d` a task, with its arguments and `tasks` after the first."""
+    """One `torch.nn.BatchNorm2d` per task: its arguments, with `tasks` after the first."""
 
     _norm = nn.BatchNorm2d
 
 
 class TaskBatchNorm3d(_FromFeatures):
-    """`torch.nn.BatchNorm3d` a task, with its arguments and `tasks` after the first."""
+    """One `torch.nn.BatchNorm3d` per task: its arguments, with `tasks` after the first."""
 
     _norm = nn.BatchNorm3d
 
 
 def task_norms(module: nn.Module) -> list[TaskBatchNorm]:
-    """The task-specific normalizations in a module.
-
-    Raises:
-        TypeError: It is not a module.
-
-    """
+    """The task-specific normalizations in a module."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got {module!r}")
     return [child for child in module.modules() if isinstance(child, TaskBatchNorm)]
 
 
 def some_task_norms(module: nn.Module) -> list[TaskBatchNorm]:
-    """As `task_norms`, of which there must be some."""
+    """`task_norms`, at least one."""
     norms = task_norms(module)
     if not norms:
         raise ValueError(
@@ -216,18 +212,18 @@ def some_task_norms(module: nn.Module) -> list[TaskBatchNorm]:
 
 
 def modules_outside_norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that are no task-specific normalization and in none, with names, each once."""
-    seen: set[nn.Module] = set()
-    found = [("", module)]
-    while found:
-        prefix, parent = found.pop()
-        if parent in seen or isinstance(parent, TaskBatchNorm):
+    """`named_modules` without task-specific normalizations and what is in them."""
+    visited: set[nn.Module] = set()
+    stack = [("", module)]
+    while stack:
+        prefix, parent = stack.pop()
+        if parent in visited or isinstance(parent, TaskBatchNorm):
             continue
-        seen.add(parent)
+        visited.add(parent)
         yield prefix, parent
         dot = prefix and f"{prefix}."
         children = reversed(parent._modules.items())
-        found += [(dot + name, child) for name, child in children if child is not None]
+        stack += [(dot + name, child) for name, child in children if child is not None]
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
@@ -239,11 +235,11 @@ def uncompiled(module: nn.Module) -> nn.Module:
 def set_task(module: nn.Module, task: str) -> None:
     """Makes a task active in every task-specific normalization of a module.
 
-    For a network that is compiled for more than eight tasks, use `active_task`: it raises
+    For a network that is compiled for more than eight tasks, use `active_task`, which raises
     torch.compile's recompilation limit meanwhile.
 
     Raises:
-        ValueError: One of them does not know the task; none has been changed.
+        ValueError: A normalization lacks the task; all are unchanged.
 
     """
     norms = task_norms(module)
@@ -262,14 +258,14 @@ def active(norms: Iterable[TaskBatchNorm], task: str) -> Iterator[None]:
     try:
         for norm, _ in before:
             object.__setattr__(norm, "active", task)  # Faster than Module.__setattr__.
-        with _a_graph_a_task(len(before[0][0].tasks) if before else 1):
+        with _one_graph_per_task(len(before[0][0].tasks) if before else 1):
             yield
     finally:
         for norm, previous in before:
             object.__setattr__(norm, "active", previous)
 
 
-def _a_graph_a_task(tasks: int) -> contextlib.AbstractContextManager[Any]:
+def _one_graph_per_task(tasks: int) -> contextlib.AbstractContextManager[Any]:
     """Multiplies torch.compile's recompilation limit (8 by default) by the number of tasks."""
     compiles = "torch._dynamo" in sys.modules and not torch.compiler.is_compiling()
     if tasks == 1 or not compiles:
@@ -280,7 +276,7 @@ def _a_graph_a_task(tasks: int) -> contextlib.AbstractContextManager[Any]:
 
 @lru_cache(maxsize=64)
 def _limits(recompile: int, accumulated: int) -> contextlib.AbstractContextManager[Any]:
-    """Sets torch.compile's limits meanwhile. Kept, since torch never frees a patch: 200 bytes."""
+    """Patches torch.compile's limits. Cached, as torch never frees a patch (200 bytes)."""
     patch: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
         recompile_limit=recompile, accumulated_recompile_limit=accumulated
     )
@@ -288,10 +284,10 @@ def _limits(recompile: int, accumulated: int) -> contextlib.AbstractContextManag
 
 
 def active_task(module: nn.Module, task: str) -> contextlib.AbstractContextManager[None]:
-    """Makes a task active in a module inside the `with`; afterwards the previous one is.
+    """Makes a task active in a module within the `with` block; then restores the previous one.
 
     Raises:
-        ValueError: A task-specific normalization in it does not know the task.
+        ValueError: A task-specific normalization in the module lacks the task.
 
     Examples:
         >>> trunk = cs.nn.convert_task_batchnorm(torch.nn.BatchNorm1d(3), ["depth", "edges"])

@@ -4,9 +4,10 @@ The backend in force for the device of the tensors computes an operator (`backen
 reference defines the results; the others agree with it to rounding. No operator is differentiable.
 
 In a list of gradients, entry `t * tasks + i` is tensor t's gradient for task i; a missing one
-counts as zero. Gamma and running variance of several layers are [K, O] of one layer after the
-other, flattened. The output channels of a weight are its dimension `out_channel_dim`: 0, or 1 in
-transposed convolutions, whose `groups` are blocks of dimension 0. Updates must not alias gradients.
+counts as zero. Gamma and running variance of several layers are one flat tensor: [K, O] of the
+first layer, then of the next. A weight's output channels are its dimension `out_channel_dim`: 0, or
+1 in transposed convolutions, whose `groups` are blocks of dimension 0. Updates must not alias
+gradients.
 """
 
 from collections.abc import Callable
@@ -51,7 +52,7 @@ def _operator(schema: str) -> Callable[[Callable[..., Any]], None]:
 
 
 def _on_one_device(fake: Callable[..., Any]) -> Callable[..., Any]:
-    """A fake that does not hide a meta tensor among others."""
+    """A fake that refuses mixed devices, such as one meta tensor among others."""
 
     def call(*args: Any) -> Any:
         devices = {str(leaf.device) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
@@ -63,9 +64,9 @@ def _on_one_device(fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_negative_bits(name: str) -> Callable[..., Any]:
-    """The operator with tensors like `x.conj().imag` replaced by copies, as kernels take addresses.
+    """Replaces tensors like `x.conj().imag` by copies, as kernels take addresses.
 
-    PyTorch's own fallback leaves out those in a `Tensor?[]`.
+    PyTorch's own fallback skips tensors in a `Tensor?[]`.
     """
 
     def call(*args: Any) -> Any:
@@ -73,19 +74,21 @@ def _without_negative_bits(name: str) -> Callable[..., Any]:
         with torch.no_grad():
             copies = tree_map_only(Tensor, Tensor.resolve_neg, args)
             result = operator(*copies)
-            for argument, given, copy in zip(
+            for argument, original, copy in zip(
                 operator._schema.arguments, args, copies, strict=False
             ):
                 if argument.is_write:
-                    for written, values in zip(tree_leaves(given), tree_leaves(copy), strict=True):
-                        if written is not values:
-                            written.copy_(values)
+                    for target, values in zip(
+                        tree_leaves(original), tree_leaves(copy), strict=True
+                    ):
+                        if target is not values:
+                            target.copy_(values)
         return result
 
     return call
 
 
-# A fake names the arguments that it uses.
+# A fake names only the arguments that it uses.
 
 
 @_operator(
@@ -109,7 +112,7 @@ def _(strength: Tensor) -> Tensor:
     " int[] out_channel_dims, int[] groups, int tasks) -> ()"
 )
 def _(*_: object) -> None:
-    """Writes the update of every tensor: the first len(priorities) projected, the others summed."""
+    """Writes every tensor's update: projected for the first len(priorities), else the plain sum."""
 
 
 @_operator(
@@ -131,22 +134,22 @@ def _(
 ) -> Tensor:
     """`connection_strength`, `task_priority` and `project_conflicts_` of a whole trunk in one call.
 
-    Returns the priorities, int64 [O] of one layer after the other. Given `products`, float64
-    [layers, K, K], it writes d_ij of the channel groups there.
+    Returns the priorities of all layers, int64, concatenated. `products`, float64 [layers, K, K],
+    receives d_ij of the channel groups.
     """
     channels = check_layouts(updates, dims, groups, len(weights), "weights")
     return gamma.new_empty((sum(channels),), dtype=torch.int64)
 
 
-# Phase 2 in stages, for weights or gradients that are sharded over devices: energies and products
-# are sums, so they can be added up over the shards in between.
+# Phase 2 in stages, for weights or gradients sharded over devices: energies and products are sums,
+# so they can be reduced over the shards between the stages.
 
 
 @_operator("channel_energies(Tensor[] weights, int[] out_channel_dims, int[] groups) -> Tensor")
 def _(weights: Tensors, dims: Ints, groups: Ints) -> Tensor:
-    """Float64 [O] of one layer after the other: sums of squares of a channel's weights.
+    """Sums of squares of each channel's weights: float64, the layers' [O] concatenated.
 
-    They are Eq. (4) times the kernel window, which cancels in Eq. (7).
+    They are Eq. (4) times the size of the kernel window, which cancels in Eq. (7).
     """
     check_weights(weights, dims, groups)
     channels = sum(map(out_channels, weights, dims, groups))
@@ -158,7 +161,7 @@ def _(weights: Tensors, dims: Ints, groups: Ints) -> Tensor:
     " int[] channels) -> Tensor"
 )
 def _(energies: Tensor, *_: object) -> Tensor:
-    """The priorities, int64 [O] of one layer after the other; `channels` has every layer's O."""
+    """The priorities of all layers, int64, concatenated; `channels` has each layer's O."""
     return energies.new_empty(energies.shape, dtype=torch.int64)
 
 
@@ -169,7 +172,7 @@ def _(energies: Tensor, *_: object) -> Tensor:
 def _(updates: Tensors, grads: Grads, priorities: Tensors, *layers_and_tasks: Any) -> Tensor:
     """Writes the plain sums; returns d_ij of the channel groups, float64 [layers, K, K].
 
-    Then `phase2_apply_` with these products gives the update of `project_conflicts_`.
+    `phase2_apply_` with these products then gives the update of `project_conflicts_`.
     """
     tasks = layers_and_tasks[-1]
     like = updates[0] if updates else torch.empty(0)
@@ -181,12 +184,12 @@ def _(updates: Tensors, grads: Grads, priorities: Tensors, *layers_and_tasks: An
     " int[] out_channel_dims, int[] groups, int tasks) -> ()"
 )
 def _(*_: object) -> None:
-    """Adds a_i * G_i to the first len(priorities) updates; the others stay as they are."""
+    """Adds a_i * G_i to the first len(priorities) updates; leaves the others unchanged."""
 
 
 @_operator("gramian(Tensor?[] grads, int[] group_of, int groups, int tasks) -> Tensor")
 def _(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
-    """Float64 [groups, K, K]: products of the tasks' gradients over each group of tensors."""
+    """Float64 [groups, K, K]: dot products of the tasks' gradients over each group of tensors."""
     check_tasks(tasks)
     like = first_present(grads, 1, len(grads))[0]
     return like.new_empty((groups, tasks, tasks), dtype=torch.float64)
@@ -205,14 +208,15 @@ def _(*_: object) -> None:
     " int tasks, Tensor? counter=None, int[]? offsets=None) -> ()"
 )
 def _(*_: object) -> None:
-    """Writes each element's sum of positive or of negative gradients, drawn by their shares.
+    """Writes either the positive or the negative gradients' sum per element, drawn by their shares.
 
-    The draw is a function of the seed and of `step + counter`, where there is a counter: int64, one
-    element, which GPU kernels read in device memory, so that every replay of a graph draws anew.
+    The draw is a function of the seed, of `step + counter` and of the element's index. `counter` is
+    one int64, which GPU kernels read from device memory, so that every replay of a graph draws
+    anew.
 
-    It is a function of the element's index too. The indices of a tensor go on from its offset, in
-    memory order; without offsets, from the last index of the tensor before. A process that holds
-    parts of the tensors passes the index of each part's first element in the whole.
+    A tensor's indices count up from its offset, in memory order; without offsets, from the end of
+    the previous tensor. A process that holds shards passes the index of each shard's first element
+    in the full tensor.
     """
 
 

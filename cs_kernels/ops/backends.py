@@ -1,4 +1,4 @@
-"""The backends of the operators: whether they can run, and the one in force."""
+"""The operators' backends: which can run here, and which one is in force."""
 
 import contextlib
 import importlib.util
@@ -16,52 +16,42 @@ from torch.utils._pytree import tree_leaves
 from cs_kernels.ops.solvers import SOLVERS
 
 OPERATORS: list[str] = []
-"""The names of all operators; a backend has to have every one."""
+"""The names of all operators; every backend must implement each."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A module with an object `operators`, which has every operator.
-
-    Its `solve` computes the operators of all solvers.
-    """
+    """A module with an object `operators`; its `solve` computes all solvers' operators."""
 
     module_name: str
     devices: tuple[str, ...] | None
-    """The device types it computes on; None for all."""
+    """The device types that it supports; None for all."""
     unavailable: Callable[[], str | None]
-    """Why it cannot run, if it cannot."""
+    """Returns the reason why it cannot run, or None."""
 
     @property
     def operators(self) -> dict[str, Callable[..., Any]]:
-        """By name; imported at the first use."""
+        """By name; imported on first use."""
         return _operators(self.module_name)
 
     @property
     def reason(self) -> str | None:
-        """Why it cannot run, if it cannot; evaluated once."""
+        """Why it cannot run, or None; evaluated once."""
         return _reason(self.unavailable)
 
     def computes_on(self, device: str | None) -> bool:
-        """Whether its operators take tensors of a device type."""
         return self.devices is None or device in self.devices
 
 
 @cache
 def _operators(module_name: str) -> dict[str, Callable[..., Any]]:
-    """Every operator of a backend.
-
-    Raises:
-        NotImplementedError: One is missing.
-
-    """
     source = importlib.import_module(module_name).operators
-    found = {name: getattr(source, name) for name in OPERATORS if hasattr(source, name)}
-    found |= {f"{name}_weights": partial(source.solve, name) for name in SOLVERS}
-    missing = [name for name in OPERATORS if name not in found]
+    operators = {name: getattr(source, name) for name in OPERATORS if hasattr(source, name)}
+    operators |= {f"{name}_weights": partial(source.solve, name) for name in SOLVERS}
+    missing = [name for name in OPERATORS if name not in operators]
     if missing:
         raise NotImplementedError(f"{module_name} must have every operator, it lacks {missing}")
-    return found
+    return operators
 
 
 @cache
@@ -108,7 +98,7 @@ _requested: ContextVar[str | None] = ContextVar("cs_kernels_backend", default=No
 
 
 def available_backends() -> dict[str, str | None]:
-    """Every backend by name, with None if it can run here and else the reason why not."""
+    """Every backend by name, with None if it can run here, else the reason why it cannot."""
     return {name: _BACKENDS[name].reason for name in ("reference", "cpu", "triton", "cuda")}
 
 
@@ -123,7 +113,7 @@ def _runnable(name: str, source: str) -> Backend:
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Computes every operator with one backend, in this thread, inside the `with`.
+    """Computes every operator with one backend, in this thread, within the `with` block.
 
     Args:
         name: "reference", "cpu", "triton" or "cuda".
@@ -147,24 +137,23 @@ def _select(device: str | None) -> Backend:
     if requested is None:
         requested = os.environ.get("CS_KERNELS_BACKEND") or None
         source = "the environment variable CS_KERNELS_BACKEND"
-    if requested is not None:
-        backend = _runnable(requested, source)
-        if not backend.computes_on(device):
-            raise RuntimeError(
-                f"{source} {requested!r} computes on {', '.join(backend.devices or ())} tensors,"
-                f" got {device or 'other'} ones"
-            )
-    else:
-        backend = next(
+    if requested is None:
+        return next(
             backend
             for backend in _BACKENDS.values()
             if backend.computes_on(device) and backend.reason is None
+        )
+    backend = _runnable(requested, source)
+    if not backend.computes_on(device):
+        raise RuntimeError(
+            f"{source} {requested!r} computes on {', '.join(backend.devices or ())} tensors,"
+            f" got {device or 'other'} ones"
         )
     return backend
 
 
 def router(operator: str, device: str | None) -> Callable[..., Any]:
-    """The function that PyTorch's dispatcher calls for an operator on a type of device."""
+    """The function that PyTorch's dispatcher calls for an operator on a device type."""
 
     def call(*args: Any) -> Any:
         # A call without a tensor has nothing to compute; the reference checks its arguments.

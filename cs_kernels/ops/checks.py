@@ -1,7 +1,8 @@
 """Checks of operators' arguments, the same on every backend.
 
-Errors name the argument and quote its value. Backends that read memory by address check thousands
-of gradients in C++ (`python/operands.cpp`), with the rules of `check_gradients`.
+They raise a ValueError, or a TypeError for a wrong dtype; the message names the argument and quotes
+its value. Backends that read memory by address check gradients, of which there are thousands, in
+C++ (`python/operands.cpp`), by the rules of `check_gradients`.
 """
 
 from math import inf
@@ -12,49 +13,43 @@ from torch import Tensor
 from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 
 MOST_TASKS = 64
-"""The limit of Gramian kernels and solvers, on every device."""
+"""The limit of the Gramian kernels and solvers, on every device."""
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""In the order of the kernels' numbers."""
+"""In the order of the kernels' type numbers."""
 
 
 def out_channels(weight: Tensor, out_channel_dim: int, groups: int) -> int:
-    """The number of output channels of a weight."""
+    """The number of a weight's output channels."""
     return weight.shape[out_channel_dim] * (groups if out_channel_dim == 1 else 1)
 
 
 def device_of(tensors: Tensors) -> torch.device | None:
-    """The device of the first tensor, if there is one."""
     return tensors[0].device if tensors else None
 
 
 def check_type(tensor: Tensor, name: str) -> None:
-    """Raises a TypeError for a dtype that no kernel reads."""
     if tensor.dtype not in DTYPES:
         supported = ", ".join(str(dtype) for dtype in DTYPES)
         raise TypeError(f"{name} must be one of {supported}, got {tensor.dtype}")
 
 
 def check_numel(tensor: Tensor, numel: int, name: str) -> None:
-    """Raises a ValueError for another number of elements."""
     if tensor.numel() != numel:
         raise ValueError(f"{name} must have {numel} elements, got {tensor.numel()}")
 
 
-def check_count(count: int, expected: int, name: str, of_what: str) -> None:
-    """Raises a ValueError for a list of another length."""
+def check_count(count: int, expected: int, name: str, unit: str) -> None:
     if count != expected:
-        raise ValueError(f"{name} must have {expected} entries, {of_what}, got {count}")
+        raise ValueError(f"{name} must have {expected} entries, {unit}, got {count}")
 
 
 def check_device(tensor: Tensor, device: torch.device | None, name: str) -> None:
-    """Raises a ValueError for a tensor on another device, if one is given."""
     if device is not None and tensor.device != device:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
 
 
 def check_like(tensor: Tensor, like: Tensor, name: str) -> None:
-    """Raises a ValueError for another dtype, shape or device."""
     if tensor.dtype is not like.dtype or tensor.shape != like.shape or tensor.device != like.device:
         raise ValueError(
             f"{name} must be {like.dtype} of shape {tuple(like.shape)} on {like.device},"
@@ -63,12 +58,11 @@ def check_like(tensor: Tensor, like: Tensor, name: str) -> None:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether elements are at multiples of their size; `torch.frombuffer` allows others."""
+    """Whether the address is a multiple of the element size; `torch.frombuffer` allows others."""
     return tensor.data_ptr() % tensor.itemsize == 0
 
 
 def check_in_place(tensor: Tensor, name: str) -> None:
-    """Raises a ValueError for a tensor that kernels cannot update in place."""
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
     if not is_aligned(tensor):
@@ -76,7 +70,7 @@ def check_in_place(tensor: Tensor, name: str) -> None:
 
 
 def check_writable(tensor: Tensor, name: str) -> None:
-    """Raises a ValueError for a tensor whose elements share memory, as `expand` makes them."""
+    """Refuses a tensor whose elements share memory, as after `expand`."""
     strides = tensor.stride()
     shared = any(n > 1 and step == 0 for n, step in zip(tensor.shape, strides, strict=True))
     if shared and tensor.numel():
@@ -84,13 +78,11 @@ def check_writable(tensor: Tensor, name: str) -> None:
 
 
 def check_tasks(tasks: int, most: int = MOST_TASKS) -> None:
-    """Raises a ValueError for no task, or for more than kernels take."""
     if not 1 <= tasks <= most:
         raise ValueError(f"tasks must be in [1, {most}], got {tasks}")
 
 
 def check_gradients(updates: Tensors, grads: Grads, tasks: int, name: str = "updates") -> None:
-    """Raises a ValueError or TypeError for gradients that do not fit the updates."""
     check_grad_count(updates, grads, tasks)
     for t, update in enumerate(updates):
         check_device(update, device_of(updates), name)
@@ -103,13 +95,12 @@ def check_gradients(updates: Tensors, grads: Grads, tasks: int, name: str = "upd
 
 
 def check_grad_count(updates: Tensors, grads: Grads, tasks: int) -> None:
-    """Raises a ValueError if there is not one gradient, or None, for each update and task."""
     check_tasks(tasks, 2**31 - 1)
     check_count(len(grads), len(updates) * tasks, "grads", "one per update and task")
 
 
 def first_present(grads: Grads, tensors: int, tasks: int) -> list[Tensor]:
-    """One gradient for each tensor; an empty tensor where no task has one.
+    """One gradient per tensor; an empty tensor where no task has one.
 
     Raises:
         ValueError: There is no gradient at all.
@@ -120,13 +111,12 @@ def first_present(grads: Grads, tensors: int, tasks: int) -> list[Tensor]:
         raise ValueError("grads must have at least one tensor, got none")
     present = []
     for t in range(tensors):
-        of_tensor = (grad for grad in grads[t * tasks : (t + 1) * tasks] if grad is not None)
-        present.append(next(of_tensor, like.new_empty(0)))
+        candidates = (grad for grad in grads[t * tasks : (t + 1) * tasks] if grad is not None)
+        present.append(next(candidates, like.new_empty(0)))
     return present
 
 
 def check_layout(weight: Tensor, out_channel_dim: int, groups: int) -> None:
-    """Raises a ValueError for output channels that the weight does not have."""
     if out_channel_dim not in (0, 1):
         raise ValueError(f"out_channel_dim must be 0 or 1, got {out_channel_dim}")
     shape = tuple(weight.shape)
@@ -141,20 +131,14 @@ def check_layout(weight: Tensor, out_channel_dim: int, groups: int) -> None:
 
 
 def check_layer_count(layers: int, updates: Tensors, dims: Ints, groups: Ints, name: str) -> None:
-    """Raises a ValueError for more layers than updates, or not one layout for each."""
     if layers > len(updates):
-        raise ValueError(f"{name} must be at most {len(updates)}, one an update, got {layers}")
+        raise ValueError(f"{name} must be at most {len(updates)}, one per update, got {layers}")
     check_count(len(dims), layers, "out_channel_dims", "one per layer")
     check_count(len(groups), layers, "groups", "one per layer")
 
 
 def check_layouts(updates: Tensors, dims: Ints, groups: Ints, layers: int, name: str) -> list[int]:
-    """The output channels of the first tensors, which are layers.
-
-    Raises:
-        ValueError: The layouts do not fit the tensors.
-
-    """
+    """Returns the numbers of output channels of the first tensors, which are layers."""
     for layer in zip(updates, dims, groups, strict=False):
         check_layout(*layer)
     check_layer_count(layers, updates, dims, groups, name)
@@ -162,7 +146,6 @@ def check_layouts(updates: Tensors, dims: Ints, groups: Ints, layers: int, name:
 
 
 def check_priorities(priorities: Tensors, channels: Ints, device: torch.device | None) -> None:
-    """Raises a ValueError for priorities that are not int64 [O] of each layer."""
     for priority, rows in zip(priorities, channels, strict=True):
         check_device(priority, device, "priorities")
         if priority.dtype is not torch.int64 or priority.shape != (rows,):
@@ -175,10 +158,7 @@ def check_priorities(priorities: Tensors, channels: Ints, device: torch.device |
 def check_products(
     products: Tensor, layers: int, tasks: int, device: torch.device | None, *, written: bool = False
 ) -> None:
-    """Raises a ValueError for other products than float64 [layers, K, K] on this device.
-
-    Products to be written must be contiguous and aligned too.
-    """
+    """Products that a kernel writes must also be contiguous and aligned."""
     shape = (layers, tasks, tasks)
     check_device(products, device, "products")
     if products.dtype is not torch.float64 or products.shape != shape:
@@ -193,7 +173,6 @@ def check_products(
 def check_factors(
     gamma: Tensor, running_var: Tensor, numel: int, device: torch.device | None
 ) -> None:
-    """Raises a ValueError or TypeError for gamma or variance of another dtype, device or size."""
     for name, tensor in (("gamma", gamma), ("running_var", running_var)):
         check_type(tensor, name)
         check_device(tensor, device, name)
@@ -208,7 +187,6 @@ def check_statistics(
     tasks: int,
     device: torch.device | None,
 ) -> None:
-    """Raises a ValueError or TypeError for statistics that do not fit the layers."""
     check_factors(gamma, running_var, tasks * sum(channels), device or gamma.device)
     check_count(len(eps), tasks * len(channels), "eps", "one per layer and task")
 
@@ -216,7 +194,6 @@ def check_statistics(
 def check_layer(
     weight: Tensor, gamma: Tensor, running_var: Tensor, eps: Floats, dim: int, groups: int
 ) -> None:
-    """Raises a ValueError or TypeError for arguments that do not fit the layer."""
     check_type(weight, "weight")
     check_layout(weight, dim, groups)
     check_tasks(len(eps), 2**31 - 1)
@@ -228,9 +205,8 @@ def check_layer(
 
 
 def check_weights(weights: Tensors, dims: Ints, groups: Ints) -> None:
-    """Raises a ValueError or TypeError for weights without kernels, or layouts that do not fit."""
     if not weights:
-        raise ValueError("weights must be one at least, got []")
+        raise ValueError("weights must have at least one tensor, got []")
     for weight in weights:
         check_type(weight, "weights")
         check_device(weight, device_of(weights), "weights")
@@ -240,7 +216,7 @@ def check_weights(weights: Tensors, dims: Ints, groups: Ints) -> None:
 def check_energies(
     energies: Tensor, gamma: Tensor, running_var: Tensor, eps: Floats, channels: Ints
 ) -> int:
-    """Raises a ValueError or TypeError for arguments that do not fit the layers; returns K."""
+    """Returns K."""
     layers, rows = len(channels), sum(channels)
     tasks = len(eps) // max(layers, 1)
     if min(channels, default=0) < 0:
@@ -255,14 +231,12 @@ def check_energies(
 
 
 def check_strength(strength: Tensor) -> None:
-    """Raises a ValueError or TypeError for other strengths than [K, O] of at least one task."""
     check_type(strength, "strength")
     if strength.ndim != 2 or strength.shape[0] == 0:
         raise ValueError(f"strength must have shape [K, O], got {tuple(strength.shape)}")
 
 
 def check_group_of(group_of: Ints, groups: int, tensors: int) -> None:
-    """Raises a ValueError if there is not a group in [0, groups) for each tensor."""
     check_count(len(group_of), tensors, "group_of", "one per tensor")
     if groups < 0:
         raise ValueError(f"groups must not be negative, got {groups}")
@@ -271,7 +245,6 @@ def check_group_of(group_of: Ints, groups: int, tensors: int) -> None:
 
 
 def check_task_weights(weights: Tensor, group_of: Ints, tasks: int, updates: Tensors) -> None:
-    """Raises a ValueError or TypeError for weights that are not [groups, K]."""
     check_tasks(tasks)
     check_type(weights, "weights")
     check_device(weights, device_of(updates), "weights")
@@ -283,7 +256,6 @@ def check_task_weights(weights: Tensor, group_of: Ints, tasks: int, updates: Ten
 def check_signs(
     updates: Tensors, leaks: Floats, tasks: int, counter: Tensor | None, offsets: Ints | None
 ) -> None:
-    """Raises a ValueError or TypeError for options of sign dropping that do not fit."""
     check_tasks(tasks)
     check_count(len(leaks), tasks, "leaks", "one per task")
     check_counter(counter, device_of(updates))
@@ -291,7 +263,6 @@ def check_signs(
 
 
 def check_counter(counter: Tensor | None, device: torch.device | None) -> None:
-    """Raises a ValueError or TypeError for a counter that is not one int64 on the device."""
     if counter is None:
         return
     if counter.dtype is not torch.int64:
@@ -302,10 +273,9 @@ def check_counter(counter: Tensor | None, device: torch.device | None) -> None:
 
 
 def check_offsets(offsets: Ints | None, updates: Tensors) -> None:
-    """Raises a ValueError for offsets that are not one an update, or an index outside [0, 2^63)."""
     if offsets is None:
         return
-    check_count(len(offsets), len(updates), "offsets", "one an update")
+    check_count(len(offsets), len(updates), "offsets", "one per update")
     for offset, update in zip(offsets, updates, strict=True):
         if not 0 <= offset <= 2**63 - update.numel():
             raise ValueError(
@@ -315,7 +285,6 @@ def check_offsets(offsets: Ints | None, updates: Tensors) -> None:
 
 
 def check_solver(name: str, gramian: Tensor, *options: object) -> None:
-    """Raises a ValueError or TypeError for other Gramians than floating [..., K, K]."""
     tasks = gramian.shape[-1] if gramian.ndim else 0
     if gramian.ndim < 2 or gramian.shape[-2] != tasks or not 1 <= tasks <= MOST_TASKS:
         raise ValueError(
@@ -328,7 +297,6 @@ def check_solver(name: str, gramian: Tensor, *options: object) -> None:
 
 
 def check_similarities(similarities: Tensor, gramian: Tensor) -> None:
-    """Raises a ValueError for similarities that kernels cannot update in place."""
     check_device(similarities, gramian.device, "similarities")
     if similarities.dtype is not torch.float64 or similarities.shape != gramian.shape:
         raise ValueError(

@@ -25,7 +25,7 @@ def _in_double(tensor: Tensor) -> Tensor:
 
 
 class CpuOperators(Phase2Operators, CombineOperators):
-    """Every kernel runs on as many threads as torch does."""
+    """Every kernel is one call for all tensors, on as many threads as torch uses."""
 
     def run_phase2(
         self,
@@ -34,7 +34,6 @@ class CpuOperators(Phase2Operators, CombineOperators):
         factors: Factors | None,
         products: Tensor | None = None,
     ) -> None:
-        """One call for all tensors."""
         weights, gamma, variance, eps = factors or Factors([], torch.empty(0), torch.empty(0), [])
         gamma, variance = _in_double(gamma), _in_double(variance)
         _C.phase2(
@@ -49,7 +48,6 @@ class CpuOperators(Phase2Operators, CombineOperators):
         )
 
     def run_products(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
-        """One call for all tensors."""
         _C.phase2_products(
             operands.native,
             priorities=priorities,
@@ -58,7 +56,6 @@ class CpuOperators(Phase2Operators, CombineOperators):
         )
 
     def run_apply(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
-        """One call for all tensors."""
         _C.phase2_apply(
             operands.native,
             priorities=priorities,
@@ -67,7 +64,6 @@ class CpuOperators(Phase2Operators, CombineOperators):
         )
 
     def energies(self, weight: Tensor, layout: ChannelLayout, window: int) -> Tensor:
-        """Reads the weight once."""
         energy = torch.empty(layout[0] * layout[2], dtype=torch.float64)
         _C.channel_energies(
             type=TYPES[weight.dtype],
@@ -81,7 +77,6 @@ class CpuOperators(Phase2Operators, CombineOperators):
     def strengths(
         self, energy: Tensor, gamma: Tensor, variance: Tensor, eps: Floats, *, normalize: bool
     ) -> Tensor:
-        """Reads (2 K + 1) O numbers and writes K * O."""
         gamma, variance = _in_double(gamma), _in_double(variance)
         strength = torch.empty((len(eps), len(energy)), dtype=torch.float64)
         _C.strengths(
@@ -96,7 +91,6 @@ class CpuOperators(Phase2Operators, CombineOperators):
         return strength
 
     def task_priority(self, strength: Tensor) -> Tensor:
-        """Reads K * O numbers, writes O."""
         check_strength(strength)
         numbers = _in_double(strength)
         tasks, rows = numbers.shape
@@ -107,7 +101,6 @@ class CpuOperators(Phase2Operators, CombineOperators):
         return priority
 
     def run_gramian(self, operands: Operands, group_of: Ints, groups: int) -> Tensor:
-        """One call for all tensors."""
         result = torch.empty((groups, operands.tasks, operands.tasks), dtype=torch.float64)
         _C.gramian(
             operands.native,
@@ -119,7 +112,6 @@ class CpuOperators(Phase2Operators, CombineOperators):
         return result
 
     def run_combine(self, operands: Operands, weights: Tensor, group_of: Ints) -> None:
-        """One call for all tensors."""
         in_double = weights.to(torch.float64)
         _C.combine(
             operands.native,
@@ -137,7 +129,6 @@ class CpuOperators(Phase2Operators, CombineOperators):
         counter: Tensor | None,
         offsets: Ints | None,
     ) -> None:
-        """One call for all tensors."""
         _C.drop_signs(
             operands.native,
             leaks=leaks,
@@ -148,22 +139,22 @@ class CpuOperators(Phase2Operators, CombineOperators):
         )
 
     def solve(self, name: str, gramian: Tensor, *options: Option) -> Tensor:
-        """Reads K * K numbers and writes K for each Gramian."""
+        """Reads K * K numbers and writes K per Gramian."""
         check_solver(name, gramian, *options)
         tasks = gramian.shape[-1]
         gramians = _in_double(gramian)
         weights = torch.empty(gramians.shape[:-1], dtype=torch.float64)
-        given = checked_options(gramian, *options)
+        checked = checked_options(gramian, *options)
         _C.solve(
             SOLVER_NUMBERS[name],
             gramians.data_ptr(),
             weights.numel() // tasks,
             tasks,
             weights.data_ptr(),
-            given.word,
-            address_of(given.counter),
-            given.rate,
-            address_of(given.similarities),
+            checked.word,
+            address_of(checked.counter),
+            checked.rate,
+            address_of(checked.similarities),
         )
         return weights
 

@@ -19,39 +19,33 @@ from cs_kernels.ops.gpu.phase2_plan import (
     TensorField,
     Tiling,
 )
-from cs_kernels.ops.operands import (
-    SOLVER_NUMBERS,
-    TYPES,
-    Option,
-    address_of,
-    checked_options,
-)
+from cs_kernels.ops.operands import SOLVER_NUMBERS, TYPES, Option, address_of, checked_options
 
 _kernels: Any = None
 
 
 def use_kernels(kernels: Any) -> None:
-    """Launches the kernels of a module.
+    """Launches the kernels of this module from now on.
 
     Raises:
-        ImportError: Its tables are not those of the plans.
+        ImportError: Its tables differ from the plans' tables.
 
     """
     global _kernels
     for table in (TensorField, CallField, Counter, ItemKind, GradientField, GradientCallField):
         fields = {field.name.lower(): int(field) for field in table}
-        found = kernels.tables()[table.__name__]
-        if found != fields:
+        compiled = kernels.tables()[table.__name__]
+        if compiled != fields:
             raise ImportError(
-                f"the CUDA kernels must have the fields {fields} in {table.__name__}, got {found}:"
-                " build them again"
+                f"the CUDA kernels must have the fields {fields} in {table.__name__}, got"
+                f" {compiled}: build them again"
             )
     _kernels = kernels
     _tiling.cache_clear()
 
 
 def unavailable() -> str | None:
-    """Why the kernels cannot run here, if they cannot."""
+    """Why the kernels cannot run here, or None."""
     if operands.unavailable is not None:
         return operands.unavailable
     if _kernels is None:
@@ -76,7 +70,7 @@ if operands.unavailable is None:
 
 
 def _addresses(*launches: Any) -> dict[str, int]:
-    """The addresses of the tensors of some dataclasses, by name."""
+    """The addresses of the dataclasses' tensors, by field name."""
     values = ((f.name, getattr(launch, f.name)) for launch in launches for f in fields(launch))
     return {name: value.data_ptr() for name, value in values if isinstance(value, Tensor)}
 
@@ -94,7 +88,7 @@ class CudaOperators(GpuOperators):
         return elements, most_tiles
 
     def launch_phase2(self, launch: Phase2Launch) -> None:
-        """A persistent kernel: as many blocks as are resident."""
+        """A persistent kernel: as many blocks as can be resident."""
         _kernels.phase2(
             type=TYPES[launch.dtype],
             tasks=launch.tasks,
@@ -108,7 +102,7 @@ class CudaOperators(GpuOperators):
     def launch_energies(
         self, plan: Phase2Plan, weight: Tensor, energy: Tensor, *, vectors: bool
     ) -> None:
-        """One block for the rows of an ENERGY item."""
+        """One block per ENERGY item."""
         rows = self.tiling(1, weight.dtype).energy_rows(weight.numel() // len(energy))
         _kernels.energies(
             type=TYPES[weight.dtype],
@@ -121,7 +115,7 @@ class CudaOperators(GpuOperators):
         )
 
     def launch_strengths(self, launch: StrengthLaunch) -> None:
-        """One block for each task."""
+        """One block per task."""
         tasks, rows = launch.strength.shape
         _kernels.strengths(
             gamma_type=TYPES[launch.gamma.dtype],
@@ -134,7 +128,7 @@ class CudaOperators(GpuOperators):
         )
 
     def launch_priority(self, strength: Tensor, priority: Tensor) -> None:
-        """One thread for each channel."""
+        """One thread per channel."""
         tasks, channels = strength.shape
         _kernels.task_priority(
             type=TYPES[strength.dtype],
@@ -168,14 +162,14 @@ class CudaOperators(GpuOperators):
         )
 
     def launch_combine(self, launch: GradientLaunch, weights: Tensor) -> None:
-        """One block for each tile."""
+        """One block per tile."""
         in_double = weights.to(torch.float64)
         _kernels.combine(**self._gradients(launch), weights=in_double.data_ptr())
 
     def launch_drop_signs(
         self, launch: GradientLaunch, leaks: Tensor, state: int, counter: Tensor | None
     ) -> None:
-        """One block for each tile."""
+        """One block per tile."""
         _kernels.drop_signs(
             **self._gradients(launch),
             leaks=leaks.data_ptr(),
@@ -184,20 +178,20 @@ class CudaOperators(GpuOperators):
         )
 
     def launch_solver(self, name: str, gramian: Tensor, weights: Tensor, *options: Option) -> None:
-        """One block for each Gramian."""
+        """One block per Gramian."""
         gramians = gramian.to(torch.float64)
         tasks = gramian.shape[-1]
-        given = checked_options(gramian, *options)
+        checked = checked_options(gramian, *options)
         _kernels.solve(
             solver=SOLVER_NUMBERS[name],
             gramians=gramians.data_ptr(),
             count=weights.numel() // tasks,
             tasks=tasks,
             weights=weights.data_ptr(),
-            option=given.word,
-            counter=address_of(given.counter),
-            rate=given.rate,
-            similarities=address_of(given.similarities),
+            option=checked.word,
+            counter=address_of(checked.counter),
+            rate=checked.rate,
+            similarities=address_of(checked.similarities),
             stream=stream_of(gramian.device),
         )
 

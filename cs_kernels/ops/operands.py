@@ -1,6 +1,7 @@
 """Kernel arguments: dtype, memory layout and address of an operator's tensors.
 
-A weight, its gradients and its update must have one dense memory layout; other tensors are copied.
+A weight, its gradients and its update must share one dense memory layout; tensors that do not are
+copied.
 """
 
 import importlib
@@ -32,7 +33,7 @@ from cs_kernels.ops.random import random_state
 from cs_kernels.ops.solvers import ALIGNED_SCALES, SOLVERS, tolerances
 
 unavailable: str | None = None
-"""Why the compiled module cannot be used, if it cannot."""
+"""Why the compiled module cannot be used, or None."""
 try:
     # By name: a failed `from` import would be reported as a circular import.
     importlib.import_module("cs_kernels._C")
@@ -49,7 +50,7 @@ TYPES = {dtype: number for number, dtype in enumerate(DTYPES)}
 SOLVER_NUMBERS = {name: number for number, name in enumerate(SOLVERS)}
 
 if unavailable is None:
-    # Python has these too, as the reference runs without the module.
+    # The reference runs without the module, so Python needs these lists too.
     for _name, _value in {
         "max_tasks": MOST_TASKS,
         "data_types": [str(dtype).removeprefix("torch.") for dtype in DTYPES],
@@ -63,37 +64,36 @@ if unavailable is None:
             )
 
 Option = int | float | str | Tensor | None
-"""An option of a solver."""
 
 ChannelLayout = tuple[int, int, int, int]
 """A tensor's memory as an array [groups, outer, channels, inner]."""
 
 
 def as_channels(weight: Tensor, out_channel_dim: int, groups: int) -> tuple[Tensor, ChannelLayout]:
-    """The tensor or a contiguous copy, and its memory layout."""
+    """The tensor, or a contiguous copy if its memory has no such layout; and the layout."""
     weight = weight if is_aligned(weight) else weight.clone()
     layout = _C.channel_layout(weight.shape, weight.stride(), out_channel_dim, groups)
     if layout is None:
         weight = weight.contiguous()
         layout = _C.channel_layout(weight.shape, weight.stride(), out_channel_dim, groups)
-        assert layout is not None  # a contiguous one has one
+        assert layout is not None  # Contiguous memory always has one.
     return weight, layout
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that is contiguous and aligned to its elements, as kernels need it."""
+    """The tensor, copied unless it is contiguous and aligned to its elements, as kernels need."""
     tensor = tensor.contiguous()
     return tensor if is_aligned(tensor) else tensor.clone()
 
 
-def laid_out(tensor: Tensor, like: Tensor, name: str) -> Tensor:
+def copied_like(tensor: Tensor, like: Tensor, name: str) -> Tensor:
     """A copy in the memory layout of `like`."""
     check_like(tensor, like, name)
     return torch.empty_like(like).copy_(tensor)
 
 
 def address_of(tensor: Tensor | None) -> int:
-    """The address of a tensor's memory; 0 for none."""
+    """The address of a tensor's memory; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -105,34 +105,33 @@ def misfits(tensors: Grads, likes: Tensors) -> list[int]:
         index
         for index, (tensor, like) in enumerate(zip(tensors, likes, strict=True))
         if tensor is None
-        or (tensor.dtype, tensor.device, tensor.shape, _order(tensor))
-        != (like.dtype, like.device, like.shape, _order(like))
+        or (tensor.dtype, tensor.device, tensor.shape, _relevant_strides(tensor))
+        != (like.dtype, like.device, like.shape, _relevant_strides(like))
     ]
 
 
-def _order(tensor: Tensor) -> list[int]:
-    """The strides of dimensions of more than one element; torch sets the others as it likes."""
+def _relevant_strides(tensor: Tensor) -> list[int]:
+    """The strides without those of dimensions of size 1, which are arbitrary in torch."""
     return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
 
 
 class SolverOptions(NamedTuple):
-    """The options of a solver as kernels take them."""
+    """A solver's options as kernels take them."""
 
     word: int = 0
-    """64 bits: a random state, a number or the number of a scale."""
+    """64 bits: a random state, a float64, or the index of a scale."""
     counter: Tensor | None = None
-    """It adds to the random state."""
+    """Added to the random state."""
     rate: float = 0.0
     similarities: Tensor | None = None
 
 
 def checked_options(gramian: Tensor, *options: Option) -> SolverOptions:
-    """The options of a solver for Gramians.
+    """The options of a solver for these Gramians.
 
     Raises:
-        ValueError: The scale is not one of `ALIGNED_SCALES`, the counter not one on the device, or
-            the similarities are not like the Gramians.
-        TypeError: They are of another kind.
+        ValueError: An unknown scale, or a counter or similarities that do not match the Gramians.
+        TypeError: Options that no solver has.
 
     """
     match options:
@@ -160,20 +159,20 @@ def checked_options(gramian: Tensor, *options: Option) -> SolverOptions:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The types and memory layouts of operands, as a key of plans."""
+    """The types and memory layouts of operands, as a cache key of plans."""
 
     signature: bytes
     native: "NativeOperands" = field(compare=False)
 
 
 class Operands:
-    """Tensors, and the gradients of all tasks for each, in the same memory layout.
+    """Tensors and all tasks' gradients of each, in the same memory layout.
 
     Args:
         outputs: The updates, or tensors that only define the layout of the gradients.
         grads: Entry `t * tasks + i` is tensor t's gradient for task i.
         tasks: K.
-        out_channel_dims: One for each of the first tensors; 0 for the others.
+        out_channel_dims: Of the first tensors; 0 for the others.
         groups: Convolution groups of the first tensors; 1 for the others.
         name: The name of `outputs` in errors.
 
@@ -203,57 +202,49 @@ class Operands:
             if self.native.unfit:
                 device = self.outputs[0].device
                 raise ValueError(f"{name} must have addresses, got tensors on {device}")
-        self._alive: list[Tensor] = []
+        self._grad_copies: list[Tensor] = []  # The kernels have only addresses.
         for index in self.native.misfits:
             grad = grads[index]
             assert grad is not None
-            self._alive.append(laid_out(grad, self.outputs[index // tasks], "grads"))
-            self.native.set_gradient(index, self._alive[-1].data_ptr())
+            self._grad_copies.append(copied_like(grad, self.outputs[index // tasks], "grads"))
+            self.native.set_gradient(index, self._grad_copies[-1].data_ptr())
 
     def _refit(self, t: int, name: str) -> None:
-        given = self.outputs[t]
-        check_device(given, self.outputs[0].device, name)
-        check_type(given, name)
+        original = self.outputs[t]
+        check_device(original, self.outputs[0].device, name)
+        check_type(original, name)
         if name == "updates":
-            check_writable(given, name)
-        self.outputs[t] = torch.empty_like(given, memory_format=torch.contiguous_format)
-        self._copies.append((given, self.outputs[t]))
+            check_writable(original, name)
+        self.outputs[t] = torch.empty_like(original, memory_format=torch.contiguous_format)
+        self._copies.append((original, self.outputs[t]))
 
     @property
     def shapes(self) -> Shapes:
-        """Their types and memory layouts."""
         return Shapes(self.native.signature(), self.native)
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the outputs, if there are any."""
         return device_of(self.outputs)
 
     def _channels(self, layers: Tensors, name: str) -> list[int]:
-        """The output channels of the first tensors."""
         check_layer_count(len(layers), self.outputs, *self._layouts, name)
         return [self.native.channels(layer) for layer in range(len(layers))]
 
     def priority_addresses(self, priorities: Tensors) -> tuple[list[Tensor], list[int]]:
-        """Given priorities of the first tensors, contiguous, and their addresses.
-
-        Raises:
-            ValueError: They do not fit the tensors.
-
-        """
+        """The priorities of the first tensors, contiguous, and their addresses."""
         check_priorities(priorities, self._channels(priorities, "priorities"), self.device)
-        kept = list(map(dense, priorities))
-        return kept, [priority.data_ptr() for priority in kept]
+        priorities = list(map(dense, priorities))
+        return priorities, [priority.data_ptr() for priority in priorities]
 
     def weights(self, weights: Tensors) -> tuple[list[Tensor], list[int]]:
-        """Weights of the first tensors, in their updates' memory layout, and their channels."""
+        """The first tensors' weights, in the memory layout of their updates, and channel counts."""
         weights, channels = list(weights), self._channels(weights, "weights")
         for layer in _C.misfits(weights, self.outputs[: len(weights)]):
-            weights[layer] = laid_out(weights[layer], self.outputs[layer], "weights")
+            weights[layer] = copied_like(weights[layer], self.outputs[layer], "weights")
         return weights, channels
 
     def new_priorities(self, channels: Ints) -> tuple[Tensor, list[int]]:
-        """An int64 tensor for the priorities of the first tensors, and each one's address."""
+        """One int64 tensor for the priorities of all layers, and each layer's address in it."""
         # Kernels skip a layer without elements; its priorities are task 0.
         make = torch.zeros if 0 in self.native.sizes[: len(channels)] else torch.empty
         priorities = make(sum(channels), dtype=torch.int64, device=self.device)
@@ -261,11 +252,11 @@ class Operands:
         return priorities, [priorities.data_ptr() + priorities.itemsize * s for s in starts]
 
     def read_outputs(self) -> None:
-        """Copies outputs that are not dense into their buffers, for a kernel that adds."""
-        for given, output in self._copies:
-            output.copy_(given)
+        """Copies non-dense outputs into their buffers, for a kernel that adds to them."""
+        for original, output in self._copies:
+            output.copy_(original)
 
     def finish(self) -> None:
-        """Copies the buffers of outputs that are not dense back."""
-        for given, output in self._copies:
-            given.copy_(output)
+        """Copies the buffers of non-dense outputs back."""
+        for original, output in self._copies:
+            original.copy_(output)

@@ -7,7 +7,7 @@ _MASK = (1 << 64) - 1
 
 
 def splitmix64(x: int) -> int:
-    """The finalizer of SplitMix64 (Steele, Lea, Flood 2014), of the state after one increment."""
+    """SplitMix64 (Steele, Lea, Flood 2014): one increment of the state, then the finalizer."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -15,33 +15,32 @@ def splitmix64(x: int) -> int:
 
 
 def random_state(seed: int, step: int, counter: Tensor | None = None) -> int:
-    """The state of a seeded method at a step, to which a counter adds; reading it synchronizes."""
-    more = 0 if counter is None else int(counter)
-    return (splitmix64(seed) + step + more) & _MASK
+    """The random state of a step. A counter on a GPU is read, which synchronizes with the host."""
+    replays = 0 if counter is None else int(counter)
+    return (splitmix64(seed) + step + replays) & _MASK
 
 
 def random_key(seed: int, step: int, counter: Tensor | None = None) -> int:
-    """The key of one step."""
     return splitmix64(random_state(seed, step, counter))
 
 
 def _lowbias32(x: Tensor) -> Tensor:
-    """The mixer "lowbias32" (Wellons 2018), of int64 in [0, 2^32)."""
+    """The mixer "lowbias32" (Wellons 2018), for int64 in [0, 2^32)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
     return x ^ (x >> 16)
 
 
 def uniform_numbers(key: int, index: int, count: int, device: torch.device) -> Tensor:
-    """Float64 [count] in [0, 1), multiples of 2^-24, for the indices from `index` on."""
+    """Float64 [count] in [0, 1), multiples of 2^-24, for `count` indices from `index` on."""
     numbers = torch.empty(count, dtype=torch.float64, device=device)
     first = index
-    while first < index + count:  # once for every 2^32 indices
+    while first < index + count:  # one turn per range of 2^32 indices
         high = first >> 32
         last = min(index + count, (high + 1) << 32)
-        of_range = splitmix64((key + high) & _MASK)
+        range_key = splitmix64((key + high) & _MASK)
         low = torch.arange(last - first, device=device) + (first & 0xFFFFFFFF)
-        bits = (_lowbias32(low ^ (of_range & 0xFFFFFFFF)) + (of_range >> 32)) & 0xFFFFFFFF
+        bits = (_lowbias32(low ^ (range_key & 0xFFFFFFFF)) + (range_key >> 32)) & 0xFFFFFFFF
         numbers[first - index : last - index] = (_lowbias32(bits) >> 8) * 2.0**-24
         first = last
     return numbers

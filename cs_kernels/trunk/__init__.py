@@ -1,1 +1,1 @@
-"""What is known of the shared module: its layers, who reaches what, its running statistics."""
+"""The shared module: its layers, which tasks reach which parameters, its running statistics."""

@@ -26,7 +26,7 @@ class Layer:
     """The groups of a transposed convolution; 1 for other layers, with `out_channel_dim` 0."""
     norm_name: str
     norms: tuple[nn.Module, ...]
-    """The normalization of each task."""
+    """One per task."""
 
 
 class LayerLists(NamedTuple):
@@ -38,14 +38,13 @@ class LayerLists(NamedTuple):
     out_channel_dims: list[int]
     groups: list[int]
     norms: list[nn.Module]
-    """The normalization of every layer and task."""
+    """One per layer and task."""
     parameters: list[dict[str, nn.Parameter | None]]
-    """Their parameters: a step reads thousands, and a module's attributes are slower."""
+    """`_parameters` of `norms`: a step reads thousands, and attributes of a module are slower."""
     buffers: list[dict[str, Tensor | None]]
 
     @classmethod
     def of(cls, layers: Sequence[Layer]) -> "LayerLists":
-        """The lists of these layers."""
         norms = [norm for layer in layers for norm in layer.norms]
         return cls(
             layers=tuple(layers),
@@ -60,36 +59,35 @@ class LayerLists(NamedTuple):
 
     @property
     def channels(self) -> list[int]:
-        """The number of output channels of every layer."""
         return list(map(out_channels, self.weights, self.out_channel_dims, self.groups))
 
     def gammas(self) -> list[Tensor]:
         """Gamma of every normalization, [O], layer by layer; ones if it has no scale.
 
         Raises:
-            StaleLayoutError: The layers have to be found anew.
+            StaleLayoutError: The layout is out of date.
 
         """
         try:
-            found = [parameters["weight"] for parameters in self.parameters]
+            gammas = [parameters["weight"] for parameters in self.parameters]
         except KeyError:
             raise StaleLayoutError from None
-        if any(gamma is None for gamma in found):
-            pairs = zip(found, self.running_vars(), strict=True)
+        if any(gamma is None for gamma in gammas):
+            pairs = zip(gammas, self.running_vars(), strict=True)
             return [torch.ones_like(var) if gamma is None else gamma for gamma, var in pairs]
-        return cast("list[Tensor]", found)
+        return cast("list[Tensor]", gammas)
 
     def running_vars(self) -> list[Tensor]:
         """The running variance of every normalization, [O], layer by layer.
 
         Raises:
-            StaleLayoutError: The layers have to be found anew.
+            StaleLayoutError: The layout is out of date.
 
         """
-        found = [buffers.get("running_var") for buffers in self.buffers]
-        if any(variance is None for variance in found):
+        variances = [buffers.get("running_var") for buffers in self.buffers]
+        if any(variance is None for variance in variances):
             raise StaleLayoutError
-        return cast("list[Tensor]", found)
+        return cast("list[Tensor]", variances)
 
     def epsilons(self) -> list[float]:
         """Epsilon of every normalization, layer by layer."""
@@ -97,18 +95,18 @@ class LayerLists(NamedTuple):
 
 
 class StaleLayoutError(RuntimeError):
-    """A normalization has no running variance any more, or a scale that is no parameter."""
+    """A normalization no longer has a running variance, or a parameter as its scale."""
 
 
 def channels_of(layer: nn.Module, weight: Tensor) -> tuple[int, int, int]:
-    """The number of output channels of a layer, `out_channel_dim` and `groups` of its weight."""
+    """A layer's number of output channels, and the `out_channel_dim` and `groups` of its weight."""
     dim, groups = (1, layer.groups) if isinstance(layer, _ConvTransposeNd) else (0, 1)
     return out_channels(weight, dim, groups), dim, groups
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """Which shared parameters are prioritized and which get the plain sum, and why."""
+    """Which shared parameters are prioritized, and why the others get the plain sum."""
 
     prioritized: dict[str, str]
     """By name of the layer's weight: the normalization behind the layer."""
@@ -118,7 +116,7 @@ class Coverage:
     """By name of the parameter: the only task that has ever reached it."""
     numel: dict[str, int] = field(repr=False)
     frozen: frozenset[str] = frozenset()
-    """The names of the prioritized ones that require no gradient now."""
+    """The names of prioritized parameters that require no gradient now."""
 
     def __str__(self) -> str:
         shared = [name for name in self.numel if name not in self.own]
@@ -140,7 +138,7 @@ class Coverage:
 
 
 def shared_parameters(trunk: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a trunk outside task-specific normalization, by name, each once."""
+    """A trunk's parameters outside task-specific normalization, by name, each once."""
     own = {
         id(parameter)
         for module in trunk.modules()
@@ -159,11 +157,10 @@ class Layout:
 
     @cached_property
     def lists(self) -> LayerLists:
-        """The lists of all layers."""
         return LayerLists.of(self.layers)
 
     def lists_of(self, parameters: Container[int]) -> LayerLists:
-        """The lists of the layers whose weights are among these shared parameters."""
+        """The lists of layers whose weights are among these indices of shared parameters."""
         lists = self.lists
         if all(index in parameters for index in lists.weight_indices):
             return lists

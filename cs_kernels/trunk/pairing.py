@@ -1,4 +1,4 @@
-"""Joins layers and the task-specific normalizations that follow them."""
+"""Pairs layers with the task-specific normalizations that follow them."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from cs_kernels.trunk.layers import Coverage, Layer, Layout, channels_of, shared
 from cs_kernels.trunk.watcher import LAYERS, Watcher
 
 Overrides = Mapping[nn.Parameter, str | None]
-"""By the weight of a layer, the normalization to use, or None for the plain sum."""
+"""By a layer's weight: the name of the normalization to use, or None for the plain sum."""
 
 
 def find_layout(
@@ -19,15 +19,9 @@ def find_layout(
     overrides: Overrides,
     own: Mapping[str, str],
 ) -> Layout:
-    """Joins layers and the normalizations that follow them.
+    """Pairs layers with the normalizations that follow them.
 
-    Args:
-        trunk: The shared module.
-        tasks: In the order of the gradients.
-        watcher: The watcher of the trunk's forward passes.
-        overrides: By the weight of a layer, the normalization to use; None for the plain sum.
-        own: By name, the parameters that only one task reaches, and that task.
-
+    `own` has the task by name of each parameter that only one task reaches.
     """
     modules = dict(trunk.named_modules(remove_duplicate=False))
     parameters = shared_parameters(trunk)
@@ -50,12 +44,12 @@ def find_layout(
         norm = modules[norm_name]
         assert isinstance(norm, TaskBatchNorm)
         norms = tuple(norm.of(task) for task in tasks)
-        kinds = {channels_of(modules[name], weight) for name in names}
-        channels, out_channel_dim, groups = min(kinds)
-        reasons[weight] = _unfit(norm_name, norms, channels)
+        channel_layouts = {channels_of(modules[name], weight) for name in names}
+        channels, out_channel_dim, groups = min(channel_layouts)
+        reasons[weight] = _unsuitable(norm_name, norms, channels)
         if weight.is_complex():
             reasons[weight] = f"its weight is {weight.dtype}"
-        if len(kinds) > 1:
+        if len(channel_layouts) > 1:
             reasons[weight] = f"{', '.join(names)} have other dimensions for their outputs"
         if reasons[weight]:
             continue
@@ -94,7 +88,7 @@ def _norm_of(
     watcher: Watcher,
     overrides: Overrides,
 ) -> tuple[str | None, str]:
-    """The normalization behind the layers of a weight, and why there is none."""
+    """The name of the normalization behind a weight's layers, or None; and the reason for None."""
     if weight in overrides:
         return overrides[weight], "excluded by `layers`"
     if not any(layer in watcher.norms for layer in layers) and watcher.has_norms:
@@ -110,8 +104,8 @@ def _norm_of(
     return None, "no task-specific normalization takes its output"
 
 
-def _unfit(name: str, norms: Sequence[nn.Module], channels: int) -> str:
-    """Why the normalizations of a layer cannot prioritize its output channels, or nothing."""
+def _unsuitable(name: str, norms: Sequence[nn.Module], channels: int) -> str:
+    """Why the normalizations of a layer cannot prioritize its output channels; "" if they can."""
     variances = [norm._buffers.get("running_var") for norm in norms]
     if any(variance is None for variance in variances):
         return f"{name} keeps no running variance"
@@ -123,13 +117,7 @@ def _unfit(name: str, norms: Sequence[nn.Module], channels: int) -> str:
 
 
 def checked_overrides(trunk: nn.Module, layers: Mapping[str, str | None]) -> Overrides:
-    """The argument `layers`, by weight.
-
-    Raises:
-        TypeError: It is not a mapping.
-        ValueError: It names no layer with a shared weight, or a normalization that does not fit.
-
-    """
+    """Checks the argument `layers`, and returns it by weight."""
     if not isinstance(layers, Mapping):
         raise TypeError(f"layers must be a mapping from layer to normalization, got {layers!r}")
     modules = dict(trunk.named_modules(remove_duplicate=False))

@@ -1,4 +1,4 @@
-"""The tasks that reach each shared parameter, from gradients and the graphs of losses."""
+"""Records which tasks reach which shared parameters, from gradients and the losses' graphs."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -9,8 +9,8 @@ from torch import nn
 class Reach:
     """The tasks that have ever reached each shared parameter.
 
-    A parameter is one task's own if several tasks had a pass, but only that one has reached it. A
-    parameter that is frozen while a task's pass runs, as adapters are switched, is not reached.
+    A parameter is one task's own if several tasks had a pass, but only that one reached it. A
+    parameter that is frozen during a task's pass, such as a switched-off adapter, is not reached.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], tasks: Sequence[str]) -> None:
@@ -18,18 +18,18 @@ class Reach:
         self._parameters = list(parameters.values())
         self._tasks = tuple(tasks)
         self.has_new = False
-        """Whether a parameter was reached that no task had reached before; the reader resets it."""
+        """Whether a parameter was reached for the first time by any task; the reader resets it."""
         self._unreached: dict[str, list[int]] = {}
-        """For each task: the parameters without a gradient in its last pass."""
+        """By task: the parameters without a gradient in its last pass."""
         self._reached_by = [0] * len(self._parameters)
-        """For each parameter: the tasks that have ever reached it, a bit each."""
+        """By parameter: a bit for each task that has ever reached it."""
         self._tried_by = [0] * len(self._parameters)
-        """For each parameter: the tasks that had a pass, a bit each; since other parameters train,
-        if no task has reached it."""
+        """By parameter: a bit for each task that had a pass; if none has reached the parameter,
+        only passes since `forget_passes` count."""
         self._owners: dict[int, str] | None = {}
 
     def note(self, task: str, unreached: list[int]) -> None:
-        """Notes a pass of a task, by the parameters without a gradient."""
+        """Records a task's pass, by the parameters without a gradient."""
         if self._unreached.get(task) == unreached:
             return
         self._unreached[task] = unreached
@@ -43,7 +43,7 @@ class Reach:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Around a step: the passes of one that fails have shown nothing."""
+        """Around a step: a failed step leaves the record unchanged."""
         before = dict(self._unreached), [*self._reached_by], [*self._tried_by]
         try:
             yield
@@ -53,24 +53,24 @@ class Reach:
             raise
 
     def note_gradients(self, task: str) -> bool:
-        """Notes a pass of a task, by `.grad`; returns whether there is any gradient."""
+        """Records a task's pass, by `.grad`; returns whether there is any gradient."""
         unreached = [i for i, p in enumerate(self._parameters) if p.grad is None]
         self.note(task, unreached)
         return len(unreached) < len(self._parameters)
 
     def note_graph(self, task: str, parameters: Iterable[nn.Parameter]) -> None:
-        """Notes the parameters in the graph of a task's loss."""
-        reached = {id(parameter) for parameter in parameters}
-        self.note(task, [i for i, p in enumerate(self._parameters) if id(p) not in reached])
+        """Records a task's pass, by the parameters in the graph of its loss."""
+        in_graph = {id(parameter) for parameter in parameters}
+        self.note(task, [i for i, p in enumerate(self._parameters) if id(p) not in in_graph])
 
     def last_unreached(self, task: str) -> list[int]:
-        """The parameters without a gradient in the last pass of a task, by index."""
+        """The indices of parameters without a gradient in the last pass of a task."""
         return self._unreached.get(task, [])
 
     def forget_passes(self) -> None:
-        """Notes the next pass of every task anew: other parameters may require a gradient now.
+        """Makes the next pass of every task count anew: other parameters may train now.
 
-        One that no task has reached may have been frozen, so no task has tried in vain.
+        A parameter that no task has reached may have been frozen, so past passes prove nothing.
         """
         self._unreached.clear()
         pairs = zip(self._tried_by, self._reached_by, strict=True)
@@ -78,17 +78,16 @@ class Reach:
         self._owners = None
 
     def has_unknown_gradient(self) -> bool:
-        """Whether `.grad` has a gradient of a parameter that no task was seen to reach."""
+        """Whether a parameter has a `.grad` though no task is known to reach it."""
         pairs = zip(self._parameters, self._reached_by, strict=True)
         return any(not by and p.grad is not None for p, by in pairs)
 
     @property
     def tasks_seen(self) -> bool:
-        """Whether a pass of any task has been noted."""
         return any(self._tried_by)
 
     def reached_by_any(self, tasks: Iterable[str]) -> set[int]:
-        """The indices of the parameters that any of some tasks has ever reached."""
+        """The indices of the parameters that any of these tasks has ever reached."""
         bits = sum(1 << self._tasks.index(task) for task in tasks)
         return {i for i, by in enumerate(self._reached_by) if by & bits}
 
@@ -99,9 +98,9 @@ class Reach:
         return [parameter for parameter, tasks in reached_by if tasks & bit]
 
     def owners(self) -> dict[int, str]:
-        """The index of each parameter that only one task has ever reached, and that task.
+        """The owner of each parameter that only one task has ever reached, by index.
 
-        A second task must have had a pass.
+        Another task must have had a pass.
         """
         if self._owners is None:
             tasks = enumerate(zip(self._reached_by, self._tried_by, strict=True))
@@ -113,7 +112,7 @@ class Reach:
         return self._owners
 
     def state_dict(self) -> dict[str, dict[str, list[str]]]:
-        """For each parameter that some task has not reached: the tasks that have, or have tried."""
+        """For each parameter that not all tasks reached: the tasks that did, and that tried."""
         every = (1 << len(self._tasks)) - 1
         parameters = zip(self._names, self._reached_by, self._tried(), strict=True)
         return {
@@ -123,15 +122,15 @@ class Reach:
         }
 
     def _tried(self) -> list[int]:
-        """No task has tried in vain to reach a parameter that has been frozen for all."""
-        of_parameters = zip(self._parameters, self._reached_by, self._tried_by, strict=True)
-        return [tried if by or p.requires_grad else 0 for p, by, tried in of_parameters]
+        """`_tried_by`, but none for a parameter that is frozen and was never reached."""
+        entries = zip(self._parameters, self._reached_by, self._tried_by, strict=True)
+        return [tried if by or p.requires_grad else 0 for p, by, tried in entries]
 
     def _names_of(self, tasks: int) -> list[str]:
         return [task for i, task in enumerate(self._tasks) if tasks >> i & 1]
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
-        """Goes on from a `state_dict`.
+        """Continues from a `state_dict`.
 
         Raises:
             ValueError: It names other tasks or another trunk's parameters.

@@ -15,7 +15,7 @@ Buffers = dict[str, Tensor | None]
 Sizes = dict[str, list[tuple[int, torch.dtype]]]
 
 
-def _of_norms(modules: Sequence[Buffers]) -> list[Tensor]:
+def _running_statistics(modules: Sequence[Buffers]) -> list[Tensor]:
     """The running statistics among the buffers of modules."""
     names = "running_mean", "running_var", "num_batches_tracked"
     norms = [buffers for buffers in modules if buffers.get("running_var") is not None]
@@ -23,7 +23,7 @@ def _of_norms(modules: Sequence[Buffers]) -> list[Tensor]:
 
 
 def _writable(buffer: Tensor) -> bool:
-    """Whether a buffer can be written in place: it is neither expanded nor sparse."""
+    """Whether a buffer can be written in place, as it is neither expanded nor sparse."""
     if buffer.layout is not torch.strided:
         return False
     return all(
@@ -31,29 +31,29 @@ def _writable(buffer: Tensor) -> bool:
     )
 
 
-def _same(now: Sequence[object], before: Sequence[object]) -> bool:
+def _identical(now: Sequence[object], before: Sequence[object]) -> bool:
     return len(now) == len(before) and all(map(is_, now, before))
 
 
-def _put_back(tensors: list[Tensor], copies: list[Tensor]) -> None:
-    """Writes the copies, without a trace in a graph of the caller's that has read the tensors."""
+def _write_back(tensors: list[Tensor], copies: list[Tensor]) -> None:
+    """Writes through `.data`, as version counters would break a graph that has read the tensors."""
     pairs = list(zip(tensors, copies, strict=True))
-    same = all(t.shape == c.shape and t.dtype == c.dtype for t, c in pairs)
-    if same and not any(t.is_conj() or t.is_neg() for t in tensors):
+    alike = all(t.shape == c.shape and t.dtype == c.dtype for t, c in pairs)
+    if alike and not any(t.is_conj() or t.is_neg() for t in tensors):
         torch._foreach_copy_([tensor.data for tensor in tensors], copies)
         return
     for tensor, copy in pairs:
         if (tensor.shape, tensor.dtype) == (copy.shape, copy.dtype):
             tensor.data.copy_(copy)
-        else:  # A step has given it another size or type.
+        else:  # The step changed its size or dtype.
             tensor.data = copy.clone()
 
 
 class _Snapshot:
-    """The buffers of some modules, and copies of their values.
+    """The buffers of several modules, and copies of their values.
 
-    A large network has thousands of small running statistics. One call of torch copies those of one
-    type, device and number of dimensions.
+    A large network has thousands of small running statistics. One call of torch copies all of the
+    same dtype, device and number of dimensions.
     """
 
     def __init__(self, modules: Sequence[Buffers]) -> None:
@@ -61,113 +61,113 @@ class _Snapshot:
         self._slots = [(buffers, name) for buffers in modules for name in buffers]
         self._values = [buffers[name] for buffers, name in self._slots]
         others = {id(b): b for b in self._values if b is not None and _writable(b)}
-        alike: dict[tuple[torch.dtype, int, torch.device], list[Tensor]] = {}
-        for tensor in _of_norms(modules):
+        batches: dict[tuple[torch.dtype, int, torch.device], list[Tensor]] = {}
+        for tensor in _running_statistics(modules):
             plain = type(tensor) is Tensor and tensor.dim() < 2
             if plain and others.pop(id(tensor), None) is not None:
-                alike.setdefault((tensor.dtype, tensor.dim(), tensor.device), []).append(tensor)
-        self._alike = list(alike.values())
-        self._shapes = [[tensor.shape for tensor in of] for of in self._alike]
+                batches.setdefault((tensor.dtype, tensor.dim(), tensor.device), []).append(tensor)
+        self._batches = list(batches.values())
+        self._shapes = [[tensor.shape for tensor in batch] for batch in self._batches]
         self._others = list(others.values())
         self._copy()
 
     @torch.no_grad()
     def _copy(self) -> None:
-        self._packed = [torch.cat(of) if of[0].dim() else torch.stack(of) for of in self._alike]
+        self._packed = [torch.cat(b) if b[0].dim() else torch.stack(b) for b in self._batches]
         self._clones = [tensor.clone() for tensor in self._others]
 
     def take(self, modules: Sequence[Buffers]) -> bool:
-        """Copies the buffers anew, if they are the same tensors of the same types and sizes."""
+        """Copies the buffers again; returns False unless tensors, dtypes and sizes are the same."""
         values = [value for buffers in modules for value in buffers.values()]
-        if not (_same(modules, self._modules) and _same(values, self._values)):
+        if not (_identical(modules, self._modules) and _identical(values, self._values)):
             return False
-        before = self._packed
+        previous = self._packed
         self._copy()
-        pairs = zip(self._packed, before, strict=True)
-        return all((now.dtype, now.shape) == (then.dtype, then.shape) for now, then in pairs)
+        pairs = zip(self._packed, previous, strict=True)
+        return all((new.dtype, new.shape) == (old.dtype, old.shape) for new, old in pairs)
 
     @torch.no_grad()
     def put_back(self) -> None:
         for (buffers, name), value in zip(self._slots, self._values, strict=True):
             buffers[name] = value
         if self._others:
-            _put_back(self._others, self._clones)
-        for of, packed, shapes in zip(self._alike, self._packed, self._shapes, strict=True):
-            parts = torch.split(packed.flatten(), [shape.numel() for shape in shapes])
-            _put_back(of, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+            _write_back(self._others, self._clones)
+        for batch, packed, shapes in zip(self._batches, self._packed, self._shapes, strict=True):
+            flat = torch.split(packed.flatten(), [shape.numel() for shape in shapes])
+            _write_back(batch, [copy.view(shape) for copy, shape in zip(flat, shapes, strict=True)])
 
 
 class RunningStatistics:
-    """The buffers that a task's forward pass may change, and a copy of them.
+    """The buffers that a task's forward pass may change, and snapshots of them.
 
     They belong to the trunk, and to modules outside it that a task uses (`first_use`).
     """
 
     def __init__(self, trunk: nn.Module) -> None:
-        self._of_task: dict[str | None, list[Buffers]] = {}
-        """For each task, the buffers of its normalizations; for None, those of other modules."""
+        self._buffers: dict[str | None, list[Buffers]] = {}
+        """By task, the buffers of its normalizations; for None, those of other modules."""
         self._outside: dict[str, list[weakref.ref[nn.Module]]] = {}
         self._snapshots: dict[str | None, _Snapshot] = {}
-        self._taken: list[_Snapshot] | None = None
+        self._active: list[_Snapshot] | None = None
         """The snapshots of the current step, in order."""
         self.find(trunk)
 
     def find(self, trunk: nn.Module) -> None:
         """Finds the modules of the trunk, which may have been replaced."""
-        self._of_task.clear()
-        own: set[nn.Module] = set()
+        self._buffers.clear()
+        in_norms: set[nn.Module] = set()
         for norm in task_norms(trunk):
             for task in norm.tasks:
                 modules = norm.of(task).modules()
-                self._of_task.setdefault(task, []).extend(m._buffers for m in modules)
-            own.update(norm.modules())
-        self._of_task[None] = [m._buffers for m in trunk.modules() if m not in own]
+                self._buffers.setdefault(task, []).extend(m._buffers for m in modules)
+            in_norms.update(norm.modules())
+        self._buffers[None] = [m._buffers for m in trunk.modules() if m not in in_norms]
 
-    def _modules(self, task: str | None) -> list[Buffers]:
-        modules = self._of_task.get(task, [])
+    def _all_buffers(self, task: str | None) -> list[Buffers]:
         outside = self._outside.get(task, []) if task is not None else []
-        return modules + [m._buffers for m in (ref() for ref in outside) if m is not None]
+        modules = (ref() for ref in outside)
+        return self._buffers.get(task, []) + [m._buffers for m in modules if m is not None]
 
     def _take(self, task: str | None) -> _Snapshot:
-        # Reused from step to step; inside another one's context, that one's has to stay.
-        modules = self._modules(task)
+        # Reused from step to step, unless an enclosing context still needs it.
+        modules = self._all_buffers(task)
         snapshot = self._snapshots.get(task)
-        if snapshot is None or snapshot in (self._taken or ()) or not snapshot.take(modules):
+        if snapshot is None or snapshot in (self._active or ()) or not snapshot.take(modules):
             snapshot = self._snapshots[task] = _Snapshot(modules)
         return snapshot
 
     def of_norms(self, tasks: Sequence[str]) -> dict[str | None, list[Tensor]]:
-        """The trunk's running statistics that the passes of some tasks change, by task."""
-        return {task: _of_norms(self._of_task.get(task, ())) for task in (None, *tasks)}
+        """The trunk's running statistics that these tasks' passes change, by task."""
+        return {task: _running_statistics(self._buffers.get(task, ())) for task in (None, *tasks)}
 
     def outside(self, task: str) -> list[Tensor]:
         """The running statistics of the modules outside the trunk that only this task uses."""
         others = {ref for other in self._outside if other != task for ref in self._outside[other]}
         modules = (ref() for ref in self._outside.get(task, ()) if ref not in others)
-        return _of_norms([m._buffers for m in modules if m is not None])
+        return _running_statistics([m._buffers for m in modules if m is not None])
 
     def sizes(self) -> Sizes:
-        """By task: the number of elements and the type of each tensor of `outside`."""
+        """By task: the number of elements and the dtype of each tensor of `outside`."""
         return {task: [(t.numel(), t.dtype) for t in self.outside(task)] for task in self._outside}
 
     def first_use(self, module: nn.Module, task: str) -> None:
-        """Notes a module outside the trunk, before it first runs for a task."""
+        """Registers a module outside the trunk, before it first runs for a task."""
         if module._buffers:
             self._outside.setdefault(task, []).append(weakref.ref(module))
-            if self._taken is not None:
-                self._taken.append(_Snapshot([module._buffers]))
+            if self._active is not None:
+                self._active.append(_Snapshot([module._buffers]))
 
     @contextlib.contextmanager
     def restored_on_error(self, tasks: Sequence[str], always: bool = False) -> Iterator[None]:
         """Restores the buffers if the `with` block raises, or always."""
-        before, self._taken = self._taken, [self._take(task) for task in (None, *tasks)]
+        outer, self._active = self._active, [self._take(task) for task in (None, *tasks)]
         raised = True
         try:
             yield
             raised = False
         finally:
             if raised or always:
-                # A module of several tasks has several copies; the first has the values before.
-                for snapshot in reversed(self._taken):
+                # A module of several tasks has several snapshots; the first has the initial values.
+                for snapshot in reversed(self._active):
                     snapshot.put_back()
-            self._taken = before
+            self._active = outer

@@ -1,10 +1,10 @@
-"""Watching forward passes: which normalization follows which layer, and which other modules run.
+"""Watches forward passes: which normalization follows which layer, and which other modules run.
 
 A layer's output channels are prioritized if a task-specific normalization consumes exactly the
 tensor that the layer returned, or a view of it with the same channels. The first pass of every task
-is watched, and a later one from the first run of a new layer on. A later
-pass may run other normalizations than the watched ones, or feed them the outputs of other
-operations: then the next pass of every task is watched again.
+is watched; a later pass is watched once a new layer runs in it. If a later pass runs other
+normalizations than the watched passes, or feeds them the outputs of other operations, the next pass
+of every task is watched again.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from cs_kernels.nn.task_norm import Run, TaskBatchNorm, recorded_norms, uncompil
 LAYERS = (_ConvNd, nn.Linear)
 
 Ran = Literal["not", "without gradients", "with gradients"]
-"""How layers of the trunk ran in a pass."""
+"""How the trunk's layers ran in a pass."""
 
 
 def eager() -> contextlib.AbstractContextManager[Any]:
@@ -57,26 +57,25 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _channels(tensor: Tensor, dim: int) -> tuple[object, ...]:
-    """Equal for two dense views of one tensor if index c of `dim` selects the same elements."""
+    """Equal for two dense views of a tensor iff index c of `dim` selects the same elements."""
     size = tensor.shape[dim]
     return tensor.storage_offset(), tensor.numel(), size, tensor.stride(dim) if size > 1 else 1
 
 
 _MOST_FRUITLESS = 3
-"""A network that is different in each pass, or compiled in a function, is then left alone."""
+"""Stop re-watching after this many passes that taught nothing, as in a network that is different in
+each pass, or compiled in a function."""
 
 
-def _may_equal(run: Run, known: Run) -> bool:
-    """Whether two runs are alike; a stacked pass does not know what has made an input."""
-    return len(run) == len(known) and all(
+def _may_equal(run: Run, watched: Run) -> bool:
+    """Whether two runs are alike; in a stacked pass, the node of an input is unknown."""
+    return len(run) == len(watched) and all(
         norm == other and (kind is other_kind or None in (kind, other_kind))
-        for (norm, kind), (other, other_kind) in zip(run, known, strict=True)
+        for (norm, kind), (other, other_kind) in zip(run, watched, strict=True)
     )
 
 
-class _Produced:
-    """The output of a layer."""
-
+class _LayerOutput:
     def __init__(self, layer: str, output: Tensor, channel_dim: int) -> None:
         self.layer = layer
         # The base, since a view of the output may outlive the output.
@@ -89,7 +88,7 @@ class _Produced:
         return same and self._version is not None
 
     def has_channels_of(self, tensor: Tensor) -> bool:
-        """Whether dimension 1 of a normalization's input holds the layer's output channels."""
+        """Whether dimension 1 of a normalization's input is the layer's output channels."""
         return tensor.dim() > 1 and self._channels == _channels(tensor, 1)
 
 
@@ -102,20 +101,20 @@ def _no_hook() -> object:
 
 
 class LocalHook:
-    """A hook that copied and pickled networks are without."""
+    """A hook that does nothing in copied and pickled networks."""
 
     def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
         return _no_hook, ()
 
 
-class _FirstRun(LocalHook):
-    """A hook of a layer that has not run yet."""
+class _FirstRunHook(LocalHook):
+    """Watches the rest of a pass in which a layer runs for the first time."""
 
     def __init__(self, watcher: "Watcher") -> None:
         self._watcher = weakref.ref(watcher)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        if torch.compiler.is_compiling():  # The weight's first gradient shows the run.
+        if torch.compiler.is_compiling():  # The weight's first gradient will show it.
             return
         watcher = self._watcher()
         if watcher is not None and watcher.thread == threading.get_ident():
@@ -127,16 +126,16 @@ class Watcher:
 
     Args:
         trunk: The shared module.
-        on_first_use: Called with a module outside the trunk and a task, before the module runs
-            for the task for the first time in a watched pass.
+        on_first_use: Called with a module outside the trunk and a task, before the module first
+            runs for the task in a watched pass.
 
     """
 
     def __init__(self, trunk: nn.Module, on_first_use: Callable[[nn.Module, str], None]) -> None:
         self.norms: dict[str, set[str]] = {}
-        """By name of each layer that ran: the normalizations of its output."""
+        """By layer that ran: the normalizations of its output channels."""
         self.other_channels: dict[str, set[str]] = {}
-        """The same for normalizations of other channels than the layer's."""
+        """By layer that ran: the normalizations of its output along another dimension."""
         self.norms_ran = False
         """Whether any task-specific normalization has run."""
         self.tasks: set[str] = set()
@@ -144,38 +143,38 @@ class Watcher:
         self.outside: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Modules outside the trunk that ran."""
         self.thread: int | None = None
-        """The thread of the forward pass of a step, while one is running."""
+        """The thread of a step's forward pass, while one is running."""
         self.passing_tasks: tuple[str, ...] = ()
         """The tasks of this pass, or of the last one."""
         self.version = 0
-        """Increases when a pass is watched."""
+        """Increases whenever a pass is watched."""
         self.ran: Ran | None = None
-        """How layers ran in this pass, if it is watched and there are some."""
+        """How layers ran in this pass; None if it is not watched, or the trunk has no layers."""
         self._trunk = trunk
         self._on_first_use = on_first_use
         self._used: dict[str, weakref.WeakSet[nn.Module]] = {}
         self._hooks: list[RemovableHandle] = []
-        self._first_runs: dict[str, RemovableHandle] = {}
-        self._produced: dict[int, _Produced] = {}
+        self._first_run_hooks: dict[str, RemovableHandle] = {}
+        self._outputs: dict[int, _LayerOutput] = {}
         """By `id` of the output's base."""
         self._outdated: set[str] = set()
-        """The layers whose normalizations are those seen before `forget`: their next watched run
-        replaces these."""
+        """Layers whose normalizations were seen before `forget`; their next watched run replaces
+        them."""
         self._is_whole = False
         """Whether this pass is watched from its beginning."""
         self._has_gap = False
-        """Whether this pass has shown that the layers must be seen anew."""
+        """Whether this pass showed that all tasks must be watched again."""
         self._runs: set[Run] = set()
-        """The normalizations of watched passes since `forget`."""
-        self._before: tuple[object, object] | None = None
-        """What had been seen before a pass unlike the watched ones, until another is watched."""
+        """The runs of watched passes since `forget`."""
+        self._before_rewatch: tuple[object, object] | None = None
+        """`norms` and `other_channels` before a pass that differed, until another is watched."""
         self._fruitless = 0
-        """How often in a row nothing new was seen after such a pass."""
+        """How many times in a row such a pass was followed by a watched one that taught nothing."""
         self._is_compiled = False
-        """Whether a module is compiled, whose normalizations cannot be compared."""
-        self._find()
+        """Whether a module is compiled; then runs cannot be compared."""
+        self._find_modules()
 
-    def _find(self) -> None:
+    def _find_modules(self) -> None:
         """Finds the modules of the trunk, which may have been exchanged."""
         named = list(self._trunk.named_modules())
         self._layers = {n: m for n, m in named if isinstance(m, LAYERS)}
@@ -184,14 +183,13 @@ class Watcher:
 
     @property
     def has_norms(self) -> bool:
-        """Whether the trunk has task-specific normalization."""
         return bool(self._norms)
 
     @contextlib.contextmanager
     def passing(self, *tasks: str) -> Iterator[bool]:
         """Around a forward pass of a task, or of several at once.
 
-        Watches it if no pass of one of them was; yields whether it does.
+        Watches the pass if any of the tasks has no watched pass yet; yields whether it does.
         """
         watched = not self.tasks.issuperset(tasks)
         self.thread, self.passing_tasks = threading.get_ident(), tasks
@@ -203,15 +201,15 @@ class Watcher:
                     whole_pass.enter_context(eager())
                     whole_pass.enter_context(self._modules_outside(*tasks))
                     self.watch_rest()
-                ran = whole_pass.enter_context(recorded_norms())
+                run = whole_pass.enter_context(recorded_norms())
                 yield watched
-                self._compare(tuple(ran))
+                self._compare(tuple(run))
         finally:
             self._stop()
 
     @contextlib.contextmanager
     def noticing(self, task: str) -> Iterator[None]:
-        """Around another forward pass of a task: only new modules outside the trunk are seen."""
+        """Around another forward pass of a task, which shows only new modules outside the trunk."""
         self.thread = threading.get_ident()
         try:
             with self._modules_outside(task):
@@ -220,7 +218,7 @@ class Watcher:
             self._stop()
 
     def learned(self, *tasks: str) -> None:
-        """Notes that the watched passes of some tasks have not failed."""
+        """Records that the watched passes of these tasks have succeeded."""
         self.ran = None
         if not self._has_gap:
             self.tasks.update(tasks)
@@ -241,45 +239,47 @@ class Watcher:
         *,
         norms_ran: bool,
     ) -> None:
-        """Adds what was seen in the forward passes of another rank."""
-        for mine, others in ((self.norms, norms), (self.other_channels, other_channels)):
-            for layer, found in others.items():
-                if layer not in mine or not found <= mine[layer]:
-                    mine[layer] = mine.get(layer, set()) | found
+        """Merges what another rank saw in its forward passes."""
+        for local, remote in ((self.norms, norms), (self.other_channels, other_channels)):
+            for layer, names in remote.items():
+                if layer not in local or not names <= local[layer]:
+                    local[layer] = local.get(layer, set()) | names
                     self.version += 1
         self.norms_ran |= norms_ran
 
     def forget(self) -> None:
-        """Watches the next pass of each task again, and learns the layers that run in it anew."""
-        self._fruitless, self._is_compiled, self._before = 0, False, None
-        self._forget()
+        """Watches the next pass of each task again, and learns its layers anew."""
+        self._fruitless, self._is_compiled, self._before_rewatch = 0, False, None
+        self._rewatch()
 
-    def _forget(self) -> None:
+    def _rewatch(self) -> None:
         self.tasks.clear()
         self._runs.clear()
         self._outdated = set(self.norms)
-        self._find()
+        self._find_modules()
 
     def _compare(self, run: Run) -> None:
-        """After a pass: whether a watched one had the same normalizations, on the same inputs."""
+        """Rewatches all tasks after a pass with other normalizations than the watched passes."""
         if self._is_whole:
-            if self._before is not None:
-                same = self._before == (self.norms, self.other_channels)
-                self._before, self._fruitless = None, self._fruitless + 1 if same else 0
+            if self._before_rewatch is not None:
+                same = self._before_rewatch == (self.norms, self.other_channels)
+                self._before_rewatch = None
+                self._fruitless = self._fruitless + 1 if same else 0
             self._runs.add(run)
         elif not (
             run in self._runs
             or self._is_compiled
             or self._fruitless == _MOST_FRUITLESS
-            or any(_may_equal(run, known) for known in self._runs)
+            or any(_may_equal(run, watched) for watched in self._runs)
         ):
             modules = (*self._trunk.modules(), *self.outside)
             self._is_compiled = any(
                 m._compiled_call_impl is not None or uncompiled(m) is not m for m in modules
             )
             if not self._is_compiled:
-                self._has_gap, self._before = True, copy.deepcopy((self.norms, self.other_channels))
-                self._forget()
+                self._has_gap = True
+                self._before_rewatch = copy.deepcopy((self.norms, self.other_channels))
+                self._rewatch()
 
     def watch_rest(self) -> None:
         """Watches the rest of a pass."""
@@ -310,43 +310,43 @@ class Watcher:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        self._produced.clear()
+        self._outputs.clear()
         for name, layer in self._layers.items():
             if name in self.norms:
-                if name in self._first_runs:
-                    self._first_runs.pop(name).remove()
-            elif name not in self._first_runs:
-                hook = layer.register_forward_pre_hook(_FirstRun(self))
-                self._first_runs[name] = hook
+                if name in self._first_run_hooks:
+                    self._first_run_hooks.pop(name).remove()
+            elif name not in self._first_run_hooks:
+                hook = layer.register_forward_pre_hook(_FirstRunHook(self))
+                self._first_run_hooks[name] = hook
                 weakref.finalize(self, hook.remove)
 
     def _remember(self, layer: str, output: object, channel_dim: int) -> None:
-        for seen in (self.norms, self.other_channels):
-            if layer in self._outdated or layer not in seen:
-                seen[layer] = set()
+        for norms_by_layer in (self.norms, self.other_channels):
+            if layer in self._outdated or layer not in norms_by_layer:
+                norms_by_layer[layer] = set()
         self._outdated.discard(layer)
         if isinstance(output, Tensor):
             if output.requires_grad:
                 self.ran = "with gradients"
             elif self.ran == "not":
                 self.ran = "without gradients"
-            self._produced[id(_memory(output))] = _Produced(layer, output, channel_dim)
+            self._outputs[id(_memory(output))] = _LayerOutput(layer, output, channel_dim)
 
     def _connect(self, norm: str, inputs: tuple[object, ...]) -> None:
         self.norms_ran = True
         if not inputs or not isinstance(inputs[0], Tensor):
             return
-        produced = self._produced.get(id(_memory(inputs[0])))
-        if produced is None or not produced.is_unchanged(inputs[0]):
+        output = self._outputs.get(id(_memory(inputs[0])))
+        if output is None or not output.is_unchanged(inputs[0]):
             return
-        same = produced.has_channels_of(inputs[0])
-        (self.norms if same else self.other_channels)[produced.layer].add(norm)
+        same_channels = output.has_channels_of(inputs[0])
+        (self.norms if same_channels else self.other_channels)[output.layer].add(norm)
 
     @contextlib.contextmanager
     def _modules_outside(self, *tasks: str) -> Iterator[None]:
         used = {task: self._used.setdefault(task, weakref.WeakSet()) for task in tasks}
 
-        def see(module: nn.Module, args: object) -> None:
+        def notice(module: nn.Module, _args: object) -> None:
             if self.thread != threading.get_ident() or module in self._inside:
                 return
             self.outside.add(module)
@@ -355,7 +355,7 @@ class Watcher:
                     modules.add(module)
                     self._on_first_use(module, task)
 
-        hook = register_module_forward_pre_hook(see)
+        hook = register_module_forward_pre_hook(notice)
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Weights of the tasks' losses, applied before their backward passes: one file a weighting."""
+"""Weights of the tasks' losses, applied before their backward passes: one file per weighting."""
 
 from cs_kernels.weightings.dynamic_weight_average import DynamicWeightAverage
 from cs_kernels.weightings.equal import EqualWeights

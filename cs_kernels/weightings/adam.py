@@ -1,4 +1,4 @@
-"""One step of Adam for numbers of tasks, without a host synchronization."""
+"""Adam for one number per task, without host synchronization."""
 
 import torch
 from torch import Tensor
@@ -15,16 +15,16 @@ def start(like: Tensor, value: float) -> Tensor:
 
 
 def adam_step(states: Tensor, gradients: Tensor, lr: float, weight_decay: float = 0.0) -> Tensor:
-    """The states after a step, as of `torch.optim.Adam`.
+    """The states after a step, as by `torch.optim.Adam`.
 
     Args:
-        states: [K, 4], of each task the number, both moments and how many steps there were.
+        states: [K, 4]: each task's number, first and second moment, and count of steps.
         gradients: [K].
         lr: The learning rate.
-        weight_decay: As an L2 penalty.
+        weight_decay: The L2 penalty.
 
     Returns:
-        [K, 4], new.
+        A new tensor [K, 4].
 
     """
     value, first, second, steps = states.unbind(1)

@@ -17,15 +17,15 @@ from cs_kernels.weightings.weighting import Weighting, weighed
 class DynamicWeightAverage(Weighting):
     """Gives more weight to losses that fall more slowly (Liu et al., 2019).
 
-    r_i is the mean loss of task i in the last epoch divided by that in the epoch before. Task i has
-    the weight `K exp(r_i / T) / sum_j exp(r_j / T)`, and 1 in the first two epochs. Losses that are
-    not finite do not count.
+    r_i is the mean loss of task i in the last epoch, divided by its mean in the epoch before. The
+    weight of task i is `K exp(r_i / T) / sum_j exp(r_j / T)`, and 1 in the first two epochs.
+    Non-finite losses do not count.
 
     Args:
         temperature: T.
 
     Raises:
-        ValueError: It is not positive and finite.
+        ValueError: The temperature is not positive and finite.
 
     """
 
@@ -35,7 +35,7 @@ class DynamicWeightAverage(Weighting):
         self.temperature = temperature
         self._epoch: int | None = None
         self._totals: dict[str, Tensor] = {}
-        """Sum and number of this epoch's losses, on their device: no host synchronization."""
+        """The sum and number of this epoch's losses, on their device: no host synchronization."""
         self._means: dict[str, list[float]] = {}
         """The mean losses of the last two epochs in which the task had a loss."""
         self._weights: dict[str, float] = {}
@@ -46,7 +46,7 @@ class DynamicWeightAverage(Weighting):
         """The loss times its weight in this epoch.
 
         Raises:
-            RuntimeError: No epoch has begun.
+            RuntimeError: `start_epoch` has not been called.
 
         """
         if self._epoch is None:
@@ -59,7 +59,7 @@ class DynamicWeightAverage(Weighting):
         return weighed(loss, factor)
 
     def start_epoch(self, epoch: int) -> None:
-        """Updates the weights from the epoch that ends; starting one again changes nothing."""
+        """Updates the weights from the epoch that ends; does nothing if it is started again."""
         if epoch == self._epoch:
             return
         self._epoch = epoch
@@ -73,8 +73,8 @@ class DynamicWeightAverage(Weighting):
             # Relative to the greatest, so that no exponential overflows.
             top = max(rates.values())
             shares = {task: exp((rate - top) / self.temperature) for task, rate in rates.items()}
-            total_share = sum(shares.values())
-            self._weights = {t: len(shares) * share / total_share for t, share in shares.items()}
+            norm = sum(shares.values())
+            self._weights = {task: len(shares) * x / norm for task, x in shares.items()}
         for task, factor in self._factors.items():
             factor.fill_(self._weights.get(task, 1.0))
 
@@ -92,7 +92,7 @@ class DynamicWeightAverage(Weighting):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`, also in the middle of an epoch."""
+        """Continues from a `state_dict`, also in the middle of an epoch."""
         self._epoch = state["epoch"]
         self._totals = {task: total.clone() for task, total in state["totals"].items()}
         self._means = {task: list(means) for task, means in state["means"].items()}
@@ -104,16 +104,16 @@ class DynamicWeightAverage(Weighting):
         check_epoch(state["epoch"])
         check_tensors(state, "totals", tasks, [2])
         means, weights = state["means"], state["weights"]
-        numbers = [*weights.values(), *(mean for of_task in means.values() for mean in of_task)]
-        known = {*means, *weights} <= set(tasks) and all(map(is_finite_number, numbers))
-        if not known or any(len(of_task) not in (1, 2) for of_task in means.values()):
+        numbers = [*weights.values(), *(mean for epochs in means.values() for mean in epochs)]
+        valid = {*means, *weights} <= set(tasks) and all(map(is_finite_number, numbers))
+        if not valid or any(len(epochs) not in (1, 2) for epochs in means.values()):
             raise ValueError(
                 f"state must have one or two finite means and a finite weight of tasks among"
                 f" {list(tasks)}, got {means!r} and {weights!r}"
             )
 
     def captured_state(self) -> list[Tensor]:
-        """The sums of this epoch's losses, and the weights, which `start_epoch` writes in place."""
+        """The sums of this epoch's losses and the weights, which `start_epoch` updates in place."""
         return [*self._totals.values(), *self._factors.values()]
 
     def __repr__(self) -> str:

@@ -7,10 +7,10 @@ from cs_kernels.weightings.weighting import Weighting
 
 
 class EqualWeights(Weighting):
-    """Every loss with weight 1."""
+    """Gives every loss the weight 1."""
 
     def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
-        """The loss itself."""
+        """Returns the loss itself."""
         return loss
 
     def __repr__(self) -> str:

@@ -15,41 +15,43 @@ from cs_kernels.weightings.last_losses import LastLosses, on_device
 from cs_kernels.weightings.weighting import check_mapping
 
 _TINY = 1e-8
-"""The authors add it to a loss above its minimum."""
+"""Added to the difference of a loss and its minimum, as in the authors' code."""
 
 
 class FAMO(LastLosses):
     """Makes all losses fall at the same rate, by fast adaptive optimization (Liu et al., 2023).
 
-    With z the softmax of a logit for each task of the step and D_i = L_i - min_i + 1e-8, task i has
-    the weight `(z_i / D_i) / sum_j (z_j / D_j)`. The logits learn from what a step has changed: by
-    one step of Adam along the gradient of `sum_i z_i log(D_i before / D_i after)`, a task whose
-    loss has fallen by less than the mean gets more weight.
+    Each task of a step has a logit; z is their softmax, and D_i = L_i - min_i + 1e-8. The weight of
+    task i is `(z_i / D_i) / sum_j (z_j / D_j)`. The logits learn from the effect of a step: they
+    take one step of Adam along the gradient of `sum_i z_i log(D_i before / D_i after)`, so a task
+    whose loss has fallen by less than the mean gets more weight.
 
     With `reevaluate=True`, as published, `MultiTaskOptimizer.step` computes the losses again after
-    the step, by the same closures, without gradients: a forward pass a task more. Buffers and
-    torch's default generators are restored. A closure that draws its own batches, or that needs
-    gradients, as for a gradient penalty, must not be used then: losses would be those of other
-    batches, or it raises. If a closure raises there, the step has been made and counts, and the
-    logits stay. With `reevaluate=False`, the losses after a step are those of
-    the task's next step: needed for `backward`, on many ranks and in captured steps.
+    the step, by the same closures, without gradients: one more forward pass per task. Buffers and
+    torch's default generators are restored. Do not use it with a closure that draws its own
+    batches, because the losses would be those of other batches, or with one that needs gradients,
+    as for a gradient penalty, because it would raise. If a closure raises in this evaluation, the
+    step has been made and counts, and the logits are unchanged. With `reevaluate=False`, the losses
+    after a step are those of the task's next step: needed for `backward`, on many ranks and in
+    captured steps.
 
-    In `backward` of one process and one batch, the losses are those of this step, which the logits
-    have learned from before; in `step`, the task's own is. All others are of the task's last step,
-    also on many ranks and with micro-batches. A task without any counts as equal.
+    In `backward` in one process with one batch, the weights use the losses of this step, after the
+    logits have learned from them; in `step`, they use this step's loss for the task itself. All
+    other losses are those of the task's last step, also on many ranks and with micro-batches. A
+    task without any loss so far counts as equal.
 
-    A loss below its minimum has the weight NaN. A loss that is not finite leaves its task out of
-    the update of the logits.
+    The weight of a loss below its minimum is NaN. A non-finite loss excludes its task from the
+    update of the logits.
 
     Args:
         lr: The learning rate of the logits.
-        decay: Their weight decay.
+        decay: The weight decay of the logits.
         reevaluate: Whether to compute the losses again after a step.
-        minima: The least value of each task's loss; 0 for a task that has no entry.
+        minima: The least value of each task's loss; 0 for a task without an entry.
 
     Raises:
-        ValueError: `lr` is not positive and finite, `decay` not finite and at least 0, or a minimum
-            not finite.
+        ValueError: `lr` is not positive and finite, `decay` is negative or not finite, or a minimum
+            is not finite.
         TypeError: `minima` is not a mapping.
 
     """
@@ -76,10 +78,10 @@ class FAMO(LastLosses):
         self.reevaluates = bool(reevaluate)
         self.minima = dict(minima or {})
         self._logits: dict[str, Tensor] = {}
-        """The logit of each task with the state of Adam, float64 [4]."""
+        """Each task's logit with its state of Adam, float64 [4]."""
 
     def check(self, tasks: Sequence[str]) -> None:
-        """Every minimum must have a task."""
+        """Checks that every minimum belongs to a task."""
         for task in self.minima:
             if task not in tasks:
                 raise ValueError(f"minima must be of tasks among {list(tasks)}, got {task!r}")
@@ -88,7 +90,7 @@ class FAMO(LastLosses):
         """(z / D) / sum(z / D), float64 [K]."""
         logits = self._states(step.tasks, losses)
         if not self.reevaluates and set(step.known) >= set(step.tasks):
-            # `observe` will keep the same; a step that fails keeps nothing.
+            # `observe` will do the same to the state, unless the step fails.
             after = torch.stack([step.known[task].to(losses) for task in step.tasks])
             logits = self._learned(logits, step.tasks, self._lasts(step.tasks, losses), after)
         gaps = self._gaps(losses, step.tasks)
@@ -103,31 +105,31 @@ class FAMO(LastLosses):
         return losses + _TINY
 
     def _states(self, tasks: Sequence[str], like: Tensor) -> Tensor:
-        """[K, 4], a copy; new tasks begin with logit 0."""
+        """A copy of the states [K, 4]; new tasks start with logit 0."""
         states = [on_device(self._logits, task, like.device) for task in tasks]
         return torch.stack([start(like, 0.0) if state is None else state for state in states])
 
     def _lasts(self, tasks: Sequence[str], like: Tensor) -> Tensor:
         """The last losses, [K]; infinite for tasks without one."""
-        found = [on_device(self._last, task, like.device) for task in tasks]
-        return torch.stack([like.new_full((), inf) if last is None else last for last in found])
+        lasts = [on_device(self._last, task, like.device) for task in tasks]
+        return torch.stack([like.new_full((), inf) if last is None else last for last in lasts])
 
     def _learned(
         self, logits: Tensor, tasks: Sequence[str], before: Tensor, after: Tensor
     ) -> Tensor:
-        """The states after one update, [K, 4]; tasks without both losses keep theirs."""
+        """The states after one update, [K, 4]; unchanged for tasks without both losses."""
         delta = self._gaps(before, tasks).log() - self._gaps(after, tasks).log()
-        counts = delta.isfinite()
-        delta = torch.where(counts, delta, 0.0)
-        z = torch.softmax(torch.where(counts, logits[:, 0], -inf), 0)
+        valid = delta.isfinite()
+        delta = torch.where(valid, delta, 0.0)
+        z = torch.softmax(torch.where(valid, logits[:, 0], -inf), 0)
         updated = adam_step(logits, z * (delta - (z * delta).sum()), self.lr, self.decay)
-        return torch.where(counts.unsqueeze(1), updated, logits)
+        return torch.where(valid.unsqueeze(1), updated, logits)
 
     def observe(self, step: Step) -> None:
         """Updates the logits, in place, and keeps the losses."""
         tasks = [task for task in step.tasks if task in step.losses]
-        again = not self.reevaluates or set(step.losses_after) >= set(tasks)
-        if tasks and again:
+        has_losses = not self.reevaluates or set(step.losses_after) >= set(tasks)
+        if tasks and has_losses:
             losses = torch.stack([step.losses[task].double() for task in tasks])
             logits = self._states(tasks, losses)
             if self.reevaluates:
@@ -141,21 +143,21 @@ class FAMO(LastLosses):
         super().observe(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The last losses, and the logits with the state of Adam."""
+        """The last losses, and the logits with their states of Adam."""
         logits = {task: state.clone() for task, state in self._logits.items()}
         return {**super().state_dict(), "logits": logits}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`."""
+        """Continues from a `state_dict`."""
         super().load_state_dict(state)
         self._logits = {task: logit.clone() for task, logit in state["logits"].items()}
 
     def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
-        """Checks the last losses, and that there is a logit for each."""
+        """Checks the last losses and the logits, one of each per task."""
         check_entries(state, tasks, {"last": [], "logits": [4]})
 
     def captured_state(self) -> list[Tensor]:
-        """The last losses, and the logits with the state of Adam."""
+        """The last losses, and the logits with their states of Adam."""
         return [*super().captured_state(), *self._logits.values()]
 
     def __repr__(self) -> str:

@@ -10,13 +10,13 @@ from cs_kernels.weightings.weighting import Weighting, check_mapping
 
 
 class FixedWeights(Weighting):
-    """Every loss times a number, such as the manually tuned ones of the paper's tables.
+    """Multiplies every loss by a number, such as the manually tuned ones in the paper's tables.
 
     Args:
         weights: A number for every task.
 
     Raises:
-        ValueError: One is not finite.
+        ValueError: A weight is not finite.
 
     """
 
@@ -28,7 +28,7 @@ class FixedWeights(Weighting):
         self.weights = dict(weights)
 
     def check(self, tasks: Sequence[str]) -> None:
-        """Every task must have a weight, and every weight a task."""
+        """Checks that the tasks and the weights have the same names."""
         if set(self.weights) != set(tasks):
             raise ValueError(
                 f"weighting must have a weight for each of {list(tasks)}, got {list(self.weights)}"

@@ -15,29 +15,29 @@ from cs_kernels.weightings.last_losses import on_device
 from cs_kernels.weightings.weighting import Weighting, weighed
 
 _LEAST = 1e-3
-"""The least weight after a step of Adam: a negative one would ascend the loss, and stay."""
+"""The smallest weight after a step of Adam: a negative one would ascend the loss for good."""
 
 
 class GradNorm(Weighting):
     """Makes the gradients' norms equal, or larger for tasks that train slowly (Chen et al., 2018).
 
-    G_i is the norm of the gradient of w_i L_i over the shared parameters, and r_i = L_i / L_i(0)
-    divided by its mean over the tasks, with L_i(0) the task's first positive loss. After a joint
-    step, the weights w_i make one step of Adam on `sum_i |G_i - mean_j(G_j) r_i^alpha|`, whose
-    second term is held constant. Then they are at least 0.001, and are scaled to the sum that they
-    had; the weights of all tasks sum to their number.
+    G_i is the norm of the gradient of w_i L_i over the shared parameters. r_i is L_i / L_i(0),
+    divided by the mean over the tasks, where L_i(0) is the task's first positive loss. After a
+    joint step, the weights w_i take one step of Adam on `sum_i |G_i - mean_j(G_j) r_i^alpha|`,
+    whose second term is held constant. Then they are clamped to at least 0.001 and rescaled to
+    their previous sum; the weights of all tasks sum to their number.
 
     The norms come from a Gramian method, such as `Sum(separate=True)` for the plain sum; after
-    `backward` with features, they are those of the gradients with respect to the features. In Phase
-    1 there is no Gramian, and the weights stay; so they do after a step with a negative loss, with
-    a loss or a gradient that is not finite, or with a task that has had no positive loss yet.
+    `backward` with features, they are the norms of the gradients with respect to the features. The
+    weights are unchanged in Phase 1, where there is no Gramian, and after a step with a negative
+    loss, a non-finite loss or gradient, or a task that has had no positive loss yet.
 
     Args:
-        alpha: How much more weight tasks get that train slowly; 0 for equal norms.
+        alpha: How much more weight slowly training tasks get; 0 for equal norms.
         lr: The learning rate of the weights.
 
     Raises:
-        ValueError: `alpha` is not finite and at least 0, or `lr` not positive and finite.
+        ValueError: `alpha` is negative or not finite, or `lr` is not positive and finite.
 
     """
 
@@ -51,16 +51,16 @@ class GradNorm(Weighting):
         self.alpha = alpha
         self.lr = lr
         self._weights: dict[str, Tensor] = {}
-        """The weight of each task with the state of Adam, float64 [4]."""
+        """Each task's weight with its state of Adam, float64 [4]."""
         self._first: dict[str, Tensor] = {}
-        """The first positive, finite loss of each task, float64; infinite before."""
+        """Each task's first positive, finite loss, float64; infinite before it."""
 
     def _weight(self, task: str, like: Tensor) -> Tensor:
         state = on_device(self._weights, task, like.device)
         return start(like, 1.0) if state is None else state
 
     def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
-        """The loss times its weight, which has no gradient."""
+        """The loss times its weight, which is detached."""
         return weighed(loss, self._weight(task, loss)[0])
 
     def observe(self, step: Step) -> None:
@@ -71,8 +71,8 @@ class GradNorm(Weighting):
             if first is None:
                 first = self._first[task] = torch.full_like(value, inf)
                 self._weights[task] = start(value, 1.0)
-            begins = first.isinf() & value.isfinite() & (value > 0)
-            first.copy_(torch.where(begins, value, first))
+            is_first = first.isinf() & value.isfinite() & (value > 0)
+            first.copy_(torch.where(is_first, value, first))
         gramian, tasks = step.surgery.gramian, step.surgery.rows
         if gramian is None:
             return
@@ -80,36 +80,36 @@ class GradNorm(Weighting):
         norms = squares.double().sqrt()
         states = torch.stack([self._weight(task, norms) for task in tasks])
         rates = torch.stack([(step.losses[t].double() / self._first[t]).to(norms) for t in tasks])
-        begun = torch.stack([self._first[t].to(norms) for t in tasks]).isfinite()
-        rates = torch.where((rates < 0) | ~begun, nan, rates)
+        has_first = torch.stack([self._first[t].to(norms) for t in tasks]).isfinite()
+        rates = torch.where((rates < 0) | ~has_first, nan, rates)
         targets = norms.mean() * (rates / rates.mean()) ** self.alpha
         weights = states[:, 0]
-        learned = adam_step(states, (norms - targets).sign() * norms / weights, self.lr)
-        after = learned[:, 0].clamp(min=_LEAST)
-        learned[:, 0] = after * (weights.sum() / after.sum())
-        finite = targets.isfinite().all() & learned.isfinite().all()
-        learned = torch.where(finite, learned, states)
-        for task, state in zip(tasks, learned, strict=True):
+        updated = adam_step(states, (norms - targets).sign() * norms / weights, self.lr)
+        clamped = updated[:, 0].clamp(min=_LEAST)
+        updated[:, 0] = clamped * (weights.sum() / clamped.sum())
+        finite = targets.isfinite().all() & updated.isfinite().all()
+        updated = torch.where(finite, updated, states)
+        for task, state in zip(tasks, updated, strict=True):
             self._weights[task].copy_(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights with the state of Adam, and the first losses."""
+        """The weights with their states of Adam, and the first losses."""
         return {
             "weights": {task: state.clone() for task, state in self._weights.items()},
             "first": {task: loss.clone() for task, loss in self._first.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`."""
+        """Continues from a `state_dict`."""
         self._weights = {task: weight.clone() for task, weight in state["weights"].items()}
         self._first = {task: loss.clone() for task, loss in state["first"].items()}
 
     def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
-        """Checks the weights, and that there is a first loss for each."""
+        """Checks the weights and the first losses, one of each per task."""
         check_entries(state, tasks, {"weights": [4], "first": []})
 
     def captured_state(self) -> list[Tensor]:
-        """The weights with the state of Adam, and the first losses."""
+        """The weights with their states of Adam, and the first losses."""
         return [*self._weights.values(), *self._first.values()]
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from cs_kernels.weightings.weighting import Weighting, weighed
 
 
 def on_device(states: dict[str, Tensor], task: str, device: torch.device) -> Tensor | None:
-    """The state of a task, moved to a device: a checkpoint may have been loaded to another one."""
+    """A task's state, moved to a device, as a checkpoint may have been loaded to another one."""
     state = states.get(task)
     if state is not None and state.device != device:
         state = states[task] = state.to(device)
@@ -22,7 +22,7 @@ def on_device(states: dict[str, Tensor], task: str, device: torch.device) -> Ten
 
 
 def add_losses(totals: dict[str, Tensor], losses: Mapping[str, Tensor]) -> None:
-    """Adds losses that are finite to the sums and the numbers of losses, float64 [2] a task."""
+    """Adds finite losses to `totals`, float64 [2] per task: the sum and the number of losses."""
     for task, loss in losses.items():
         value = loss.double()
         finite = value.isfinite()
@@ -36,24 +36,24 @@ def add_losses(totals: dict[str, Tensor], losses: Mapping[str, Tensor]) -> None:
 class LastLosses(Weighting):
     """Weighs by the losses of all tasks of a step.
 
-    The losses that are not known before a backward pass are those of the task's last step: of other
-    tasks in `step`, of all tasks on many ranks and with micro-batches. Where a task has none yet,
-    it counts with the loss that is weighed. A loss that is not finite does not replace the last,
-    which counts in its place; if there is none, the mean of the others does.
+    A loss that is unknown before a backward pass is replaced by the task's last loss. In `step`,
+    this concerns the other tasks; on many ranks and with micro-batches, all tasks. A task without a
+    last loss counts with the loss that is being weighed. A non-finite loss is replaced by the last
+    one; if there is none, by the mean of the others.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, Tensor] = {}
-        """The last finite loss of each task, float64 on its device; infinite before."""
-        self._found: tuple[dict[str, Tensor], Tensor] | None = None
-        """The losses known to all tasks of a step, and the weights from these."""
+        """Each task's last finite loss, float64 on its device; infinite before it."""
+        self._cached_weights: tuple[dict[str, Tensor], Tensor] | None = None
+        """`step.known`, if it has all tasks of the step, and the weights from it."""
 
     @abstractmethod
     def weights(self, losses: Tensor, step: Step) -> Tensor:
         """The weights of a step's tasks from their losses: both float64 [K]."""
 
     def losses_of(self, loss: Tensor, step: Step) -> Tensor:
-        """The losses of the step's tasks, float64 [K]: known ones, else last ones, else `loss`."""
+        """The losses of the step's tasks, float64 [K]: known, else last, else `loss`."""
         own = loss.detach().double()
         last = [self._last_of(other, own) for other in step.tasks]
         pairs = zip(step.tasks, last, strict=True)
@@ -70,19 +70,19 @@ class LastLosses(Weighting):
         return own if last is None else last
 
     def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
-        """The loss times its weight, which has no gradient."""
+        """The loss times its weight, which is detached."""
         number = step.tasks.index(task)
-        if self._found is not None and self._found[0] is step.known:
-            return weighed(loss, self._found[1][number].to(loss.device))
+        if self._cached_weights is not None and self._cached_weights[0] is step.known:
+            return weighed(loss, self._cached_weights[1][number].to(loss.device))
         with torch.no_grad():
             weights = self.weights(self.losses_of(loss, step), step)
-        if set(step.known) >= set(step.tasks):  # They are the same for all tasks.
-            self._found = step.known, weights
+        if set(step.known) >= set(step.tasks):  # Then the weights do not depend on `loss`.
+            self._cached_weights = step.known, weights
         return weighed(loss, weights[number])
 
     def observe(self, step: Step) -> None:
         """Keeps the losses, in place."""
-        self._found = None
+        self._cached_weights = None
         for task, loss in step.losses.items():
             value = loss.double()
             last = on_device(self._last, task, value.device)
@@ -91,18 +91,18 @@ class LastLosses(Weighting):
             last.copy_(torch.where(value.isfinite(), value, last))
 
     def state_dict(self) -> dict[str, Any]:
-        """The last loss of each task."""
+        """Each task's last loss."""
         return {"last": {task: last.clone() for task, last in self._last.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`."""
+        """Continues from a `state_dict`."""
         self._last = {task: last.clone() for task, last in state["last"].items()}
-        self._found = None
+        self._cached_weights = None
 
     def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
         """Checks the last losses."""
         check_tensors(state, "last", tasks)
 
     def captured_state(self) -> list[Tensor]:
-        """The last losses, which `observe` writes in place."""
+        """The last losses, which `observe` updates in place."""
         return [*self._last.values()]

@@ -13,48 +13,48 @@ from cs_kernels.weightings.weighting import Weighting
 
 
 class RandomWeights(Weighting):
-    """Draws the weights anew in each step, by random loss weighting (Lin et al., 2021).
+    """Draws new weights in each step: random loss weighting (Lin et al., 2021).
 
-    The weights of a step's tasks are the softmax of standard normal numbers and sum to one, as the
-    authors have it. They are a function of the seed, the number of the step and the names of its
-    tasks: equal on all ranks and for all micro-batches, without a state. A CUDA graph would repeat
-    them, so a captured step refuses them.
+    The weights of a step's tasks are the softmax of standard normal numbers and sum to one, as in
+    the paper. They are a function of the seed, the number of the step and the names of its tasks:
+    equal on all ranks and for all micro-batches, without a state. A CUDA graph would repeat them,
+    so a captured step refuses this weighting.
 
     Args:
         seed: The seed of the draws.
 
     Raises:
         ValueError: The seed lies outside [0, 2^63).
-        TypeError: It is not an integer.
+        TypeError: The seed is not an integer.
 
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = checked_seed(seed)
         self._drawn: tuple[tuple[int, tuple[str, ...]], dict[str, float]] | None = None
-        """The number and the tasks of a step, and their weights: it asks for one at a time."""
+        """A step's number and tasks, and their weights, as `weigh` is called task by task."""
 
     def _normal(self, task: str, number: int) -> float:
-        """A standard normal number: equal names draw alike, in any order of the tasks."""
+        """A standard normal number, which depends on the task's name but not on its index."""
         key = random_key(self.seed, number)
         bits = splitmix64(reduce(lambda x, byte: splitmix64(x ^ byte), task.encode(), key))
-        # 52 bits and a half: neither 0 nor, by rounding, 1.
+        # 52 bits plus one half: never 0 nor, by rounding, 1.
         return NormalDist().inv_cdf(((bits >> 12) + 0.5) * 2.0**-52)
 
     def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
         """The loss times its weight in this step."""
-        facts = step.number, step.tasks
-        if self._drawn is None or self._drawn[0] != facts:
-            drawn = {other: exp(self._normal(other, step.number)) for other in step.tasks}
-            total = sum(drawn.values())
-            self._drawn = facts, {other: share / total for other, share in drawn.items()}
+        key = step.number, step.tasks
+        if self._drawn is None or self._drawn[0] != key:
+            shares = {other: exp(self._normal(other, step.number)) for other in step.tasks}
+            total = sum(shares.values())
+            self._drawn = key, {other: share / total for other, share in shares.items()}
         return loss * self._drawn[1][task]
 
     def captured_state(self) -> list[Tensor]:
-        """None.
+        """Refuses a captured step.
 
         Raises:
-            ValueError: Always: the weights change on the host.
+            ValueError: Always, as the weights change on the host.
 
         """
         raise ValueError(

@@ -13,33 +13,34 @@ from cs_kernels.step import Step
 from cs_kernels.weightings.last_losses import LastLosses, add_losses, on_device
 
 _TINY = 1e-20
-"""The authors add it to a loss before its logarithm."""
+"""Added to a loss before its logarithm, as in the authors' code."""
 
 
 class SmoothTchebycheff(LastLosses):
     """Descends on a smooth maximum of the losses, each relative to its nadir (Lin et al., 2024).
 
-    Up to and including epoch `warmup`, the loss is `sum_i log L_i`: task i has the weight `1 /
+    Up to and including epoch `warmup`, the loss is `sum_i log L_i`, so the weight of task i is `1 /
     L_i`. The mean loss of task i in epoch `warmup` is its nadir n_i. Afterwards, the loss is `K mu
-    log sum_i exp(log(L_i / n_i) / mu)` over the K tasks of a step: task i has the weight `K
+    log sum_i exp(log(L_i / n_i) / mu)` over the K tasks of a step, so the weight of task i is `K
     softmax_i(log(L_i / n_i) / mu) / L_i`.
 
-    A task without a nadir, because it has had no loss in that epoch or its mean is not positive,
-    counts with L_i = n_i; the first later epoch with a positive mean gives its nadir. Losses that
-    are not finite are left out of the means. The weight of a negative loss, which has
-    no logarithm, is NaN, and that of a loss of zero 1e20.
+    A task has no nadir if it had no loss in that epoch, or if its mean is not positive. It counts
+    with L_i = n_i, until a later epoch with a positive mean gives its nadir. Non-finite losses are
+    left out of the means. The weight of a negative loss, which has no logarithm, is NaN; the weight
+    of a zero loss is 1e20.
 
-    In `backward` of one process and one batch, the losses are those of this step; in `step`, the
-    task's own is. All others are of the task's last step, also on many ranks and with
-    micro-batches. In the very first step, each rank and micro-batch then weighs by its own loss: of
-    n micro-batches, each with 1 / n of the mean loss, the sum has n times the weight.
+    In `backward` in one process with one batch, the weights use the losses of this step; in `step`,
+    they use this step's loss for the task itself. All other losses are those of the task's last
+    step, also on many ranks and with micro-batches. In the very first step, each rank and
+    micro-batch thus weighs by its own loss: if n micro-batches have 1 / n of the mean loss each,
+    their sum has n times the weight.
 
     Args:
-        mu: How smooth the maximum is; towards 0 it is that of the largest loss alone.
+        mu: How smooth the maximum is; towards 0 it becomes the largest loss alone.
         warmup: The epoch of the nadirs, counted from 0.
 
     Raises:
-        ValueError: `mu` is not positive and finite, or `warmup` negative.
+        ValueError: `mu` is not positive and finite, or `warmup` is negative.
         TypeError: `warmup` is not an integer.
 
     """
@@ -52,15 +53,15 @@ class SmoothTchebycheff(LastLosses):
         self.warmup = checked_integer("warmup", warmup, 0)
         self._epoch: int | None = None
         self._totals: dict[str, Tensor] = {}
-        """Sum and number of this epoch's losses, on their device."""
+        """The sum and number of this epoch's losses, on their device."""
         self._nadirs: dict[str, Tensor] = {}
-        """Float64 scalars; infinite where there is none yet."""
+        """Float64 scalars; infinite for tasks without a nadir."""
 
     def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
         """The loss times its weight.
 
         Raises:
-            RuntimeError: No epoch has begun.
+            RuntimeError: `start_epoch` has not been called.
 
         """
         if self._epoch is None:
@@ -69,28 +70,28 @@ class SmoothTchebycheff(LastLosses):
 
     def weights(self, losses: Tensor, step: Step) -> Tensor:
         """K softmax(log(L / n) / mu) / L, float64 [K]; 1 / L before there are nadirs."""
-        found = [on_device(self._nadirs, task, losses.device) for task in step.tasks]
-        nadirs = torch.stack([losses.new_full((), inf) if n is None else n for n in found])
+        scalars = [on_device(self._nadirs, task, losses.device) for task in step.tasks]
+        nadirs = torch.stack([losses.new_full((), inf) if n is None else n for n in scalars])
         logarithms = (losses + _TINY).log() - (nadirs + _TINY).log()
         logarithms = torch.where(nadirs.isinf(), 0.0, logarithms)
         shares = len(losses) * torch.softmax(logarithms / self.mu, 0)
         return torch.where(losses < 0, nan, shares / (losses + _TINY))
 
     def start_epoch(self, epoch: int) -> None:
-        """Takes the nadirs from an epoch that ends; starting one again changes nothing.
+        """Takes the nadirs from the epoch that ends; does nothing if it is started again.
 
-        Going back into the warm-up forgets them.
+        Going back into the warm-up discards the nadirs.
         """
         if epoch == self._epoch:
             return
-        ended, self._epoch = self._epoch, epoch
-        self._found = None
+        previous, self._epoch = self._epoch, epoch
+        self._cached_weights = None
         for task, total in self._totals.items():
             nadir = on_device(self._nadirs, task, total.device)
             assert nadir is not None
             if epoch <= self.warmup:
                 nadir.fill_(inf)
-            elif ended is not None and ended >= self.warmup:
+            elif previous is not None and previous >= self.warmup:
                 mean = torch.where(total[0] > 0, total[0] / total[1], inf)
                 nadir.copy_(torch.where(nadir.isinf(), mean, nadir))
             total.zero_()
@@ -113,7 +114,7 @@ class SmoothTchebycheff(LastLosses):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`, also in the middle of an epoch."""
+        """Continues from a `state_dict`, also in the middle of an epoch."""
         super().load_state_dict(state)
         self._epoch = state["epoch"]
         self._totals = {task: total.clone() for task, total in state["totals"].items()}
@@ -125,7 +126,7 @@ class SmoothTchebycheff(LastLosses):
         check_entries(state, tasks, {"last": [], "totals": [2], "nadirs": []})
 
     def captured_state(self) -> list[Tensor]:
-        """The last losses, the sums of this epoch's, and the nadirs."""
+        """The last losses, the sums of this epoch's losses, and the nadirs."""
         return [*super().captured_state(), *self._totals.values(), *self._nadirs.values()]
 
     def __repr__(self) -> str:

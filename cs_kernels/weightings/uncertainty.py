@@ -14,16 +14,17 @@ from cs_kernels.weightings.weighting import Weighting, check_mapping
 class UncertaintyWeights(Weighting):
     """Learns to weigh each loss by the task's homoscedastic uncertainty (Kendall et al., 2018).
 
-    `L / (2 sigma^2) + log sigma` for a regression, `L / sigma^2 + log sigma` for a classification.
-    The learned parameters are log sigma; give `parameters()` to the torch optimizer. For log
-    sigma, a loss of NaN, as a mean over no labels, is zero.
+    The weighted loss is `L / (2 sigma^2) + log sigma` for a regression, `L / sigma^2 + log sigma`
+    for a classification. The learned parameters are log sigma; give `parameters()` to the torch
+    optimizer. For the gradient of log sigma, a loss of NaN, such as a mean over no labels, counts
+    as zero.
 
     Args:
         tasks: For each task, "regression" or "classification".
         device: The device of the parameters.
 
     Raises:
-        ValueError: A task is neither.
+        ValueError: A task's kind is neither.
 
     """
 
@@ -42,14 +43,14 @@ class UncertaintyWeights(Weighting):
         self.log_sigma = {task: nn.Parameter(torch.zeros((), device=device)) for task in tasks}
 
     def check(self, tasks: Sequence[str]) -> None:
-        """Every task must have a kind, and every kind a task."""
+        """Checks that the kinds have the names of the tasks."""
         if set(self.tasks) != set(tasks):
             raise ValueError(
                 f"weighting must have a kind for each of {list(tasks)}, got {list(self.tasks)}"
             )
 
     def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
-        """The loss divided by 2 sigma^2 or sigma^2, as in the paper's appendix."""
+        """The loss divided by 2 sigma^2 or by sigma^2, as in the paper's appendix."""
         half = 0.5 if self.tasks[task] == "regression" else 1.0
         weight = half * torch.exp(-2 * self.log_sigma[task])
         value = torch.where(loss.isnan(), 0.0, loss).detach()  # For log sigma alone.
@@ -60,11 +61,11 @@ class UncertaintyWeights(Weighting):
         return self.log_sigma[task]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Log sigma of each task."""
+        """Each task's log sigma."""
         return list(self.log_sigma.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """Log sigma of each task."""
+        """Each task's log sigma."""
         return {task: value.detach().clone() for task, value in self.log_sigma.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -74,12 +75,12 @@ class UncertaintyWeights(Weighting):
                 value.copy_(state[task])
 
     def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
-        """Checks that there is a number for each task."""
-        found = check_tensors({"log_sigma": state}, "log_sigma", tasks)
-        check_same_tasks({"log_sigma": found, "tasks": set(self.tasks)})
+        """Checks that every task has a number."""
+        names = check_tensors({"log_sigma": state}, "log_sigma", tasks)
+        check_same_tasks({"log_sigma": names, "tasks": set(self.tasks)})
 
     def captured_state(self) -> list[Tensor]:
-        """None but the parameters, which the torch optimizer updates in place."""
+        """Empty, as the torch optimizer updates the parameters, in place."""
         return []
 
     def __repr__(self) -> str:

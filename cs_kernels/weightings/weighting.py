@@ -14,30 +14,30 @@ class Weighting(Stateful, ABC):
     """Weighs the loss of each task, in every phase and with every method."""
 
     needs_gramian: bool = False
-    """Whether it reads the Gramian of the gradients, `step.surgery.gramian`, in `observe`."""
+    """Whether `observe` reads the Gramian of the gradients, `step.surgery.gramian`."""
 
     reevaluates: bool = False
-    """Whether `MultiTaskOptimizer.step` computes the losses again after it: `step.losses_after`."""
+    """Whether `MultiTaskOptimizer.step` computes the losses again afterwards, for
+    `step.losses_after`."""
 
     def check(self, tasks: Sequence[str]) -> None:
-        """Raises ValueError if it does not fit the tasks."""
+        """Raises ValueError if the weighting does not fit the tasks."""
         del tasks
 
     @abstractmethod
     def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
-        """The weighted loss of a task, for its backward pass; called once a micro-batch.
+        """The weighted loss of a task, for its backward pass; called once per micro-batch.
 
         Args:
             task: The task.
             loss: Its loss, with its graph.
-            step: The tasks that take part, the number of the step. On many ranks, the losses here
-                are this rank's, and `observe` gets their means.
+            step: The tasks that take part, the number of the step. On many ranks, the losses are
+                this rank's own; `observe` gets their means.
 
         """
 
     def regularizer(self, task: str) -> Tensor | None:
-        """A term to add to a task's weighted loss, once a step, or None."""
-        del task
+        """A term to add to a task's weighted loss, once per step, or None."""
         return None
 
     def parameters(self) -> list[nn.Parameter]:
@@ -45,7 +45,7 @@ class Weighting(Stateful, ABC):
         return []
 
     def is_undone(self) -> bool:
-        """Not where the torch optimizer holds the state."""
+        """Whether a failed step restores the state; parameters are the torch optimizer's."""
         return super().is_undone() and not self.parameters()
 
     def start_epoch(self, epoch: int) -> None:
@@ -55,20 +55,20 @@ class Weighting(Stateful, ABC):
     def observe(self, step: Step) -> None:
         """Called once per step; `step.losses` are the unweighted losses of its tasks.
 
-        They are means over the ranks, and sums over the micro-batches. The call comes before the
-        torch optimizers' step, or after the losses were computed again if it `reevaluates`. If
-        the step fails, `load_state_dict` brings the state before it back.
+        They are means over the ranks and sums over the micro-batches. It is called before the torch
+        optimizers' step or, if the weighting `reevaluates`, after the losses were computed again.
+        If the step fails, `load_state_dict` restores the state before it.
         """
         del step
 
 
 def check_mapping(name: str, value: object) -> None:
-    """Raises TypeError for anything but a mapping."""
+    """Raises TypeError unless the value is a mapping."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping by task, got {value!r}")
 
 
 def weighed(loss: Tensor, weight: Tensor) -> Tensor:
-    """A loss times a number on the device; half precision is multiplied in float32."""
+    """A loss times a scalar on its device; half precision is multiplied in float32."""
     wide = torch.promote_types(loss.dtype, torch.float32)
     return (loss.to(wide) * weight.to(wide)).to(loss.dtype)

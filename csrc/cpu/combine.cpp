@@ -13,7 +13,7 @@
 namespace cs_kernels::cpu {
 namespace {
 
-// Some elements of one tensor, and the tasks that have a gradient for it.
+// A range of elements of one tensor, and the tasks that have a gradient for it.
 struct Piece {
   const GradientTensor* tensor;
   std::vector<std::int32_t>* tasks;
@@ -69,8 +69,8 @@ private:
   std::int64_t bytes_ = 0;
 };
 
-// Calls write(kernels, gradients, the factors of their tasks, piece) for each piece; writes zeros
-// where no task has a gradient.
+// Calls write(kernels, gradients, their tasks' factors, piece) for each piece; writes zeros if no
+// task has a gradient.
 template <class Factor, class Write>
 void write_updates(const Pieces& pieces, int threads, const Factor& factor, const Write& write) {
   pieces.for_each(threads, [&](const Piece& piece, std::size_t) {
@@ -101,7 +101,7 @@ void gramian(const GradientArguments& arguments, double* gramian, int threads) {
           .products(gradients.data(), static_cast<int>(gradients.size()), piece.size,
                     &products[i * pairs]);
   });
-  // In the order of the pieces, for the same bits with any number of threads.
+  // In the order of the pieces, so that any number of threads gives the same bits.
   std::fill(gramian, gramian + arguments.groups * width * width, 0.0);
   for (std::size_t i = 0; i < pieces.count(); ++i) {
     const Piece& piece = pieces[i];

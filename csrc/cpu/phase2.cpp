@@ -1,5 +1,5 @@
-// Phase 2 on the CPU. The tensors are cut into chunks of rows, which threads claim in order. The
-// rows of a unit (a channel group, or a small layer) are summed, then visited again if they are in
+// Phase 2 on the CPU. Tensors are cut into chunks of rows, which threads claim in order. The rows
+// of a unit (a channel group, or a small layer) are summed, then visited again if there is a
 // conflict.
 #include "cs_kernels/phase2.h"
 
@@ -22,19 +22,19 @@
 namespace cs_kernels::cpu {
 namespace {
 
-// The part of Phase 2 that a call runs.
+// The stages of Phase 2 that a call runs.
 enum class Stages { kAll, kProducts, kApply };
 
 // The state of one tensor.
 struct Work {
   const Phase2Tensor* tensor = nullptr;
-  std::vector<const void*> gradients; // the tasks that have one
+  std::vector<const void*> gradients; // those that exist
   std::vector<int> reference;         // [tasks]: index into `gradients`, or -1
   std::vector<double> energy;         // [rows]
-  std::vector<std::int64_t> order;    // [rows]: rows in the order of their visit
+  std::vector<std::int64_t> order;    // [rows]: rows in the order of visits
   std::vector<double> dots;           // [rows, gradients], by index into `order`
   std::vector<double> coefficient;    // [tasks]: a_i
-  bool past_caches = false;           // channel groups are too large for a cache
+  bool past_caches = false;           // channel groups are too large for the caches
   std::atomic<std::int64_t> chunks_left{0};
 
   double* row_dots(std::int64_t index) {
@@ -47,7 +47,7 @@ struct Work {
   }
 };
 
-// Rows that share their second visit: a channel group, or all rows of a small layer.
+// Rows that are visited again together: a channel group, or all rows of a small layer.
 struct Unit {
   Work* work = nullptr;
   RowRange range{}; // into work->order
@@ -57,12 +57,12 @@ struct Unit {
 
 struct Chunk {
   Work* work;
-  Unit* unit;     // null: energies, or the sum alone
+  Unit* unit;     // null for energies, and for plain sums
   RowRange range; // of rows for energies, of elements for a sum alone, else of `order`
 };
 
-// A buffer for the sums of a thread's chunks between its two visits; it outlives the call, as fresh
-// pages cost as much as the buffer saves.
+// A buffer for the sums of a thread's chunks between its two visits. It outlives the call, as fresh
+// pages would cost as much as the buffer saves.
 class Scratch {
 public:
   explicit Scratch(std::int64_t chunk_bytes) {
@@ -83,7 +83,7 @@ public:
   void give_back(char* sums) { free_.push_back(sums); }
 
 private:
-  std::vector<char*> free_; // the warmest last
+  std::vector<char*> free_; // the most recently used last
 };
 
 // A chunk whose rows are summed into `sums`, or into the update if `sums` is null.
@@ -109,8 +109,8 @@ void find_segments(const Work& work, std::int64_t index, std::int64_t outer,
     segments[j] = at(work.gradients[j], work.tensor->type, offset);
 }
 
-// With `threads`, the row that this thread probably sums next is prefetched: as many chunks on, as
-// they are claimed in turns.
+// With `threads`, prefetches the row that this thread will probably sum next, which is that many
+// chunks ahead, as threads claim chunks in turn.
 void sum_rows(const Summed& summed, int threads) {
   Work& work = *summed.chunk->work;
   const RowRange& range = summed.chunk->range;
@@ -172,8 +172,8 @@ void find_coefficients(Unit& unit) {
   unit.coefficients_known.store(true, std::memory_order_release);
 }
 
-// Forward, also where the rows that were read last are in cache: memory is prefetched in this
-// direction.
+// Forward, although the rows that were read last are still in cache, because hardware prefetches in
+// this direction.
 void add_references(const Summed& summed) {
   const Work& work = *summed.chunk->work;
   const RowRange& range = summed.chunk->range;
@@ -196,8 +196,9 @@ void add_references(const Summed& summed) {
     }
 }
 
-// The second visit to the chunks that one thread has summed, which are in that core's own caches. A
-// unit's chunks are adjacent in `summed`, as they were claimed; `last` waits for other threads.
+// The second visit to the chunks that this thread summed, which are in the core's own caches. A
+// unit's chunks are adjacent in `summed`, as they were claimed in order; `last` waits for other
+// threads.
 void visit_again(std::vector<Summed>& summed, Scratch& scratch, bool last) {
   auto done = summed.begin();
   while (done != summed.end()) {
@@ -240,9 +241,9 @@ std::int64_t last_cache_bytes() {
   return kilobytes > 0 ? kilobytes << 10 : kLastCacheBytes;
 }
 
-// The rows of a layer in the order of their visit, and the units that this order is cut into. Where
-// channel groups find nothing in cache at their second visit, the rows are visited in the order of
-// memory, which is faster, and their sums are streamed.
+// The rows of a layer in the order of visits, and the units into which this order is cut. If
+// channel groups are too large to be in cache at their second visit, rows are visited in memory
+// order, which is faster, and their sums are streamed.
 std::vector<RowRange> order_rows(Work& work) {
   const Phase2Tensor& tensor = *work.tensor;
   const std::int64_t rows = tensor.layout.rows();
@@ -270,7 +271,7 @@ std::vector<RowRange> order_rows(Work& work) {
   return units;
 }
 
-// One call: its two stages, each a list of chunks that the threads claim in order.
+// One call of two stages, each a list of chunks that the threads claim in order.
 class Step {
 public:
   Step(const Phase2Arguments& arguments, Stages stages, int threads)
@@ -348,8 +349,8 @@ private:
     work.energy.resize(static_cast<std::size_t>(work.tensor->layout.rows()));
   }
 
-  // The thread that ends a layer's last chunk derives its priorities; the one that ends the last
-  // layer plans the second stage.
+  // The thread that finishes a layer's last chunk derives its priorities; the thread that finishes
+  // the last layer plans the second stage.
   void find_energies(const Chunk& chunk) {
     Work& work = *chunk.work;
     const auto [first, last] = chunk.range;

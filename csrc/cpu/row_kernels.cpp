@@ -1,4 +1,4 @@
-// Compiled once for each instruction set: CMake sets CS_INSTRUCTION_SET and the machine flags.
+// Compiled once per instruction set: CMake sets CS_INSTRUCTION_SET and the machine flags.
 #include "row_kernels.h"
 
 #include <type_traits>
@@ -16,23 +16,23 @@ namespace {
 
 CS_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
-// Keeps memory busy while a panel in cache is computed on. Any address is valid.
+// Keeps memory busy during computations on a panel in cache. Any address is valid.
 CS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
-// The same for a line that is not read again: it takes no room from those that are.
+// The same for a line that is not read again, without displacing lines that are.
 CS_INLINE void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
 
-// As many elements as `bytes` hold.
+// The number of elements in `bytes`.
 template <class Element> constexpr std::int64_t elements_in(std::int64_t bytes) {
   return bytes / static_cast<std::int64_t>(sizeof(Element));
 }
 
-// Whether element i begins a line, in a run that does.
+// Whether element i begins a cache line, in a run that begins at one.
 template <class Element> CS_INLINE bool begins_line(std::int64_t i) {
   return i % elements_in<Element>(kLine) == 0;
 }
 
-// The number of elements before the first whole cache line; n if elements are not aligned to lines.
+// The number of elements before the first whole cache line; n if no element begins at a line.
 template <class Element> CS_INLINE std::int64_t before_line(const Element* out, std::int64_t n) {
   const std::int64_t bytes = -reinterpret_cast<std::intptr_t>(out) & (kLine - 1);
   constexpr auto kSize = static_cast<std::int64_t>(sizeof(Element));
@@ -66,8 +66,8 @@ void add_energies_of(const typename Type::Element* x, std::int64_t n, std::int64
     energies[row * apart] += totals[row].sum();
 }
 
-// Four rows at a time, a quarter of all rows apart: four streams from memory and four independent
-// chains of additions.
+// Four rows at a time, a quarter of all rows apart, for four streams from memory and four
+// independent chains of additions.
 template <class Type>
 void add_energies(const void* data, std::int64_t n, std::int64_t rows, double* energies) {
   const auto* x = static_cast<const typename Type::Element*>(data);
@@ -195,7 +195,7 @@ void sum_and_dots(const void* const* gradients, int count, int reference, std::i
     unrolled_for[count - 1](gradients, reference, n, stream, out, dots, next);
 }
 
-// Writes value(i, left) from out[i] on: a whole vector, or its first `left` lanes.
+// Writes value(i, left) to out[i] onward: a whole vector, or its first `left` lanes.
 template <class Type, class Value>
 CS_INLINE void write(typename Type::Element* out, std::int64_t n, bool stream, const Value& value) {
   constexpr std::int64_t kLanes = Type::Accumulator::kLanes;
@@ -351,8 +351,8 @@ CS_INLINE void fill_uniform(std::uint64_t key, std::int64_t index, std::int64_t 
     out[i] = next.at(static_cast<std::uint32_t>(first + static_cast<std::uint64_t>(i)));
 }
 
-// The sums of each sign and the choice between them, in a panel that stays in L1. Adding zero times
-// the whole sum propagates NaN and infinity.
+// The sum of each sign and the choice between the two, in a panel that stays in L1. Adding zero
+// times the whole sum propagates NaN and infinity.
 template <class Type, bool kLeaky>
 void drop_signs_of(const void* const* gradients, const double* leaks, int count, std::uint64_t key,
                    std::int64_t index, std::int64_t n, bool stream, void* out) {
@@ -429,7 +429,7 @@ void add_scaled(const void* sum, const void* x, double scale, std::int64_t n, bo
   const auto* g = static_cast<const Element*>(x);
   const auto a = static_cast<typename Accumulator::Lane>(scale);
   auto* update = static_cast<Element*>(out);
-  // Conversions fill the window in which the processor itself would reach the next lines.
+  // Conversions fill the out-of-order window in which the processor would reach the next lines.
   constexpr bool kNarrow = sizeof(Element) == 2;
   if (scale != 0)
     write<Type>(update, n, stream, [&](std::int64_t i, std::int64_t left) CS_LAMBDA_INLINE {
@@ -447,7 +447,7 @@ void add_scaled(const void* sum, const void* x, double scale, std::int64_t n, bo
     });
 }
 
-// a_i * G_i may be in float's range where a_i is not: it is then computed in double.
+// If a_i exceeds float's range, a_i * G_i may still be within it, so it is computed in double.
 void add_scaled_float32(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
                         void* out) {
   const double size = scale < 0 ? -scale : scale;

@@ -1,6 +1,6 @@
-// Loops over one contiguous run of elements, compiled once for each instruction set. With `stream`,
-// whole lines of the output are written by streaming stores; a fence makes them visible to other
-// threads.
+// Loops over one contiguous run of elements, compiled once per instruction set. With `stream`,
+// whole lines of the output are written by streaming stores, which need a fence to be visible to
+// other threads.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +15,9 @@ struct RowKernels {
   void (*add_energies)(const void* x, std::int64_t n, std::int64_t rows, double* energies);
 
   // out = sum_j gradients[j]; dots[j] += <gradients[reference], gradients[j]>, for count gradients.
-  // Reads count * n, writes n. Squares of 16-bit types may be up to 1e37. `next` has the gradients
-  // of the row that follows, for prefetching, which keeps the reference alone in the caches; null:
-  // nothing is prefetched. Streams only to an `out` that is aligned to lines.
+  // Reads count * n, writes n. Squares of 16-bit types may be up to 1e37. `next` has the next row's
+  // gradients, which are prefetched so that only the reference stays in the caches; null prefetches
+  // nothing. Streams only to an `out` that is aligned to lines.
   void (*sum_and_dots)(const void* const* gradients, int count, int reference, std::int64_t n,
                        bool stream, void* out, double* dots, const void* const* next);
 
@@ -30,7 +30,7 @@ struct RowKernels {
   void (*products)(const void* const* gradients, int count, std::int64_t n, double* products);
 
   // out = the sum of the positive or of the negative gradients, as in cpu::drop_signs; `index` is
-  // the first element's among those of all tensors. Reads count * n, writes n.
+  // the first element's index for the draws. Reads count * n, writes n.
   void (*drop_signs)(const void* const* gradients, const double* leaks, int count,
                      std::uint64_t key, std::int64_t index, std::int64_t n, bool stream, void* out);
 
@@ -45,7 +45,7 @@ struct InstructionSet {
   RowKernels kernels[kDataTypes];
 };
 
-// The best one for this CPU, or the one that CS_KERNELS_CPU_ISA names if this CPU has it.
+// The best kernels for this CPU, or those that CS_KERNELS_CPU_ISA names if this CPU can run them.
 const InstructionSet& selected_instruction_set();
 
 inline const RowKernels& row_kernels(DataType type) {

@@ -7,7 +7,7 @@
 
 namespace cs_kernels::cpu {
 
-// energy[row - first] = sum of squares of the row, for rows [first, last). Reads them once.
+// energy[row - first] = sum of squares of the row, for rows [first, last). Reads the rows once.
 void row_energies(DataType type, const ChannelLayout& layout, const void* weight,
                   std::int64_t first, std::int64_t last, double* energy);
 

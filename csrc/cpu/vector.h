@@ -1,5 +1,5 @@
-// Vectors of a fixed number of lanes, in as many registers as needed, so that every instruction set
-// adds in the same order.
+// Vectors with a fixed number of lanes, in as many registers as needed, so that every instruction
+// set adds in the same order.
 //
 // Everything has internal linkage: the header is compiled for several instruction sets into one
 // module, where the linker could merge functions into a copy that this CPU cannot run.
@@ -102,7 +102,7 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
     unrolled<kParts>([&](int i) CS_LAMBDA_INLINE { part[i] += a * b.part[i]; });
   }
 
-  // Lanes above zero, the others zeroed; then the complement, which has the NaN.
+  // Lanes above zero, with zeros elsewhere; then the complement, which has the NaN.
   CS_INLINE Vector positive() const {
     Vector v;
     unrolled<kParts>([&](int i) CS_LAMBDA_INLINE { v.part[i] = part[i] > 0 ? part[i] : Part{}; });
@@ -125,7 +125,7 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
     return v;
   }
 
-  // A register at a time: copied as a whole, the array would be kept in memory.
+  // One register at a time: copied as a whole, the array would stay in memory.
   static CS_INLINE Vector load(const Scalar* p) {
     Vector v;
     unrolled<kParts>([&](int i)
@@ -137,7 +137,7 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
                          CS_LAMBDA_INLINE { store_raw<kStream>(p + i * kPartLanes, part[i]); });
   }
 
-  // Pairwise: always the same order.
+  // Pairwise, always in the same order.
   CS_INLINE double sum() const {
     Scalar lanes[kLanes];
     store(lanes);
@@ -252,8 +252,8 @@ template <bool kLast> CS_INLINE DoublePart widened_half(const FloatPart& v) {
 #endif
 }
 
-// Adds to doubles, lanes i and i + 8 together. Never through memory: the compiler would then keep
-// the floats there in the loop that sums them.
+// Adds to doubles, lanes i and i + 8 together. Never through memory, as the compiler would then
+// keep the floats there in the loop that sums them.
 CS_INLINE void add_widened(Doubles& total, const Floats& v) {
   DoublePart half[2 * Floats::kParts];
   unrolled<Floats::kParts>([&](int i) CS_LAMBDA_INLINE {
@@ -267,7 +267,7 @@ CS_INLINE void add_widened(Doubles& total, const Floats& v) {
 CS_INLINE void add_widened(Doubles& total, const Doubles& v) { total += v; }
 
 // Loads, stores and the accumulator of an element type. Products are added in the accumulator's
-// precision for kBlock elements, then in double. Here the elements are the accumulator's lanes.
+// precision for kBlock elements, then in double. Here, elements have the accumulator's type.
 template <class V> struct Unconverted {
   using Element = typename V::Lane;
   using Accumulator = V;
@@ -278,7 +278,7 @@ template <class V> struct Unconverted {
   }
 };
 
-// The same for elements of fewer bits, converted a register at a time.
+// The same for narrower elements, converted one register at a time.
 template <class Scalar, class V, auto kWiden, auto kNarrow, std::int64_t kBlock_> struct Converted {
   using Element = Scalar;
   using Accumulator = V;

@@ -21,7 +21,7 @@ CS_DEVICE Range item_range(std::int64_t index, std::int64_t each, std::int64_t a
   return {begin, begin + each < all ? begin + each : all};
 }
 
-// The sum over `lanes` adjacent threads, a power of two up to a warp; every thread gets it. All
+// The sum over `lanes` adjacent threads, a power of two, at most a warp; every thread gets it. All
 // threads of the warp must call it.
 CS_DEVICE double warp_sum(double value, int lanes) {
   for (int mask = lanes / 2; mask > 0; mask /= 2)
@@ -54,7 +54,8 @@ CS_DEVICE double block_sum(double value, double* workspace) {
   return values[0];
 }
 
-// Whether this block is the last to arrive; the others' writes are visible to it. last: shared.
+// Whether this block is the last to arrive; then the others' writes are visible to it. last:
+// shared.
 CS_DEVICE bool arrive(std::int32_t* counter, std::int64_t expected, std::int32_t* last) {
   synchronize_block();
   if (thread_index() == 0)
@@ -63,15 +64,15 @@ CS_DEVICE bool arrive(std::int32_t* counter, std::int64_t expected, std::int32_t
   return *last != 0;
 }
 
-// Sets a flag; this block's writes are visible to blocks that have waited for it.
+// Sets a flag; this block's writes are visible to blocks that wait for it.
 CS_DEVICE void publish(std::int32_t* flag) {
   synchronize_block();
   if (thread_index() == 0)
     count_in_order(flag);
 }
 
-// Whether a flag is published. For one thread: the others see what the flag stands for after a
-// barrier.
+// Whether a flag is published. To be called by one thread; the published writes are visible to the
+// others after a barrier.
 CS_DEVICE bool is_published(const std::int32_t* flag) { return counted(flag) != 0; }
 
 // Waits until the flag is published.

@@ -7,14 +7,14 @@
 namespace cs_kernels::cuda {
 namespace {
 
-// Elements of a tile.
+// Elements per tile.
 template <class T>
 constexpr std::int64_t kTile = std::int64_t{kGradientVectors} * kThreads * Vector<T>::kSize;
 
-// The item of a block.
+// A block's item.
 template <class T> struct Piece {
-  const PlannedGradient tensor; // a copy: stores might alias the table
-  const std::int64_t* call;     // its row of the table of addresses
+  const PlannedGradient tensor; // a copy, as stores might alias the table
+  const std::int64_t* call;     // the tensor's row of the table of addresses
   std::int64_t item;
   bool aligned;
   Range range;
@@ -44,7 +44,7 @@ private:
 // The index of a pair j <= i.
 CS_DEVICE constexpr int pair_of(int i, int j) { return i * (i + 1) / 2 + j; }
 
-// Adds up the products of a group's items, [pair, item] or, for many tasks, [item, pair].
+// Adds up the products of a group's items: [pair, item] or, for more than 8 tasks, [item, pair].
 template <int kTasks>
 CS_DEVICE void add_up(const GramianLaunch& launch, const PlannedGradient& tensor) {
   const int tasks = launch.gradients.tasks;
@@ -72,8 +72,8 @@ CS_DEVICE void add_up(const GramianLaunch& launch, const PlannedGradient& tensor
   }
 }
 
-// The products of an item's gradients, for up to 8 tasks: in registers, then over the block. A task
-// without a gradient reads another's, and its products are zero.
+// The products of an item's gradients, for up to 8 tasks: summed in registers, then over the block.
+// A task without a gradient reads another's gradient, and its products are set to zero.
 template <class T, int kTasks>
 CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride,
                         double* workspace) {
@@ -136,7 +136,7 @@ CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride,
   }
 }
 
-// For any number of tasks: a tile of all gradients in shared memory, a thread for each pair.
+// For any number of tasks: a tile of all gradients in shared memory, one thread per pair.
 template <class T>
 CS_DEVICE void multiply_many(const Piece<T>& piece, int tasks, double* out, double* workspace) {
   constexpr int kWidth = kGeneralColumns + 1; // columns in different banks
@@ -179,7 +179,7 @@ constexpr std::size_t gramian_bytes(int unrolled, int tasks) {
   return 16 + static_cast<std::size_t>(numbers) * sizeof(double);
 }
 
-// One item; the last one of a group adds up. Reads every gradient once.
+// One item; the last block of a group adds up its products. Reads every gradient once.
 template <class T, int kTasks>
 CS_KERNEL(kThreads, gramian_blocks(kTasks))
 gramian_kernel(GramianLaunch launch) {
@@ -198,8 +198,8 @@ gramian_kernel(GramianLaunch launch) {
     add_up<kTasks>(launch, tensor);
 }
 
-// Calls add(task, numbers, whether they are the first) with some pieces of every gradient that
-// exists; of zeros if none does.
+// Calls add(task, numbers, whether they are the first) for these pieces of every gradient that
+// exists; once, with zeros, if there is none.
 template <class T, class Pieces, class Add>
 CS_DEVICE void for_each_task(const Piece<T>& piece, const Pieces& pieces, int tasks,
                              const Add& add) {
@@ -264,7 +264,7 @@ template <class T> CS_KERNEL(kThreads, kCombineBlocks) drop_signs_kernel(DropLau
   const Piece<T> piece(launch.gradients);
   const int tasks = launch.gradients.tasks;
   const std::uint64_t key = splitmix64(advanced(launch.state, launch.counter));
-  // An item has indices of at most two ranges of 2^32.
+  // An item's indices are in at most two ranges of 2^32.
   const auto first = static_cast<std::uint64_t>(piece.tensor.first_index + piece.range.begin);
   const UniformNumbers of_first(key, first);
   const UniformNumbers of_next(key, first + (std::uint64_t{1} << 32));
@@ -272,7 +272,7 @@ template <class T> CS_KERNEL(kThreads, kCombineBlocks) drop_signs_kernel(DropLau
     using Of = std::decay_t<decltype(pieces)>;
     typename Of::Numbers positive;
     typename Of::Numbers negative;
-    typename Of::Numbers leaked_positive; // kept where the sign is not chosen
+    typename Of::Numbers leaked_positive; // added where the other sign is chosen
     typename Of::Numbers leaked_negative;
     for_each_task(piece, pieces, tasks, [&](int j, const typename Of::Numbers& g, auto begins) {
       const auto leak = static_cast<Wide<T>>(load(launch.leaks + j));
@@ -300,7 +300,7 @@ template <class T> CS_KERNEL(kThreads, kCombineBlocks) drop_signs_kernel(DropLau
         const Wide<T> u = numbers.at(static_cast<std::uint32_t>(number));
         const Wide<T> p = positive[n][e];
         const bool chosen = u * (p - negative[n][e]) < p;
-        // Zero times the other sum: its infinities and NaN are not dropped.
+        // Adding zero times the other sum keeps its infinities and NaN from being dropped.
         positive[n][e] = chosen ? p + leaked_negative[n][e] + 0 * negative[n][e]
                                 : negative[n][e] + leaked_positive[n][e] + 0 * p;
       }

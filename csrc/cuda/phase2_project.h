@@ -6,8 +6,8 @@
 
 namespace cs_kernels::cuda {
 
-// Derives d_ij and a_i of a layer whose SUM items have ended. d_ij adds up the items' in a fixed
-// order: some threads have one pair, each a part of the items.
+// Derives d_ij and a_i of a layer whose SUM items have ended. The items' products are added up in a
+// fixed order, by several threads per pair, each of which has a share of the items.
 CS_DEVICE void find_coefficients(const Phase2Launch& launch, const PlannedTensor& tensor,
                                  double* workspace) {
   const int tasks = launch.tasks;
@@ -41,7 +41,7 @@ CS_DEVICE void find_coefficients(const Phase2Launch& launch, const PlannedTensor
         projection_coefficient(products + std::int64_t{i} * tasks, tasks, i);
 }
 
-// The a_i of a segment's channel group, of a layer whose flag has been waited for.
+// The a_i of a segment's channel group; the layer's flag must have been waited for.
 template <class T>
 CS_DEVICE Wide<T> coefficient_of(const Work<T>& work, const TeamSegment<T>& segment) {
   const std::int64_t first = work.tensor.layer * work.launch.tasks;
@@ -49,7 +49,7 @@ CS_DEVICE Wide<T> coefficient_of(const Work<T>& work, const TeamSegment<T>& segm
                            : static_cast<Wide<T>>(work.launch.coefficients[first + segment.group]);
 }
 
-// A PROJECT item: the segments of some SUM items again, where a_i > 0. Their sums and reference
+// A PROJECT item: the segments of a few SUM items again, where a_i > 0. Their sums and reference
 // gradients are likely to be in the L2 cache.
 template <class T> CS_DEVICE void project_item(const Phase2Launch& launch, const Item& item) {
   const Work<T> work(launch, item.tensor);

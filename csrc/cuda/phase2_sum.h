@@ -5,15 +5,15 @@
 
 namespace cs_kernels::cuda {
 
-// The plain sum of a team's segment, and its products with the reference gradient. A thread reads
-// some vectors of the reference gradient, then of one other gradient after the other.
+// The plain sum of a team's segment, and the gradients' products with the reference gradient. A
+// thread reads several vectors of the reference gradient, then of the other gradients in turn.
 template <class T> struct Sum {
   const Work<T>& work;
   const TeamSegment<T> segment;
-  const T* first; // the gradient that the sum begins with; null if there is none
-  int first_task; // its task
-  int group;      // the channel group if it is the reference gradient; otherwise products are zero
-  bool began = false; // whether the products have a first part
+  const T* first; // the gradient with which the sum begins; null if there is none
+  int first_task; // the task of `first`
+  int group;      // the channel group if `first` is its reference gradient; else products are zero
+  bool began = false; // whether the products have been written before, so that they are added to
 
   CS_DEVICE Sum(const Work<T>& of, std::int64_t tile)
       : work(of), segment(of, tile), first_task(segment.group < 0 ? 0 : segment.group),
@@ -35,10 +35,10 @@ template <class T> struct Sum {
   }
 
   template <int kSize, int kNumber> CS_DEVICE void add(const Pieces<T, kSize, kNumber>& pieces) {
-    const std::uint64_t evict = policy_to_evict(); // PROJECT items read the first one again
+    const std::uint64_t evict = policy_to_evict(); // PROJECT items read only the first one again
     Vector<T, kSize> vectors[kNumber];
     Wide<T> references[kNumber][kSize];
-    Wide<T> totals[kNumber][kSize]; // begin with the reference gradient
+    Wide<T> totals[kNumber][kSize]; // start as the reference gradient
     Wide<T> dot = 0;
     read(pieces, first, vectors);
     widen_all(vectors, references);
@@ -50,7 +50,7 @@ template <class T> struct Sum {
         dot += references[n][e] * references[n][e];
     }
     add_dot(first_task, dot);
-    int other = 1; // of the other tasks; without any, one that has no gradient
+    int other = 1; // counts the other tasks; if there is none, a task without a gradient
     CS_UNROLL(1)
     do {
       const int task = other > first_task ? other : other - 1;
@@ -76,7 +76,7 @@ template <class T> struct Sum {
     write(pieces, work.update(), vectors);
   }
 
-  // Without any gradient, the update is zero.
+  // If there is no gradient, the update is zero.
   template <int kSize, int kNumber>
   CS_DEVICE void clear(const Pieces<T, kSize, kNumber>& pieces) const {
     const Vector<T, kSize> zeros[kNumber] = {};
@@ -94,8 +94,8 @@ template <class T> struct Sum {
   }
 };
 
-// The products of a tile, d_ij over its segments of channel group i, written to [tasks, tasks] or,
-// after an item's first tile, added. group: of the thread's team.
+// The products of a tile, d_ij over its segments of channel group i, [tasks, tasks]: written by an
+// item's first tile, added by the others. group: the channel group of the thread's team.
 CS_DEVICE void add_products(Shared& shared, int tasks, int group, bool first, double* products) {
   const double* of_lanes = dots_of_lanes();
   double* of_teams = dots_of_teams(tasks);
@@ -122,7 +122,7 @@ CS_DEVICE void add_products(Shared& shared, int tasks, int group, bool first, do
   }
 }
 
-// A SUM item: tiles of a segment for each team.
+// A SUM item: tiles with one segment per team.
 template <class T>
 CS_DEVICE void sum_tiles(const Work<T>& work, std::int64_t item, Shared& shared) {
   const PlannedTensor& tensor = work.tensor;

@@ -19,8 +19,8 @@ struct alignas(16) Shared {
   std::int32_t groups[kTeams];
 };
 
-// The second: the products of the teams' segments, of every lane [tasks, kDotsWidth] and then of
-// every team [tasks, kTeams]. There is a row for a second task in any case.
+// The second part: the products of the teams' segments, per lane [tasks, kDotsWidth] and then per
+// team [tasks, kTeams]. It has at least two rows.
 constexpr int kDotsWidth = kThreads + kThreads / kTeam; // lanes of a team in different banks
 CS_HOST_DEVICE_INLINE constexpr int dots_rows(int tasks) { return tasks < 2 ? 2 : tasks; }
 CS_DEVICE double* dots_of_lanes() {
@@ -43,7 +43,7 @@ CS_DEVICE std::uint32_t lane_of_team() {
 template <class T> struct Work {
   const Phase2Launch& launch;
   const PlannedTensor& tensor;
-  const std::int64_t* call; // its row of the table of addresses
+  const std::int64_t* call; // the tensor's row of the table of addresses
   bool aligned;
 
   CS_DEVICE Work(const Phase2Launch& arguments, std::int32_t number)
@@ -58,7 +58,7 @@ template <class T> struct Work {
   CS_DEVICE std::int32_t* counters() const {
     return launch.counters + tensor.layer * kLayerCounters;
   }
-  // The tiles of some SUM items.
+  // The tiles of SUM items [first, last).
   CS_DEVICE Range tiles(std::int64_t first, std::int64_t last) const {
     const std::int64_t all = (tensor.size + kTeams - 1) / kTeams;
     const std::int64_t end = last * tensor.tiles;
@@ -66,8 +66,8 @@ template <class T> struct Work {
   }
 };
 
-// The segment of a thread's team in a tile, and the task whose channel group it belongs to, or
-// -1. Priorities may have been written in the same launch.
+// The segment of a thread's team in a tile, and the task of its channel group, or -1. The priority
+// is read without the read-only path, as the same launch may have written it.
 template <class T> struct TeamSegment : Segment<T> {
   int group;
 
@@ -98,7 +98,7 @@ private:
   }
 };
 
-// Calls visit(pieces) for a lane's part of its team's segment.
+// Calls visit(pieces) for a lane's pieces of its team's segment.
 template <class T, class Visit>
 CS_DEVICE void for_each_team_piece(const TeamSegment<T>& segment, Visit visit) {
   for_each_piece<kPieces>(static_cast<const Segment<T>&>(segment), lane_of_team(),

@@ -9,7 +9,7 @@
 namespace cs_kernels::cuda {
 namespace {
 
-// The team of a block: its warps are the parts.
+// A block as a team, whose parts are warps.
 struct Warps {
   CS_DEVICE static int lane() { return thread_index() % kWarp; }
   CS_DEVICE static constexpr int lanes() { return kWarp; }
@@ -25,7 +25,7 @@ struct Warps {
   }
 };
 
-// One block for each Gramian. Matrices are in shared memory. Reads K * K numbers, writes K.
+// One block per Gramian. Matrices are in shared memory. Reads K * K numbers, writes K.
 CS_KERNEL(kWarp* kSolverWarps, 1) solver_kernel(SolverArguments arguments) {
   auto* workspace = reinterpret_cast<double*>(shared_memory());
   solvers::with_solver(arguments.solver, [&](const auto& function) {
@@ -37,7 +37,7 @@ std::size_t memory(std::int32_t tasks, int warps) {
   return static_cast<std::size_t>(solvers::workspace_size(tasks, warps)) * sizeof(double);
 }
 
-// The warps of a block: UPGrad has a problem a task, the others have one.
+// The warps per block: UPGrad has one problem per task, the others have a single one.
 int warps(Solver solver, std::int32_t tasks) {
   int found = 1;
   if (solver == Solver::upgrad)

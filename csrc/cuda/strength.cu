@@ -11,7 +11,7 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks) energy_kernel(EnergyLaunch 
                workspace);
 }
 
-// A block for each task.
+// One block per task.
 CS_KERNEL(kThreads, kSmallBlocks) strength_kernel(StrengthLaunch launch) {
   auto* workspace = reinterpret_cast<double*>(shared_memory());
   const int task = static_cast<int>(block_index());

@@ -11,7 +11,7 @@
 
 namespace cs_kernels::cuda {
 
-// Some numbers of an array; their loads are in flight together.
+// Several numbers of an array, whose loads are in flight together.
 template <int kNumber>
 CS_DEVICE void numbers_at(const Numbers& numbers, const std::int64_t (&offsets)[kNumber],
                           double (&values)[kNumber]) {
@@ -28,7 +28,7 @@ CS_DEVICE double number_at(const Numbers& numbers, std::int64_t offset) {
   return value[0];
 }
 
-// energy[row] of some rows. The number of threads of a row grows with its length.
+// energy[row] of a range of rows. The number of threads per row grows with its length.
 template <class T>
 CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool aligned, Range rows,
                             double* energy, double* workspace) {
@@ -52,7 +52,7 @@ CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool a
         typename Of::Numbers w;
         read(pieces, weight, vectors);
         widen_all(vectors, w);
-        Square<T> squares = 0; // of 48 numbers at most
+        Square<T> squares = 0; // of at most 48 numbers
         CS_UNROLL(Of::kNumber)
         for (int n = 0; n < Of::kNumber; ++n) {
           CS_UNROLL(Of::kSize)
@@ -68,8 +68,8 @@ CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool a
   }
 }
 
-// Eq. (6) of a row, of tasks from `task` on; 0 where there is none. Other blocks of the same launch
-// may have written the energies.
+// Eq. (6) of a row, for tasks from `task` on; 0 for tasks that do not exist. Other blocks of the
+// same launch may have written the energies.
 template <int kTasks>
 CS_DEVICE void strengths_at(const StrengthLaunch& layer, int task, std::int64_t row,
                             double (&strengths)[kTasks]) {
@@ -88,8 +88,8 @@ CS_DEVICE void strengths_at(const StrengthLaunch& layer, int task, std::int64_t 
                        : 0;
 }
 
-// The sums over the rows, of tasks from `task` on. All threads of the block must call it; each gets
-// them. workspace: [kTasks, kWarps], shared.
+// Eq. (6) summed over rows, for tasks from `task` on. All threads of the block must call it; each
+// gets the sums. workspace: [kTasks, kWarps], shared.
 template <int kTasks>
 CS_DEVICE void strength_totals(const StrengthLaunch& layer, int task, double (&totals)[kTasks],
                                double* workspace) {

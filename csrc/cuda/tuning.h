@@ -1,4 +1,4 @@
-// Every constant that only speed depends on, with its reason.
+// Every constant that affects only speed, with its reason.
 #pragma once
 
 #include <cstddef>
@@ -8,27 +8,27 @@
 
 namespace cs_kernels::cuda {
 
-// Threads of a block.
+// Threads per block.
 constexpr int kThreads = 128;
 constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 
-// Resident blocks of a multiprocessor: for kernels that need few registers, for combine and sign
+// Resident blocks per multiprocessor: for kernels that need few registers, for combine and sign
 // dropping, and for Phase 2.
 constexpr int kSmallBlocks = 8;
 constexpr int kCombineBlocks = 5;
 template <class T> constexpr int kPhase2Blocks = sizeof(T) < 4 ? 3 : 4;
 
-// Lanes of Phase 2 that share a segment: their vectors are a cache line.
+// Lanes that share a segment in Phase 2: their vectors fill a cache line.
 constexpr int kTeam = 8;
 constexpr int kTeams = kThreads / kTeam;
-// Vectors of a gradient that a thread has in flight in Phase 2, and of a segment at most: 36 KiB
-// (16 bits) or 48 KiB for a multiprocessor. Bandwidth times latency is about 25 KiB on an H100, 36
+// Vectors of a gradient that a thread has in flight in Phase 2, also the limit per segment: 36 KiB
+// (16 bits) or 48 KiB per multiprocessor. Bandwidth times latency is about 25 KiB on an H100, 36
 // KiB on an H200. The fixed cost of an item is about that of two vectors.
 constexpr int kPieces = 6;
 
-// Numbers that a thread loads at once when it adds up the products of a layer's items, 1024 at
-// most: the block that does so has no other loads in flight.
+// Numbers that a thread loads at once to add up the products of a layer's items, of which there are
+// at most 1024: the block that does so has no other loads in flight.
 constexpr int kProductLoads = 8;
 
 // Resident blocks for the Gramian, whose threads keep K (K + 1) / 2 sums in registers.
@@ -36,31 +36,31 @@ constexpr int gramian_blocks(int tasks) {
   return tasks == 0 ? 4 : tasks <= 2 ? 6 : tasks <= 4 ? 4 : tasks <= 6 ? 3 : 2;
 }
 
-// 16-byte loads of a row that a thread has in flight: as many as of gradients.
+// 16-byte loads of a row that a thread has in flight, as many as for gradients.
 constexpr int kEnergyLoads = 6;
 
 // 16-byte vectors of a gradient per thread in a tile of combine, sign dropping and the Gramian.
 constexpr int kGradientVectors = 8;
-// How many of them a thread has in registers at once: of one gradient; in the Gramian, of each.
+// The vectors that a thread has in registers at once: of one gradient; in the Gramian, of each.
 template <class T> constexpr int kCombineVectors = sizeof(T) < 4 ? 4 : 8;
 template <class T> constexpr int kDropVectors = sizeof(T) < 4 ? 1 : 2;
 constexpr int gramian_vectors(int tasks) { return tasks <= 4 ? 4 : 2; }
 
-// Tasks whose strengths a thread computes at once, as many as registers hold: one block finds a
-// layer's priorities, about two trips to memory at a time, while others wait for them.
+// Tasks whose strengths a thread computes at once, as many as fit the registers: other blocks wait
+// while one finds a layer's priorities, with a latency of about two trips to memory per round.
 constexpr int kStrengthTasks = 4;
 
-// Elements of each task in the shared memory of the Gramian's general kernel: 33 KiB for 64 tasks
-// in double, for 16 tasks 8 KiB, of which four blocks have 16 KiB of float32 in flight.
+// Elements per task in the shared memory of the Gramian's general kernel: 33 KiB of doubles for 64
+// tasks, 8 KiB for 16 tasks, of which four blocks have 16 KiB of float32 in flight.
 constexpr int kGeneralColumns = 64;
 
-// Bytes of a weight's row for each thread that reads it, up to a warp; and those of a row that a
-// whole block reads.
+// Bytes of a weight's row per thread that reads it, for up to a warp; rows of at least kLongRow
+// bytes are read by a whole block.
 constexpr std::int64_t kRowBytes = 512;
 constexpr std::int64_t kLongRow = 64 << 10;
 
-// Warps of UPGrad's block, as far as their matrices fit into the shared memory that every GPU has
-// (99 KiB from compute capability 8.6 on).
+// The limit of warps in UPGrad's block; their matrices must fit the shared memory that every GPU
+// has (99 KiB from compute capability 8.6 on).
 constexpr int kSolverWarps = 8;
 constexpr std::size_t kSolverMemory = 96 << 10;
 
@@ -72,19 +72,19 @@ constexpr int kUnrolledTasks = 8;
 constexpr bool is_unrolled(int tasks) { return tasks >= 2 && tasks <= kUnrolledTasks; }
 
 // The plan of Phase 2's items.
-// SUM items of a PROJECT item.
+// SUM items per PROJECT item.
 constexpr int kProjectSums = 2;
-// Vectors of an ENERGY item for each thread: it begins with dependent reads, as a SUM item.
+// Vectors per thread in an ENERGY item, which begins with dependent reads, as a SUM item does.
 constexpr int kEnergyVectors = 36;
 constexpr int kLeastEnergyRows = 4;
 // SUM items per multiprocessor before items grow: a block runs six to eight of them in turn, so
 // less than a tenth of the time is idle tail.
 constexpr int kLeastItems = 24;
-// SUM items per multiprocessor before a layer's PROJECT items: the resident blocks', whose items
-// have to end, and half as many.
+// SUM items per multiprocessor between a layer's last one and its PROJECT items: those of the
+// resident blocks, which have to end, and half as many.
 constexpr int kLag = 6;
 
-// Tiles of an item of combine, sign dropping and the Gramian.
+// Tiles per item in combine, sign dropping and the Gramian.
 constexpr int kMostGradientTiles = 8;
 
 } // namespace cs_kernels::cuda

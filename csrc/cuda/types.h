@@ -24,9 +24,9 @@ CS_DEVICE float widened(float x) { return x; }
 CS_DEVICE float widened(BFloat16 x) { return low_bfloat16(x.bits); }
 CS_DEVICE float widened(Float16 x) { return float16_to_float(x.bits); }
 
-// The type of sums and products of one thread, of a few vectors; they are added up in float64.
+// The type of one thread's sums and products over a few vectors, which are added up in float64.
 template <class T> using Wide = decltype(widened(T{}));
-// The type of a weight's squares: two tasks' strengths can be close to each other.
+// The type of a weight's squares, wide because two tasks' strengths can be close to each other.
 template <class T> using Square = std::conditional_t<sizeof(T) >= 4, double, float>;
 
 template <class T> CS_DEVICE T narrowed(Wide<T> x) {
@@ -38,7 +38,7 @@ template <class T> CS_DEVICE T narrowed(Wide<T> x) {
     return {float_to_float16(x)};
 }
 
-// 16 bytes of elements, or one.
+// 16 bytes of elements, or a single element.
 template <class T, int kElements = 16 / sizeof(T)> struct Vector {
   static constexpr int kSize = kElements;
   using Word = std::conditional_t<std::is_same_v<T, float>, float, std::uint32_t>;
@@ -90,7 +90,7 @@ template <class T> CS_DEVICE const Words<typename Vector<T>::Word>* words_at(con
   return reinterpret_cast<const Words<typename Vector<T>::Word>*>(address);
 }
 
-// Elements of a vector, in one access; with a policy of the L2 cache, of memory that is constant
+// The elements of a vector, in one access. With a policy of the L2 cache, memory must be constant
 // during the launch.
 template <int kSize, class T, class... Policy>
 CS_DEVICE Vector<T, kSize> vector_at(const T* address, Policy... policy) {
@@ -108,7 +108,7 @@ template <class T, int kSize> CS_DEVICE void store(T* address, const Vector<T, k
     *address = vector.words;
 }
 
-// The address, of global memory, as a pointer.
+// An address of global memory as a pointer.
 template <class T> CS_DEVICE T* pointer(std::int64_t address) {
   return static_cast<T*>(global_pointer(address));
 }
@@ -127,7 +127,7 @@ template <class Run> constexpr auto with_type(DataType type, const Run& run) {
   }
 }
 
-// Calls run(T{}, number of tasks) for the kernel of this type and number; 0: the general kernel.
+// Calls run(T{}, number of tasks) for the kernel of this type and number; 0 is the general kernel.
 template <int kTasks = 2, class Run> Status with_kernel(DataType type, int tasks, const Run& run) {
   if constexpr (kTasks > 0)
     if (kTasks != tasks)

@@ -1,1 +1,1 @@
-"""The operators of every backend whose kernels take addresses: checks first, then its launches."""
+"""What backends whose kernels take addresses share: checks, then operands, then launches."""

@@ -1,4 +1,4 @@
-"""Gramian, weighted sum and sign dropping: arguments are checked and made into operands."""
+"""Gramian, weighted sum and sign dropping: checks arguments and makes operands of them."""
 
 from abc import ABC, abstractmethod
 
@@ -17,7 +17,7 @@ from cs_kernels.ops.random import random_state
 
 
 class CombineOperators(ABC):
-    """The operators over all gradients. A launch reads them once."""
+    """The operators over all gradients; each reads the gradients once."""
 
     @abstractmethod
     def run_gramian(self, operands: Operands, group_of: Ints, groups: int) -> Tensor:
@@ -36,7 +36,10 @@ class CombineOperators(ABC):
         counter: Tensor | None,
         offsets: Ints | None,
     ) -> None:
-        """Writes the outputs; the counter adds to the random state, offsets None: cumulative."""
+        """Writes the outputs. The counter is added to the random state.
+
+        Without offsets, a tensor's indices follow those of the previous tensor.
+        """
 
     def gramian(self, grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
         """Reads K * N gradients once."""

@@ -1,4 +1,4 @@
-"""Connection strength, priority and Phase 2: arguments are checked and made into operands."""
+"""Connection strength, priority and Phase 2: checks arguments and makes operands of them."""
 
 from abc import ABC, abstractmethod
 from math import prod
@@ -19,18 +19,16 @@ from cs_kernels.ops.operands import ChannelLayout, Operands, as_channels, dense
 
 
 class Factors(NamedTuple):
-    """The operands of connection strength, for the first tensors."""
+    """The operands of connection strength for the first tensors, which are layers."""
 
     weights: Tensors
     gamma: Tensor
-    """[K, O] of one layer after the other, flattened, as the variance."""
+    """[K, O] per layer, flattened and concatenated; the variance likewise."""
     variance: Tensor
     eps: Floats
 
 
 class Phase2Operators(ABC):
-    """Phase 2, connection strength and priority."""
-
     @abstractmethod
     def run_phase2(
         self,
@@ -39,11 +37,11 @@ class Phase2Operators(ABC):
         factors: Factors | None,
         products: Tensor | None = None,
     ) -> None:
-        """Writes the outputs, and the products; with factors, the priorities there first."""
+        """Writes the outputs and the products; with factors, first writes the priorities."""
 
     @abstractmethod
     def run_products(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
-        """Writes the plain sums, and float64 [layers, K, K]."""
+        """Writes the plain sums and the products, float64 [layers, K, K]."""
 
     @abstractmethod
     def run_apply(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
@@ -51,13 +49,13 @@ class Phase2Operators(ABC):
 
     @abstractmethod
     def energies(self, weight: Tensor, layout: ChannelLayout, window: int) -> Tensor:
-        """Float64 [O] of one layer: sums of squares, divided by `window`."""
+        """Float64 [O] of one layer: sums of squares, divided by `window`. Reads the weight once."""
 
     @abstractmethod
     def strengths(
         self, energy: Tensor, gamma: Tensor, variance: Tensor, eps: Floats, *, normalize: bool
     ) -> Tensor:
-        """Float64 [K, O] of one layer."""
+        """Float64 [K, O] of one layer. Reads (2 K + 1) O numbers."""
 
     @abstractmethod
     def task_priority(self, strength: Tensor) -> Tensor:
@@ -74,7 +72,7 @@ class Phase2Operators(ABC):
     ) -> None:
         """Reads K * N gradients once and writes N; rows in conflict are visited again in cache."""
         operands = Operands(updates, grads, tasks, dims, groups)
-        _kept, addresses = operands.priority_addresses(priorities)
+        _dense_priorities, addresses = operands.priority_addresses(priorities)
         self.run_phase2(operands, addresses, None)
         operands.finish()
 
@@ -91,7 +89,10 @@ class Phase2Operators(ABC):
         tasks: int,
         products: Tensor | None = None,
     ) -> Tensor:
-        """Reads N weights and K * N gradients once and writes N; conflicts again in cache."""
+        """Reads N weights and K * N gradients once and writes N.
+
+        Rows in conflict are visited again in cache.
+        """
         operands = Operands(updates, grads, tasks, dims, groups)
         weights, channels = operands.weights(weights)
         check_statistics(gamma, running_var, eps, channels, tasks, operands.device)
@@ -114,7 +115,7 @@ class Phase2Operators(ABC):
     ) -> Tensor:
         """Reads K * N gradients once and writes N."""
         operands = Operands(updates, grads, tasks, dims, groups)
-        _kept, addresses = operands.priority_addresses(priorities)
+        _dense_priorities, addresses = operands.priority_addresses(priorities)
         products = torch.zeros(
             (len(priorities), tasks, tasks), dtype=torch.float64, device=operands.device
         )
@@ -132,10 +133,10 @@ class Phase2Operators(ABC):
         groups: Ints,
         tasks: int,
     ) -> None:
-        """Rows of channel groups in conflict: two reads and a write."""
+        """Two reads and a write per element of a row in conflict."""
         operands = Operands(updates, grads, tasks, dims, groups)
         operands.read_outputs()
-        _kept, addresses = operands.priority_addresses(priorities)
+        _dense_priorities, addresses = operands.priority_addresses(priorities)
         check_products(products, len(priorities), tasks, operands.device)
         self.run_apply(operands, addresses, dense(products))
         operands.finish()
@@ -167,11 +168,11 @@ class Phase2Operators(ABC):
     ) -> Tensor:
         """Reads (2 K + 1) O numbers, writes O."""
         tasks = check_energies(energies, gamma, running_var, eps, channels)
-        of_tasks = [tasks * rows for rows in channels]
+        statistics = [tasks * rows for rows in channels]
         layers = zip(
             torch.split(energies.double().contiguous(), list(channels)),
-            torch.split(gamma.flatten().double(), of_tasks),
-            torch.split(running_var.flatten().double(), of_tasks),
+            torch.split(gamma.flatten().double(), statistics),
+            torch.split(running_var.flatten().double(), statistics),
             [eps[i : i + tasks] for i in range(0, len(eps), max(tasks, 1))],
             strict=True,
         )

@@ -1,7 +1,7 @@
-"""The operators on a GPU, for kernels in CUDA and in Triton.
+"""What the CUDA and the Triton backend share: plans, address tables, launches.
 
-There is no host synchronization between the gradients and the update. A step can be captured in a
-CUDA graph after an eager one.
+No operator synchronizes with the host, so a step can be captured in a CUDA graph, after an eager
+one that makes the plans.
 """
 
 from cs_kernels.ops.gpu.combine import GpuCombine, GradientLaunch
@@ -12,4 +12,4 @@ __all__ = ["GpuOperators", "GradientLaunch", "Phase2Launch", "StrengthLaunch"]
 
 
 class GpuOperators(GpuPhase2, GpuCombine, SolverOperators):
-    """All operators; a subclass defines tilings and launches."""
+    """All operators; a subclass defines the tilings and the launches."""

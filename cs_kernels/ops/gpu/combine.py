@@ -1,7 +1,7 @@
 """Gramian, weighted sum and sign dropping on a GPU: plan, address table, launches.
 
-An item is some tiles of one tensor. The items of a group of tensors are adjacent; the block that
-ends the last one adds up their products in the order of the items.
+An item is a few tiles of one tensor. The items of a group of tensors are adjacent; the block that
+finishes the last of them adds up their products, in the order of the items.
 """
 
 from abc import abstractmethod
@@ -33,11 +33,11 @@ from cs_kernels.ops.gpu.device import (
 from cs_kernels.ops.operands import Operands, Shapes
 
 _LEAST_ITEMS = 16
-"""Items per multiprocessor before they grow."""
+"""Minimum items per multiprocessor; items have more than one tile only beyond it."""
 
 
 class GradientField(IntEnum):
-    """A row of the table of tensors, made from their sizes."""
+    """The columns of the table of tensors, which depends on their sizes alone."""
 
     SIZE = 0
     GROUP = 1
@@ -45,13 +45,13 @@ class GradientField(IntEnum):
     """The group's first item."""
     GROUP_ITEMS = 3
     TILES = 4
-    """Tiles of an item."""
+    """Tiles per item."""
     FIRST_INDEX = 5
     """The index of the first element, for sign dropping."""
 
 
 class GradientCallField(IntEnum):
-    """A row of the table of addresses, made in every call."""
+    """The columns of the table of addresses, which is made in every call."""
 
     UPDATE = 0
     ALIGNED = 1
@@ -63,17 +63,16 @@ class GradientPlan:
     """The items and tables of a launch over all gradients."""
 
     items: Tensor
-    """int32 [items, 2]: tensor, index among its items. Items of a group are adjacent."""
+    """int32 [items, 2]: tensor, index among its items. A group's items are adjacent."""
     tensors: Tensor
     """int64 [tensors, fields]."""
     empty_groups: tuple[int, ...]
-    """Groups without an item."""
+    """Groups without items."""
     stream: int
-    """The stream on which the tables were made."""
+    """The handle of the stream on which the tables were made."""
 
     @property
     def on_device(self) -> tuple[Tensor, ...]:
-        """The tensors that launches read."""
         return self.items, self.tensors
 
 
@@ -81,7 +80,7 @@ def gradient_plan(
     sizes: tuple[int, ...],
     group_of: tuple[int, ...],
     groups: int,
-    chosen: tuple[bool, ...],
+    mask: tuple[bool, ...],
     elements: int,
     most_tiles: int,
     device: torch.device,
@@ -93,40 +92,40 @@ def gradient_plan(
         sizes: In elements.
         group_of: The group of each tensor.
         groups: The number of groups.
-        chosen: A mask of the tensors that have items.
-        elements: The size of a tile.
-        most_tiles: The limit of tiles in an item.
+        mask: Whether each tensor has items.
+        elements: Elements of a tile.
+        most_tiles: The limit of tiles per item.
         device: The device of the tables.
-        offsets: The index of each tensor's first element; None: one tensor after the other.
+        offsets: The index of each tensor's first element; None counts on from tensor to tensor.
 
     """
     refuse_capture(device)
-    tiles = [-(-size // elements) if mine else 0 for size, mine in zip(sizes, chosen, strict=True)]
+    tiles = [-(-size // elements) if on else 0 for size, on in zip(sizes, mask, strict=True)]
     per_item = min(most_tiles, max(1, sum(tiles) // (_LEAST_ITEMS * multiprocessors(device))))
     items = [-(-n // per_item) for n in tiles]
-    of_group = [0] * groups
+    group_items = [0] * groups
     for t, group in enumerate(group_of):
-        of_group[group] += items[t]
-    first_item = [sum(of_group[:group]) for group in range(groups)]
+        group_items[group] += items[t]
+    first_item = [sum(group_items[:group]) for group in range(groups)]
     if offsets is None:
         offsets = tuple(accumulate(sizes, initial=0))
     fields = []
     for t, size in enumerate(sizes):
         group = group_of[t]
-        of_tensor = {
+        row = {
             GradientField.SIZE: size,
             GradientField.GROUP: group,
             GradientField.FIRST_ITEM: first_item[group],
-            GradientField.GROUP_ITEMS: of_group[group],
+            GradientField.GROUP_ITEMS: group_items[group],
             GradientField.TILES: per_item,
             GradientField.FIRST_INDEX: offsets[t],
         }
-        fields.append([of_tensor[field] for field in GradientField])
+        fields.append([row[field] for field in GradientField])
     order = sorted(range(len(sizes)), key=lambda t: group_of[t])
     return GradientPlan(
         torch.cat([numbered([t], items[t]) for t in order]).to(device),
         torch.tensor(fields, dtype=torch.int64, device="cpu").to(device),
-        tuple(group for group, n in enumerate(of_group) if n == 0),
+        tuple(group for group, n in enumerate(group_items) if n == 0),
         stream_of(device),
     )
 
@@ -142,10 +141,10 @@ def _plan(
     device: torch.device,
     offsets: tuple[int, ...] | None,
 ) -> GradientPlan:
-    """The plan of the operands of one type; shards have the same offsets in every step."""
-    chosen = tuple(other == code for other in shapes.native.types)
+    """The plan of the operands of one dtype; `offsets` are the same in every step."""
+    mask = tuple(other == code for other in shapes.native.types)
     sizes = tuple(shapes.native.sizes)
-    return gradient_plan(sizes, group_of, groups, chosen, elements, most_tiles, device, offsets)
+    return gradient_plan(sizes, group_of, groups, mask, elements, most_tiles, device, offsets)
 
 
 @dataclass(frozen=True)
@@ -158,20 +157,20 @@ class GradientLaunch:
     table: Tensor
     """int64 [tensors, GradientCallField.GRADIENTS + tasks], addresses."""
     extra: Tensor
-    """Operands that were sent with the table."""
+    """int64, operands that were sent with the table."""
     tasks: int
     dtype: torch.dtype
 
 
 class GpuCombine(CombineOperators):
-    """A subclass defines the tiling and the launches."""
+    """A subclass defines the tiling and the launches; an operator has one launch per dtype."""
 
     @abstractmethod
     def gradient_tiling(self, dtype: torch.dtype, tasks: int) -> tuple[int, int]:
-        """Elements of a tile, and the most tiles of an item."""
+        """Elements of a tile, and the limit of tiles per item."""
 
     one_tile: ClassVar[bool] = False
-    """Whether an item of the weighted sum and of sign dropping is one tile."""
+    """Whether the items of the weighted sum and of sign dropping have one tile each."""
 
     @abstractmethod
     def launch_gramian(
@@ -187,7 +186,7 @@ class GpuCombine(CombineOperators):
     def launch_drop_signs(
         self, launch: GradientLaunch, leaks: Tensor, state: int, counter: Tensor | None
     ) -> None:
-        """Leaks float64 [tasks]; the counter adds to the random state."""
+        """Leaks float64 [tasks]; the counter is added to the random state."""
 
     def _gradient_launches(
         self,
@@ -238,7 +237,6 @@ class GpuCombine(CombineOperators):
                 )
 
     def run_gramian(self, operands: Operands, group_of: Ints, groups: int) -> Tensor:
-        """One launch for each dtype."""
         shape = (groups, operands.tasks, operands.tasks)
         results: list[Tensor] = []
         zeros = [0] * -(-groups // 2)
@@ -256,7 +254,6 @@ class GpuCombine(CombineOperators):
         return results[0] if len(results) == 1 else torch.stack(results).sum(0)
 
     def run_combine(self, operands: Operands, weights: Tensor, group_of: Ints) -> None:
-        """One launch for each dtype."""
         for launch in self._gradient_launches(
             operands, group_of, len(weights), one_tile=self.one_tile
         ):
@@ -271,12 +268,10 @@ class GpuCombine(CombineOperators):
         counter: Tensor | None,
         offsets: Ints | None,
     ) -> None:
-        """One launch for each dtype."""
         tasks, group_of = operands.tasks, [0] * len(operands.outputs)
         extra = unpack(f"{tasks}q", pack(f"{tasks}d", *leaks))
         for launch in self._gradient_launches(
             operands, group_of, 1, extra, one_tile=self.one_tile, offsets=offsets
         ):
             if len(launch.items):
-                of_tasks = launch.extra.view(torch.float64)
-                self.launch_drop_signs(launch, of_tasks, state, counter)
+                self.launch_drop_signs(launch, launch.extra.view(torch.float64), state, counter)

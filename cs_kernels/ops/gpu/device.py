@@ -8,37 +8,36 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-_kept_for_good: list[object] = []
-"""Tables and buffers that CUDA graphs read which somebody else captures."""
+_immortal_tables: list[object] = []
+"""Tables and buffers used by graphs captured outside this package; never freed."""
 
-_collected: ContextVar[list[object] | None] = ContextVar("collected", default=None)
-"""The list of the `captured_tables` around a capture, if any."""
+_graph_tables: ContextVar[list[object] | None] = ContextVar("graph_tables", default=None)
+"""The list of the enclosing `captured_tables`, if any."""
 
-_left_for_captures: list[Tensor] = []
+_capture_reserve: list[Tensor] = []
 """Pinned memory, in one tensor: a capture can neither allocate it nor copy from other memory."""
 
-_FOR_CAPTURES = 1 << 17
-"""Numbers that are pinned at least: a megabyte."""
+_LEAST_RESERVE = 1 << 17
+"""The minimum reserve in int64 numbers: a megabyte."""
 
-_CALLS = 16
-"""The calls of a captured step that the pinned memory has to be enough for."""
+_RESERVED_CALLS = 16
+"""The number of operator calls in a captured step for which the reserve must suffice."""
 
 
 @contextlib.contextmanager
 def captured_tables() -> Iterator[list[object]]:
-    """Collects the tables that a CUDA graph captured inside reads, to be kept as long as it."""
+    """Collects the tables that a CUDA graph captured within reads, which must live as long."""
     tables: list[object] = []
-    token = _collected.set(tables)
+    token = _graph_tables.set(tables)
     try:
         yield tables
     finally:
-        _collected.reset(token)
+        _graph_tables.reset(token)
 
 
 def _keep_for_graph(table: object) -> None:
-    """Keeps what the CUDA graph that is being captured reads."""
-    collected = _collected.get()
-    (_kept_for_good if collected is None else collected).append(table)
+    tables = _graph_tables.get()
+    (_immortal_tables if tables is None else tables).append(table)
 
 
 VECTOR_BYTES = 16
@@ -46,7 +45,7 @@ VECTOR_BYTES = 16
 
 
 def multiprocessors(device: torch.device) -> int:
-    """The number of SMs; 1 for the interpreter, so that small trunks take every path."""
+    """The number of SMs; 1 for Triton's interpreter, so that small trunks take every path."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -62,19 +61,17 @@ def stream_of(device: torch.device) -> int:
 
 
 class Tables(Protocol):
-    """Tensors that were made on a stream and are kept."""
+    """Cached tensors and the handle of the stream on which they were made."""
 
     @property
-    def stream(self) -> int:
-        """The handle of that stream."""
+    def stream(self) -> int: ...
 
     @property
-    def on_device(self) -> tuple[Tensor, ...]:
-        """The tensors."""
+    def on_device(self) -> tuple[Tensor, ...]: ...
 
 
 def keep(tables: Tables, device: torch.device) -> None:
-    """Retains tables until a launch has read them; for good while a CUDA graph is captured."""
+    """Keeps tables alive until a launch has read them, or as long as a graph under capture."""
     if _capturing(device):
         _keep_for_graph(tables)
     elif tables.stream != stream_of(device):
@@ -83,7 +80,7 @@ def keep(tables: Tables, device: torch.device) -> None:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raises a RuntimeError during the capture of a CUDA graph."""
+    """Raises a RuntimeError while a CUDA graph is captured."""
     if _capturing(device):
         raise RuntimeError(
             "the first step of a trunk makes tables and compiles kernels, which cannot be captured"
@@ -99,23 +96,23 @@ def host_buffer(numbers: int, device: torch.device) -> Tensor:
     """An int64 buffer on the host, for `send`.
 
     Raises:
-        RuntimeError: In the capture of a CUDA graph, if no step before it has pinned enough memory.
+        RuntimeError: While a CUDA graph is captured, if earlier steps pinned too little memory.
 
     """
     if device.type != "cuda":
         return torch.empty(numbers, dtype=torch.int64, device="cpu")
-    left = len(_left_for_captures[0]) if _left_for_captures else 0
+    left = len(_capture_reserve[0]) if _capture_reserve else 0
     if _capturing(device):
         if numbers > left:
             raise RuntimeError(
-                f"a captured step sends {numbers} numbers from pinned memory, got {left} left of"
-                " what was pinned before the capture: make a step before the capture"
+                f"a captured step needs pinned memory for {numbers} numbers, got {left} left of"
+                " the memory pinned before the capture: make a step before the capture"
             )
-        buffer, _left_for_captures[0] = _left_for_captures[0].tensor_split([numbers])
+        buffer, _capture_reserve[0] = _capture_reserve[0].tensor_split([numbers])
         _keep_for_graph(buffer)
         return buffer
-    if left < _CALLS * numbers:
-        _left_for_captures[:] = [_pinned(max(_FOR_CAPTURES, 4 * _CALLS * numbers))]
+    if left < _RESERVED_CALLS * numbers:
+        _capture_reserve[:] = [_pinned(max(_LEAST_RESERVE, 4 * _RESERVED_CALLS * numbers))]
     return _pinned(numbers)
 
 
@@ -125,17 +122,17 @@ def send(buffer: Tensor, device: torch.device) -> Tensor:
 
 
 def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Int64 numbers on the device."""
+    """Int64 numbers on the device, without host synchronization."""
     return send(host_buffer(len(numbers), device).copy_(on_host(numbers)), device)
 
 
 def on_host(numbers: Sequence[int]) -> Tensor:
-    """An int64 tensor on the CPU, whatever the default device."""
+    """An int64 tensor on the CPU, whatever torch's default device."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def numbered(prefix: Sequence[int], count: int) -> Tensor:
-    """int32 [count, ...]: the prefix and an index from 0 in each row."""
+    """int32 [count, ...]: each row has the prefix, then its own index."""
     rows = torch.empty((count, len(prefix) + 1), dtype=torch.int32, device="cpu")
     rows[:, :-1] = torch.tensor(prefix, dtype=torch.int32, device="cpu")
     rows[:, -1] = torch.arange(count, dtype=torch.int32, device="cpu")
@@ -143,5 +140,5 @@ def numbered(prefix: Sequence[int], count: int) -> Tensor:
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Makes it the current device while kernels are launched there."""
+    """Makes this the current device while kernels are launched."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

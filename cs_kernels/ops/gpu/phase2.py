@@ -11,14 +11,7 @@ from torch import Tensor
 from cs_kernels.ops.aliases import Floats, Ints
 from cs_kernels.ops.checks import DTYPES, check_strength, check_tasks
 from cs_kernels.ops.compiled.phase2 import Factors, Phase2Operators
-from cs_kernels.ops.gpu.device import (
-    VECTOR_BYTES,
-    host_buffer,
-    keep,
-    on_device,
-    on_host,
-    send,
-)
+from cs_kernels.ops.gpu.device import VECTOR_BYTES, host_buffer, keep, on_device, on_host, send
 from cs_kernels.ops.gpu.phase2_plan import (
     CallField,
     Counter,
@@ -46,14 +39,14 @@ class Phase2Launch:
     energy: Tensor
     """float64 [rows of all layers], workspace."""
     gamma: Tensor
-    """[K, O] of one layer after the other, flattened; unused if priorities are given."""
+    """[K, O] per layer, flattened and concatenated; unused if priorities are given."""
     variance: Tensor
     item_products: Tensor
     """float64 [SUM items of all layers, tasks, tasks], workspace."""
     products: Tensor
-    """float64 [layers, tasks, tasks]: d_ij of the channel groups; written."""
+    """float64 [layers, tasks, tasks]: d_ij of the channel groups; output."""
     coefficients: Tensor
-    """float64 [layers, tasks]: a_i; input of a launch of PROJECT items alone, else written."""
+    """float64 [layers, tasks]: a_i; input if there are only PROJECT items, else output."""
     tasks: int
     dtype: torch.dtype
 
@@ -67,7 +60,7 @@ class StrengthLaunch:
     variance: Tensor
     epsilon: Tensor
     strength: Tensor
-    """float64 [tasks, rows], written."""
+    """float64 [tasks, rows]; output."""
     normalize: bool
 
 
@@ -81,27 +74,26 @@ def _plan(
     device: torch.device,
     kinds: tuple[ItemKind, ...],
 ) -> Phase2Plan:
-    """The plan of the operands of one type; the first ones are layers."""
+    """The plan of the operands of one dtype; the first tensors are layers."""
     native = shapes.native
     layouts = native.layouts[:layers] + [(1, 1, 1, size) for size in native.sizes[layers:]]
     kernel_sizes = tuple(native.kernel_sizes[:layers])
-    chosen = tuple(other == code for other in native.types)
-    return phase2_plan(tuple(layouts), kernel_sizes, eps, chosen, tiling, device, kinds)
+    mask = tuple(other == code for other in native.types)
+    return phase2_plan(tuple(layouts), kernel_sizes, eps, mask, tiling, device, kinds)
 
 
 class GpuPhase2(Phase2Operators):
     """A subclass defines the tiling and the launches."""
 
     @abstractmethod
-    def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling:
-        """The tiling of Phase 2."""
+    def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling: ...
 
     whole_rows: ClassVar[bool] = False
-    """Whether only rows of whole vectors are read 16 bytes at a time."""
+    """Whether 16-byte accesses need rows whose length is a multiple of 16 bytes."""
 
     @abstractmethod
     def launch_phase2(self, launch: Phase2Launch) -> None:
-        """Writes the updates and, in ENERGY items, the priorities."""
+        """Writes the updates; ENERGY items write the priorities."""
 
     @abstractmethod
     def launch_energies(
@@ -126,15 +118,15 @@ class GpuPhase2(Phase2Operators):
         products: Tensor | None = None,
         coefficients: Tensor | None = None,
     ) -> None:
-        """Launches the items of some kinds, once for each dtype.
+        """Launches the items of these kinds, once per dtype.
 
         Args:
             operands: Updates and gradients.
-            priorities: Addresses, for the first tensors.
-            factors: The operands of connection strength, or None where priorities are given.
+            priorities: Addresses for the first tensors: written if there are factors, else read.
+            factors: The operands of connection strength, or None if priorities are given.
             kinds: The kinds of items to launch.
-            products: d_ij [layers, K, K], written.
-            coefficients: a_i [layers, K], for PROJECT items alone.
+            products: d_ij [layers, K, K], output.
+            coefficients: a_i [layers, K], input for PROJECT items without SUM items.
 
         """
         tasks, native = operands.tasks, operands.native
@@ -165,17 +157,17 @@ class GpuPhase2(Phase2Operators):
                 shapes, code, layers, None if eps is None else tuple(eps), tiling, device, kinds
             )
             keep(plan, device)
-            # Each part begins at 16 bytes: Triton compiles kernels anew for one that does not.
+            # Workspaces are aligned to 16 bytes: Triton compiles another kernel for any that is
+            # not.
             sizes = (
                 plan.rows,
                 plan.sum_items * tasks**2,
                 layers * tasks**2,
                 layers * tasks,
             )
-            parts = [size + size % 2 for size in sizes]
-            memory = torch.empty(sum(parts), dtype=torch.float64, device=device)
-            scratch = torch.split(memory, parts)
-            energy = scratch[0]
+            padded = [size + size % 2 for size in sizes]
+            memory = torch.empty(sum(padded), dtype=torch.float64, device=device)
+            energy, item_products, own_products, own_coefficients = torch.split(memory, padded)
             if not len(plan.items):
                 continue
             with on_device(device):
@@ -188,9 +180,9 @@ class GpuPhase2(Phase2Operators):
                         energy,
                         energy if gamma is None else gamma,
                         energy if variance is None else variance,
-                        scratch[1],
-                        scratch[2] if products is None else products,
-                        scratch[3] if coefficients is None else coefficients,
+                        item_products,
+                        own_products if products is None else products,
+                        own_coefficients if coefficients is None else coefficients,
                         tasks,
                         dtype,
                     )
@@ -203,26 +195,24 @@ class GpuPhase2(Phase2Operators):
         factors: Factors | None,
         products: Tensor | None = None,
     ) -> None:
-        """One launch for each dtype."""
         if products is not None and 0 in operands.native.sizes[: len(priorities)]:
             products.zero_()  # Kernels skip a layer without elements.
         self._run(operands, priorities, factors, products=products)
 
     def run_products(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
-        """The SUM items alone."""
+        """Launches the SUM items alone."""
         self._run(operands, priorities, kinds=(ItemKind.SUM,), products=products)
 
     def run_apply(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
-        """The PROJECT items alone."""
-        own = products.diagonal(dim1=1, dim2=2)
-        coefficients = products.new_zeros(own.shape)
+        """Derives a_i from d_ij and launches the PROJECT items alone."""
+        d_ii = products.diagonal(dim1=1, dim2=2)
+        coefficients = products.new_zeros(d_ii.shape)
         for j in range(operands.tasks):
-            d_j = products[:, :, j]
-            coefficients -= torch.where((d_j < 0) & (own > 0), d_j / own + 0 * own, 0.0)
+            d_ij = products[:, :, j]
+            coefficients -= torch.where((d_ij < 0) & (d_ii > 0), d_ij / d_ii + 0 * d_ii, 0.0)
         self._run(operands, priorities, kinds=(ItemKind.PROJECT,), coefficients=coefficients)
 
     def energies(self, weight: Tensor, layout: ChannelLayout, window: int) -> Tensor:
-        """One launch."""
         energy = weight.new_zeros(layout[0] * layout[2], dtype=torch.float64)
         if weight.numel():
             plan = layer_plan(layout, window, self.tiling(1, weight.dtype), weight.device)
@@ -237,7 +227,6 @@ class GpuPhase2(Phase2Operators):
     def strengths(
         self, energy: Tensor, gamma: Tensor, variance: Tensor, eps: Floats, *, normalize: bool
     ) -> Tensor:
-        """One launch."""
         check_tasks(len(eps))
         strength = energy.new_empty((len(eps), len(energy)), dtype=torch.float64)
         if len(energy):
@@ -253,7 +242,6 @@ class GpuPhase2(Phase2Operators):
         return strength
 
     def task_priority(self, strength: Tensor) -> Tensor:
-        """Reads K * O numbers, writes O."""
         check_strength(strength)
         tasks, channels = strength.shape
         check_tasks(tasks)

@@ -11,14 +11,12 @@ from cs_kernels.ops.operands import Option, dense
 
 
 class SolverOperators(ABC):
-    """The operators of all solvers."""
-
     @abstractmethod
     def launch_solver(self, name: str, gramian: Tensor, weights: Tensor, *options: Option) -> None:
-        """Gramians [count, K, K] to float64 weights [count, K]."""
+        """Writes float64 weights [count, K] for Gramians [count, K, K]."""
 
     def solve(self, name: str, gramian: Tensor, *options: Option) -> Tensor:
-        """Reads K * K numbers and writes K for each Gramian."""
+        """Reads K * K numbers and writes K per Gramian."""
         check_solver(name, gramian, *options)
         weights = gramian.new_empty(gramian.shape[:-1], dtype=torch.float64)
         if weights.numel():

@@ -18,7 +18,7 @@ from cs_kernels.ops.random import random_key, uniform_numbers
 
 
 def gramian(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
-    """Products of gradients, in float64, added up over the tensors of a group."""
+    """Dot products of gradients, in float64, added up over each group's tensors."""
     check_tasks(tasks)
     check_group_of(group_of, groups, len(group_of))
     present_grads = first_present(grads, len(group_of), tasks)
@@ -26,14 +26,14 @@ def gramian(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
     like = present_grads[0]
     result = like.new_zeros((groups, tasks, tasks), dtype=torch.float64)
     for t, group in enumerate(group_of):
-        of_tensor = grads[t * tasks : (t + 1) * tasks]
-        present = [i for i, grad in enumerate(of_tensor) if grad is not None]
+        task_grads = grads[t * tasks : (t + 1) * tasks]
+        present = [i for i, grad in enumerate(task_grads) if grad is not None]
         if present:
-            rows = torch.stack([grad.double().flatten() for grad in of_tensor if grad is not None])
-            tasks_of = torch.tensor(present, device=like.device)
+            rows = torch.stack([grad.double().flatten() for grad in task_grads if grad is not None])
+            index = torch.tensor(present, device=like.device)
             products = rows @ rows.T
-            # A matrix product may round the two halves in other ways.
-            result[group, tasks_of.unsqueeze(1), tasks_of] += (products + products.T) / 2
+            # A matrix product may round the two triangles differently.
+            result[group, index.unsqueeze(1), index] += (products + products.T) / 2
     return result
 
 
@@ -61,7 +61,7 @@ def drop_signs_(
 ) -> None:
     """GradDrop (Chen et al. 2020) as a choice between two sums.
 
-    The positive ones' share of the sum of absolute values is their probability.
+    The probability of the positive sum is its share of the sum of absolute values.
     """
     check_signs(updates, leaks, tasks, counter, offsets)
     check_gradients(updates, grads, tasks)
@@ -70,7 +70,7 @@ def drop_signs_(
         offsets = list(accumulate((update.numel() for update in updates), initial=0))
     for t, update in enumerate(updates):
         positive = torch.zeros_like(update, dtype=torch.float64)
-        negative, kept_positive, kept_negative, leaked = (
+        negative, positive_rest, negative_rest, leaked = (
             torch.zeros_like(positive) for _ in "1234"
         )
         for leak, grad in zip(leaks, grads[t * tasks : (t + 1) * tasks], strict=True):
@@ -80,18 +80,18 @@ def drop_signs_(
                 below = torch.where(wide > 0, 0.0, wide)  # and NaN
                 positive += above
                 negative += below
-                kept_positive += (1 - leak) * above
-                kept_negative += (1 - leak) * below
+                positive_rest += (1 - leak) * above
+                negative_rest += (1 - leak) * below
                 leaked += leak * wide
         numbers = uniform_numbers(key, offsets[t], update.numel(), update.device)
         u = _in_memory_order(numbers, update)
-        chosen = torch.where(u * (positive - negative) < positive, kept_positive, kept_negative)
-        # Zero times the sum: infinities and NaN are not dropped.
+        chosen = torch.where(u * (positive - negative) < positive, positive_rest, negative_rest)
+        # Adding zero times the sum keeps infinities and NaN from being dropped.
         update.copy_(chosen + leaked + 0 * (positive + negative))
 
 
 def _in_memory_order(numbers: Tensor, like: Tensor) -> Tensor:
-    """The numbers in the shape of `like`, in the order of its elements in memory."""
+    """The numbers in the shape of `like`, assigned in the order of its elements in memory."""
     if torch.empty_like(like).stride() == like.stride():  # dense
         return numbers.as_strided(like.shape, like.stride())
     return numbers.view(like.shape)

@@ -26,7 +26,7 @@ from cs_kernels.ops.checks import (
 
 
 def channel_rows(tensor: Tensor, out_channel_dim: int, groups: int) -> Tensor:
-    """[O, fan-in]: a row holds the weights that produce one output channel."""
+    """[O, fan-in]: a row has the weights that produce one output channel."""
     if out_channel_dim == 0:
         return tensor.flatten(1) if tensor.ndim > 1 else tensor.unsqueeze(1)
     fan_in, channels = tensor.shape[0] // groups, tensor.shape[1]
@@ -47,8 +47,8 @@ def channel_energies(weights: Tensors, out_channel_dims: Ints, groups: Ints) -> 
     """Sums of squares, which are Eq. (4) times the size of the kernel window."""
     check_weights(weights, out_channel_dims, groups)
     energies = [
-        channel_rows(weight.double(), dim, of_layer).square().sum(1)
-        for weight, dim, of_layer in zip(weights, out_channel_dims, groups, strict=True)
+        channel_rows(weight.double(), dim, layer_groups).square().sum(1)
+        for weight, dim, layer_groups in zip(weights, out_channel_dims, groups, strict=True)
     ]
     return torch.cat(energies)
 
@@ -83,7 +83,7 @@ def connection_strength(
 
 
 def task_priority(strength: Tensor) -> Tensor:
-    """Eq. (10); torch.argmax would let a NaN win, and leaves ties open."""
+    """Eq. (10). torch.argmax would let a NaN win, and does not define which of equals does."""
     check_strength(strength)
     numbers = strength.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     highest = numbers.amax(0, keepdim=True)
@@ -93,18 +93,18 @@ def task_priority(strength: Tensor) -> Tensor:
 def energy_priority(
     energies: Tensor, gamma: Tensor, running_var: Tensor, eps: Floats, channels: Ints
 ) -> Tensor:
-    """Eq. (6), (7) and (10) of one layer after the other."""
+    """Eq. (6), (7) and (10), layer by layer."""
     tasks = check_energies(energies, gamma, running_var, eps, channels)
     priorities = [energies.new_empty(0, dtype=torch.int64)]
-    of_layers = (
+    statistics = (
         torch.split(x.flatten(), [tasks * o for o in channels]) for x in (gamma, running_var)
     )
-    for layer, (energy, *statistics) in enumerate(
-        zip(torch.split(energies, list(channels)), *of_layers, strict=True)
+    for layer, (energy, *flat) in enumerate(
+        zip(torch.split(energies, list(channels)), *statistics, strict=True)
     ):
-        gamma_of, var_of = (x.view(tasks, channels[layer]) for x in statistics)
-        eps_of = eps[layer * tasks : (layer + 1) * tasks]
-        priorities.append(task_priority(_strength(energy, gamma_of, var_of, eps_of, True)))
+        layer_gamma, layer_var = (x.view(tasks, channels[layer]) for x in flat)
+        layer_eps = eps[layer * tasks : (layer + 1) * tasks]
+        priorities.append(task_priority(_strength(energy, layer_gamma, layer_var, layer_eps, True)))
     return torch.cat(priorities)
 
 
@@ -116,15 +116,15 @@ def _check(
     check_priorities(priorities, channels, device_of(updates))
 
 
-def _present(grads: Grads, t: int, tasks: int, like: Tensor) -> Tensor:
+def _task_grads(grads: Grads, t: int, tasks: int, like: Tensor) -> Tensor:
     """Float64 [K, ...] of tensor t; zeros for a missing gradient."""
     zeros = torch.zeros_like(like, dtype=torch.float64)
-    of_tensor = grads[t * tasks : (t + 1) * tasks]
-    return torch.stack([zeros if grad is None else grad.double() for grad in of_tensor])
+    task_grads = grads[t * tasks : (t + 1) * tasks]
+    return torch.stack([zeros if grad is None else grad.double() for grad in task_grads])
 
 
 def _products(grads: Tensor, priority: Tensor) -> Tensor:
-    """d_ij = <G_i, G_j> over channel group i, [K, K], for grads [K, O, fan-in] of one layer."""
+    """d_ij = <G_i, G_j> over channel group i, [K, K], from one layer's grads [K, O, fan-in]."""
     rows = []
     for i, g_i in enumerate(grads):
         group = (priority == i).unsqueeze(1)
@@ -154,25 +154,25 @@ def project_conflicts_(
     out_channel_dims: Ints,
     groups: Ints,
     tasks: int,
-    written: Tensor | None = None,
+    products_out: Tensor | None = None,
 ) -> None:
-    """Phase 2 of Algorithm 1 with the channel groups given, for each tensor on its own.
+    """Phase 2 of Algorithm 1 for given priorities, tensor by tensor.
 
-    Given `written`, float64 [layers, K, K], it gets the products of the channel groups.
+    `products_out`, float64 [layers, K, K], receives the products of the channel groups.
     """
     _check(updates, grads, priorities, out_channel_dims, groups, tasks)
     for t, update in enumerate(updates):
-        total = _present(grads, t, tasks, update)
+        stacked = _task_grads(grads, t, tasks, update)
         if t < len(priorities):
             layout = out_channel_dims[t], groups[t]
-            rows = torch.stack([channel_rows(grad, *layout) for grad in total])
+            rows = torch.stack([channel_rows(grad, *layout) for grad in stacked])
             products = _products(rows, priorities[t])
-            if written is not None:
-                written[t] = products
+            if products_out is not None:
+                products_out[t] = products
             projected = _project(rows.sum(0), rows, priorities[t], products)
             update.copy_(_from_channel_rows(projected, update, *layout))
         else:
-            update.copy_(total.sum(0))
+            update.copy_(stacked.sum(0))
 
 
 def phase2_products_(
@@ -183,16 +183,16 @@ def phase2_products_(
     groups: Ints,
     tasks: int,
 ) -> Tensor:
-    """The plain sums, rounded, and d_ij of every layer."""
+    """Writes the rounded plain sums; returns d_ij of every layer."""
     _check(updates, grads, priorities, out_channel_dims, groups, tasks)
     like = updates[0] if updates else torch.empty(0)
     products = like.new_zeros((len(priorities), tasks, tasks), dtype=torch.float64)
     for t, update in enumerate(updates):
-        total = _present(grads, t, tasks, update)
-        update.copy_(total.sum(0))
+        stacked = _task_grads(grads, t, tasks, update)
+        update.copy_(stacked.sum(0))
         if t < len(priorities):
             layout = out_channel_dims[t], groups[t]
-            rows = torch.stack([channel_rows(grad, *layout) for grad in total])
+            rows = torch.stack([channel_rows(grad, *layout) for grad in stacked])
             products[t] = _products(rows, priorities[t])
     return products
 
@@ -211,8 +211,8 @@ def phase2_apply_(
     check_products(products, len(priorities), tasks, device_of(updates))
     for t, priority in enumerate(priorities):
         layout = out_channel_dims[t], groups[t]
-        total = _present(grads, t, tasks, updates[t])
-        rows = torch.stack([channel_rows(grad, *layout) for grad in total])
+        stacked = _task_grads(grads, t, tasks, updates[t])
+        rows = torch.stack([channel_rows(grad, *layout) for grad in stacked])
         update = channel_rows(updates[t].double(), *layout)
         projected = _project(update, rows, priority, products[t])
         updates[t].copy_(_from_channel_rows(projected, updates[t], *layout))
@@ -244,7 +244,7 @@ def phase2_update_(
         priorities = energy_priority(energies, gamma, running_var, eps, channels)
     channel_groups = torch.split(priorities, channels)
     for weight, priority in zip(weights, channel_groups, strict=True):
-        if not weight.numel():  # Task 0, whatever the statistics: kernels skip such a layer.
-            priority.zero_()
+        if not weight.numel():
+            priority.zero_()  # Kernels skip such a layer, whatever its statistics.
     project_conflicts_(updates, grads, channel_groups, out_channel_dims, groups, tasks, products)
     return priorities

@@ -1,8 +1,8 @@
 """From Gramians [..., K, K] to task weights [..., K] in plain torch.
 
 The solvers use the correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, and unknowns scaled by d, so
-gradients of very different size are no harder than others. A ridge on C's diagonal makes singular
-Gramians ordinary ones. A Gramian that is not finite gives weights of NaN.
+gradients of very different size are no harder than others. A ridge on C's diagonal makes it
+regular. A non-finite Gramian gives weights of NaN.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from cs_kernels.ops.solvers import (
 
 
 def _each(gramian: Tensor, solve: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """solve(gramian, its index) for each, on the CPU in float64."""
+    """Calls solve(gramian, its index) for each Gramian, on the CPU in float64."""
     tasks = gramian.shape[-1]
     flat = gramian.detach().to("cpu", torch.float64).reshape(-1, tasks, tasks)
     weights = torch.empty(flat.shape[:-1], dtype=torch.float64)
@@ -44,7 +44,7 @@ def _each(gramian: Tensor, solve: Callable[[Tensor, int], Tensor]) -> Tensor:
 
 
 def _correlations(g: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
-    """C of the tasks with a nonzero gradient, the lengths and the tasks."""
+    """C of the tasks with a nonzero gradient, their lengths d and their indices."""
     nonzero = (g.diagonal() > 0).nonzero().flatten()
     length = g.diagonal()[nonzero].sqrt()
     c = g[nonzero][:, nonzero] / length.unsqueeze(1) / length
@@ -54,17 +54,17 @@ def _correlations(g: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and vectors; sorted by size, as small rows then keep their digits."""
+    """Eigenvalues and eigenvectors. Rows are sorted by size, so that small ones keep digits."""
     order = g.diagonal().argsort()
     values, vectors = torch.linalg.eigh(g[order][:, order], UPLO="U")
     return values, vectors[order.argsort()]
 
 
 def _non_negative(c: Tensor, f: Tensor) -> Tensor:
-    """Min 1/2 x'Cx - f'x over x >= 0, by the active-set method of Lawson and Hanson."""
+    """The minimizer of 1/2 x'Cx - f'x over x >= 0, by Lawson and Hanson's active-set method."""
     x = torch.zeros_like(f)
     free = torch.zeros_like(f, dtype=torch.bool)
-    tried = torch.zeros_like(free)  # freed, and sent back at once, since x last changed
+    tried = torch.zeros_like(free)  # freed and blocked at once, since x last changed
     for _ in range(8 * len(f) + 16):
         slope = f - c @ x
         rises = slope > SLOPE * (f.abs() + c.abs() @ x)
@@ -106,16 +106,16 @@ def random_order(key: int, tasks: int, i: int) -> list[int]:
 
 
 def pcgrad_weights(gramian: Tensor, seed: int, step: int, counter: Tensor | None = None) -> Tensor:
-    """PCGrad: each gradient, in random order, projected against the originals in conflict."""
+    """PCGrad: each gradient is projected against the originals in conflict, in random order."""
     key = random_key(seed, step, counter)
 
     def solve(g: Tensor, n: int) -> Tensor:
-        of_gramian = splitmix64((key + n) % (1 << 64))
+        gramian_key = splitmix64((key + n) % (1 << 64))
         weights = torch.zeros(len(g), dtype=torch.float64)
         for i in range(len(g)):
             own = torch.zeros_like(weights)
             own[i] = 1
-            for j in random_order(of_gramian, len(g), i):
+            for j in random_order(gramian_key, len(g), i):
                 conflict = own @ g[j]
                 if conflict < 0 and g[j, j] > 0:
                     own[j] -= conflict / g[j, j]
@@ -133,32 +133,33 @@ def gradvac_weights(
     step: int,
     counter: Tensor | None = None,
 ) -> Tensor:
-    """GradVac: each gradient, in random order, turned toward the originals that it is far from.
+    """GradVac: each gradient is turned toward the dissimilar originals, in random order.
 
-    Where the cosine of two gradients is below its target, so much of the original other one is
-    added that it reaches the target. The targets, `similarities`, follow the cosines at the rate.
+    Where the cosine of two gradients is below its target, enough of the other original is added to
+    reach the target. The targets, `similarities`, are moving averages of the cosines, with weight
+    `rate` for the new one.
     """
     key = random_key(seed, step, counter)
     targets = similarities.cpu().reshape(-1, *gramian.shape[-2:])
 
     def solve(g: Tensor, n: int) -> Tensor:
-        of_gramian = splitmix64((key + n) % (1 << 64))
+        gramian_key = splitmix64((key + n) % (1 << 64))
         lengths = g.diagonal().clamp(min=0).sqrt()
         weights = torch.zeros(len(g), dtype=torch.float64)
         for i in range(len(g)):
             own = torch.zeros_like(weights)
             own[i] = 1
             length = lengths[i]
-            for j in random_order(of_gramian, len(g), i):
+            for j in random_order(gramian_key, len(g), i):
                 if lengths[j] == 0 or length <= VANISHED * lengths[i]:
                     continue
                 cosine = (own @ g[j] / length / lengths[j]).clamp(-1, 1)
-                wanted = targets[n, i, j].clamp(max=MOST_SIMILAR)
-                if cosine < wanted:
-                    # The component across g_j stays; the one along it makes the angle.
+                target = targets[n, i, j].clamp(max=MOST_SIMILAR)
+                if cosine < target:
+                    # The component across g_j stays; the one along it sets the angle.
                     across = ((1 - cosine) * (1 + cosine)).sqrt()
-                    sine = ((1 - wanted) * (1 + wanted)).sqrt()
-                    own[j] += length / lengths[j] * (wanted * across / sine - cosine)
+                    sine = ((1 - target) * (1 + target)).sqrt()
+                    own[j] += length / lengths[j] * (target * across / sine - cosine)
                     length = length * across / sine
                 targets[n, i, j] += rate * (cosine - targets[n, i, j])
             weights += own
@@ -170,7 +171,7 @@ def gradvac_weights(
 
 
 def mgda_weights(gramian: Tensor) -> Tensor:
-    """MGDA: with x >= 0 the minimizer of 1/2 x'Gx - 1'x, the min-norm point is x / sum x."""
+    """MGDA: the min-norm point is x / sum x, where x >= 0 minimizes 1/2 x'Gx - 1'x."""
 
     def solve(g: Tensor, n: int) -> Tensor:
         c, length, nonzero = _correlations(g, RIDGE)
@@ -184,7 +185,7 @@ def mgda_weights(gramian: Tensor) -> Tensor:
 
 
 def upgrad_weights(gramian: Tensor) -> Tensor:
-    """UPGrad: each gradient projected onto the dual cone of all, then their mean."""
+    """UPGrad: the mean of the gradients, each projected onto the dual cone of all."""
 
     def solve(g: Tensor, n: int) -> Tensor:
         c, length, nonzero = _correlations(g, RIDGE)
@@ -234,27 +235,27 @@ def cagrad_weights(gramian: Tensor, c: float) -> Tensor:
 
 
 def _nash_length(shares: Tensor, decrement: Tensor) -> Tensor:
-    """The length of a Newton step, `shares * v`, at which Nash-MTL's objective is least, about.
+    """The length of a Newton step, `shares * v`, that roughly minimizes Nash-MTL's objective.
 
-    By a damped Newton method of one dimension; all 1 - length * shares stay positive.
+    A damped Newton method in one dimension; all 1 - length * shares stay positive.
     """
     # step'C v and step'C step: (C + diag(v^-2)) step is the slope, C v - 1 / v.
     linear = decrement**2 + shares.sum()
     quadratic = (decrement**2 - shares.square().sum()).clamp(min=0)
     length = 1 / (1 + decrement)
     for _ in range(8):
-        of_length = shares / (1 - length * shares)
-        slope = of_length.sum() + length * quadratic - linear
-        curvature = of_length.square().sum() + quadratic
-        left = slope.abs() / curvature.sqrt()
-        length = length - slope / curvature * (1 if left < NASH_FULL else 1 / (1 + left))
-        if left < NASH_FULL:
+        terms = shares / (1 - length * shares)
+        slope = terms.sum() + length * quadratic - linear
+        curvature = terms.square().sum() + quadratic
+        remainder = slope.abs() / curvature.sqrt()
+        length = length - slope / curvature * (1 if remainder < NASH_FULL else 1 / (1 + remainder))
+        if remainder < NASH_FULL:
             break
     return length
 
 
 def _bargain(c: Tensor) -> Tensor:
-    """C v = 1 / v, the minimum of 1/2 v'Cv - sum log v_i, by a damped Newton method."""
+    """The v with C v = 1 / v, the minimizer of 1/2 v'Cv - sum log v_i: a damped Newton method."""
     v = torch.ones(len(c), dtype=torch.float64)
     before = torch.tensor(1.0)
     for _ in range(100):
@@ -262,7 +263,7 @@ def _bargain(c: Tensor) -> Tensor:
         step = torch.linalg.solve(c + torch.diag(v**-2), slope)
         decrement = (slope @ step).clamp(min=0).sqrt()
         v = v - step * (1 if decrement < NASH_FULL else _nash_length(step / v, decrement))
-        # Full steps square it, until rounding is left.
+        # Full steps square the decrement, until only rounding is left.
         if decrement < NASH_STOP or (before < NASH_FULL and not decrement < before / 2):
             break
         before = decrement
@@ -270,7 +271,7 @@ def _bargain(c: Tensor) -> Tensor:
 
 
 def nash_mtl_weights(gramian: Tensor) -> Tensor:
-    """NashMTL: G a = 1 / a."""
+    """NashMTL: the a > 0 with G a = 1 / a."""
 
     def solve(g: Tensor, n: int) -> Tensor:
         c, length, nonzero = _correlations(g, NASH_RIDGE)
@@ -282,18 +283,18 @@ def nash_mtl_weights(gramian: Tensor) -> Tensor:
 
 
 def _fair_length(
-    shares: Tensor, parts: Tensor, power: float, linear: Tensor, quadratic: Tensor
+    shares: Tensor, products: Tensor, power: float, linear: Tensor, quadratic: Tensor
 ) -> Tensor:
-    """The length of FairGrad's Newton step at which its objective is least along it, about.
+    """The length of a Newton step that roughly minimizes FairGrad's objective along the step.
 
-    -linear + length * quadratic + sum parts * shares (1 - length * shares)^-power is zero there.
+    There, -linear + length * quadratic + sum products * shares (1 - length * shares)^-power is 0.
     """
     greatest = shares.max()
     low, high = torch.zeros(()), 1 / greatest if greatest > 0 else torch.tensor(torch.inf)
     length = (0.9 * high).clamp(max=1.0)
     for _ in range(30):
         left = 1 - length * shares
-        terms = parts * shares * left**-power
+        terms = products * shares * left**-power
         slope = terms.sum() + length * quadratic - linear
         if slope.abs() <= 0.1 * linear:
             break
@@ -307,14 +308,14 @@ def _fair_length(
 def fair_grad_weights(gramian: Tensor, alpha: float) -> Tensor:
     """FairGrad: w > 0 with G w = w^-p, p = 1 / alpha.
 
-    With w = v / d it is C v = b v^-p, b = d^(p-1). For p >= 1 the unknown is v, the minimum of
-    1/2 v'Cv + sum b v^(1-p) / (p-1); for p < 1 it is s = C v, the minimum of 1/2 s'C^-1 s + sum k
-    s^(1-alpha) / (alpha-1), k = b^alpha, whose Newton steps need no inverse. Either function grows
-    without bound where an unknown falls to zero, so Newton's method converges fast, and NashMTL's
-    solution is inside for both.
+    With w = v / d this is C v = b v^-p, b = d^(p-1). For p >= 1 the unknown is v, the minimizer of
+    1/2 v'Cv + sum b v^(1-p) / (p-1); for p < 1 it is s = C v, the minimizer of 1/2 s'C^-1 s + sum k
+    s^(1-alpha) / (alpha-1), k = b^alpha, whose Newton steps need no inverse. Both functions grow
+    without bound as an unknown falls to zero, so Newton's method converges fast, and NashMTL's
+    solution is a feasible start for both.
     """
-    of_sums = alpha > 1  # s is the unknown
-    power = alpha if of_sums else 1 / alpha
+    solves_s = alpha > 1  # the unknown is s, else v
+    power = alpha if solves_s else 1 / alpha
 
     def solve(g: Tensor, n: int) -> Tensor:
         c, length, nonzero = _correlations(g, NASH_RIDGE)
@@ -324,22 +325,22 @@ def fair_grad_weights(gramian: Tensor, alpha: float) -> Tensor:
         v = _bargain(c)
         s = 1 / v
         # Relative to the length with the greatest b.
-        unit = length.min() if of_sums else length.max()
-        b = (length / unit) ** (1 - alpha if of_sums else power - 1)
+        unit = length.min() if solves_s else length.max()
+        b = (length / unit) ** (1 - alpha if solves_s else power - 1)
         b = b.clamp(min=FAIR_LEAST)
-        # The multiple of the start that is best.
-        scale = ((b * (s if of_sums else v) ** (1 - power)).mean()) ** (1 / (1 + power))
+        # The best multiple of NashMTL's solution.
+        scale = ((b * (s if solves_s else v) ** (1 - power)).mean()) ** (1 / (1 + power))
         v, s = v * scale, s * scale
         before = torch.inf
         for _ in range(100):
-            x, y = (s, v) if of_sums else (v, s)
-            target = b * x**-power  # of y
+            x, y = (s, v) if solves_s else (v, s)
+            target = b * x**-power  # for y
             inverse = (x / (power * target)).clamp(max=FAIR_MOST)
-            diagonal = inverse if of_sums else power * target / x
-            slope = (target - y) * (diagonal if of_sums else 1)
+            diagonal = inverse if solves_s else power * target / x
+            slope = (target - y) * (diagonal if solves_s else 1)
             step = torch.linalg.solve(c + torch.diag(diagonal), slope)
             image = c @ step
-            shares = -(image if of_sums else step) / x
+            shares = -(image if solves_s else step) / x
             largest = power * float(shares.abs().max())
             stride: Tensor | float = 1.0
             if largest >= FAIR_FULL:
@@ -348,26 +349,26 @@ def fair_grad_weights(gramian: Tensor, alpha: float) -> Tensor:
             if not largest >= FAIR_STOP or (before < FAIR_FULL and not largest < before / 2):
                 break
             before = largest
-        found = b * s**-power if of_sums else v
-        weights[nonzero] = unit ** ((1 / alpha - 1) / (1 / alpha + 1)) * found / length
+        v = b * s**-power if solves_s else v
+        weights[nonzero] = unit ** ((1 / alpha - 1) / (1 / alpha + 1)) * v / length
         return weights
 
     return _each(gramian, solve)
 
 
 def _equal_cosines(c: Tensor) -> tuple[Tensor, Tensor]:
-    """Y = C^+ 1, and C y, which is ones if C is regular."""
+    """Returns y = C^+ 1, and C y, which is all ones if C is regular."""
     values, vectors = _eigen(c)
-    kept = values > 8 * values.max() * len(c) * EPSILON
-    values, vectors = values[kept], vectors[:, kept]
+    significant = values > 8 * values.max() * len(c) * EPSILON
+    values, vectors = values[significant], vectors[:, significant]
     return vectors @ (vectors.sum(0) / values), vectors @ vectors.sum(0)
 
 
 def config_weights(gramian: Tensor) -> Tensor:
     """ConFIG: the update has the same cosine to every gradient.
 
-    Its length is the sum of their components along it. If there is no such direction, it is the
-    least-squares one; if that is none, zero.
+    Its length is the sum of the gradients' components along it. If no direction has equal cosines,
+    the least-squares one is taken; if that vanishes too, the weights are zero.
     """
 
     def solve(g: Tensor, n: int) -> Tensor:
@@ -384,7 +385,7 @@ def config_weights(gramian: Tensor) -> Tensor:
 
 
 def imtl_g_weights(gramian: Tensor) -> Tensor:
-    """IMTL-G: the update's components along all gradients are equal, the weights sum to one."""
+    """IMTL-G: the update has equal components along all gradients; the weights sum to one."""
 
     def solve(g: Tensor, n: int) -> Tensor:
         c, length, nonzero = _correlations(g, 0.0)
@@ -400,20 +401,20 @@ def imtl_g_weights(gramian: Tensor) -> Tensor:
 
 
 def aligned_mtl_weights(gramian: Tensor, scale: str) -> Tensor:
-    """Aligned-MTL: the gradients' principal components made equal in length; then the sum."""
+    """Aligned-MTL: the sum, after the gradients' principal components get equal lengths."""
     lengths: dict[str, Callable[[Tensor], Tensor]] = {
-        "min": lambda kept: kept.min(),
-        "median": lambda kept: kept.median(),
-        "rmse": lambda kept: kept.mean(),
+        "min": Tensor.min,
+        "median": Tensor.median,
+        "rmse": Tensor.mean,
     }
     length = lengths[scale]
 
     def solve(g: Tensor, n: int) -> Tensor:
         values, vectors = _eigen(g)
-        kept = values > values.max() * len(g) * EPSILON
-        if not kept.any():
+        significant = values > values.max() * len(g) * EPSILON
+        if not significant.any():
             return torch.ones(len(g), dtype=torch.float64)
-        values, vectors = values[kept], vectors[:, kept]
+        values, vectors = values[significant], vectors[:, significant]
         weights: Tensor = vectors @ (vectors.sum(0) * (length(values) / values).sqrt())
         return weights
 
@@ -426,7 +427,7 @@ _WEIGHTS: dict[str, Callable[..., Tensor]] = {
 
 
 def solve(name: str, gramian: Tensor, *options: Option) -> Tensor:
-    """The operator `<name>_weights`."""
+    """Computes the operator `<name>_weights`."""
     check_solver(name, gramian, *options)
     checked_options(gramian, *options)
     return _WEIGHTS[name](gramian, *options)

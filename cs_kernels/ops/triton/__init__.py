@@ -23,17 +23,17 @@ _DTYPES = {
     torch.float16: tl.float16,
 }
 
-# Elements of a tile by itemsize and tasks: as many as the registers of a program hold.
+# Elements per tile, by itemsize and tasks: as many as fit a program's registers.
 _TILE = {
     2: {2: 2048, 4: 1024, 8: 1024, 64: 512},
     4: {2: 2048, 4: 1024, 8: 512, 64: 256},
     8: {2: 1024, 4: 512, 8: 256, 64: 128},
 }
-# Tiles of an item: reading the tables takes as long as about three tiles.
+# Tiles per item: reading the tables takes as long as about three tiles.
 _MOST_TILES = 8
 _MOST_GRAMIAN_TILES = 16
 _LEAST_ITEMS = 16
-# The resident programs of a multiprocessor.
+# Resident programs per multiprocessor.
 _LAG = 4
 
 
@@ -43,37 +43,39 @@ class Variant:
 
     tasks: int
     elements: int
-    """Elements of a tile."""
+    """Elements per tile."""
 
     @staticmethod
     def of(tasks: int, dtype: torch.dtype) -> "Variant":
-        """The number of tasks is rounded up to 2, 4, 8 or 64, for few compilations."""
+        """Rounds the number of tasks up to 2, 4, 8 or 64, to compile few variants."""
         rounded = 64 if tasks > 8 else max(2, power_of_two(tasks))
         return Variant(rounded, _TILE[dtype.itemsize][rounded])
 
 
-def _options(warps: int, registers: int, *, contracts: bool = True) -> dict[str, Any]:
-    """Options of a launch. FMA contraction improves accuracy, where lanes need not agree."""
-    options = {"num_warps": warps, "enable_fp_fusion": contracts}
-    # AMD's compiler has no such bound.
+def _options(warps: int, registers: int, *, fma: bool = True) -> dict[str, Any]:
+    """Launch options. FMA contraction improves accuracy, where lanes need not agree."""
+    options = {"num_warps": warps, "enable_fp_fusion": fma}
+    # AMD's compiler has no bound on registers.
     return options if torch.version.hip else {**options, "maxnreg": registers}
 
 
 OPTIONS = _options(4, 168)
-"""Registers for three resident programs."""
+"""Leaves registers for three resident programs."""
 
 
 def gradient_options(tasks: int) -> dict[str, Any]:
-    """Options of a launch over gradients: those of more than 4 tasks need more registers."""
+    """Launch options of kernels over gradients; more than 4 tasks need more registers."""
     return OPTIONS if tasks <= 4 else _options(4, 255)
 
 
 def solver_options(tasks: int) -> dict[str, Any]:
-    """Options of a solver: a thread holds 2 numbers of a matrix [tasks, tasks], 16 if K > 32."""
+    """Launch options of a solver: a thread has 2 numbers of a [tasks, tasks] matrix, 16 if K > 32.
+
+    It gets all registers, as by default the assembler spills for higher occupancy. FMA contraction
+    could make the lanes' copies of a sum differ, and so their loop conditions: a hang.
+    """
     warps = min(8, max(1, tasks * tasks // 64))
-    # All registers: by default the assembler spills for higher occupancy. A contracted product in a
-    # sum over lanes would differ between them, and with it the conditions of loops: a hang.
-    return _options(warps, min(255, 65536 // (32 * warps)), contracts=False)
+    return _options(warps, min(255, 65536 // (32 * warps)), fma=False)
 
 
 def gradient_constants(variant: Variant, dtype: torch.dtype) -> dict[str, Any]:
@@ -84,19 +86,22 @@ def gradient_constants(variant: Variant, dtype: torch.dtype) -> dict[str, Any]:
 def _in_memory(
     device: torch.device, word: int, counter: Tensor | None, rate: float = 0.0
 ) -> Tensor:
-    """Int64 [3]: 64 bits, an address, a number. Kernels are specialized on some scalar values."""
+    """Int64 [3] on the device: 64 bits, an address, a float64's bits.
+
+    As scalar arguments, some values would make Triton compile specialized kernels.
+    """
     signed = word - (1 << 64) if word >> 63 else word
     return upload([signed, address_of(counter), *unpack("q", pack("d", rate))], device)
 
 
 class TritonOperators(GpuOperators):
-    """One program for each item."""
+    """One program per item."""
 
     whole_rows = True
     one_tile = True
 
     def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling:
-        """Tiles of whole segments of rows."""
+        """Segments of a fixed size, so a unit is a segment."""
         return Tiling(
             tile_segments=Variant.of(tasks, dtype).elements // SEGMENT.value,
             unit=SEGMENT.value,
@@ -108,11 +113,10 @@ class TritonOperators(GpuOperators):
         )
 
     def gradient_tiling(self, dtype: torch.dtype, tasks: int) -> tuple[int, int]:
-        """As many elements as registers hold."""
+        """As many elements as fit the registers."""
         return Variant.of(tasks, dtype).elements, _MOST_GRAMIAN_TILES
 
     def launch_phase2(self, launch: Phase2Launch) -> None:
-        """One launch."""
         variant, plan = Variant.of(launch.tasks, launch.dtype), launch.plan
         tables = plan.items, plan.tensors, launch.table, launch.ticket, launch.counters
         strength = launch.energy, launch.gamma, launch.variance, plan.epsilon
@@ -131,7 +135,6 @@ class TritonOperators(GpuOperators):
         phase2.energy_kernel[(programs,)](plan.tensors, weight, energy, VECTOR=vector, **OPTIONS)
 
     def launch_strengths(self, launch: StrengthLaunch) -> None:
-        """One program."""
         tasks, channels = launch.strength.shape
         phase2.strength_kernel[(1,)](
             launch.energy,
@@ -147,7 +150,7 @@ class TritonOperators(GpuOperators):
         )
 
     def launch_priority(self, strength: Tensor, priority: Tensor) -> None:
-        """One program for 512 numbers."""
+        """One program per 512 numbers."""
         tasks, channels = strength.shape
         rounded = Variant.of(tasks, strength.dtype).tasks
         phase2.priority_kernel[(-(-channels * rounded // 512),)](
@@ -163,36 +166,36 @@ class TritonOperators(GpuOperators):
     def launch_gramian(
         self, launch: GradientLaunch, counters: Tensor, products: Tensor, out: Tensor
     ) -> None:
-        """The last program of a group adds up."""
+        """The last program of a group adds up its products."""
         self._launch(combine.gramian_kernel, launch, counters, products, out)
 
     def launch_combine(self, launch: GradientLaunch, weights: Tensor) -> None:
-        """One program for each tile."""
+        """One program per tile."""
         self._launch(combine.combine_kernel, launch, weights)
 
     def launch_drop_signs(
         self, launch: GradientLaunch, leaks: Tensor, state: int, counter: Tensor | None
     ) -> None:
-        """One program for each tile."""
+        """One program per tile."""
         drawn = _in_memory(launch.table.device, state, counter)
         self._launch(combine.drop_signs_kernel, launch, leaks, drawn)
 
     def launch_solver(self, name: str, gramian: Tensor, weights: Tensor, *options: Option) -> None:
-        """One program for each Gramian."""
+        """One program per Gramian."""
         tasks = gramian.shape[-1]
         rounded = max(2, power_of_two(tasks))
         tensors, constants = [gramian, weights], solver_options(rounded)
-        given = checked_options(gramian, *options)
-        if given.similarities is not None:
-            tensors.append(given.similarities)
+        checked = checked_options(gramian, *options)
+        if checked.similarities is not None:
+            tensors.append(checked.similarities)
         match options:
             case (str() as scale,):
                 constants["SCALE"] = scale
             case (first, *_):
-                words = _in_memory(gramian.device, given.word, given.counter, given.rate)
+                words = _in_memory(gramian.device, checked.word, checked.counter, checked.rate)
                 tensors.append(words.view(torch.float64) if isinstance(first, float) else words)
         if name == "fair_grad":
-            constants["OF_SUMS"] = cast("float", options[0]) > 1
+            constants["SOLVES_S"] = cast("float", options[0]) > 1
         _SOLVERS[name][(weights.numel() // tasks,)](*tensors, tasks, TASKS=rounded, **constants)
 
 

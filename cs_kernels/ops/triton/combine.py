@@ -1,6 +1,6 @@
 """Gramian, weighted sum and sign dropping: one launch each for all tensors.
 
-Memory traffic: the gradients are read once, K N, and where there is an update, N are written.
+Memory traffic: K N elements of gradients are read once, and N elements of updates, if any, written.
 """
 
 import triton
@@ -40,7 +40,7 @@ def _item(items, tensors, table, tasks, STEP: constexpr):
 
 @triton.jit
 def _gradients(addresses, first, task, size, tasks, T: constexpr):
-    """Elements of some tasks' gradients, [tasks, T.elements]; with T.vector > 1, all are inside."""
+    """Elements of several tasks' gradients, [tasks, T.elements]; in bounds if T.vector > 1."""
     offset = first + tl.arange(0, T.elements)[None, :]
     address = tl.load(addresses + GRADIENTS + task, task < tasks, other=0)
     exists = (address != 0)[:, None]
@@ -68,15 +68,15 @@ def _segments(addresses, first, task, size, tasks, T: constexpr):
 
 
 @triton.jit
-def _add_products(addresses, first, size, products, kept, before, tasks, T: constexpr):
-    """One tile's products: for K <= 8 added to `kept`, else to `products` where i <= j."""
+def _add_products(addresses, first, size, products, dots_sum, before, tasks, T: constexpr):
+    """Adds one tile's products: for K <= 8 to `dots_sum`, else to `products` where i <= j."""
     task = tl.arange(0, T.block)
     if T.tasks <= 8:
         g = _segments(addresses, first, task, size, tasks, T)
         for i in tl.static_range(T.tasks):
             is_i = task[:, None, None] == i
             dots = tl.sum(selected(g, is_i)[None, :, :] * g, 2).to(tl.float64)
-            kept += tl.where(is_i, dots[None, :, :], 0.0)
+            dots_sum += tl.where(is_i, dots[None, :, :], 0.0)
     else:
         for first_j in range(0, tasks, T.block):
             j = first_j + task
@@ -88,7 +88,7 @@ def _add_products(addresses, first, size, products, kept, before, tasks, T: cons
                 earlier = tl.load(slot, j < tl.where(before, tasks, 0), other=0.0)
                 tl.store(slot, earlier + dots, j < tasks)
         tl.debug_barrier()
-    return kept
+    return dots_sum
 
 
 @triton.jit(do_not_specialize=["counters", "tasks"])
@@ -104,10 +104,10 @@ def gramian_kernel(
     ELEMENTS: constexpr,
     DTYPE: constexpr,
 ):
-    """One item; the last one of a group adds them up.
+    """One item; the program that finishes last in a group adds up the group's products.
 
     Args:
-        items: int32 [programs, 2]: tensor, index among its items. Items of a group are adjacent.
+        items: int32 [programs, 2]: tensor, index among its items. A group's items are adjacent.
         tensors: int64 [tensors, TENSOR_FIELDS].
         table: int64 [tensors, GRADIENTS + tasks], addresses.
         counters: int32 [groups], zeros.
@@ -124,25 +124,27 @@ def gramian_kernel(
     tiles = tl.load(tensor + TILES)
     aligned = tl.load(addresses + ALIGNED) != 0
     own = products + tl.program_id(0).to(tl.int64) * (tasks * tasks)
-    kept = tl.zeros([T.block, T.block, ELEMENTS // SEGMENT], tl.float64)
+    dots_sum = tl.zeros([T.block, T.block, ELEMENTS // SEGMENT], tl.float64)
     for t in range(tiles):
         first = (index * tiles + t) * ELEMENTS
         if aligned & (first + ELEMENTS <= size):
-            kept = _add_products(addresses, first, size, own, kept, t > 0, tasks, T)
+            dots_sum = _add_products(addresses, first, size, own, dots_sum, t > 0, tasks, T)
         else:
-            kept = _add_products(addresses, first, size, own, kept, t > 0, tasks, unaligned(T))
+            dots_sum = _add_products(
+                addresses, first, size, own, dots_sum, t > 0, tasks, unaligned(T)
+            )
     task = tl.arange(0, T.block)
     if TASKS <= 8:
         mask = (task < tasks)[:, None] & (task < tasks)[None, :]
-        tl.store(own + task[:, None] * tasks + task[None, :], tl.sum(kept, 2), mask)
+        tl.store(own + task[:, None] * tasks + task[None, :], tl.sum(dots_sum, 2), mask)
     group = tl.load(tensor + GROUP)
     group_items = tl.load(tensor + GROUP_ITEMS)
     if arrive(counters + group, group_items):
-        of_group = products + tl.load(tensor + FIRST_ITEM) * (tasks * tasks)
+        group_products = products + tl.load(tensor + FIRST_ITEM) * (tasks * tasks)
         j = tl.arange(0, TASKS)[None, :]
         for first_i in range(0, tasks, T.rows):
             i = (first_i + tl.arange(0, T.rows))[:, None]
-            total = added_up(of_group, group_items, first_i, tasks, T, True)
+            total = added_up(group_products, group_items, first_i, tasks, T, True)
             offset = (group * tasks + i) * tasks + j
             tl.store(out + offset, total, (i < tasks) & (j < tasks))
 
@@ -150,7 +152,7 @@ def gramian_kernel(
 @triton.jit
 def _combine_tile(addresses, first, size, weights, tasks, T: constexpr):
     total = tl.zeros([T.elements], T.wide)
-    # For K <= 8 it is known to be one turn: the loads before and after it are not held back.
+    # For K <= 8 the compiler sees a single turn, and can move loads across it.
     for first_j in range(0, tasks if T.tasks > T.block else 1, T.block):
         j = first_j + tl.arange(0, T.block)
         g = _gradients(addresses, first, j, size, tasks, T)
@@ -165,7 +167,7 @@ def _combine_tile(addresses, first, size, weights, tasks, T: constexpr):
 def combine_kernel(
     items, tensors, table, weights, tasks, TASKS: constexpr, ELEMENTS: constexpr, DTYPE: constexpr
 ):
-    """One tile of the weighted sum; weights [groups, tasks], the rest as in `gramian_kernel`."""
+    """One tile of the weighted sum; weights [groups, tasks], the rest as for `gramian_kernel`."""
     tensor, addresses, size, first = _item(items, tensors, table, tasks, ELEMENTS)
     weights += tl.load(tensor + GROUP) * tasks
     T: constexpr = traits(TASKS, ELEMENTS, DTYPE)
@@ -184,11 +186,11 @@ def _lowbias32(x):
 
 @triton.jit
 def _uniform_numbers(drawn, first, T: constexpr):
-    """In [0, 1), multiples of 2^-24, for the elements of a tile from `first` on."""
+    """Multiples of 2^-24 in [0, 1), for the elements of a tile from `first` on."""
     key = step_key(drawn) + (first >> 32).to(tl.uint64)
     start = first.to(tl.uint32)
     index = start + tl.arange(0, T.elements).to(tl.uint32)
-    # A tile has elements of at most two ranges of 2^32.
+    # A tile's indices are in at most two ranges of 2^32.
     key = tl.where(index >= start, splitmix64(key), splitmix64(key + 1))
     bits = _lowbias32(index ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32)
     return (_lowbias32(bits) >> 8).to(tl.int32).to(T.wide) * (2.0**-24)
@@ -210,7 +212,8 @@ def _drop_tile(addresses, first, first_index, size, leaks, drawn, tasks, T: cons
             leaked_positive += leak * above
             leaked_negative += leak * below
     u = _uniform_numbers(drawn, first_index + first, T)
-    # Infinities and NaN are not dropped: they make it false, and are in what is chosen then.
+    # Infinities and NaN are not dropped: they make this false, and the sum that it selects then
+    # contains them.
     chosen = u * (positive - negative) < positive
     total = tl.where(chosen, positive + leaked_negative, negative + leaked_positive)
     _write(addresses, first, size, total, T)

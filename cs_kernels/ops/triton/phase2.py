@@ -1,7 +1,7 @@
 """Phase 2 of a whole trunk in one launch; `ops/gpu/phase2_plan.py` describes the items.
 
 Memory traffic: weights and gradients are read once and the update is written once, (K + 2) N; rows
-in conflict are visited again, two reads and a write, from the L2 cache as far as the layer fits.
+in conflict are visited again, two reads and a write, in the L2 cache if the layer fits.
 """
 
 import triton
@@ -51,7 +51,7 @@ LAYER_COUNTERS = constexpr(len(Counter))
 
 @triton.jit
 def _shape(tensor):
-    """Rows, their length and segments, channels of a group and contiguous elements of a row."""
+    """Rows, their length and segments, channels per group and contiguous elements of a row."""
     length, segments = tl.load(tensor + LENGTH), tl.load(tensor + ROW_SEGMENTS).to(tl.int32)
     channels, inner = tl.load(tensor + CHANNELS), tl.load(tensor + INNER)
     return tl.load(tensor + ROWS), length, segments, channels, inner
@@ -59,7 +59,7 @@ def _shape(tensor):
 
 @triton.jit
 def _offset(shape, row, column):
-    """Offsets of the elements of a row, for a layout [groups, outer, channels, inner]."""
+    """Offsets of a row's elements, for a layout [groups, outer, channels, inner]."""
     _, length, _, channels, inner = shape
     block = (row // channels) * (length // inner) + column // inner
     return (block * channels + row % channels) * inner + column % inner
@@ -69,8 +69,8 @@ def _offset(shape, row, column):
 def _tile(shape, first, T: constexpr):
     """Rows [segments], offsets and mask [segments, SEGMENT] of the segments from `first` on.
 
-    The last segment of a row may have fewer elements. With T.vector > 1, rows are contiguous and
-    their lengths are multiples of it.
+    The last segment of a row may be shorter. If T.vector > 1, rows are contiguous and their lengths
+    multiples of it.
     """
     rows, length, row_segments, _, _ = shape
     segment = first + tl.arange(0, T.elements // SEGMENT)
@@ -89,13 +89,13 @@ def _tile(shape, first, T: constexpr):
 
 @triton.jit
 def row_energies(tensor, weight, first, VECTOR: constexpr):
-    """Eq. (4) of ENERGY_ROWS rows from `first` on, and whether there are such rows."""
+    """Eq. (4) of ENERGY_ROWS rows from `first` on, their indices, and whether they exist."""
     row = first + tl.arange(0, ENERGY_ROWS)
     shape = _shape(tensor)
     rows, length, _, _, _ = shape
     inside = row < rows
     energy = tl.zeros([ENERGY_ROWS, ENERGY_COLUMNS], tl.float64)
-    # Squares of 16 bits are exact in float32.
+    # Squares of 16-bit numbers are exact in float32.
     EXACT: constexpr = weight.dtype.element_ty.primitive_bitwidth <= 16
     WIDE: constexpr = tl.float32 if EXACT else tl.float64
     UNROLL: constexpr = 4 if VECTOR > 1 else 1  # loads in flight
@@ -125,7 +125,7 @@ def row_energies(tensor, weight, first, VECTOR: constexpr):
 
 @triton.jit
 def strengths(energy, gamma, variance, epsilon, rows, first, tasks, TASKS: constexpr):
-    """Eq. (6), [TASKS, 512 / TASKS] of the rows from `first` on; zero outside."""
+    """Eq. (6), [TASKS, 512 / TASKS], of the rows from `first` on; zero out of bounds."""
     row = first + tl.arange(0, 512 // TASKS)
     task = tl.arange(0, TASKS)
     mask = (row < rows)[None, :] & (task < tasks)[:, None]
@@ -147,7 +147,7 @@ def normalized(strength, total):
 
 @triton.jit
 def top_task(strength, tasks, TASKS: constexpr):
-    """Eq. (10); a NaN never wins, the lowest of equals does."""
+    """Eq. (10). A NaN never wins; of equals, the lowest task does."""
     lowest = -float("inf")
     task = tl.arange(0, TASKS)[:, None]
     number = tl.where((strength == strength) & (task < tasks), strength, lowest)
@@ -156,7 +156,7 @@ def top_task(strength, tasks, TASKS: constexpr):
 
 @triton.jit
 def strength_totals(energy, gamma, variance, epsilon, rows, tasks, TASKS: constexpr):
-    """The sums over the rows, [TASKS]."""
+    """Eq. (6) summed over rows, [TASKS]."""
     NUMBER: constexpr = 512 // TASKS
     total = tl.zeros([TASKS, NUMBER], tl.float64)
     for first in range(0, rows, NUMBER):
@@ -187,20 +187,20 @@ def _find_priorities(tensor, addresses, energy, gamma, variance, epsilon, tasks,
 
 @triton.jit
 def _addresses(addresses, task, tasks):
-    """The addresses of some tasks' gradients; 0 where there is no task or no gradient."""
+    """The addresses of several tasks' gradients; 0 if there is no such task or no gradient."""
     return tl.load(addresses + GRADIENTS + task, (task >= 0) & (task < tasks), other=0)
 
 
 @triton.jit
 def _reference_gradient(address, offset, mask, T: constexpr):
-    """Elements [segments, SEGMENT] of the gradient of each segment."""
+    """Elements [segments, SEGMENT] of each segment's reference gradient."""
     pointer = pointers(address, T)[:, None] + offset
     return widened(tl.load(pointer, (address != 0)[:, None] & mask, other=0.0), T.wide)
 
 
 @triton.jit
 def _gradients(address, offset, mask, T: constexpr):
-    """Elements of some tasks' gradients, [tasks, segments, SEGMENT]."""
+    """Elements of several tasks' gradients, [tasks, segments, SEGMENT]."""
     pointer = pointers(address, T)[:, None, None] + offset[None, :, :]
     g = tl.load(pointer, (address != 0)[:, None, None] & mask[None, :, :], other=0.0)
     return widened(g, T.wide)
@@ -208,7 +208,7 @@ def _gradients(address, offset, mask, T: constexpr):
 
 @triton.jit
 def _sum_and_products(tensor, addresses, index, tiles, products, tasks, T: constexpr):
-    """A SUM item: writes the plain sum; products[i, j] = <G_i, G_j> over channel group i."""
+    """A SUM item: writes the plain sum and products[i, j] = <G_i, G_j> over channel group i."""
     NUMBER: constexpr = T.elements // SEGMENT
     shape = _shape(tensor)
     # A tensor without prioritized channels has no groups.
@@ -218,7 +218,7 @@ def _sum_and_products(tensor, addresses, index, tiles, products, tasks, T: const
     update = pointers(tl.load(addresses + UPDATE), T)
     task = tl.arange(0, T.block)
     address = _addresses(addresses, task, tasks)
-    kept = tl.zeros([T.block, T.block, NUMBER], tl.float64)
+    dots_sum = tl.zeros([T.block, T.block, NUMBER], tl.float64)
     begin = index * tiles * NUMBER
     end = tl.minimum(begin + tiles * NUMBER, tl.load(tensor + SIZE).to(tl.int32))
     for start in range(begin, end, NUMBER):
@@ -229,7 +229,8 @@ def _sum_and_products(tensor, addresses, index, tiles, products, tasks, T: const
             total = tl.sum(g, 0)
             reference = selected(g, task[:, None, None] == priority[None, :, None])
             dots = tl.sum(reference[None, :, :] * g, 2).to(tl.float64)
-            kept += tl.where(task[:, None, None] == priority[None, None, :], dots[None, :, :], 0.0)
+            in_group = task[:, None, None] == priority[None, None, :]
+            dots_sum += tl.where(in_group, dots[None, :, :], 0.0)
         else:
             address_i = _addresses(addresses, priority, tasks)
             reference = _reference_gradient(address_i, offset, mask, T)
@@ -240,16 +241,16 @@ def _sum_and_products(tensor, addresses, index, tiles, products, tasks, T: const
                 total += tl.sum(g, 0)
                 dots = tl.sum(reference[None, :, :] * g, 2).to(tl.float64)
                 for i in range(tasks):
-                    of_group = tl.sum(tl.where(priority[None, :] == i, dots, 0.0), 1)
+                    group_dots = tl.sum(tl.where(priority[None, :] == i, dots, 0.0), 1)
                     slot = products + i * tasks + j
                     before = tl.load(slot, j < tl.where(start > begin, groups, 0), other=0.0)
-                    tl.store(slot, before + of_group, j < groups)
+                    tl.store(slot, before + group_dots, j < groups)
             tl.debug_barrier()
         tl.store(update + offset, narrowed(total, T.dtype), mask)
     if T.tasks <= 8:
         i = task[:, None]
         j = task[None, :]
-        tl.store(products + i * tasks + j, tl.sum(kept, 2), (i < groups) & (j < groups))
+        tl.store(products + i * tasks + j, tl.sum(dots_sum, 2), (i < groups) & (j < groups))
 
 
 @triton.jit
@@ -260,8 +261,8 @@ def _find_coefficients(tensor, item_products, products, coefficients, tasks, T: 
         d_i = added_up(item_products, items, first_i, tasks, T, False)
         group = first_i + tl.arange(0, T.rows)
         j = tl.arange(0, T.tasks)
-        known = (group < tasks)[:, None] & (j < tasks)[None, :]
-        tl.store(products + group[:, None] * tasks + j[None, :], d_i, known)
+        mask = (group < tasks)[:, None] & (j < tasks)[None, :]
+        tl.store(products + group[:, None] * tasks + j[None, :], d_i, mask)
         itself = group[:, None] == j[None, :]
         d_ii = tl.sum(tl.where(itself, d_i, 0.0), 1)[:, None]
         rivals = (~itself) & (d_i < 0) & (d_ii > 0)
@@ -274,8 +275,8 @@ def _project(tensor, addresses, index, tiles, coefficients, tasks, T: constexpr)
     """A PROJECT item; a_i is rounded to T.wide."""
     NUMBER: constexpr = T.elements // SEGMENT
     task = tl.arange(0, T.tasks)
-    of_tasks = tl.load(coefficients + task, task < tasks, other=0.0)
-    conflicts = tl.max((of_tasks != 0).to(tl.int32), 0) > 0  # also where one is NaN
+    task_coefficients = tl.load(coefficients + task, task < tasks, other=0.0)
+    conflicts = tl.max((task_coefficients != 0).to(tl.int32), 0) > 0  # also if one is NaN
     shape = _shape(tensor)
     priorities = _priorities(addresses)
     update = pointers(tl.load(addresses + UPDATE), T)
@@ -285,8 +286,8 @@ def _project(tensor, addresses, index, tiles, coefficients, tasks, T: constexpr)
         row, offset, mask = _tile(shape, start, T)
         priority = tl.load(priorities + row, row < shape[0], other=-1).to(tl.int32)
         address = _addresses(addresses, priority, tasks)
-        known = (priority >= 0) & (priority < tasks)
-        coefficient = tl.load(coefficients + priority, known, other=0.0).to(T.wide)
+        valid = (priority >= 0) & (priority < tasks)
+        coefficient = tl.load(coefficients + priority, valid, other=0.0).to(T.wide)
         mask = mask & (coefficient != 0)[:, None]
         reference = _reference_gradient(address, offset, mask, T)
         total = widened(tl.load(update + offset, mask, other=0.0), T.wide)
@@ -321,12 +322,12 @@ def phase2_kernel(
         ticket: int32 [1], zero.
         counters: int32 [layers, LAYER_COUNTERS], zeros.
         energy: float64 [rows of all layers], workspace.
-        gamma: [K, O] of one layer after the other, flattened.
+        gamma: [K, O] per layer, flattened and concatenated.
         variance: Likewise.
         epsilon: float64 [layers, tasks].
         item_products: float64 [SUM items of all layers, tasks, tasks], workspace.
         products: float64 [layers, tasks, tasks], d_ij of the channel groups.
-        coefficients: float64 [layers, tasks], a_i; read where there are PROJECT items alone.
+        coefficients: float64 [layers, tasks], a_i; input if there are only PROJECT items.
         tasks: K.
         TASKS: As in `Traits`.
         ELEMENTS: Likewise.
@@ -382,7 +383,7 @@ def phase2_kernel(
 
 @triton.jit
 def energy_kernel(tensor, weight, energy, VECTOR: constexpr):
-    """Eq. (4) of one layer, ENERGY_ROWS rows for each program. Reads the weight once."""
+    """Eq. (4) of one layer, ENERGY_ROWS rows per program. Reads the weight once."""
     first = tl.program_id(0) * ENERGY_ROWS
     e, row, inside = row_energies(tensor, weight, first, VECTOR)
     tl.store(energy + row, e, inside)
@@ -392,7 +393,10 @@ def energy_kernel(tensor, weight, energy, VECTOR: constexpr):
 def strength_kernel(
     energy, gamma, variance, epsilon, out, rows, tasks, NORMALIZE: constexpr, TASKS: constexpr
 ):
-    """Eq. (6) of one layer, and Eq. (7); one program. Reads and writes O numbers for each task."""
+    """Eq. (6) of one layer, then Eq. (7) if NORMALIZE; one program. Reads and writes K * O numbers.
+
+    With NORMALIZE, it reads them twice.
+    """
     task = tl.arange(0, TASKS)
     total = tl.zeros([TASKS], tl.float64)
     if NORMALIZE:
@@ -407,7 +411,7 @@ def strength_kernel(
 
 @triton.jit(do_not_specialize=["rows", "tasks"])
 def priority_kernel(strength, out, rows, tasks, TASKS: constexpr):
-    """Eq. (10), 512 / TASKS rows for each program. Reads O numbers for each task and writes O."""
+    """Eq. (10), 512 / TASKS rows per program. Reads K * O numbers and writes O."""
     NUMBER: constexpr = 512 // TASKS
     row = tl.program_id(0) * NUMBER + tl.arange(0, NUMBER)
     task = tl.arange(0, TASKS)

@@ -1,4 +1,4 @@
-"""Parts of kernels: conversions, addresses, synchronization of programs, sums in a fixed order."""
+"""Device functions: conversions, addresses, synchronization of programs, sums in a fixed order."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from triton.language import constexpr
 
 SEGMENT = constexpr(32)
 """Elements of a row that are processed together. Their products are added up in float32, in which
-so many squares of 1e18 stay finite; the sums of segments in float64."""
+32 squares of 1e18 stay finite; segments are added up in float64."""
 
 # The interpreter truncates to bfloat16 instead of rounding.
 _INTERPRETED = constexpr(triton.knobs.runtime.interpret)
@@ -21,7 +21,7 @@ class Traits:
     tasks: constexpr
     """A power of two, K or greater; 64 stands for all K > 8."""
     elements: constexpr
-    """Elements of a tile."""
+    """Elements per tile."""
     dtype: constexpr
     """The type of weights, gradients and updates."""
     wide: constexpr
@@ -31,12 +31,12 @@ class Traits:
     block: constexpr
     """Tasks whose gradients are in registers together."""
     rows: constexpr
-    """Rows of products [tasks, tasks] that are added up together."""
+    """Rows of the products [tasks, tasks] that are added up together."""
 
 
 @triton.constexpr_function
 def traits(TASKS, ELEMENTS, DTYPE, ALIGNED=True):
-    """The traits of a kernel with these arguments, where addresses are aligned to 16 bytes."""
+    """The traits of a kernel with these arguments; by default for addresses aligned to 16 bytes."""
     bits = DTYPE.primitive_bitwidth
     wide = tl.float64 if bits > 32 else tl.float32
     vector = 128 // bits if ALIGNED else 1
@@ -46,13 +46,13 @@ def traits(TASKS, ELEMENTS, DTYPE, ALIGNED=True):
 
 @triton.constexpr_function
 def unaligned(T, PARTS=1):
-    """The same for any addresses, with tiles of a part of the elements."""
+    """The same traits for any address, with tiles of 1 / PARTS of the elements."""
     return traits(T.tasks, T.elements // PARTS, T.dtype, False)
 
 
 @triton.jit
 def widened(x, WIDE: constexpr):
-    """Conversion of any type to float32 or float64."""
+    """Converts any type to float32 or float64."""
     if _INTERPRETED and x.dtype == tl.bfloat16:
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif x.dtype == tl.bfloat16:
@@ -62,7 +62,7 @@ def widened(x, WIDE: constexpr):
 
 @triton.jit
 def narrowed(x, DTYPE: constexpr):
-    """Conversion to a type: round to nearest, ties to even."""
+    """Converts to DTYPE: round to nearest, ties to even."""
     if DTYPE == tl.bfloat16:
         x = x.to(tl.float32)
         if _INTERPRETED:
@@ -75,8 +75,8 @@ def narrowed(x, DTYPE: constexpr):
 
 @triton.jit
 def selected(x, mask):
-    """The only entry along the first axis for which the mask holds; zero without one."""
-    # A sum of floating-point numbers would keep its additions of zero.
+    """The one entry along the first axis that the mask selects; zero if there is none."""
+    # The compiler could not remove a floating-point sum's additions of zero.
     INTEGER: constexpr = tl.uint64 if x.dtype == tl.float64 else tl.uint32
     bits = tl.where(mask, x.to(INTEGER, bitcast=True), 0)
     return tl.max(bits, 0).to(x.dtype, bitcast=True)
@@ -84,7 +84,7 @@ def selected(x, mask):
 
 @triton.jit
 def splitmix64(x):
-    """The finalizer of SplitMix64, of the state after one increment."""
+    """SplitMix64: one increment of the state, then the finalizer."""
     x += 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -93,7 +93,7 @@ def splitmix64(x):
 
 @triton.jit
 def step_key(drawn):
-    """The key of a step; drawn int64 [2]: the random state, a counter's address or 0."""
+    """The key of a step; `drawn` is int64 [2]: the random state, and a counter's address or 0."""
     address = tl.load(drawn + 1)
     counter = tl.load(address.to(tl.pointer_type(tl.int64)), address != 0, other=0)
     state = tl.load(drawn).to(tl.uint64, bitcast=True) + counter.to(tl.uint64, bitcast=True)
@@ -102,7 +102,7 @@ def step_key(drawn):
 
 @triton.jit
 def pointers(address, T: constexpr):
-    """Addresses as pointers, aligned to 16 bytes where T.vector > 1."""
+    """Addresses as pointers, hinted to be aligned to 16 bytes if T.vector > 1."""
     result = address.to(tl.pointer_type(T.dtype))
     if T.vector > 1:
         result = tl.multiple_of(result, [16])
@@ -111,7 +111,7 @@ def pointers(address, T: constexpr):
 
 @triton.jit
 def arrive(counter, expected):
-    """Whether this program is the last to arrive; the others' writes are visible to it."""
+    """Whether this program is the last to arrive; then the others' writes are visible to it."""
     tl.debug_barrier()
     before = tl.atomic_add(counter, 1, sem="acq_rel")
     tl.debug_barrier()
@@ -120,14 +120,13 @@ def arrive(counter, expected):
 
 @triton.jit
 def publish(flag):
-    """Sets a flag; this program's writes are visible to programs that have waited for it."""
+    """Sets a flag; this program's writes are visible to programs that wait for it."""
     tl.debug_barrier()
     tl.atomic_add(flag, 1, sem="release")
 
 
 @triton.jit
 def wait(flag):
-    """Waits until a flag is published."""
     while tl.atomic_add(flag, 0, sem="acquire") == 0:
         pass
     tl.debug_barrier()
@@ -135,9 +134,9 @@ def wait(flag):
 
 @triton.jit
 def added_up(products, items, first_i, tasks, T: constexpr, SYMMETRIC: constexpr):
-    """Rows [first_i, first_i + T.rows) of the sum of float64 [items, tasks, tasks] over items.
+    """Rows [first_i, first_i + T.rows) of the sum over items of float64 [items, tasks, tasks].
 
-    The order is fixed. If SYMMETRIC, only entries with i <= j are read.
+    The order of the sum is fixed. If SYMMETRIC, only entries with i <= j are read.
     """
     NUMBER: constexpr = 1024 // (T.rows * T.tasks)
     pair = tl.arange(0, T.rows * T.tasks)

@@ -1,8 +1,8 @@
-"""Task weights from Gramians: one program for each, with K x K numbers in registers.
+"""Task weights from Gramians: one program per Gramian, with K x K numbers in registers.
 
-The algorithms are described in the reference (`ops/reference/solvers.py`). They use the
-correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, with a ridge on their diagonal. A Gramian
-that is not finite gives weights of NaN.
+The reference (`ops/reference/solvers.py`) describes the algorithms. They use the correlations
+C_ij = G_ij / (d_i d_j), d_i = |g_i|, with a ridge on their diagonal. A non-finite Gramian gives
+weights of NaN.
 
 Memory traffic: K * K numbers are read and K written; the latency of dependent sums dominates.
 """
@@ -35,7 +35,7 @@ _INFINITY = constexpr(float("inf"))
 
 @triton.jit
 def _gramian(data, tasks, TASKS: constexpr):
-    """The Gramian of a program [TASKS, TASKS], zeros outside; and whether it is finite."""
+    """The program's Gramian, padded with zeros to [TASKS, TASKS]; and whether it is finite."""
     i = tl.arange(0, TASKS)[:, None]
     j = tl.arange(0, TASKS)[None, :]
     data += tl.program_id(0).to(tl.int64) * tasks * tasks
@@ -63,22 +63,21 @@ def _diagonal(m, TASKS: constexpr):
 
 @triton.jit
 def _times(m, x):
-    """The product m x for a symmetric m: sums over columns leave fewer numbers in a thread."""
+    """M x for a symmetric m, as sums over columns leave fewer numbers per thread."""
     return tl.sum(m * x[:, None], 0)
 
 
 @triton.jit
 def _at(x, k, TASKS: constexpr):
-    """x[k]."""
     return tl.sum(tl.where(tl.arange(0, TASKS) == k, x, 0), 0)
 
 
 @triton.jit
 def _lengths(data, tasks, TASKS: constexpr):
-    """Lengths and their inverses, 1 and 0 for a gradient of zero; whether they are nonzero."""
+    """Lengths, their inverses, and whether gradients are nonzero; 1 and 0 for a zero gradient."""
     task = tl.arange(0, TASKS)
     data += tl.program_id(0).to(tl.int64) * tasks * tasks
-    # Loaded again: a thread holds one number of a loaded vector, but many of a matrix's diagonal.
+    # Loaded again, as a thread then has one number, instead of many of the matrix's diagonal.
     d = widened(tl.load(data + task * (tasks + 1), task < tasks, other=0.0), tl.float64)
     nonzero = d > 0
     length = tl.where(nonzero, tl.sqrt(tl.where(nonzero, d, 1.0)), 1.0)
@@ -87,7 +86,7 @@ def _lengths(data, tasks, TASKS: constexpr):
 
 @triton.jit
 def _correlations(g, data, ridge, tasks, TASKS: constexpr):
-    """C of the tasks that have a gradient, the identity elsewhere; and what `_lengths` returns."""
+    """C of the tasks with a nonzero gradient, else the identity; and the results of `_lengths`."""
     length, inverse, nonzero = _lengths(data, tasks, TASKS)
     # A literal would be float32, which rounds 1 + 1e-12 to 1.
     diagonal = 1 + nonzero.to(tl.float64) * ridge
@@ -99,10 +98,10 @@ def _correlations(g, data, ridge, tasks, TASKS: constexpr):
 
 @triton.jit
 def _solve(m, b, tasks, TASKS: constexpr):
-    """The x with m x = b, for a symmetric positive definite m, by sweeping out one task at a time.
+    """Solves m x = b for a symmetric positive definite m, sweeping out one task at a time.
 
-    As in the elimination of Gauss and Jordan, but m stays symmetric: its row k is its column k. A
-    pivot is at least the ridge but for rounding: an entry with a smaller one is zero.
+    This is Gauss-Jordan elimination, except that m stays symmetric: its row k is its column k. But
+    for rounding, a pivot is at least the ridge; an entry with a smaller one is zero.
     """
     task = tl.arange(0, TASKS)
     for k in range(tasks):
@@ -120,21 +119,21 @@ def _solve(m, b, tasks, TASKS: constexpr):
 
 @triton.jit
 def _among(c, free, TASKS: constexpr):
-    """C of some tasks, the identity elsewhere."""
+    """C of the free tasks, else the identity."""
     both = (free[:, None] > 0) & (free[None, :] > 0)
     return tl.where(both, c, tl.where(_identity(TASKS), 1.0, 0.0))
 
 
 @triton.jit
 def _non_negative(c, f, nonzero, tasks, TASKS: constexpr):
-    """Min 1/2 x'Cx - f'x over x >= 0 by the active-set method of Lawson and Hanson.
+    """The minimizer x of 1/2 x'Cx - f'x over x >= 0, by Lawson and Hanson's active-set method.
 
-    Every turn of the loop solves once. Returns x and which entries are free (int32).
+    Every turn of the loop solves once. Returns x, and which entries are free (int32).
     """
     task = tl.arange(0, TASKS)
     x = tl.zeros([TASKS], tl.float64)
     free = tl.zeros([TASKS], tl.int32)
-    tried = tl.zeros([TASKS], tl.int32)  # freed, and sent back at once, since x last changed
+    tried = tl.zeros([TASKS], tl.int32)  # freed and blocked at once, since x last changed
     entered = 0
     blocked = 0
     moved = 0
@@ -145,8 +144,8 @@ def _non_negative(c, f, nonzero, tasks, TASKS: constexpr):
         scale = tl.abs(f) + _times(tl.abs(c), tl.abs(x))
         rises = nonzero & (slope > _SLOPE * scale) & (free == 0) & (tried == 0)
         candidate = tl.where(rises, slope, -_INFINITY)
-        found = (tl.max(candidate, 0) > -_INFINITY) | (blocked > 0)
-        searching = tl.where(found & (turn < 16 * TASKS + 64), 1, 0)
+        continues = (tl.max(candidate, 0) > -_INFINITY) | (blocked > 0)
+        searching = tl.where(continues & (turn < 16 * TASKS + 64), 1, 0)
         # A new entry, unless the last step was blocked.
         begins = tl.where(blocked > 0, 0, searching)
         entered = tl.where(begins > 0, tl.argmax(candidate, 0), entered)
@@ -159,10 +158,10 @@ def _non_negative(c, f, nonzero, tasks, TASKS: constexpr):
         fraction = tl.min(reach, 0)
         blocked = tl.where(fraction < _INFINITY, searching, 0)
         hit = tl.where(task == tl.argmin(reach, 0), blocked, 0)
-        part = tl.where(blocked > 0, fraction, 0.0)
-        toward = tl.where(blocked > 0, x + part * (z - x), z)
-        toward = tl.where((free > 0) & (hit == 0), toward, 0.0)
-        x = tl.where(searching > 0, toward, x)
+        fraction_taken = tl.where(blocked > 0, fraction, 0.0)
+        next_x = tl.where(blocked > 0, x + fraction_taken * (z - x), z)
+        next_x = tl.where((free > 0) & (hit == 0), next_x, 0.0)
+        x = tl.where(searching > 0, next_x, x)
         free = tl.where(hit > 0, 0, free)
         moved = tl.where(fraction > 0, 1, moved)
         stays = tl.where(task == entered, 1, tried) * (1 - moved)
@@ -183,7 +182,7 @@ def _rotated(m, partner, cosine, sine, ROWS: constexpr, TASKS: constexpr):
 
 @triton.jit
 def _eigen(m, TASKS: constexpr):
-    """Eigenvalues and vectors (columns) by Jacobi's rotations, TASKS / 2 disjoint ones at once."""
+    """Eigenvalues and eigenvectors (columns), by TASKS / 2 disjoint Jacobi rotations at once."""
     task = tl.arange(0, TASKS)
     vectors = tl.where(_identity(TASKS), 1.0, 0.0).to(tl.float64)
     trace = tl.sum(tl.abs(_diagonal(m, TASKS)), 0)
@@ -203,7 +202,7 @@ def _eigen(m, TASKS: constexpr):
             turns = tl.abs(off) > 1e-18 * trace
             difference = tl.where(task < partner, d_partner - d, d - d_partner)
             theta = difference / tl.where(turns, 2 * off, 1.0)
-            # theta^2 would overflow beyond, where the tangent is 1 / (2 theta).
+            # Beyond, theta^2 would overflow, and the tangent is 1 / (2 theta).
             bounded = tl.minimum(tl.abs(theta), 1e150)
             tangent = 1 / (bounded + tl.sqrt(bounded * bounded + 1))
             tangent = tl.where(turns, tl.where(theta < 0, -tangent, tangent), 0.0)
@@ -227,20 +226,20 @@ def _components_of_ones(vectors, factor):
 
 @triton.jit
 def _begin_orders(drawn, TASKS: constexpr):
-    """The key of the orders in which each task, a row, meets the others; and the others."""
+    """The key of the Gramian's random orders, and in row i the tasks that task i is to meet."""
     number = tl.program_id(0).to(tl.uint64)
-    of_gramian = splitmix64(step_key(drawn) + number)
+    gramian_key = splitmix64(step_key(drawn) + number)
     position = tl.arange(0, TASKS)[None, :]
     others = position + tl.where(position >= tl.arange(0, TASKS)[:, None], 1, 0)
-    return of_gramian, others
+    return gramian_key, others
 
 
 @triton.jit
-def _draw_other(of_gramian, others, left, tasks, TASKS: constexpr):
-    """The task j [TASKS] that each meets when `left` are left, and the others without it."""
+def _draw_other(gramian_key, others, left, tasks, TASKS: constexpr):
+    """The task j [TASKS] that each task meets when `left` are left, and `others` without it."""
     i = tl.arange(0, TASKS)
     position = i[None, :]
-    index = splitmix64(of_gramian + (i * tasks + left).to(tl.uint64)) % left.to(tl.uint64)
+    index = splitmix64(gramian_key + (i * tasks + left).to(tl.uint64)) % left.to(tl.uint64)
     at_drawn = position == index.to(tl.int32)[:, None]
     j = tl.sum(tl.where(at_drawn, others, 0), 1)
     last = tl.sum(tl.where(position == left - 1, others, 0), 1)
@@ -249,14 +248,14 @@ def _draw_other(of_gramian, others, left, tasks, TASKS: constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def pcgrad_kernel(gramian, out, drawn, tasks, TASKS: constexpr):
-    """PCGrad. Row i is task i, which meets the others in random order; `drawn` as in `step_key`."""
+    """PCGrad. Row i is task i, which meets the others in random order; `drawn`: see `step_key`."""
     g, finite = _gramian(gramian, tasks, TASKS)
     i = tl.arange(0, TASKS)
     position = tl.arange(0, TASKS)[None, :]
     own = tl.where(_identity(TASKS), 1.0, 0.0).to(tl.float64)
-    of_gramian, others = _begin_orders(drawn, TASKS)
+    gramian_key, others = _begin_orders(drawn, TASKS)
     for done in range(tasks - 1):
-        j, others = _draw_other(of_gramian, others, tasks - 1 - done, tasks, TASKS)
+        j, others = _draw_other(gramian_key, others, tasks - 1 - done, tasks, TASKS)
         met = position == j[:, None]
         # Row j of the Gramian, for every i; it is symmetric.
         index = tl.broadcast_to(tl.minimum(j, TASKS - 1)[:, None], [TASKS, TASKS])
@@ -272,7 +271,7 @@ def pcgrad_kernel(gramian, out, drawn, tasks, TASKS: constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def gradvac_kernel(gramian, out, similarities, drawn, tasks, TASKS: constexpr):
-    """GradVac. Row i is task i; `drawn` as in `step_key`, then the bits of the rate."""
+    """GradVac. Row i is task i; `drawn` is that of `step_key`, followed by the rate's bits."""
     g, finite = _gramian(gramian, tasks, TASKS)
     length, inverse, nonzero = _lengths(gramian, tasks, TASKS)
     i = tl.arange(0, TASKS)
@@ -282,9 +281,9 @@ def gradvac_kernel(gramian, out, similarities, drawn, tasks, TASKS: constexpr):
     own = tl.where(_identity(TASKS), 1.0, 0.0).to(tl.float64)
     current = tl.where(nonzero, length, 0.0)
     usable = tl.where(finite, tasks, 0)
-    of_gramian, others = _begin_orders(drawn, TASKS)
+    gramian_key, others = _begin_orders(drawn, TASKS)
     for done in range(tasks - 1):
-        j, others = _draw_other(of_gramian, others, tasks - 1 - done, tasks, TASKS)
+        j, others = _draw_other(gramian_key, others, tasks - 1 - done, tasks, TASKS)
         j = tl.minimum(j, TASKS - 1)
         g_j = tl.gather(g, tl.broadcast_to(j[:, None], [TASKS, TASKS]), 0)
         inverse_j = tl.gather(inverse, j, 0)
@@ -308,7 +307,7 @@ def gradvac_kernel(gramian, out, similarities, drawn, tasks, TASKS: constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def mgda_kernel(gramian, out, tasks, TASKS: constexpr):
-    """MGDA: with x >= 0 the minimizer of 1/2 x'Gx - 1'x, the min-norm point is x / sum x."""
+    """MGDA: the min-norm point is x / sum x, where x >= 0 minimizes 1/2 x'Gx - 1'x."""
     g, finite = _gramian(gramian, tasks, TASKS)
     task = tl.arange(0, TASKS)
     c, length, inverse, nonzero = _correlations(g, gramian, _RIDGE, tasks, TASKS)
@@ -318,15 +317,15 @@ def mgda_kernel(gramian, out, tasks, TASKS: constexpr):
     x *= relative
     absent = (nonzero == 0) & (task < tasks)
     number = tl.sum(tl.where(absent, 1.0, 0.0), 0)
-    of_absent = tl.where(absent, 1 / tl.maximum(number, 1.0), 0.0)
+    equal = tl.where(absent, 1 / tl.maximum(number, 1.0), 0.0)
     total = tl.sum(x, 0)
-    of_present = x * (1 / tl.where(total > 0, total, 1.0))
-    _write(out, tl.where(number > 0, of_absent, of_present), finite, tasks, TASKS)
+    min_norm = x * (1 / tl.where(total > 0, total, 1.0))
+    _write(out, tl.where(number > 0, equal, min_norm), finite, tasks, TASKS)
 
 
 @triton.jit(do_not_specialize=["tasks"])
 def upgrad_kernel(gramian, out, tasks, TASKS: constexpr):
-    """UPGrad: each gradient projected onto the dual cone of all, then their mean."""
+    """UPGrad: the mean of the gradients, each projected onto the dual cone of all."""
     g, finite = _gramian(gramian, tasks, TASKS)
     c, length, inverse, nonzero = _correlations(g, gramian, _RIDGE, tasks, TASKS)
     total = tl.zeros([TASKS], tl.float64) + 1
@@ -341,7 +340,7 @@ def upgrad_kernel(gramian, out, tasks, TASKS: constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def cagrad_kernel(gramian, out, factor, tasks, TASKS: constexpr):
-    """CAGrad: mu where the shortest correction that gives all g_i.d >= mu is as long as allowed.
+    """CAGrad: the mu at which the shortest correction with all g_i.d >= mu has the allowed length.
 
     factor: float64 [1], c.
     """
@@ -353,7 +352,7 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: constexpr):
     c, length, inverse, nonzero = _correlations(g, gramian, _RIDGE, tasks, TASKS)
     present = tl.sum(tl.where(nonzero, 1, 0), 0)
     correction = tl.zeros([TASKS], tl.float64)
-    # The search would not end for numbers that are not finite.
+    # The search would not end for non-finite numbers.
     if finite & (radius > 0) & (present > 0):
         ones = tl.where(nonzero, 1.0, 0.0).to(tl.float64)
         unit, _ = _non_negative(c, ones, nonzero, tasks, TASKS)
@@ -375,7 +374,7 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: constexpr):
             done = tl.abs(size - radius) <= 1e-12 * radius
             done = done | ((turn == 0) & (longer == 0))
             done = done | (high - low <= 1e-15 * (tl.abs(high) + tl.abs(low)))
-            # With the same entries free, size^2 is quadratic in mu; this is its second derivative.
+            # While the same entries are free, size^2 is quadratic in mu, with second derivative pp.
             free_p = tl.where(free > 0, inverse, 0.0)
             pp = tl.sum(_solve(_among(c, free, TASKS), free_p, tasks, TASKS) * free_p, 0)
             px = tl.sum(inverse * x, 0)
@@ -393,9 +392,9 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: constexpr):
 
 @triton.jit
 def _nash_length(shares, decrement):
-    """The length of a Newton step, `shares * v`, at which Nash-MTL's objective is least, about.
+    """The length of a Newton step, `shares * v`, that roughly minimizes Nash-MTL's objective.
 
-    By a damped Newton method of one dimension; all 1 - length * shares stay positive.
+    A damped Newton method in one dimension; all 1 - length * shares stay positive.
     """
     # step'C v and step'C step: (C + diag(v^-2)) step is the slope, C v - 1 / v.
     linear = decrement * decrement + tl.sum(shares, 0)
@@ -405,19 +404,19 @@ def _nash_length(shares, decrement):
     searching = ~full
     turn = 0
     while searching:
-        of_length = shares / (1 - length * shares)
-        slope = tl.sum(of_length, 0) + length * quadratic - linear
-        curvature = tl.sum(of_length * of_length, 0) + quadratic
-        left = tl.abs(slope) / tl.sqrt(curvature)
-        length -= slope / curvature * tl.where(left < _NASH_FULL, 1.0, 1 / (1 + left))
+        terms = shares / (1 - length * shares)
+        slope = tl.sum(terms, 0) + length * quadratic - linear
+        curvature = tl.sum(terms * terms, 0) + quadratic
+        remainder = tl.abs(slope) / tl.sqrt(curvature)
+        length -= slope / curvature * tl.where(remainder < _NASH_FULL, 1.0, 1 / (1 + remainder))
         turn += 1
-        searching = (left >= _NASH_FULL) & (turn < 8)
+        searching = (remainder >= _NASH_FULL) & (turn < 8)
     return length
 
 
 @triton.jit
 def _bargain(c, nonzero, finite, tasks, TASKS: constexpr):
-    """C v = 1 / v, the minimum of 1/2 v'Cv - sum log v_i, by a damped Newton method."""
+    """The v with C v = 1 / v, the minimizer of 1/2 v'Cv - sum log v_i: a damped Newton method."""
     v = tl.zeros([TASKS], tl.float64) + 1
     before = tl.max(v, 0)
     turn = 0
@@ -431,7 +430,7 @@ def _bargain(c, nonzero, finite, tasks, TASKS: constexpr):
         decrement = tl.sqrt(tl.maximum(tl.sum(slope * step, 0), 0.0))
         v -= step * _nash_length(step * inverse_v, decrement)
         turn += 1
-        # Full steps square it, until rounding is left.
+        # Full steps square the decrement, until only rounding is left.
         falls = (before >= _NASH_FULL) | (decrement < before / 2)
         searching = (decrement >= _NASH_STOP) & falls & (turn < 100)
         before = decrement
@@ -440,7 +439,7 @@ def _bargain(c, nonzero, finite, tasks, TASKS: constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def nash_mtl_kernel(gramian, out, tasks, TASKS: constexpr):
-    """NashMTL: G a = 1 / a."""
+    """NashMTL: the a > 0 with G a = 1 / a."""
     g, finite = _gramian(gramian, tasks, TASKS)
     c, _, inverse, nonzero = _correlations(g, gramian, _NASH_RIDGE, tasks, TASKS)
     v = _bargain(c, nonzero, finite, tasks, TASKS)
@@ -449,15 +448,15 @@ def nash_mtl_kernel(gramian, out, tasks, TASKS: constexpr):
 
 @triton.jit
 def _power(x, exponent):
-    """The power of a positive number."""
+    """x^exponent for positive x."""
     return tl.exp(exponent * tl.log(x))
 
 
 @triton.jit
-def _fair_length(shares, parts, power, linear, quadratic, searching):
-    """The length of FairGrad's Newton step at which its objective is least along it, about.
+def _fair_length(shares, products, power, linear, quadratic, searching):
+    """The length of a Newton step that roughly minimizes FairGrad's objective along the step.
 
-    -linear + length * quadratic + sum parts * shares (1 - length * shares)^-power is zero there.
+    There, -linear + length * quadratic + sum products * shares (1 - length * shares)^-power is 0.
     """
     greatest = tl.max(shares, 0)
     low = linear * 0
@@ -466,26 +465,26 @@ def _fair_length(shares, parts, power, linear, quadratic, searching):
     turn = 0
     while searching:
         left = 1 - length * shares
-        terms = parts * shares * _power(left, -power)
+        terms = products * shares * _power(left, -power)
         slope = tl.sum(terms, 0) + length * quadratic - linear
         curvature = power * tl.sum(terms * shares / left, 0) + quadratic
-        found = tl.abs(slope) <= 0.1 * linear
+        converged = tl.abs(slope) <= 0.1 * linear
         high = tl.where(slope > 0, length, high)
         low = tl.where(slope > 0, low, length)
-        next_one = length - slope / curvature
-        within = (next_one > low) & (next_one < high)
-        other = tl.where(high < _INFINITY, 0.5 * (low + high), 2 * low)
-        length = tl.where(found, length, tl.where(within, next_one, other))
+        newton = length - slope / curvature
+        within = (newton > low) & (newton < high)
+        bisection = tl.where(high < _INFINITY, 0.5 * (low + high), 2 * low)
+        length = tl.where(converged, length, tl.where(within, newton, bisection))
         turn += 1
-        searching = (found == 0) & (turn < 30)
+        searching = (converged == 0) & (turn < 30)
     return length
 
 
 @triton.jit(do_not_specialize=["tasks"])
-def fair_grad_kernel(gramian, out, fairness, tasks, OF_SUMS: constexpr, TASKS: constexpr):
-    """FairGrad: w > 0 with G w = w^-p, p = 1 / alpha; the reference explains.
+def fair_grad_kernel(gramian, out, fairness, tasks, SOLVES_S: constexpr, TASKS: constexpr):
+    """FairGrad: w > 0 with G w = w^-p, p = 1 / alpha; the reference explains the method.
 
-    fairness: float64 [1], alpha. OF_SUMS: whether it is above 1.
+    fairness: float64 [1], alpha. SOLVES_S: alpha > 1, so the unknown is s = C v.
     """
     g, finite = _gramian(gramian, tasks, TASKS)
     c, length, inverse, nonzero = _correlations(g, gramian, _NASH_RIDGE, tasks, TASKS)
@@ -493,7 +492,7 @@ def fair_grad_kernel(gramian, out, fairness, tasks, OF_SUMS: constexpr, TASKS: c
     v = _bargain(c, nonzero, finite, tasks, TASKS)
     s = 1 / v
     # Relative to the length with the greatest b.
-    if OF_SUMS:
+    if SOLVES_S:
         power = alpha
         unit = tl.min(tl.where(nonzero, length, _INFINITY), 0)
         unit = tl.where(unit < _INFINITY, unit, 1.0)
@@ -508,7 +507,7 @@ def fair_grad_kernel(gramian, out, fairness, tasks, OF_SUMS: constexpr, TASKS: c
     b = tl.maximum(b, _FAIR_LEAST)
     present = tl.sum(tl.where(nonzero, 1.0, 0.0), 0)
     mean = tl.sum(tl.where(nonzero, b * begin, 0.0), 0) / tl.maximum(present, 1.0)
-    # The multiple of the start that is best.
+    # The best multiple of NashMTL's solution.
     scale = _power(tl.where(present > 0, mean, 1.0), 1 / (1 + power))
     v *= scale
     s *= scale
@@ -516,7 +515,7 @@ def fair_grad_kernel(gramian, out, fairness, tasks, OF_SUMS: constexpr, TASKS: c
     turn = 0
     searching = finite & (present > 0)
     while searching:
-        if OF_SUMS:
+        if SOLVES_S:
             target = b * _power(s, -power)
             diagonal = tl.minimum(s / (power * target), _FAIR_MOST)
             slope = (target - v) * diagonal
@@ -529,47 +528,51 @@ def fair_grad_kernel(gramian, out, fairness, tasks, OF_SUMS: constexpr, TASKS: c
         hessian = c + tl.where(_identity(TASKS), diagonal[None, :], 0.0)
         step = _solve(hessian, slope, tasks, TASKS)
         image = _times(c, step)
-        if OF_SUMS:
+        if SOLVES_S:
             shares = -image / s
-            parts = target * s
+            products = target * s
         else:
             shares = -step / v
-            parts = target * v
-        parts = tl.where(nonzero, parts, 0.0)
+            products = target * v
+        products = tl.where(nonzero, products, 0.0)
         shares = tl.where(nonzero, shares, 0.0)
         largest = power * tl.max(tl.abs(shares), 0)
         linear = -tl.sum(s * step, 0)
         quadratic = tl.sum(image * step, 0)
-        stride = _fair_length(shares, parts, power, linear, quadratic, largest >= _FAIR_FULL)
+        stride = _fair_length(shares, products, power, linear, quadratic, largest >= _FAIR_FULL)
         v += stride * step
         s += stride * image
         turn += 1
         falls = (before >= _FAIR_FULL) | (largest < before / 2)
         searching = (largest >= _FAIR_STOP) & falls & (turn < 100)
         before = largest
-    if OF_SUMS:
+    if SOLVES_S:
         v = b * _power(s, -power)
-    back = _power(unit, (1 / alpha - 1) / (1 / alpha + 1))
-    _write(out, tl.where(nonzero, back * v * inverse, 0.0), finite, tasks, TASKS)
+    rescaling = _power(unit, (1 / alpha - 1) / (1 / alpha + 1))
+    _write(out, tl.where(nonzero, rescaling * v * inverse, 0.0), finite, tasks, TASKS)
 
 
 @triton.jit
 def _equal_cosines(g, gramian, finite, tasks, TASKS: constexpr):
-    """Y = C^+ 1 and C y, which is ones if C is regular; lengths, inverses, which are nonzero."""
+    """Returns y = C^+ 1, C y, which is all ones if C is regular, and the results of `_lengths`."""
     length, inverse, nonzero = _lengths(gramian, tasks, TASKS)
     c = tl.where(finite, g, 0.0) * inverse[:, None] * inverse[None, :]
     c = tl.where(_identity(TASKS), nonzero.to(tl.float64)[None, :], c)
     present = tl.sum(tl.where(nonzero, 1.0, 0.0), 0)
     values, vectors = _eigen(c, TASKS)
-    kept = values > 8 * tl.max(values, 0) * present * _EPSILON
-    y = _components_of_ones(vectors, tl.where(kept, 1 / tl.where(kept, values, 1.0), 0.0))
-    cosines = _components_of_ones(vectors, tl.where(kept, 1.0, 0.0))
+    significant = values > 8 * tl.max(values, 0) * present * _EPSILON
+    inverse_values = tl.where(significant, 1 / tl.where(significant, values, 1.0), 0.0)
+    y = _components_of_ones(vectors, inverse_values)
+    cosines = _components_of_ones(vectors, tl.where(significant, 1.0, 0.0))
     return y, cosines, length, inverse, nonzero
 
 
 @triton.jit(do_not_specialize=["tasks"])
 def config_kernel(gramian, out, tasks, TASKS: constexpr):
-    """ConFIG: the update has the same cosine to every gradient, the sum of their components."""
+    """ConFIG: the update has the same cosine to every gradient.
+
+    Its length is the sum of the gradients' components along it.
+    """
     g, finite = _gramian(gramian, tasks, TASKS)
     y, cosines, length, inverse, nonzero = _equal_cosines(g, gramian, finite, tasks, TASKS)
     present = tl.sum(tl.where(nonzero, 1.0, 0.0), 0)
@@ -582,10 +585,10 @@ def config_kernel(gramian, out, tasks, TASKS: constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def imtl_g_kernel(gramian, out, tasks, TASKS: constexpr):
-    """IMTL-G: the update's components along all gradients are equal, the weights sum to one."""
+    """IMTL-G: the update has equal components along all gradients; the weights sum to one."""
     g, finite = _gramian(gramian, tasks, TASKS)
     y, _, length, inverse, nonzero = _equal_cosines(g, gramian, finite, tasks, TASKS)
-    # In units of the first length, as a sum of weights has none.
+    # In units of the first length, as weights that sum to one have no unit.
     first = tl.argmax(tl.where(nonzero, 1, 0), 0)
     y *= _at(length, first, TASKS) * inverse
     total = tl.sum(y, 0)
@@ -596,22 +599,22 @@ def imtl_g_kernel(gramian, out, tasks, TASKS: constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def aligned_mtl_kernel(gramian, out, tasks, SCALE: constexpr, TASKS: constexpr):
-    """Aligned-MTL: the gradients' principal components made equal in length; then the sum."""
+    """Aligned-MTL: the sum, after the gradients' principal components get equal lengths."""
     g, finite = _gramian(gramian, tasks, TASKS)
     values, vectors = _eigen(tl.where(finite, g, 0.0), TASKS)
-    kept = values > tl.max(values, 0) * tasks * _EPSILON
-    rank = tl.sum(tl.where(kept, 1, 0), 0)
+    significant = values > tl.max(values, 0) * tasks * _EPSILON
+    rank = tl.sum(tl.where(significant, 1, 0), 0)
     if SCALE == "min":
-        length = tl.min(tl.where(kept, values, _INFINITY), 0)
+        length = tl.min(tl.where(significant, values, _INFINITY), 0)
     elif SCALE == "median":
         # The lower median.
         task = tl.arange(0, TASKS)
         equal_before = (values[None, :] == values[:, None]) & (task[None, :] < task[:, None])
-        before = kept[None, :] & ((values[None, :] < values[:, None]) | equal_before)
+        before = significant[None, :] & ((values[None, :] < values[:, None]) | equal_before)
         position = tl.sum(tl.where(before, 1, 0), 1)
-        length = tl.sum(tl.where(kept & (position == (rank - 1) // 2), values, 0.0), 0)
+        length = tl.sum(tl.where(significant & (position == (rank - 1) // 2), values, 0.0), 0)
     else:
-        length = tl.sum(tl.where(kept, values, 0.0), 0) / tl.maximum(rank, 1)
-    relative = tl.where(kept, length, 0.0) / tl.where(kept, values, 1.0)
+        length = tl.sum(tl.where(significant, values, 0.0), 0) / tl.maximum(rank, 1)
+    relative = tl.where(significant, length, 0.0) / tl.where(significant, values, 1.0)
     weights = tl.where(rank > 0, _components_of_ones(vectors, tl.sqrt(relative)), 1.0)
     _write(out, weights, finite, tasks, TASKS)

@@ -1,4 +1,4 @@
-// Everything that the kernels use of CUDA. The tests' emulation has a file of the same name.
+// Everything that the kernels use of CUDA. The tests' emulation replaces this file by its own.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #define CS_DEVICE __device__ __forceinline__
-// Registers are allotted for this number of threads per block and resident blocks per SM.
+// Registers are allocated for this many threads per block and resident blocks per SM.
 #define CS_KERNEL(threads, blocks) __global__ void __launch_bounds__(threads, blocks)
 #define CS_UNROLL(number) _Pragma(CS_STRING(unroll number))
 #define CS_STRING(text) #text
@@ -35,8 +35,8 @@ CS_DEVICE void synchronize_block() { __syncthreads(); }
 // The same for a warp.
 CS_DEVICE void synchronize_warp() { __syncwarp(); }
 
-// The value of the thread whose index in the warp differs in the bits of the mask. All threads must
-// call it.
+// The value of the thread whose index in the warp differs in the bits of the mask. All threads of
+// the warp must call it.
 template <class Number> CS_DEVICE Number exchanged(Number value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
@@ -132,13 +132,13 @@ inline const char* error_text(int status) {
   return cudaGetErrorString(static_cast<cudaError_t>(status));
 }
 
-// Whether the build has code of a kernel for the current device that the driver can load.
+// Whether the build has code of a kernel that the driver can load on the current device.
 template <class Arguments> int loadable(void (*kernel)(Arguments)) {
   cudaFuncAttributes attributes;
   return cudaFuncGetAttributes(&attributes, kernel);
 }
 
-// More than 48 KiB must be requested, for each device.
+// More than 48 KiB must be requested on each device.
 template <class Arguments>
 cudaError_t allow_shared_memory(void (*kernel)(Arguments), std::size_t bytes) {
   if (bytes <= (48u << 10))

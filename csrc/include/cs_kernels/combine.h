@@ -1,5 +1,5 @@
 // Gramian, weighted sum and sign dropping of K gradients, for every method but Phase 2. Plain
-// pointers and sizes, no framework.
+// pointers and sizes, without a framework.
 #pragma once
 
 #include <cstdint>
@@ -8,16 +8,16 @@
 
 namespace cs_kernels {
 
-constexpr std::int32_t kMaxTasks = 64; // also of the solvers
+constexpr std::int32_t kMaxTasks = 64; // also for the solvers
 
-// One shared tensor of the trunk: dense, its arrays have one order of elements.
+// One shared tensor of the trunk. It is dense; all its arrays have the same order of elements.
 struct GradientTensor {
   DataType type;
   std::int64_t size;
-  const void* const* gradients; // [tasks]; null: zeros
+  const void* const* gradients; // [tasks]; null for zeros
   void* update;                 // aliases no gradient; null for a Gramian
   std::int64_t group;           // index of its Gramian or of its task weights
-  std::int64_t first_index;     // of its elements, for sign dropping
+  std::int64_t first_index;     // of the elements, for sign dropping
 };
 
 struct GradientArguments {
@@ -29,17 +29,18 @@ struct GradientArguments {
 
 namespace cpu {
 
-// gramian [groups, tasks, tasks], written. Reads every gradient once.
+// Writes gramian [groups, tasks, tasks]. Reads every gradient once.
 void gramian(const GradientArguments& arguments, double* gramian, int threads);
 
 // update = sum_j weights[group, j] * gradients[j]; weights [groups, tasks]. Reads every gradient
 // once, writes the update once.
 void combine(const GradientArguments& arguments, const double* weights, int threads);
 
-// GradDrop: adds either the positive or the negative gradients of an element, with the positive
-// ones' share of the sum of absolute values as their probability. The part leaks[j] of task j's is
-// always added. The choice is a function of the key and the element's index, which goes on from the
-// tensor's first one in memory order. Reads every gradient once, writes the update once.
+// GradDrop: per element, adds either the positive or the negative gradients; the probability of the
+// positive ones is their share of the sum of absolute values. The fraction leaks[j] of task j's
+// gradient is always added. The choice is a function of the key and the element's index, which
+// counts from the tensor's first_index in memory order. Reads every gradient once, writes the
+// update once.
 void drop_signs(const GradientArguments& arguments, const double* leaks, std::uint64_t key,
                 int threads);
 

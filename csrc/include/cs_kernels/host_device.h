@@ -1,4 +1,4 @@
-// Functions that run on the host and on a GPU.
+// Macros for functions that run on the host and on a GPU.
 #pragma once
 
 #ifdef __CUDACC__

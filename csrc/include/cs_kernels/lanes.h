@@ -1,9 +1,9 @@
-// Linear algebra on small matrices for a team of lanes: one lane on the host, a warp or several on
-// a GPU.
+// Linear algebra on small matrices for a team of lanes: one lane on the host, one or several warps
+// on a GPU.
 //
-// Every lane runs the whole function. A number that decides what comes next is the same in every
-// lane: computed alike, or a sum or a minimum over the lanes. An element of an array has one writer
-// between two calls of `sync`. The host's team costs nothing.
+// Every lane runs the whole function. A number that decides a branch is the same in every lane:
+// computed alike, or a sum or a minimum over the lanes. An element of an array has one writer
+// between two calls of `sync`. The host's team has no cost.
 #pragma once
 
 #include <cmath>
@@ -19,17 +19,17 @@ namespace cs_kernels::solvers {
 struct OneLane {
   CS_HOST_DEVICE static constexpr int lane() { return 0; }
   CS_HOST_DEVICE static constexpr int lanes() { return 1; }
-  // A part of a team is a warp: its lanes share problems that others do not see.
+  // A part of a team is a warp, which can solve problems of its own.
   CS_HOST_DEVICE static constexpr int part() { return 0; }
   CS_HOST_DEVICE static constexpr int parts() { return 1; }
   CS_HOST_DEVICE static void sync() {}
   CS_HOST_DEVICE static void sync_parts() {}
-  // Over the lanes of the part, in all of them.
+  // Reductions over the lanes of the part; all of them get the result.
   CS_HOST_DEVICE static double sum(double x) { return x; }
   CS_HOST_DEVICE static double least(double x) { return x; }
 };
 
-// Memory for a solver's arrays: a GPU thread has few registers. It is passed by value, so that a
+// Memory for a solver's arrays, as a GPU thread has few registers. It is passed by value, so that a
 // function's arrays are released when it returns.
 class Workspace {
 public:
@@ -45,11 +45,11 @@ private:
   double* next_;
 };
 
-// The distance of a matrix's rows: odd, so that the lanes of a warp that read a column are in
-// different banks of shared memory.
+// The row stride of a matrix: odd, so that the lanes of a warp read a column from different banks
+// of shared memory.
 CS_INLINE_SOLVER constexpr int row_stride(int n) { return n | 1; }
 
-// The index of the least number, the first of equal ones, and the number; -1 without a number.
+// The smallest number and its index, the first of equal ones; -1 without a number.
 struct Least {
   int index = -1;
   double number = INFINITY;
@@ -105,7 +105,7 @@ struct Matrix {
   CS_HOST_DEVICE double& operator()(int i, int j) const { return row(i)[j]; }
 };
 
-// Solves L y = b in place, for a lower triangular L. `x` is synchronized before and after.
+// Solves L y = b in place, for a lower triangular L. Lanes are synchronized before and after.
 template <class Team>
 CS_INLINE_SOLVER void solve_lower(const Team& team, const Matrix& factor, int n, double* x) {
   for (int j = 0; j < n; ++j) {
@@ -130,7 +130,7 @@ CS_INLINE_SOLVER void cholesky_solve(const Team& team, const Matrix& factor, int
   }
 }
 
-// The lower triangle of a positive definite A [n, n] becomes its factor.
+// Replaces the lower triangle of a positive definite A [n, n] by its Cholesky factor.
 template <class Team> CS_INLINE_SOLVER void cholesky(const Team& team, const Matrix& a, int n) {
   for (int j = 0; j < n; ++j) {
     const double* found = a.row(j);
@@ -142,9 +142,9 @@ template <class Team> CS_INLINE_SOLVER void cholesky(const Team& team, const Mat
   }
 }
 
-// Eigenvalues (the diagonal of `a`, in the end) and vectors (rows) of a symmetric matrix, by
-// Jacobi rotations. The rotations of a round have no row in common: round-robin, as in a tournament
-// of n players, one more if n is odd. A group of lanes has a pair of rows.
+// Eigenvalues (finally the diagonal of `a`) and eigenvectors (rows) of a symmetric matrix, by
+// Jacobi rotations. The rotations of a round have no row in common, as the games of a round-robin
+// tournament with n players, or n + 1 if n is odd. A group of lanes has a pair of rows.
 template <class Team>
 CS_INLINE_SOLVER void eigen(const Team& team, const Matrix& a, int n, const Matrix& vectors) {
   double trace = 0;
@@ -190,7 +190,7 @@ CS_INLINE_SOLVER void eigen(const Team& team, const Matrix& a, int n, const Matr
         }
         team.sync();
         if (rows > 0 && first == 0)
-          a(p, q) = a(q, p) = 0; // read after the next call of sync
+          a(p, q) = a(q, p) = 0; // not read before the next call of sync
       }
     team.sync();
     if (team.sum(rotated) == 0)

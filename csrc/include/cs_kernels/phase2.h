@@ -1,4 +1,4 @@
-// Connection strength, priority and Phase 2. Plain pointers and sizes, no framework.
+// Connection strength, priority and Phase 2. Plain pointers and sizes, without a framework.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct ChannelLayout {
   std::int64_t size() const { return rows() * row_size(); }
 };
 
-// Strength, Eq. (6), of every channel for every task; Eq. (7) where `normalize`.
+// Strength, Eq. (6), of every channel for every task; Eq. (7) if `normalize`.
 struct StrengthArguments {
   const double* energy;   // [rows]
   const double* gamma;    // [tasks, rows]
@@ -30,22 +30,22 @@ struct StrengthArguments {
   std::int64_t rows;
   std::int32_t tasks;
   bool normalize;
-  double* strength; // [tasks, rows], written
+  double* strength; // [tasks, rows]; output
 };
 
-// One shared tensor of the trunk. Without `priority`, its update is the plain sum; with `weight`,
-// the priority is computed first and written; else it is read.
+// One shared tensor of the trunk. Without `priority`, its update is the plain sum. With `weight`,
+// the priority is computed and written first; else it is read.
 struct Phase2Tensor {
   DataType type;
   ChannelLayout layout;
-  const void* const* gradients;     // [tasks]; null: zeros
+  const void* const* gradients;     // [tasks]; null for zeros
   void* update;                     // type and layout of the gradients; aliases none
   std::int64_t* priority = nullptr; // [rows]
   const void* weight = nullptr;
   const double* gamma = nullptr;
   const double* variance = nullptr;
   const double* epsilon = nullptr;
-  double* products = nullptr; // [tasks, tasks], d_ij of channel group i; null: not wanted
+  double* products = nullptr; // [tasks, tasks], d_ij of channel group i; null if not needed
 };
 
 struct Phase2Arguments {
@@ -67,13 +67,13 @@ void task_priority(const double* strength, std::int32_t tasks, std::int64_t rows
                    std::int64_t* priority);
 
 // Phase 2 (Algorithm 1) of all tensors. Reads each weight and gradient once and writes the update
-// once; rows of channel groups in conflict are visited again, while in cache.
+// once; rows of channel groups in conflict are visited again while in cache.
 void phase2(const Phase2Arguments& arguments, int threads);
 
-// The same in two stages, with priorities given. Between them, the products can be added up over
-// devices that share the gradients. phase2_products writes the plain sum and the products; it reads
-// the gradients once. phase2_apply adds a_i * G_i to the rows of channel groups in conflict: two
-// reads and a write.
+// The same in two stages, for given priorities. Between them, the products can be summed over
+// devices with shards of the gradients. phase2_products writes the plain sum and the products, and
+// reads the gradients once. phase2_apply adds a_i * G_i to the rows of channel groups in conflict:
+// two reads and a write.
 void phase2_products(const Phase2Arguments& arguments, int threads);
 void phase2_apply(const Phase2Arguments& arguments, int threads);
 

@@ -1,5 +1,5 @@
-// Random numbers as pure functions of a key and an index: the same on every thread, rank and
-// device, without a state.
+// Random numbers as pure functions of a key and an index: stateless, and the same on every thread,
+// rank and device.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace cs_kernels {
 
-// The finalizer of SplitMix64 (Steele, Lea, Flood 2014), of the state after one increment.
+// SplitMix64 (Steele, Lea, Flood 2014): one increment of the state, then the finalizer.
 CS_HOST_DEVICE_INLINE std::uint64_t splitmix64(std::uint64_t x) {
   x += 0x9e3779b97f4a7c15u;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -16,8 +16,8 @@ CS_HOST_DEVICE_INLINE std::uint64_t splitmix64(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// The state of a seeded method, splitmix64(seed) + step, after as many more steps as the counter
-// says, if there is one. A step's key is splitmix64 of it.
+// The random state of a step: splitmix64(seed) + step, plus the counter, if there is one. The
+// step's key is splitmix64 of it.
 CS_HOST_DEVICE_INLINE std::uint64_t advanced(std::uint64_t state, const std::int64_t* counter) {
   return counter == nullptr ? state : state + static_cast<std::uint64_t>(*counter);
 }
@@ -29,8 +29,8 @@ CS_HOST_DEVICE_INLINE std::uint32_t lowbias32(std::uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// The high half of the index is in the key, so that a loop over an array needs 32-bit
-// multiplications only.
+// The high half of the index is in the key, so that a loop over an array needs only 32-bit
+// multiplications.
 struct UniformNumbers {
   std::uint32_t low;
   std::uint32_t high;

@@ -1,10 +1,9 @@
-// K task weights from the Gramian of K gradients: one function for each solver, on the host and on
-// a GPU, run by a team of lanes (lanes.h). The caller provides the workspace, and iterations are
-// bounded.
+// K task weights from the Gramian of K gradients: one function per solver, for the host and for a
+// GPU, run by a team of lanes (lanes.h). The caller provides the workspace. Iterations are bounded.
 //
 // The solvers take the correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, and unknowns scaled by d,
 // so that gradients of very different lengths are no harder than others. A ridge on C's diagonal
-// makes singular Gramians regular. A Gramian that is not finite gives weights of NaN.
+// makes it regular. A non-finite Gramian gives weights of NaN.
 #pragma once
 
 #include <cmath>
@@ -23,22 +22,22 @@ namespace cs_kernels::solvers {
 // Shared by the solvers of all backends.
 constexpr double kRidge = 1e-12;     // on the diagonal of the correlations
 constexpr double kNashRidge = 1e-10; // Nash-MTL's: keeps the weights of opposed gradients finite
-constexpr double kNashStop = 1e-9;   // its last Newton decrement
-constexpr double kNashFull = 0.25;   // from this decrement on, Newton steps are full
-constexpr double kSlope = 1e-14;     // of the sum of absolute terms: a slope of zero
+constexpr double kNashStop = 1e-9;   // it stops below this Newton decrement
+constexpr double kNashFull = 0.25;   // below this decrement, Newton steps are full
+constexpr double kSlope = 1e-14;     // of the sum of absolute terms: counts as a slope of zero
 constexpr double kStationary =
     1e10;                           // 1 / squared norm in the hull of unit gradients: none descends
 constexpr double kZeroSum = 1e-12;  // of the sum of absolute weights: they cannot sum to one
 constexpr double kNoCosine = 1e-20; // of the number of tasks: a squared length of zero
 constexpr double kEpsilon = 2.220446049250313e-16;
-constexpr double kFairStop = 1e-9;        // FairGrad's last Newton step, relative, times the power
-constexpr double kFairFull = 0.1;         // below this one, Newton steps are full
-constexpr double kFairLeast = 1e-290;     // its least right-hand side, relative to the greatest
-constexpr double kFairMost = 1e100;       // its largest inverse curvature, beside correlations of 1
-constexpr double kMostSimilar = 1 - 1e-6; // GradVac's greatest target
-constexpr double kVanished = 1e-7;        // of a gradient's length: nothing is left of it
+constexpr double kFairStop = 1e-9;        // FairGrad stops below this relative step, times power
+constexpr double kFairFull = 0.1;         // below this relative step, Newton steps are full
+constexpr double kFairLeast = 1e-290;     // smallest right-hand side, relative to the greatest
+constexpr double kFairMost = 1e100;       // largest inverse curvature: infinite beside correlations
+constexpr double kMostSimilar = 1 - 1e-6; // GradVac's greatest target cosine
+constexpr double kVanished = 1e-7;        // of its length: GradVac stops changing such a gradient
 
-// Doubles in the workspace of a part of a team, in UPGrad: a matrix and some vectors.
+// Doubles in the workspace of a part of a team, in UPGrad: a matrix and several vectors.
 CS_INLINE_SOLVER constexpr int part_size(int tasks) {
   return tasks * row_stride(tasks) + 5 * (tasks + 1);
 }
@@ -49,9 +48,9 @@ CS_INLINE_SOLVER constexpr int workspace_size(int tasks, int parts = 1) {
 }
 
 struct Options {
-  std::uint64_t word;   // a random state, the bits of a number, or the number of a scale
+  std::uint64_t word;   // a random state, the bits of a number, or the index of a scale
   double rate;          // GradVac's
-  double* similarities; // [K, K], GradVac's
+  double* similarities; // [K, K], GradVac's targets
 
   CS_HOST_DEVICE double number() const {
     double bits;
@@ -63,7 +62,7 @@ struct Options {
 struct Gramian {
   const double* data;
   int tasks;
-  std::int64_t index; // in a call
+  std::int64_t index; // within a call
 
   CS_HOST_DEVICE const double* row(int i) const {
     return data + static_cast<std::int64_t>(i) * tasks;
@@ -107,10 +106,10 @@ struct Correlations {
   }
 };
 
-// min 1/2 x'Cx - f'x over x >= 0, by the active-set method of Lawson and Hanson from zero. The
-// factor of the free entries' C grows by a row and loses one by rotations.
+// min 1/2 x'Cx - f'x over x >= 0, by Lawson and Hanson's active-set method, from zero. The factor
+// of the free entries' C grows row by row, and loses a row by rotations.
 struct NonNegative {
-  int* state;   // kFixed, kFree or kTried: freed, and sent back at once, since x last changed
+  int* state;   // kFixed, kFree or kTried: freed and blocked at once, since x last changed
   int* indices; // of the free entries, in the order of the factor's rows
   double* z;
   Matrix factor;
@@ -122,7 +121,7 @@ struct NonNegative {
       : state(workspace.integers(size)), indices(workspace.integers(size)),
         z(workspace.numbers(size)), factor(size, workspace) {}
 
-  // Frees entry i, unless C is so rounded that it depends on the free ones. `z` is workspace.
+  // Frees entry i, unless rounding makes C depend on the free entries. `z` is workspace.
   template <class Team> CS_HOST_DEVICE bool grow(const Team& team, const Correlations& c, int i) {
     const int n = free_entries;
     for (int k = team.lane(); k < n; k += team.lanes())
@@ -151,7 +150,7 @@ struct NonNegative {
   template <class Team> CS_HOST_DEVICE void shrink(const Team& team, int r) {
     const int n = --free_entries;
     const int removed = indices[r];
-    for (int i = r; i < n; ++i) { // a row after the other, as it moves onto the one before
+    for (int i = r; i < n; ++i) { // in order, as each row moves onto the previous one
       const int moved = indices[i + 1];
       team.sync();
       for (int k = team.lane(); k <= i + 1; k += team.lanes())
@@ -238,9 +237,9 @@ struct NonNegative {
   }
 };
 
-// Gradients that meet the original others in random orders, and change; then their sum. A lane has
-// a gradient, a row of `own`, the weights of the originals in it. `begin(i)` gives a state for
-// gradient i, with which `meet(state, i, j)` adds to own(i, j).
+// The sum of gradients, after each has met the other originals in random order and has changed. A
+// lane has a gradient: a row of `own`, the weights of the originals in it. `begin(i)` returns a
+// state for gradient i, with which `meet(state, i, j)` adds to own(i, j).
 template <class Team, class Begin, class Meet>
 CS_INLINE_SOLVER void in_random_order(const Team& team, const Gramian& g, std::uint64_t state,
                                       const Matrix& own, double* weights, Workspace workspace,
@@ -272,8 +271,8 @@ CS_INLINE_SOLVER void in_random_order(const Team& team, const Gramian& g, std::u
   }
 }
 
-// PCGrad (Yu et al. 2020): each gradient loses its component along every original one that it
-// conflicts with.
+// PCGrad (Yu et al. 2020): each gradient loses its component along every original with which it is
+// in conflict.
 template <class Team>
 CS_INLINE_SOLVER void pcgrad(const Team& team, const Gramian& g, const Options& options,
                              double* weights, Workspace workspace) {
@@ -287,9 +286,8 @@ CS_INLINE_SOLVER void pcgrad(const Team& team, const Gramian& g, const Options& 
       });
 }
 
-// GradVac (Wang et al. 2021): where the cosine of two gradients is below its target, so much of the
-// original other one is added that it reaches the target. The targets follow the cosines at the
-// given rate.
+// GradVac (Wang et al. 2021): where the cosine of two gradients is below its target, enough of the
+// other original is added to reach the target. The targets are moving averages of the cosines.
 template <class Team>
 CS_INLINE_SOLVER void gradvac(const Team& team, const Gramian& g, const Options& options,
                               double* weights, Workspace workspace) {
@@ -306,7 +304,7 @@ CS_INLINE_SOLVER void gradvac(const Team& team, const Gramian& g, const Options&
         double& target = options.similarities[i * g.tasks + j];
         const double wanted = std::fmin(target, kMostSimilar);
         if (cosine < wanted) {
-          // The component across g_j stays; the one along it makes the angle.
+          // The component across g_j stays; the one along it sets the angle.
           const double across = std::sqrt((1 - cosine) * (1 + cosine));
           const double sine = std::sqrt((1 - wanted) * (1 + wanted));
           own(i, j) += length / other * (wanted * across / sine - cosine);
@@ -316,8 +314,8 @@ CS_INLINE_SOLVER void gradvac(const Team& team, const Gramian& g, const Options&
       });
 }
 
-// MGDA (Sener and Koltun 2018): the point of least norm in the convex hull of the gradients. With
-// x >= 0 the minimizer of 1/2 x'Gx - 1'x, it is x / sum x. A gradient of zero is such a point.
+// MGDA (Sener and Koltun 2018): the min-norm point of the gradients' convex hull. It is x / sum x,
+// where x >= 0 minimizes 1/2 x'Gx - 1'x. A zero gradient is such a point.
 template <class Team>
 CS_INLINE_SOLVER void mgda(const Team& team, const Gramian& g, const Options&, double* weights,
                            Workspace workspace) {
@@ -344,15 +342,15 @@ CS_INLINE_SOLVER void mgda(const Team& team, const Gramian& g, const Options&, d
     weights[i] = x[i] * f[i] / total;
 }
 
-// UPGrad (Quinton and Rey 2024): each gradient is projected onto the dual cone of all, the vectors
-// that conflict with none; then the mean. The parts of the team take a gradient in turn.
+// UPGrad (Quinton and Rey 2024): the mean of the gradients, each projected onto the dual cone of
+// all, the vectors in conflict with none. The parts of the team take gradients in turn.
 template <class Team>
 CS_INLINE_SOLVER void upgrad(const Team& team, const Gramian& g, const Options&, double* weights,
                              Workspace workspace) {
   const Correlations c(team, g, kRidge, workspace);
   double* sums = workspace.numbers(team.parts() * c.size);
   double* own = sums + team.part() * c.size;
-  workspace.numbers(team.part() * part_size(c.size)); // of the parts before
+  workspace.numbers(team.part() * part_size(c.size)); // skips the parts before this one
   double* f = workspace.numbers(c.size);
   double* x = workspace.numbers(c.size);
   NonNegative problem(c.size, workspace);
@@ -377,8 +375,8 @@ CS_INLINE_SOLVER void upgrad(const Team& team, const Gramian& g, const Options&,
 
 // CAGrad (Liu et al. 2021): the d = g_0 + w with the greatest min_i g_i.d, for combinations w of
 // the gradients with |w| <= r = c |g_0|; g_0 is the mean. The shortest w for which that minimum is
-// at least mu is a projection onto a polyhedron. Its length is convex in mu, which is found where
-// the length is r. If no direction is good for all tasks, mu is at most zero.
+// at least mu is a projection onto a polyhedron. Its length is convex in mu; the solution is the mu
+// at which the length is r. If no direction is good for all tasks, mu is at most zero.
 template <class Team>
 CS_INLINE_SOLVER void cagrad(const Team& team, const Gramian& g, const Options& options,
                              double* weights, Workspace workspace) {
@@ -411,7 +409,7 @@ CS_INLINE_SOLVER void cagrad(const Team& team, const Gramian& g, const Options& 
   fill(team, f, size, 1);
   team.sync();
   problem.solve(team, correlations, f, x);
-  double inverse = 0; // of the least squared norm in the hull of the unit gradients
+  double inverse = 0; // of the smallest squared norm in the hull of the unit gradients
   double low = INFINITY;
   double high = INFINITY;
   for (int i = team.lane(); i < size; i += team.lanes()) {
@@ -441,7 +439,7 @@ CS_INLINE_SOLVER void cagrad(const Team& team, const Gramian& g, const Options& 
     if (std::fabs(length - radius) <= 1e-12 * radius || (round == 0 && length <= radius) ||
         high - low <= 1e-15 * (std::fabs(high) + std::fabs(low)))
       break;
-    // With the same entries free, length^2 = pp mu^2 - 2 pq mu + qq.
+    // While the same entries are free, length^2 = pp mu^2 - 2 pq mu + qq.
     const int n = problem.free_entries;
     for (int k = team.lane(); k < n; k += team.lanes()) {
       free_p[k] = p[problem.indices[k]];
@@ -466,9 +464,9 @@ CS_INLINE_SOLVER void cagrad(const Team& team, const Gramian& g, const Options& 
     weights[correlations.task[i]] += x[i] / correlations.length[i];
 }
 
-// The length of NashMTL's Newton step at which the objective is least along it, about. shares: step
-// / v; only a length that leaves 1 - length * share positive leaves v positive. The damped Newton
-// method of one dimension does.
+// The length of a Newton step that roughly minimizes NashMTL's objective along the step. shares:
+// step / v; v stays positive only if 1 - length * share does, as in a damped Newton method in one
+// dimension.
 template <class Team>
 CS_INLINE_SOLVER double nash_length(const Team& team, const double* shares, int n,
                                     double decrement) {
@@ -500,9 +498,9 @@ CS_INLINE_SOLVER double nash_length(const Team& team, const double* shares, int 
   return length;
 }
 
-// v > 0 with C v = 1 / v, the minimum of 1/2 v'Cv - sum log v_i. The function is self-concordant:
-// damped Newton steps converge from any start, and the best lengths along them take a fifth of the
-// rounds where gradients depend on each other.
+// The v > 0 with C v = 1 / v, the minimizer of 1/2 v'Cv - sum log v_i. The function is
+// self-concordant: damped Newton steps converge from any start. With the best lengths along them,
+// linearly dependent gradients take a fifth of the rounds.
 template <class Team>
 CS_INLINE_SOLVER void bargain(const Team& team, const Correlations& c, double* v,
                               const Matrix& hessian, Workspace workspace) {
@@ -533,14 +531,14 @@ CS_INLINE_SOLVER void bargain(const Team& team, const Correlations& c, double* v
     for (int i = team.lane(); i < n; i += team.lanes())
       v[i] -= length * step[i];
     team.sync();
-    // Full steps square it, until rounding is left.
+    // Full steps square the decrement, until only rounding is left.
     if (decrement < kNashStop || (before < kNashFull && !(decrement < before / 2)))
       break;
     before = decrement;
   }
 }
 
-// NashMTL (Navon et al. 2022): G a = 1 / a, a > 0. A task without a gradient gets no weight.
+// NashMTL (Navon et al. 2022): G a = 1 / a, a > 0. The weight of a task without a gradient is zero.
 template <class Team>
 CS_INLINE_SOLVER void nash_mtl(const Team& team, const Gramian& g, const Options&, double* weights,
                                Workspace workspace) {
@@ -553,8 +551,8 @@ CS_INLINE_SOLVER void nash_mtl(const Team& team, const Gramian& g, const Options
     weights[c.task[i]] = v[i] / c.length[i];
 }
 
-// The length of FairGrad's Newton step at which its objective is least along it, about:
-// -linear + length * quadratic + sum parts * shares (1 - length * shares)^-power is zero there.
+// The length of a Newton step that roughly minimizes FairGrad's objective along the step. There,
+// -linear + length * quadratic + sum parts * shares (1 - length * shares)^-power is zero.
 template <class Team>
 CS_INLINE_SOLVER double fair_length(const Team& team, const double* shares, const double* parts,
                                     int n, double power, double linear, double quadratic) {
@@ -585,11 +583,12 @@ CS_INLINE_SOLVER double fair_length(const Team& team, const double* shares, cons
   return length;
 }
 
-// FairGrad (Ban and Ji 2024): w > 0 with G w = w^-p, p = 1 / alpha. With w = v / d it is C v = b
-// v^-p, b = d^(p-1). For p >= 1 the unknown is v, the minimum of 1/2 v'Cv + sum b v^(1-p) / (p-1);
-// for p < 1 it is s = C v, the minimum of 1/2 s'C^-1 s + sum k s^(1-alpha) / (alpha-1), k =
-// b^alpha, whose Newton steps need no inverse. Either function grows without bound where an unknown
-// falls to zero, so Newton's method converges fast, and NashMTL's solution is inside for both.
+// FairGrad (Ban and Ji 2024): w > 0 with G w = w^-p, p = 1 / alpha. With w = v / d this is C v = b
+// v^-p, b = d^(p-1). For p >= 1 the unknown is v, the minimizer of 1/2 v'Cv + sum b v^(1-p) /
+// (p-1); for p < 1 it is s = C v, the minimizer of 1/2 s'C^-1 s + sum k s^(1-alpha) / (alpha-1), k
+// = b^alpha, whose Newton steps need no inverse. Both functions grow without bound as an unknown
+// falls to zero, so Newton's method converges fast, and NashMTL's solution is a feasible start for
+// both.
 template <class Team>
 CS_INLINE_SOLVER void fair_grad(const Team& team, const Gramian& g, const Options& options,
                                 double* weights, Workspace workspace) {
@@ -597,7 +596,7 @@ CS_INLINE_SOLVER void fair_grad(const Team& team, const Gramian& g, const Option
   const int n = c.size;
   fill(team, weights, g.tasks, 0);
   const double alpha = options.number();
-  const bool of_sums = alpha > 1; // s is the unknown
+  const bool of_sums = alpha > 1; // the unknown is s
   const double power = of_sums ? alpha : 1 / alpha;
   const Matrix hessian(n, workspace);
   double* v = workspace.numbers(n);
@@ -626,7 +625,7 @@ CS_INLINE_SOLVER void fair_grad(const Team& team, const Gramian& g, const Option
   }
   square = team.sum(square);
   sum = team.sum(sum);
-  // The multiple of the start that is best.
+  // The best multiple of NashMTL's solution.
   const double scale = n > 0 ? std::pow(sum / square, 1 / (1 + power)) : 1;
   team.sync();
   for (int i = team.lane(); i < n; i += team.lanes()) {
@@ -637,7 +636,7 @@ CS_INLINE_SOLVER void fair_grad(const Team& team, const Gramian& g, const Option
   double before = INFINITY;
   for (int round = 0; round < 100; ++round) {
     for (int i = team.lane(); i < n; i += team.lanes()) {
-      target[i] = b[i] * std::exp(-power * std::log(x[i])); // of y
+      target[i] = b[i] * std::exp(-power * std::log(x[i])); // for y
       diagonal[i] =
           of_sums ? std::fmin(x[i] / (power * target[i]), kFairMost) : power * target[i] / x[i];
       step[i] = (target[i] - y[i]) * (of_sums ? diagonal[i] : 1);
@@ -655,7 +654,7 @@ CS_INLINE_SOLVER void fair_grad(const Team& team, const Gramian& g, const Option
       image[i] = dot(c.matrix.row(i), step, n);
       quadratic += image[i] * step[i];
       linear -= s[i] * step[i];
-      // From here on, what the step takes of x, and what `fair_length` needs beside it.
+      // From here on, these arrays have the step's shares of x and the terms for `fair_length`.
       diagonal[i] = -(of_sums ? image[i] : step[i]) / x[i];
       target[i] *= x[i];
       largest = std::fmax(largest, std::fabs(diagonal[i]));
@@ -694,7 +693,7 @@ CS_INLINE_SOLVER void add_component_of_ones(const Team& team, const Matrix& vect
     out[i] += vectors(k, i) * part * factor;
 }
 
-// Eigenvalues up to this one count as zero.
+// Eigenvalues up to this count as zero.
 CS_INLINE_SOLVER double rank_tolerance(const Matrix& diagonal, int n) {
   double greatest = 0;
   for (int i = 0; i < n; ++i)
@@ -702,8 +701,8 @@ CS_INLINE_SOLVER double rank_tolerance(const Matrix& diagonal, int n) {
   return greatest * n * kEpsilon;
 }
 
-// y = C^+ 1 and, unless null, cosines = C y, which are ones if C is regular. C becomes its
-// eigenvalues.
+// y = C^+ 1 and, unless null, cosines = C y, which are all ones if C is regular. C is overwritten
+// by its eigenvalues.
 template <class Team>
 CS_INLINE_SOLVER void equal_cosines(const Team& team, const Correlations& c, double* y,
                                     double* cosines, Workspace workspace) {
@@ -723,8 +722,8 @@ CS_INLINE_SOLVER void equal_cosines(const Team& team, const Correlations& c, dou
 }
 
 // ConFIG (Liu et al. 2024): the update has the same cosine to every gradient, and its length is the
-// sum of their components along it. If there is no such direction, the least-squares one; if that
-// is none, zeros.
+// sum of the gradients' components along it. If no direction has equal cosines, the least-squares
+// one is taken; if that vanishes too, the weights are zero.
 template <class Team>
 CS_INLINE_SOLVER void config(const Team& team, const Gramian& g, const Options&, double* weights,
                              Workspace workspace) {
@@ -752,8 +751,8 @@ CS_INLINE_SOLVER void config(const Team& team, const Gramian& g, const Options&,
 }
 
 // IMTL-G (Liu et al. 2021): the update has the same component along every gradient, and the weights
-// sum to one. If several weights do, those of least norm, each times its gradient's length; if they
-// cannot sum to one, zeros.
+// sum to one. If this leaves a choice, weights times lengths have the smallest norm; if the weights
+// cannot sum to one, they are zero.
 template <class Team>
 CS_INLINE_SOLVER void imtl_g(const Team& team, const Gramian& g, const Options&, double* weights,
                              Workspace workspace) {
@@ -779,9 +778,9 @@ CS_INLINE_SOLVER void imtl_g(const Team& team, const Gramian& g, const Options&,
 
 enum class AlignedScale : std::uint64_t { kMin = 0, kMedian = 1, kRmse = 2 };
 
-// Aligned-MTL (Senushkin et al. 2023): the gradients' principal components are scaled to one length
-// (the least, the lower median or the root mean square of their lengths); then the sum. Without any
-// gradient, ones.
+// Aligned-MTL (Senushkin et al. 2023): the sum, after the gradients' principal components are
+// scaled to one length (the smallest, the lower median or the root mean square of their lengths).
+// If all gradients are zero, the weights are ones.
 template <class Team>
 CS_INLINE_SOLVER void aligned_mtl(const Team& team, const Gramian& g, const Options& options,
                                   double* weights, Workspace workspace) {
@@ -823,7 +822,7 @@ CS_INLINE_SOLVER void aligned_mtl(const Team& team, const Gramian& g, const Opti
       add_component_of_ones(team, vectors, n, k, std::sqrt(length / a(k, k)), weights);
 }
 
-// Solves Gramian number n with a function from above; NaN if the Gramian is not finite.
+// Solves one Gramian with a function from above; NaN if the Gramian is not finite.
 template <class Team, class Function>
 CS_INLINE_SOLVER void solve_one(const Team& team, const SolverArguments& arguments, std::int64_t n,
                                 double* memory, const Function& function) {
@@ -843,7 +842,7 @@ CS_INLINE_SOLVER void solve_one(const Team& team, const SolverArguments& argumen
     fill(team, weights, arguments.tasks, NAN);
 }
 
-// run(function) with the function of a solver.
+// Calls run(function) with the function of a solver.
 template <class Run> CS_INLINE_SOLVER void with_solver(Solver solver, const Run& run) {
   switch (solver) {
 #define CS_SOLVER(name)                                                                            \

@@ -6,7 +6,7 @@
 
 namespace cs_kernels {
 
-// Every solver by the name of its function in solve.h and of its operator.
+// Every solver, by the name of its function in solve.h and of its operator.
 #define CS_SOLVERS(solver)                                                                         \
   solver(pcgrad) solver(cagrad) solver(mgda) solver(aligned_mtl) solver(nash_mtl) solver(imtl_g)   \
       solver(upgrad) solver(fair_grad) solver(config) solver(gradvac)
@@ -27,13 +27,13 @@ struct SolverArguments {
   double* weights;
   std::uint64_t option; // a random state, the bits of a number (c, alpha), Aligned-MTL's scale
   const std::int64_t* counter; // steps to add to the random state; null for none
-  double rate;                 // GradVac's, by which targets follow cosines
-  double* similarities;        // [count, tasks, tasks], its targets, which change; null for none
+  double rate;                 // GradVac's weight of a new cosine in the targets
+  double* similarities;        // [count, tasks, tasks], GradVac's targets, updated; null for none
 };
 
 namespace cpu {
 
-// Reads K * K numbers and writes K for each Gramian.
+// Reads K * K numbers and writes K per Gramian.
 void solve(const SolverArguments& arguments);
 
 } // namespace cpu

@@ -8,24 +8,24 @@
 
 namespace cs_kernels::cuda {
 
-// The constants of the caller's plan.
+// The constants for the caller's plan.
 struct GradientTiling {
-  std::int64_t elements;   // of a tile
-  std::int64_t most_tiles; // of an item
+  std::int64_t elements;   // per tile
+  std::int64_t most_tiles; // per item
 };
 GradientTiling gradient_tiling(DataType type);
 
-// Bytes of shared memory of a block.
+// Bytes of shared memory per block.
 std::size_t gramian_memory(std::int32_t tasks);
 
-// A row of the table of tensors that the caller makes once for a trunk.
+// A row of the table of tensors, which the caller makes once per trunk.
 struct PlannedGradient {
   std::int64_t size; // in elements
   std::int64_t group;
   std::int64_t first_item; // of the group
   std::int64_t group_items;
-  std::int64_t tiles;       // of an item
-  std::int64_t first_index; // of its elements, for sign dropping
+  std::int64_t tiles;       // per item
+  std::int64_t first_index; // of the elements, for sign dropping
 };
 
 enum GradientCallField : std::int32_t {
@@ -42,7 +42,7 @@ struct GradientItem {
 struct GradientLaunch {
   DataType type;
   std::int32_t tasks;
-  const GradientItem* items; // the items of a group are adjacent
+  const GradientItem* items; // a group's items are adjacent
   std::int64_t item_count;
   const PlannedGradient* tensors;
   const std::int64_t* table; // [tensors, kGradientGradients + tasks]
@@ -69,7 +69,7 @@ struct DropLaunch {
   GradientLaunch gradients;
   const double* leaks;         // [tasks]
   std::uint64_t state;         // splitmix64(seed) + step
-  const std::int64_t* counter; // steps to add to it; null for none
+  const std::int64_t* counter; // steps to add to the state; null for none
 };
 Status drop_signs(const DropLaunch& launch, Stream stream);
 

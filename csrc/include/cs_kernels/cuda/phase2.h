@@ -1,6 +1,6 @@
 // Phase 2, connection strength and priority on a GPU: structs of device addresses, a stream and a
-// status. The caller provides the workspace. No call synchronizes the host, so all can be captured
-// in a CUDA graph.
+// status. The caller provides the workspace. No call synchronizes with the host, so all can be
+// captured in a CUDA graph.
 #pragma once
 
 #include <cstddef>
@@ -10,23 +10,23 @@
 
 namespace cs_kernels::cuda {
 
-// The constants of the caller's plan.
+// The constants for the caller's plan.
 struct Phase2Tiling {
   std::int64_t tile_segments;
-  std::int64_t unit;              // elements; a segment has a number of units
-  std::int64_t most_units;        // of a segment
-  std::int64_t energy_elements;   // of an ENERGY item, about
-  std::int64_t least_energy_rows; // of an ENERGY item
+  std::int64_t unit;              // in elements; a segment is a whole number of units
+  std::int64_t most_units;        // per segment
+  std::int64_t energy_elements;   // per ENERGY item, approximately
+  std::int64_t least_energy_rows; // per ENERGY item
   std::int64_t least_items;       // SUM items per multiprocessor before items grow
   std::int64_t lag; // SUM items per multiprocessor between a layer's last and its PROJECT items
-  std::int64_t project_sums; // SUM items of a PROJECT item
+  std::int64_t project_sums; // SUM items per PROJECT item
 };
 Phase2Tiling phase2_tiling(DataType type);
 
-// Bytes of shared memory of a block.
+// Bytes of shared memory per block.
 std::size_t phase2_memory(std::int32_t tasks);
 
-// A row of the table of tensors, which the caller makes once for a trunk. Elements are in memory
+// A row of the table of tensors, which the caller makes once per trunk. Elements are in memory
 // order; dimensions are those of ChannelLayout.
 struct PlannedTensor {
   std::int64_t rows;
@@ -38,16 +38,16 @@ struct PlannedTensor {
   std::int64_t size;         // in segments
   std::int64_t kernel_size;
   std::int64_t layer;     // -1 for a tensor without prioritized channels
-  std::int64_t first_row; // of the layer, among those of all layers
-  std::int64_t first_sum; // its SUM items, among those of all layers
+  std::int64_t first_row; // index of the layer's first row among those of all layers
+  std::int64_t first_sum; // index of the layer's first SUM item among those of all layers
   std::int64_t sum_items;
-  std::int64_t tiles; // of a SUM item
+  std::int64_t tiles; // per SUM item
   std::int64_t energy_items;
-  std::int64_t energy_rows;  // of an ENERGY item
-  std::int64_t project_sums; // SUM items of a PROJECT item
+  std::int64_t energy_rows;  // per ENERGY item
+  std::int64_t project_sums; // SUM items per PROJECT item
 };
 
-// A row of a call's table of addresses; the gradients of all tasks are last (0: zeros).
+// A row of a call's table of addresses. The gradients of all tasks are last, 0 for zeros.
 enum CallField : std::int32_t { kUpdate, kWeight, kPriority, kAligned, kGradients };
 
 enum class ItemKind : std::int32_t { kEnergy = 0, kSum = 1, kProject = 2 };
@@ -67,8 +67,8 @@ enum Counter : std::int32_t {
   kLayerCounters
 };
 
-// Phase 2 (Algorithm 1) of all tensors of one type. An item waits for earlier items only. A launch
-// may have SUM items alone, or PROJECT items alone with kCoefficientsReady set.
+// Phase 2 (Algorithm 1) of all tensors of one type. An item waits only for earlier items. A launch
+// may have only SUM items, or only PROJECT items with kCoefficientsReady set.
 struct Phase2Launch {
   DataType type;
   std::int32_t tasks;
@@ -79,12 +79,12 @@ struct Phase2Launch {
   std::int32_t* ticket;      // zero
   std::int32_t* counters;    // [layers, kLayerCounters], zeros
   double* energy;            // [rows of all layers], workspace
-  Numbers gamma;             // [tasks, rows] of one layer after the other
+  Numbers gamma;             // [tasks, rows] per layer, concatenated
   Numbers variance;
   const double* epsilon; // [layers, tasks]
   double* item_products; // [SUM items of all layers, tasks, tasks], workspace
-  double* products;      // [layers, tasks, tasks]: d_ij of the channel groups, written
-  double* coefficients;  // [layers, tasks]: a_i; input of a launch of PROJECT items alone
+  double* products;      // [layers, tasks, tasks]: d_ij of the channel groups; output
+  double* coefficients;  // [layers, tasks]: a_i; input if there are only PROJECT items
 };
 
 // Reads every weight and gradient once and writes the update once, (K + 2) N. PROJECT items visit
