@@ -18,18 +18,17 @@ from networks import (
     Whole,
     assert_equal,
     assert_same_gradients,
-    flat_grad,
     optimizer_of,
     problem,
-    refused,
     sgd_of,
-    started_problem,
 )
 from torch import Tensor, nn
 
 import cs_kernels as cs
 
 pytestmark = pytest.mark.loop
+
+PCGRAD_AND_SUM = pytest.mark.parametrize("method", [cs.PCGrad(), cs.Sum()], ids=repr)
 
 
 @BOTH_PHASES
@@ -58,69 +57,147 @@ def test_micro_batches_of_backward_add_up(backend: str, method: cs.Method) -> No
     whole, thirds = problem(), problem()
     for (model, _, x, targets), parts in ((whole, 1), (thirds, 3)):
         opt = optimizer_of(model, copy.deepcopy(method))
-        x, targets = x[:6], {task: target[:6] for task, target in targets.items()}
-        for n, rows in enumerate(torch.arange(6).chunk(parts)):
-            features = model.trunk(x[rows])
-            losses = {
-                task: (model.heads[task](features) - targets[task][rows]).square().mean() / parts
-                for task in AB
-            }
-            opt.backward(losses, update=n + 1 == parts)
-            if n + 1 < parts:
+        for n, rows in enumerate(torch.arange(6).chunk(parts), 1):
+            z = model.trunk(x[rows])
+            errors = {task: model.heads[task](z) - targets[task][rows] for task in AB}
+            losses = {task: error.square().mean() / parts for task, error in errors.items()}
+            opt.backward(losses, update=n == parts)
+            if n < parts:
                 waiting = sum(p.grad is not None for p in model.trunk.parameters())
                 assert waiting == (4 if isinstance(method, cs.Sum) else 1)  # A mark.
         assert opt.state_dict()["steps"] == 1
     assert_same_gradients(whole[0], thirds[0], rtol=1e-9)
 
 
-def test_micro_batches_of_different_tasks() -> None:
-    (model, loss, opt), (twin, other, whole) = (started_problem(cs.PCGrad()) for _ in range(2))
-    opt.backward({"b": loss("b")}, update=False)
-    opt.backward({"a": loss("a")})
-    whole.backward({t: other(t) for t in AB})
-    assert_same_gradients(model, twin, rtol=1e-9)
+class Changing(cs.Schedule):
+    now = 2
+
+    def phase(self, epoch: int | None, step: int) -> int:
+        return self.now
 
 
-@pytest.mark.parametrize("method", [cs.PCGrad(), cs.Sum()], ids=repr)
-def test_heads_accumulate_on_a_frozen_trunk(method: cs.Method) -> None:
-    grads = []
-    for parts in (1, 3):
-        model, loss, *_ = problem()
-        opt = cs.MultiTaskOptimizer(model.trunk, sgd_of(model.trunk, model.heads), AB, method)
-        opt.backward({task: loss(task) for task in AB}, update=False)
-        opt.optimizer.zero_grad()
-        model.trunk.requires_grad_(False)
-        for n in range(parts):
-            opt.backward({task: loss(task) / parts for task in AB}, update=n + 1 == parts)
-        grads.append(flat_grad(model.heads))
-    torch.testing.assert_close(*grads)
+class Loop:
+    """A training loop in letters, of which each is a call."""
+
+    def __init__(self, method: cs.Method | None = None, *, several: bool = False) -> None:
+        self.model, self.loss, *_ = problem()
+        self.schedule = Changing()
+        trunk, heads = [self.model.trunk, self.model.unused], [self.model.heads]
+        self.sgd = [sgd_of(*of) for of in ([trunk, heads] if several else [[*trunk, *heads]])]
+        arguments = AB, copy.deepcopy(method or cs.PCGrad()), self.schedule
+        self.opt = cs.MultiTaskOptimizer(self.model.trunk, self.sgd, *arguments)
+
+    def losses(self, tasks: str = "ab", factor: float = 1.0) -> dict[str, Tensor]:
+        return {task: factor * self.loss(task) for task in tasks}
+
+    def backward(self, tasks: str = "ab", factor: float = 1.0, *, update: bool = True) -> None:
+        self.opt.backward(self.losses(tasks, factor), update=update)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        for one in self.sgd:
+            one.zero_grad(set_to_none=set_to_none)
+
+    def sgd_step(self) -> None:
+        for one in self.sgd:
+            one.step()
+
+    def load_incomplete(self) -> None:
+        with pytest.raises(ValueError, match="whole state_dict"):
+            self.opt.load_state_dict({**self.opt.state_dict(), "steps": None})
+
+    def fail(self) -> None:
+        with pytest.raises(TypeError):
+            self.opt.backward(None, update=False)
+
+    def play(self, letters: str) -> "Loop":
+        for letter in letters:
+            LETTERS[letter](self)
+        return self
+
+    def state(self) -> Any:
+        parameters = [*self.model.parameters()]
+        return parameters, [None if p.grad is None else p.grad.clone() for p in parameters]
 
 
-def test_an_update_that_would_be_lost_is_refused() -> None:
-    """A loop that takes a second backward for accumulation."""
-    model, loss, opt = started_problem(cs.PCGrad())
+LETTERS: dict[str, Callable[[Loop], object]] = {
+    "L": Loop.backward,
+    "w": lambda loop: loop.backward(update=False),
+    "a": lambda loop: loop.backward("a"),
+    "b": lambda loop: loop.backward("b", update=False),
+    "t": lambda loop: loop.backward(factor=1 / 3, update=False),
+    "T": lambda loop: loop.backward(factor=1 / 3),
+    "i": lambda loop: loop.backward(factor=torch.inf),
+    "f": Loop.fail,
+    "s": Loop.sgd_step,
+    "S": lambda loop: loop.opt.step(loop.loss),
+    "z": lambda loop: loop.zero_grad(set_to_none=True),
+    "Z": lambda loop: loop.zero_grad(set_to_none=False),
+    "o": lambda loop: sum(loop.losses().values()).backward(),
+    "F": lambda loop: loop.model.trunk.requires_grad_(False),
+    "1": lambda loop: setattr(loop.schedule, "now", 1),
+    "2": lambda loop: setattr(loop.schedule, "now", 2),
+    "3": lambda loop: setattr(loop.schedule, "now", 3),
+    "r": lambda loop: loop.opt.load_state_dict(loop.opt.state_dict()),
+    "R": Loop.load_incomplete,
+    "c": lambda loop: copy.deepcopy((loop.model, loop.opt)),
+    "p": lambda loop: pickle.dumps(loop.opt),
+}
+LEFT = r"still in \.grad.*update=False"
+WAIT = r"update=False\) wait for their update"
+REFUSED = {
+    # A loop that takes a second backward for accumulation.
+    **dict.fromkeys(("LL", "LS", "wLL", "LsLL"), LEFT),
+    **dict.fromkeys(("wS", "w1S"), "step would forget.*update=False"),
+    **dict.fromkeys(("ws", "wws"), WAIT),
+    **dict.fromkeys(("wc", "wp"), "when it is copied or pickled"),
+    "3S": "schedule must give phase 1 or 2, got 3",
+}
 
-    def losses() -> dict[str, Tensor]:
-        return {task: loss(task) for task in AB}
 
-    opt.backward(losses())
-    for call in (lambda: opt.backward(losses()), lambda: opt.step(loss)):
-        with refused(
-            lambda: flat_grad(model.trunk), RuntimeError, r"still in \.grad.*update=False"
-        ):
-            call()
-    opt.optimizer.step()
-    opt.backward(losses())
-    opt.optimizer.zero_grad(set_to_none=False)
-    opt.backward(losses())
-    opt.optimizer.zero_grad()
-    opt.backward({task: value * torch.inf for task, value in losses().items()})
-    opt.backward(losses())  # A scaler skips the step of an overflow.
-    opt.optimizer.step()
-    opt.backward(losses(), update=False)
-    with pytest.raises(RuntimeError, match=r"step would forget.*update=False"):
-        opt.step(loss)
-    opt.backward(losses())
+@pytest.mark.parametrize("letters", REFUSED)
+def test_refused_calls(letters: str) -> None:
+    """They change nothing; without the gradients, the loop goes on."""
+    loop = Loop().play(letters[:-1])
+    before = loop.state()
+    with pytest.raises((RuntimeError, ValueError), match=REFUSED[letters]):
+        loop.play(letters[-1])
+    assert_equal(before, loop.state())
+    loop.play("2zLszS")
+
+
+EQUAL = {
+    "wzL": "L",
+    "wZL": "L",
+    "ba": "L",
+    "wRL": "wL",
+    "wr": "",
+    "wrL": "L",
+    "wzs": "",
+    "wzsos": "os",
+    "FttT": "FL",
+    "wzFttT": "FL",
+    # Used, dropped, or skipped by a scaler.
+    "LZL": "LzL",
+    "iL": "LzL",
+    # The phase is that in which an update began.
+    "w1L": "wL",
+    "w1z2L": "L",
+    # What was dropped is not said after a new start, or if nothing waited.
+    "wfsL": "sL",
+    "wfrL": "L",
+    "wfSL": "SL",
+    "wzfL": "L",
+    "wLc": "wL",
+}
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("method", [cs.PCGrad(), cs.GradDrop(), cs.Sum()], ids=repr)
+def test_equal_loops(method: cs.Method, several: bool) -> None:
+    """Gradients that wait outside `.grad` are forgotten with those that are in it."""
+    for letters, others in EQUAL.items():
+        first, second = (Loop(method, several=several).play(x) for x in (letters, others))
+        torch.testing.assert_close(first.state(), second.state(), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("forgotten", range(3))
@@ -131,187 +208,86 @@ def test_one_of_several_optimizers_is_forgotten(forgotten: int) -> None:
     parts = [trunk.weight], [trunk.bias], [*heads.parameters()]
     optimizers = [torch.optim.SGD(part, lr=0.1) for part in parts]
     opt = cs.MultiTaskOptimizer(trunk, optimizers, AB, cs.PCGrad())
+
+    def backward() -> None:
+        y = trunk(torch.randn(8, 3))
+        opt.backward({task: heads[task](y).square().mean() for task in AB})
+
+    backward()
+    for n, optimizer in enumerate(optimizers):
+        if n != forgotten:
+            optimizer.step()
     lost = pytest.raises(RuntimeError, match=r"still in \.grad")
-
-    def train() -> None:
-        y = trunk(torch.randn(8, 3))
-        opt.backward({task: heads[task](y).square().mean() for task in AB})
-        for n, optimizer in enumerate(optimizers):
-            if n != forgotten:
-                optimizer.step()
-
-    train()
     with nullcontext() if forgotten == 2 else lost:
-        train()
-    if forgotten != 2:
-        optimizers[forgotten].zero_grad()  # Dropped on purpose.
+        backward()
+    for optimizer in optimizers:
+        optimizer.zero_grad()  # Dropped on purpose.
     for _ in range(2):
-        y = trunk(torch.randn(8, 3))
-        opt.backward({task: heads[task](y).square().mean() for task in AB})
-        optimizers[0].param_groups[0]["params"][0].grad[0] = torch.nan  # The loop skips all steps.
+        backward()
+        trunk.weight.grad[0] = torch.nan  # The loop skips all steps.
 
 
-def test_an_optimizer_without_hooks_that_writes_behind_versions() -> None:
-    """Beside another one; it cannot be noticed."""
+class Old:
+    """An optimizer that updates `.data`, behind versions, and has no hooks."""
 
-    class Old:
-        def __init__(self, parameters: list[nn.Parameter]) -> None:
-            self.param_groups = [{"params": parameters}]
-            self.state: dict[Any, Any] = {}
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.param_groups: list[dict[str, Any]] = [{"params": parameters}]
+        self.state: dict[Any, Any] = {}
 
-        def step(self) -> None:
-            for p in self.param_groups[0]["params"]:
-                p.data.add_(p.grad, alpha=-0.1)
+    def step(self, closure: None = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data.add_(p.grad, alpha=-0.1)
 
-        def zero_grad(self, set_to_none: bool = True) -> None:
-            for p in self.param_groups[0]["params"]:
-                p.grad = None
 
-    trunk, heads = nn.Linear(3, 4), nn.ModuleDict({task: nn.Linear(4, 1) for task in AB})
-    sgd, old = sgd_of(heads), Old([*trunk.parameters()])
-    opt = cs.MultiTaskOptimizer(trunk, [sgd, old], AB, cs.PCGrad())
+class OldWithHooks(Old, torch.optim.SGD):
+    __init__ = torch.optim.SGD.__init__
+
+
+@pytest.mark.parametrize("kind", [Old, OldWithHooks])
+def test_an_optimizer_that_writes_behind_versions(kind: Any) -> None:
+    """Beside another one, an optimizer without hooks cannot be noticed."""
+    model, loss, *_ = problem()
+    optimizers = [kind([*model.trunk.parameters()]), sgd_of(model.heads)]
+    opt = cs.MultiTaskOptimizer(model.trunk, optimizers, AB, cs.PCGrad())
     for _ in range(3):
-        y = trunk(torch.randn(8, 3))
-        opt.backward({task: heads[task](y).square().mean() for task in AB})
-        sgd.step()
-        old.step()
-
-
-def test_an_optimizer_that_writes_behind_versions() -> None:
-    """Old ones update `.data`."""
-
-    class Old(torch.optim.SGD):
-        def step(self, closure: None = None) -> None:
-            for p in model.trunk.parameters():
-                p.data.add_(p.grad, alpha=-0.1)
-
-    model, loss, *_ = problem()
-    opt = cs.MultiTaskOptimizer(model, Old(model.parameters()), AB, cs.PCGrad())
-    for _ in range(2):
         opt.backward({task: loss(task) for task in AB})
-        opt.optimizer.step()
+        for one in optimizers:
+            one.step()
 
 
-def test_an_optimizer_step_before_the_update_is_refused() -> None:
-    model, loss, opt = started_problem(cs.PCGrad())
-    opt.backward({task: loss(task) for task in AB}, update=False)
-    with refused(model.state_dict, RuntimeError, r"update=False\) wait for their update"):
-        opt.optimizer.step()
-    opt.backward({task: loss(task) for task in AB})
-    opt.optimizer.step()
-
-
-def test_an_update_that_phase_1_interrupts() -> None:
-    """The phase is that in which it began; an unfinished one can be forgotten."""
-
-    class Changing(cs.Schedule):
-        now = 2
-
-        def phase(self, epoch: int | None, step: int) -> int:
-            return self.now
-
-    schedule = Changing()
-    _, loss, opt = started_problem(cs.PCGrad(), schedule)
-    for finish in (True, False):
-        schedule.now = 2
-        opt.backward({task: loss(task) for task in AB}, update=False)
-        schedule.now = 1
-        with pytest.raises(RuntimeError, match="step would forget"):
-            opt.step(loss)
-        if finish:
-            opt.backward({task: loss(task) for task in AB})
-            opt.optimizer.step()
-        else:
-            opt.optimizer.zero_grad()
-        opt.step(loss)
-    schedule.now = 3
-    with pytest.raises(ValueError, match="schedule must give phase 1 or 2, got 3"):
-        opt.step(loss)
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("method", [cs.PCGrad(), cs.GradDrop(), cs.Sum()], ids=repr)
-def test_zero_grad_forgets_what_has_added_up(method: cs.Method, set_to_none: bool) -> None:
-    """The trunk's gradients too, which wait outside `.grad`."""
-    model, loss, *_ = problem()
-    twin, other, straight = started_problem(method)
-    sgd = [sgd_of(model.trunk, model.unused), sgd_of(model.heads)]
-    opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, method)
-    opt.backward({task: loss(task) for task in AB}, update=False)
-    for one in sgd:
-        one.zero_grad(set_to_none=set_to_none)
-    opt.backward({task: loss(task) for task in AB})
-    straight.backward({task: other(task) for task in AB})
-    assert_same_gradients(model, twin)
-
-
-def _freed(loss: Callable[[str], Tensor], parameters: list[nn.Parameter]) -> dict[str, Tensor]:
-    broken = loss("a")
-    torch.autograd.grad(broken, parameters)  # Frees its graph.
+def _freed(loop: Loop) -> dict[str, Tensor]:
+    broken = loop.loss("a")
+    torch.autograd.grad(broken, [*loop.model.trunk.parameters()])  # Frees its graph.
     return {"a": broken}
 
 
-@pytest.mark.parametrize("method", [cs.PCGrad(), cs.Sum()], ids=repr)
+@PCGRAD_AND_SUM
 @pytest.mark.parametrize(
     ("failing", "error"),
     [
         (_freed, RuntimeError),
-        (lambda loss, _: {"c": loss("a")}, ValueError),
-        (lambda loss, _: {"a": loss("a").detach()}, ValueError),
-        (lambda loss, _: [loss("a")], TypeError),
+        (lambda loop: {"c": loop.loss("a")}, ValueError),
+        (lambda loop: {"a": loop.loss("a").detach()}, ValueError),
+        (lambda loop: [loop.loss("a")], TypeError),
     ],
     ids=["autograd", "unknown task", "no graph", "no mapping"],
 )
 def test_a_failed_micro_batch_ends_the_update(
     method: cs.Method, failing: Callable[..., Any], error: type[Exception]
 ) -> None:
-    """One rule for all causes: what has added up is dropped, and the next call says so, once."""
-    model, loss, opt = started_problem(method)
-    shared = [*model.trunk.parameters()]
-    for _ in range(2):
-        opt.backward({task: loss(task) for task in AB}, update=False)
+    """Gradients that wait are dropped for all causes, and the next call says so, once."""
+    loop = Loop(method).play("ww")
     with pytest.raises(error):
-        opt.backward(failing(loss, shared), update=False)
-    assert all(p.grad is None for p in model.parameters())
-    twin, other, straight = started_problem(method)
-    straight.backward({task: other(task) for task in AB})
+        loop.opt.backward(failing(loop), update=False)
+    assert all(p.grad is None for p in loop.model.parameters())
     said = rf"{error.__name__} in backward has dropped the gradients of 2 calls"
     with pytest.warns(UserWarning, match=said) as caught:
-        opt.backward({task: loss(task) for task in AB}, update=False)
+        loop.opt.backward(loop.losses(), update=False)
     assert [warning.filename for warning in caught] == [__file__]
-    opt.optimizer.zero_grad()
-    opt.backward({task: loss(task) for task in AB})
-    assert_same_gradients(model.trunk, twin.trunk)
+    torch.testing.assert_close(loop.play("L").state(), Loop(method).play("wL").state())
 
 
-@pytest.mark.parametrize(
-    "restart",
-    [
-        lambda opt, loss: opt.step(loss),
-        lambda opt, loss: opt.optimizer.step(),
-        lambda opt, loss: opt.load_state_dict(opt.state_dict()),
-        None,
-    ],
-    ids=["step", "optimizer.step", "load_state_dict", "none waited"],
-)
-def test_what_was_dropped_is_not_said_after_a_new_start(
-    restart: Callable[..., object] | None,
-) -> None:
-    (model, loss, opt), (twin, other, straight) = (started_problem(cs.PCGrad()) for _ in range(2))
-    opt.backward({task: loss(task) for task in AB}, update=False)
-    if not restart:
-        opt.optimizer.zero_grad()
-    with pytest.raises(TypeError):
-        opt.backward(loss, update=False)
-    if restart:
-        restart(opt, loss)
-        restart(straight, other)
-    opt.backward({task: loss(task) for task in AB})
-    straight.backward({task: other(task) for task in AB})
-    assert_same_gradients(model.trunk, twin.trunk)
-
-
-@pytest.mark.parametrize("method", [cs.PCGrad(), cs.Sum()], ids=repr)
+@PCGRAD_AND_SUM
 @pytest.mark.parametrize(
     "change",
     [
@@ -327,41 +303,14 @@ def test_every_gradient_must_stay_as_it_is(
     method: cs.Method, change: Callable[[Whole], object]
 ) -> None:
     """Also a head's, and with methods that keep no rows."""
-    model, loss, *_ = problem()
-    opt = cs.MultiTaskOptimizer(
-        model.trunk, sgd_of(model.trunk, model.heads), AB, copy.deepcopy(method)
-    )
-    opt.backward({task: loss(task) for task in AB}, update=False)
-    change(model)
+    loop = Loop(method).play("w")
+    change(loop.model)
     match = "must stay as they are until their update.*clip, unscale, or add"
     with pytest.raises(RuntimeError, match=match):
-        opt.backward({task: loss(task) for task in AB})
-    assert all(p.grad is None for p in model.parameters())
+        loop.backward()
+    assert all(p.grad is None for p in loop.model.parameters())
     with pytest.warns(UserWarning, match="RuntimeError in backward has dropped the gradients"):
-        opt.backward({task: loss(task) for task in AB})
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
-def test_a_copy_would_lose_gradients_that_wait(copied: Callable[[object], object]) -> None:
-    model, loss, opt = started_problem(cs.PCGrad())
-    opt.backward({task: loss(task) for task in AB}, update=False)
-    with pytest.raises(RuntimeError, match="when it is copied or pickled"):
-        copied((model, opt))
-    opt.backward({task: loss(task) for task in AB})
-    copied((model, opt))
-
-
-def test_a_refused_checkpoint_leaves_micro_batches_alone() -> None:
-    updates = []
-    for interrupted in (False, True):
-        model, loss, opt = started_problem(cs.PCGrad())
-        opt.backward({task: loss(task) for task in AB}, update=False)
-        if interrupted:
-            with pytest.raises(ValueError, match="whole state_dict"):
-                opt.load_state_dict({**opt.state_dict(), "steps": None})
-        opt.backward({task: loss(task) for task in AB})
-        updates.append(flat_grad(model.trunk))
-    assert torch.equal(*updates)
+        loop.backward()
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -375,32 +324,17 @@ def test_zero_grad_frees_the_optimizer(method: cs.Method, set_to_none: bool, fro
             seen.append(dict(step.losses))
 
     seen: list[dict[str, Tensor]] = []
-    model, loss, *_ = problem()
-    model.trunk.requires_grad_(not frozen)
-    opt = optimizer_of(model, method, weighting=Recorded())
-    opt.backward({task: loss(task) for task in AB}, update=False)
-    with pytest.raises(RuntimeError, match="wait for their update"):
-        opt.optimizer.step()
-    opt.optimizer.zero_grad(set_to_none=set_to_none)
-    opt.optimizer.step()
-    sum(loss(task) for task in AB).backward()
-    opt.optimizer.step()
-    opt.backward({task: loss(task) for task in AB}, update=False)
-    opt.optimizer.zero_grad(set_to_none=set_to_none)
-    before = {task: loss(task).detach() for task in AB}
-    opt.step(loss)
+    loop, zero = Loop(method), "z" if set_to_none else "Z"
+    loop.model.trunk.requires_grad_(not frozen)
+    loop.opt = optimizer_of(loop.model, method, weighting=Recorded())
+    loop.sgd = [loop.opt.optimizer]
+    loop.play("w")
+    with pytest.raises(RuntimeError, match=WAIT):
+        loop.play("s")
+    loop.play(f"{zero}sosw{zero}")
+    before = {task: loop.loss(task).detach() for task in AB}
+    loop.play("S")
     assert seen == [before]
-
-
-def test_a_checkpoint_drops_gradients_that_wait() -> None:
-    """Else the next optimizer step would use them, silently."""
-    model, loss, opt = started_problem(cs.PCGrad())
-    opt.backward({task: loss(task) for task in AB}, update=False)
-    opt.load_state_dict(opt.state_dict())
-    assert all(p.grad is None for p in model.parameters())
-    before = copy.deepcopy(model.state_dict())
-    opt.optimizer.step()
-    assert_equal(before, model.state_dict())
 
 
 def test_an_update_with_sparse_gradients_that_was_not_used() -> None:

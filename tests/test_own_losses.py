@@ -64,12 +64,12 @@ CLIPPING = r"Clipping belongs before optimizer\.step"
 USED = r"has used the update in \.grad before"
 LOOPS = {
     # A gradient of one's own, in the first step or later, also one that is added to a used one.
-    **{letters: OWN for letters in ("oM", "MzoM", "MoM", "MZoM", "LzoM")},
-    **{letters: OWN_OF_HEAD for letters in ("hM", "MzhM")},
-    **{letters: "a loss of your own" for letters in ("MhM", "MZhM")},
-    **{letters: CLIPPING for letters in ("McM", "LcscM")},
+    **dict.fromkeys(("oM", "MzoM", "MoM", "MZoM", "LzoM"), OWN),
+    **dict.fromkeys(("hM", "MzhM"), OWN_OF_HEAD),
+    **dict.fromkeys(("MhM", "MZhM"), "a loss of your own"),
+    **dict.fromkeys(("McM", "LcscM"), CLIPPING),
     # An update is used once.
-    **{letters: USED for letters in ("Ms", "Mas", "Lsas")},
+    **dict.fromkeys(("Ms", "Mas", "Lsas"), USED),
     # Right loops.
     **dict.fromkeys(("MnMnM", "MZMZM", "MzaszasM", "MzZaszZasM", "MzozM", "Mz0M", "LcsM", "LosM")),
 }
