@@ -21,7 +21,7 @@ class Loop:
         self.trunk = nn.Linear(5, 6)
         self.heads = nn.ModuleDict({task: nn.Linear(6, 1) for task in AB})
         self.sgd = sgd_of(self.trunk, self.heads)
-        self.opt = cs.MultiTaskOptimizer(self.trunk, self.sgd, AB, cs.PCGrad())
+        self.opt = built(self.trunk, self.sgd)
         self.x = torch.randn(8, 5)
 
     def loss(self, task: str) -> Tensor:
@@ -118,7 +118,7 @@ def test_gradients_from_before_the_optimizer_was_built() -> None:
     """They were used by plain steps."""
     loop = Loop()
     run(loop, "as", "")
-    cs.MultiTaskOptimizer(loop.trunk, loop.sgd, AB, cs.PCGrad()).step(loop.loss)
+    built(loop.trunk, loop.sgd).step(loop.loss)
 
 
 @BOTH_WAYS
@@ -128,23 +128,20 @@ def test_two_that_share_a_torch_optimizer(way: str) -> None:
     loop.sgd.add_param_group({"params": [*other.trunk.parameters(), *other.heads.parameters()]})
     other.sgd = loop.sgd
     for one in (loop, other):
-        one.opt = cs.MultiTaskOptimizer(one.trunk, loop.sgd, AB, cs.PCGrad())
+        one.opt = built(one.trunk, loop.sgd)
+    for one in (loop, other, loop, other, alone, alone):
+        one.make("backward")
+        with pytest.raises(RuntimeError, match=USED):
+            one.sgd.step()
+    for one in (loop, other):
+        assert_equal([*one.trunk.parameters()], [*alone.trunk.parameters()])
     for end in (loop.sgd.step, loop.sgd.zero_grad):
         loop.leave()
         with pytest.raises(RuntimeError, match="another MultiTaskOptimizer's backward"):
             other.make(way)
         assert loop.trunk.weight.grad.any()
         end()
-        if end == loop.sgd.step:
-            alone.make("backward")
-            with pytest.raises(RuntimeError, match=USED):
-                loop.sgd.step()
-    assert_equal([*loop.trunk.parameters()], [*alone.trunk.parameters()])
-    for one in (other, loop, other, alone):
-        one.make("backward")
-    other.sgd.zero_grad()
-    assert_equal([*loop.trunk.parameters()], [*alone.trunk.parameters()])
-    assert_equal([*other.trunk.parameters()], [*alone.trunk.parameters()])
+        other.make(way)
 
 
 @pytest.mark.parametrize("method", [cs.PCGrad, cs.UPGrad, cs.NashMTL, cs.GradDrop])
@@ -153,7 +150,7 @@ def test_zero_times_everything(method: type[cs.Method], idiom: bool) -> None:
     """A loss that reaches parameters without an effect: a warning, once."""
     torch.manual_seed(0)
     net = nn.ModuleDict({"trunk": nn.Linear(5, 6), "a": nn.Linear(6, 1), "b": nn.Linear(6, 1)})
-    opt = cs.MultiTaskOptimizer(net, sgd_of(net), AB, method())
+    opt = built(net, sgd_of(net), method())
 
     def train() -> None:
         z, zero = net["trunk"](torch.randn(8, 5)), 0 * sum(p.sum() for p in net.parameters())
@@ -172,13 +169,11 @@ def test_zero_times_everything(method: type[cs.Method], idiom: bool) -> None:
 
 
 def _step(loss: Callable[[Loop], Tensor]) -> Callable[[], object]:
-    loop = Loop()
-    return lambda: loop.opt.step(lambda task: loss(loop) if task == "a" else loop.loss(task))
+    return lambda: (o := Loop()).opt.step(lambda task: loss(o) if task == "a" else o.loss(task))
 
 
 def _backward(loss: Callable[[Loop], Tensor]) -> Callable[[], object]:
-    loop = Loop()
-    return lambda: loop.opt.backward({"a": loss(loop), "b": loop.loss("b")})
+    return lambda: (loop := Loop()).opt.backward({"a": loss(loop), "b": loop.loss("b")})
 
 
 def _no_grad(loop: Loop) -> Tensor:
@@ -209,19 +204,12 @@ def _exchanged() -> None:
 
 def _sparse() -> None:
     trunk = nn.Sequential(nn.EmbeddingBag(20, 5, sparse=True), nn.Linear(5, 6))
-    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, cs.PCGrad())
     z = trunk(torch.randint(0, 20, (8, 3)))
-    opt.backward({"a": z.mean(), "b": z.square().mean()})
+    built(trunk, sgd_of(trunk)).backward({"a": z.mean(), "b": z.square().mean()})
 
 
-def _frozen() -> None:
-    trunk, heads = nn.Linear(5, 6).requires_grad_(False), nn.Linear(6, 1)
-    cs.MultiTaskOptimizer(trunk, sgd_of(trunk, heads), AB, cs.PCGrad())
-
-
-def _lbfgs() -> None:
-    trunk = nn.Linear(5, 6)
-    cs.MultiTaskOptimizer(trunk, torch.optim.LBFGS(trunk.parameters()), AB, cs.PCGrad())
+def built(trunk: nn.Module, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+    return cs.MultiTaskOptimizer(trunk, optimizer, AB, *(arguments or [cs.PCGrad()]), **options)
 
 
 class Fused(nn.Linear):
@@ -232,7 +220,7 @@ class Fused(nn.Linear):
 
 def converted(method: cs.Method, **options: Any) -> cs.MultiTaskOptimizer:
     trunk = cs.nn.convert_task_batchnorm(nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6)), AB)
-    return cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, method, **options)
+    return built(trunk, sgd_of(trunk), method, **options)
 
 
 def together(method: cs.Method) -> None:
@@ -265,8 +253,14 @@ IGNORED = r"layers must be empty for .* got {'0': None}"
         (_backward(_only_read), r"freeze them by requires_grad_\(False\) if they are only"),
         (_exchanged, r"trunk must keep the parameters .* build a new one"),
         (_sparse, r"use sparse=False, Sum\(\), or backward\(losses, features=z"),
-        (_frozen, "unfreeze some, or train the heads"),
-        (_lbfgs, r"hand over SGD\(lr=0\)"),
+        (
+            lambda: built(nn.Linear(5, 6).requires_grad_(False), sgd_of(nn.Linear(6, 1))),
+            "unfreeze some, or train the heads",
+        ),
+        (
+            lambda: built(trunk := nn.Linear(5, 6), torch.optim.LBFGS(trunk.parameters())),
+            r"hand over SGD\(lr=0\)",
+        ),
         (
             lambda: cs.nn.convert_task_batchnorm(nn.Sequential(Fused()), AB),
             r"must not be fused for quantization .* Fused at '0'",
