@@ -141,9 +141,11 @@ def test_updates_of_many_tasks(backend: str, method: GramianMethod, tasks: int, 
 
 
 @pytest.mark.parametrize("method", [cs.UPGrad(), cs.MGDA(), cs.CAGrad(1.0)], ids=repr)
-def test_rounded_gramians_of_dependent_gradients(backend: str, method: GramianMethod) -> None:
+def test_rounded_gramians_of_dependent_gradients(
+    backend: str, method: GramianMethod, full: bool
+) -> None:
     """In float32, they are not positive semidefinite, by more than the ridge."""
-    for seed in range(3 if SMALL else 20):
+    for seed in range(40 if full and not SMALL else 4):
         rows = _random_rows(3 if SMALL else 5, seed, 1 + seed % 2).float()
         assert _update(method, rows).norm() <= 10 * rows.norm()
 
@@ -172,9 +174,8 @@ def test_scaling_all_gradients(backend: str, method: GramianMethod, scale: float
 )
 def test_update_in_conflict_with_no_task(backend: str, method: GramianMethod) -> None:
     """These methods promise it; MGDA with normalized gradients, for the normalized ones."""
-    for seed in range(4 if SMALL else 20):
+    for seed in range(4 if SMALL else 12):
         rows = _random_rows(2 + seed % 6, seed)
-        assert _weights(method, rows).isfinite().all()
         if getattr(method, "normalize", None) == "l2":
             rows = normalize(rows)
         update = _update(method, rows)
@@ -197,7 +198,7 @@ def test_degenerate_gramians(backend: str, method: GramianMethod) -> None:
     """They give finite weights; overflows in a solver depend on the last bits of a scale."""
     fast = backend in ("reference", "cpu") or torch.cuda.is_available()  # Else interpreted.
     line, few = [[1.0], [-2.0], [3.0], [1e-15], [1e15]], [1e-15, 1.0, 1e15]
-    many = [1e-18 * 1.48**n for n in range(0, 48, 1 if fast else 24)]
+    many = [1e-18 * 1.48**n for n in range(0, 48, 2 if fast else 24)]
     cancelling = [[1.0, 0.0], [-0.5, 0.75**0.5], [-0.5, -(0.75**0.5)]]
     opposed, one_zero = [[1.0, 2.0], [-1.0, -2.0]], [[2.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
     cases = [*product([opposed, opposed[:1], one_zero, 4 * [[1.0] * 3], line, cancelling], few)]
