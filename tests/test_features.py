@@ -659,19 +659,3 @@ def test_a_call_after_a_failing_pass() -> None:
         z = network.features()
         assert_definition(opt, network.losses(z), z)
         opt.optimizer.step()
-
-
-def test_a_resumed_run_is_bit_equal() -> None:
-    def trained(steps: int, states: Sequence[Any] = ()) -> tuple[Any, ...]:
-        network = Network()
-        opt = network.start(cs.NashMTL(update_every=2))
-        parts = network, opt.optimizer, opt
-        for part, state in zip(parts, states, strict=bool(states)):
-            part.load_state_dict(state)
-        for _ in range(steps):
-            network.backward(opt)
-            opt.optimizer.step()
-        return parts
-
-    states = copy.deepcopy([part.state_dict() for part in trained(3)])
-    assert_equal(trained(4, states)[0].state_dict(), trained(7)[0].state_dict())

@@ -281,38 +281,35 @@ def _output(m: Any, z: Tensor, task: str) -> Tensor:
     return z
 
 
+OWN = Case(prepare=lambda m: m.own_adapters())
+MANY = Case(one_pass=False)
 CASES = {
     "heads": Case(),
     "no heads": Case(head=_output),
     "frozen heads": Case(prepare=lambda m: m.heads.requires_grad_(False)),
     "one head": Case(head=lambda m, z, task: m.heads["a"](z)),
     # The gradient of its head counts twice.
-    "one loss": Case(losses=lambda m, x: dict.fromkeys(AB, x["a"]), one_pass=False),
+    "one loss": MANY._replace(losses=lambda m, x: dict.fromkeys(AB, x["a"])),
     "one loss, no head": Case(head=_output, losses=lambda m, x: dict.fromkeys(AB, x["a"])),
     "a loss in another": Case(head=_output, losses=lambda m, x: {"a": x["a"], "b": x["a"].exp()}),
-    "a parameter": Case(
+    "a parameter": MANY._replace(
         losses=lambda m, losses: {"a": m.scale, "b": 2 * m.scale},
         prepare=lambda m: m.add_scale(torch.tensor(2.0)),
-        one_pass=False,
     ),
     "learned": Case(losses=lambda m, x: {t: x[t] * (-w).exp() + w for t, w in m.learned.items()}),
     "layer behind adapters": Case(head=_behind_adapters),
-    "own adapters": Case(head=_behind_adapters, prepare=lambda m: m.own_adapters()),
+    "own adapters": OWN._replace(head=_behind_adapters),
     # A parameter that is reached first gets the plain sum once; then the weights are solved.
-    "adapters unfrozen": Case(
-        lambda m, z: (m.between.requires_grad_(m.number > 0), m.trunk["two"](z))[1],
-        _behind_adapters,
-        prepare=lambda m: m.own_adapters(),
+    "adapters unfrozen": OWN._replace(
+        trunk=lambda m, z: (m.between.requires_grad_(m.number > 0), m.trunk["two"](z))[1],
+        head=_behind_adapters,
         since="01114",
     ),
-    "adapters used later": Case(
-        head=lambda m, z, task: m.heads[task](m.between[task](z) if m.number else z),
-        prepare=lambda m: m.own_adapters(),
-        since="00222",
+    "adapters used later": OWN._replace(
+        head=lambda m, z, t: m.heads[t](m.between[t](z) if m.number else z), since="00222"
     ),
-    "adapter shared later": Case(
+    "adapter shared later": OWN._replace(
         head=lambda m, z, t: m.heads[t](m.between[t](z) + (m.between["a"](z) if m.number else 0)),
-        prepare=lambda m: m.own_adapters(),
         shared_from=3,
     ),
     "checkpointed": Case(lambda m, z: checkpoint(m.trunk["two"], z, use_reentrant=False)),
@@ -326,19 +323,18 @@ CASES = {
     "float16": Case(prepare=lambda m: m.half()),
     "nonlinear heads": Case(head=_nonlinear),
     "hidden layer": Case(lambda m, z: _hidden(m.trunk["two"], z)),
-    "hidden layer per task": Case(
-        lambda m, z: z, lambda m, z, task: m.heads[task](_hidden(m.trunk["two"], z)), one_pass=False
+    "hidden layer per task": MANY._replace(
+        trunk=lambda m, z: z, head=lambda m, z, t: m.heads[t](_hidden(m.trunk["two"], z))
     ),
-    "hidden heads": Case(head=lambda m, z, task: _hidden(m.heads[task], z), one_pass=False),
-    "shared neck": Case(lambda m, z: m.trunk["two"](m.between["both"](z).tanh()), one_pass=False),
-    "input with a gradient": Case(prepare=lambda m: m.x.requires_grad_(), one_pass=False),
-    "reentrant": Case(lambda m, z: reentrant(m.trunk["two"], z), one_pass=False),
-    "reentrant heads": Case(head=lambda m, z, t: reentrant(m.heads[t], z), one_pass=False),
+    "hidden heads": MANY._replace(head=lambda m, z, t: _hidden(m.heads[t], z)),
+    "shared neck": MANY._replace(trunk=lambda m, z: m.trunk["two"](m.between["both"](z).tanh())),
+    "input with a gradient": MANY._replace(prepare=lambda m: m.x.requires_grad_()),
+    "reentrant": MANY._replace(trunk=lambda m, z: reentrant(m.trunk["two"], z)),
+    "reentrant heads": MANY._replace(head=lambda m, z, t: reentrant(m.heads[t], z)),
     # The penalty shows the parameters of a head whose other use the checkpoint hides.
-    "reentrant heads with a penalty": Case(
-        head=lambda m, z, task: reentrant(m.heads[task], z),
+    "reentrant heads with a penalty": MANY._replace(
+        head=lambda m, z, t: reentrant(m.heads[t], z),
         losses=lambda m, x: {t: x[t] + m.heads[t].weight.square().sum() for t in x},
-        one_pass=False,
     ),
 }
 
@@ -585,34 +581,36 @@ def test_states_move_in_steps_that_solve(
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    "make",
+    ("method", "letter"),
     [
-        lambda: cs.PCGrad(seed=2, update_every=3),
-        lambda: cs.GradVac(beta=0.3, update_every=3),
-        lambda: cs.NashMTL(update_every=3, groups="layer"),
-        lambda: cs.CAGrad(update_every=2),
+        (cs.PCGrad(seed=2, update_every=3), "."),
+        (cs.GradVac(beta=0.3, update_every=3), "."),
+        (cs.NashMTL(update_every=3, groups="layer"), "."),
+        (cs.CAGrad(update_every=2), "f"),
     ],
+    ids=repr,
 )
-def test_a_resumed_run_is_bit_equal(make: Callable[[], cs.Method], stop: int) -> None:
+def test_a_resumed_run_is_bit_equal(method: cs.Method, letter: str, stop: int) -> None:
     """Also if it stops between two steps that solve, before any pass of the new process."""
 
     def trained(first: int, last: int, states: Sequence[Any] = ()) -> tuple[Any, ...]:
         network = Network()
-        opt = network.start(make(), schedule=cs.Joint())
+        opt = network.start(copy.deepcopy(method), schedule=cs.Joint())
         parts = network.trunk, network.heads, opt.optimizer, opt
         for part, state in zip(parts, states, strict=bool(states)):
             part.load_state_dict(state)
         for number in range(first, last):
-            train(opt, network.losses(number))
+            network.make(opt, number, STEPS[letter])
         return parts
 
     states = copy.deepcopy([part.state_dict() for part in trained(0, stop)])
     resumed, whole = trained(stop, 6, states), trained(0, 6)
     assert_equal(*([part.state_dict() for part in of[:2]] for of in (resumed, whole)))
-    assert_equal(*(of[3].report().task_weights for of in (resumed, whole)))
-    since = whole[3].report().weights_from
-    assert resumed[3].report().weights_from == since
-    assert copy.deepcopy(resumed[3]).state_dict()["kept"][0]["number"] == since
+    reports = [of[3].report() for of in (resumed, whole)]
+    assert_equal(*(report.task_weights for report in reports))
+    assert reports[0].weights_from == reports[1].weights_from
+    kept = copy.deepcopy(resumed[3]).state_dict()["kept"][0]
+    assert kept["number"] == reports[1].weights_from
 
 
 @pytest.mark.parametrize("groups", ["all", "layer"])

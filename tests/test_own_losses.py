@@ -15,6 +15,10 @@ pytestmark = pytest.mark.loop
 BOTH_WAYS = pytest.mark.parametrize("way", ["step", "backward"])
 
 
+def built(trunk: nn.Module, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+    return cs.MultiTaskOptimizer(trunk, optimizer, AB, *(arguments or [cs.PCGrad()]), **options)
+
+
 class Loop:
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -206,10 +210,6 @@ def _sparse() -> None:
     trunk = nn.Sequential(nn.EmbeddingBag(20, 5, sparse=True), nn.Linear(5, 6))
     z = trunk(torch.randint(0, 20, (8, 3)))
     built(trunk, sgd_of(trunk)).backward({"a": z.mean(), "b": z.square().mean()})
-
-
-def built(trunk: nn.Module, optimizer: Any, *arguments: Any, **options: Any) -> Any:
-    return cs.MultiTaskOptimizer(trunk, optimizer, AB, *(arguments or [cs.PCGrad()]), **options)
 
 
 class Fused(nn.Linear):
