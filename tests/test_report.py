@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from layers import Kind
-from loops import CASES, Loop
+from loops import CASES
 from networks import TASKS, Setup, assert_equal, gradient_rows, started, started_problem
 from plain import rows
 from recorder import Reads, Recorder
@@ -20,26 +20,22 @@ pytestmark = pytest.mark.loop
 SCALED = pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 
 
-def _one_step(
+def one_step(
     method: cs.Method | None, scaled: bool
-) -> tuple[Setup, cs.MultiTaskOptimizer, dict[str, Tensor]]:
-    """With the rate 0: weights and statistics are still those of the step."""
+) -> tuple[Setup, cs.MultiTaskOptimizer, dict[str, Tensor], dict[str, list[Tensor]]]:
+    """With the rate 0; also the losses, and each task's gradients by name of a parameter."""
     setup = Setup(optimizer=torch.optim.SGD, lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if scaled else None
     opt = setup.start(method, scaler=scaler)
     opt.start_epoch(3)
-    return setup, opt, opt.step(setup.closure(0))
-
-
-def _gradients(setup: Setup) -> list[list[Tensor]]:
-    """Each task's gradients of the shared parameters in the first batch."""
-    found = []
+    losses, shared = opt.step(setup.closure(0)), shared_parameters(setup.trunk)
+    grads: dict[str, list[Tensor]] = {name: [] for name in shared}
     for task in TASKS:
         with cs.nn.active_task(setup.trunk, task):
-            loss = setup.closure(0)(task)
-        shared = shared_parameters(setup.trunk).values()
-        found.append(list(torch.autograd.grad(loss, list(shared))))
-    return found
+            found = torch.autograd.grad(setup.closure(0)(task), [*shared.values()])
+        for name, grad in zip(shared, found, strict=True):
+            grads[name].append(grad)
+    return setup, opt, losses, grads
 
 
 @SCALED
@@ -48,50 +44,45 @@ def _gradients(setup: Setup) -> list[list[Tensor]]:
 )
 def test_gramian_methods(method: cs.GramianMethod, scaled: bool) -> None:
     """Norms, cosines and task weights give the update that is in `.grad`."""
-    setup, opt, losses = _one_step(method, scaled)
-    report = opt.report()
+    setup, opt, losses, grads = one_step(method, scaled)
+    report, by_layer = opt.report(), method.groups == "layer"
     assert (report.step, report.epoch, report.phase, report.method) == (0, 3, 2, repr(method))
     assert (report.tasks, report.rows) == (tuple(TASKS), tuple(TASKS))
     assert_equal(dict(report.losses), losses)
     assert report.products is report.channels is report.removed is None
-
-    per_layer = method.groups == "layer"
+    members: dict[str, list[str]] = {}
+    for name in grads:
+        members.setdefault(name.rpartition(".")[0] if by_layer else "", []).append(name)
+    assert report.layers == (tuple(members) if by_layer else ())
     shared = shared_parameters(setup.trunk)
-    layer_of = [name.rpartition(".")[0] if per_layer else "" for name in shared]
-    layers = list(dict.fromkeys(layer_of))
-    assert report.layers == (tuple(layers) if per_layer else ())
-
-    def of_layers(tensors: list[Tensor]) -> list[Tensor]:
-        pairs = list(zip(layer_of, tensors, strict=True))
-        return [torch.cat([x.flatten() for of, x in pairs if of == layer]) for layer in layers]
-
-    matrices = [torch.stack(rows) for rows in zip(*map(of_layers, _gradients(setup)), strict=True)]
-    updates = of_layers([p.grad for p in shared.values()])
-    numbers = report.gramian, report.gradient_norms, report.cosines, report.conflicts
-    numbers = *numbers, report.task_weights, report.update_norm
-    for matrix, update, gramian, norms, cosines, conflicts, weights, length in zip(
-        matrices, updates, *(x if per_layer else x.unsqueeze(0) for x in numbers), strict=True
-    ):
-        torch.testing.assert_close(gramian, matrix @ matrix.T)
-        torch.testing.assert_close(norms, matrix.norm(dim=1))
+    columns = ("gramian", "gradient_norms", "cosines", "conflicts", "task_weights", "update_norm")
+    matrices, updates = [], []
+    for n, names in enumerate(members.values()):
+        matrix = torch.stack([torch.cat([grads[m][i].flatten() for m in names]) for i in range(3)])
+        update = torch.cat([shared[m].grad.flatten() for m in names])
+        numbers = (getattr(report, name) for name in columns)
+        gramian, norms, cosines, conflicts, weights, length = (
+            x[n] if by_layer else x for x in numbers
+        )
         unit = matrix / matrix.norm(dim=1, keepdim=True)
-        torch.testing.assert_close(cosines, unit @ unit.T)
-        assert_equal(conflicts, matrix @ matrix.T < 0)
-        torch.testing.assert_close(weights @ matrix, update)
+        products = matrix @ matrix.T, matrix.norm(dim=1), unit @ unit.T, weights @ matrix
+        torch.testing.assert_close((gramian, norms, cosines, update), products)
+        assert_equal(conflicts, products[0] < 0)
         torch.testing.assert_close(length, update.norm())
-
-    scalars = report.scalars()
-    whole = torch.cat(matrices, 1)
+        matrices.append(matrix)
+        updates.append(update)
+    whole, weights = torch.cat(matrices, 1), report.task_weights.view(-1, 3).mean(0)
+    expected = {"phase": 2.0, "update_norm": float(torch.cat(updates).norm())}
     for i, task in enumerate(TASKS):
-        assert scalars[f"gradient_norm/{task}"] == pytest.approx(float(whole[i].norm()))
-        mean = float(report.task_weights.view(-1, 3).mean(0)[i])
-        assert scalars[f"task_weight/{task}"] == mean
+        expected[f"loss/{task}"] = float(losses[task])
+        expected[f"gradient_norm/{task}"] = float(whole[i].norm())
+        expected[f"task_weight/{task}"] = float(weights[i])
         for j in range(i):
             cosine = torch.cosine_similarity(whole[i], whole[j], dim=0)
-            assert scalars[f"cosine/{TASKS[j]},{task}"] == pytest.approx(float(cosine))
-    assert scalars["update_norm"] == pytest.approx(float(torch.cat(updates).norm()))
-    assert scalars["surgery_ms"] > 0
-    assert not any("weighted" in name or "channel" in name for name in scalars)
+            expected[f"cosine/{TASKS[j]},{task}"] = float(cosine)
+    scalars = report.scalars()
+    assert scalars.pop("surgery_ms") > 0
+    assert scalars == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -99,33 +90,28 @@ def test_gramian_methods(method: cs.GramianMethod, scaled: bool) -> None:
 def test_connection_strength(backend: str, scaled: bool) -> None:
     """Channel groups, conflicts and removed energy, layer by layer, from gradients by autograd."""
     with cs.use_backend(backend):
-        setup, opt, _ = _one_step(None, scaled)
+        setup, opt, _, grads = one_step(None, scaled)
     report, priority = opt.report(), opt.priority()
     assert report.layers == tuple(priority)
-    names = shared_parameters(setup.trunk)
-    grads = dict(zip(names, zip(*_gradients(setup), strict=True), strict=True))
     removed, conflicts, pairs = torch.zeros(3, dtype=torch.float64), 0, 0
-    for n, (layer, of_layer) in enumerate(priority.items()):
-        assert torch.equal(report.priorities[n], of_layer)
-        assert torch.equal(report.channels[n], of_layer.bincount(minlength=3))
+    for n, (layer, chosen) in enumerate(priority.items()):
+        assert torch.equal(report.priorities[n], chosen)
+        assert torch.equal(report.channels[n], chosen.bincount(minlength=3))
         module = setup.trunk.get_submodule(layer)
         dim, groups = (1, module.groups) if isinstance(module, nn.ConvTranspose2d) else (0, 1)
         kind = Kind("", tuple(module.weight.shape), out_channel_dim=dim, groups=groups)
-        of_rows = [rows(grad, kind) for grad in grads[f"{layer}.weight"]]
+        by_task = [rows(grad, kind) for grad in grads[f"{layer}.weight"]]
         for i in range(3):
-            group = [g[of_layer == i].flatten() for g in of_rows]
-            for j in range(3):
-                product = group[i] @ group[j]
-                torch.testing.assert_close(report.products[n, i, j], product)
-                assert bool(report.conflicts[n, i, j]) == bool(product < 0)
-                lost = (product / group[i].norm()) ** 2 if product < 0 else 0 * product
-                torch.testing.assert_close(report.removed[n, i, j], lost)
-                removed[j] += lost
-                pairs += i != j and len(group[i]) > 0
-                conflicts += bool(product < 0)
+            group = torch.stack([g[chosen == i].flatten() for g in by_task])
+            products = group @ group[i]
+            lost = torch.where(products < 0, (products / group[i].norm()) ** 2, 0.0)
+            found = report.products[n, i], report.removed[n, i], report.conflicts[n, i]
+            torch.testing.assert_close(found, (products, lost, products < 0))
+            removed += lost
+            pairs += 2 * bool(group.numel())
+            conflicts += int((products < 0).sum())
     assert conflicts > 0
-    scalars = report.scalars()
-    channels = torch.cat(list(priority.values()))
+    scalars, channels = report.scalars(), torch.cat(list(priority.values()))
     for i, task in enumerate(TASKS):
         assert scalars[f"removed_norm/{task}"] == pytest.approx(float(removed[i].sqrt()))
         share = float((channels == i).double().mean())
@@ -139,34 +125,45 @@ def test_tasks_that_take_no_part() -> None:
     setup, opt = started()
     opt.step(setup.closure(0))
     opt.step(setup.closure(1), tasks=["edges", "depth"])
-    report = opt.report()
+    report, scalars = opt.report(), opt.report().scalars()
     assert (report.tasks, report.rows) == (("depth", "edges"), tuple(TASKS))
     assert not report.conflicts[:, 1].any()
     assert not report.conflicts[:, :, 1].any()
-    held = report.channels > 0
-    share = report.conflicts.sum() / (held[:, 0].sum() + held[:, 2].sum())
-    scalars = report.scalars()
-    assert scalars["conflict_share"] == pytest.approx(float(share))
+    groups = (report.channels > 0)[:, ::2].sum()
+    assert scalars["conflict_share"] == pytest.approx(float(report.conflicts.sum() / groups))
     assert "removed_norm/normals" not in scalars
     assert scalars["channel_share/normals"] > 0
     opt.step(setup.closure(1), tasks=["edges"])
     assert "conflict_share" not in opt.report().scalars()
+    for weight in ("stem", "block.first.0", "block.second", "up"):
+        setup.trunk.get_submodule(weight).requires_grad_(False)
+    opt.step(setup.closure(0))
+    assert opt.report().layers == ()
+    assert not any("share" in name for name in opt.report().scalars())
 
 
-def test_without_surgery() -> None:
-    """Phase 1 and the plain sum have losses; the weighted ones if there is a weighting."""
-    setup, opt = started(schedule=cs.Sequential())
-    losses = opt.step(setup.closure(0))
-    expected = {"phase": 1.0} | {f"loss/{task}": float(losses[task]) for task in TASKS}
-    assert opt.report().scalars() == expected
-    weighting = cs.FixedWeights({"depth": 2.0, "normals": 1.0, "edges": 0.5})
-    setup, opt = started(cs.Sum(), weighting=weighting)
-    losses = opt.step(setup.closure(0))
+WEIGHTS = {"depth": 2.0, "normals": 1.0, "edges": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("method", "phase", "weighting"),
+    [
+        (cs.Sum(), 1, None),
+        (cs.Sum(), 2, cs.FixedWeights(WEIGHTS)),
+        (cs.GradDrop(), 2, None),
+    ],
+)
+def test_without_surgery(method: cs.Method, phase: int, weighting: cs.Weighting | None) -> None:
+    """There are losses; the weighted ones if there is a weighting."""
+    schedule = cs.Sequential() if phase == 1 else cs.Joint()
+    setup, opt = started(method, schedule, weighting=weighting)
+    losses = {task: float(loss) for task, loss in opt.step(setup.closure(0)).items()}
+    expected = {"phase": phase} | {f"loss/{task}": loss for task, loss in losses.items()}
+    if weighting is not None:
+        expected |= {f"weighted_loss/{task}": WEIGHTS[task] * losses[task] for task in TASKS}
     scalars = opt.report().scalars()
-    assert scalars.pop("surgery_ms") >= 0
-    assert scalars["weighted_loss/depth"] == 2 * float(losses["depth"])
-    assert scalars["weighted_loss/edges"] == 0.5 * float(losses["edges"])
-    assert len(scalars) == 1 + 2 * len(TASKS)
+    assert phase == 1 or scalars.pop("surgery_ms") >= 0
+    assert scalars == expected
 
 
 def test_backward() -> None:
@@ -192,64 +189,41 @@ def test_the_last_step_is_reported() -> None:
     with pytest.raises(ZeroDivisionError):
         opt.step(lambda task: 1 / 0)
     assert_equal(opt.report().products, report.products)
+    # A NaN must not look like an update without conflicts.
+    opt.step(lambda task: setup.closure(0)(task) * (math.nan if task == "edges" else 1.0))
+    removed = opt.report().removed
+    assert removed[:, :, 2].isnan().any()
+    assert math.isnan(opt.report().scalars()["removed_norm/edges"])
+    assert not removed[:, 0, 1].isnan().any()
     opt.load_state_dict(opt.state_dict())
     with pytest.raises(RuntimeError, match="call step or backward first"):
         opt.report()
 
 
-def test_a_nan_is_seen() -> None:
-    """It must not look like an update without conflicts."""
-    setup, opt = started()
-    opt.step(lambda task: setup.closure(0)(task) * (float("nan") if task == "edges" else 1.0))
-    removed = opt.report().removed
-    assert removed[:, :, 2].isnan().any()
-    assert math.isnan(opt.report().scalars()["removed_norm/edges"])
-    assert not removed[:, 0, 1].isnan().any()
-
-
-@pytest.mark.parametrize("name", ["ConnectionStrength", "PCGrad", "NashMTL-layer", "Mixed"])
-def test_replays_report_as_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["ConnectionStrength", "PCGrad", "NashMTL-layer", "Sum", "Mixed"])
+def test_replays_and_reports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays report as steps; a report changes nothing, and reads nothing before a number is."""
     monkeypatch.setitem(cuda_graphs.DEVICES, "cpu", Recorder)
     monkeypatch.setattr(Recorder, "replays", 0)
-    captured, eager = CASES[name](captured=True), CASES[name](captured=False)
-    kept = [
-        [loop.train(number, number + 1).opt.report() for loop in (captured, eager)]
-        for number in range(10)
-    ]
-    assert Recorder.replays > 3
-    for first, second in kept:  # Later replays have changed none of them.
-        scalars = [report.scalars() for report in (first, second)]
-        for numbers in scalars:
-            numbers.pop("surgery_ms", None)
-        assert scalars[0] == scalars[1]
-        assert (first.step, first.epoch, first.phase) == (second.step, second.epoch, second.phase)
-
-
-@pytest.mark.parametrize("name", ["ConnectionStrength", "PCGrad", "NashMTL-layer", "Sum", "Mixed"])
-def test_a_report_changes_nothing(name: str) -> None:
-    """Nor does it read anything on the host before a number is read."""
-    asked, silent = CASES[name](captured=False), CASES[name](captured=False)
-    for number in range(6):
-        asked.train(number, number + 1)
-        with Reads() as reads:
-            report = asked.opt.report()
-            for part in ("cosines", "update_norm", "channels", "conflicts", "removed"):
-                getattr(report, part)
-        assert reads.names == []
+    captured, eager, silent = (CASES[name](captured=captured) for captured in (True, False, False))
+    reports = []
+    for number in range(8):
+        for loop in (captured, eager):
+            loop.train(number, number + 1)
+            with Reads() as reads:
+                report = loop.opt.report()
+                for part in ("cosines", "update_norm", "channels", "conflicts", "removed"):
+                    getattr(report, part)
+            assert reads.names == []
+            reports.append(report)
         str(report)
-    silent.train(0, 6)
-    assert_equal(asked.setup.state(), silent.setup.state())
-
-
-def test_nothing_prioritized_that_trains() -> None:
-    setup, opt = started()
-    opt.step(setup.closure(0))
-    for weight in ("stem", "block.first.0", "block.second", "up"):
-        setup.trunk.get_submodule(weight).requires_grad_(False)
-    opt.step(setup.closure(0))
-    report = opt.report()
-    assert report.layers == ()
-    assert not any("share" in name for name in report.scalars())
+    assert Recorder.replays > 3
+    for first, second in zip(reports[::2], reports[1::2], strict=True):  # Replays changed none.
+        numbers = [{**report.scalars(), "surgery_ms": 0} for report in (first, second)]
+        assert numbers[0] == numbers[1]
+        assert (first.step, first.epoch, first.phase) == (second.step, second.epoch, second.phase)
+    silent.train(0, 8)
+    assert_equal(eager.setup.state(), silent.setup.state())
 
 
 def test_as_text() -> None:
@@ -264,12 +238,6 @@ def test_as_text() -> None:
     value = report.scalars()["cosine/a/b,c,d"]
     assert f"cosine with a/b {value:.4g}" in lines[1]
     assert repr(report) == f"Report(step=0, phase=2, tasks={tasks}, of=['gramian'])"
-
-
-def test_a_method_may_report_nothing() -> None:
-    loop = Loop(cs.GradDrop(), captured=False).train(0, 1)
-    names = {"phase", "surgery_ms", *(f"loss/{t}" for t in TASKS)}
-    assert set(loop.opt.report().scalars()) == names
 
 
 def test_cosines_are_at_most_one() -> None:
