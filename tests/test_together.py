@@ -1,19 +1,22 @@
-"""`step_together`: one pass of the trunk for all tasks, against `step` with a pass a task."""
+"""`step_together`: one pass of the trunk for all tasks, against `step` with a pass per task."""
 
 import copy
 import gc
 import itertools
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from networks import (
     AB,
+    GRAMIAN_METHODS,
     TASKS,
     Composed,
     Setup,
@@ -21,33 +24,127 @@ from networks import (
     optimizer_of,
     refused,
     sgd_of,
-    started,
     with_gradient,
 )
 from stacking import (
+    BY_LAYER,
     CLOSE,
-    LAYERWISE,
+    Case,
     assert_alike,
-    assert_trains_alike,
     branches,
     checkpointed,
     converted,
-    head,
-    of_head,
+    normed,
     pictures,
+    scenes,
     small,
     squares,
     together,
-    trained,
     vectors,
 )
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from trunks import CASES
+from trunks import TASKS as TRUNK_TASKS
+from trunks import Setup as TrunkSetup
 
 import cs_kernels as cs
+from cs_kernels.engine import loss_graph
+from cs_kernels.engine.stacked.layer_updates import LayerUpdates
 from cs_kernels.engine.stacked.together import RunTrunk
+from cs_kernels.ops import backends
 
 pytestmark = pytest.mark.loop
+
+PRIORITY = cs.ConnectionStrength()
+LAYERWISE = pytest.mark.parametrize("method", [PRIORITY, BY_LAYER], ids=repr)
+
+
+# --- methods, schedules and weightings, with the network of `Setup` ---
+
+
+class Shorter(cs.GramianMethod):
+    """A method of one's own."""
+
+    layerwise = True
+
+    def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
+        length = gramian.diagonal(dim1=-2, dim2=-1).sqrt()
+        return torch.where(length > 0, 1 / length, 0.0)
+
+
+def triple(loss: Tensor, **options: bool) -> None:
+    (loss * 3).backward(**options)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    *({"method": type(method)(groups="layer")} for method in GRAMIAN_METHODS),
+    {"method": cs.PCGrad("mean", seed=3, groups="layer")},
+    {"method": cs.GradVac(beta=0.3, groups="layer")},
+    {"method": cs.GradVac(target=0.2, groups="layer")},
+    {"method": Shorter(groups="layer")},
+    *(
+        {"method": method, "schedule": schedule}
+        for method in (PRIORITY, cs.Sum())
+        for schedule in (cs.Joint(), cs.Sequential(), cs.Switch(1), cs.Mixed(2, 1, "step"))
+    ),
+    {"weighting": cs.FixedWeights({"depth": 1.0, "normals": 10.0, "edges": 0.1})},
+    {"weighting": cs.RandomWeights(seed=2)},
+    {"weighting": cs.DynamicWeightAverage()},
+    {"weighting": cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression"))},
+    # `max_norm` is one of gradients without the factor, which the backward pass shows.
+    *(
+        {"method": method, "backward": backward, "scaler": scaler}
+        for method in (PRIORITY, cs.NashMTL(max_norm=0.01, groups="layer"))
+        for backward in (None, triple)
+        for scaler in (None, torch.amp.GradScaler("cpu", init_scale=8.0))
+        if backward or scaler
+    ),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ", ".join(options))
+def test_options_train_as_with_step(options: dict[str, Any]) -> None:
+    weights = options.get("weighting", cs.EqualWeights()).parameters()  # In float32.
+    close = {"rtol": 1e-5, "atol": 1e-6} if weights else CLOSE
+    steps = 5 if "weighting" in options or "schedule" in options else 3
+    opt = assert_alike(scenes(), steps, close=close, **options)
+    report = opt.report()
+    assert report.conflicts is None or report.conflicts.any()
+
+
+def freezes(*names: str) -> Callable[[Composed], None]:
+    def begins(network: Composed) -> None:
+        for name, parameter in network.trunk.named_parameters():
+            parameter.requires_grad_(not name.startswith(names))
+
+    return begins
+
+
+def in_turns(network: Composed) -> None:
+    network.trunk.block.requires_grad_(network.number // 2 == 1)
+
+
+PARTIAL = [["edges"], ["normals", "depth"], None, ["depth", "edges"], ["normals"]]
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "partial labels": lambda network: PARTIAL[network.number % 5],
+    "stem": freezes("stem"),
+    "weight": freezes("up.weight"),
+    "bias": freezes("up.bias", "block", "up_norm"),
+    "all layers": freezes("stem", "block.first.0", "block.second", "up"),
+    "unfrozen": in_turns,
+    "eval": lambda network: network.trunk.stem_norm.train(False) and None,
+    "channels_last": lambda network: network.to(memory_format=torch.channels_last) and None,
+}
+
+
+@pytest.mark.parametrize("method", [PRIORITY, cs.GradVac(beta=0.5, groups="layer")], ids=repr)
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_from_step_to_step(change: str, method: cs.Method) -> None:
+    assert_alike(scenes(CHANGES[change]), 5, method=method)
+
+
+# --- networks ---
 
 
 def from_number(_: nn.Module, z: Tensor, task: str) -> Tensor:
@@ -55,256 +152,284 @@ def from_number(_: nn.Module, z: Tensor, task: str) -> Tensor:
     return (z - 3 * AB.index(task)).square().mean()
 
 
-@pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.Sum()], ids=repr)
-@pytest.mark.parametrize(
-    "schedule", [cs.Joint(), cs.Sequential(), cs.Switch(1), cs.Mixed(2, seed=1, draw="step")]
-)
-def test_trains_as_step(method: cs.Method, schedule: cs.Schedule) -> None:
-    assert_trains_alike(method, schedule, epochs=2)
+def first_runs_later(trunk: Any, x: Tensor) -> Tensor:
+    y = trunk.norm(trunk.first(x))
+    return y + trunk.other(trunk.second(x)) if trunk.number > 1 else y
 
 
-@pytest.mark.parametrize("method", [None, cs.GradVac(beta=0.5, groups="layer")], ids=repr)
-def test_partial_labels(method: cs.Method | None) -> None:
-    chosen = [("edges",), ("normals", "depth"), None, ("depth", "edges"), ("normals",)]
-    assert_trains_alike(method, tasks=lambda batch: chosen[batch % 5])
+class Own(nn.Linear):
+    """A layer whose weight is a function of its parameter."""
+
+    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(3, 4)
+        self.of = of
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.of(self.weight), self.bias)
 
 
-@pytest.mark.parametrize(
-    "weighting",
-    [
-        cs.FixedWeights({"depth": 1.0, "normals": 10.0, "edges": 0.1}),
-        cs.RandomWeights(seed=2),
-        cs.DynamicWeightAverage(),
-        cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression")),
+class Named(nn.Linear):
+    """Reads facts of its weight, and gives arguments by name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self.weight, nn.Parameter)
+        x = x.float().to(self.weight).type_as(self.weight) + self.weight.new_zeros(3)
+        return linear(input=x, weight=self.weight, bias=self.bias)
+
+
+LAYERS: list[Callable[[], list[nn.Module]]] = [
+    lambda: [nn.Linear(3, 4, bias=False), nn.Linear(4, 6)],
+    lambda: [
+        nn.Conv1d(3, 4, 3, padding="valid"),
+        nn.Conv1d(4, 6, 3, stride=2, padding=1),
+        nn.ConvTranspose1d(6, 4, 3, stride=2, output_padding=1),
     ],
-    ids=lambda weighting: type(weighting).__name__,
-)
-def test_weightings(weighting: cs.Weighting) -> None:
-    in_float32 = {"rtol": 1e-5, "atol": 1e-6}  # As the parameters of a weighting are.
-    close = in_float32 if weighting.parameters() else CLOSE
-    assert_trains_alike(weighting=weighting, epochs=2, close=close)
-
-
-def test_weighting_by_known_losses() -> None:
-    """All losses are known before any is weighed, as after `backward`."""
-    trunk = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-    options = {"method": cs.Sum(), "weighting": cs.SmoothTchebycheff(0.5, warmup=0)}
-    train = partial(trained, trunk, vectors(), loss=from_number, **options)
-    found = [train(way)[1] for way in ("backward", "together")]
-    torch.testing.assert_close(*found, **CLOSE)
-
-
-def freeze(*names: str) -> Callable[[Setup, int], None]:
-    def change(setup: Setup, batch: int) -> None:
-        for name in names:
-            setup.trunk.get_submodule(name).requires_grad_(False)
-
-    return change
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        freeze("stem"),
-        freeze("block", "up_norm"),
-        lambda setup, batch: setup.trunk.block.requires_grad_(batch // 2 % 2 == 1),
-        lambda setup, batch: setup.trunk.stem_norm.eval(),
-        lambda setup, batch: setup.trunk.to(memory_format=torch.channels_last),
+    lambda: [
+        nn.Conv2d(3, 4, (3, 2), stride=(2, 1), dilation=(1, 2)),
+        nn.Conv2d(4, 8, 3, groups=4, padding=1),
+        nn.Conv2d(8, 4, (3, 4), padding="same", dilation=(1, 3)),
+        nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
+        nn.ConvTranspose2d(6, 6, 3, padding=1, groups=2),
     ],
-    ids=["stem", "block", "unfrozen", "eval", "channels_last"],
-)
-def test_parts_frozen(change: Callable[[Setup, int], object]) -> None:
-    assert_trains_alike(change=change)
+    lambda: [
+        nn.Conv3d(3, 4, 3, padding=1, bias=False),
+        nn.ConvTranspose3d(4, 6, 2, dilation=2, bias=False),
+    ],
+]
 
 
-def behind_a_layer(layer: nn.Module, channels: int, dims: int) -> nn.Module:
-    """A layer with a normalization behind it, with another layer before."""
-    kind = [nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d][dims]
+def of_layers(dims: int) -> Case:
+    """Layers with a normalization behind each."""
+    torch.manual_seed(0)
     norm = [nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d][dims]
-    first = kind(3, 4) if dims == 0 else kind(3, 4, 1)
-    return nn.Sequential(first, norm(4), nn.ReLU(), layer, norm(channels))
+    modules = []
+    for layer in LAYERS[dims]():
+        channels = layer.out_features if dims == 0 else layer.out_channels
+        modules += [layer, norm(channels), nn.Tanh()]
+    return Case(converted(nn.Sequential(*modules)), torch.randn(4, 3, *[5] * dims).double())
 
 
-LAYERS = {
-    "linear": (lambda: nn.Linear(4, 6), 6, 0),
-    "linear without bias": (lambda: nn.Linear(4, 6, bias=False), 6, 0),
-    "conv1d": (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1), 6, 1),
-    "conv2d": (lambda: nn.Conv2d(4, 6, (3, 2), stride=(2, 1), dilation=(1, 2)), 6, 2),
-    "conv3d": (lambda: nn.Conv3d(4, 6, 3, padding=1, bias=False), 6, 3),
-    "depthwise": (lambda: nn.Conv2d(4, 8, 3, groups=4), 8, 2),
-    "same": (lambda: nn.Conv2d(4, 6, (3, 4), padding="same", dilation=(1, 3)), 6, 2),
-    "valid": (lambda: nn.Conv1d(4, 6, 3, padding="valid"), 6, 1),
-    "reflect": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"), 6, 2),
-    "transposed1d": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2, output_padding=1), 6, 1),
-    "transposed2d": (lambda: nn.ConvTranspose2d(4, 6, 3, padding=1, groups=2), 6, 2),
-    "transposed3d": (lambda: nn.ConvTranspose3d(4, 6, 2, dilation=2, bias=False), 6, 3),
+def words(p: float = 0.0, mixes: bool = False) -> Case:
+    """Embeddings, dropout, a linear layer of three dimensions, and outputs in a dictionary."""
+
+    def run(trunk: Any, inputs: dict[str, Tensor], scale: float = 1.0) -> dict[str, Any]:
+        tokens = inputs["tokens"]
+        tokens = (tokens + tokens[:1]) % 9 if mixes else tokens
+        y = trunk.linear(trunk.embedding(tokens) * inputs["mask"].unsqueeze(-1) * scale)
+        y = trunk.norm(y.flatten(0, 1)).unflatten(0, y.shape[:2])
+        return {"all": [nn.functional.dropout(y, p)], "size": 3}
+
+    def loss(network: nn.Module, z: dict[str, Any], task: str) -> Tensor:
+        assert z["size"] == 3
+        return from_number(network, z["all"][0], task)
+
+    torch.manual_seed(0)
+    tokens = {"tokens": torch.randint(0, 9, (4, 6)), "mask": torch.rand(4, 6).double()}
+    layers = {"embedding": nn.Embedding(9, 4), "linear": nn.Linear(4, 5)}
+    trunk = converted(Composed(run, **layers, norm=nn.BatchNorm1d(5)))
+    return Case(trunk, lambda run, _: run(tokens, scale=2.0), loss)
+
+
+def norm_in_head() -> Case:
+    def loss(network: Any, z: Tensor, task: str) -> Tensor:
+        cs.nn.set_task(network["head"], task)
+        result: Tensor = network["head"](z).sin().mean()
+        return result
+
+    head = converted(nn.Sequential(nn.BatchNorm2d(5)))
+    network = nn.ModuleDict({"trunk": small(), "head": head})
+    return Case(network, pictures(), loss, trunk=lambda network: network["trunk"])
+
+
+def ordered(names: str) -> Case:
+    trunk = small()
+    cs.nn.add_task(trunk, "c", like="a")
+    return Case(trunk, pictures(), tasks=[*names])
+
+
+def outputs_of_branches(*batches: str) -> Case:
+    """A task uses one output, at times a task both; other tasks may use the same ones."""
+
+    def chosen(network: nn.Module) -> list[str]:
+        return [*batches[network.number % len(batches)]]
+
+    def loss(network: nn.Module, z: list[Tensor], task: str) -> Tensor:
+        total = z[chosen(network).index(task)].sin().mean()
+        return total + z[0].cos().mean() if network.number in (2, 4) and task == "b" else total
+
+    tasks = sorted(set("".join(batches)))
+    torch.manual_seed(0)
+    return Case(branches(tasks), vectors(), loss, tasks, begins=chosen)
+
+
+def composed(run: Callable[[Any, Tensor], Tensor], *layers: nn.Module) -> Case:
+    """With normalizations `norm` and `other`."""
+    named = dict(zip(("first", "second"), layers, strict=False))
+    norms = {name: nn.BatchNorm1d(4) for name in ("norm", "other")}
+    return Case(converted(Composed(run, **named, **norms)), vectors(), from_number)
+
+
+def own_weight(of: Callable[[Tensor], Tensor]) -> Case:
+    return Case(converted(nn.Sequential(Own(of), nn.ReLU(), *normed(4, 5))), vectors())
+
+
+NETWORKS: dict[str, Callable[[], Case]] = {
+    **{f"layers-{dims}": partial(of_layers, dims) for dims in range(4)},
+    # Reentrant checkpointing wants an input with a gradient; statistics are updated once.
+    **{
+        f"checkpointed-{reentrant}": lambda reentrant=reentrant: Case(
+            checkpointed(reentrant, (trunk := small())[:3], trunk[3:]),
+            pictures().requires_grad_(reentrant),
+        )
+        for reentrant in (True, False)
+    },
+    "later": lambda: composed(first_runs_later, nn.Linear(3, 4), nn.Linear(3, 4)),
+    "named": lambda: composed(lambda net, x: net.norm(input=net.first(x)), Named(3, 4)),
+    "in place": lambda: Case(  # The first layer reads what is there now.
+        converted(nn.Sequential(nn.ReLU(inplace=True), *normed(3, 4))),
+        lambda run, _: run(vectors()),
+        from_number,
+    ),
+    "a norm in the head": norm_in_head,
+    "other order": partial(ordered, "cab"),
+    "one task": lambda: Case(converted(normed(3, 4), ["a"]), vectors(), tasks=["a"]),
+    "branches": partial(outputs_of_branches, "ab"),
+    "branches of others": partial(outputs_of_branches, "ab", "bc"),
+    "branches of some": partial(outputs_of_branches, "a", "b", "ca"),
+}
+# Other weights may be used in any way.
+PRIORITIZED: dict[str, Callable[[], Case]] = {
+    "words": words,
+    "centered weight": lambda: own_weight(lambda w: w - w.mean(1, keepdim=True)),
+    "signs": lambda: own_weight(with_gradient(Tensor.sign, lambda grad: grad)),
 }
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers(name: str) -> None:
-    make, channels, dims = LAYERS[name]
-    torch.manual_seed(0)
-    trunk = converted(behind_a_layer(make(), channels, dims))
-    opt = assert_alike(trunk, torch.randn(4, 3, *[7] * dims).double())
-    assert len(opt.coverage().prioritized) == 2
-    assert opt.report().conflicts.any()
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        *((name, method) for name in NETWORKS for method in (PRIORITY, BY_LAYER)),
+        *((name, PRIORITY) for name in PRIORITIZED),
+    ],
+)
+def test_networks_train_as_with_step(name: str, method: cs.Method) -> None:
+    case = (NETWORKS | PRIORITIZED)[name]()
+    assert_alike(case, 6 if "branches" in name else 4 if name == "later" else 2, method=method)
 
 
-def of_words(p: float = 0.0, mixes: bool = False) -> nn.Module:
-    """Embeddings, dropout, a linear layer of three dimensions, and outputs in a dictionary."""
-
-    def run(trunk: Any, inputs: dict[str, Tensor], scale: float = 1.0) -> dict[str, Any]:
-        words = inputs["tokens"]
-        words = (words + words[:1]) % 9 if mixes else words
-        y = trunk.linear(trunk.embedding(words) * inputs["mask"].unsqueeze(-1) * scale)
-        y = trunk.norm(y.flatten(0, 1)).unflatten(0, y.shape[:2])
-        return {"all": [nn.functional.dropout(y, p)], "size": 3}
-
-    layers = {"embedding": nn.Embedding(9, 4), "linear": nn.Linear(4, 5)}
-    return converted(Composed(run, **layers, norm=nn.BatchNorm1d(5)))
-
-
-def tokens() -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    return {"tokens": torch.randint(0, 9, (4, 6)), "mask": torch.rand(4, 6).double()}
-
-
-def of_tokens(network: nn.Module, z: dict[str, Any], task: str) -> Tensor:
-    assert z["size"] == 3
-    return from_number(network, z["all"][0], task)
-
-
-def test_nested_inputs_and_outputs() -> None:
-    assert_alike(of_words(), lambda run: run(tokens(), scale=2.0), loss=of_tokens)
-
-
-def test_dropout_draws_a_mask_a_task() -> None:
-    masks: dict[str, Tensor] = {}
-
-    def loss(network: nn.Module, z: dict[str, Any], task: str) -> Tensor:
-        masks[task] = z["all"][0] == 0
-        return of_tokens(network, z, task)
-
-    def watch(*_: object) -> None:
-        assert not torch.equal(*masks.values())
-        assert all(0.2 < mask.double().mean() < 0.8 for mask in masks.values())
-
-    trained(of_words(p=0.5), tokens(), "together", loss=loss, watch=watch)
-
-
-def test_integers_over_the_batch() -> None:
-    with pytest.raises(ValueError, match="depends on another's"):
-        trained(of_words(mixes=True), tokens(), "together", loss=of_tokens)
-
-
-@pytest.mark.parametrize("method", [cs.ConnectionStrength(), cs.PCGrad(groups="layer")], ids=repr)
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing(reentrant: bool, method: cs.Method) -> None:
-    """Also the statistics, which recomputation updates again."""
-    x = pictures().requires_grad_(reentrant)  # As reentrant checkpointing wants it.
-    trunk = small()
-    opt = assert_alike(checkpointed(reentrant, trunk[:3], trunk[3:]), x, method=method)
-    assert len(opt.coverage().prioritized) == 2
+def test_parameters_that_another_task_reaches_in_step() -> None:
+    """They are shared from then on, also in steps where one task alone reaches them."""
+    assert_alike(outputs_of_branches("ab"), 6, way="mixed", method=BY_LAYER)
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled(backend: str) -> None:
-    _, expected = trained(small(), pictures(), "step")
-    compiled = partial(torch.compile, backend=backend)
-    opt, found = trained(small(), pictures(), "together", trunk=compiled)
-    torch.testing.assert_close(found, expected, **CLOSE)
-    assert len(opt.coverage().prioritized) == 2
+    case = Case(small(), pictures(), trunk=partial(torch.compile, backend=backend))
+    assert len(assert_alike(case).coverage().prioritized) == 2
+
+
+@pytest.mark.networks
+@pytest.mark.parametrize("name", ["resnet18", pytest.param("hrnet_w18", marks=pytest.mark.full)])
+def test_real_networks(name: str) -> None:
+    setup = TrunkSetup(CASES[name])
+    case = Case(setup.trunk, setup.x, lambda _, z, task: setup.loss_of(z, task), TRUNK_TASKS)
+    assert_alike(case, 2, method=cs.UPGrad(groups="layer"))
+
+
+twice = with_gradient(lambda x: 2 * x, lambda grad: 2 * grad)
+
+
+def blocks(hides: bool = False) -> Case:
+    """The second block does not always run, and may be hidden in a function."""
+
+    def run(network: Any, x: Tensor) -> list[Tensor]:
+        x = network.blocks[0](x).tanh()
+        if network.number not in (0, 5, 6, 8):
+            x = x + network.blocks[1](x).tanh()
+        x = network.blocks[2](twice(x) if hides else x)
+        return [x, x]
+
+    def loss(network: Any, z: list[Tensor], task: str) -> Tensor:
+        result: Tensor = (network.heads[task](z[1]) - "abc".index(task)).sin().square().mean()
+        return result
+
+    layers = nn.ModuleList(normed(3, 3) for _ in range(3))
+    heads = nn.ModuleDict({t: nn.Linear(3, 1) for t in "abc"})
+    network = Composed(run, blocks=layers, heads=heads, never=nn.Linear(3, 3))
+    return Case(converted(network, "abc"), vectors()[:5], loss, [*"abc"], hides=hides)
+
+
+@pytest.mark.parametrize("hides", [False, True])
+@pytest.mark.parametrize("method", [PRIORITY, BY_LAYER, cs.PCGrad(groups="layer")], ids=repr)
+def test_layers_that_do_not_always_run(
+    method: cs.Method, hides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the graph of a step without them is the one that was searched."""
+    monkeypatch.setattr(loss_graph, "_CHECKED_EVERY", 4)
+    close = {"rtol": 1e-8, "atol": 1e-10}
+    assert_alike(blocks(hides), 10, close=close, method=method)
+
+
+def test_run_called_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the step that checks again; a weight that is prioritized runs once."""
+    monkeypatch.setattr(loss_graph, "_CHECKED_EVERY", 3)
+
+    def both(run: Callable[[Tensor], Any], _: object) -> Any:
+        z, y = run(pictures()), run(pictures() + 1)
+        return {t: (z[t], y[t]) for t in z} if isinstance(z, dict) else (z, y)
+
+    def loss(_: nn.Module, outputs: tuple[Tensor, Tensor], task: str) -> Tensor:
+        return outputs[0].sin().mean() + outputs[1].cos().mean()
+
+    assert_alike(Case(small(), both, loss), 5, method=cs.Sum())
+
+
+def test_dropout_draws_a_mask_per_task() -> None:
+    masks: dict[str, Tensor] = {}
+    case = words(p=0.5)
+
+    def loss(network: nn.Module, z: dict[str, Any], task: str) -> Tensor:
+        masks[task] = z["all"][0] == 0
+        return from_number(network, z["all"][0], task)
+
+    case.loss = loss
+    case.trained("together", 1)
+    assert not torch.equal(*masks.values())
+    assert all(0.2 < mask.double().mean() < 0.8 for mask in masks.values())
 
 
 def test_autocast() -> None:
     """In the same types as `step`: what differs is the order of sums of bfloat16 numbers."""
-    train = partial(trained, small().float(), pictures().float(), steps=1)
-
-    def step(make: Callable[[], object]) -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            make()
-
-    _, exact = train("step")
-    _, expected = train("step", step=step)
-    _, found = train("together", step=step)
-    for one, other, third in zip(expected, found, exact, strict=True):
+    case, grads = Case(small().float(), pictures().float()), []
+    for way, enabled in (("step", False), ("step", True), ("together", True)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            _, [(_, (_, _, found, *_))] = case.trained(way, 1)
+        grads.append(found)
+    for exact, one, other in zip(*grads, strict=True):
         assert other.dtype is one.dtype
         error, size = (other - one).double().norm(), one.double().norm()
         assert error <= 0.01 * size + 1e-6
         if one.dim() > 1:  # Autocast has an effect.
-            assert (third - one).double().norm() > 1e-4 * size
+            assert (exact - one).double().norm() > 1e-4 * size
 
 
-def triple(loss: Tensor, **options: bool) -> None:
-    (loss * 3).backward(**options)
+# --- trunks that a stacked pass cannot serve ---
 
 
-@pytest.mark.parametrize("method", [None, cs.NashMTL(max_norm=0.01, groups="layer")], ids=repr)
-@pytest.mark.parametrize("backward", [None, triple])
-@pytest.mark.parametrize("scaler", [None, torch.amp.GradScaler("cpu", init_scale=8.0)])
-def test_factors_of_the_loss(
-    method: cs.Method | None,
-    backward: Callable[..., None] | None,
-    scaler: torch.amp.GradScaler | None,
-) -> None:
-    """`max_norm` is one of gradients without the factor, which the backward pass shows."""
-    options = {"method": method, "backward": backward, "scaler": scaler}
-    close = {"rtol": 1e-4 if method else 1e-5, "atol": 1e-6}
-    assert_alike(small().float(), pictures().float(), close=close, **options)
+def _counts(net: Any, x: Tensor) -> Tensor:
+    net.seen += 1
+    return net.normed(x)
 
 
-def test_layer_that_first_runs_later() -> None:
-    def run(trunk: Composed, x: Tensor) -> Tensor:
-        y = trunk.norm(trunk.first(x))
-        return y + trunk.other(trunk.second(x)) if trunk.number > 1 else y
-
-    layers = {"first": nn.Linear(3, 4), "second": nn.Linear(3, 4)}
-    trunk = Composed(run, **layers, norm=nn.BatchNorm1d(4), other=nn.BatchNorm1d(4))
-    opt = assert_alike(converted(trunk), vectors(), loss=from_number, steps=4)
-    assert opt.coverage().prioritized == {"first.weight": "norm", "second.weight": "other"}
-
-
-def test_state_after_an_error() -> None:
-    setup, opt = started()
-    opt.step_together(together(setup, 0))
-    parameters = [*setup.trunk.parameters()]
-
-    def fails(run: RunTrunk) -> dict[str, Tensor]:
-        together(setup, 1)(run)
-        raise ArithmeticError("the user's")
-
-    def fails_behind(run: RunTrunk) -> dict[str, Tensor]:
-        losses = together(setup, 1)(run)
-        losses["depth"].register_hook(lambda _: 1 / 0)
-        return losses
-
-    for forward, match in ((fails, "the user's"), (fails_behind, "division by zero")):
-        with refused(lambda: setup.state(grads=False), ArithmeticError, match):
-            opt.step_together(forward)
-        assert all(p.grad is None for p in setup.parameters())
-        assert all(p is q for p, q in zip(setup.trunk.parameters(), parameters, strict=True))
-        assert all("_stack" not in vars(norm) for norm in cs.nn.task_norms(setup.trunk))
-    opt.step_together(together(setup, 1))
-    again, other = started()
-    for batch in range(2):
-        other.step_together(together(again, batch))
-    assert_equal(setup.state(), again.state())
-
-
-def _counts(trunk: Any, x: Tensor) -> Tensor:
-    trunk.seen += 1
-    return trunk.normed(x)
-
-
-def _over_time(trunk: Any, x: Tensor) -> Tensor:
+def _over_time(net: Any, x: Tensor) -> Tensor:
     """The batch is in dimension 1."""
-    y = trunk.layer(x.expand(2, *x.shape))
-    return trunk.norm(y.flatten(0, 1)).unflatten(0, y.shape[:2])[0]
+    y = net.layer(x.expand(2, *x.shape))
+    return net.norm(y.flatten(0, 1)).unflatten(0, y.shape[:2])[0]
 
 
+OF_ANOTHER, GRID = "one task's part depends on another's", torch.ones(4, 3).double()
 MIXES: dict[str, Callable[[Tensor], Tensor]] = {
     "centers": lambda y: y - y.mean(0),
     "next": lambda y: y + torch.cat([y[1:], y[-1:]]).square(),
@@ -315,49 +440,84 @@ MIXES: dict[str, Callable[[Tensor], Tensor]] = {
     "sums before": lambda y: y.cumsum(0),
     "sums behind": lambda y: y.flip(0).cumsum(0).flip(0),
 }
-OF_ANOTHER = "one task's part depends on another's"
-ODD: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
-    name: (lambda odd, x, mix=mix: mix(odd.normed(x)), OF_ANOTHER) for name, mix in MIXES.items()
+ELSEWHERE: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "scale": (lambda net, y: net.two(y * net.scale), "got scale elsewhere: use step, or freeze it"),
+    "norm": (lambda net, y: net.two(net.other(y)), "got other.weight elsewhere: use step"),
+    "split": (lambda net, y: linear(y, net.two.weight) + net.two.bias, "two.bias .* used in "),
+    "mixed": (lambda net, y: net.two(linear(y, net.two.weight, net.layer.bias)), "several times"),
+    "tied": (lambda net, y: linear(net.two(y), net.two.weight), "two.weight .* several times"),
+    "cloned": (lambda net, y: net.two(linear(y, net.two.weight.clone())), "weight .* in clone"),
+}
+AT_GRID = r"got two\.weight with a tensor of shape \(4, 3\)"
+TRUNKS: dict[str, tuple[Callable[[Any, Tensor], Any], str, cs.Method]] = {
+    name: (does, message, PRIORITY)
+    for name, (does, message) in {
+        **{n: (lambda net, x, mix=m: mix(net.normed(x)), OF_ANOTHER) for n, m in MIXES.items()},
+        "time": (_over_time, OF_ANOTHER),
+        "sorts": (lambda net, x: net.normed(x[x[:, 0].argsort()]), OF_ANOTHER),
+        "twice": (lambda net, x: net.normed(x) + net.normed(x + 1), "several times"),
+        "standardizes": (
+            lambda net, x: net.normed(x) + net.norm(linear(x, net.layer.weight - 1)),
+            r"in (sub|__sub__)",
+        ),
+        "counts": (_counts, "must not change its buffers"),
+        "scalar": (
+            lambda net, x: torch.aminmax(net.normed(x)),
+            r"got the output of trunk with a tensor of shape \(\)",
+        ),
+        "transposes": (lambda net, x: net.normed(x).t(), "the output of trunk"),
+        "a grid": (lambda net, x: net.norm(net.layer(x) + net.two(GRID).mean(0)), AT_GRID),
+    }.items()
 } | {
-    "time": (_over_time, OF_ANOTHER),
-    "sorts": (lambda odd, x: odd.normed(x[x[:, 0].argsort()]), OF_ANOTHER),
-    "twice": (lambda odd, x: odd.normed(x) + odd.normed(x + 1), "several times"),
-    "standardizes": (
-        lambda odd, x: odd.normed(x) + odd.norm(linear(x, odd.layer.weight - 1)),
-        r"in (sub|__sub__)",
-    ),
-    "counts": (_counts, "must not change its buffers"),
-    "scalar": (
-        lambda odd, x: (y := odd.normed(x), y.mean()),
-        r"got the output of trunk with a tensor of shape \(\)",
-    ),
-    "transposes": (lambda odd, x: odd.normed(x).t(), "the output of trunk"),
+    f"{name} by layer": (lambda net, x, f=does: f(net, net.layer(x).tanh()), message, BY_LAYER)
+    for name, (does, message) in {
+        **ELSEWHERE,
+        "a grid": (lambda net, y: y + net.two(GRID).mean(0), AT_GRID),
+    }.items()
 }
 
 
-def odd(does: str) -> tuple[nn.Module, cs.MultiTaskOptimizer]:
-    """A trunk that does something that a stacked pass cannot serve."""
-    trunk = Composed(ODD[does][0], layer=nn.Linear(3, 3), norm=nn.BatchNorm1d(3))
+def odd(name: str) -> tuple[nn.Module, cs.MultiTaskOptimizer]:
+    does, _, method = TRUNKS[name]
+    layers = {"layer": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3), "two": nn.Linear(3, 3)}
+    trunk = Composed(does, **layers, other=nn.LayerNorm(3))
     trunk.register_buffer("seen", torch.zeros(1))
+    trunk.scale = nn.Parameter(torch.ones(3))
     trunk.normed = lambda x: trunk.norm(trunk.layer(x))
-    trunk = converted(trunk)
-    return trunk, optimizer_of(trunk)
+    paired = {"two": "norm"} if name == "a grid" else None
+    return trunk, optimizer_of(converted(trunk), method, layers=paired)
 
 
 def of_odd(z: Any) -> Tensor:
-    return sum(y.square().mean() for y in (z if isinstance(z, tuple) else (z,)))
+    return sum(y.square().mean() for y in (z if isinstance(z, tuple | list) else (z,)))
 
 
 def together_of_odd(run: RunTrunk) -> dict[str, Tensor]:
     return {task: of_odd(z) for task, z in run(vectors()).items()}
 
 
-@pytest.mark.parametrize("does", ODD)
-def test_refuses_trunks(does: str) -> None:
-    trunk, opt = odd(does)
-    with refused(trunk.state_dict, ValueError, ODD[does][1]):
+@pytest.mark.parametrize("name", TRUNKS)
+def test_refuses_trunks(name: str) -> None:
+    trunk, opt = odd(name)
+    with refused(trunk.state_dict, ValueError, TRUNKS[name][1]):
         opt.step_together(together_of_odd)
     opt.step(lambda task: of_odd(trunk(vectors())))
+    if "elsewhere" in TRUNKS[name][1]:
+        before = trunk.layer.weight.clone()
+        for parameter in (trunk.scale, *trunk.other.parameters()):
+            parameter.requires_grad_(False)
+        opt.step_together(together_of_odd)
+        assert not torch.equal(trunk.layer.weight, before)
+
+
+def test_refuses_other_trunks() -> None:
+    own = converted(nn.Sequential(Own(lambda w: w * 2), nn.BatchNorm1d(4)))
+    for case, message in (
+        (words(mixes=True), OF_ANOTHER),
+        (Case(own, vectors()), r"use 0\.weight "),
+    ):
+        with pytest.raises(ValueError, match=message):
+            case.trained("together")
 
 
 def test_steps_of_one_task_do_not_show_whether_parts_stay_apart() -> None:
@@ -368,219 +528,248 @@ def test_steps_of_one_task_do_not_show_whether_parts_stay_apart() -> None:
         opt.step_together(together_of_odd)
 
 
-sign = with_gradient(Tensor.sign, lambda grad: grad)
+def test_unknown_reach() -> None:
+    """If a function may hide parameters, all losses must depend on the same outputs."""
+    trunk, x = branches(), vectors().requires_grad_()
+    layers = [nn.Linear(4, 4).double() for _ in range(3)]
+    trunk.one, trunk.two = checkpointed(True, *layers[:2]), layers[2]
+    opt = optimizer_of(trunk, BY_LAYER)
+
+    def losses(run: RunTrunk, uses: Callable[[str], list[int]]) -> dict[str, Tensor]:
+        return {t: sum(z[n].square().mean() for n in uses(t)) for t, z in run(x).items()}
+
+    with pytest.raises(ValueError, match="must show which task reaches"):
+        opt.step_together(partial(losses, uses=lambda task: [AB.index(task)]))
+    opt.step_together(partial(losses, uses=lambda task: [0, 1]))
 
 
-@pytest.mark.parametrize("of", [lambda w: w - w.mean(1, keepdim=True), sign])
-def test_weight_that_is_no_layers_may_be_used_in_any_way(of: Callable[[Tensor], Tensor]) -> None:
-    class Own(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return linear(x, of(self.weight), self.bias)
-
-    trunk = converted(nn.Sequential(Own(3, 4), nn.ReLU(), nn.Linear(4, 5), nn.BatchNorm1d(5)))
-    opt = assert_alike(trunk, vectors())
-    assert list(opt.coverage().prioritized) == ["2.weight"]
-    with pytest.raises(ValueError, match=r"use 0\.weight "):
-        trained(converted(nn.Sequential(Own(3, 4), nn.BatchNorm1d(4))), vectors(), "together")
+# --- what the caller must not do ---
 
 
-def test_arguments_by_name_and_types_of_weights() -> None:
-    class Named(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            assert isinstance(self.weight, nn.Parameter)
-            x = x.float().to(self.weight).type_as(self.weight) + self.weight.new_zeros(3)
-            return linear(input=x, weight=self.weight, bias=self.bias)
-
-    trunk = Composed(
-        lambda trunk, x: trunk.norm(input=trunk.linear(x)),
-        linear=Named(3, 4),
-        norm=nn.BatchNorm1d(4),
-    )
-    opt = assert_alike(converted(trunk), vectors())
-    assert list(opt.coverage().prioritized) == ["linear.weight"]
+class Weighs(cs.GradVac):
+    def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
+        return super().weights(gramian, step)
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_weight_in_a_loss(steps: int) -> None:
-    """In the first step, and in a later one, when graphs are not searched."""
-    trunk, x = small(), pictures()
-    opt, weight = optimizer_of(trunk), trunk[3].weight
-    for _ in range(steps):
-        opt.step_together(squares(x))
-    for decay, match in (
-        (lambda: weight.square().sum(), r"3\.weight .*by the loss of 'b'"),
-        (lambda: trunk[3].weight.square().sum(), r"3\.weight .*in square"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            opt.step_together(
-                lambda run, decay=decay: {
-                    t: loss + (decay() if t == "b" else 0) for t, loss in squares(x)(run).items()
-                }
-            )
+class Combines(cs.MGDA):
+    def combine(self, *arguments: Any) -> None:
+        super().combine(*arguments)
 
 
-def test_losses_must_be_of_their_own_outputs() -> None:
-    trunk, x = small(), pictures()
-    free = nn.Parameter(torch.ones(2))
-    opt = optimizer_of(trunk)
-    held = cs.MultiTaskOptimizer(trunk, torch.optim.SGD([*trunk.parameters(), free], lr=0.1), AB)
-
-    def crossed(run: RunTrunk, of: Callable[[Tensor], Tensor] = lambda z: z) -> dict[str, Tensor]:
-        z = run(x)
-        return {"a": z["a"].square().mean(), "b": (z["b"] - of(z["a"])).square().mean()}
-
-    for one, forward, match in (
-        (opt, crossed, "one for 'b' that depends on those of 'a'"),
-        (held, lambda run: dict.fromkeys(run(x), free.sum()), "depends on none"),
-        (opt, lambda run: {"a": run(x)["a"].mean()}, r"every task, \['a', 'b'\], got"),
-        (opt, lambda run: run(x), "must hold a real scalar"),
-        (opt, lambda run: {t: (z * free[0]).mean() for t, z in run(x).items()}, "must hold every"),
-    ):
-        with refused(trunk.state_dict, ValueError, match):
-            one.step_together(forward)
-    assert list(opt.step_together(partial(crossed, of=Tensor.detach))) == AB
+LAYERS_ONLY = "groups='layer' for step_together"
 
 
-def test_refuses_methods_and_settings() -> None:
-    x, trunk = pictures(), small()
-    for options, match in (
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"method": cs.PCGrad()}, r"got PCGrad\(.*\): use step"),
         ({"method": cs.Sum(separate=True)}, "never has all gradients"),
         ({"weighting": cs.FAMO()}, "must not compute losses again"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            optimizer_of(trunk, **options).step_together(squares(x))
+        ({"method": cs.NashMTL(update_every=2)}, LAYERS_ONLY),
+        ({"method": cs.MGDA()}, LAYERS_ONLY),
+        ({"method": cs.GradDrop()}, LAYERS_ONLY),
+        ({"method": Weighs(groups="layer")}, LAYERS_ONLY),
+        ({"method": Combines(groups="layer")}, LAYERS_ONLY),
+    ],
+    ids=str,
+)
+def test_refuses_methods_and_weightings(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        optimizer_of(small(), **options).step_together(squares(pictures()))
+
+
+X = pictures()
+
+
+def plus(run: RunTrunk, term: Any, at: Any = "b") -> dict[str, Tensor]:
+    """Losses, with the square of a weight, an output of the trunk or of a layer in that of `b`."""
+    losses = squares(X)(run)
+    if isinstance(term, nn.Module | dict):
+        term = term[at] if isinstance(term, dict) else term(X)
+    return losses | {"b": losses["b"] + term.square().mean()}
+
+
+def crossed(run: RunTrunk, of: Callable[[Tensor], Tensor] = lambda z: z) -> dict[str, Tensor]:
+    z = run(X)
+    return {"a": z["a"].square().mean(), "b": (z["b"] - of(z["a"])).square().mean()}
+
+
+def penalized(run: RunTrunk, of: Tensor, inputs: Tensor) -> dict[str, Tensor]:
+    """It would need the layers' second derivatives."""
+    losses = {t: z.square().mean() for t, z in run(inputs).items()}
+    grads = {t: torch.autograd.grad(x, of, create_graph=True)[0] for t, x in losses.items()}
+    return {t: loss + grads[t].square().sum() for t, loss in losses.items()}
+
+
+def steps_back(run: RunTrunk) -> dict[str, Tensor]:
+    losses = squares(X)(run)
+    losses["a"].backward(retain_graph=True)
+    return losses
+
+
+FREE, INPUT = nn.Parameter(torch.ones(()).double()), pictures().requires_grad_()
+PENALTY = "as for a gradient penalty: use step"
+# `net.other` is the weight of `net[3]` as it is outside of passes, `net.outputs` are of layers.
+FORWARDS: dict[str, tuple[Callable[[Any, RunTrunk], Any], str]] = {
+    "crossed": (lambda net, run: crossed(run), "one for 'b' that depends on those of 'a'"),
+    "of none": (lambda net, run: dict.fromkeys(run(X), net[4].a.bias.sum()), "depends on none"),
+    "missing": (lambda net, run: {"a": run(X)["a"].mean()}, r"every task, \['a', 'b'\], got"),
+    "outputs": (lambda net, run: run(X), "must hold a real scalar"),
+    "not held": (lambda net, run: plus(run, FREE), "must hold every"),
+    "a weight": (lambda net, run: plus(run, net.other), r"3\.weight .*by the loss of 'b'"),
+    "a weight in the pass": (lambda net, run: plus(run, net[3].weight), r"3\.weight .*in square"),
+    "direct": (lambda net, run: plus(run, net), "forward must run trunk by run"),
+    "backward": (lambda net, run: steps_back(run), "leave out backward"),
+    "generator": (lambda net, run: run(x for x in [X]), "run must get tensors in lists"),
+    "sizes": (lambda net, run: run(X, X[:2]), r"got the sizes \[\(2,\), \(4,\)\]"),
+    "no size": (lambda net, run: run(X, X.sum()), r"got the sizes \[\(\), \(4,\)\]"),
+    "nothing": (lambda net, run: run(), r"got the sizes \[\]"),
+    # Before the first normalization, the tasks' batches are the same: a sum sees no difference.
+    "past run 0": (lambda net, run: plus(run, net.outputs, 0), "another tensor of the trunk"),
+    "past run 1": (lambda net, run: plus(run, net.outputs, 1), "another tensor of the trunk"),
+    # Torch's own sentence is about views.
+    "in place": (
+        lambda net, run: {t: z.relu_().mean() for t, z in run(X).items()},
+        r"ReLU\(inplace=True\) does: use step",
+    ),
+    "penalty of inputs": (lambda net, run: penalized(run, INPUT, INPUT), PENALTY),
+    "penalty of weights": (lambda net, run: penalized(run, net.other, X), PENALTY),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "steps"),
+    [
+        *((name, PRIORITY, 0) for name in FORWARDS),
+        ("past run 1", cs.Sum(), 0),
+        # Graphs are searched in the first step.
+        *((name, PRIORITY, 1) for name in ("a weight", "a weight in the pass")),
+    ],
+)
+def test_refuses_forwards(name: str, method: cs.Method, steps: int) -> None:
+    (forward, message), trunk = FORWARDS[name], small()
+    vars(trunk).update(other=trunk[3].weight, outputs={})
+    opt = optimizer_of(trunk, method)
+    for n in (0, 1):
+        trunk[n].register_forward_hook(lambda _, __, y, n=n: trunk.outputs.update({n: y}))
+    for _ in range(steps):
+        opt.step_together(squares(X))
+    before = opt.state_dict()["reach"]
+    with refused(trunk.state_dict, (ValueError, RuntimeError), message):
+        opt.step_together(partial(forward, trunk))
+    assert opt.state_dict()["reach"] == before
+    assert all(p.grad is None for p in trunk.parameters())
+    opt.step_together(partial(crossed, of=Tensor.detach))
+
+
+def test_refuses_other_things() -> None:
+    trunk = nn.Sequential(small(), nn.BatchNorm2d(5)).double()
+    opt = optimizer_of(trunk)
     with pytest.raises(TypeError, match="forward must be a function"):
-        optimizer_of(trunk).step_together({"a": x.sum()})
-    plain = nn.Sequential(small(), nn.BatchNorm2d(5)).double()
-    opt = optimizer_of(plain)
+        opt.step_together({"a": X.sum()})
     with pytest.raises(ValueError, match=r"no batch normalization in training .* got 1:"):
-        opt.step_together(squares(x))
-    plain[1].eval()
-    opt.step_together(squares(x))
-    for inputs, sizes in (
-        ((x, x[:2]), r"\(2,\), \(4,\)"),
-        ((x, x.sum()), r"\(\), \(4,\)"),
-        ((), ""),
-    ):
-        with pytest.raises(ValueError, match=rf"got the sizes \[{sizes}\]"):
-            opt.step_together(lambda run, inputs=inputs: dict(run(*inputs)))
+        opt.step_together(squares(X))
+    trunk[1].eval()
+    opt.step_together(squares(X))
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        hook = getattr(trunk[0][3].weight, register)(lambda given: None)
+        with pytest.raises(ValueError, match=r"no hook on 0\.3\.weight "):
+            opt.step_together(squares(X))
+        hook.remove()
+    trunk.register_forward_hook(lambda _, __, output: SimpleNamespace(z=output))
+    with pytest.raises(ValueError, match="trunk must return tensors in lists"):
+        opt.step_together(lambda run: {t: z.z.mean() for t, z in run(X).items()})
+
+
+def test_a_refused_pass_notes_for_no_task_what_it_reaches() -> None:
+    """Whichever task is checked first."""
+    setup = Setup()
+    setup.optimizer = sgd_of(setup.trunk, setup.heads["depth"])
+    opt = setup.start()
+    before = opt.state_dict()["reach"]
+    with pytest.raises(ValueError, match="optimizer must hold every parameter that a loss depends"):
+        opt.step_together(together(setup, 0))
+    assert opt.state_dict()["reach"] == before
 
 
 def test_a_task_at_a_time_in_phase_1() -> None:
-    opt, x, seen = optimizer_of(small(), schedule=cs.Sequential()), pictures(), []
+    opt, seen = optimizer_of(small(), schedule=cs.Sequential()), []
 
     def forward(run: RunTrunk) -> dict[str, Tensor]:
-        losses = squares(x)(run)
+        losses = squares(X)(run)
         seen.append(list(losses))
         return losses
 
     assert list(opt.step_together(forward)) == AB
     assert seen == [["a"], ["b"]]
-
     with pytest.raises(KeyError, match="b") as caught:
-        opt.step_together(lambda run: {"a": run(x)["a"].mean(), "b": run(x)["b"].mean()})
+        opt.step_together(lambda run: {"a": run(X)["a"].mean(), "b": run(X)["b"].mean()})
     assert "iterate over its items" in caught.value.__notes__[0]
 
 
-def test_task_norm_in_heads() -> None:
-    def loss(network: nn.ModuleDict, z: Tensor, task: str) -> Tensor:
-        cs.nn.set_task(network["head"], task)
-        return network["head"](z).sin().mean()
-
-    network = nn.ModuleDict({"trunk": small(), "head": converted(nn.Sequential(nn.BatchNorm2d(5)))})
-    assert_alike(network, pictures(), loss=loss, trunk=lambda network: network["trunk"])
+# --- errors and memory ---
 
 
-def test_statistics_of_heads_are_restored() -> None:
-    trunk = small()
-    heads = nn.ModuleDict({t: nn.BatchNorm2d(5) for t in AB}).double()
-    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk, heads), AB)
+@pytest.mark.parametrize("method", [PRIORITY, cs.GradVac(beta=0.5, groups="layer")], ids=repr)
+@pytest.mark.parametrize("where", ["forward", "loss", "trunk"])
+def test_state_after_an_error(where: str, method: cs.Method) -> None:
+    """Weights, the method and statistics, also outside the trunk, are as before.
 
-    def losses(run: RunTrunk) -> dict[str, Tensor]:
-        return {t: heads[t](z).square().mean() + z.mean() for t, z in run(pictures()).items()}
+    So they are if a part of the updates has been made; the next step is as if nothing had failed.
+    """
+    states = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        stem = normed(3, 3).double()
+        trunk = converted(nn.Sequential(*normed(3, 4), nn.ReLU(), *normed(4, 5)))
+        heads = nn.ModuleDict({t: nn.BatchNorm1d(5) for t in AB}).double()
+        modules = nn.ModuleList([stem, trunk, heads])
+        opt = cs.MultiTaskOptimizer(trunk, sgd_of(modules), AB, copy.deepcopy(method))
+        breaks: list[str] = []
 
-    def fails(run: RunTrunk) -> dict[str, Tensor]:
-        raise ArithmeticError(losses(run))
+        def fail(_: object) -> None:
+            raise ArithmeticError("the user's")
 
-    for _ in range(2):
-        with refused(heads.state_dict, ArithmeticError, "a"):
-            opt.step_together(fails)
-        opt.step_together(losses)
+        def watch(_: object, __: object, y: Tensor, breaks: list[str] = breaks) -> None:
+            if "trunk" in breaks and y.requires_grad:
+                y.register_hook(fail)
 
-
-def test_order_of_tasks_and_a_single_one() -> None:
-    for names in itertools.permutations(["a", "b", "c"]):
-        trunk = small()
-        cs.nn.add_task(trunk, "c", like="a")
-        assert_alike(trunk, pictures(), tasks=list(names), steps=1)
-    trunk = converted(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), ["a"])
-    assert_alike(trunk, vectors(), tasks=["a"])
-
-
-def test_trunk_that_changes_its_input() -> None:
-    """The first layer reads what is there now."""
-    trunk = converted(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 4), nn.BatchNorm1d(4)))
-    assert_alike(trunk, lambda run: run(vectors()), loss=from_number)
-
-
-# Before the first normalization, the tasks' batches are the same, and a sum sees no difference.
-@pytest.mark.parametrize(
-    ("method", "inside"),
-    [(cs.ConnectionStrength(), 0), (cs.ConnectionStrength(), 1), (cs.Sum(), 1)],
-    ids=repr,
-)
-def test_tensors_past_run(method: cs.Method, inside: int) -> None:
-    """They have the batches of all tasks."""
-    trunk = small()
-    kept: list[Tensor] = []
-    trunk[inside].register_forward_hook(lambda _, __, output: kept.append(output))
-    with pytest.raises(ValueError, match="another tensor of the trunk"):
-        optimizer_of(trunk, method).step_together(
-            lambda run: {
-                t: loss + kept[-1].square().mean() for t, loss in squares(pictures())(run).items()
+        def forward(
+            run: RunTrunk, stem=stem, heads=heads, breaks: list[str] = breaks
+        ) -> dict[str, Tensor]:
+            losses = {
+                t: heads[t](z).sin().mean() + z.square().mean()
+                for t, z in run(stem(vectors())).items()
             }
+            if "forward" in breaks:
+                fail(None)
+            if "loss" in breaks:
+                losses["b"].register_hook(fail)
+            return losses
+
+        trunk[1].register_forward_hook(watch)
+        opt.step_together(forward)
+        trunk[0].bias.requires_grad_(False)  # The next step checks the parts again.
+        if fails:
+            parameters = [*trunk.parameters()]
+            breaks.append(where)
+            with refused(modules.state_dict, ArithmeticError, "the user's"):
+                opt.step_together(forward)
+            assert [*map(id, trunk.parameters())] == [*map(id, parameters)]
+            assert all(p.grad is None for p in modules.parameters())
+            assert all("_stack" not in vars(norm) for norm in cs.nn.task_norms(trunk))
+            breaks.clear()
+        opt.step_together(forward)
+        targets = opt.method.state_dict().get("targets")
+        states.append(
+            [*modules.state_dict().values(), targets, *(p.grad for p in modules.parameters())]
         )
-
-
-# In the second case, the same outputs are used in the same order, by other tasks.
-@pytest.mark.parametrize("batches", [["ab"], ["ab", "bc"], ["a", "b", "ca"]])
-def test_outputs_that_a_task_does_not_use(batches: list[str]) -> None:
-    """Parameters that a task does not reach have no gradient: momentum and decay leave them."""
-    seen: list[object] = []
-
-    def chosen(number: int) -> list[str]:
-        return [*batches[number % len(batches)]]
-
-    def loss(network: nn.Module, z: list[Tensor], task: str) -> Tensor:
-        total = z[chosen(network.number).index(task)].sin().mean()
-        return total + z[0].cos().mean() if network.number > 4 and task == "b" else total
-
-    def watch(opt: cs.MultiTaskOptimizer, network: nn.Module) -> None:
-        seen.append((str(opt.coverage()), [p.grad is None for p in network.parameters()]))
-
-    tasks = sorted(set("".join(batches)))
-    torch.manual_seed(0)
-    assert_alike(
-        converted(branches(), tasks),
-        vectors(),
-        steps=8,
-        tasks=tasks,
-        loss=loss,
-        chosen=chosen,
-        watch=watch,
-        optimizer=partial(torch.optim.AdamW, weight_decay=0.1),
-        close={"rtol": 1e-7, "atol": 1e-9},
-    )
-    assert seen[:8] == seen[8:]
-    assert any(any(without) for _, without in seen)
+    assert_equal(*states)
 
 
 @LAYERWISE
 def test_nothing_stays_in_memory(method: cs.Method) -> None:
-    trunk = small()
-    opt = optimizer_of(trunk, method)
-    alive: list[weakref.ref[Tensor]] = []
+    opt, alive = optimizer_of(small(), method), []
 
     def forward(run: RunTrunk, fails: bool) -> dict[str, Tensor]:
         x = pictures().requires_grad_()
@@ -595,144 +784,68 @@ def test_nothing_stays_in_memory(method: cs.Method) -> None:
             opt.step_together(partial(forward, fails=fails))
         assert all(reference() is None for reference in alive)
     assert len(alive) == 9
-    assert all("_stack" not in vars(norm) for norm in cs.nn.task_norms(trunk))
 
 
 @LAYERWISE
 def test_no_circles_are_left(method: cs.Method) -> None:
     """Python frees the tensors of a step at once, and not when it next looks for circles."""
-    opt = optimizer_of(small(), method)
-
-    def tensors_after_a_step() -> int:
-        opt.step_together(squares(pictures()))
-        return sum(issubclass(type(found), Tensor) for found in gc.get_objects())
-
-    tensors_after_a_step()
+    opt, counts = optimizer_of(small(), method), []
+    opt.step_together(squares(X))
     gc.collect()
     gc.disable()
     try:
-        assert tensors_after_a_step() == tensors_after_a_step()
+        for _ in range(2):
+            opt.step_together(squares(X))
+            counts.append(sum(issubclass(type(x), Tensor) for x in gc.get_objects()))
     finally:
         gc.enable()
+    assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_hooks_on_weights(register: str) -> None:
-    trunk = small()
-    getattr(trunk[3].weight, register)(lambda given: None)
-    with pytest.raises(ValueError, match=r"no hook on 3\.weight "):
-        optimizer_of(trunk).step_together(squares(pictures()))
+def test_backend_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, autograd makes the backward pass in a thread of its own."""
+    combine, requested, flush = cs.ConnectionStrength.combine, set[str | None](), LayerUpdates.flush
+
+    def watched(self: cs.ConnectionStrength, *arguments: Any) -> None:
+        requested.add(backends._requested.get())
+        combine(self, *arguments)
+
+    def elsewhere(self: LayerUpdates) -> None:
+        thread = threading.Thread(target=flush, args=(self,))
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(cs.ConnectionStrength, "combine", watched)
+    monkeypatch.setattr(LayerUpdates, "flush", elsewhere)
+    with cs.use_backend("reference"):
+        optimizer_of(small()).step_together(squares(X))
+    assert requested == {"reference"}
 
 
-def test_forward_that_runs_other_things() -> None:
-    trunk, x = small(), pictures()
-    opt = optimizer_of(trunk)
+@LAYERWISE
+def test_memory_of_gradients(monkeypatch: pytest.MonkeyPatch, method: cs.Method) -> None:
+    """Gradients of no more than the largest layer wait; small layers are combined in one call."""
+    layers = (normed(m, n) for m, n in itertools.pairwise([3, 4, 4, 40, 40, 4, 4, 4, 4]))
+    trunk = converted(nn.Sequential(*itertools.chain.from_iterable(layers)))
+    alive: list[weakref.ref[Tensor]] = []
+    most, hand_over = 0, LayerUpdates.hand_over
+    method = copy.deepcopy(method)
+    method.combine = combine = Mock(side_effect=method.combine)
 
-    def direct(run: RunTrunk) -> dict[str, Tensor]:
-        return {t: z.square().mean() + trunk(x).mean() for t, z in run(x).items()}
+    def counted(self: LayerUpdates, parameter: Tensor, grads: Iterable[Tensor]) -> None:
+        def noted() -> Iterator[Tensor]:
+            nonlocal most
+            for grad in grads:
+                alive.append(weakref.ref(grad))
+                present = (reference() for reference in alive)
+                most = max(most, sum(grad.numel() for grad in present if grad is not None))
+                yield grad
 
-    def steps_back(run: RunTrunk) -> dict[str, Tensor]:
-        losses = squares(x)(run)
-        losses["a"].backward(retain_graph=True)
-        return losses
+        hand_over(self, parameter, noted())
 
-    for forward, error, match in (
-        (direct, ValueError, "forward must run trunk by run"),
-        (steps_back, RuntimeError, "leave out backward"),
-        (lambda run: run(y for y in [x]), ValueError, "run must get tensors in lists"),
-    ):
-        with pytest.raises(error, match=match):
-            opt.step_together(forward)
-        assert all(p.grad is None for p in trunk.parameters())
-    trunk.register_forward_hook(lambda _, __, output: SimpleNamespace(z=output))
-    with pytest.raises(ValueError, match="trunk must return tensors in lists"):
-        opt.step_together(lambda run: {t: z.z.mean() for t, z in run(x).items()})
-
-
-def test_run_called_twice() -> None:
-    """Also in the step that checks again; a weight that is prioritized runs once."""
-    x = pictures()
-
-    def twice(run: Callable[[Tensor], Any]) -> Any:
-        z, y = run(x), run(x + 1)
-        return {t: (z[t], y[t]) for t in z} if isinstance(z, dict) else (z, y)
-
-    def loss(_: nn.Module, outputs: tuple[Tensor, Tensor], task: str) -> Tensor:
-        return outputs[0].sin().mean() + outputs[1].cos().mean()
-
-    close = {"rtol": 1e-9, "atol": 1e-9}
-    assert_alike(small(), twice, loss=loss, steps=34, lr=1e-3, method=cs.Sum(), close=close)
-
-
-def test_heads_in_trunk() -> None:
-    x = vectors()[:5]  # An odd batch.
-    assert_alike(converted(head()), x, loss=of_head)
-
-
-def _normed(head: nn.Module) -> tuple[nn.Module, nn.ModuleDict, cs.MultiTaskOptimizer]:
-    trunk = converted(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)))
-    heads = nn.ModuleDict({task: copy.deepcopy(head) for task in AB}).double()
-    return trunk, heads, cs.MultiTaskOptimizer(trunk, sgd_of(trunk, heads), AB)
-
-
-def test_a_head_that_begins_in_place() -> None:
-    """Torch's own sentence is about views."""
-    trunk, heads, opt = _normed(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 1)))
-
-    def forward(run: RunTrunk) -> dict[str, Tensor]:
-        return {task: heads[task](z).square().mean() for task, z in run(vectors()).items()}
-
-    with refused(trunk.state_dict, ValueError, r"ReLU\(inplace=True\) does: use step"):
-        opt.step_together(forward)
-    opt.step(lambda task: heads[task](trunk(vectors())).square().mean())
-
-
-@pytest.mark.parametrize("of", ["input", "weight"])
-def test_a_gradient_penalty(of: str) -> None:
-    """It would need the layers' second derivatives."""
-    trunk, heads, opt = _normed(nn.Linear(4, 1))
-    x = vectors().requires_grad_()
-
-    def loss(task: str, z: Tensor) -> Tensor:
-        loss = heads[task](z).square().mean()
-        penalized = x if of == "input" else trunk[0].weight
-        (grad,) = torch.autograd.grad(loss, penalized, create_graph=True)
-        result: Tensor = loss + grad.square().sum()
-        return result
-
-    with refused(trunk.state_dict, ValueError, "as for a gradient penalty: use step"):
-        opt.step_together(lambda run: {task: loss(task, z) for task, z in run(x).items()})
-    opt.step(lambda task: loss(task, trunk(x)))
-
-
-def test_a_refused_pass_notes_for_no_task_what_it_reaches() -> None:
-    """Whichever task is checked first."""
-    setup = Setup()
-    held = [*setup.trunk.parameters(), *setup.heads["depth"].parameters()]
-    opt = cs.MultiTaskOptimizer(setup.trunk, torch.optim.SGD(held, lr=0.1), TASKS)
-    before = opt.state_dict()["reach"]
-    with pytest.raises(ValueError, match="optimizer must hold every parameter that a loss depends"):
-        opt.step_together(together(setup, 0))
-    assert opt.state_dict()["reach"] == before
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_a_stem_that_ran_before_the_check_of_the_parts(training: bool) -> None:
-    """The check restores its statistics without a trace in its graph, and so does a failed step."""
-    torch.manual_seed(0)
-    stem = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).double().train(training)
-    trunk = converted(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-    parameters = [*stem.parameters(), *trunk.parameters()]
-    opt = cs.MultiTaskOptimizer(trunk, torch.optim.SGD(parameters, lr=0.1), AB)
-    opt.step_together(lambda run: squares(stem(vectors()))(run))
-    assert stem[0].weight.grad is not None
-    trunk[0].bias.requires_grad_(False)  # The next step checks the parts again.
-    before = copy.deepcopy(stem.state_dict())
-
-    def fails(run: RunTrunk) -> dict[str, Tensor]:
-        squares(stem(vectors()))(run)
-        raise KeyError("a")
-
-    with pytest.raises(KeyError):
-        opt.step_together(fails)
-    assert_equal(stem.state_dict(), before)
+    monkeypatch.setattr(LayerUpdates, "hand_over", counted)
+    optimizer_of(trunk, method).step_together(
+        lambda run: {task: (z - 1).square().mean() for task, z in run(vectors()).items()}
+    )
+    assert most == 2 * (40 * 40 + (0 if method.prioritizes else 40))
+    assert combine.call_count == 3
