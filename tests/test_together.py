@@ -44,9 +44,6 @@ from stacking import (
 )
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from trunks import CASES
-from trunks import TASKS as TRUNK_TASKS
-from trunks import Setup as TrunkSetup
 
 import cs_kernels as cs
 from cs_kernels.engine import loss_graph
@@ -328,14 +325,6 @@ def test_parameters_that_another_task_reaches_in_step() -> None:
 def test_compiled(backend: str) -> None:
     case = Case(small(), pictures(), trunk=partial(torch.compile, backend=backend))
     assert len(assert_alike(case).coverage().prioritized) == 2
-
-
-@pytest.mark.networks
-@pytest.mark.parametrize("name", ["resnet18", pytest.param("hrnet_w18", marks=pytest.mark.full)])
-def test_real_networks(name: str) -> None:
-    setup = TrunkSetup(CASES[name])
-    case = Case(setup.trunk, setup.x, lambda _, z, task: setup.loss_of(z, task), TRUNK_TASKS)
-    assert_alike(case, 2, method=cs.UPGrad(groups="layer"))
 
 
 twice = with_gradient(lambda x: 2 * x, lambda grad: 2 * grad)

@@ -4,19 +4,23 @@ import copy
 
 import pytest
 import torch
-from stacking import CLOSE
-from trunks import CASES, Setup, compared, layer_weights
+from stacking import CLOSE, Case, assert_alike
+from trunks import CASES, TASKS, Setup, compared
 
 import cs_kernels as cs
+from cs_kernels.trunk.watcher import LAYERS
 
 pytestmark = pytest.mark.networks
 
-SLOW = {"deeplabv3_resnet50", "convnext_tiny"}
+
+def slow(*names: str) -> list[object]:
+    return [pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full) if name in SLOW else name for name in CASES]
-)
+FAST = [name for name in CASES if name not in ("deeplabv3_resnet50", "convnext_tiny")]
+
+
+@pytest.mark.parametrize("name", [*FAST, *slow("deeplabv3_resnet50", "convnext_tiny")])
 def test_trunks(name: str) -> None:
     """A step in every network of docs/trunks.md."""
     case = CASES[name]
@@ -24,40 +28,37 @@ def test_trunks(name: str) -> None:
     theirs, together = copy.deepcopy(setup), copy.deepcopy(setup)
     opt = setup.optimizer()
     losses = opt.step(setup.loss)
-    coverage = opt.coverage()
-    weights = layer_weights(setup.trunk)
-    assert len(weights) == case.layers
-    assert len(coverage.prioritized) == case.prioritized
-    assert set(coverage.prioritized) <= set(weights)
+    coverage, modules = opt.coverage(), setup.trunk.named_modules()
+    layers = [m for m in modules if isinstance(m[1], LAYERS) and "weight" in m[1]._parameters]
+    assert (len(layers), len(coverage.prioritized)) == (case.layers, case.prioritized)
+    assert set(coverage.prioritized) <= {f"{name}.weight" for name, _ in layers}
     assert coverage.own == {}
-
     error, conflicts = compared(setup, theirs, coverage)
     assert conflicts > 0
     assert error < 1e-12
     if not setup.converts:
         with pytest.raises(ValueError, match=r"must have batch normalization.*LayerNorm"):
-            cs.nn.convert_task_batchnorm(setup.trunk, ["depth", "edges"])
+            cs.nn.convert_task_batchnorm(setup.trunk, TASKS)
         # `step_together` has no Gramian of the whole trunk.
         setup, together.method = theirs, cs.Sum()
         setup.method = together.method
         losses = setup.optimizer().step(setup.loss)
 
-    prioritized = _assert_same_in_one_pass(setup, together, losses)
-    assert prioritized == coverage.prioritized
-
-
-def _assert_same_in_one_pass(
-    first: Setup, second: Setup, losses: dict[str, torch.Tensor]
-) -> dict[str, str]:
-    """The updates, statistics and losses of a step of the first are those of `step_together`."""
-    opt = second.optimizer()
+    opt = together.optimizer()
     found = opt.step_together(
-        lambda run: {t: second.loss_of(z, t) for t, z in run(second.x).items()}
+        lambda run: {t: together.loss_of(z, t) for t, z in run(together.x).items()}
     )
     torch.testing.assert_close(found, losses, **CLOSE)
-    grads = [[p.grad for p in setup.trunk.parameters()] for setup in (first, second)]
+    grads = [[p.grad for p in s.trunk.parameters()] for s in (together, setup)]
     # Some are 0 but for rounding, such as that of a bias before a norm.
-    largest = max(g.abs().max().item() for g in grads[0] if g is not None)
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-11, atol=1e-13 * largest)
-    torch.testing.assert_close(second.trunk.state_dict(), first.trunk.state_dict(), **CLOSE)
-    return opt.coverage().prioritized
+    largest = max(g.abs().max().item() for g in grads[1] if g is not None)
+    torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-13 * largest)
+    torch.testing.assert_close(together.trunk.state_dict(), setup.trunk.state_dict(), **CLOSE)
+    assert opt.coverage().prioritized == coverage.prioritized
+
+
+@pytest.mark.parametrize("name", ["resnet18", *slow("hrnet_w18")])
+def test_step_together_by_layer(name: str) -> None:
+    setup = Setup(CASES[name])
+    case = Case(setup.trunk, setup.x, lambda _, z, task: setup.loss_of(z, task), TASKS)
+    assert_alike(case, 2, method=cs.UPGrad(groups="layer"))

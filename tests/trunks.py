@@ -4,8 +4,8 @@
 """
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import cs_kernels as cs
 from cs_kernels.trunk.layers import shared_parameters
-from cs_kernels.trunk.watcher import LAYERS
 
 TASKS = ["depth", "edges"]
 
@@ -25,56 +24,52 @@ TASKS = ["depth", "edges"]
 class Case:
     """A network, and what is known of it."""
 
-    make: Callable[[], nn.Module]
+    name: str
     layers: int
     """Weights of convolutions and linear layers."""
     prioritized: int
     """The weights whose layer's output goes straight into a batch normalization."""
+    options: dict[str, Any] = field(default_factory=lambda: {"num_classes": 0})
     size: int = 64
     """Height and width of the pictures."""
 
-
-def _timm(name: str, **options: object) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
+    def make(self) -> nn.Module:
         torchvision_operators.define()
-        model: nn.Module = pytest.importorskip("timm").create_model(name, **options)
-        return model
-
-    return make
-
-
-def _deeplab() -> nn.Module:
-    torchvision_operators.define()
-    models = pytest.importorskip("torchvision.models.segmentation")
-    model: nn.Module = models.deeplabv3_resnet50(
-        weights=None, weights_backbone=None, num_classes=21
-    )
-    return model
+        if self.name.startswith("deeplab"):
+            segmentation = pytest.importorskip("torchvision.models.segmentation")
+            model: nn.Module = getattr(segmentation, self.name)(**self.options)
+        else:
+            model = pytest.importorskip("timm").create_model(self.name, **self.options)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+        return model.double()
 
 
+_DEEPLAB = {"weights": None, "weights_backbone": None, "num_classes": 21}
 CASES = {
-    "resnet18": Case(_timm("resnet18", num_classes=0), 20, 20),
-    "hrnet_w18": Case(_timm("hrnet_w18", features_only=True), 321, 321),
-    "mobilenetv3_large_100": Case(_timm("mobilenetv3_large_100", num_classes=0), 63, 46),
-    "efficientnet_b0": Case(_timm("efficientnet_b0", num_classes=0), 81, 49),
-    "densenet121": Case(_timm("densenet121", num_classes=0), 120, 59),
-    "resnetv2_50": Case(_timm("resnetv2_50", num_classes=0), 53, 32),
-    "levit_128s": Case(_timm("levit_128s", num_classes=0), 50, 50, size=224),
-    "deeplabv3_resnet50": Case(_deeplab, 61, 60),
-    "convnext_tiny": Case(_timm("convnext_tiny", num_classes=0), 58, 0),
-    "vit_tiny_patch16_224": Case(_timm("vit_tiny_patch16_224", num_classes=0, img_size=64), 49, 0),
+    case.name: case
+    for case in (
+        Case("resnet18", 20, 20),
+        Case("hrnet_w18", 321, 321, {"features_only": True}),
+        Case("mobilenetv3_large_100", 63, 46),
+        Case("efficientnet_b0", 81, 49),
+        Case("densenet121", 120, 59),
+        Case("resnetv2_50", 53, 32),
+        Case("levit_128s", 50, 50, size=224),
+        Case("deeplabv3_resnet50", 61, 60, _DEEPLAB),
+        Case("convnext_tiny", 58, 0),
+        Case("vit_tiny_patch16_224", 49, 0, {"num_classes": 0, "img_size": 64}),
+    )
 }
 
 
 class Setup:
-    """A trunk in float64, and a loss a task whose gradients are in conflict here and there."""
+    """A trunk in float64, and a loss per task whose gradients are in conflict here and there."""
 
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
-        self.trunk = case.make().double()
-        for module in self.trunk.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+        self.trunk = case.make()
         self.converts = case.prioritized > 0
         if self.converts:
             with_task_norms(self.trunk, TASKS)
@@ -107,50 +102,34 @@ def plain_updates(
 
     Nothing of the package but TaskBatchNorm itself computes them.
     """
-    shared = shared_parameters(setup.trunk)
-    norms = cs.nn.task_norms(setup.trunk)
-    grads: dict[str, list[Tensor]] = {name: [] for name in shared}
+    shared, grads = shared_parameters(setup.trunk), {}
     for task in TASKS:
-        for norm in norms:
-            norm.active = task
-        found = torch.autograd.grad(setup.loss(task), [*shared.values()], allow_unused=True)
-        for (name, p), grad in zip(shared.items(), found, strict=True):
-            grads[name].append(torch.zeros_like(p) if grad is None else grad)
-    sums = {name: sum(of_tasks[1:], of_tasks[0]) for name, of_tasks in grads.items()}
+        cs.nn.set_task(setup.trunk, task)
+        found = torch.autograd.grad(setup.loss(task), [*shared.values()], materialize_grads=True)
+        grads[task] = dict(zip(shared, found, strict=True))
+    one, other = grads.values()
+    sums = {name: one[name] + other[name] for name in shared}
     if not setup.converts:
-        one, other = (torch.cat([g[i].flatten() for g in grads.values()]) for i in range(2))
-        dot = (one @ other).clamp(max=0)
-        merged = one + other - dot / (other @ other) * other - dot / (one @ one) * one
+        g, h = (torch.cat([x.flatten() for x in of_task.values()]) for of_task in (one, other))
+        dot = (g @ h).clamp(max=0)
+        merged = g + h - dot / (h @ h) * h - dot / (g @ g) * g
         pieces = merged.split([p.numel() for p in shared.values()])
-        return {n: piece.view_as(shared[n]) for n, piece in zip(grads, pieces, strict=True)}, sums
+        return {n: x.view_as(p) for (n, p), x in zip(shared.items(), pieces, strict=True)}, sums
     updates = dict(sums)
-    for name, norm_name in prioritized.items():
-        weight = shared[name].detach()
-        norm, kind = setup.trunk.get_submodule(norm_name), Kind(name, tuple(weight.shape))
-        updates[name] = projected_update(weight, norm, grads[name], kind)
+    for name, norm in prioritized.items():
+        weight, kind = shared[name].detach(), Kind(name, tuple(shared[name].shape))
+        pair = [one[name], other[name]]
+        updates[name] = projected_update(weight, setup.trunk.get_submodule(norm), pair, kind)
     return updates, sums
 
 
-def layer_weights(trunk: nn.Module) -> list[str]:
-    """The names of all weights of convolutions and linear layers."""
-    return [
-        f"{name}.weight"
-        for name, module in trunk.named_modules()
-        if isinstance(module, LAYERS) and "weight" in module._parameters
-    ]
-
-
-def compare(case: Case) -> tuple[cs.Coverage, float, int]:
-    """The coverage; the largest error, relative to the tensor; the tensors in conflict."""
-    ours = Setup(case)
-    theirs = copy.deepcopy(ours)
-    opt = ours.optimizer()
-    opt.step(ours.loss)
-    return opt.coverage(), *compared(ours, theirs, opt.coverage())
-
-
 def compared(ours: Setup, theirs: Setup, coverage: cs.Coverage) -> tuple[float, int]:
-    """The updates in a trunk after a step, with those of another as it was before the step."""
+    """The updates in a trunk after a step, with those of another as it was before the step.
+
+    Returns:
+        The largest error, relative to the tensor, and how many tensors are in conflict.
+
+    """
     expected, sums = plain_updates(theirs, coverage.prioritized)
     error, conflicts = 0.0, 0
     for name, p in shared_parameters(ours.trunk).items():
@@ -164,11 +143,15 @@ def compared(ours: Setup, theirs: Setup, coverage: cs.Coverage) -> tuple[float, 
 if __name__ == "__main__":
     print("| network | weights prioritized | of all elements | tensors projected | largest error |")
     print("| --- | --- | --- | --- | --- |")
-    for label, network in CASES.items():
-        report, worst, projected = compare(network)
+    for case in CASES.values():
+        ours = Setup(case)
+        theirs, opt = copy.deepcopy(ours), ours.optimizer()
+        opt.step(ours.loss)
+        report = opt.coverage()
+        worst, projected = compared(ours, theirs, report)
         share = sum(report.numel[n] for n in report.prioritized) / sum(report.numel.values())
         print(
-            f"| {label} | {len(report.prioritized)} of {network.layers} | {100 * share:.1f} % |"
+            f"| {case.name} | {len(report.prioritized)} of {case.layers} | {100 * share:.1f} % |"
             f" {projected} of {len(report.numel)} | {worst:.0e} |",
             flush=True,
         )
