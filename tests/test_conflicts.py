@@ -20,14 +20,12 @@ from networks import (
     started,
     started_problem,
 )
-from rank_networks import Network
-from ranks import Ranks, on_its_device
+from rank_networks import Network, on_ranks
 from recorder import Reads, Recorder
 from torch import Tensor, nn
 
 import cs_kernels as cs
 from cs_kernels.engine import cuda_graphs
-from cs_kernels.ranks import buckets
 from cs_kernels.trunk.layers import shared_parameters
 
 pytestmark = pytest.mark.loop
@@ -364,10 +362,14 @@ def test_counts_are_by_name() -> None:
         assert [name for name, number in steps.items() if number] == names
 
 
-def _counted(rank: int, size: int, kind: str, method: str) -> list[Tensor]:
+@pytest.mark.ranks
+@pytest.mark.each
+@pytest.mark.parametrize("method", ["PCGrad", "ConnectionStrength"])
+@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
+@on_ranks(2, alone={"kind": "alone"}, rtol=1e-4)
+def test_ranks_count_as_one_process(rank: int, kind: str, method: str) -> list[Tensor]:
     """Six joint steps; one lacks a task, in one the gradients of one rank are infinite."""
-    buckets.BUCKET_BYTES = 700
-    network = Network(kind, rank, size)
+    network = Network(kind, rank, 2)
     opt = network.start(METHODS[method]())
     opt.count_conflicts()
     for step in range(6):
@@ -380,38 +382,23 @@ def _counted(rank: int, size: int, kind: str, method: str) -> list[Tensor]:
             cosines = opt.conflicts().cosines
     conflicts, (state,) = opt.conflicts(), opt.state_dict()["conflicts"]
     counts = conflicts.counts, conflicts.steps, conflicts.by_module().counts
+    assert conflicts.steps.max() == 5
+    assert conflicts.counts.any()
     return [cosines, *counts, state["counts"], state["steps"]]
 
 
 @pytest.mark.ranks
-@pytest.mark.each
-@pytest.mark.parametrize("method", ["PCGrad", "ConnectionStrength"])
-@pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
-def test_ranks_count_as_one_process(pools: Callable[[int], Ranks], kind: str, method: str) -> None:
-    first = pools(2).agreed(_counted, 2, kind, method)
-    alone = on_its_device(0, _counted, 2, "alone", method)
-    torch.testing.assert_close(first[0], alone[0], rtol=1e-4, atol=1e-4)  # float32 gradients
-    assert_equal(first[1:], alone[1:])
-    assert first[2].max() == 5
-    assert first[1].any()
-
-
-def _on_one_rank(rank: int, size: int) -> str:
-    network = Network("replicated", rank, size)
+@on_ranks(2)
+def test_all_ranks_have_to_count(rank: int) -> None:
+    network = Network("replicated", rank, 2)
     opt = network.start(cs.PCGrad())
     if rank == 1:
         opt.count_conflicts(0.5)
-    with pytest.raises(RuntimeError) as raised:
+    message = "the same threshold of count_conflicts: rank 0 has None, rank 1 has 0.5"
+    with pytest.raises(RuntimeError, match=message):
         opt.step(partial(network.loss, 0))
     opt.count_conflicts(0.5)
     opt.step(partial(network.loss, 0))
-    return str(raised.value)
-
-
-@pytest.mark.ranks
-def test_all_ranks_have_to_count(pools: Callable[[int], Ranks]) -> None:
-    for text in pools(2).run(_on_one_rank, 2):
-        assert "the same threshold of count_conflicts: rank 0 has None, rank 1 has 0.5" in text
 
 
 def test_as_text() -> None:

@@ -24,8 +24,7 @@ from networks import (
     started,
     started_problem,
 )
-from rank_networks import Network, assert_near, both_phases
-from ranks import Ranks, on_its_device
+from rank_networks import Network, both_phases, on_ranks
 from recorder import Reads
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -710,43 +709,31 @@ def test_losses_cannot_be_computed_again() -> None:
 # --- many ranks ---
 
 
-def _refused_on_ranks(rank: int, size: int) -> str:
-    with pytest.raises(ValueError, match="must not compute losses again on 2 ranks") as raised:
-        Network("replicated", rank, size).start(cs.PCGrad(), weighting=cs.FAMO())
-    return str(raised.value)
-
-
 @pytest.mark.ranks
-def test_losses_cannot_be_computed_again_on_ranks(pools: Callable[[int], Ranks]) -> None:
-    first, second = pools(2).run(_refused_on_ranks, 2)
-    assert first == second
-
-
-def _on_ranks(rank: int, size: int, kind: str, name: str) -> list[Any]:
-    """Alone, two micro-batches; all have losses before the first step."""
-    network, weighting = Network(kind, rank, size), WEIGHTINGS[name]()
-    schedule = both_phases() if name != "GradNorm" else None
-    opt = network.start(cs.Sum(separate=True), schedule, weighting=weighting)
-    opt.start_epoch(0)
-    weighting.observe(step_of(values(depth=2.0, normals=5.0, edges=1.0)))
-    losses = []
-    halves = [slice(0, 6), slice(6, 12)] if kind == "alone" else [slice(None)]
-    for step in range(8):
-        opt.start_epoch(1 + step // 4)
-        loss = partial(network.loss, step)
-        losses.append(opt.step([lambda t, s=s, f=loss: f(t, s) / len(halves) for s in halves]))
-    return [network.state(), losses, weighting.state_dict()]
+@on_ranks(2)
+def test_losses_cannot_be_computed_again_on_ranks(rank: int) -> None:
+    with pytest.raises(ValueError, match="must not compute losses again on 2 ranks"):
+        Network("replicated", rank, 2).start(cs.PCGrad(), weighting=cs.FAMO())
 
 
 @pytest.mark.ranks
 @pytest.mark.each
 @pytest.mark.parametrize("kind", ["replicated", "fully_shard"])
 @pytest.mark.parametrize("name", ["RandomWeights", "SmoothTchebycheff", "FAMO", "GradNorm"])
-def test_ranks_weigh_as_one_process(pools: Callable[[int], Ranks], kind: str, name: str) -> None:
-    result = pools(2).agreed(_on_ranks, 2, kind, name)
-    expected = on_its_device(0, _on_ranks, 2, "alone", name)
-    assert_near(result[:2], expected[:2])
-    torch.testing.assert_close(result[2], expected[2], rtol=1e-4, atol=1e-5)
+@on_ranks(2, alone={"kind": "alone"}, rtol=1e-4)
+def test_ranks_weigh_as_one_process(rank: int, kind: str, name: str) -> list[Any]:
+    """Alone, two micro-batches; all have losses before the first step."""
+    network, weighting = Network(kind, rank, 2), WEIGHTINGS[name]()
+    schedule = both_phases() if name != "GradNorm" else None
+    opt, losses = network.start(cs.Sum(separate=True), schedule, weighting=weighting), []
+    opt.start_epoch(0)
+    weighting.observe(step_of(values(depth=2.0, normals=5.0, edges=1.0)))
+    halves = [slice(0, 6), slice(6, 12)] if kind == "alone" else [slice(None)]
+    for step in range(8):
+        opt.start_epoch(1 + step // 4)
+        loss = partial(network.loss, step)
+        losses.append(opt.step([lambda t, s=s, f=loss: f(t, s) / len(halves) for s in halves]))
+    return [network.state(), losses, weighting.state_dict()]
 
 
 # --- errors ---
