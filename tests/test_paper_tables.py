@@ -57,64 +57,64 @@ def fill(name: str, folder: Path, seeds: list[int]):
     return parts
 
 
-def rows_of(name: str, folder: Path, seeds: list[int]):
+def rows_of(name, folder, seeds):
     [part] = fill(name, folder, seeds)
-    return tables.table_rows(part, tables.read(part, folder))
+    head, rows = tables.table_rows(part, tables.read(part, folder))
+    here = {row[0]: dict(zip(head, row, strict=True)) for row in rows if row[1] == "here"}
+    paper = {above[0]: row for above, row in pairwise(rows) if row[1] == "paper"}
+    return here, paper
 
 
-def findings_of(name: str, folder: Path, seeds: list[int]) -> list[str]:
+def findings_of(name, folder, seeds) -> list[str]:
     parts = fill(name, folder, seeds)
     return list(tables.findings(name, parts, [tables.read(part, folder) for part in parts]))
 
 
-def test_rows_of_a_table(tmp_path):
-    head, rows = rows_of("nyud", tmp_path, [0, 1, 2])
-    assert head[:3] == ["method", "", "rmse*↓"]
-    here = {row[0]: row for row in rows if row[1] == "here"}
-    paper = {above[0]: row for above, row in pairwise(rows) if row[1] == "paper"}
-    ours = here["Ours"]
-    # The sixth row after the single tasks: 60 %, and 1 % more with each seed.
-    assert ours[head.index("Δm %↑")] == "+61.00±1.00"
-    assert ours[head.index("mIoU*↑")] == "32.27±16.30"
-    assert ours[head.index("rmse*↓")] == "7.733±3.700"
+@pytest.mark.parametrize(
+    ("name", "seeds", "row", "expected"),
+    [
+        # The sixth row after the single tasks: 60 %, and 1 % more with each seed.
+        ("nyud", [0, 1, 2], "Ours", {"Δm %↑": "+61.00±1.00", "mIoU*↑": "32.27±16.30"}),
+        ("nyud", [0, 1, 2], "Ours", {"rmse*↓": "7.733±3.700"}),
+        ("nyud", [0, 1, 2], SINGLE, {"Δm %↑": "+0.00±0.00"}),
+        ("pascal", [4], "GD", {"Δm %↑": "+14.00"}),
+        # Single tasks have a network each.
+        ("cityscapes", [0], SINGLE, {"MiB": "2.00"}),
+        ("cityscapes", [0], "Cross-Stitch", {"MiB": "1.00"}),
+        # (1 + 2 + 3 + 4) / 4 times the row's scale of 2.
+        ("ablation", [0], "Phase 1", {"mean loss↓": "5.0000"}),
+        ("ablation", [0], SINGLE, {"mean loss↓": ""}),
+    ],
+)
+def test_rows_of_a_table(tmp_path, name, seeds, row, expected):
+    here, _ = rows_of(name, tmp_path, seeds)
+    assert expected.items() <= here[row].items()
+
+
+def test_printed_rows_and_columns(tmp_path):
+    _, paper = rows_of("nyud", tmp_path / "nyud", [0])
     printed = "0.565 0.148 41.10 70.37 53.74 19.54 12.45 46.11 71.54 80.12 +15.00"
     assert paper["Ours"][2:] == printed.split()
-    assert here[SINGLE][-1] == "+0.00±0.00"
+    here, paper = rows_of("cityscapes", tmp_path, [0])
+    assert list(here) == list(PUBLISHED["cityscapes/segnet/equal"])
+    assert paper[SINGLE][-1] == "190.59"
+    here, _ = rows_of("ablation", tmp_path, [0])
+    assert list(here)[1:] == list(PUBLISHED["ablation"])
+    measures = ["rmse*↓", "mIoU*↑", "mean*↓", "Δm %↑", "mean loss↓"]
+    assert [*here["Mixed"]] == ["method", "", *measures]
 
 
-def test_one_seed_has_no_deviation(tmp_path):
-    head, rows = rows_of("pascal", tmp_path, [4])
-    assert rows[2][head.index("Δm %↑")] == "+14.00"
-
-
-def test_parameters_of_cityscapes(tmp_path):
-    head, rows = rows_of("cityscapes", tmp_path, [0])
-    assert head[-1] == "MiB"
-    # Single tasks have a network each.
-    assert [row[-1] for row in rows[:4]] == ["2.00", "190.59", "1.00", "190.59"]
-    names = [row[0] for row in rows if row[0]]
-    assert names == list(PUBLISHED["cityscapes/segnet/equal"])
-
-
-def test_losses_of_the_ablation(tmp_path):
-    head, rows = rows_of("ablation", tmp_path, [0])
-    assert head[2:] == ["rmse*↓", "mIoU*↑", "mean*↓", "Δm %↑", "mean loss↓"]
-    assert [row[0] for row in rows if row[0]][1:] == list(PUBLISHED["ablation"])
-    # (1 + 2 + 3 + 4) / 4 times the row's scale of 2.
-    assert rows[1][-1] == "5.0000"
-
-
-def test_findings_of_the_ablation(tmp_path):
+def test_findings(tmp_path):
     text = "\n".join(findings_of("ablation", tmp_path, [0, 1]))
-    assert "Δm of Mixed less that of Phase 1: +30.00±0.00, higher in 2 of 2 seeds." in text
-    assert "Phase 1 less Phase 2: +0.00±0.00, higher in 0 of 2 seeds" in text
-    # 5 of 16, 5, 4 and 2 channels at the end; one of 16 changes hands in each epoch.
-    assert "semseg 31.2±0.0, depth 31.2±0.0, edge 25.0±0.0, normals 12.5±0.0" in text
-    assert "6.25±0.00 % of channels a task gains or loses" in text
-
-
-def test_findings_of_scaling_and_order(tmp_path):
-    first, *others = findings_of("scaling", tmp_path, [0])
+    for finding in (
+        "Δm of Mixed less that of Phase 1: +30.00±0.00, higher in 2 of 2 seeds.",
+        "Phase 1 less Phase 2: +0.00±0.00, higher in 0 of 2 seeds",
+        # 5 of 16, 5, 4 and 2 channels at the end; one of 16 changes hands in each epoch.
+        "semseg 31.2±0.0, depth 31.2±0.0, edge 25.0±0.0, normals 12.5±0.0",
+        "6.25±0.00 % of channels a task gains or loses",
+    ):
+        assert finding in text
+    first, *others = findings_of("scaling", tmp_path / "scaling", [0])
     assert len(others) == 2
     assert "Ours 0.00" in first
     of_orders = findings_of("order", tmp_path / "order", [0])
@@ -130,15 +130,13 @@ def test_findings_of_scaling_and_order(tmp_path):
     ],
 )
 def test_files_of_a_table(tmp_path, name, figures):
-    parts = fill(name, tmp_path / "runs", [0, 1])
-    out = tmp_path / "out"
+    parts, out = fill(name, tmp_path / "runs", [0, 1]), tmp_path / "out"
     tables.write(name, parts, tmp_path / "runs", out, Console(quiet=True), small=True)
     text = (out / f"{name}.md").read_text()
     assert text.count("| method |") == len(parts)
     assert "not comparable with the paper's" in text
     pictures = {f"{name}_{figure}{look}.svg" for figure in figures for look in ("", "-dark")}
-    expected = {f"{name}.md", *pictures}
-    assert {path.name for path in out.iterdir()} == expected
+    assert {path.name for path in out.iterdir()} == {f"{name}.md", *pictures}
 
 
 def test_a_run_without_result_is_named(tmp_path):
