@@ -22,7 +22,7 @@ import torch
 import torch._dynamo.testing
 from paper import __main__ as command
 from paper import recon, runner, timing
-from paper.experiments import SMALL, TABLES, Run, Settings, table
+from paper.experiments import SINGLE, SMALL, TABLES, Run, Settings, table
 from paper.losses import total_loss
 from paper.networks import make_network
 from paper.small import make_small
@@ -57,9 +57,7 @@ def on_the_cpu(request, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
-def make_run(
-    row: str = "Mixed", data: str = "cityscapes", network: str = "segnet", **changes
-) -> Run:
+def make_run(row="Mixed", data="cityscapes", network="segnet", **changes) -> Run:
     run = {"tasks": tuple(TASKS[data]), "weighting": "equal", "seed": 0}
     run |= {name: changes.pop(name) for name in list(changes) if name in run}
     if network == "hrnet18":
@@ -67,7 +65,7 @@ def make_run(
     return Run(data, network, row, settings=dataclasses.replace(SETTINGS, **changes), **run)
 
 
-def train(run: Run, folder: Path, data: Path, **options) -> dict:
+def train(run, folder, data, **options) -> dict:
     folder.mkdir(exist_ok=True)
     return Training(run, folder, data, **options).train()
 
@@ -77,7 +75,7 @@ def place(tmp_path, data) -> runner.Place:
     return runner.Place(data, tmp_path / "runs")
 
 
-def run_all(runs: list[Run], place: runner.Place, jobs: int = 1) -> None:
+def run_all(runs, place, jobs=1):
     runner.run_all(runs, place, jobs, Console(quiet=True))
 
 
@@ -85,12 +83,12 @@ TRAINED = [name for name in TABLES if name != "time"]
 small_table = functools.partial(table, seeds=[0], small=True, changes={})
 
 
-def runs_of(*names: str, **options) -> list[Run]:
+def runs_of(*names, **options) -> list[Run]:
     parts = [part for name in names for part in small_table(name, **options)]
     return [run for part in parts for run in part.runs()]
 
 
-def killed(checkpoint: Path, *arguments: str) -> None:
+def killed(checkpoint, *arguments):
     """Runs a process until it has written a checkpoint, and kills it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), *sys.path])}
     # Convolutions add in another order with other threads.
@@ -119,37 +117,40 @@ def state(module) -> dict:
     return copy.deepcopy(dict(module.state_dict()))
 
 
+def are_finite(metrics, name, tasks) -> bool:
+    measures = [measure for measure in MEASURES[name] if measure.task in tasks]
+    return all(math.isfinite(metrics[m.task][m.name]) for m in measures)
+
+
 SCORES = {"encoder.0.0": 3, "decoder.0.0": 1}
 
 
 @pytest.mark.parametrize(
-    ("name", "network", "row", "weighting"),
+    "run",
     [
-        ("nyud", "hrnet18", "Mixed", "tuned"),
-        ("nyud", "resnet18", "PCGrad", "dwa"),
-        ("pascal", "hrnet18", "GD", "uncertainty"),
-        ("cityscapes", "segnet", "GD", "equal"),
-        ("cityscapes", "segnet", "Cross-Stitch", "equal"),
-        ("cityscapes", "segnet", "RotoGrad", "equal"),
-        ("cityscapes", "segnet", "Mixed", "uncertainty"),
+        make_run("Mixed", "nyud", "hrnet18", weighting="tuned"),
+        make_run("PCGrad", "pascal", "resnet18", weighting="dwa"),
+        make_run(SINGLE, "nyud", "hrnet18", tasks=("normals",)),
+        *(make_run(row) for row in ("GD", "Cross-Stitch", "RotoGrad")),
+        make_run("Mixed", weighting="uncertainty"),
     ],
+    ids=lambda run: run.name,
 )
-def test_an_epoch_of_each_network(tmp_path, data, name, network, row, weighting):
-    run = make_run(row, name, network, weighting=weighting)
+def test_an_epoch_of_each_network(tmp_path, data, run):
     training = Training(run, tmp_path, data)
     before = state(training.network)
     result = training.train()
-    for measure in MEASURES[name]:
-        assert math.isfinite(result["metrics"][measure.task][measure.name])
-    assert list(result["history"][0]["losses"]) == list(TASKS[name])
-    assert all(math.isfinite(loss) for loss in result["history"][0]["losses"].values())
+    (epoch,) = result["history"]
+    assert are_finite(result["metrics"], run.data, run.tasks)
+    assert list(epoch["losses"]) == list(result["metrics"]) == list(run.tasks)
+    assert all(map(math.isfinite, epoch["losses"].values()))
     assert json.loads(json.dumps(result)) == json.loads((tmp_path / "result.json").read_text())
     assert list((tmp_path / "tensorboard").iterdir())
     # Each task's head and the trunk have been trained.
     after = training.network.state_dict()
-    for part in ["trunk.", *(f"heads.{task}." for task in TASKS[name])]:
+    for part in ["trunk.", *(f"heads.{task}." for task in run.tasks)]:
         assert any(key.startswith(part) and not before[key].equal(after[key]) for key in before)
-    assert bool(result["history"][0]["shares"]) == (row == "Mixed")
+    assert bool(epoch["shares"]) == (run.row == "Mixed")
 
 
 @pytest.mark.kernel("cuda")
@@ -162,52 +163,40 @@ def test_an_epoch_of_each_network(tmp_path, data, name, network, row, weighting)
 def test_an_epoch_on_cuda(tmp_path, data, name, network, row, amp):
     training = Training(make_run(row, name, network, amp=amp), tmp_path, data)
     assert next(training.network.parameters()).is_cuda
-    metrics = training.train()["metrics"]
-    for measure in MEASURES[name]:
-        assert math.isfinite(metrics[measure.task][measure.name])
+    assert are_finite(training.train()["metrics"], name, TASKS[name])
 
 
-def test_an_epoch_of_a_single_task(tmp_path, data):
-    run = make_run("Single-task", "nyud", "hrnet18", tasks=("normals",))
-    assert not run.task_norm
-    assert list(train(run, tmp_path, data)["metrics"]) == ["normals"]
-
-
-@pytest.mark.parametrize("task_norm", [False, True])
-def test_gradient_descent_equals_a_plain_loop(tmp_path, data, task_norm):
-    """A weighted sum of losses; with task-specific normalization, a pass a task."""
-    name, network = ("nyud", "resnet18") if task_norm else ("cityscapes", "segnet")
-    run = make_run("GD", name, network, weighting="tuned", epochs=2, weight_decay=1e-4)
-    training = Training(run, tmp_path, data)
-    expected = []
-
+@pytest.mark.parametrize(("name", "network"), [("cityscapes", "segnet"), ("nyud", "resnet18")])
+def test_gradient_descent_equals_a_plain_loop(tmp_path, data, name, network):
+    """A weighted sum of losses; with task-specific normalization, one pass per task."""
+    task_norm = name == "nyud"
+    tasks = {
+        task: TASKS[name][task] for task in (["edge", "normals"] if task_norm else TASKS[name])
+    }
+    options = {"weighting": "tuned", "epochs": 2, "weight_decay": 1e-4, "tasks": tuple(tasks)}
+    training = Training(make_run("GD", name, network, **options), tmp_path, data)
     torch.manual_seed(0)
-    tasks = TASKS[name]
     plain = make_network(network, tasks, width=SETTINGS.width, task_norm=task_norm)
     adam = torch.optim.Adam(plain.parameters(), lr=1e-3, weight_decay=1e-4)
+    expected = []
     for epoch in range(2):
         training.sampler.set_epoch(epoch)
         training.train_set.set_epoch(epoch)
-        for group in adam.param_groups:
-            group["lr"] = 1e-3 * (1 - epoch / 2) ** 0.9
+        adam.param_groups[0]["lr"] = 1e-3 * (1 - epoch / 2) ** 0.9
         sums = dict.fromkeys(tasks, 0.0)
         for batch in training.loader:
             adam.zero_grad()
-            predictions = None
             for task, what in tasks.items():
-                if task_norm:
-                    cs.nn.set_task(plain.trunk, task)
-                if task_norm or predictions is None:
-                    predictions = plain(batch["picture"])
-                loss = total_loss(what, predictions[task], batch[task])
-                (what.weight * loss).backward(retain_graph=True)
+                active = cs.nn.active_task(plain.trunk, task) if task_norm else None
+                with active or contextlib.nullcontext():
+                    loss = total_loss(what, plain(batch["picture"], [task])[task], batch[task])
+                (what.weight * loss).backward()
                 sums[task] += loss.item() / len(training.loader)
             adam.step()
         expected.append(sums)
-    result = training.train()
-    for epoch, losses in zip(result["history"], expected, strict=True):
-        # Adam divides rounding by rounding where a gradient is zero, as of biases that a
-        # normalization takes off, and statistics of few pixels enlarge rounding.
+    # Adam divides rounding by rounding where a gradient is zero, as of biases that a normalization
+    # takes off, and statistics of few pixels enlarge rounding.
+    for epoch, losses in zip(training.train()["history"], expected, strict=True):
         assert epoch["losses"] == pytest.approx(losses, rel=5e-3 if task_norm else 1e-4)
 
 
@@ -228,7 +217,6 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
     run = make_run(row, weighting=weighting, epochs=4, workers=2 if row == "GradDrop" else 0)
     options = {"conflicts": SCORES} if "Recon" in row else {}
     whole = train(run, tmp_path / "whole", data, **options)
-
     step, steps = Training.step, []
 
     def failing(self, batch):
@@ -242,32 +230,27 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
         train(run, tmp_path / "parts", data, **options)
     monkeypatch.setattr(Training, "step", step)
     torch.manual_seed(123)  # Another process has other random numbers.
-    parts = train(run, tmp_path / "parts", data, **options)
-    assert same(whole, parts)
-    assert same(*(torch.load(tmp_path / name / "checkpoint.pt") for name in ("whole", "parts")))
+    assert same(whole, train(run, tmp_path / "parts", data, **options))
+    folders = [tmp_path / name for name in ("whole", "parts")]
+    assert same(*(torch.load(folder / "checkpoint.pt") for folder in folders))
     if row == "GD":
-        texts = [(tmp_path / n / "conflicts.json").read_text() for n in ("whole", "parts")]
-        assert texts[0] == texts[1]
-        assert any(json.loads(texts[0]).values())
+        one, other = ((folder / "conflicts.json").read_text() for folder in folders)
+        assert one == other
+        assert any(json.loads(one).values())
 
 
 def test_a_killed_process_goes_on(tmp_path, data):
     """By SIGKILL, as of a machine that runs out of memory."""
-    run = make_run(epochs=400)
-    folder = tmp_path / "killed"
+    run, folder = make_run(epochs=400), tmp_path / "killed"
     folder.mkdir()
     (folder / "run.json").write_text(run.to_json())
-    checkpoint = folder / "checkpoint.pt"
-    killed(checkpoint, "-m", "paper.train", str(folder), "--data", str(data))
-    reached = torch.load(checkpoint)["epoch"]
-    assert 1 <= reached < 400
-
-    resumed = Training(run, folder, data)
-    assert resumed.epoch == reached
-    whole = Training(run, tmp_path / "whole", data)
-    while whole.epoch < reached + 1:
-        whole._train_epoch(None, lambda: None)
+    killed(folder / "checkpoint.pt", "-m", "paper.train", str(folder), "--data", str(data))
+    resumed, whole = (Training(run, tmp_path / name, data) for name in ("killed", "whole"))
+    epoch = resumed.epoch
+    assert 1 <= epoch < 400
     resumed._train_epoch(None, lambda: None)
+    while whole.epoch < epoch + 1:
+        whole._train_epoch(None, lambda: None)
     for part in ("network", "opt"):
         assert same(*(state(getattr(training, part)) for training in (whole, resumed)))
 
@@ -292,8 +275,7 @@ def test_seeds_draw_apart(tmp_path, data):
 
 
 def test_orders_of_tasks_begin_with_the_same_weights(tmp_path, data):
-    tasks = list(TASKS["nyud"])
-    orders = [tuple(tasks), tuple(reversed(tasks))]
+    orders = [(*TASKS["nyud"],), (*reversed(TASKS["nyud"]),)]
     runs = [make_run("Mixed", "nyud", "resnet18", tasks=order) for order in orders]
     a, b = (Training(run, tmp_path / str(i), data) for i, run in enumerate(runs))
     assert same(state(a.network), state(b.network))
@@ -306,16 +288,16 @@ def test_batches_without_labels_of_a_task(tmp_path, data):
     training.opt.start_epoch(0)
     batch = next(iter(training.loader))
     training.step(batch)
-    heads, trunk = training.network.heads, training.network.trunk
-    before = {task: state(head) for task, head in heads.items()}
-    batch["depth"] = torch.full_like(batch["depth"], IGNORE)
-    assert list(training.step(batch)) == ["semseg"]
-    assert same(before["depth"], state(heads["depth"]))
-    assert not same(before["semseg"], state(heads["semseg"]))
-    before = state(trunk)
-    batch["semseg"] = torch.full_like(batch["semseg"], IGNORE)
-    assert training.step(batch) == {}
-    assert same(before, state(trunk))
+    network = training.network
+    for task, labelled in (("depth", ["semseg"]), ("semseg", [])):
+        before = state(network)
+        batch[task] = torch.full_like(batch[task], IGNORE)
+        assert list(training.step(batch)) == labelled
+        changed = {
+            key.split(".")[1] for key, x in state(network).items() if not x.equal(before[key])
+        }
+        assert ("semseg" in changed, "depth" in changed) == (bool(labelled), False)
+        assert labelled or not changed
 
 
 def _on_a_rank(rank, run, folder, data):
@@ -326,51 +308,53 @@ def _on_a_rank(rank, run, folder, data):
 @pytest.mark.ranks
 def test_ranks_without_labels(tmp_path, data, pools):
     """A batch in which no rank has labels is no step, on all of them."""
-    folder = tmp_path / "NYUD_MT"
-    shutil.copytree(data / "NYUD_MT", folder)
-    numbers = (folder / "gt_sets" / "train.txt").read_text().split()
-    for number in numbers[:3]:
-        path = folder / "depth" / f"{number}.npy"
+    shutil.copytree(data / "cityscapes", tmp_path / "cityscapes")
+    for number in range(3):
+        path = tmp_path / "cityscapes" / "train" / "depth" / f"{number}.npy"
         np.save(path, np.zeros_like(np.load(path)))
-    run = make_run("Single-task", "nyud", "resnet18", tasks=("depth",), ranks=2, epochs=4)
+    run = make_run(SINGLE, tasks=("depth",), ranks=2, epochs=4)
     result, _ = pools(2).run(_on_a_rank, run, tmp_path, tmp_path)
     assert any(math.isfinite(epoch["losses"]["depth"]) for epoch in result["history"])
 
 
 @pytest.mark.parametrize("row", ["Mixed", "PCGrad"])
-@pytest.mark.parametrize("amp", ["bfloat16", "float16"])
-def test_mixed_precision(tmp_path, data, row, amp):
+def test_mixed_precision(tmp_path, data, row):
     """Losses are near those of float32, and are not the same."""
-    exact = train(make_run(row, epochs=2), tmp_path / "exact", data)
-    mixed = train(make_run(row, epochs=2, amp=amp), tmp_path / "mixed", data)
-    for a, b in zip(exact["history"], mixed["history"], strict=True):
-        for task, loss in a["losses"].items():
-            assert b["losses"][task] == pytest.approx(loss, rel=0.1)
-            assert b["losses"][task] != loss
+    exact, *mixed = (
+        train(make_run(row, epochs=2, amp=amp), tmp_path / str(amp), data)
+        for amp in (None, "bfloat16", "float16")
+    )
+    for result in mixed:
+        for a, b in zip(exact["history"], result["history"], strict=True):
+            assert b["losses"] == pytest.approx(a["losses"], rel=0.1)
+            assert not {*a["losses"].values()} & {*b["losses"].values()}
 
 
 @pytest.mark.compile
 def test_compiled(tmp_path, data, monkeypatch):
-    plain = train(make_run(epochs=2), tmp_path / "plain", data)
+    plain = train(make_run(), tmp_path / "plain", data)
     graphs = torch._dynamo.testing.CompileCounter()
     compiled, compile_of = [], functools.partial(torch.compile, backend=graphs)
     monkeypatch.setattr(torch, "compile", lambda m: compiled.append(m) or compile_of(m))
-    result = train(make_run(epochs=2, compile=True), tmp_path / "compiled", data)
+    result = train(make_run(compile=True), tmp_path / "compiled", data)
     assert len(compiled) == 1
     assert graphs.frame_count > 0
     assert same(plain, result)
 
 
 @pytest.mark.parametrize(
-    ("run", "message"),
+    ("run", "checkpoint", "message"),
     [
-        (make_run(batch=8), "a batch of 8 needs as many pictures, got 5"),
-        (make_run(ranks=2), "ranks must be 2 as in run.json, .*, got 1"),
-        (make_run("RotoGrad", amp="bfloat16"), "RotoGrad runs in one process, without mixed"),
-        (make_run("GD + Recon"), "needs the conflicts of cityscapes/segnet/equal/GD/seed0"),
+        (make_run(batch=8), None, "a batch of 8 needs as many pictures, got 5"),
+        (make_run(ranks=2), None, "ranks must be 2 as in run.json, .*, got 1"),
+        (make_run("RotoGrad", amp="bfloat16"), None, "RotoGrad runs in one process, without mixed"),
+        (make_run("GD + Recon"), None, "needs the conflicts of cityscapes/segnet/equal/GD/seed0"),
+        (make_run("GD"), b"cut", r"checkpoint.pt cannot be read: delete it"),
     ],
 )
-def test_a_run_that_does_not_fit(tmp_path, data, run, message):
+def test_a_run_that_does_not_fit(tmp_path, data, run, checkpoint, message):
+    if checkpoint:
+        (tmp_path / "checkpoint.pt").write_bytes(checkpoint)
     with pytest.raises(ValueError, match=message):
         Training(run, tmp_path, data)
 
@@ -386,30 +370,35 @@ def test_every_run_of_a_table_is_one_folder(name, small):
         assert all(part and " " not in part for part in run.name.split("/"))
 
 
-def test_rotograd_trains_in_one_process():
-    runs = runs_of("cityscapes", changes={"ranks": 2, "amp": "bfloat16"})
-    settings = {run.row: (run.settings.ranks, run.settings.amp) for run in runs}
-    assert settings["RotoGrad"] == (1, None)
-    assert settings["Mixed"] == (2, "bfloat16")
-
-
-def test_tables_share_runs():
+def test_runs_of_tables():
+    """Tables share runs; RotoGrad trains in one process; small settings are the tables'."""
     nyud, pascal, scaling, ablation, order = (
         {*runs_of(name)} for name in ("nyud", "pascal", "scaling", "ablation", "order")
     )
     assert nyud | pascal < scaling
     assert nyud & ablation & order
-
-
-def test_an_unknown_table():
+    runs = runs_of("cityscapes", changes={"ranks": 2, "amp": "bfloat16"})
+    settings = {run.row: (run.settings.ranks, run.settings.amp) for run in runs}
+    assert settings["RotoGrad"] == (1, None)
+    assert settings["Mixed"] == (2, "bfloat16")
+    assert {f"{run.data}/{run.network}" for run in runs_of(*TRAINED)} == set(SMALL)
     with pytest.raises(ValueError, match=r"table must be one of .*, got 'coco'"):
         small_table("coco")
 
 
+def test_missing_runs_come_after_those_that_they_need(place, tmp_path):
+    [part] = small_table("cityscapes")
+    backwards = dataclasses.replace(part, rows=dict(reversed(part.rows.items())))
+    rows = [run.row for run in runner.missing([backwards], place)]
+    assert rows.index("GD") < rows.index("CAGrad + Recon")
+    assert len(rows) == len(set(rows)) + 1  # Two single-task networks.
+    with pytest.raises(FileNotFoundError, match="cityscapes is no folder"):
+        runner.missing([part], runner.Place(tmp_path, tmp_path / "runs"))
+
+
 def test_a_folder_of_another_run(tmp_path, data, place):
     """Other settings or other data are refused, whatever is in the folder."""
-    run = make_run("GD")
-    folder = place.folder(run)
+    run, folder = make_run("GD"), place.folder(make_run("GD"))
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(make_run("GD", epochs=7).to_json())
     assert not place.is_done(run)  # Nothing has been trained.
@@ -419,7 +408,6 @@ def test_a_folder_of_another_run(tmp_path, data, place):
     assert place.is_done(make_run("GD", workers=3))
     with pytest.raises(ValueError, match="expected and found epochs 7 and 1"):
         place.is_done(make_run("GD", epochs=7))
-
     make_small(tmp_path / "other", "cityscapes", train=4, val=3, size=(32, 64))
     with pytest.raises(ValueError, match=r"is of another run.*: expected and found the data"):
         runner.Place(tmp_path / "other", tmp_path / "runs").is_done(run)
@@ -429,17 +417,9 @@ def test_a_folder_of_another_run(tmp_path, data, place):
         Training(run, folder, tmp_path / "other")
     with pytest.raises(ValueError, match=r"expected and found rate 0.5 and 0.001"):
         place.is_done(make_run("GD", rate=0.5))
-
-
-def test_missing_data_are_found_before_any_run(tmp_path):
-    with pytest.raises(FileNotFoundError, match="cityscapes is no folder"):
-        runner.missing(small_table("cityscapes"), runner.Place(tmp_path, tmp_path / "runs"))
-
-
-def test_a_damaged_checkpoint_is_named(tmp_path, data):
-    (tmp_path / "checkpoint.pt").write_bytes(b"cut")
-    with pytest.raises(ValueError, match=r"checkpoint.pt cannot be read: delete it"):
-        Training(make_run("GD"), tmp_path, data)
+    (folder / "result.json").write_text("")
+    with pytest.raises(ValueError, match=r"seed0 has a damaged file: delete the folder"):
+        place.is_done(run)
 
 
 def test_a_diverged_network_has_no_metrics(tmp_path, data):
@@ -447,15 +427,14 @@ def test_a_diverged_network_has_no_metrics(tmp_path, data):
     with torch.no_grad():
         training.network.heads["semseg"][-1].bias.fill_(torch.nan)
     metrics = training.evaluate()
-    assert all(math.isnan(value) for value in metrics["semseg"].values())
-    assert all(math.isfinite(value) for value in metrics["depth"].values())
+    assert all(map(math.isnan, metrics["semseg"].values()))
+    assert all(map(math.isfinite, metrics["depth"].values()))
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_runs_end_with_the_command(tmp_path, data, ranks):
     """Also if it is killed."""
-    run = make_run(epochs=2000, ranks=ranks)
-    script = tmp_path / "command.py"
+    run, script = make_run(epochs=2000, ranks=ranks), tmp_path / "command.py"
     script.write_text(f"""
 from pathlib import Path
 from paper import runner
@@ -478,24 +457,29 @@ if __name__ == "__main__":
     assert not (folder / "result.json").exists()
 
 
-def test_missing_runs_come_after_those_that_they_need(place):
-    [part] = small_table("cityscapes")
-    backwards = dataclasses.replace(part, rows=dict(reversed(part.rows.items())))
-    rows = [run.row for run in runner.missing([backwards], place)]
-    assert rows.index("GD") < rows.index("CAGrad + Recon")
-    assert len(rows) == len(set(rows)) + 1  # Two single-task networks.
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
-def test_runs_in_processes(place, ranks):
-    """The conflicts of one run reach another; of two ranks, one writes."""
-    runs = [make_run("GD", ranks=ranks), make_run("PCGrad + Recon", ranks=ranks)]
-    run_all(runs[::-1], place, jobs=2)
-    for run in runs:
-        assert place.is_done(run)
+def test_runs_in_processes(place):
+    """One's conflicts reach another; of two ranks, one writes; failures are named, others train."""
+    runs = [
+        *(make_run("PCGrad + Recon"), make_run("GD"), make_run("Mixed", ranks=2)),
+        *(make_run("GD + Recon", seed=1, batch=8), make_run("GD", seed=1, batch=8)),
+        make_run("PCGrad"),  # Such as one that outlived the command.
+    ]
+    place.folder(runs[-1]).mkdir(parents=True)
+    with (place.folder(runs[-1]) / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(runner.FailedRunsError) as raised:
+            run_all(runs, place, jobs=2)
+    for message in (
+        r"GD/seed1 ended with 1(.|\n)*as many pictures",
+        r"GD_\+_Recon/seed1 needs .*GD/seed1/conflicts.json",
+        r"PCGrad/seed0 ended with 1(.|\n)*PCGrad/seed0 is being trained by another process",
+    ):
+        assert re.search(message, str(raised.value))
+    assert [place.is_done(run) for run in runs] == [True] * 3 + [False] * 3
+    for run in runs[:3]:
         result = json.loads((place.folder(run) / "result.json").read_text())
-        assert result["ranks"] == ranks
-        assert math.isfinite(result["metrics"]["semseg"]["mIoU"])
+        assert result["ranks"] == run.settings.ranks
+        assert are_finite(result["metrics"], run.data, run.tasks)
         assert "mIoU" in (place.folder(run) / "log.txt").read_text()
 
 
@@ -503,26 +487,6 @@ def test_the_exit_codes_of_many_short_runs(tmp_path, monkeypatch):
     """Each is read by one thread: another one that starts a run asks for it too."""
     monkeypatch.setattr(runner, "_train_here", print)
     run_all([make_run(seed=n) for n in range(60)], runner.Place(tmp_path, tmp_path), jobs=6)
-
-
-def test_a_failing_run_is_named(place):
-    """The others are trained, but not one that needs its conflicts."""
-    runs = [make_run("GD", batch=8), make_run("GD + Recon", batch=8), make_run("PCGrad")]
-    with pytest.raises(runner.FailedRunsError) as raised:
-        run_all(runs, place)
-    assert re.search(r"GD/seed0 ended with 1(.|\n)*as many pictures", str(raised.value))
-    assert re.search(r"GD_\+_Recon/seed0 needs .*GD/seed0/conflicts.json", str(raised.value))
-    assert [place.is_done(run) for run in runs] == [False, False, True]
-
-
-def test_one_process_trains_a_run(place):
-    """Such as one that outlived the command."""
-    run = make_run("GD")
-    place.folder(run).mkdir(parents=True)
-    with (place.folder(run) / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(RuntimeError, match="is being trained by another process"):
-            run_all([run], place)
 
 
 def test_runs_do_not_begin_after_an_interruption(tmp_path, monkeypatch):
@@ -539,19 +503,7 @@ def test_runs_do_not_begin_after_an_interruption(tmp_path, monkeypatch):
     assert len(begun) < 5
 
 
-def test_small_settings_have_a_row_for_every_published_table():
-    assert {f"{run.data}/{run.network}" for run in runs_of(*TRAINED)} == set(SMALL)
-
-
-def test_a_damaged_result_is_named(place):
-    folder = place.folder(make_run())
-    folder.mkdir(parents=True)
-    (folder / "result.json").write_text("")
-    with pytest.raises(ValueError, match=r"seed0 has a damaged file: delete the folder"):
-        place.is_done(make_run())
-
-
-def operations(training: Training, size: tuple[int, int]) -> int:
+def operations(training, size) -> int:
     batch = timing._random_batch(training, 1, size)
     training.step(batch)  # The first passes are checked.
     with FlopCounterMode(display=False) as counted:
@@ -560,21 +512,19 @@ def operations(training: Training, size: tuple[int, int]) -> int:
 
 
 def test_runs_of_one_kind_take_as_many_operations(tmp_path, data):
-    """Recon's too, whatever it copies; and they grow with the pixels."""
-    [part] = small_table("cityscapes")
+    """Recon's too, whatever it copies; they grow with the pixels; single tasks' heads differ."""
     kinds = {}
-    for run in part.runs():
+    for run in runs_of("cityscapes"):
         training = Training(run, tmp_path, data, SCORES)
         if training.opt is not None:
             training.opt.start_epoch(0)
-        found = kinds.setdefault(timing._kind(run), [])
-        found.append(operations(training, (64, 64)))
+        counts = kinds.setdefault(timing._kind(run), [])
+        counts.append(operations(training, (32, 64)))
         if run.row == "GD":
-            assert operations(training, (64, 128)) == 2 * found[-1]
+            assert operations(training, (64, 64)) == 2 * counts[-1]
     assert sorted(map(len, kinds.values())) == [1, 1, 2, 5, 6]
-    for found in kinds.values():
-        # Heads of single tasks differ.
-        assert max(found) == pytest.approx(min(found), rel=0.03)
+    for counts in kinds.values():
+        assert max(counts) == pytest.approx(min(counts), rel=0.03)
 
 
 def test_a_plan_has_a_line_for_each_kind(place, monkeypatch, capsys):
@@ -591,15 +541,15 @@ def test_a_plan_has_a_line_for_each_kind(place, monkeypatch, capsys):
 
 
 def test_a_plan_reads_no_pictures(tmp_path, data, capsys, monkeypatch):
-    shutil.copytree(data, tmp_path / "empty")
-    for path in (tmp_path / "empty").rglob("*.npy"):
+    shutil.copytree(data / "cityscapes", tmp_path / "cityscapes")
+    for path in (tmp_path / "cityscapes").rglob("*.npy"):
         path.write_bytes(b"")
-    place = runner.Place(tmp_path / "empty", tmp_path)
     with pytest.raises(ValueError, match="cannot be read"):
-        train(make_run("GD"), tmp_path / "run", place.data)
+        train(make_run("GD"), tmp_path / "run", tmp_path)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    timing.estimate([make_run("GD"), make_run("GD + Recon")], place, 1, Console())
-    kinds, (total, note) = (lines := capsys.readouterr().out.splitlines())[:-2], lines[-2:]
+    runs = [make_run("GD"), make_run("GD + Recon")]
+    timing.estimate(runs, runner.Place(tmp_path, tmp_path), 1, Console())
+    *kinds, total, note = capsys.readouterr().out.splitlines()
     assert len(kinds) == 2
     assert re.fullmatch(r"about \d+\.\d min in all", total)
     assert "an estimate, extrapolated from one core's time" in note
@@ -610,36 +560,29 @@ def test_a_step_is_extrapolated_by_pixels(tmp_path, data, monkeypatch):
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(timing, "_processor_seconds", lambda _, side: 1e-3 + 1e-6 * side**2)
     training = Training(make_run(batch=4), tmp_path, data)
-    expected = 1e-3 + 1e-6 * 4 * 32 * 64
-    assert timing._step_seconds(training, 1) == pytest.approx(expected)
-    assert timing._step_seconds(training, 2) == pytest.approx(expected / 2)
+    for threads in (1, 2):
+        expected = (1e-3 + 1e-6 * 4 * 32 * 64) / threads
+        assert timing._step_seconds(training, threads) == pytest.approx(expected)
 
 
-def run_command(monkeypatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["paper", *arguments])
-    command.main()
-
-
-@pytest.mark.parametrize("name", ["nyud", "time"])
-@pytest.mark.parametrize("plan", [[], ["--plan"]])
-def test_missing_data_end_with_one_line(tmp_path, monkeypatch, name, plan):
-    with pytest.raises(SystemExit) as ended:
-        run_command(monkeypatch, name, "--data", str(tmp_path), "--out", str(tmp_path), *plan)
-    # Python prints a text on stderr and exits with 1.
-    assert re.fullmatch(r".*/NYUD_MT is no folder; the README of \S+ describes.*", ended.value.code)
+MISSING = r".*/NYUD_MT is no folder; the README of \S+ describes.*"
+WITHOUT_TRACEBACK = FileExistsError("made"), ValueError("made"), runner.FailedRunsError("made")
 
 
 @pytest.mark.parametrize(
-    "error", [FileExistsError("made"), ValueError("made"), runner.FailedRunsError("made")]
+    ("arguments", "raised", "match"),
+    [
+        *(([name, *plan], None, MISSING) for name in ("nyud", "time") for plan in ([], ["--plan"])),
+        *((["nyud"], error, "made") for error in WITHOUT_TRACEBACK),
+        *((["nyud"], error, None) for error in (TypeError, RuntimeError)),
+    ],
 )
-def test_what_a_user_can_mend_has_no_traceback(tmp_path, monkeypatch, error):
-    monkeypatch.setattr(command, "missing", mock.Mock(side_effect=error))
-    with pytest.raises(SystemExit, match=r"^made$"):
-        run_command(monkeypatch, "nyud", "--data", str(tmp_path))
-
-
-@pytest.mark.parametrize("error", [TypeError, RuntimeError])
-def test_a_programming_error_keeps_its_traceback(tmp_path, monkeypatch, error):
-    monkeypatch.setattr(command, "missing", mock.Mock(side_effect=error))
-    with pytest.raises(error):
-        run_command(monkeypatch, "nyud", "--data", str(tmp_path))
+def test_what_a_user_can_mend_has_no_traceback(tmp_path, monkeypatch, arguments, raised, match):
+    """Python prints the text on stderr and exits with 1; other errors keep theirs."""
+    folders = ["--data", str(tmp_path), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["paper", *arguments, *folders])
+    if raised:
+        monkeypatch.setattr(command, "missing", mock.Mock(side_effect=raised))
+    with pytest.raises(SystemExit if match else raised) as ended:
+        command.main()
+    assert match is None or re.fullmatch(match, ended.value.code)
