@@ -32,79 +32,6 @@ import cs_kernels as cs
 pytestmark = pytest.mark.paper
 
 
-@pytest.mark.parametrize(
-    "use",
-    [module.USE for module in (agreement, finetune, photograph, priorities, tabular)],
-    ids=lambda use: use.name,
-)
-def test_every_row_trains_and_the_pictures_are_drawn(tmp_path, monkeypatch, use):
-    """With losses of unequal scale alone; the same results stand for equal losses."""
-    monkeypatch.setattr(tabular, "TRAINED", 640)
-    for module in (tabular, finetune):
-        module.single_tasks.cache_clear()
-    results = {}
-    for row in reversed(use.rows):
-        other = row.replace("equal/", "unequal/") if row.startswith("equal/") else row
-        results[row] = results[other] if other in results else [use.train(row, 0, True)]
-    for column in use.columns:
-        assert any(column.key in of_row[0] for of_row in results.values())
-    assert results.get("Single-task", [{}])[0].get("delta_m", 0) == 0
-    write(use, results, tmp_path, Console(quiet=True))
-    assert (tmp_path / f"{use.name}.md").read_text().count("\n") == len(results) + 2
-    for look in ("", "-dark"):
-        assert (tmp_path / f"{use.name}{look}.svg").stat().st_size > 1000
-    tabular.single_tasks.cache_clear()
-
-
-def test_a_stopped_command_resumes(tmp_path, monkeypatch):
-    """Only what is missing is trained again, with the same result."""
-    rows = ("Single-task", "Mixed", "Sum")
-    monkeypatch.setattr(tabular, "USE", replace(tabular.USE, rows=rows))
-    given = ["tabular", "--seeds", "0", "1", "--quick", "--jobs", "1", "--out", str(tmp_path)]
-
-    def trained():
-        """The table but for its seconds, and the files with their times."""
-        command.main(given)
-        folder = tmp_path / "tabular" / "quick"
-        text = (folder / "tabular.md").read_text()
-        table = [line.split(" | ")[:-1] for line in text.splitlines()]
-        assert len(table) == len(rows) + 4
-        assert "Means over 2 seeds" in text
-        return table, {file: file.stat().st_mtime_ns for file in folder.rglob("seed*.json")}
-
-    table, before = trained()
-    assert len(before) == 2 * len(rows)
-    lost = sorted(before)[3]
-    expected = json.loads(lost.read_text())
-    lost.unlink()
-    again, after = trained()
-    assert again == table
-    assert [file for file, at in after.items() if at != before[file]] == [lost]
-    assert json.loads(lost.read_text()) | {"seconds": 0} == expected | {"seconds": 0}
-
-
-def test_ctrl_c_ends_the_command(tmp_path):
-    """What has not begun is dropped."""
-    given = ["digits", "--quick", "--seeds", "0", "--jobs", "1", "--out", tmp_path]
-    python = os.pathsep.join(str(Path(m.__file__).parents[1]) for m in (cs, command))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "uses", *given],
-        env=os.environ | {"PYTHONPATH": python, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    while not [*tmp_path.rglob("seed*.json")] and process.poll() is None:
-        time.sleep(0.02)
-    assert process.poll() is None, process.communicate()[0]
-    os.killpg(process.pid, signal.SIGINT)
-    printed, _ = process.communicate()
-    assert process.returncode == 130, printed
-    assert "the same command goes on" in printed
-    assert 0 < len([*tmp_path.rglob("seed*.json")]) < len(digits.USE.rows) / 2
-
-
 RESULTS = [{"x": x, "y": None} for x in (1.0, 2.0, 3.0, 4.0, 10.0)]
 
 
@@ -529,3 +456,76 @@ def test_a_quick_run_is_reproducible(monkeypatch, row):
     tabular.single_tasks.cache_clear()
     assert results[0] == results[1]
     assert all(0 < results[0][task] < 10 for task in tabular.TASKS)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [module.USE for module in (agreement, finetune, photograph, priorities, tabular)],
+    ids=lambda use: use.name,
+)
+def test_every_row_trains_and_the_pictures_are_drawn(tmp_path, monkeypatch, use):
+    """With losses of unequal scale alone; the same results stand for equal losses."""
+    monkeypatch.setattr(tabular, "TRAINED", 640)
+    for module in (tabular, finetune):
+        module.single_tasks.cache_clear()
+    results = {}
+    for row in reversed(use.rows):
+        other = row.replace("equal/", "unequal/") if row.startswith("equal/") else row
+        results[row] = results[other] if other in results else [use.train(row, 0, True)]
+    for column in use.columns:
+        assert any(column.key in of_row[0] for of_row in results.values())
+    assert results.get("Single-task", [{}])[0].get("delta_m", 0) == 0
+    write(use, results, tmp_path, Console(quiet=True))
+    assert (tmp_path / f"{use.name}.md").read_text().count("\n") == len(results) + 2
+    for look in ("", "-dark"):
+        assert (tmp_path / f"{use.name}{look}.svg").stat().st_size > 1000
+    tabular.single_tasks.cache_clear()
+
+
+def test_a_stopped_command_resumes(tmp_path, monkeypatch):
+    """Only what is missing is trained again, with the same result."""
+    rows = ("Single-task", "Mixed", "Sum")
+    monkeypatch.setattr(tabular, "USE", replace(tabular.USE, rows=rows))
+    given = ["tabular", "--seeds", "0", "1", "--quick", "--jobs", "1", "--out", str(tmp_path)]
+
+    def trained():
+        """The table but for its seconds, and the files with their times."""
+        command.main(given)
+        folder = tmp_path / "tabular" / "quick"
+        text = (folder / "tabular.md").read_text()
+        table = [line.split(" | ")[:-1] for line in text.splitlines()]
+        assert len(table) == len(rows) + 4
+        assert "Means over 2 seeds" in text
+        return table, {file: file.stat().st_mtime_ns for file in folder.rglob("seed*.json")}
+
+    table, before = trained()
+    assert len(before) == 2 * len(rows)
+    lost = sorted(before)[3]
+    expected = json.loads(lost.read_text())
+    lost.unlink()
+    again, after = trained()
+    assert again == table
+    assert [file for file, at in after.items() if at != before[file]] == [lost]
+    assert json.loads(lost.read_text()) | {"seconds": 0} == expected | {"seconds": 0}
+
+
+def test_ctrl_c_ends_the_command(tmp_path):
+    """What has not begun is dropped."""
+    given = ["digits", "--quick", "--seeds", "0", "--jobs", "1", "--out", tmp_path]
+    python = os.pathsep.join(str(Path(m.__file__).parents[1]) for m in (cs, command))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "uses", *given],
+        env=os.environ | {"PYTHONPATH": python, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    while not [*tmp_path.rglob("seed*.json")] and process.poll() is None:
+        time.sleep(0.02)
+    assert process.poll() is None, process.communicate()[0]
+    os.killpg(process.pid, signal.SIGINT)
+    printed, _ = process.communicate()
+    assert process.returncode == 130, printed
+    assert "the same command goes on" in printed
+    assert 0 < len([*tmp_path.rglob("seed*.json")]) < len(digits.USE.rows) / 2
