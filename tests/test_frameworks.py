@@ -1,8 +1,7 @@
 """In other people's loops: torch.compile, several optimizers, accelerate, Lightning, DDP, FSDP."""
 
 import copy
-from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ pytestmark = [
 
 
 @pytest.fixture
-def group(tmp_path: Any) -> Iterator[None]:
+def group(tmp_path):
     """One process as a group of its own."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
@@ -43,7 +42,7 @@ def group(tmp_path: Any) -> Iterator[None]:
 class Trunk(nn.Sequential):
     """With a forward method that torch does not leave out when it compiles."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for layer in self:
             x = layer(x)
         return x
@@ -52,7 +51,7 @@ class Trunk(nn.Sequential):
 PRIORITIZED = {"0.weight": "1", "3.weight": "4"}
 
 
-def _trunk(tasks: list[str] = AB) -> Trunk:
+def _trunk(tasks=AB):
     """Two convolutions, normalized, and an activation in place."""
     torch.manual_seed(0)
     first, second = ((nn.Conv2d(n, 8, 3), nn.BatchNorm2d(8)) for n in (3, 8))
@@ -60,21 +59,21 @@ def _trunk(tasks: list[str] = AB) -> Trunk:
     return cs.nn.convert_task_batchnorm(trunk, tasks)
 
 
-def _loss(network: nn.Module, x: Tensor) -> Callable[[str], Tensor]:
+def _loss(network, x):
     return lambda task: network(x).square().mean()
 
 
-# --- torch.compile ------------------------------------------------------------------------------
+def _counted():
+    torch._dynamo.reset()
+    return torch._dynamo.testing.CompileCounter()
 
 
 @pytest.mark.compile
 @pytest.mark.parametrize("way", ["wrapped trunk", "closure alone", "in place"])
 @BOTH_PHASES
-def test_compiled_trunks(way: str, schedule: cs.Schedule) -> None:
-    """One graph a task, from the first compiled step on, and none is broken into pieces."""
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    x, networks = torch.randn(4, 3, 8, 8), []
+def test_compiled_trunks(way, schedule):
+    """One graph per task, from the first compiled step on, and none is broken into pieces."""
+    counter, x, networks = _counted(), torch.randn(4, 3, 8, 8), []
     for compiled in (False, True):
         trunk = _trunk()
         network, given = trunk, trunk
@@ -86,53 +85,47 @@ def test_compiled_trunks(way: str, schedule: cs.Schedule) -> None:
         opt = optimizer_of(given, schedule=schedule)
         for step in range(3):
             opt.step(_loss(network, x))
-            if compiled:
-                assert counter.frame_count == (0 if step == 0 else len(AB))
+            assert counter.frame_count == (len(AB) if compiled and step else 0)
         assert opt.coverage().prioritized == PRIORITIZED
         networks.append(trunk.state_dict())
     torch.testing.assert_close(*networks)
 
 
 @pytest.mark.compile
-def test_more_tasks_than_torch_compiles_graphs_for() -> None:
+def test_more_tasks_than_torch_compiles_graphs_for():
     """Eight by default, beyond which it would run eagerly, or raise if it must be one graph."""
-    torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounter()
-    names = [f"t{n}" for n in range(12)]
-    trunk = _trunk(names)
+    counter, names = _counted(), [f"t{n}" for n in range(10)]
+    trunk, x = _trunk(names), torch.randn(4, 3, 8, 8)
     network = torch.compile(trunk, backend=counter, fullgraph=True)
     opt = optimizer_of(network, tasks=names)
-    x = torch.randn(4, 3, 8, 8)
     limit = torch._dynamo.config.recompile_limit
     for _ in range(3):
         opt.step(_loss(network, x))
-    assert counter.frame_count == 12
+    assert counter.frame_count == len(names) > limit
     # To predict: other graphs, of a mode of their own.
     trunk.eval()
-    with torch.no_grad():
-        for name in names:
-            with cs.nn.active_task(trunk, name):
-                network(x)
-    assert counter.frame_count == 2 * 12
+    for name in names:
+        with torch.no_grad(), cs.nn.active_task(trunk, name):
+            network(x)
+    assert counter.frame_count == 2 * len(names)
     assert torch._dynamo.config.recompile_limit == limit
 
 
 class Growing(nn.Module):
     """A second layer runs from a certain pass on."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.one, self.two = (nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(2))
         self.both = False
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.one(x)
-        result: Tensor = self.two(x) if self.both else x
-        return result
+        return self.two(x) if self.both else x
 
 
 @pytest.mark.compile
-def test_a_layer_that_first_runs_in_a_graph() -> None:
+def test_a_layer_that_first_runs_in_a_graph():
     """The pass of the next task is watched then; the graphs stay whole."""
     torch._dynamo.reset()
     x = torch.randn(8, 3)
@@ -147,15 +140,12 @@ def test_a_layer_that_first_runs_in_a_graph() -> None:
 
 
 @pytest.mark.compile
-def test_a_layer_that_runs_in_evaluation_only() -> None:
+def test_a_layer_that_runs_in_evaluation_only():
     """Its first run there neither ends the compiled steps nor enters the report."""
     torch._dynamo.reset()
     runs: list[int] = []
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        return lambda *args: runs.append(1) or graph(*args)
-
     trunk = cs.nn.convert_task_batchnorm(Growing(), AB)
+    backend = lambda graph, inputs: lambda *args: runs.append(1) or graph(*args)  # noqa: E731
     network = torch.compile(trunk, backend=backend, fullgraph=True)
     opt, x = optimizer_of(network), torch.randn(8, 3)
     for epoch in range(3):
@@ -171,20 +161,16 @@ def test_a_layer_that_runs_in_evaluation_only() -> None:
 
 
 @pytest.mark.compile
-def test_extract_from_a_compiled_trunk() -> None:
+def test_extract_from_a_compiled_trunk():
     trunk = _trunk()
+    names = {name.replace(".a.", ".") for name in trunk.state_dict() if ".b." not in name}
     network = torch.compile(trunk, backend="eager")
-    assert set(cs.nn.extract_task(network, "a").state_dict()) == {
-        name.replace(".a.", ".") for name in trunk.state_dict() if ".b." not in name
-    }
-
-
-# --- Several optimizers -------------------------------------------------------------------------
+    assert set(cs.nn.extract_task(network, "a").state_dict()) == names
 
 
 @BOTH_PHASES
 @pytest.mark.parametrize("scale", [1.0, 8.0])
-def test_several_optimizers(schedule: cs.Schedule, scale: float) -> None:
+def test_several_optimizers(schedule, scale):
     """One for each head: those of tasks without a loss have nothing to step."""
     setup, whole = (Setup(dtype=torch.float32, optimizer=torch.optim.SGD, lr=0.1) for _ in range(2))
     setup.optimizer = [sgd_of(module) for module in (setup.trunk, *setup.heads.values())]
@@ -196,7 +182,7 @@ def test_several_optimizers(schedule: cs.Schedule, scale: float) -> None:
     torch.testing.assert_close(setup.parameters(), whole.parameters())
 
 
-def test_repr() -> None:
+def test_repr():
     _, opt = started(schedule=cs.Mixed(3))
     assert repr(opt) == (
         "MultiTaskOptimizer(Trunk with 9 shared parameters of 1366 elements, Adam,"
@@ -205,86 +191,83 @@ def test_repr() -> None:
     )
 
 
-# --- Whoever must run the backward pass ---------------------------------------------------------
-
-
 class Dense(Whole):
     """A trunk for one forward pass, and heads."""
 
-    def losses(self, x: Tensor) -> dict[str, Tensor]:
-        features = self.trunk(x)
-        return {
-            task: (self.heads[task](features) - 3 * n).square().mean() for n, task in enumerate(AB)
-        }
+    def losses(self, x) -> dict[str, Tensor]:
+        z = self.trunk(x)
+        return {task: (self.heads[task](z) - 3 * n).square().mean() for n, task in enumerate(AB)}
 
 
-def _dense() -> tuple[Dense, torch.optim.SGD]:
+def _dense():
     torch.manual_seed(0)
     model = Dense()
     return model, sgd_of(model, lr=0.05)
 
 
-def test_muon_for_matrices_beside_adamw() -> None:
+def _train(model, optimizers, method, way="step", **options):
+    """Three steps, by the optimizer itself or by hand."""
+    x = torch.ones(7, 5).cumsum(0).cos()
+    opt = cs.MultiTaskOptimizer(model.trunk, optimizers, AB, copy.deepcopy(method), **options)
+    for _ in range(3):
+        if way == "step":
+            opt.step(lambda task: model.losses(x)[task])
+        else:
+            opt.backward(model.losses(x))
+            for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+                optimizer.step()
+
+
+def test_muon_for_matrices_beside_adamw():
     """As the two stepped by hand."""
-    x, models = torch.randn(7, 5), []
-    for by_hand in (False, True):
+    models = []
+    for way in ("step", "backward"):
         model, _ = _dense()
         muon = torch.optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.01)
         adamw = torch.optim.AdamW([p for p in model.parameters() if p.dim() != 2], lr=0.01)
-        opt = cs.MultiTaskOptimizer(model.trunk, [muon, adamw], AB, cs.PCGrad())
-        for _ in range(3):
-            if by_hand:
-                opt.backward(model.losses(x))
-                muon.step()
-                adamw.step()
-            else:
-                opt.step(lambda task: model.losses(x)[task])
+        _train(model, [muon, adamw], cs.PCGrad(), way)
         models.append([*model.parameters()])
     torch.testing.assert_close(*models)
 
 
-Train = Callable[[Any, Any, Callable[..., object] | None], None]
-"""Trains a model with a torch optimizer and a backward pass."""
-
-
-def _with_factor(model: Dense, sgd: torch.optim.SGD, train: Train) -> None:
+def _with_factor(model, sgd, train):
     """The factor is measured: Nash-MTL's update has a norm that does not depend on it."""
 
-    def divide(*_: object) -> None:
+    def divide(*_):
         for p in model.parameters():
             if p.grad is not None:
                 p.grad.div_(1024)
 
     sgd.register_step_pre_hook(divide)
-    train(model, sgd, lambda loss, **options: (1024 * loss).backward(**options))
+    train(model, sgd, backward=lambda loss, **options: (1024 * loss).backward(**options))
 
 
-def _accelerate(model: Dense, sgd: torch.optim.SGD, train: Train) -> None:
+def _accelerate(model, sgd, train):
     accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
-    train(*accelerator.prepare(model, sgd), accelerator.backward)
+    train(*accelerator.prepare(model, sgd), backward=accelerator.backward)
 
 
-def _fabric(model: Dense, sgd: torch.optim.SGD, train: Train) -> None:
+def _fabric(model, sgd, train):
     fabric = pytest.importorskip("lightning").Fabric(accelerator="cpu", devices=1)
     wrapped, optimizer = fabric.setup(model, sgd)
     wrapped.mark_forward_method("losses")
-    train(wrapped, optimizer, fabric.backward)
+    train(wrapped, optimizer, backward=fabric.backward)
 
 
-def _lightning(model: Dense, sgd: torch.optim.SGD, train: Train) -> None:
+def _lightning(model, sgd, train):
     lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.automatic_optimization = False
             self.model = model
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
+        def configure_optimizers(self):
             return sgd
 
-        def training_step(self, batch: Tensor, number: int) -> None:
-            train(self.model, self.optimizers(), self.manual_backward)
+        def training_step(self, batch, number):
+            train(self.model, self.optimizers(), backward=self.manual_backward)
 
     parts = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
     options = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **dict.fromkeys(parts, False)}
@@ -296,36 +279,21 @@ def _lightning(model: Dense, sgd: torch.optim.SGD, train: Train) -> None:
 @pytest.mark.parametrize("way", ["step", "backward"])
 @pytest.mark.parametrize("method", [cs.PCGrad(), cs.NashMTL(), cs.Sum()], ids=repr)
 @pytest.mark.parametrize("framework", [_with_factor, _accelerate, _fabric, _lightning])
-def test_a_backward_pass_of_someone_else(
-    request: pytest.FixtureRequest, framework: Callable[..., None], method: cs.Method, way: str
-) -> None:
+def test_a_backward_pass_of_someone_else(request, framework, method, way):
     torchvision_operators.define()
     if framework is _accelerate:
         request.getfixturevalue("accelerate")
-    x = torch.randn(7, 5)
-    plain, sgd = _dense()
-
-    def train(model: Any, sgd: Any, backward: Callable[..., object] | None) -> None:
-        given = model.trunk, sgd, AB, copy.deepcopy(method)
-        opt = cs.MultiTaskOptimizer(*given, backward=backward)
-        for _ in range(3):
-            if way == "step":
-                opt.step(lambda task: model.losses(x)[task])
-            else:
-                opt.backward(model.losses(x))
-                sgd.step()
-
-    train(plain, sgd, None)
-    model, sgd = _dense()
-    framework(model, sgd, train)
+    (plain, plain_sgd), (model, sgd) = _dense(), _dense()
+    _train(plain, plain_sgd, method, way)
+    framework(model, sgd, partial(_train, method=method, way=way))
     torch.testing.assert_close([*model.parameters()], [*plain.parameters()], rtol=1e-5, atol=1e-7)
 
 
-def test_a_backward_that_scales_beside_a_scaler() -> None:
+def test_a_backward_that_scales_beside_a_scaler():
     """Both factors are measured."""
     norms = []
     for factor in (1.0, 1024.0):
-        (model, sgd), x = _dense(), torch.randn(7, 5)
+        model, sgd = _dense()
         # The scaler has divided by its own factor.
         sgd.register_step_pre_hook(lambda *_: norms.append(flat_grad(model.trunk).norm() / factor))
         opt = cs.MultiTaskOptimizer(
@@ -333,35 +301,29 @@ def test_a_backward_that_scales_beside_a_scaler() -> None:
             scaler=torch.amp.GradScaler("cpu", init_scale=16.0),
             backward=lambda loss, **options: (factor * loss).backward(**options),
         )
-        opt.step(lambda task: model.losses(x)[task])
+        opt.step(lambda task: model.losses(torch.eye(5))[task])
     torch.testing.assert_close(*norms)
 
 
-def test_accelerate_must_not_accumulate_around_a_step(accelerate: Any) -> None:
+def test_accelerate_must_not_accumulate_around_a_step(accelerate):
     """The optimizer's steps do nothing there until the last micro-batch."""
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, sgd = accelerator.prepare(*_dense())
-    opt = cs.MultiTaskOptimizer(model.trunk, sgd, AB, cs.PCGrad(), backward=accelerator.backward)
     refused = pytest.raises(RuntimeError, match="optimizer must make a step now")
     with accelerator.accumulate(model), refused:
-        opt.step(lambda task: model.losses(torch.ones(7, 5))[task])
-
-
-# --- torch's own wrappers -----------------------------------------------------------------------
+        _train(model, sgd, cs.PCGrad(), backward=accelerator.backward)
 
 
 @pytest.mark.parametrize("views", [False, True])
-def test_gradients_in_the_buckets_of_ddp(group: None, views: bool) -> None:
+def test_gradients_in_the_buckets_of_ddp(group, views):
     """One process; with `gradient_as_bucket_view` each pass writes where the last one wrote."""
-    networks = []
+    networks, x = [], torch.randn(7, 5)
     for wrapped in (False, True):
         model, sgd = _dense()
         trunk: nn.Module = model.trunk
         if wrapped:
             trunk = nn.parallel.DistributedDataParallel(trunk, gradient_as_bucket_view=views)
         opt = cs.MultiTaskOptimizer(trunk, sgd, AB, cs.PCGrad())
-        torch.manual_seed(1)
-        x = torch.randn(7, 5)
         for _ in range(3):
             opt.step(lambda task: (model.heads[task](trunk(x)) - 3 * (task == "b")).square().mean())
         networks.append([*model.parameters()])
@@ -369,15 +331,13 @@ def test_gradients_in_the_buckets_of_ddp(group: None, views: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-def test_hooks_of_fully_shard_are_seen_through(group: None) -> None:
+@pytest.mark.parametrize("sharded", [[0], [1], [0, 1]])
+def test_hooks_of_fully_shard_are_seen_through(group, sharded):
     """On a single layer, and on its normalization: they hand on what they got, as views."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = dist.init_device_mesh("cpu", (1,))
-    for sharded in ([0], [1], [0, 1]):
-        trunk = _trunk()
-        for n in sharded:
-            fully_shard(trunk[n], mesh=mesh)
-        fully_shard(trunk, mesh=mesh)
-        coverage = optimizer_of(trunk).trace(_loss(trunk, torch.randn(4, 3, 8, 8)))
-        assert coverage.prioritized == PRIORITIZED
+    mesh, trunk = dist.init_device_mesh("cpu", (1,)), _trunk()
+    for module in (*(trunk[n] for n in sharded), trunk):
+        fully_shard(module, mesh=mesh)
+    coverage = optimizer_of(trunk).trace(_loss(trunk, torch.randn(4, 3, 8, 8)))
+    assert coverage.prioritized == PRIORITIZED
