@@ -5,7 +5,8 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,9 @@ import pytest
 import torch
 import torch._dynamo.testing
 from plain_training import PlainTraining, in_float64, largest_difference
-from ranks import Ranks
 from recipe_training import (
     FOLDER,
     MIXED_PHASES,
-    PHASES,
     TASKS,
     Steps,
     assert_equal_as_stated,
@@ -45,17 +44,17 @@ pytestmark = [
 NAMES = sorted({path.stem for path in FOLDER.glob("*.py")} - {"toy", "atomic"})
 
 
-def half_loss(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
+def half_loss(network: nn.Module, batch: toy.Batch, task: str):
     """The mean over two micro-batches."""
     return loss_of_batch(network, batch, task) / 2
 
 
 def trained_in_mixed_precision(
-    dtype: torch.dtype, *, whole_step: bool = False, steps: Steps | None = None, **options: Any
-) -> dict[str, Tensor]:
+    dtype, *, whole_step: bool = False, steps: Steps | None = None, **options: Any
+):
     """With autocast around the network, or around the loss too."""
 
-    def loss(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
+    def loss(network: nn.Module, batch: toy.Batch, task: str):
         images, targets = batch
         with torch.autocast("cpu", dtype, cache_enabled=False):
             prediction = network(images, task)
@@ -66,7 +65,7 @@ def trained_in_mixed_precision(
     return trained(plain_training(loss=loss, **options), steps=steps)
 
 
-def test_plain_loop(float64: None, tmp_path: Path) -> None:
+def test_plain_loop(float64, tmp_path):
     module = recipe("plain_loop")
     plain = plain_training()
     expected = trained(plain, MIXED_PHASES)
@@ -85,7 +84,7 @@ def test_plain_loop(float64: None, tmp_path: Path) -> None:
         assert (predictions[task] - prediction).abs().max() <= stated(module)
 
 
-def test_watched(float64: None, tmp_path: Path) -> None:
+def test_watched(float64, tmp_path):
     """The numbers in TensorBoard's files are those of reports, at every second step."""
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -107,7 +106,7 @@ def test_watched(float64: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_mixed_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_precision(dtype, monkeypatch):
     module = recipe("mixed_precision")
     monkeypatch.setattr(module, "DEVICE", "cpu")
     options = {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
@@ -119,7 +118,7 @@ def test_mixed_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.compile
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
-def test_compiled(float64: None, backend: str) -> None:
+def test_compiled(float64, backend):
     torch._dynamo.reset()
     module = recipe("compiled")
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
@@ -127,25 +126,46 @@ def test_compiled(float64: None, backend: str) -> None:
     assert counter.frame_count == len(TASKS)
 
 
-def assert_accumulates(module: Any, steps: Steps, **options: Any) -> None:
-    """No micro-batch is lost; each has the weight of half a batch, also the last of an epoch."""
-    network, history = module.train(**options)
-    assert len(history) == len(PHASES)
-    expected = trained(plain_training(loss=half_loss), steps=steps)
-    assert_equal_as_stated(module, network, expected)
-    network, _ = module.train_unnormalized(**options)
-    expected = trained(plain_pcgrad(loss=half_loss), [2] * 12, steps)
-    assert_equal_as_stated(module, network, expected)
+HALVES = partial(plain_training, loss=half_loss)
+PCGRAD_OF_HALVES = partial(plain_pcgrad, loss=half_loss)
+DECAYING = partial(plain_training, weight_decay=0.01)
+JOINT = {"phases": [2] * 12}
+LABELED = [["depth", "edges"], ["edges"], ["depth"]]
 
 
-def test_accumulation(float64: None) -> None:
-    assert_accumulates(recipe("accumulation"), steps_of(6, micro_batches=2))
+@pytest.mark.parametrize(
+    ("name", "function", "options", "plain", "how"),
+    [
+        ("with_fabric", "train", {"accelerator": "cpu"}, plain_training, {}),
+        ("from_pcgrad", "train", {}, plain_pcgrad, JOINT),
+        ("from_pcgrad", "train_by_hand", {}, plain_pcgrad, JOINT),
+        # No micro-batch is lost; each has the weight of half a batch, also the last of an epoch.
+        ("accumulation", "train", {}, HALVES, {"steps": 6}),
+        ("accumulation", "train_unnormalized", {}, PCGRAD_OF_HALVES, JOINT | {"steps": 6}),
+        *(("with_accelerate", "train", {"batches": n}, HALVES, {"steps": n}) for n in (6, 5)),
+        *(
+            ("with_accelerate", "train_unnormalized", {"batches": n}, PCGRAD_OF_HALVES, how)
+            for n, how in ((6, JOINT | {"steps": 6}), (5, JOINT | {"steps": 5}))
+        ),
+        ("partial_labels", "train", {}, DECAYING, {"labeled": LABELED}),
+    ],
+)
+def test_recipes_equal_plain_loops(float64, request, name, function, options, plain, how):
+    if name == "with_accelerate":
+        request.getfixturevalue("accelerate")
+        options = options | {"cpu": True}
+    if "steps" in how:
+        how = how | {"steps": steps_of(how["steps"], micro_batches=2)}
+    module = recipe(name)
+    network, history = getattr(module, function)(**options)
+    assert_equal_as_stated(module, network, trained(plain(), **how))
+    assert name != "partial_labels" or [list(losses) for losses in history] == 4 * LABELED
 
 
-def test_activation_checkpointing(float64: None) -> None:
+def test_activation_checkpointing(float64):
     module = recipe("activation_checkpointing")
 
-    def loss(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
+    def loss(network: nn.Module, batch: toy.Batch, task: str):
         result = loss_of_batch(network, batch, task)
         with torch.no_grad():
             network.trunk(batch[0])  # The statistics once more.
@@ -156,20 +176,12 @@ def test_activation_checkpointing(float64: None) -> None:
     assert_equal_as_stated(module, network, trained(plain_training(loss=loss)))
 
 
-def test_partial_labels(float64: None) -> None:
-    module = recipe("partial_labels")
-    network, history = module.train()
-    assert [list(losses) for losses in history] == 4 * module.LABELED
-    expected = trained(plain_training(weight_decay=0.01), labeled=module.LABELED)
-    assert_equal_as_stated(module, network, expected)
-
-
-def test_add_a_task(float64: None) -> None:
+def test_add_a_task(float64):
     module = recipe("add_a_task")
     network, history = module.train()
     assert [len(losses) for losses in history] == [2] * 9 + [3] * 9
 
-    def loss(network: nn.Module, batch: toy.Batch, task: str) -> Tensor:
+    def loss(network: nn.Module, batch: toy.Batch, task: str):
         images, targets = batch
         target = -targets["depth"] if task == "normals" else targets[task]
         return toy.loss_of(task, network(images, task), target)
@@ -187,7 +199,7 @@ def test_add_a_task(float64: None) -> None:
     assert_equal_as_stated(module, network, expected)
 
 
-def test_export_one_task(float64: None) -> None:
+def test_export_one_task(float64):
     module = recipe("export_one_task")
     network, _ = module.train()
     network.eval()
@@ -204,7 +216,7 @@ def test_export_one_task(float64: None) -> None:
     assert_equal_as_stated(module, network.train(), trained(plain_training(), [1] * 3 + [2] * 3))
 
 
-def test_from_torchjd(float64: None) -> None:
+def test_from_torchjd(float64):
     pytest.importorskip("torchjd")
     module = recipe("from_torchjd")
     network, _ = module.train()
@@ -220,15 +232,7 @@ def test_from_torchjd(float64: None) -> None:
     assert largest_difference(network.state_dict(), expected) <= 1e-12
 
 
-def test_from_pcgrad(float64: None) -> None:
-    module = recipe("from_pcgrad")
-    network, _ = module.train()
-    theirs, _ = module.train_by_hand()
-    assert_equal_as_stated(module, network, theirs.state_dict())
-    assert_equal_as_stated(module, network, trained(plain_pcgrad(), [2] * 12))
-
-
-def test_with_timm(float64: None) -> None:
+def test_with_timm(float64):
     module = recipe("with_timm")
     network, _, averaged = module.train()
     torch.manual_seed(0)
@@ -259,42 +263,27 @@ def test_with_timm(float64: None) -> None:
     assert not torch.equal(one, other)
 
 
-def test_with_fabric(float64: None) -> None:
-    module = recipe("with_fabric")
-    network, _ = module.train(accelerator="cpu")
-    assert_equal_as_stated(module, network, trained(plain_training()))
-
-
-def test_with_fabric_in_mixed_precision() -> None:
-    module = recipe("with_fabric")
-    network, _ = module.train(accelerator="cpu", precision="bf16-mixed")
-    assert_equal_as_stated(module, network, trained_in_mixed_precision(torch.bfloat16), 1)
-
-
-@pytest.mark.parametrize("batches", [6, 5])
-def test_with_accelerate(float64: None, accelerate: Any, batches: int) -> None:
-    steps = steps_of(batches, micro_batches=2)
-    assert_accumulates(recipe("with_accelerate"), steps, batches=batches, cpu=True)
-
-
-def test_with_accelerate_in_mixed_precision(accelerate: Any) -> None:
-    module = recipe("with_accelerate")
-    network, _ = module.train(cpu=True, mixed_precision="bf16")
-    expected = trained_in_mixed_precision(torch.bfloat16, steps=steps_of(6, micro_batches=2))
+@pytest.mark.parametrize("name", ["with_fabric", "with_accelerate"])
+def test_mixed_precision_of_frameworks(accelerate, name):
+    module, steps = recipe(name), None
+    if name == "with_fabric":
+        network, _ = module.train(accelerator="cpu", precision="bf16-mixed")
+    else:
+        network, _ = module.train(cpu=True, mixed_precision="bf16")
+        steps = steps_of(6, micro_batches=2)
+    expected = trained_in_mixed_precision(torch.bfloat16, steps=steps)
     assert_equal_as_stated(module, network, expected, 1)
 
 
 @pytest.fixture
-def trainer_options(tmp_path: Path) -> dict[str, Any]:
+def trainer_options(tmp_path):
     parts = "logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
     options = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path}
     return options | dict.fromkeys(parts, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_with_lightning_in_mixed_precision(
-    dtype: torch.dtype, trainer_options: dict[str, Any]
-) -> None:
+def test_with_lightning_in_mixed_precision(dtype, trainer_options):
     """Lightning takes float16 on the CPU as a plugin only."""
     module = recipe("with_lightning")
     precision = importlib.import_module("lightning.pytorch.plugins.precision")
@@ -309,7 +298,7 @@ def test_with_lightning_in_mixed_precision(
     assert_equal_as_stated(module, found.network, expected, 1)
 
 
-def test_with_lightning(float64: None, tmp_path: Path, trainer_options: dict[str, Any]) -> None:
+def test_with_lightning(float64, tmp_path, trainer_options):
     """Whole batches, though the torch optimizer makes another number of steps; and resumed."""
     module = recipe("with_lightning")
     straight, trainer = module.train(**trainer_options)
@@ -333,7 +322,7 @@ class _Clipped(PlainTraining):
     grad_norms: tuple[float, ...] = ()
     """Of the updates before clipping."""
 
-    def _apply(self, update: dict[nn.Parameter, Tensor]) -> None:
+    def _apply(self, update: dict[nn.Parameter, Tensor]):
         norm = torch.cat([grad.flatten() for grad in update.values()]).norm().item()
         self.optimizer.param_groups[0]["lr"] = 1e-2 * (1 - len(self.grad_norms) / 6)
         self.grad_norms = (*self.grad_norms, norm)
@@ -341,9 +330,7 @@ class _Clipped(PlainTraining):
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_with_transformers(
-    accelerate: Any, request: pytest.FixtureRequest, tmp_path: Path, bf16: bool
-) -> None:
+def test_with_transformers(accelerate, request, tmp_path, bf16):
     """Two updates an epoch: the mean over two batches, and the one that is left.
 
     The gradients of BERT's key biases are zero but for rounding, which Adam would enlarge in
@@ -357,7 +344,7 @@ def test_with_transformers(
     start = module.train(str(tmp_path), learning_rate=0.0, **options).model
     trainer = module.train(str(tmp_path), bf16=bf16, **options)
 
-    def loss(network: nn.Module, micro_batch: Any, task: str) -> Tensor:
+    def loss(network: nn.Module, micro_batch: Any, task: str):
         inputs, micro_batches = micro_batch
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             return network(**inputs)[task] / micro_batches
@@ -378,7 +365,7 @@ def test_with_transformers(
     assert [entry["loss"] for entry in logs] == pytest.approx(losses, rel=1e-5)
 
 
-def test_with_transformers_resumed(accelerate: Any, tmp_path: Path) -> None:
+def test_with_transformers_resumed(accelerate, tmp_path):
     """In the middle and at the end of an epoch, with dropout and shuffled texts."""
     module = recipe("with_transformers")
     options = {"save_steps": 1, "use_cpu": True}
@@ -399,9 +386,7 @@ def test_with_transformers_resumed(accelerate: Any, tmp_path: Path) -> None:
 class _Parts(PlainTraining):
     """Every part of a batch for itself, as on a rank of its own."""
 
-    def gradients(
-        self, task: str, micro_batches: Sequence[toy.Batch]
-    ) -> dict[nn.Parameter, Tensor]:
+    def gradients(self, task: str, micro_batches: Sequence[toy.Batch]):
         """Of the mean loss; the running statistics are means over the parts too."""
         buffers = [*self.networks[task].buffers()]
         before = [buffer.clone() for buffer in buffers]
@@ -418,14 +403,14 @@ class _Parts(PlainTraining):
         return total
 
 
-def _on_a_rank(rank: int) -> dict[str, Tensor]:
+def _on_a_rank(rank):
     with in_float64():
         network, history = recipe("on_many_ranks").train()
     assert len(history) == 12
     return network.state_dict()
 
 
-def _trainer_on_a_rank(rank: int, folder: str) -> dict[str, Tensor]:
+def _trainer_on_a_rank(rank, folder):
     """Three updates, and the last two of them once more, from a checkpoint."""
     options = {"per_device_train_batch_size": 5, "dropout": 0.0, "use_cpu": True}
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
@@ -442,9 +427,7 @@ def _trainer_on_a_rank(rank: int, folder: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks
-def test_with_transformers_on_many_ranks(
-    float64: None, accelerate: Any, pools: Callable[[int], Ranks], tmp_path: Path
-) -> None:
+def test_with_transformers_on_many_ranks(float64, accelerate, pools, tmp_path):
     """Two ranks with two batches of five texts; one with two of ten."""
     module = recipe("with_transformers")
     options = {"per_device_train_batch_size": 10, "dropout": 0.0, "use_cpu": True}
@@ -454,7 +437,7 @@ def test_with_transformers_on_many_ranks(
 
 
 @pytest.mark.ranks
-def test_on_many_ranks(float64: None, pools: Callable[[int], Ranks]) -> None:
+def test_on_many_ranks(float64, pools):
     halves = [slice(rank, None, 2) for rank in range(2)]
     steps = [
         [(images[half], {t: y[half] for t, y in targets.items()}) for half in halves]
@@ -471,11 +454,11 @@ PRINTED = {"with_transformers": r"'loss/topic': '\d+\.\d+"}
 
 @pytest.mark.parametrize("name", NAMES)
 def test_recipes_are_short_scripts(
-    name: str,
+    name,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    monkeypatch,
+    tmp_path,
+):
     recipe(name)
     if name == "on_many_ranks":  # As torchrun sets them.
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
@@ -492,7 +475,7 @@ def test_recipes_are_short_scripts(
     assert [path.name for path in tmp_path.iterdir()] == left
 
 
-def test_a_recipe_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_recipe_in_a_process_of_its_own(tmp_path):
     """As a user starts it, from another folder."""
     command = [sys.executable, FOLDER / "plain_loop.py", "--checkpoint", "a.pt", "--epochs", "2"]
     environment = {"PYTHONPATH": str(Path(cs.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
