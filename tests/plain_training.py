@@ -118,7 +118,10 @@ class PlainTraining:
             return update | self._pcgrad(shared, *grads)
         for layer, norm in self.prioritized.items():
             weight = self.networks[tasks[0]].get_parameter(layer)
-            kind = Kind(layer, tuple(weight.shape))
+            is_transposed = isinstance(
+                self.networks[tasks[0]].get_submodule(layer.rpartition(".")[0]), nn.ConvTranspose2d
+            )
+            kind = Kind(layer, tuple(weight.shape), int(is_transposed))
             of_tasks = [self.networks[task].get_submodule(norm) for task in tasks]
             strengths = strength(
                 weight.detach(),
@@ -129,7 +132,9 @@ class PlainTraining:
             )
             priority = (strengths / strengths.sum(1, keepdim=True)).argmax(0)
             stacked = torch.stack([of_task[weight] for of_task in grads])
-            projected = projected_rows(stacked, priority, kind).view_as(weight)
+            outermost = weight.movedim(kind.out_channel_dim, 0)
+            projected = projected_rows(stacked, priority, kind).view(outermost.shape)
+            projected = projected.movedim(0, kind.out_channel_dim)
             self.conflicts += not torch.allclose(projected, update[weight], rtol=1e-3)
             update[weight] = projected
         return update

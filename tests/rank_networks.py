@@ -1,5 +1,6 @@
 """Networks with every kind of layer, in odd sizes, and how ranks train them."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
 from inspect import Parameter, Signature, signature
@@ -10,6 +11,8 @@ import torch.distributed as dist
 from networks import TASKS, sgd_of
 from ranks import Pools, on_its_device
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import cs_kernels as cs
 from cs_kernels.ranks import buckets
@@ -161,30 +164,17 @@ def trained(rank: int, size: int, kind: str, method: str) -> tuple[list[Tensor],
     return network.state(), losses
 
 
-Case = tuple[Callable[..., Any], str, int]
-"""A function that trains, how its network is distributed, and the number of ranks."""
-
-
-def names_of(cases: Iterable[Case]) -> list[str]:
-    return [f"{train.__name__.strip('_')}-{kind}-{size}" for train, kind, size in cases]
-
-
-def assert_trains_as_one_process(pools: Pools, case: Case, method: str) -> None:
-    train, kind, size = case
-    found = pools(size).agreed(train, size, kind, method)
-    assert_near(found, on_its_device(0, train, size, "alone", method))
-
-
-def assert_near(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+def assert_near(found: Any, expected: Any, rtol: float = 1e-6) -> None:
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6)
 
 
 def on_ranks(
-    size: int, alone: Mapping[str, object] | None = None, rtol: float = 1e-6
+    size: int | None = None, alone: Mapping[str, object] | None = None, rtol: float = 1e-6
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes a test of a function that every rank runs; it returns the same bits on all.
 
     With `alone`, one process has about the same, for these arguments in place of the ranks'.
+    Without a size, the ranks' number is the argument `size`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
@@ -193,10 +183,10 @@ def on_ranks(
         @wraps(function)
         def test(pools: Pools, **arguments: Any) -> None:
             given = {parameter.name: arguments[parameter.name] for parameter in parameters}
-            found = pools(size).agreed(test, *given.values())
+            found = pools(size or arguments["size"]).agreed(test, *given.values())
             if alone is not None:
                 expected = on_its_device(0, function, *{**given, **alone}.values())
-                torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6)
+                assert_near(found, expected, rtol)
 
         pools = Parameter("pools", Parameter.POSITIONAL_OR_KEYWORD)
         test.__signature__ = Signature([pools, *parameters])
@@ -204,6 +194,31 @@ def on_ranks(
         return test
 
     return decorate
+
+
+class Sent(TorchDispatchMode):
+    """Counts collectives: of numbers by name, with their elements, and of the hosts' messages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers, self.elements, self.messages = Counter[str](), Counter[str](), 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function.namespace == "c10d":
+            name = function._schema.name.removeprefix("c10d::").strip("_")
+            tensors = [t for t in tree_leaves(args[:2]) if isinstance(t, Tensor)]
+            if tensors[0].is_floating_point():
+                self.numbers[name] += 1
+                self.elements[name] += max(t.numel() for t in tensors)
+            else:
+                self.messages += 1
+        return function(*args, **(kwargs or {}))
+
+
+class BrokenError(Exception):
+    """That of one rank."""
 
 
 class Dense(nn.Module):

@@ -1,66 +1,54 @@
 """Task-specific normalization: conversion, checkpoints, a task's life."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
-from networks import AB, TASKS, Setup, Trunk, assert_equal, optimizer_of, refused
+from networks import AB, TASKS, Trunk, assert_equal, optimizer_of, refused
 from torch import Tensor, nn
 
 import cs_kernels as cs
 
 pytestmark = pytest.mark.loop
 
+convert, active_task = cs.nn.convert_task_batchnorm, cs.nn.active_task
+
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "shape"),
-    [
-        (cs.nn.TaskBatchNorm1d, nn.BatchNorm1d, (6, 5)),
-        (cs.nn.TaskBatchNorm1d, nn.BatchNorm1d, (6, 5, 3)),
-        (cs.nn.TaskBatchNorm2d, nn.BatchNorm2d, (6, 5, 3, 3)),
-        (cs.nn.TaskBatchNorm3d, nn.BatchNorm3d, (6, 5, 2, 3, 3)),
-    ],
+    ("dims", "shape"), [(1, (6, 5)), (1, (6, 5, 3)), (2, (6, 5, 3, 3)), (3, (6, 5, 2, 3, 3))]
 )
 @pytest.mark.parametrize("options", [(1e-3, 0.3), (1e-2, None, False, False)])
 def test_each_task_is_a_torch_batchnorm(
-    ours: type[cs.nn.TaskBatchNorm],
-    theirs: type[nn.Module],
-    shape: tuple[int, ...],
-    options: tuple[float | bool | None, ...],
+    dims: int, shape: tuple[int, ...], options: tuple[float | bool | None, ...]
 ) -> None:
-    norm = ours(5, TASKS, *options)
-    plain = {task: theirs(5, *options) for task in TASKS}
+    norm = getattr(cs.nn, f"TaskBatchNorm{dims}d")(5, TASKS, *options)
+    plain = {task: getattr(nn, f"BatchNorm{dims}d")(5, *options) for task in TASKS}
     assert norm.tasks == tuple(TASKS)
     for task in [*TASKS, TASKS[0]]:
         x = torch.randn(shape)
-        with cs.nn.active_task(norm, task):
+        with active_task(norm, task):
             assert torch.equal(norm(x), plain[task](x))
         assert repr(norm.of(task)) == repr(plain[task])
-    for task in TASKS:
-        assert_equal(norm.get_submodule(task).state_dict(), plain[task].state_dict())
-    assert set(norm.state_dict()) == {f"{t}.{k}" for t in TASKS for k in plain[t].state_dict()}
-
-
-# --- conversion ---
+    expected = {f"{t}.{k}": value for t in TASKS for k, value in plain[t].state_dict().items()}
+    assert_equal(dict(norm.state_dict()), expected)
 
 
 def _assert_predict(trunk: nn.Module, plain: nn.Module, x: Tensor) -> None:
     """Each task predicts, in evaluation, as a network without task-specific normalization."""
     for task in cs.nn.task_norms(trunk)[0].tasks:
-        with cs.nn.active_task(trunk.eval(), task):
+        with active_task(trunk.eval(), task):
             assert torch.equal(trunk(x), plain.eval()(x))
 
 
 def test_conversion_keeps_a_pretrained_network() -> None:
     original, x = Trunk(), torch.randn(4, 3, 6, 6)
-    for _ in range(3):
-        original(torch.randn(4, 3, 6, 6))
+    original(x)
     original.stem_norm.weight.requires_grad_(False)
-    original.eval()
-    converted = copy.deepcopy(original)
-    assert cs.nn.convert_task_batchnorm(converted, TASKS) is converted
-    norms = [converted.stem_norm.of(task) for task in TASKS]
+    converted = copy.deepcopy(original.eval())
+    assert convert(converted, TASKS) is converted
+    norms = [*converted.stem_norm.children()]
     assert not converted.stem_norm.training
     assert not any(norm.training or norm.weight.requires_grad for norm in norms)
     assert len({norm.weight.data_ptr() for norm in norms}) == len(TASKS)
@@ -68,55 +56,37 @@ def test_conversion_keeps_a_pretrained_network() -> None:
 
 
 def test_conversion_of_subclasses_and_shared_modules() -> None:
-    class Normalized(nn.BatchNorm2d):
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.relu(super().forward(x))
-
-    norm = Normalized(3)
+    norm = Activated(3)
     network = nn.ModuleDict({"one": norm, "two": norm})
     network["inner"] = nn.Sequential(norm, nn.SyncBatchNorm(3))
     network["inner"].add_module("parent", network)  # Modules may refer to each other.
-    cs.nn.convert_task_batchnorm(network, TASKS)
+    convert(network, TASKS)
     converted, inner = network["one"], network["inner"]
     assert isinstance(converted, cs.nn.TaskBatchNorm)
     assert converted is network["two"] is inner[0]
-    assert isinstance(converted.of("depth"), Normalized)
+    assert isinstance(converted.of("depth"), Activated)
     assert isinstance(inner[1].of("depth"), nn.SyncBatchNorm)
-    assert cs.nn.convert_task_batchnorm(network, TASKS)["one"] is converted
+    assert convert(network, TASKS)["one"] is converted
     one_task = cs.nn.extract_task(network, "edges")
-    assert type(one_task["one"]) is Normalized
+    assert type(one_task["one"]) is Activated
     assert one_task["one"] is one_task["inner"][0]
-    alone = cs.nn.convert_task_batchnorm(nn.BatchNorm1d(3), TASKS)
+    alone = convert(nn.BatchNorm1d(3), TASKS)
     assert isinstance(alone, cs.nn.TaskBatchNorm)
     assert type(cs.nn.extract_task(alone, "edges")) is nn.BatchNorm1d
 
 
-def test_what_cannot_be_converted() -> None:
-    module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.LayerNorm(4))
-    with pytest.raises(ValueError, match=r"batch normalization.*2 LayerNorm, 1 GroupNorm"):
-        cs.nn.convert_task_batchnorm(module, AB)
-    with pytest.raises(ValueError, match=r"got Linear with these normalizations: none"):
-        cs.nn.convert_task_batchnorm(nn.Linear(3, 4), AB)
-    module = nn.Sequential(nn.Linear(2, 4), nn.LazyBatchNorm1d())
-    with pytest.raises(ValueError, match=r"must have run once.*got 1, a LazyBatchNorm1d"):
-        cs.nn.convert_task_batchnorm(module, AB)
-    module(torch.randn(3, 2))
-    cs.nn.convert_task_batchnorm(module, AB)
-
-
 def test_active_task_is_restored() -> None:
-    trunk = Setup().trunk
+    trunk = convert(nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)), TASKS)
 
-    def active() -> set[str | None]:
-        return {norm.active for norm in cs.nn.task_norms(trunk)}
+    def active() -> list[str | None]:
+        return [norm.active for norm in cs.nn.task_norms(trunk)]
 
     cs.nn.set_task(trunk, "depth")
-    with cs.nn.active_task(trunk, "edges"):
-        assert active() == {"edges"}
-        with cs.nn.active_task(trunk, "normals"):
-            assert active() == {"normals"}
-        assert active() == {"edges"}
-    assert active() == {"depth"}
+    with active_task(trunk, "edges"):
+        with active_task(trunk, "normals"):
+            assert active() == ["normals"] * 2
+        assert active() == ["edges"] * 2
+    assert active() == ["depth"] * 2
 
 
 # --- checkpoints ---
@@ -137,8 +107,7 @@ def _trained(seed: int = 0, norm: type[nn.Module] = nn.BatchNorm2d) -> tuple[nn.
     torch.manual_seed(seed)
     network = nn.Sequential(nn.Conv2d(3, 4, 3), norm(4), nn.ReLU(), nn.Flatten(0))
     x = torch.randn(2, 3, 6, 6)
-    for _ in range(2):
-        network(x)
+    network(x)
     for parameter in network[1].parameters():
         nn.init.uniform_(parameter)
     return network, x
@@ -147,7 +116,7 @@ def _trained(seed: int = 0, norm: type[nn.Module] = nn.BatchNorm2d) -> tuple[nn.
 def _converted(
     tasks: list[str] = TASKS, seed: int = 1, norm: type[nn.Module] = nn.BatchNorm2d
 ) -> nn.Module:
-    return cs.nn.convert_task_batchnorm(_trained(seed, norm)[0], tasks)
+    return convert(_trained(seed, norm)[0], tasks)
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, Activated])
@@ -163,25 +132,10 @@ def test_a_checkpoint_of_the_unconverted_network(
     assert not any(network.load_state_dict(state, **options))
     assert list(state) == names
     _assert_predict(network["trunk"], plain, x)
-    norms = [plain[1], *network["trunk"][1].children()]
-    for of_tensor in zip(
-        *(norm.state_dict(keep_vars=True).values() for norm in norms), strict=True
-    ):
+    states = [n.state_dict(keep_vars=True) for n in (plain[1], *network["trunk"][1].children())]
+    for of_tensor in zip(*(state.values() for state in states), strict=True):
         assert len({tensor.data_ptr() for tensor in of_tensor}) == len(TASKS) + 1
         assert len({type(tensor) for tensor in of_tensor}) == 1
-
-
-def test_keys_that_a_checkpoint_lacks_or_has_more() -> None:
-    """The message has the keys of the checkpoint."""
-    state, trunk = _trained()[0].state_dict(), _converted()
-    with pytest.raises(RuntimeError, match=r"Unexpected key.*nobody"):
-        trunk.load_state_dict({**state, "1.nobody": torch.ones(1)})
-    del state["1.bias"]
-    with pytest.raises(RuntimeError, match=r'Missing key.*"1\.depth\.bias"'):
-        trunk.load_state_dict(state)
-    with pytest.raises(RuntimeError, match=r'Unexpected key.*"1\.c\.weight"') as raised:
-        _converted(AB).load_state_dict(_converted(["a", "b", "c"]).state_dict())
-    assert "a.c" not in str(raised.value)
 
 
 @pytest.mark.parametrize("tasks", [TASKS, ["weight", "bias"]])
@@ -202,54 +156,34 @@ def test_a_checkpoint_of_the_converted_network(tasks: list[str]) -> None:
 
 def test_extract_task() -> None:
     plain, x = _trained()
-    trunk = cs.nn.convert_task_batchnorm(copy.deepcopy(plain), TASKS)
+    trunk = convert(copy.deepcopy(plain), TASKS)
     opt = optimizer_of(trunk, tasks=TASKS)
     for _ in range(2):
         opt.step(lambda task: (1 + TASKS.index(task)) * trunk(x).square().mean())
     before = copy.deepcopy(trunk.state_dict())
     for task in TASKS:
         network = cs.nn.extract_task(trunk, task)
-        assert not cs.nn.task_norms(network)
         assert type(network[1]) is nn.BatchNorm2d
-        state = network.state_dict()
-        assert state.keys() == plain.state_dict().keys()
-        fresh = copy.deepcopy(plain)
-        fresh.load_state_dict(state)
-        trunk.eval(), network.eval(), fresh.eval()
-        with cs.nn.active_task(trunk, task):
+        plain.load_state_dict(network.state_dict())
+        trunk.eval(), network.eval(), plain.eval()
+        with active_task(trunk, task):
             assert torch.equal(network(x), trunk(x))
-            assert torch.equal(fresh(x), trunk(x))
+            assert torch.equal(plain(x), trunk(x))
         exported = torch.export.export(network, (x,))
         torch.testing.assert_close(exported.module()(x), network(x))
-        with torch.no_grad():
-            network[0].weight.zero_()
-            network[1].weight.zero_()
+        for parameter in network.parameters():
+            parameter.detach().zero_()
     assert_equal(trunk.state_dict(), before)
-    with pytest.raises(ValueError, match=r"task must be one of.*'flow'"):
-        cs.nn.extract_task(trunk, "flow")
-    with pytest.raises(ValueError, match=r"task-specific normalization, got Conv2d with none"):
-        cs.nn.extract_task(nn.Conv2d(1, 1, 1), "depth")
 
 
 def test_add_task() -> None:
     trunk, x = _trained()
-    opt = optimizer_of(cs.nn.convert_task_batchnorm(trunk, AB))
+    opt = optimizer_of(convert(trunk, AB))
     opt.step(lambda task: (1 if task == "a" else 3) * trunk(x).square().mean())
     trunk[1].of("a").weight.requires_grad_(False)
-    for task, like, message in (
-        ("a", "b", "task must be new, got 'a'"),
-        ("c", "d", "task must be one of"),
-        ("x.y", "a", "without a dot"),
-        ("forward", "a", "named like an attribute"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            cs.nn.add_task(trunk, task, like=like)
-        assert trunk[1].tasks == ("a", "b")
-    with pytest.raises(ValueError, match="task-specific normalization, got Linear"):
-        cs.nn.add_task(nn.Linear(3, 3), "c", like="a")
     new = cs.nn.add_task(trunk, "c", like="a")
     assert [p.requires_grad for p in new] == [False, True]
-    with cs.nn.active_task(trunk.eval(), "c"):
+    with active_task(trunk.eval(), "c"):
         assert torch.equal(trunk(x), cs.nn.extract_task(trunk, "a")(x))
     trunk.train()
     with pytest.raises(ValueError, match=r"optimizer must hold.*1\.c\.bias"):
@@ -260,30 +194,23 @@ def test_add_task() -> None:
     assert not torch.equal(trunk[1].of("a").bias, trunk[1].of("c").bias)
 
 
+LOADER = [[torch.randn(4, 3, 6, 6), torch.zeros(4)] for _ in range(3)]
+
+
 def test_update_bn() -> None:
     """One task's statistics are torch's own of that task's network; the others' stay."""
     trunk = _converted()
     trunk[2].eval()
-    loader = [[torch.randn(4, 3, 6, 6), torch.zeros(4)] for _ in range(3)]
     plain = cs.nn.extract_task(trunk, "depth")
-    torch.optim.swa_utils.update_bn(loader, plain)
+    torch.optim.swa_utils.update_bn(LOADER, plain)
     before = copy.deepcopy(trunk.state_dict())
-    cs.nn.update_bn(loader, trunk, "depth")
+    cs.nn.update_bn(LOADER, trunk, "depth")
     assert trunk[1].of("depth").momentum == 0.1
     assert trunk[1].active is None
     expected = {f"1.depth.{name}": of_depth for name, of_depth in plain[1].state_dict().items()}
     assert_equal(dict(trunk.state_dict()), {**before, **expected})
     for name in ("1.depth.running_mean", "1.depth.running_var"):
         assert not torch.equal(expected[name], before[name])
-    for bad, error, message in (
-        ([], ValueError, "loader must yield"),
-        ([torch.randn(4, 3, 6, 6), "no tensor"], TypeError, "conv2d"),
-    ):
-        with refused(trunk.state_dict, error, message):
-            cs.nn.update_bn(bad, trunk, "depth")
-        assert trunk[1].of("depth").momentum == 0.1
-    with pytest.raises(ValueError, match="task must be one of"):
-        cs.nn.update_bn(loader, trunk, "flow")
 
 
 def test_update_bn_leaves_frozen_normalizations_alone() -> None:
@@ -321,9 +248,51 @@ def test_update_bn_leaves_frozen_normalizations_alone() -> None:
 def test_traces_of_a_converted_network_are_refused() -> None:
     """They would keep one task for good; traces of one task's network are allowed."""
     trunk, x = _trained()
-    cs.nn.set_task(cs.nn.convert_task_batchnorm(trunk, AB).eval(), "a")
+    cs.nn.set_task(convert(trunk, AB).eval(), "a")
     for trace in (torch.fx.symbolic_trace, partial(torch.jit.trace, example_inputs=x)):
         with pytest.raises(RuntimeError, match="extract_task"):
             trace(trunk)
     plain = cs.nn.extract_task(trunk, "a")
     assert torch.equal(torch.fx.symbolic_trace(plain)(x), trunk(x))
+
+
+NORMS = [nn.Linear(3, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.LayerNorm(4)]
+STATE, NONE = _trained()[0].state_dict(), "task-specific normalization, got Linear with none"
+WITHOUT_BIAS = {name: value for name, value in STATE.items() if name != "1.bias"}
+ABC = _converted([*AB, "c"]).state_dict()
+add_task, update_bn = partial(cs.nn.add_task, like="a"), cs.nn.update_bn
+BAD = [*LOADER, [LOADER[0][0].double()]]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda _: convert(nn.Sequential(*NORMS), AB), "normalization.*2 LayerNorm, 1 GroupNorm"),
+        (lambda _: convert(nn.Linear(3, 4), AB), "got Linear with these normalizations: none"),
+        (lambda _: convert(nn.LazyBatchNorm1d(), AB), "run once.*got module, a LazyBatchNorm1d"),
+        (lambda trunk: trunk.load_state_dict({**STATE, "1.nobody": 0}), "Unexpected key.*nobody"),
+        (lambda trunk: trunk.load_state_dict(WITHOUT_BIAS), r'Missing key.*"1\.a\.bias"'),
+        (lambda trunk: trunk.load_state_dict(ABC), r'Unexpected key(?!.*a\.c).*"1\.c\.weight"'),
+        (lambda trunk: cs.nn.extract_task(trunk, "flow"), "task must be one of.*'flow'"),
+        (lambda _: cs.nn.extract_task(nn.Linear(3, 3), "depth"), NONE),
+        (lambda trunk: cs.nn.add_task(trunk, "a", like="b"), "task must be a new one, got 'a'"),
+        (lambda trunk: cs.nn.add_task(trunk, "c", like="d"), "task must be one of"),
+        (lambda trunk: add_task(trunk, "x.y"), "without a dot"),
+        (lambda trunk: add_task(trunk, "forward"), "named as an attribute"),
+        (lambda _: add_task(nn.Linear(3, 3), "c"), NONE),
+        (lambda trunk: update_bn([], trunk, "a"), "loader must yield"),
+        (lambda trunk: update_bn(BAD, trunk, "a"), "type"),
+        (lambda trunk: update_bn(LOADER, trunk, "flow"), "task must be one of"),
+    ],
+)
+def test_what_is_refused(call: Callable[[nn.Module], object], message: str) -> None:
+    """The trunk stays as it was."""
+    trunk = _converted(AB)
+    names = [name for name, _ in trunk.named_modules()]
+    before = copy.deepcopy(trunk.state_dict())
+    with pytest.raises((ValueError, RuntimeError), match=f"(?s){message}"):
+        call(trunk)
+    assert names == [name for name, _ in trunk.named_modules()]
+    assert all(norm.momentum == 0.1 for norm in trunk[1].children())
+    if "key" not in message:
+        assert_equal(trunk.state_dict(), before)

@@ -1,101 +1,76 @@
 """The training loop: each phase against an independent step, and the events of a long run."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
-from layers import Kind
 from networks import (
     AB,
     BOTH_PHASES,
     PRIORITIZED,
     TASKS,
     Setup,
+    Trunk,
     assert_equal,
     assert_same_gradients,
     optimizer_of,
     problem,
-    projected_update,
     started,
     stem_priority,
 )
+from plain_training import Batch, PlainTraining, largest_difference
 from torch import Tensor, nn
 
 import cs_kernels as cs
 
 pytestmark = pytest.mark.loop
 
-METHODS = [cs.Sum, cs.ConnectionStrength]
+SGD = torch.optim.SGD
 
 
-def _grads_of(
-    setup: Setup, batch: int, task: str, parameters: list[nn.Parameter]
-) -> tuple[Tensor, ...]:
-    for norm in cs.nn.task_norms(setup.trunk):
-        norm.active = task
-    return torch.autograd.grad(setup.closure(batch)(task), parameters)
-
-
-def _independent_phase2(setup: Setup, batch: int) -> None:
-    """A joint step with torch.autograd.grad and the paper's formulas, nothing of the package."""
-    norm_names = set(PRIORITIZED.values())
-    shared = {
-        n: p
-        for n, p in setup.trunk.named_parameters()
-        if not any(n.startswith(f"{norm}.") for norm in norm_names)
-    }
-    grads: dict[str, list[Tensor]] = {name: [] for name in shared}
-    for task in TASKS:
-        norms = [setup.trunk.get_submodule(norm) for norm in norm_names]
-        own = [p for norm in norms for p in norm.of(task).parameters()]
-        own += setup.heads[task].parameters()
-        results = _grads_of(setup, batch, task, [*shared.values(), *own])
-        for name, grad in zip(shared, results, strict=False):
-            grads[name].append(grad)
-        for p, grad in zip(own, results[len(shared) :], strict=True):
-            p.grad = grad
-    for name, p in shared.items():
-        if name not in PRIORITIZED:
-            p.grad = sum(grads[name][1:], grads[name][0])
-            continue
-        kind = Kind(name, tuple(p.shape), int(name == "up.weight"))
-        norm = setup.trunk.get_submodule(PRIORITIZED[name])
-        p.grad = projected_update(p.detach(), norm, grads[name], kind)
-    setup.optimizer.step()
-
-
-def _independent_phase1(setup: Setup, batch: int) -> None:
-    for task in TASKS:
-        own = [
-            p
-            for n, p in [*setup.trunk.named_parameters(), *setup.heads.named_parameters()]
-            if not any(f".{other}." in f".{n}" for other in TASKS if other != task)
-        ]
-        setup.optimizer.zero_grad()
-        for p, grad in zip(own, _grads_of(setup, batch, task, own), strict=True):
-            p.grad = grad
-        setup.optimizer.step()
-
-
-def _steps(setup: Setup, opt: cs.MultiTaskOptimizer) -> None:
+def _steps(setup: Setup, opt: cs.MultiTaskOptimizer) -> Setup:
     for batch in range(3):
         opt.step(setup.closure(batch))
+    return setup
+
+
+def _independent(setup: Setup) -> PlainTraining:
+    """Training in plain torch that starts with other weights, which the trunk gets."""
+
+    def loss(network: nn.ModuleDict, batch: Batch, task: str) -> Tensor:
+        return (network["heads"][task](network["trunk"](batch[0])) - batch[1][task]).square().mean()
+
+    network = nn.ModuleDict({"trunk": Trunk(), "heads": copy.deepcopy(setup.heads)}).double()
+    prioritized = {f"trunk.{layer}": f"trunk.{norm}" for layer, norm in PRIORITIZED.items()}
+    training = PlainTraining(network, TASKS, loss, torch.optim.Adam, prioritized, lr=1e-2)
+    for of_task in training.networks.values():
+        for name in training.norms:
+            nn.init.uniform_(of_task.get_submodule(name).weight, 0.5, 1.5)
+    _whole(setup).load_state_dict(training.state())
+    return training
+
+
+def _whole(setup: Setup) -> nn.ModuleDict:
+    return nn.ModuleDict({"trunk": setup.trunk, "heads": setup.heads})
 
 
 def test_mixed_equals_an_independent_step(backend: str) -> None:
     """Five steps of Mixed in both phases, with Adam on a residual network, in float64."""
-    (ours, opt), theirs = started(schedule=cs.Mixed(epochs=5, seed=2)), Setup()
-    phases = []
+    setup, opt = started(schedule=cs.Mixed(epochs=5, seed=2))
+    training, phases = _independent(setup), set()
     for epoch in range(5):
         opt.start_epoch(epoch)
-        phases.append(opt.phase)
-        losses = opt.step(ours.closure(epoch))
+        phases.add(opt.phase)
+        losses = opt.step(setup.closure(epoch))
         assert list(losses) == TASKS
-        assert all(not loss.requires_grad for loss in losses.values())
-        (_independent_phase1 if opt.phase == 1 else _independent_phase2)(theirs, epoch)
-        torch.testing.assert_close(ours.state(), theirs.state(), rtol=1e-10, atol=1e-12)
-    assert {1, 2} == set(phases)
+        assert not any(loss.requires_grad for loss in losses.values())
+        x, targets = setup.batches[epoch]
+        training.step(opt.phase, [(x, dict(zip(TASKS, targets, strict=True)))])
+        assert largest_difference(_whole(setup).state_dict(), training.state()) < 1e-10
+    assert phases == {1, 2}
     assert dict(opt.coverage().prioritized) == PRIORITIZED
+    assert training.conflicts
     assert opt.report().conflicts.any()
 
 
@@ -109,19 +84,16 @@ def test_sum_is_the_gradient_of_the_sum() -> None:
 
 
 @BOTH_PHASES
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [cs.Sum, cs.ConnectionStrength])
 def test_a_subset_leaves_other_tasks_alone(method: type[cs.Method], schedule: cs.Schedule) -> None:
     """Not by momentum or weight decay either, nor their statistics."""
     setup = Setup(optimizer=torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
     opt = setup.start(method(), schedule)
     opt.step(setup.closure(0))
-    before = copy.deepcopy({**setup.trunk.state_dict(), **setup.heads.state_dict()})
-    losses = opt.step(setup.closure(1), tasks=["edges", "depth"])
-    assert list(losses) == ["edges", "depth"]
-    after = {**setup.trunk.state_dict(), **setup.heads.state_dict()}
-    for name, tensor in after.items():
-        same = torch.equal(tensor, before[name])
-        assert same == ("normals" in name), name
+    before = copy.deepcopy(_whole(setup).state_dict())
+    assert list(opt.step(setup.closure(1), tasks=["edges", "depth"])) == ["edges", "depth"]
+    for name, tensor in _whole(setup).state_dict().items():
+        assert torch.equal(tensor, before[name]) == ("normals" in name), name
 
 
 def test_phase1_order_is_that_of_the_call() -> None:
@@ -129,44 +101,51 @@ def test_phase1_order_is_that_of_the_call() -> None:
     for order in (["depth", "edges"], ["edges", "depth"]):
         setup, opt = started(schedule=cs.Sequential())
         opt.step(setup.closure(0), tasks=order)
-        states.append(setup.trunk.stem.weight.detach().clone())
-    assert not torch.equal(states[0], states[1])
+        states.append(setup.trunk.stem.weight.detach())
+    assert not torch.equal(*states)
 
 
 def test_weighting_scales_gradients_not_the_report() -> None:
-    plain, weighted = Setup(optimizer=torch.optim.SGD), Setup(optimizer=torch.optim.SGD)
-    weights = cs.FixedWeights(dict.fromkeys(TASKS, 2.0))
-    first, second = plain.start(), weighted.start(weighting=weights)
+    plain, weighted = Setup(optimizer=SGD), Setup(optimizer=SGD)
+    first = plain.start()
+    second = weighted.start(weighting=cs.FixedWeights(dict.fromkeys(TASKS, 2.0)))
     assert first.step(plain.closure(0)) == second.step(weighted.closure(0))
     doubled = [None if p.grad is None else 2 * p.grad for p in plain.parameters()]
     torch.testing.assert_close([p.grad for p in weighted.parameters()], doubled)
 
 
-def test_one_task(backend: str) -> None:
-    """K = 1: every schedule is plain training."""
-    states = []
-    for schedule in (cs.Joint(), cs.Sequential()):
-        setup = Setup(tasks=["depth"])
-        _steps(setup, setup.start(schedule=schedule))
-        states.append(setup.state())
-    torch.testing.assert_close(*states)
+def _channels_last(last: bool) -> Setup:
+    setup = Setup(optimizer=SGD)
+    setup.trunk.to(memory_format=torch.channels_last if last else torch.contiguous_format)
+    return _steps(setup, setup.start())
 
 
-@pytest.mark.parametrize("kept", [["bare.weight"], []], ids=["a plain one", "none"])
-def test_every_prioritized_layer_is_frozen_later(backend: str, kept: list[str]) -> None:
+def _one_task(phase1: bool) -> Setup:
+    setup = Setup(tasks=["depth"])
+    return _steps(setup, setup.start(schedule=cs.Sequential() if phase1 else cs.Joint()))
+
+
+@pytest.mark.parametrize("train", [_channels_last, _one_task])
+def test_trainings_that_are_alike(backend: str, train: Callable[[bool], Setup]) -> None:
+    """In another memory format; with one task in any schedule."""
+    states = [train(other).state() for other in (False, True)]
+    torch.testing.assert_close(*states, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("trains", [["bare.weight"], []], ids=["a plain one", "none"])
+def test_every_prioritized_layer_is_frozen_later(backend: str, trains: list[str]) -> None:
     setup, opt = started()
     opt.step(setup.closure(0))
-    parameters = dict(setup.trunk.named_parameters())
-    for name in {*PRIORITIZED, *opt.coverage().plain} - set(kept):
-        parameters[name].requires_grad_(False)
-    before = parameters["bare.weight"].detach().clone()
+    for name in {*PRIORITIZED, *opt.coverage().plain} - set(trains):
+        setup.trunk.get_parameter(name).requires_grad_(False)
+    before = setup.trunk.bare.weight.detach().clone()
     opt.step(setup.closure(1))
-    assert torch.equal(parameters["bare.weight"], before) == (not kept)
+    assert torch.equal(setup.trunk.bare.weight, before) == (not trains)
 
 
 @BOTH_PHASES
 def test_nan_loss_reaches_grad(backend: str, schedule: cs.Schedule) -> None:
-    setup = Setup(optimizer=torch.optim.SGD)
+    setup = Setup(optimizer=SGD)
     opt = setup.start(schedule=schedule)
     opt.step(lambda task: setup.closure(0)(task) * (float("nan") if task == "edges" else 1.0))
     for name, p in setup.trunk.named_parameters():
@@ -174,25 +153,15 @@ def test_nan_loss_reaches_grad(backend: str, schedule: cs.Schedule) -> None:
             assert p.grad.isnan().all(), name
 
 
-def test_channels_last_network(backend: str) -> None:
-    states = []
-    for memory in (torch.contiguous_format, torch.channels_last):
-        setup = Setup(optimizer=torch.optim.SGD)
-        setup.trunk.to(memory_format=memory)
-        _steps(setup, setup.start())
-        states.append(setup.parameters())
-    torch.testing.assert_close(*states, rtol=1e-8, atol=1e-10)
-
-
 @BOTH_PHASES
 def test_grad_scaler_skips_an_overflow(schedule: cs.Schedule) -> None:
-    setup = Setup(dtype=torch.float32, optimizer=torch.optim.SGD)
+    setup = Setup(dtype=torch.float32, optimizer=SGD)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     opt = setup.start(schedule=schedule, scaler=scaler)
-    before = [p.detach().clone() for p in setup.parameters()]
+    before = copy.deepcopy(setup.parameters())
     losses = opt.step(lambda task: setup.closure(0)(task) * float("inf"))
     assert all(loss.isinf() for loss in losses.values())
-    assert_equal(before, [p.detach() for p in setup.parameters()])
+    assert_equal(before, setup.parameters())
     assert scaler.get_scale() < 8.0
     opt.step(setup.closure(0))
     assert not torch.equal(before[0], setup.parameters()[0])
@@ -207,8 +176,7 @@ def test_clipping_before_the_step() -> None:
     )
     opt.step(setup.closure(0))
     clipped = torch.cat([p.grad.flatten() for p in setup.parameters()]).norm()
-    assert norms[0] > 1e-3
-    torch.testing.assert_close(clipped, torch.tensor(1e-3, dtype=torch.float64), rtol=1e-2, atol=0)
+    assert norms[0] > 1e-3 >= clipped > 0.99e-3
 
 
 def test_priority_is_that_of_the_step() -> None:
@@ -239,13 +207,11 @@ def test_tasks_of_anything_that_has_an_order() -> None:
 
 def test_a_frozen_backbone_keeps_its_statistics_until_it_thaws() -> None:
     setup, opt = started()
-    parts = setup.trunk.stem, setup.trunk.stem_norm
-    for part in parts:
-        part.requires_grad_(False).eval()
-    before = copy.deepcopy([part.state_dict() for part in parts])
+    frozen = nn.ModuleList([setup.trunk.stem, setup.trunk.stem_norm]).requires_grad_(False).eval()
+    before = copy.deepcopy(frozen.state_dict())
     opt.step(setup.closure(0))
-    assert_equal([part.state_dict() for part in parts], before)
+    assert_equal(frozen.state_dict(), before)
     assert setup.trunk.stem.weight.grad is None
     setup.trunk.stem.requires_grad_(True)
     opt.step(setup.closure(1))
-    assert not torch.equal(setup.trunk.stem.weight, before[0]["weight"])
+    assert not torch.equal(setup.trunk.stem.weight, before["0.weight"])
