@@ -168,13 +168,25 @@ def assert_near(found: Any, expected: Any, rtol: float = 1e-6) -> None:
     torch.testing.assert_close(found, expected, rtol=rtol, atol=1e-6)
 
 
+def assert_trains_as_one_process(
+    pools: Pools, case: tuple[Callable[..., Any], str, int], method: str
+) -> None:
+    """The case has a function that trains, how its network is distributed, the number of ranks."""
+    train, kind, size = case
+    found = pools(size).agreed(train, size, kind, method)
+    assert_near(found, on_its_device(0, train, size, "alone", method))
+
+
+def names_of(cases: Iterable[tuple[Callable[..., Any], str, int]]) -> list[str]:
+    return [f"{train.__name__.strip('_')}-{kind}-{size}" for train, kind, size in cases]
+
+
 def on_ranks(
-    size: int | None = None, alone: Mapping[str, object] | None = None, rtol: float = 1e-6
+    size: int, alone: Mapping[str, object] | None = None, rtol: float = 1e-6
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes a test of a function that every rank runs; it returns the same bits on all.
 
     With `alone`, one process has about the same, for these arguments in place of the ranks'.
-    Without a size, the ranks' number is the argument `size`.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
@@ -183,7 +195,7 @@ def on_ranks(
         @wraps(function)
         def test(pools: Pools, **arguments: Any) -> None:
             given = {parameter.name: arguments[parameter.name] for parameter in parameters}
-            found = pools(size or arguments["size"]).agreed(test, *given.values())
+            found = pools(size).agreed(test, *given.values())
             if alone is not None:
                 expected = on_its_device(0, function, *{**given, **alone}.values())
                 assert_near(found, expected, rtol)

@@ -13,6 +13,7 @@ from networks import (
     TASKS,
     assert_equal,
     problem,
+    refused,
     restore,
     saved,
     sgd_of,
@@ -73,13 +74,15 @@ def test_a_captured_run_resumes(name: str) -> None:
         assert numbers(kept) == numbers(states[-1])
 
 
-@pytest.mark.parametrize("method", [cs.PCGrad(), cs.GradDrop()], ids=repr)
+@pytest.mark.parametrize("method", [cs.PCGrad(), cs.GradDrop(), cs.Sum()], ids=repr)
 def test_replays_draw_anew(method: cs.Method) -> None:
-    """On gradients that stay: three directions, each in conflict with the others."""
+    """On gradients that stay: three directions, each in conflict with the others; dropout too."""
     trunk = nn.Linear(2, 1, bias=False)
     directions = torch.tensor([[1.0, 0.0], [-0.6, 0.9], [-0.5, -1.0]])
     opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk, lr=0.0), TASKS, method)
-    captured = opt.capture(lambda task: trunk(directions[TASKS.index(task)]).sum())
+    rate = 0.5 if isinstance(method, cs.Sum) else 0.0
+    dropout = partial(nn.functional.dropout, p=rate)
+    captured = opt.capture(lambda task: trunk(dropout(directions[TASKS.index(task)])).sum())
     updates = []
     for _ in range(23):
         captured()
@@ -88,25 +91,76 @@ def test_replays_draw_anew(method: cs.Method) -> None:
     assert len(set(updates[3:])) > 3
 
 
-def test_other_steps_between_replays() -> None:
+def _other_steps_between(captured: bool) -> Loop:
     """The counter follows, and `.grad` is that of the last step."""
-
-    def train(captured: bool) -> Loop:
-        loop = Loop(cs.GradDrop(), captured=captured)
-        for number in range(10):
-            loop.train(number, number + 1)
-            if number % 3 == 2:
-                loop.opt.step(loop._loss)
-            if number == 5:
-                loop.setup.optimizer.zero_grad()
-        return loop
-
-    trained_alike(train)
-    assert Recorder.captures == 1
+    loop = Loop(cs.GradDrop(), captured=captured)
+    for number in range(10):
+        loop.train(number, number + 1)
+        if number % 3 == 2:
+            loop.opt.step(loop._loss)
+        if number == 5:
+            loop.setup.optimizer.zero_grad()
+    return loop
 
 
-def _norm(loop: Loop) -> Any:
-    return next(iter(cs.nn.task_norms(loop.setup.trunk)))
+def _a_learning_rate_in_a_tensor(captured: bool) -> Loop:
+    """It changes in every step."""
+    loop = Loop(cs.PCGrad(), captured=captured, lr=torch.tensor(0.05), fused=True)
+    rate = torch.optim.lr_scheduler.ExponentialLR(loop.setup.optimizer, 0.8)
+    return loop.train(stop=8, rate=rate)
+
+
+def _a_scaler(captured: bool) -> Loop:
+    """It skips a step with infinite gradients, and lowers its scale, in a replay too."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
+    optimizer = partial(torch.optim.SGD, momentum=0.9, fused=True)
+    loop = Loop(cs.CAGrad(), captured=captured, optimizer=optimizer, scaler=scaler)
+    loop.setup.batches[6][1].fill_(torch.inf)
+    assert loop.train().opt.scaler.get_scale() == 16
+    return loop
+
+
+def _a_batch_whose_gradients_are_not_finite(captured: bool) -> Loop:
+    """Nash-MTL keeps nothing of it for the steps after it."""
+    loop = Loop(cs.NashMTL(), captured=captured)
+    loop.setup.batches[6][1].fill_(torch.inf)
+
+    def finite(*_: object) -> None:
+        for parameter in loop.setup.parameters():
+            parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+    loop.setup.optimizer.register_step_pre_hook(finite)
+    assert loop.opt.method.captured_state() == []
+    return loop.train(stop=9)
+
+
+@pytest.mark.parametrize(
+    ("train", "replays"),
+    [
+        (_other_steps_between, 8),
+        (_a_learning_rate_in_a_tensor, 6),
+        (_a_scaler, 12),
+        (_a_batch_whose_gradients_are_not_finite, 7),
+    ],
+)
+def test_events_after_which_nothing_is_captured_again(
+    train: Callable[[bool], Loop], replays: int
+) -> None:
+    loop = trained_alike(train)
+    assert (Recorder.captures, Recorder.replays) == (1, replays)
+    assert all(tensor.isfinite().all() for tensor in loop.setup.state(grads=False))
+
+
+def _replace_norm(loop: Loop, _: int) -> None:
+    """With the same parameters; a step sees it before the captured one does."""
+    old, new = loop.setup.trunk.stem_norm.depth, nn.BatchNorm2d(8, eps=0.5).double()
+    new.weight, new.bias = old.weight, old.bias
+    loop.setup.trunk.stem_norm.depth = new
+    loop.opt.step(loop._loss, TASKS[:2])
+
+
+def _replace_buffer(norm: nn.Module) -> None:
+    norm.running_mean = norm.running_mean + 1
 
 
 def _move(loop: Loop, _: int) -> None:
@@ -115,32 +169,13 @@ def _move(loop: Loop, _: int) -> None:
         parameter.data = parameter.data.clone()
 
 
-def _replace_buffer(norm: nn.Module) -> None:
-    norm.running_mean = norm.running_mean + 1
-
-
-def _replace_norm(loop: Loop, _: int) -> None:
-    """With the same parameters; a step sees it before the captured one does."""
-    old, new = _norm(loop).depth, nn.BatchNorm2d(8, eps=0.5).double()
-    new.weight, new.bias = old.weight, old.bias
-    _norm(loop).depth = new
-    loop.opt.step(loop._loss, TASKS[:2])
-
-
-def _clip(loop: Loop, _: int) -> None:
-    def clip(*_: object) -> None:
-        nn.utils.clip_grad_norm_(loop.setup.parameters(), 0.01)
-
-    loop.setup.optimizer.register_step_pre_hook(clip)
-
-
 def _option(loop: Loop, _: int) -> None:
     name, value = ("leak", 0.5) if isinstance(loop.opt.method, cs.GradDrop) else ("max_norm", 9)
     setattr(loop.opt.method, name, value)
 
 
 def _load_weighting(loop: Loop, _: int) -> None:
-    """A step of other tasks has other kept weights."""
+    """A step of other tasks has other cached weights."""
     loop.opt.weighting.load_state_dict(loop.opt.weighting.state_dict())
     loop.opt.step(loop._loss, TASKS[:2])
 
@@ -154,10 +189,12 @@ CHANGES: dict[str, Callable[[Loop, int], object]] = {
     "state of the torch optimizer": lambda loop, _: restore(saved(loop.setup), loop.setup),
     "evaluation": lambda loop, number: loop.setup.trunk.train(number == 8),
     "evaluation of heads": lambda loop, number: loop.setup.heads.train(number == 8),
-    "buffer": lambda loop, _: _replace_buffer(_norm(loop).depth),
+    "buffer": lambda loop, _: _replace_buffer(loop.setup.trunk.stem_norm.depth),
     "buffer of a head": lambda loop, _: _replace_buffer(loop.setup.heads["depth"][0]),
     "normalization": _replace_norm,
-    "hook": _clip,
+    "hook": lambda loop, _: loop.setup.optimizer.register_step_pre_hook(
+        lambda *_: nn.utils.clip_grad_norm_(loop.setup.parameters(), 0.01) and None
+    ),
     "option": _option,
     "weighting": lambda loop, number: setattr(
         loop.opt, "weighting", cs.FixedWeights(dict.fromkeys(TASKS, 1 / number))
@@ -185,56 +222,6 @@ def test_captured_again(method: Callable[[], cs.Method], change: str) -> None:
     trained_alike(train)
     assert Recorder.captures >= 2
     assert Recorder.replays >= 4
-
-
-def test_a_learning_rate_in_a_tensor() -> None:
-    """It changes in every step, and nothing is captured again."""
-
-    def train(captured: bool) -> Loop:
-        loop = Loop(cs.PCGrad(), captured=captured, lr=torch.tensor(0.05), fused=True)
-        rate = torch.optim.lr_scheduler.ExponentialLR(loop.setup.optimizer, 0.8)
-        return loop.train(stop=8, rate=rate)
-
-    trained_alike(train)
-    assert (Recorder.captures, Recorder.replays) == (1, 6)
-
-
-def test_a_scaler() -> None:
-    """It skips a step with infinite gradients, and lowers its scale, in a replay too."""
-
-    def train(captured: bool) -> Loop:
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
-        optimizer = partial(torch.optim.SGD, momentum=0.9, fused=True)
-        loop = Loop(cs.CAGrad(), captured=captured, optimizer=optimizer, scaler=scaler)
-        loop.setup.batches[6][1].fill_(torch.inf)
-        scales.append(loop.train().opt.scaler)
-        return loop
-
-    scales: list[torch.amp.GradScaler] = []
-    loop = trained_alike(train)
-    assert all(tensor.isfinite().all() for tensor in loop.setup.state(grads=False))
-    assert scales[0].get_scale() == scales[1].get_scale() < 8 * 2**3
-    assert Recorder.captures == 1
-
-
-def test_nash_mtl_keeps_nothing() -> None:
-    """A batch whose gradients are not finite leaves nothing for the steps after it."""
-
-    def train(captured: bool) -> Loop:
-        loop = Loop(cs.NashMTL(), captured=captured)
-        loop.setup.batches[6][1].fill_(torch.inf)
-
-        def finite(*_: object) -> None:
-            for parameter in loop.setup.parameters():
-                parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
-
-        loop.setup.optimizer.register_step_pre_hook(finite)
-        return loop.train(stop=9)
-
-    loop = trained_alike(train)
-    assert Recorder.replays == 7
-    assert loop.opt.method.captured_state() == []
-    assert all(tensor.isfinite().all() for tensor in loop.setup.state(grads=False))
 
 
 def test_a_warmup_counts_steps_that_were_made() -> None:
@@ -285,77 +272,80 @@ class Factor(cs.Weighting):
         return {"factor": 2}
 
 
+def _capture(**options: Any) -> object:
+    given = {name: options.pop(name) for name in ("tasks", "warmup", "closure") if name in options}
+    _, loss, opt = started_problem(**{"method": cs.PCGrad(), **options})
+    return opt.capture(**{"closure": loss, **given})
+
+
+def _capture_with(kind: Callable[..., torch.optim.Optimizer], *others: Tensor) -> object:
+    model, loss, *_ = problem()
+    optimizer = kind([*model.parameters(), *map(nn.Parameter, others)])
+    return cs.MultiTaskOptimizer(model, optimizer, AB, cs.PCGrad()).capture(loss)
+
+
+def _capture_without_momentum() -> object:
+    setup, opt = started()
+    setup.trunk.up_norm.of("depth").momentum = None
+    return opt.capture(setup.closure(0))
+
+
+META, SCALER = torch.ones(3, device="meta"), torch.amp.GradScaler("cpu")
+
+
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("capture", "message"),
     [
-        ({"backward": Tensor.backward}, "backward must be None for a captured step, got <"),
-        ({"method": cs.NashMTL(3)}, r"update_every must be 1 in a captured step, got 3 by Nash"),
-        ({"method": Counting()}, r"state in place, but Counting\(\) has a state and no"),
-        ({"weighting": Factor()}, "state in place, but .*Factor"),
-        (
-            {"scaler": torch.amp.GradScaler("cpu")},
-            "scaler must have optimizers with fused=True.*got SGD without",
-        ),
+        (partial(_capture, backward=Tensor.backward), "backward must be None for a captured step"),
+        (partial(_capture, method=cs.NashMTL(3)), "update_every must be 1 .*, got 3 by Nash"),
+        (partial(_capture, method=Counting()), r"state in place, but Counting\(\) has a state"),
+        (partial(_capture, weighting=Factor()), "state in place, but .*Factor"),
+        (partial(_capture, scaler=SCALER), "scaler must have .* with fused=True.*got SGD without"),
+        (partial(_capture, closure=None), "closure must be a function"),
+        (partial(_capture, tasks=["c"]), "tasks must be among .*got 'c'"),
+        (partial(_capture, warmup=0), "warmup must be at least 1, got 0"),
+        (partial(_capture, warmup=1.5), "warmup must be an integer, got 1.5"),
+        (partial(_capture_with, torch.optim.Adam), r"built with capturable=True.*got Adam with"),
+        (partial(_capture_with, torch.optim.SGD, META), r"cpu alone.*shape \(3,\) on meta"),
+        (_capture_without_momentum, r"momentum=None in up_norm\.depth"),
     ],
 )
-def test_what_replays_would_get_wrong(options: dict[str, Any], message: str) -> None:
-    _, loss, opt = started_problem(**{"method": cs.PCGrad(), **options})
-    with pytest.raises(ValueError, match=message):
-        opt.capture(loss)
-    assert opt.state_dict()["steps"] == Recorder.captures == 0
+def test_what_replays_would_get_wrong(capture: Callable[[], object], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        capture()
+    assert Recorder.captures == 0
 
 
-def test_arguments() -> None:
-    _, loss, opt = started_problem(cs.PCGrad())
-    for arguments, error, message in (
-        ({"closure": None}, TypeError, "closure must be a function"),
-        ({"tasks": ["c"]}, ValueError, "tasks must be among .*got 'c'"),
-        ({"warmup": 0}, ValueError, "warmup must be at least 1, got 0"),
-        ({"warmup": 1.5}, TypeError, "warmup must be an integer, got 1.5"),
-    ):
-        with pytest.raises(error, match=message):
-            opt.capture(**{"closure": loss, **arguments})
+class Counted(torch.optim.SGD):
+    """Counts on the host."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        self.state[self.param_groups[0]["params"][0]]["step"] = 1
 
 
-def test_optimizers_that_cannot_be_captured() -> None:
+class Ramp(cs.Weighting):
+    def weigh(self, task: str, loss: Tensor, step: cs.Step) -> Tensor:
+        return loss * step.number
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "weighting", "message"),
+    [
+        (Counted, None, r"keep its state on cpu.*got 'step': 1"),
+        (torch.optim.SGD, Ramp(), r"step\.number changes from replay to replay"),
+    ],
+)
+def test_numbers_of_the_host_in_a_capture(
+    optimizer: Callable[..., torch.optim.Optimizer], weighting: cs.Weighting | None, message: str
+) -> None:
+    """The steps before it are as ever."""
     model, loss, *_ = problem()
-    adam, sgd = torch.optim.Adam(model.parameters()), sgd_of(model)
-    sgd.add_param_group({"params": [nn.Parameter(torch.ones(3, device="meta"))]})
-    for optimizer, message in (
-        (adam, r"built with capturable=True.*got Adam with"),
-        (sgd, r"parameters on cpu alone.*shape \(3,\) on meta"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            cs.MultiTaskOptimizer(model, optimizer, AB, cs.PCGrad()).capture(loss)
-
-
-def test_an_optimizer_that_counts_on_the_host() -> None:
-    """Its steps before the capture are as ever."""
-
-    class Counted(torch.optim.SGD):
-        def step(self, closure: None = None) -> None:
-            super().step()
-            self.state[self.param_groups[0]["params"][0]]["step"] = 1
-
-    model, loss, *_ = problem()
-    sgd = Counted(model.parameters(), lr=0.1)
-    captured = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad()).capture(loss, warmup=1)
-    captured()
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(RuntimeError, match=r"keep its state on cpu.*got 'step': 1"):
-        captured()
-    assert_equal(model.state_dict(), before)
-
-
-def test_a_weighting_by_the_number_of_the_step() -> None:
-    class Ramp(cs.Weighting):
-        def weigh(self, task: str, loss: Tensor, step: cs.Step) -> Tensor:
-            return loss * step.number
-
-    _, loss, opt = started_problem(weighting=Ramp(), method=cs.PCGrad())
+    sgd = optimizer(model.parameters(), lr=0.1)
+    opt = cs.MultiTaskOptimizer(model, sgd, AB, cs.PCGrad(), weighting=weighting)
     captured = opt.capture(loss, warmup=1)
     captured()
-    with pytest.raises(RuntimeError, match=r"step\.number changes from replay to replay"):
+    with refused(model.state_dict, RuntimeError, message):
         captured()
     assert opt.state_dict()["steps"] == 1
 
@@ -373,13 +363,6 @@ def test_autocast_around_a_captured_step() -> None:
         for _ in range(3):
             captured()
     assert Recorder.replays == 2
-
-
-def test_batch_normalization_without_momentum() -> None:
-    setup, opt = started()
-    setup.trunk.up_norm.of("depth").momentum = None
-    with pytest.raises(ValueError, match=r"momentum=None in up_norm\.depth"):
-        opt.capture(setup.closure(0))
 
 
 def test_gradients_that_wait_for_their_update() -> None:
@@ -441,33 +424,3 @@ def test_a_capture_that_fails_changes_nothing(schedule: cs.Schedule) -> None:
     assert all(p.grad is None for p in captured.setup.parameters())
     wrong.clear()
     assert_alike(captured.train(2, 8), eager.train(2, 8))
-
-
-def test_a_saved_state_stays_as_it_is() -> None:
-    """Tensors that are updated in place are copied into a state, and out of it."""
-    gramian = torch.tensor([[1.0, -0.5], [-0.5, 2.0]]).double()
-    parts = nash, weighting = cs.NashMTL(), cs.DynamicWeightAverage()
-
-    def step(number: int) -> None:
-        nash.weights(gramian * (number + 1), cs.Step(number, ("a", "b")))
-        weighting.observe(cs.Step(losses={"a": torch.tensor(1.0 + number)}))
-
-    weighting.start_epoch(0)
-    step(0)
-    step(1)
-    states = [part.state_dict() for part in parts]
-    before = numbers(*states)
-    step(2)
-    assert numbers(*states) == before
-    for part, state in zip(parts, states, strict=True):
-        part.load_state_dict(state)
-    step(3)
-    assert numbers(*states) == before
-    assert numbers(*parts) != before
-
-
-def test_dropout_draws_in_replays() -> None:
-    _, loss, opt = started_problem(cs.CAGrad())
-    captured = opt.capture(lambda task: nn.functional.dropout(loss(task).expand(8), 0.5).sum())
-    assert len({captured()["a"].item() for _ in range(12)}) > 3
-    assert Recorder.replays == 9
