@@ -278,6 +278,12 @@ def test_two_stages(backend: str, dtype: torch.dtype, tasks: int) -> None:
         assert torch.equal(priority, same)
         tolerance = 4 * torch.finfo(dtype).eps
         torch.testing.assert_close(update, alone, rtol=tolerance, atol=tolerance)
+    for t in range(len(layers), len(arguments["updates"])):
+        present = [g.double() for g in arguments["grads"][t * tasks :][:tasks] if g is not None]
+        expected = sum(present).to(dtype)
+        torch.testing.assert_close(
+            arguments["updates"][t], expected, rtol=tolerance, atol=tolerance
+        )
     dims, groups = arguments["out_channel_dims"], arguments["groups"]
     energies = _ops.channel_energies(arguments["weights"], dims, groups)
     statistics = (arguments[name] for name in ("gamma", "running_var", "eps"))
