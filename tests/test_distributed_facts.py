@@ -109,7 +109,7 @@ def test_parameters_that_are_unfrozen(rank: int) -> list[Tensor]:
     return whole_copies(trunk.parameters())
 
 
-def _seen(opt: cs.MultiTaskOptimizer, loss: Callable[[str], Tensor], tasks: list[str]) -> Any:
+def _weights(opt: cs.MultiTaskOptimizer, loss: Callable[[str], Tensor], tasks: list[str]) -> Any:
     """The results of a method and a weighting from the losses of some steps."""
     weights = []
     for n in range(4):
@@ -120,19 +120,20 @@ def _seen(opt: cs.MultiTaskOptimizer, loss: Callable[[str], Tensor], tasks: list
 
 
 @on_ranks(2)
-def test_a_rank_without_labels_knows_the_dtype_of_losses(rank: int) -> Any:
+def test_a_rank_without_labels_has_the_dtype_of_losses(rank: int) -> Any:
     trunk, loss = _linear()
     options = {"tasks": TASKS[:2], "weighting": cs.DynamicWeightAverage()}
     opt = optimizer_on_ranks(trunk.bfloat16(), cs.MGDA("loss"), **options)
-    return _seen(opt, loss, TASKS[: 2 - rank])
+    return _weights(opt, loss, TASKS[: 2 - rank])
 
 
 @on_ranks(2, alone={}, rtol=1e-5)
-def test_a_rank_without_labels_knows_the_factor_of_backward_passes(rank: int) -> Any:
+def test_a_rank_without_labels_has_the_factor_of_backward_passes(rank: int) -> Any:
     trunk, x = nn.Linear(4, 4), torch.randn(3, 4)
     options = {"tasks": TASKS[:2], "backward": lambda x, **more: (4 * x).backward(**more)}
     opt = optimizer_on_ranks(trunk, cs.NashMTL(max_norm=0.1), **options)
-    return _seen(opt, lambda task: conflicting_loss(trunk(x), task), [] if rank else TASKS[:2])
+    tasks = [] if rank else TASKS[:2]
+    return _weights(opt, lambda task: conflicting_loss(trunk(x), task), tasks)
 
 
 @on_ranks(2)
@@ -186,22 +187,20 @@ def test_statistics_are_averaged(rank: int) -> list[Any]:
     """Also in Phase 1, so that every rank predicts alike and saves the same checkpoint."""
     network = Network("replicated", rank, 3)
     network.trunk.train()
-    opt = network.start_phases("ConnectionStrength")
-    # The first task of the first step, of Phase 1, sees the first weights.
-    assert opt.phase == 1
-    of_ranks: list[dict[str, Tensor]] = []
+    opt, found = network.start_phases("ConnectionStrength"), []
+    assert opt.phase == 1  # Whose first task sees the first weights.
+    of_ranks = []
     for part in network.x[0].chunk(3):
         trunk = Network("alone", rank, 3).plain.train()
         with cs.nn.active_task(trunk, TASKS[0]):
             trunk(part)
         of_ranks.append(dict(trunk.named_buffers()))
-    names = [name for name in of_ranks[0] if f".{TASKS[0]}.running" in name]
-    assert len(names) == 10
-    found = []
     for step in range(6):
         opt.step(partial(network.loss, step))
         buffers = dict(network.plain.named_buffers())
-        for name in names if step == 0 else ():
+        names = [n for n in buffers if step == 0 and f".{TASKS[0]}.running" in n]
+        assert len(names) == 10 * (step == 0)
+        for name in names:
             assert_near(buffers[name], torch.stack([of[name] for of in of_ranks]).mean(0))
         found.append([opt.priority(), *(buffer.clone() for buffer in buffers.values())])
     return [found, network.state()]
