@@ -38,7 +38,10 @@ def _added(grads: Sequence[Gradients]) -> Gradients:
 
 
 class PlainTraining:
-    """The networks of some tasks, and the two phases; without priorities, Phase 2 is PCGrad."""
+    """The networks of some tasks, and the two phases.
+
+    Phase 2 is PCGrad without priorities, and the sum for None.
+    """
 
     def __init__(
         self,
@@ -46,7 +49,7 @@ class PlainTraining:
         tasks: Sequence[str],
         loss: Loss,
         optimizer: Callable[..., torch.optim.Optimizer],
-        prioritized: dict[str, str],
+        prioritized: dict[str, str] | None,
         scaler: torch.amp.GradScaler | None = None,
         reduction: str = "sum",
         **options: Any,
@@ -111,7 +114,7 @@ class PlainTraining:
 
     def _joint(self, grads: list[Gradients], tasks: list[str]) -> Gradients:
         update = _added(grads)
-        if len(tasks) == 1:
+        if len(tasks) == 1 or self.prioritized is None:
             return update
         if not self.prioritized:
             shared = [p for p in update if all(p in of_task for of_task in grads)]
