@@ -264,10 +264,14 @@ class Counting(cs.GramianMethod):
         return {"number": 3}
 
 
-class Factor(cs.Weighting):
-    def weigh(self, task: str, loss: Tensor, step: cs.Step) -> Tensor:
-        return loss * 2
+class Ramp(cs.Weighting):
+    """By the number of the step."""
 
+    def weigh(self, task: str, loss: Tensor, step: cs.Step) -> Tensor:
+        return loss * step.number
+
+
+class StateOfRamp(Ramp):
     def state_dict(self) -> dict[str, Any]:
         return {"factor": 2}
 
@@ -299,7 +303,7 @@ META, SCALER = torch.ones(3, device="meta"), torch.amp.GradScaler("cpu")
         (partial(_capture, backward=Tensor.backward), "backward must be None for a captured step"),
         (partial(_capture, method=cs.NashMTL(3)), "update_every must be 1 .*, got 3 by Nash"),
         (partial(_capture, method=Counting()), r"state in place, but Counting\(\) has a state"),
-        (partial(_capture, weighting=Factor()), "state in place, but .*Factor"),
+        (partial(_capture, weighting=StateOfRamp()), "state in place, but .*StateOfRamp"),
         (partial(_capture, scaler=SCALER), "scaler must have .* with fused=True.*got SGD without"),
         (partial(_capture, closure=None), "closure must be a function"),
         (partial(_capture, tasks=["c"]), "tasks must be among .*got 'c'"),
@@ -322,11 +326,6 @@ class Counted(torch.optim.SGD):
     def step(self, closure: None = None) -> None:
         super().step()
         self.state[self.param_groups[0]["params"][0]]["step"] = 1
-
-
-class Ramp(cs.Weighting):
-    def weigh(self, task: str, loss: Tensor, step: cs.Step) -> Tensor:
-        return loss * step.number
 
 
 @pytest.mark.parametrize(
@@ -354,12 +353,10 @@ def test_autocast_around_a_captured_step() -> None:
     """Its cache has weights cast to half precision, which the graph would read for ever."""
     _, loss, opt = started_problem(cs.PCGrad())
     captured = opt.capture(loss, warmup=1)
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(RuntimeError, match="autocast must be inside the closure"),
-    ):
-        captured()
-    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError, match="autocast must be inside the closure"):
+            captured()
+        torch.set_autocast_cache_enabled(False)
         for _ in range(3):
             captured()
     assert Recorder.replays == 2
@@ -380,22 +377,14 @@ def test_gradients_that_wait_for_their_update() -> None:
     assert Recorder.replays == 2
 
 
-def test_a_capture_around_a_step_is_refused() -> None:
+def test_a_capture_around_a_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _, loss, opt = started_problem(cs.PCGrad())
-    losses = {task: loss(task) for task in AB}
-    captured = opt.capture(loss)
-    Recorder.capturing = True
-    try:
-        for call in (
-            lambda: opt.step(loss),
-            lambda: opt.backward(losses),
-            captured,
-            lambda: opt.capture(loss),
-        ):
-            with pytest.raises(RuntimeError, match=r"use MultiTaskOptimizer.capture\(closure\)"):
-                call()
-    finally:
-        Recorder.capturing = False
+    losses, step, capture = {task: loss(task) for task in AB}, opt.step, opt.capture
+    captured = capture(loss)
+    monkeypatch.setattr(Recorder, "capturing", True)
+    for call, *given in ((step, loss), (opt.backward, losses), (captured,), (capture, loss)):
+        with pytest.raises(RuntimeError, match=r"use MultiTaskOptimizer.capture\(closure\)"):
+            call(*given)
     assert opt.state_dict()["steps"] == 0
 
 

@@ -60,6 +60,11 @@ class Plain:
         return [t.detach().clone() for t in [*self.model.parameters(), *grads]]
 
 
+def _own(base: type, **functions: Callable[..., object]) -> Any:
+    """A method or a weighting of one's own."""
+    return type("Own", (base,), functions)()
+
+
 LAYERS = {"all": [slice(None)], "layer": [slice(0, 48), slice(48, None)]}
 
 
@@ -224,27 +229,22 @@ def test_one_object_for_a_step(schedule: cs.Schedule) -> None:
     """Weightings and methods get the same one, and the report is of it."""
     seen: list[cs.Step] = []
 
-    class Watching(cs.Weighting):
-        def weigh(self, task: str, loss: Tensor, step: cs.Step) -> Tensor:
-            seen.append(step)
-            return 2 * loss
+    def weigh(self: cs.Weighting, task: str, loss: Tensor, step: cs.Step) -> Tensor:
+        seen.append(step)
+        return 2 * loss
 
-        def observe(self, step: cs.Step) -> None:
-            seen.append(step)
+    def weights(self: cs.Method, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
+        seen.append(step)
+        return torch.full_like(gramian[..., 0], 1 / gramian.shape[-1])
 
-    class Mean(cs.GramianMethod):
-        def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
-            seen.append(step)
-            return torch.full_like(gramian[..., 0], 1 / gramian.shape[-1])
-
-    _, loss, opt = started_problem(Mean(), schedule, Watching())
-    assert repr(opt.method) == "Mean()"
+    weighting = _own(cs.Weighting, weigh=weigh, observe=lambda self, step: seen.append(step))
+    _, loss, opt = started_problem(_own(cs.GramianMethod, weights=weights), schedule, weighting)
+    assert repr(opt.method) == "Own()"
     for number in range(2):
         seen.clear()
-        losses = opt.step(loss, tasks=["b", "a"])
-        assert len(seen) == (3 if isinstance(schedule, cs.Sequential) else 4)
-        step = seen[0]
+        losses, step = opt.step(loss, tasks=["b", "a"]), seen[0]
         assert all(other is step for other in seen)
+        assert len(seen) == (3 if isinstance(schedule, cs.Sequential) else 4)
         assert (step.number, step.tasks) == (number, ("a", "b"))
         assert step.losses == losses
         assert opt.report().step == number
@@ -252,44 +252,26 @@ def test_one_object_for_a_step(schedule: cs.Schedule) -> None:
         assert list(losses) == ["b", "a"]
 
 
-class Nothing(cs.Method):
-    def combine(self, gradients: cs.TaskGradients, layout: cs.Layout, step: cs.Step) -> None:
-        pass
-
-
-class Writes(cs.Method):
-    """Sets `.grad` itself."""
-
-    def combine(self, gradients: cs.TaskGradients, layout: cs.Layout, step: cs.Step) -> None:
-        for i in gradients.reached():
-            gradients.parameters[i].grad = sum(g for g in gradients.of([i]) if g is not None)
-
-
-class Old(cs.GramianMethod):
-    def weights(self, gramian: Tensor) -> Tensor:
-        return gramian[0]
-
-
-class Listed(cs.GramianMethod):
-    def __init__(self) -> None:  # Without super().__init__().
-        pass
-
-    def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
-        return [1.0, 1.0]
-
-
-class Detached(cs.Weighting):
-    def weigh(self, task: str, loss: Tensor, step: cs.Step) -> Tensor:
-        return loss.detach()
-
-
 @pytest.mark.parametrize(
     ("method", "weighting", "error", "message"),
     [
-        (Old(), None, TypeError, r"weights\(gramian, step\), got Old\.weights"),
-        (Nothing(), None, RuntimeError, r"method must assign the updates.*Nothing\(\)"),
-        (Listed(), None, TypeError, r"weights as a tensor, got \[1.0, 1.0\] from Listed"),
-        (cs.PCGrad(), Detached(), ValueError, "weighting must weigh a loss to one with a graph"),
+        (
+            _own(cs.GramianMethod, weights=lambda self, gramian: gramian[0]),
+            *(None, TypeError, r"weights\(gramian, step\), got Own\.weights"),
+        ),
+        (
+            _own(cs.Method, combine=lambda self, gradients, layout, step: None),
+            *(None, RuntimeError, r"method must assign the updates.*Own\(\)"),
+        ),
+        (  # Without super().__init__() too.
+            _own(cs.GramianMethod, __init__=lambda self: None, weights=lambda *_: [1.0, 1.0]),
+            *(None, TypeError, r"weights as a tensor, got \[1.0, 1.0\] by Own"),
+        ),
+        (
+            cs.PCGrad(),
+            _own(cs.Weighting, weigh=lambda self, task, loss, step: loss.detach()),
+            *(ValueError, "weighting must weigh a loss to one with a graph"),
+        ),
     ],
 )
 def test_methods_with_mistakes(
@@ -302,7 +284,12 @@ def test_methods_with_mistakes(
 
 def test_a_method_that_writes_grad_itself() -> None:
     """Without `assign`, no row stays for the next step."""
-    model, loss, opt = started_problem(Writes(), lr=0.0)
+
+    def combine(self: cs.Method, gradients: cs.TaskGradients, *_: object) -> None:
+        for i in gradients.reached():
+            gradients.parameters[i].grad = sum(g for g in gradients.of([i]) if g is not None)
+
+    model, loss, opt = started_problem(_own(cs.Method, combine=combine), lr=0.0)
     updates = []
     for _ in range(2):
         opt.step(loss)
