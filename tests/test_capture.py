@@ -193,7 +193,7 @@ CHANGES: dict[str, Callable[[Loop, int], object]] = {
     "buffer of a head": lambda loop, _: _replace_buffer(loop.setup.heads["depth"][0]),
     "normalization": _replace_norm,
     "hook": lambda loop, _: loop.setup.optimizer.register_step_pre_hook(
-        lambda *_: nn.utils.clip_grad_norm_(loop.setup.parameters(), 0.01) and None
+        lambda *_: [nn.utils.clip_grad_norm_(loop.setup.parameters(), 0.01)] and None
     ),
     "option": _option,
     "weighting": lambda loop, number: setattr(
@@ -203,6 +203,7 @@ CHANGES: dict[str, Callable[[Loop, int], object]] = {
 
 
 @pytest.mark.slow
+@pytest.mark.each
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("method", [cs.GradDrop, cs.NashMTL])
 def test_captured_again(method: Callable[[], cs.Method], change: str) -> None:
