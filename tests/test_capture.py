@@ -193,7 +193,7 @@ CHANGES: dict[str, Callable[[Loop, int], object]] = {
     "buffer of a head": lambda loop, _: _replace_buffer(loop.setup.heads["depth"][0]),
     "normalization": _replace_norm,
     "hook": lambda loop, _: loop.setup.optimizer.register_step_pre_hook(
-        lambda *_: [nn.utils.clip_grad_norm_(loop.setup.parameters(), 0.01)] and None
+        lambda *_: (nn.utils.clip_grad_norm_(loop.setup.parameters(), 0.01), None)[1]
     ),
     "option": _option,
     "weighting": lambda loop, number: setattr(

@@ -45,25 +45,23 @@ pytestmark = pytest.mark.ranks
 
 def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[list[Tensor]]:
     """Rank 0 has all labels, rank 1 those of two tasks, rank 2 and the last step of 1 none."""
-    labels = [TASKS, ["edges", "depth"], []]
-    states = []
+    states, n = [], 12 // size
     for schedule in (cs.Joint(), cs.Sequential()):
         network = Network(kind, rank, size)
         opt = network.start(METHODS[method](), schedule)
         for step in range(4):
-            of_ranks = [labels[r] if step < 3 else TASKS[: 1 - r] for r in range(size)]
-            every = list(dict.fromkeys(task for of_rank in of_ranks for task in of_rank))
+            labels = [TASKS, ["edges", "depth"], []] if step < 3 else [TASKS[:1], [], []]
+            every = list(dict.fromkeys(task for of_rank in labels[:size] for task in of_rank))
 
             def loss(task: str) -> Tensor:
-                has = [task in of_rank for of_rank in of_ranks]
                 if kind == "alone":  # The ranks' means with the same weight.
-                    n = 12 // size
-                    parts = [slice(r * n, (r + 1) * n) for r in range(size) if has[r]]
+                    has = [r for r in range(size) if task in labels[r]]
+                    parts = [slice(r * n, (r + 1) * n) for r in has]
                     return torch.stack([network.loss(step, task, part) for part in parts]).mean()
-                assert has[rank] or kind == "fully_shard"
-                return has[rank] * network.loss(step, task)
+                assert task in labels[rank] or kind == "fully_shard"
+                return (task in labels[rank]) * network.loss(step, task)
 
-            losses = opt.step(loss, tasks=every if kind == "alone" else of_ranks[rank])
+            losses = opt.step(loss, tasks=every if kind == "alone" else labels[rank])
             assert set(losses) == set(every)
         states.append([*network.state(), *losses.values()])
     return states

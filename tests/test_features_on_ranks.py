@@ -125,24 +125,25 @@ class Network:
         features = self.network(x)
         return features, self.plain.outputs(features)
 
-    def backward(self, step: int, labels: Sequence[Sequence[str]] | None = None) -> Any:
-        """A task's loss is the mean over the ranks that have labels of it."""
-        labels = [TASKS] * len(self.sizes) if labels is None else labels
-        x = self.x[step].split(self.sizes)
-        features, outputs = self.run(self.x[step] if self.alone else x[self.rank])
-        targets = self.targets[step].split(self.sizes, dim=1)
+    def losses(
+        self, step: int, labels: Sequence[Sequence[str]] | None = None
+    ) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
+        """The features, and losses that are the mean over the ranks with labels of a task."""
+        ranks = range(len(self.sizes)) if self.alone else [self.rank]
+        labels = labels or [TASKS] * len(self.sizes)
+        x, targets = self.x[step].split(self.sizes), self.targets[step].split(self.sizes, dim=1)
+        features, outputs = self.run(torch.cat([x[r] for r in ranks]))
         losses = {}
         for n, task in enumerate(TASKS):
-            if self.alone:
-                of_ranks = zip(outputs[task].split(self.sizes), targets, labels, strict=True)
-                means = [
-                    (y - t[n]).square().mean() for y, t, of_rank in of_ranks if task in of_rank
-                ]
-                if means:
-                    losses[task] = torch.stack(means).mean()
-            elif task in labels[self.rank]:
-                losses[task] = (outputs[task] - targets[self.rank][n]).square().mean()
-        if not losses:  # Their number is all that counts.
+            parts = zip(ranks, outputs[task].split([self.sizes[r] for r in ranks]), strict=True)
+            means = [(y - targets[r][n]).square().mean() for r, y in parts if task in labels[r]]
+            if means:
+                losses[task] = torch.stack(means).mean()
+        return features, losses
+
+    def backward(self, step: int, labels: Sequence[Sequence[str]] | None = None) -> Any:
+        features, losses = self.losses(step, labels)
+        if not losses:  # The number of features is all that counts.
             features = [torch.empty(0)] * 2
         return self.opt.backward(losses, features=features)
 
@@ -162,25 +163,23 @@ def _facts(opt: cs.MultiTaskOptimizer) -> list[Tensor]:
     return [x for x in leaves if isinstance(x, Tensor)]
 
 
-def _trained(rank: int, size: int, kind: str, method: str) -> list[Any]:
+def _trained(
+    rank: int, size: int, kind: str, method: str, labels: Sequence[Any] = (None,) * 6
+) -> list[Any]:
     network = Network(kind, rank, size, METHODS[method]())
     found = []
-    for step in range(6):
-        found += [network.backward(step), _facts(network.opt)]
+    for step, of_ranks in enumerate(labels):
+        found += [network.backward(step, of_ranks), _facts(network.opt)]
         network.step()
     return [*found, network.state()]
 
 
 def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[Any]:
     """Rank 0 has all labels, then the last task's, whose loss needs one feature; one rank none."""
-    network = Network(kind, rank, size, METHODS[method]())
     first = [TASKS, TASKS[1:], [], TASKS[:1]][:size]
     second = [TASKS[2:], [], TASKS[:1], TASKS[1:]][:size]
-    found = []
-    for step, labels in enumerate((first, first, second, second, first[::-1], [TASKS] * size)):
-        found += [network.backward(step, labels), _facts(network.opt)]
-        network.step()
-    return [*found, network.state()]
+    labels = first, first, second, second, first[::-1], [TASKS] * size
+    return _trained(rank, size, kind, method, labels)
 
 
 def _scaled(rank: int, size: int, kind: str, method: str) -> list[Any]:
@@ -273,15 +272,8 @@ def test_both_ways_in_turn(rank: int, kind: str) -> list[Any]:
     for step in range(6):
         if step % 3 == 0:
             found.append(network.backward(step))
-        else:  # The mean of the ranks' means, of parts of other sizes.
-            sizes = network.sizes if network.alone else network.sizes[rank : rank + 1]
-            x = network.x[step] if network.alone else network.x[step].split(network.sizes)[rank]
-            outputs = network.run(x)[1]
-            losses = {
-                task: torch.stack([of_rank.square().mean() for of_rank in y.split(sizes)]).mean()
-                for task, y in outputs.items()
-            }
-            found.append(network.opt.backward(losses))
+        else:
+            found.append(network.opt.backward(network.losses(step)[1]))
         found.append(_facts(network.opt))
         network.step()
     return [*found, network.state()]
