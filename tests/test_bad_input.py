@@ -170,12 +170,14 @@ def _step(setup: Setup, opt: cs.MultiTaskOptimizer) -> None:
 W, G, V = torch.randn(4, 3), torch.ones(2, 4), torch.ones(2, 4)
 GRADS, PRIORITY = torch.randn(2, 4, 3), torch.zeros(4, dtype=torch.int64)
 convert = cs.nn.convert_task_batchnorm
+OF_MODULES = convert, cs.nn.extract_task, cs.nn.set_task, cs.nn.active_task
 NORM, ALONE = convert(Trunk(), AB), cs.nn.TaskBatchNorm1d(4, AB)
 SGD = sgd_of(nn.Linear(1, 1))
 LBFGS, ONE = torch.optim.LBFGS(SGD.param_groups), cs.FixedWeights({"depth": 1.0})
 DEPTH = cs.UncertaintyWeights({"depth": "regression"})
+MIXED = partial(cs.Mixed, 3)
 OPTIONS = "options must be none, a scale, a number, a seed"
-T65 = [f"t{i}" for i in range(65)]
+T65, SEEDED = [f"t{i}" for i in range(65)], (cs.PCGrad, cs.GradDrop, cs.GradVac)
 strength, project = cs.functional.connection_strength, cs.functional.project_conflicts
 update, priority = cs.functional.phase2_update, cs.functional.task_priority
 gramian, combine = cs.functional.gramian, cs.functional.combine
@@ -208,14 +210,12 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: _ops.gramian([META, None], [0, 0], 2, 0), "tasks must be in"),
     (lambda: cs.PCGrad("max"), "reduction must be 'sum' or 'mean', got 'max'"),
     (lambda: cs.PCGrad(groups="row"), "groups must be 'all' or 'layer', got 'row'"),
-    (lambda: cs.PCGrad(seed=-1), r"seed must lie in \[0, 2\^63\), got -1"),
-    (lambda: cs.CAGrad(-1.0), "c must be finite and at least 0, got -1.0"),
-    (lambda: cs.CAGrad("x"), "c must be finite and at least 0, got 'x'"),
+    *((partial(kind, seed=-1), r"seed must lie in \[0, 2\^63\), got -1") for kind in SEEDED),
+    *((partial(cs.CAGrad, c), f"c must be finite and at least 0, got {c!r}") for c in (-1.0, "x")),
     (lambda: cs.Sum("yes"), "separate must be True or False, got 'yes'"),
-    (lambda: cs.FairGrad(0), r"alpha must lie in \[1/16, 16\], got 0"),
+    *((partial(cs.FairGrad, a), rf"must lie in \[1/16, 16\], got {a!r}") for a in (0, 17, "1")),
     (lambda: cs.GradVac(1.0), r"target must be None or lie in \[-1, 1\), got 1.0"),
     (lambda: cs.GradVac(beta=1.5), r"beta must lie in \[0, 1\], got 1.5"),
-    (lambda: cs.GradVac(seed=-1), r"seed must lie in \[0, 2\^63\), got -1"),
     (lambda: gradvac(EYE.float()), "similarities must be float64 of shape .2, 2.*float32"),
     (lambda: gradvac(torch.zeros(2, 3).double()), r"similarities must.*shape \(2, 3\)"),
     (lambda: gradvac(torch.zeros(2, 4).double()[:, ::2]), "contiguous, got strides .4, 2"),
@@ -225,13 +225,14 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: cs.NashMTL(0), "update_every must be at least 1, got 0"),
     (lambda: cs.NashMTL(max_norm=-1), "max_norm must be finite and at least 0, got -1"),
     (lambda: cs.GradDrop(seed=1 << 63), r"seed must lie in \[0, 2\^63\), got 9223"),
-    (lambda: cs.GradDrop(1.5), r"leak must lie in \[0, 1\], got 1.5"),
-    (lambda: cs.GradDrop([0.5, -0.5]), r"leak must lie in \[0, 1\], got -0.5"),
+    *(
+        (partial(cs.GradDrop, x), r"leak must lie in \[0, 1\], got")
+        for x in (1.5, [0.5, -0.5], "x")
+    ),
     (lambda: _with(method=cs.GradDrop([0.0])), "leak must have 2 entries, one a task, got 1"),
     (lambda: cs.UncertaintyWeights({"a": "ranking"}), "tasks must be 'regression' or"),
     (lambda: DEPTH.check(TASKS), "weighting must have a kind for each of"),
     (lambda: cs.DynamicWeightAverage(0.0), "temperature must be positive and finite, got 0.0"),
-    (lambda: cs.GradDrop("x"), r"leak must lie in \[0, 1\], got 'x'"),
     (lambda: cs.Mixed(0), "epochs must be at least 1, got 0"),
     (lambda: cs.Mixed(3, draw="batch"), "draw must be 'epoch' or 'step', got 'batch'"),
     (lambda: cs.Switch(-1), "epoch must be at least 0, got -1"),
@@ -239,8 +240,7 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: cs.MGDA("loss").weights(EYE), "must have the losses for normalize='loss'"),
     (lambda: convert(NORM, ["c"]), r"stem_norm.*\['a', 'b'\]; got \['c'\]"),
     (lambda: optimizer_of(Trunk()), r"trunk must have task-specific normalization.*Trunk"),
-    (lambda: optimizer_of(ALONE), r"trunk must have a shared parameter.*got 0"),
-    (lambda: optimizer_of(ALONE, cs.Sum()), r"trunk must have a shared parameter.*got 0"),
+    *((partial(optimizer_of, ALONE, m), "a shared parameter.*got 0") for m in (None, cs.Sum())),
     (lambda: _on_trunk(layers={"nowhere": "stem_norm"}), "layers must name layers.*'nowhere'"),
     (lambda: _on_trunk(layers={"stem": "nowhere"}), "layers must map.*'nowhere' for 'stem'"),
     (lambda: _on_trunk(layers={"stem": "up_norm"}), "'stem' has 8, got 'up_norm' with 6"),
@@ -248,8 +248,7 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: _on_trunk(weighting=ONE), r"weighting must have a weight for each.*\['depth'\]"),
     (lambda: _with().start_epoch(-1), "epoch must be at least 0, got -1"),
     (lambda: _with().step([]), "closure must be a function or a sequence"),
-    (lambda: _with(tasks=T65, method=cs.PCGrad()), "at most 64 .*PCGrad.*got 65"),
-    (lambda: _with(tasks=T65, method=cs.GradDrop()), "at most 64 .*GradDrop.*got 65"),
+    *((partial(_with, tasks=T65, method=kind()), "at most 64 .*got 65") for kind in SEEDED),
     (lambda: _with(optimizer=LBFGS), "without a closure, got LBFGS"),
     (lambda: _with(optimizer=[]), "optimizer must be.*got none"),
     (lambda: _with(optimizer=[SGD, SGD]), "each parameter once, got"),
@@ -279,32 +278,28 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: combine(GRADS, ones(2), out=W.to("meta")), r"out must be.*on meta"),
     (lambda: gramian(torch.ones(3)), r"grads must have shape \[K, "),
     (lambda: gramian(torch.ones(65, 3)), r"tasks must be in \[1, 64\], got 65"),
-    (lambda: cs.FairGrad("1"), r"alpha must lie in \[1/16, 16\], got '1'"),
     (lambda: cs.DynamicWeightAverage("2"), "temperature must be.*got '2'"),
     (lambda: cs.FixedWeights({"a": "x"}), "weights must be finite, got 'x'"),
-    (partial(_operands, -1, 1), "out_channel_dim must be 0 or 1, got -1"),
-    (partial(_operands, 2, 1), "out_channel_dim must be 0 or 1, got 2"),
-    (partial(_operands, 1, 0), "groups must be at least 1, got 0"),
-    (partial(_operands, 1, 0, empty=True), "groups must be at least 1, got 0"),
+    *((partial(_operands, d, 1), f"out_channel_dim must be 0 or 1, got {d}") for d in (-1, 2)),
+    *((partial(_operands, 1, 0, empty), "groups must be at least 1") for empty in (False, True)),
     (lambda: combine(G, torch.ones(3)), r"coefficients must have shape \(2,\), got \(3,\)"),
     (lambda: _ops.channel_energies([], [], []), "weights must be one at least"),
 ]
 TYPES: list[tuple[Callable[[], object], str]] = [
-    (lambda: cs.PCGrad(seed=1.5), "seed must be an integer, got 1.5"),
-    (lambda: cs.GradDrop(seed="1"), "seed must be an integer, got '1'"),
+    *((partial(kind, seed="1"), "seed must be an integer, got '1'") for kind in (*SEEDED, MIXED)),
     (lambda: cs.Switch(1.5), "epoch must be an integer, got 1.5"),
     (lambda: cs.Mixed(3.5), "epochs must be an integer, got 3.5"),
-    (lambda: cs.Mixed(3, seed="x"), "seed must be an integer, got 'x'"),
     (lambda: cs.FixedWeights([1, 2]), r"weights must be a mapping.*\[1, 2\]"),
     (lambda: cs.UncertaintyWeights(["a"]), r"tasks must be a mapping.*\['a'\]"),
-    (lambda: convert(None, AB), "module must be.*got None"),
-    (lambda: cs.nn.extract_task(None, "a"), "module must be.*got None"),
+    *(
+        (partial(call, None, AB), r"module must be a torch\.nn\.Module, got None")
+        for call in OF_MODULES
+    ),
     (lambda: _with(scaler=True), "scaler must be.*got True"),
     (lambda: _with(backward="x"), "backward must be a function.*got 'x'"),
     (lambda: _with(layers=["trunk.0"]), r"layers must be a mapping.*trunk\.0"),
     (lambda: _with(method=cs.PCGrad), "method must.*got the class PCGrad"),
     (lambda: _with(schedule="joint"), "schedule.*str 'joint'"),
-    (lambda: _with(schedule=cs.Joint), "schedule.*the class Joint"),
     (lambda: _with(weighting=cs.EqualWeights), "weighting must.*the class EqualWeights"),
     (lambda: _with(weighting={"a": 1.0}), "weighting must.*got dict"),
     (lambda: _with(trunk=[Trunk()]), "trunk must be a.*got list"),
@@ -319,8 +314,6 @@ TYPES: list[tuple[Callable[[], object], str]] = [
     (lambda: update(W, G, V, GRADS.double()), "grads.*float32.*float64"),
     (lambda: gramian(G.long()), "grads must be one of"),
     (lambda: combine(G, torch.ones(2).long()), "coefficients must be one of"),
-    (lambda: cs.nn.set_task(None, "depth"), r"module must be a torch\.nn\.Module, got None"),
-    (lambda: cs.nn.active_task(None, "depth"), r"module must be a torch\.nn\.Module, got None"),
     # A new solver's options, say: they must not be taken for none.
     *((partial(checked_options, W, *given), OPTIONS) for given in ((1.0, 2.0), (5,), (None,))),
 ]
@@ -407,24 +400,23 @@ def _phase2(**change: object) -> tuple[object, ...]:
     return "phase2_update_", *{**given, **factors, **change}.values(), [0], [1], 2
 
 
+SQUARE = r"gramian must have shape \[\.\.\., K, K\]"
+STAGES = "project_conflicts_", "phase2_products_"
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (_offsets(), "offsets must have 2 entries, one per update, got 0"),
-        (_offsets(0), "offsets must have 2 entries, one per update, got 1"),
-        (_offsets(0, 4, 8), "offsets must have 2 entries, one per update, got 3"),
+        *((_offsets(*o), f"offsets must have 2 .*got {len(o)}") for o in ((), (0,), (0, 4, 8))),
         (_offsets(4, -1), r"offsets must lie in \[0, 2\^63 - 4\] .* 4 elements, got -1"),
         (_offsets(2**63 - 3, 0), rf"offsets must lie in \[0, 2\^63 - 4\] .* got {2**63 - 3}"),
-        (("upgrad_weights", ones(3)), r"gramian must have shape \[\.\.\., K, K\]"),
-        (("upgrad_weights", ones(2, 3)), r"gramian must have shape \[\.\.\., K, K\]"),
-        (("upgrad_weights", ones(0, 0)), r"gramian must have shape \[\.\.\., K, K\]"),
+        *((("upgrad_weights", g), SQUARE) for g in (ones(3), ones(2, 3), ones(0, 0), ones(()))),
         (_energies((2, 4), 2, [8]), r"energies must have shape \(8,\), got \(2, 4\)"),
         (_energies((9,), 2, [8]), r"energies must have shape \(8,\), got \(9,\)"),
         (_energies((8,), 5, [4, 4]), "eps must have K entries for each of 2 layers, got 5"),
         (_energies((8,), 0, [8]), "eps must have K entries for each of 1 layers, got 0"),
         (_energies((8,), 4, [-1, 9]), r"channels must not be negative, got \[-1, 9\]"),
-        (_stage("project_conflicts_", 2), "priorities must be at most 1, one per update, got 2"),
-        (_stage("phase2_products_", 2), "priorities must be at most 1, one per update, got 2"),
+        *((_stage(name, 2), "priorities must be at most 1, .*got 2") for name in STAGES),
         (_stage("phase2_apply_", 1, WIDE), r"\(1, 2, 2\), got torch.float64 .*\(1, 2, 3\)"),
         (_stage("phase2_apply_", 1, ones(1, 2, 2)), "products must be float64 .*got torch.float32"),
         ((*_phase2(), ones(1, 2, 2).double().mT), "products must be contiguous, got strides"),
@@ -435,25 +427,20 @@ def _phase2(**change: object) -> tuple[object, ...]:
         (_phase2(running_var=ones(7)), "running_var must have 8 elements, got 7"),
         (_phase2(eps=[0.0]), "eps must have 2 entries, one per layer and task, got 1"),
         (_phase2(weights=[ones(4, 2)]), r"weights must be.*\(4, 3\).*\(4, 2\)"),
-        (("upgrad_weights", torch.tensor(1.0)), r"gramian must have .* got \(\)"),
         (("upgrad_weights", torch.eye(65)), r"K in \[1, 64\], got \(65, 65\)"),
         (("fair_grad_weights", EYE, 0.0), "alpha must be positive and finite, got 0.0"),
         (("task_priority", ones(0, 4)), r"strength must have shape \[K, O\], got \(0, 4\)"),
         (("task_priority", ones(4)), r"strength must have shape \[K, O\], got \(4,\)"),
-        (
-            ("combine_", [zeros(4)], [ones(4)], ones(1, 1), [0, 0], 1),
-            "group_of must have 1 entries",
-        ),
-        (
-            ("combine_", [zeros(4)], [ones(4)], ones(1, 1, 1), [0], 1),
-            r"weights must .* \(1, 1, 1\)",
-        ),
+        (("combine_", [zeros(4)], [ones(4)], ones(1, 1), [0, 0], 1), "group_of must have 1"),
+        (("combine_", [zeros(4)], [ones(4)], ones(1, 1, 1), [0], 1), r"must .* \(1, 1, 1\)"),
         (("drop_signs_", [], [], [0.0] * 2, 0, 0, 1, ones(1).long()), "leaks must have 1 entries"),
         (("combine_", [ones(1).expand(4)], [W[:, 0]], ones(1, 1), [0], 1), "updates must have mem"),
         (("gramian", [ones(4)], [0], -1, 1), "groups must not be negative, got -1"),
         (("gramian", [ones(4)] * 2, [0], 1, 0), r"tasks must be in \[1, 64\], got 0"),
-        (("gramian", [], [], 1, 2), "grads must have at least one tensor, got none"),
-        (("gramian", [None] * 2, [0], 1, 2), "grads must have at least one tensor, got none"),
+        *(
+            (("gramian", [None] * 2 * n, [0] * n, 1, 2), "grads must have at .*none")
+            for n in (0, 1)
+        ),
         (("project_conflicts_", [], [], [], [], [], 0), r"tasks must be in \[1, .*, got 0"),
         (("connection_strength", W, ones(0, 4), ones(0, 4), [], True, 0, 1), "tasks must .* got 0"),
         (("connection_strength", W, ones(4, 2), ones(2, 4), [0.0] * 2, True, 0, 1), "gamma must"),
@@ -500,17 +487,16 @@ def test_layouts_leave_no_element_unwritten(
             getattr(_ops, name)(*call)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dim", "groups"), [((1, 6), 1, 2), ((0, 6), 1, 2), ((6,), 1, 1), ((), 0, 1)]
-)
-def test_tensors_without_the_channels(
-    backend: str, shape: tuple[int, ...], dim: int, groups: int
-) -> None:
-    priorities = [zeros(1).long()]
-    with pytest.raises(
-        ValueError, match=r"(groups must divide|out_channel_dim must be a) dimension"
+def test_tensors_without_the_channels(backend: str) -> None:
+    message = r"(groups must divide|out_channel_dim must be a) dimension"
+    for shape, *layout in (
+        ((1, 6), [1], [2]),
+        ((0, 6), [1], [2]),
+        ((6,), [1], [1]),
+        ((), [0], [1]),
     ):
-        _ops.project_conflicts_([zeros(shape)], [ones(shape)], priorities, [dim], [groups], 1)
+        with pytest.raises(ValueError, match=message):
+            _ops.project_conflicts_([zeros(shape)], [ones(shape)], [zeros(1).long()], *layout, 1)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
