@@ -175,6 +175,7 @@ NORM, ALONE = convert(Trunk(), AB), cs.nn.TaskBatchNorm1d(4, AB)
 SGD = sgd_of(nn.Linear(1, 1))
 LBFGS, ONE = torch.optim.LBFGS(SGD.param_groups), cs.FixedWeights({"depth": 1.0})
 DEPTH = cs.UncertaintyWeights({"depth": "regression"})
+KINDS = cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression"))
 MIXED = partial(cs.Mixed, 3)
 OPTIONS = "options must be none, a scale, a number, a seed"
 T65, SEEDED = [f"t{i}" for i in range(65)], (cs.PCGrad, cs.GradDrop, cs.GradVac)
@@ -246,6 +247,8 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: _on_trunk(layers={"stem": "up_norm"}), "'stem' has 8, got 'up_norm' with 6"),
     (lambda: _on_trunk(tasks=["depth", "flow"]), r"tasks must be known.*got 'flow'"),
     (lambda: _on_trunk(weighting=ONE), r"weighting must have a weight for each.*\['depth'\]"),
+    (lambda: _on_trunk(layers={"stem": None}, method=cs.PCGrad()), "layers must be empty for PCG"),
+    (lambda: _on_trunk(weighting=KINDS), r"optimizer must hold the parameters\(\) of weighting"),
     (lambda: _with().start_epoch(-1), "epoch must be at least 0, got -1"),
     (lambda: _with().step([]), "closure must be a function or a sequence"),
     *((partial(_with, tasks=T65, method=kind()), "at most 64 .*got 65") for kind in SEEDED),

@@ -43,9 +43,11 @@ def _independent(setup: Setup, layers: dict[str, str]) -> PlainTraining:
     network = nn.ModuleDict({"trunk": Trunk(), "heads": copy.deepcopy(setup.heads)}).double()
     prioritized = {f"trunk.{layer}": f"trunk.{norm}" for layer, norm in layers.items()}
     training = PlainTraining(network, TASKS, loss, torch.optim.Adam, prioritized or None, lr=1e-2)
-    for of_task in training.networks.values():
+    for n, (task, of_task) in enumerate(training.networks.items()):
         for name in training.norms:
-            nn.init.uniform_(of_task.get_submodule(name).weight, 0.5, 1.5)
+            norm = of_task.get_submodule(name)
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+            norm.eps = _whole(setup).get_submodule(name).of(task).eps = 0.1 ** (n + 1)
     _whole(setup).load_state_dict(training.state())
     return training
 
