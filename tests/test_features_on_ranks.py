@@ -317,48 +317,35 @@ def test_a_resumed_run_is_bit_equal(rank: int) -> list[Tensor]:
     return straight
 
 
-@pytest.mark.parametrize("where", ["heads.normals.1.weight", "trunk.stem.0.bias"])
-@on_ranks(2)
-def test_a_pass_that_fails_on_one_rank(rank: int, where: str) -> list[Tensor]:
-    """In the passes of the heads, or that of the trunk after buckets were sent."""
-    network, twin = (Network("replicated", rank, 2, cs.PCGrad()) for _ in range(2))
-    fails = False
-
-    def fail(grad: Tensor) -> None:
-        if fails and rank == 1:
-            raise BrokenError("in a hook")
-
-    network.plain.get_parameter(where).register_hook(fail)
-    message = "^in a hook" if rank == 1 else r"^rank 1 failed in step \d: BrokenError: in a hook"
-    for step in range(5):
-        fails = step in (0, 2)
-        if fails:
-            with refused(network.state, BrokenError if rank == 1 else RankError, message):
-                network.backward(step)
-            assert all(p.grad is None for p in network.plain.parameters())
-            fails = False
-        for one in (network, twin):
-            one.backward(step)
-            one.step()
-    assert_equal(network.state(), twin.state())
-    return network.state()
+RESETS = pytest.mark.skipif(torch.__version__ < "2.13", reason="fully_shard cannot be reset")
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="fully_shard cannot be reset")
+@pytest.mark.parametrize(
+    "kind", ["replicated", pytest.param("fully_shard with sharded heads", marks=RESETS)]
+)
 @pytest.mark.parametrize("where", ["heads.normals.1", "trunk.stem"])
 @on_ranks(2)
-def test_shards_after_a_pass_that_fails_everywhere(rank: int, where: str) -> list[Tensor]:
+def test_a_pass_that_fails(rank: int, kind: str, where: str) -> list[Tensor]:
+    """On one rank of replicas, on all with shards; of the trunk, after buckets were sent."""
+    network, twin = (Network(kind, rank, 2, cs.PCGrad()) for _ in range(2))
+    error, message = RankError, r"^rank 1 failed in step \d: BrokenError: in a hook"
+    if fails := rank == 1 or kind != "replicated":
+        error, message = BrokenError, "^in a hook"
+
     def fail(grad: Tensor) -> None:
         raise BrokenError("in a hook")
 
-    kind = "fully_shard with sharded heads"
-    network, twin = (Network(kind, rank, 2, cs.PCGrad()) for _ in range(2))
-    module = network.plain.get_submodule(where)
-    for step in range(3):
-        hook = module.register_forward_hook(lambda _, args, y: y.register_hook(fail) and None)
-        with pytest.raises(BrokenError, match="in a hook"):
-            network.backward(step)
-        hook.remove()
+    def watch(module: nn.Module, _: Any, y: Tensor) -> None:
+        if fails:
+            y.register_hook(fail)
+
+    for step in range(4):
+        if step in (0, 2):
+            hook = network.plain.get_submodule(where).register_forward_hook(watch)
+            with refused(network.state, error, message):
+                network.backward(step)
+            assert all(p.grad is None for p in network.plain.parameters())
+            hook.remove()
         for one in (network, twin):
             one.backward(step)
             one.step()
