@@ -22,24 +22,6 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-_OWN_HOLDERS = 2
-"""The holders of a storage that belongs to one tensor: it, and the Python object of the storage."""
-
-
-def is_in_foreign_memory(grad: Tensor) -> bool:
-    """Whether a later pass may overwrite a gradient.
-
-    It is a part of a larger allocation, such as a CUDA graph's, or something else holds its memory,
-    such as a function that returns the same buffer from every backward pass.
-    """
-    if grad.layout is not torch.strided:
-        return False
-    storage = grad.untyped_storage()
-    if storage.nbytes() > grad.numel() * grad.element_size():
-        return True
-    return bool(torch._C._storage_Use_Count(storage._cdata) > _OWN_HOLDERS)
-
-
 class Storage:
     """The updates of some parameters, and what methods compute from gradients, on one process.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cs_kernels.monitor.elapsed import Elapsed
+from cs_kernels.elapsed import Elapsed
 from cs_kernels.trunk.layers import LayerLists
 
 

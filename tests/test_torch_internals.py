@@ -12,9 +12,9 @@ from torch.nn import functional
 from torch.nn.modules import module as nn_module
 from torch.nn.parallel import DistributedDataParallel
 
-from cs_kernels.engine.autograd_graph import edge_of, is_leaf
 from cs_kernels.engine.stacked.task_layers import is_task_layer
-from cs_kernels.ranks.wrappers import _FLAGS
+from cs_kernels.torch_internals.autograd import edge_of, is_leaf
+from cs_kernels.torch_internals.ddp import FLAGS
 
 pytestmark = pytest.mark.loop
 
@@ -24,7 +24,7 @@ CHANGED = f"torch {torch.__version__} has changed what {{}} relies on: {{}}"
 def test_leaves_of_a_graph_are_known() -> None:
     x = torch.ones(2, requires_grad=True)
     ((node, _),) = edge_of(x * 2)[0].next_functions[:1]
-    message = CHANGED.format("engine/autograd_graph.py", "the class of AccumulateGrad nodes")
+    message = CHANGED.format("torch_internals/autograd.py", "the class of AccumulateGrad nodes")
     assert is_leaf(node), message
     assert node.variable is x, message
 
@@ -58,17 +58,19 @@ def test_parts_of_fully_shard() -> None:
     ):
         source = inspect.getsource(of)
         for name in names:
-            assert name in source, CHANGED.format("ranks/fsdp.py", f"{of.__name__}.{name}")
+            assert name in source, CHANGED.format(
+                "torch_internals/fsdp.py", f"{of.__name__}.{name}"
+            )
 
 
 def test_parts_of_data_parallel() -> None:
     source = inspect.getsource(DistributedDataParallel)
-    for name in (*_FLAGS, "_active_ddp_module"):
-        assert name in source, CHANGED.format("ranks/wrappers.py", f"its {name}")
+    for name in (*FLAGS, "_active_ddp_module"):
+        assert name in source, CHANGED.format("torch_internals/ddp.py", f"its {name}")
 
 
 def test_parts_of_process_groups() -> None:
-    message = CHANGED.format("ranks/transport.py", "names and timeouts of process groups")
+    message = CHANGED.format("torch_internals/groups.py", "names and timeouts of process groups")
     assert hasattr(distributed_c10d._world, "group_count"), message
     assert hasattr(distributed_c10d._world, "pg_names"), message
     assert hasattr(dist.ProcessGroup, "_get_backend"), message

@@ -25,8 +25,9 @@ from cs_kernels.nn.task_norm import check_tasks
 from cs_kernels.ranks.checksums import checksums
 from cs_kernels.ranks.find import find_ranks
 from cs_kernels.ranks.strategy import Training
-from cs_kernels.ranks.wrappers import Wrappers, unwrapped
+from cs_kernels.ranks.wrappers import Wrappers
 from cs_kernels.schedules import Schedule
+from cs_kernels.torch_internals.ddp import unwrapped
 from cs_kernels.trunk.layers import shared_parameters
 from cs_kernels.trunk.pairing import checked_overrides
 from cs_kernels.trunk.trunk import Trunk

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from cs_kernels.engine.autograd_graph import Hooks, Reached, edge_of, hooked, is_leaf, walk
 from cs_kernels.engine.pass_checks import PassChecks
 from cs_kernels.errors import described
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.methods import Method
 from cs_kernels.ranks.strategy import Ranks
 from cs_kernels.stage import Passes
+from cs_kernels.torch_internals.autograd import Hooks, Reached, edge_of, hooked, is_leaf, walk
 from cs_kernels.trunk.layers import Coverage, Layout
 
 _NO_LAYERS = Layout((), Coverage({}, {}, {}, {}))

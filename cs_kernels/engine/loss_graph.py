@@ -6,19 +6,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 import torch
 from torch import Tensor, nn
 
-from cs_kernels.engine.autograd_graph import hooked, reached_parameters
 from cs_kernels.engine.pass_checks import PassChecks
 from cs_kernels.engine.task_weights import OnePass, at_leaves, find_one_pass
 from cs_kernels.errors import described
-from cs_kernels.gradients import is_in_foreign_memory
-from cs_kernels.ranks.fsdp import (
+from cs_kernels.ranks.strategy import Ranks
+from cs_kernels.step import Step
+from cs_kernels.torch_internals.autograd import hooked, reached_parameters
+from cs_kernels.torch_internals.fsdp import (
     all_sharded_modules,
     is_sharded,
     modules_that_shard,
     sharded_parameters,
 )
-from cs_kernels.ranks.strategy import Ranks
-from cs_kernels.step import Step
+from cs_kernels.torch_internals.memory import is_in_foreign_memory
 from cs_kernels.trunk.trunk import Trunk
 from cs_kernels.weightings import Weighting
 

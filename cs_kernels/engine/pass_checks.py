@@ -17,7 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from cs_kernels.engine.autograd_graph import (
+from cs_kernels.errors import noted
+from cs_kernels.gradients import as_real
+from cs_kernels.ranks.checksums import checksums
+from cs_kernels.torch_internals.autograd import (
     Edge,
     edge_of,
     hooked,
@@ -25,10 +28,7 @@ from cs_kernels.engine.autograd_graph import (
     is_reentrant,
     walk,
 )
-from cs_kernels.errors import noted
-from cs_kernels.gradients import as_real
-from cs_kernels.ranks.checksums import checksums
-from cs_kernels.ranks.fsdp import is_sharded
+from cs_kernels.torch_internals.fsdp import is_sharded
 from cs_kernels.trunk.trunk import Trunk
 
 _TOLERANCE, _FLOOR = 0.01, 1e-4

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from cs_kernels.methods import GradDrop, Method
-from cs_kernels.ranks.fsdp import is_sharded
+from cs_kernels.torch_internals.fsdp import is_sharded
 
 if TYPE_CHECKING:  # It asks this module.
     from cs_kernels.engine.engine import Engine

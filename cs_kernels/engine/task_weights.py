@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
-from cs_kernels.engine.autograd_graph import (
+from cs_kernels.torch_internals.autograd import (
     Hooks,
     edge_of,
     is_leaf,

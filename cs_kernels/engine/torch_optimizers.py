@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cs_kernels.errors import described
-from cs_kernels.ranks.fsdp import is_sharded
+from cs_kernels.torch_internals.fsdp import is_sharded
 
 
 class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):

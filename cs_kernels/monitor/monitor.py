@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from cs_kernels.elapsed import Elapsed
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.methods import Method
 from cs_kernels.monitor.conflicts import ConflictCounter
-from cs_kernels.monitor.elapsed import Elapsed
 from cs_kernels.monitor.report import Done, Report, report_of
 from cs_kernels.monitor.zero_gradients import warn_of_zero_gradients
 from cs_kernels.ops.checks import MOST_TASKS

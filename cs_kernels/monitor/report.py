@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cs_kernels.elapsed import Elapsed
 from cs_kernels.methods import Method
 from cs_kernels.monitor.conflicts import cosines_of
-from cs_kernels.monitor.elapsed import Elapsed
 from cs_kernels.schedules import Phase
 from cs_kernels.step import Step
 from cs_kernels.weightings import EqualWeights, Weighting

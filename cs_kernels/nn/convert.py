@@ -16,8 +16,8 @@ from cs_kernels.nn.task_norm import (
     active_task,
     check_tasks,
     some_task_norms,
-    uncompiled,
 )
+from cs_kernels.torch_internals.compile import uncompiled
 
 
 def _process_groups(module: nn.Module) -> dict[int, Any]:

@@ -2,16 +2,16 @@
 
 import contextlib
 import copy
-import sys
 import threading
 from collections.abc import Iterable, Iterator, KeysView, Set
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 import torch.fx
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from cs_kernels.torch_internals.compile import one_graph_per_task
 
 
 def check_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
@@ -226,12 +226,6 @@ def modules_outside_norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         stack += [(dot + name, child) for name, child in children if child is not None]
 
 
-def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that `torch.compile` wrapped, or the module itself."""
-    inner = module._modules.get("_orig_mod")
-    return module if inner is None else inner
-
-
 def set_task(module: nn.Module, task: str) -> None:
     """Makes a task active in every task-specific normalization of a module.
 
@@ -258,29 +252,11 @@ def active(norms: Iterable[TaskBatchNorm], task: str) -> Iterator[None]:
     try:
         for norm, _ in before:
             object.__setattr__(norm, "active", task)  # Faster than Module.__setattr__.
-        with _one_graph_per_task(len(before[0][0].tasks) if before else 1):
+        with one_graph_per_task(len(before[0][0].tasks) if before else 1):
             yield
     finally:
         for norm, previous in before:
             object.__setattr__(norm, "active", previous)
-
-
-def _one_graph_per_task(tasks: int) -> contextlib.AbstractContextManager[Any]:
-    """Multiplies torch.compile's recompilation limit (8 by default) by the number of tasks."""
-    compiles = "torch._dynamo" in sys.modules and not torch.compiler.is_compiling()
-    if tasks == 1 or not compiles:
-        return contextlib.nullcontext()
-    config = torch._dynamo.config
-    return _limits(tasks * config.recompile_limit, tasks * config.accumulated_recompile_limit)
-
-
-@lru_cache(maxsize=64)
-def _limits(recompile: int, accumulated: int) -> contextlib.AbstractContextManager[Any]:
-    """Patches torch.compile's limits. Cached, as torch never frees a patch (200 bytes)."""
-    patch: contextlib.AbstractContextManager[Any] = torch._dynamo.config.patch(
-        recompile_limit=recompile, accumulated_recompile_limit=accumulated
-    )
-    return patch
 
 
 def active_task(module: nn.Module, task: str) -> contextlib.AbstractContextManager[None]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from cs_kernels.ranks.fsdp import is_sharded, local_shard, rows_of
+from cs_kernels.torch_internals.fsdp import is_sharded, local_shard, rows_of
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -21,7 +21,6 @@ from cs_kernels.gradients import TaskGradients
 from cs_kernels.ranks.agreement import compare
 from cs_kernels.ranks.collectives import all_reduce
 from cs_kernels.ranks.discoveries import Discoveries, SharedReach
-from cs_kernels.ranks.fsdp import is_sharded
 from cs_kernels.ranks.messages import Facts, Messages
 from cs_kernels.ranks.phase2 import Plan, phase2_of_shards, task_priorities
 from cs_kernels.ranks.pieces import ChannelArray
@@ -29,6 +28,7 @@ from cs_kernels.ranks.strategy import Call, Ranks, Training
 from cs_kernels.ranks.transport import Transport
 from cs_kernels.ranks.wrappers import Wrappers
 from cs_kernels.stage import Passes, Stage
+from cs_kernels.torch_internals.fsdp import is_sharded
 from cs_kernels.trunk.layers import LayerLists
 from cs_kernels.trunk.reach import Reach
 

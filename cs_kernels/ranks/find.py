@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from cs_kernels.ranks.fsdp import mesh_of
 from cs_kernels.ranks.replicated import Replicated
 from cs_kernels.ranks.sharded import Sharded
 from cs_kernels.ranks.strategy import Ranks
-from cs_kernels.ranks.transport import Transport, timeout_of
+from cs_kernels.ranks.transport import Transport
 from cs_kernels.ranks.wrappers import Wrappers
+from cs_kernels.torch_internals.fsdp import mesh_of
+from cs_kernels.torch_internals.groups import timeout_of
 
 
 def find_ranks(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cs_kernels.gradients import TaskGradients
-from cs_kernels.ranks.fsdp import is_sharded, shards_of
 from cs_kernels.ranks.pieces import Piece, pieces_of
+from cs_kernels.torch_internals.fsdp import is_sharded, shards_of
 from cs_kernels.trunk.layers import LayerLists
 
 if TYPE_CHECKING:  # It calls this module.

@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 from cs_kernels.ranks.collectives import all_reduce
 from cs_kernels.ranks.distributed import Distributed
-from cs_kernels.ranks.fsdp import (
+from cs_kernels.ranks.pieces import ChannelArray
+from cs_kernels.ranks.strategy import Call, RankError
+from cs_kernels.ranks.transport import Transport
+from cs_kernels.ranks.wrappers import Wrappers
+from cs_kernels.stage import Passes, Stage
+from cs_kernels.torch_internals.fsdp import (
     end_passes,
     fsdp_modules,
     groups_of,
@@ -24,11 +29,6 @@ from cs_kernels.ranks.fsdp import (
     modules_that_shard,
     rows_of,
 )
-from cs_kernels.ranks.pieces import ChannelArray
-from cs_kernels.ranks.strategy import Call, RankError
-from cs_kernels.ranks.transport import Transport
-from cs_kernels.ranks.wrappers import Wrappers
-from cs_kernels.stage import Passes, Stage
 
 _OF_STEP = Stage.TURN, Stage.JOINT
 """The stages in which `step` begins."""

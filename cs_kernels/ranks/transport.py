@@ -10,33 +10,16 @@ import torch
 import torch.distributed as dist
 
 from cs_kernels.ranks.collectives import all_gather
+from cs_kernels.torch_internals.groups import names_are_counted, number_of_groups, timeout_of
 
 _GRID_FROM = 16
 """Ranks from which messages go along the rows of a grid, then along its columns: a ring of W ranks
 has W - 1 hops, one after the other, and a square grid 2 (sqrt(W) - 1)."""
 
 
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """The time after which a collective of a group fails."""
-    options = getattr(group._get_backend(device), "options", None)
-    timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
-    return timeout
-
-
-def _names_are_counted(ranks: int) -> bool:
-    """Whether a new group of some ranks gets a name that no group before it has had.
-
-    Torch numbers groups of all ranks. Before 2.14, the name of any other group depends on the
-    groups there are: after one was destroyed, the next one would find its entries in the store.
-    """
-    return ranks == dist.get_world_size() or torch.__version__ >= "2.14"
-
-
 def _check_names(group: dist.ProcessGroup, device: torch.device) -> None:
     """Raises RuntimeError if a new group would have other names on other ranks, and deadlock."""
-    world = getattr(dist.distributed_c10d, "_world", None)
-    counted = _names_are_counted(dist.get_world_size(group))
-    number = getattr(world, "group_count", 0) if counted else len(getattr(world, "pg_names", ()))
+    number = number_of_groups(counted=names_are_counted(dist.get_world_size(group)))
     count = torch.tensor([number], device=device)
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size(group))]
     dist.all_gather(counts, count, group=group)
@@ -109,7 +92,7 @@ class Transport:
         group: dist.ProcessGroup = dist.new_group(
             list(ranks), timeout=timeout, backend=backend, use_local_synchronization=not is_whole
         )
-        if _names_are_counted(self.size) and dist.get_rank() in ranks:
+        if names_are_counted(self.size) and dist.get_rank() in ranks:
             self._made.append(group)
         return group
 

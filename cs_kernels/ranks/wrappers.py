@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -11,42 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from cs_kernels.nn.task_norm import uncompiled
+from cs_kernels.torch_internals.ddp import is_ddp, refuse_fsdp1, running_ddp, set_reductions
 from cs_kernels.trunk.watcher import LocalHook
-
-
-def _class(module: str, name: str) -> Any:
-    """A class, if its module was imported: nobody has an object of it before."""
-    return getattr(sys.modules.get(module), name, None)
-
-
-def _is_ddp(module: object) -> bool:
-    kind = _class("torch.nn.parallel.distributed", "DistributedDataParallel")
-    return kind is not None and isinstance(module, kind)
-
-
-def _refuse_fsdp1(module: nn.Module) -> None:
-    kind = _class("torch.distributed.fsdp", "FullyShardedDataParallel")
-    if kind is not None and isinstance(module, kind):
-        raise TypeError(
-            "trunk must not be in FullyShardedDataParallel (FSDP1), whose flat parameters have no"
-            " output channels: use torch.distributed.fsdp.fully_shard(trunk)"
-        )
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that torch.compile or DistributedDataParallel wrapped, or the module itself."""
-    while True:
-        inner = uncompiled(module)
-        if _is_ddp(inner):
-            inner = inner.module  # type: ignore[assignment]
-        if inner is module:
-            return module
-        module = inner
-
-
-_FLAGS = "require_backward_grad_sync", "require_forward_param_sync"
-"""The attributes of a DistributedDataParallel that switch its reductions and broadcasts on."""
 
 _switched_off: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 """By how many `Wrappers` each is switched off."""
@@ -61,8 +26,7 @@ class _SeesWrapper(LocalHook):
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return
-        kind = _class("torch.nn.parallel.distributed", "DistributedDataParallel")
-        around, wrappers = getattr(kind, "_active_ddp_module", None), self._wrappers()
+        around, wrappers = running_ddp(), self._wrappers()
         if around is not None and wrappers is not None:
             wrappers.take(around)
 
@@ -121,8 +85,8 @@ class Wrappers:
             ValueError: Its reductions cannot be switched off, or it is of other ranks.
 
         """
-        _refuse_fsdp1(module)
-        if _is_ddp(module) and not any(module is other for other in self._found):
+        refuse_fsdp1(module)
+        if is_ddp(module) and not any(module is other for other in self._found):
             if getattr(module, "static_graph", False):
                 raise ValueError(
                     "DistributedDataParallel must be built without static_graph=True, which reduces"
@@ -136,16 +100,11 @@ class Wrappers:
     def switch_off(self) -> None:
         """Switches off the reductions of all, which others may have switched on, as Lightning."""
         for module in self._found:
-            _set_flags(module, False)
+            set_reductions(module, on=False)
 
     def group(self) -> dist.ProcessGroup | None:
         """The process group of the first one, if there is one."""
         return self._found[0].process_group if self._found else None
-
-
-def _set_flags(module: Any, on: bool) -> None:
-    for name in _FLAGS:
-        setattr(module, name, on)
 
 
 def _switch_on(modules: Sequence[Any]) -> None:
@@ -153,4 +112,6 @@ def _switch_on(modules: Sequence[Any]) -> None:
         _switched_off[module] -= 1
         if not _switched_off[module]:
             del _switched_off[module]
-            _set_flags(module, True)  # Not as it was found, which may have been inside `no_sync`.
+            set_reductions(
+                module, True
+            )  # Not as it was found, which may have been inside `no_sync`.

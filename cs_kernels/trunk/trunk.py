@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cs_kernels.nn.task_norm import TaskBatchNorm, modules_outside_norms, task_norms
-from cs_kernels.ranks.fsdp import reshard
+from cs_kernels.torch_internals.fsdp import reshard
 from cs_kernels.trunk.layers import Coverage, LayerLists, Layout, shared_parameters
 from cs_kernels.trunk.pairing import Overrides, find_layout
 from cs_kernels.trunk.reach import Reach

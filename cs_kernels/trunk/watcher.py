@@ -23,7 +23,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from cs_kernels.nn.task_norm import Run, TaskBatchNorm, recorded_norms, uncompiled
+from cs_kernels.nn.task_norm import Run, TaskBatchNorm, recorded_norms
+from cs_kernels.torch_internals.compile import uncompiled
 
 LAYERS = (_ConvNd, nn.Linear)
 

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cs_kernels.engine.autograd_graph import Edge, Reached, edge_of, is_leaf, walk
 from cs_kernels.engine.stacked.layer_updates import LayerUpdates, used_otherwise
 from cs_kernels.engine.stacked.parts_check import PartsCheck
 from cs_kernels.engine.stacked.task_layers import Stack, TaskWeight, is_task_layer
 from cs_kernels.errors import described
 from cs_kernels.nn.task_norm import TaskBatchNorm, recorded_norms
 from cs_kernels.step import Step
+from cs_kernels.torch_internals.autograd import Edge, Reached, edge_of, is_leaf, walk
 
 
 class Pattern(NamedTuple):

@@ -1,0 +1,33 @@
+"""Timeouts and names of process groups."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """The time after which a collective of a group fails."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
+    return timeout
+
+
+def names_are_counted(ranks: int) -> bool:
+    """Whether a new group of some ranks gets a name that no group before it has had.
+
+    Torch numbers groups of all ranks. Before 2.14, the name of any other group depends on the
+    groups there are: after one was destroyed, the next one would find its entries in the store.
+    """
+    return ranks == dist.get_world_size() or torch.__version__ >= "2.14"
+
+
+def number_of_groups(*, counted: bool) -> int:
+    """The number that a new group's name would have.
+
+    Args:
+        counted: Whether it counts all groups that were ever made, or those there are.
+
+    """
+    world = getattr(dist.distributed_c10d, "_world", None)
+    return getattr(world, "group_count", 0) if counted else len(getattr(world, "pg_names", ()))

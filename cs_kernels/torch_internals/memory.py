@@ -1,0 +1,21 @@
+"""Who holds a tensor's memory."""
+
+import torch
+from torch import Tensor
+
+_OWN_HOLDERS = 2
+"""The holders of a storage that belongs to one tensor: it, and the Python object of the storage."""
+
+
+def is_in_foreign_memory(grad: Tensor) -> bool:
+    """Whether a later pass may overwrite a gradient.
+
+    It is a part of a larger allocation, such as a CUDA graph's, or something else holds its memory,
+    such as a function that returns the same buffer from every backward pass.
+    """
+    if grad.layout is not torch.strided:
+        return False
+    storage = grad.untyped_storage()
+    if storage.nbytes() > grad.numel() * grad.element_size():
+        return True
+    return bool(torch._C._storage_Use_Count(storage._cdata) > _OWN_HOLDERS)
