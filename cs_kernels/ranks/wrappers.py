@@ -112,6 +112,5 @@ def _switch_on(modules: Sequence[Any]) -> None:
         _switched_off[module] -= 1
         if not _switched_off[module]:
             del _switched_off[module]
-            set_reductions(
-                module, True
-            )  # Not as it was found, which may have been inside `no_sync`.
+            # Not as it was before, which may have been inside `no_sync`.
+            set_reductions(module, on=True)
