@@ -153,9 +153,10 @@ def test_refused_calls(letters: str) -> None:
     """They change nothing; without the gradients, the loop goes on."""
     loop = Loop(cs.PCGrad()).play(letters[:-1])
     before = loop.state()
-    with pytest.raises((RuntimeError, ValueError), match=REFUSED[letters]):
-        loop.play(letters[-1])
-    assert_equal(before, loop.state())
+    for _ in range(2):
+        with pytest.raises((RuntimeError, ValueError), match=REFUSED[letters]):
+            loop.play(letters[-1])
+        assert_equal(before, loop.state())
     loop.play("2zLszS")
 
 
