@@ -407,74 +407,67 @@ def test_autocast() -> None:
 # --- trunks that a stacked pass cannot serve ---
 
 
-def _counts(net: Any, x: Tensor) -> Tensor:
+def counts(net: Any, x: Tensor) -> Tensor:
     net.seen += 1
     return net.normed(x)
 
 
-def _over_time(net: Any, x: Tensor) -> Tensor:
+def over_time(net: Any, x: Tensor) -> Tensor:
     """The batch is in dimension 1."""
     y = net.layer(x.expand(2, *x.shape))
     return net.norm(y.flatten(0, 1)).unflatten(0, y.shape[:2])[0]
 
 
+def mixes(mix: Callable[[Tensor], Tensor]) -> tuple[Callable[[Any, Tensor], Tensor], str]:
+    return lambda net, x: mix(net.normed(x)), OF_ANOTHER
+
+
 OF_ANOTHER, GRID = "one task's part depends on another's", torch.ones(4, 3).double()
-MIXES: dict[str, Callable[[Tensor], Tensor]] = {
-    "centers": lambda y: y - y.mean(0),
-    "next": lambda y: y + torch.cat([y[1:], y[-1:]]).square(),
-    "last": lambda y: y - y[-1:],
-    "halves": lambda y: torch.cat([y.chunk(2)[0] - y.chunk(2)[1], y.chunk(2)[1]]),
-    "median": lambda y: y * (y > y.median()),
-    "nans": lambda y: y - y.nan_to_num().mean(0),
-    "sums before": lambda y: y.cumsum(0),
-    "sums behind": lambda y: y.flip(0).cumsum(0).flip(0),
+AT_GRID = r"got two\.weight with a tensor of shape \(4, 3\)"
+TRUNKS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+    "centers": mixes(lambda y: y - y.mean(0)),
+    "next": mixes(lambda y: y + torch.cat([y[1:], y[-1:]]).square()),
+    "last": mixes(lambda y: y - y[-1:]),
+    "halves": mixes(lambda y: torch.cat([y.chunk(2)[0] - y.chunk(2)[1], y.chunk(2)[1]])),
+    "median": mixes(lambda y: y * (y > y.median())),
+    "nans": mixes(lambda y: y - y.nan_to_num().mean(0)),
+    "sums before": mixes(lambda y: y.cumsum(0)),
+    "sums behind": mixes(lambda y: y.flip(0).cumsum(0).flip(0)),
+    "time": (over_time, OF_ANOTHER),
+    "sorts": (lambda net, x: net.normed(x[x[:, 0].argsort()]), OF_ANOTHER),
+    "twice": (lambda net, x: net.normed(x) + net.normed(x + 1), "several times"),
+    "minus": (lambda net, x: net.normed(x) + linear(x, net.layer.weight - 1), r"in (sub|__sub__)"),
+    "counts": (counts, "must not change its buffers"),
+    "scalar": (lambda net, x: torch.aminmax(net.normed(x)), r"output of trunk with .* shape \(\)"),
+    "transposes": (lambda net, x: net.normed(x).t(), "the output of trunk"),
+    "grid": (lambda net, x: net.norm(net.layer(x) + net.two(GRID).mean(0)), AT_GRID),
 }
-ELSEWHERE: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
+# With methods by layer: behind a first layer.
+BEHIND: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "scale": (lambda net, y: net.two(y * net.scale), "got scale elsewhere: use step, or freeze it"),
     "norm": (lambda net, y: net.two(net.other(y)), "got other.weight elsewhere: use step"),
     "split": (lambda net, y: linear(y, net.two.weight) + net.two.bias, "two.bias .* used in "),
     "mixed": (lambda net, y: net.two(linear(y, net.two.weight, net.layer.bias)), "several times"),
     "tied": (lambda net, y: linear(net.two(y), net.two.weight), "two.weight .* several times"),
     "cloned": (lambda net, y: net.two(linear(y, net.two.weight.clone())), "weight .* in clone"),
-}
-AT_GRID = r"got two\.weight with a tensor of shape \(4, 3\)"
-TRUNKS: dict[str, tuple[Callable[[Any, Tensor], Any], str, cs.Method]] = {
-    name: (does, message, PRIORITY)
-    for name, (does, message) in {
-        **{n: (lambda net, x, mix=m: mix(net.normed(x)), OF_ANOTHER) for n, m in MIXES.items()},
-        "time": (_over_time, OF_ANOTHER),
-        "sorts": (lambda net, x: net.normed(x[x[:, 0].argsort()]), OF_ANOTHER),
-        "twice": (lambda net, x: net.normed(x) + net.normed(x + 1), "several times"),
-        "standardizes": (
-            lambda net, x: net.normed(x) + net.norm(linear(x, net.layer.weight - 1)),
-            r"in (sub|__sub__)",
-        ),
-        "counts": (_counts, "must not change its buffers"),
-        "scalar": (
-            lambda net, x: torch.aminmax(net.normed(x)),
-            r"got the output of trunk with a tensor of shape \(\)",
-        ),
-        "transposes": (lambda net, x: net.normed(x).t(), "the output of trunk"),
-        "a grid": (lambda net, x: net.norm(net.layer(x) + net.two(GRID).mean(0)), AT_GRID),
-    }.items()
-} | {
-    f"{name} by layer": (lambda net, x, f=does: f(net, net.layer(x).tanh()), message, BY_LAYER)
-    for name, (does, message) in {
-        **ELSEWHERE,
-        "a grid": (lambda net, y: y + net.two(GRID).mean(0), AT_GRID),
-    }.items()
+    "grid behind": (lambda net, y: y + net.two(GRID).mean(0), AT_GRID),
 }
 
 
 def odd(name: str) -> tuple[nn.Module, cs.MultiTaskOptimizer]:
-    does, _, method = TRUNKS[name]
-    layers = {"layer": nn.Linear(3, 3), "norm": nn.BatchNorm1d(3), "two": nn.Linear(3, 3)}
-    trunk = Composed(does, **layers, other=nn.LayerNorm(3))
+    run = TRUNKS[name][0] if name in TRUNKS else None
+    trunk = Composed(
+        run or (lambda net, x: BEHIND[name][0](net, net.layer(x).tanh())),
+        layer=nn.Linear(3, 3),
+        two=nn.Linear(3, 3),
+        norm=nn.BatchNorm1d(3),
+        other=nn.LayerNorm(3),
+    )
     trunk.register_buffer("seen", torch.zeros(1))
     trunk.scale = nn.Parameter(torch.ones(3))
     trunk.normed = lambda x: trunk.norm(trunk.layer(x))
-    paired = {"two": "norm"} if name == "a grid" else None
-    return trunk, optimizer_of(converted(trunk), method, layers=paired)
+    layers = {"two": "norm"} if name == "grid" else None
+    return trunk, optimizer_of(converted(trunk), PRIORITY if run else BY_LAYER, layers=layers)
 
 
 def of_odd(z: Any) -> Tensor:
@@ -485,13 +478,13 @@ def together_of_odd(run: RunTrunk) -> dict[str, Tensor]:
     return {task: of_odd(z) for task, z in run(vectors()).items()}
 
 
-@pytest.mark.parametrize("name", TRUNKS)
+@pytest.mark.parametrize("name", [*TRUNKS, *BEHIND])
 def test_refuses_trunks(name: str) -> None:
-    trunk, opt = odd(name)
-    with refused(trunk.state_dict, ValueError, TRUNKS[name][1]):
+    (trunk, opt), message = odd(name), (TRUNKS | BEHIND)[name][1]
+    with refused(trunk.state_dict, ValueError, message):
         opt.step_together(together_of_odd)
     opt.step(lambda task: of_odd(trunk(vectors())))
-    if "elsewhere" in TRUNKS[name][1]:
+    if "elsewhere" in message:
         before = trunk.layer.weight.clone()
         for parameter in (trunk.scale, *trunk.other.parameters()):
             parameter.requires_grad_(False)
@@ -706,53 +699,44 @@ def test_state_after_an_error(where: str, method: cs.Method) -> None:
 
     So they are if a part of the updates has been made; the next step is as if nothing had failed.
     """
-    states = []
+    breaks, states = "nothing", []
+
+    def fail(_: object) -> None:
+        raise ArithmeticError("the user's")
+
+    def watch(_: object, __: object, y: Tensor) -> None:
+        if breaks == "trunk" and y.requires_grad:
+            y.register_hook(fail)
+
+    def forward(net: Any, run: RunTrunk) -> dict[str, Tensor]:
+        outputs = run(net.stem(vectors()))
+        losses = {t: net.heads[t](z).sin().mean() + z.square().mean() for t, z in outputs.items()}
+        if breaks == "forward":
+            fail(None)
+        if breaks == "loss":
+            losses["b"].register_hook(fail)
+        return losses
+
     for fails in (False, True):
         torch.manual_seed(0)
-        stem = normed(3, 3).double()
         trunk = converted(nn.Sequential(*normed(3, 4), nn.ReLU(), *normed(4, 5)))
-        heads = nn.ModuleDict({t: nn.BatchNorm1d(5) for t in AB}).double()
-        modules = nn.ModuleList([stem, trunk, heads])
-        opt = cs.MultiTaskOptimizer(trunk, sgd_of(modules), AB, copy.deepcopy(method))
-        breaks: list[str] = []
-
-        def fail(_: object) -> None:
-            raise ArithmeticError("the user's")
-
-        def watch(_: object, __: object, y: Tensor, breaks: list[str] = breaks) -> None:
-            if "trunk" in breaks and y.requires_grad:
-                y.register_hook(fail)
-
-        def forward(
-            run: RunTrunk, stem=stem, heads=heads, breaks: list[str] = breaks
-        ) -> dict[str, Tensor]:
-            losses = {
-                t: heads[t](z).sin().mean() + z.square().mean()
-                for t, z in run(stem(vectors())).items()
-            }
-            if "forward" in breaks:
-                fail(None)
-            if "loss" in breaks:
-                losses["b"].register_hook(fail)
-            return losses
-
+        heads = nn.ModuleDict({t: nn.BatchNorm1d(5) for t in AB})
+        net = Composed(forward, stem=normed(3, 3), trunk=trunk, heads=heads).double()
+        opt = cs.MultiTaskOptimizer(trunk, sgd_of(net), AB, copy.deepcopy(method))
         trunk[1].register_forward_hook(watch)
-        opt.step_together(forward)
+        opt.step_together(net)
         trunk[0].bias.requires_grad_(False)  # The next step checks the parts again.
         if fails:
-            parameters = [*trunk.parameters()]
-            breaks.append(where)
-            with refused(modules.state_dict, ArithmeticError, "the user's"):
-                opt.step_together(forward)
+            parameters, breaks = [*trunk.parameters()], where
+            with refused(net.state_dict, ArithmeticError, "the user's"):
+                opt.step_together(net)
             assert [*map(id, trunk.parameters())] == [*map(id, parameters)]
-            assert all(p.grad is None for p in modules.parameters())
+            assert all(p.grad is None for p in net.parameters())
             assert all("_stack" not in vars(norm) for norm in cs.nn.task_norms(trunk))
-            breaks.clear()
-        opt.step_together(forward)
-        targets = opt.method.state_dict().get("targets")
-        states.append(
-            [*modules.state_dict().values(), targets, *(p.grad for p in modules.parameters())]
-        )
+            breaks = "nothing"
+        opt.step_together(net)
+        targets, grads = opt.method.state_dict().get("targets"), [p.grad for p in net.parameters()]
+        states.append([*net.state_dict().values(), targets, *grads])
     assert_equal(*states)
 
 
