@@ -207,7 +207,7 @@ def test_replays_and_reports(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Recorder, "replays", 0)
     captured, eager, silent = (CASES[name](captured=captured) for captured in (True, False, False))
     reports = []
-    for number in range(8):
+    for number in range(6):
         for loop in (captured, eager):
             loop.train(number, number + 1)
             with Reads() as reads:
@@ -217,12 +217,12 @@ def test_replays_and_reports(name: str, monkeypatch: pytest.MonkeyPatch) -> None
             assert reads.names == []
             reports.append(report)
         str(report)
-    assert Recorder.replays > 3
+    assert Recorder.replays > 1
     for first, second in zip(reports[::2], reports[1::2], strict=True):  # Replays changed none.
         numbers = [{**report.scalars(), "surgery_ms": 0} for report in (first, second)]
         assert numbers[0] == numbers[1]
         assert (first.step, first.epoch, first.phase) == (second.step, second.epoch, second.phase)
-    silent.train(0, 8)
+    silent.train(0, 6)
     assert_equal(eager.setup.state(), silent.setup.state())
 
 
