@@ -230,7 +230,7 @@ VALUES: list[tuple[Callable[[], object], str]] = [
         (partial(cs.GradDrop, x), r"leak must lie in \[0, 1\], got")
         for x in (1.5, [0.5, -0.5], "x")
     ),
-    (lambda: _with(method=cs.GradDrop([0.0])), "leak must have 2 entries, one a task, got 1"),
+    (lambda: _with(method=cs.GradDrop([0.0])), "leak must have 2 entries, one per task, got 1"),
     (lambda: cs.UncertaintyWeights({"a": "ranking"}), "tasks must be 'regression' or"),
     (lambda: DEPTH.check(TASKS), "weighting must have a kind for each of"),
     (lambda: cs.DynamicWeightAverage(0.0), "temperature must be positive and finite, got 0.0"),
@@ -286,7 +286,7 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     *((partial(_operands, d, 1), f"out_channel_dim must be 0 or 1, got {d}") for d in (-1, 2)),
     *((partial(_operands, 1, 0, empty), "groups must be at least 1") for empty in (False, True)),
     (lambda: combine(G, torch.ones(3)), r"coefficients must have shape \(2,\), got \(3,\)"),
-    (lambda: _ops.channel_energies([], [], []), "weights must be one at least"),
+    (lambda: _ops.channel_energies([], [], []), "weights must have at least one tensor"),
 ]
 TYPES: list[tuple[Callable[[], object], str]] = [
     *((partial(kind, seed="1"), "seed must be an integer, got '1'") for kind in (*SEEDED, MIXED)),
