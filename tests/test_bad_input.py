@@ -239,7 +239,7 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: cs.Switch(-1), "epoch must be at least 0, got -1"),
     (lambda: cs.FixedWeights({"a": float("nan")}), "weights must be finite, got nan for 'a'"),
     (lambda: cs.MGDA("loss").weights(EYE), "must have the losses for normalize='loss'"),
-    (lambda: convert(NORM, ["c"]), r"stem_norm.*\['a', 'b'\]; got \['c'\]"),
+    (lambda: convert(NORM, ["c"]), r"\['a', 'b'\], for which stem_norm .* got \['c'\]"),
     (lambda: optimizer_of(Trunk()), r"trunk must have task-specific normalization.*Trunk"),
     *((partial(optimizer_of, ALONE, m), "a shared parameter.*got 0") for m in (None, cs.Sum())),
     (lambda: _on_trunk(layers={"nowhere": "stem_norm"}), "layers must name layers.*'nowhere'"),

@@ -729,10 +729,28 @@ def test_kept_weights_of_gradients_that_functions_write(first: int, check_passes
         return network.gradient()
 
     expected = step(Writes.apply if first == 0 else nn.functional.linear)
-    with pytest.raises(RuntimeError, match=r"update_every must be 1 .* of middle that"):
+    with pytest.raises(RuntimeError, match=r"update_every must be 1 .* of middle from a function"):
         step(Writes.apply)
     network.opt.method.update_every = 1
     torch.testing.assert_close(step(Writes.apply), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_kept_weights_of_a_shared_layer_that_a_head_hides_too() -> None:
+    """One pass of all tasks would not weigh what comes from inside the function."""
+    network = Network(torch.tanh, Halves(update_every=3))
+
+    def losses() -> dict[str, Tensor]:
+        z, x = network.features(), network.x.clone().requires_grad_()
+        hidden = Inner.apply(lambda h: network.trunk["last"](network.trunk["first"](h)), x)
+        return {
+            "a": (network.heads["a"](z) + hidden.square().mean()).square().mean(),
+            "b": network.heads["b"](z).square().mean(),
+        }
+
+    network.opt.backward(losses())
+    network.sgd.zero_grad()
+    with pytest.raises(RuntimeError, match=r"update_every must be 1 .* inside a function"):
+        network.opt.backward(losses())
 
 
 class Fused(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """From a task's loss to its gradients: what its graph must reach, its weight, its backward pass."""
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 
 import torch
@@ -214,8 +215,12 @@ class LossGraph:
         weights = dict(zip(kept.tasks, kept.weights.to(self._trunk.device), strict=True))
         found = None if apart or len(losses) == 1 else self._find_one_pass(losses)
         if found is not None:
-            with hooked(found.hooks(weights)):
+            runs = Counter[Tensor]()
+            with hooked(found.hooks(weights, runs)):
                 self._pass(found.terms(losses, weights), step, ends)
+            for parameter, number in runs.items():
+                if number > 1:
+                    raise self._cannot_weigh(parameter, "another backward pass, inside a function")
             return
         shared = self._in_graph(self._trunk.combined())
         for n, (task, loss) in enumerate(losses.items(), 1):
@@ -242,13 +247,15 @@ class LossGraph:
             if p not in arrived and (
                 now is not grad or (now is not None and now._version != version)
             ):
-                name = dict(zip(self._trunk.shared, self._trunk.names, strict=True))[p]
-                raise RuntimeError(
-                    "update_every must be 1 where a function writes .grad itself, which kept task"
-                    f" weights cannot weigh, got a gradient of {name} that no hook has seen in the"
-                    f" pass of {task!r}: return it from the function's backward pass, or accumulate"
-                    " it by torch.autograd.backward"
-                )
+                raise self._cannot_weigh(p, f"a function in the pass of {task!r}, in .grad itself")
+
+    def _cannot_weigh(self, parameter: Tensor, source: str) -> RuntimeError:
+        names: dict[Tensor, str] = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
+        return RuntimeError(
+            "update_every must be 1 where kept task weights cannot weigh a gradient, got one of"
+            f" {names.get(parameter, 'a sharded parameter')} from {source}: return it from the"
+            " function's backward pass, or use update_every=1"
+        )
 
     def passes(self, losses: Mapping[str, Tensor]) -> int:
         """The number of backward passes that these losses need with kept task weights."""

@@ -5,7 +5,7 @@ not, so the gradient of a weighted loss would be wrong for them. A gradient gets
 enters the part of the graph that several tasks have in common, or at the shared parameters.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
@@ -63,10 +63,20 @@ class OnePass(NamedTuple):
     or to shared parameters, and its task."""
     whole: Set[str]
     """The tasks whose loss is a node of several tasks."""
+    once: Sequence[Any]
+    """The nodes of shared parameters that a function of one task could reach a second time, in a
+    backward pass of its own."""
 
-    def hooks(self, weights: Mapping[str, Tensor]) -> Hooks:
-        """The hooks of the nodes."""
-        return [(node, _weighing(entries, weights[task])) for node, entries, task in self.edges]
+    def hooks(self, weights: Mapping[str, Tensor], runs: Counter[Tensor]) -> Hooks:
+        """The hooks of the nodes.
+
+        Args:
+            weights: By task.
+            runs: Counts how often the nodes run that must run once.
+
+        """
+        weighing = [(node, _weighing(entries, weights[task])) for node, entries, task in self.edges]
+        return weighing + [(node, _counting(node.variable, runs)) for node in self.once]
 
     def terms(self, losses: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[Tensor]:
         """The losses to add up."""
@@ -106,7 +116,8 @@ def find_one_pass(
     if any(makes_gradients(leaf) for leaf in leaves):
         return None
     hiding = {node for node in functions if type(node).__name__ not in _HIDE_NOTHING}
-    for task in {task for node in hiding if (task := tasks[node]) is not None}:
+    of_one = {task for node in hiding if (task := tasks[node]) is not None}
+    for task in of_one:
         visible = walk([edge_of(losses[task])], frozenset()).leaves
         if not reached(task) <= visible.keys():
             return None
@@ -126,7 +137,9 @@ def find_one_pass(
             }
             if entries:
                 edges.append((node, entries, task))
-    return OnePass(edges, {task for task, root in roots.items() if tasks[root] is None})
+    whole = {task for task, root in roots.items() if tasks[root] is None}
+    once = [node for leaf, node in leaves.items() if of_one and leaf in shared]
+    return OnePass(edges, whole, once)
 
 
 def _tasks_of_nodes(
@@ -159,6 +172,15 @@ def _leading_to(leaves: Sequence[Any], parents: Mapping[Any, Sequence[Any]]) -> 
             found.add(node)
             nodes += parents.get(node, ())
     return found
+
+
+def _counting(leaf: Tensor, runs: Counter[Tensor]) -> Callable[[Sequence[Tensor | None]], None]:
+    """A hook that counts the gradients of a leaf."""
+
+    def count(grads: Sequence[Tensor | None]) -> None:
+        runs[leaf] += any(grad is not None for grad in grads)
+
+    return count
 
 
 def _times(grad: Tensor, weight: Tensor) -> Tensor:
