@@ -265,7 +265,7 @@ def test_one_object_for_a_step(schedule: cs.Schedule) -> None:
         ),
         (  # Without super().__init__() too.
             _own(cs.GramianMethod, __init__=lambda self: None, weights=lambda *_: [1.0, 1.0]),
-            *(None, TypeError, r"weights as a tensor, got \[1.0, 1.0\] by Own"),
+            *(None, TypeError, r"weights as a tensor, got \[1.0, 1.0\] from Own"),
         ),
         (
             cs.PCGrad(),
