@@ -427,7 +427,7 @@ class MultiTaskOptimizer(Copyable):
             ...     _ = opt.backward({"a": y, "b": -y})
             ...     sgd.step()
             >>> print(opt.conflicts())
-            cosines below 0 among those of all pairs of tasks and all steps
+            cosines below 0, over all steps and pairs of tasks
               weight  5 of 5, 100.0 %
               bias    5 of 5, 100.0 %
 
