@@ -285,7 +285,7 @@ def _check_out(out: Tensor | None, like: Tensor, **inputs: Tensor) -> Tensor:
     check_writable(out, "out")
     for name, tensor in inputs.items():
         if _share_memory(out, tensor):
-            raise ValueError(f"out must share no memory with {name}, got a tensor that does")
+            raise ValueError(f"out must not share memory with {name}, but it does")
     return out
 
 

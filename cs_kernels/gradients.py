@@ -59,7 +59,7 @@ class Storage:
                 self.parameters[i].grad, row[i] = row[i], None
 
     def assign(self, parameters: Sequence[int]) -> None:
-        """Makes the written updates of some parameters `.grad`, at the latest in `publish`."""
+        """Assigns some parameters' written updates to their `.grad`, at the latest in `publish`."""
         for i in parameters:
             self.parameters[i].grad = self._updates[i]
 
@@ -192,9 +192,9 @@ class TaskGradients:
                 continue
             if grad.layout is not strided:
                 raise ValueError(
-                    f"trunk must have dense gradients, got a {grad.layout} one for {self.names[i]}:"
-                    " use sparse=False, Sum(), or backward(losses, features=z) with an output of"
-                    " the trunk, which keeps it sparse"
+                    f"gradients of trunk must be dense, but that of {self.names[i]} has layout"
+                    f" {grad.layout}: use sparse=False, or Sum(), or backward(losses, features=z),"
+                    " which keeps it sparse, with z an output of trunk"
                 )
             # The next pass overwrites a bucket, such as DistributedDataParallel's.
             row[i] = grad if grad._base is None else grad.clone()
@@ -245,7 +245,8 @@ class TaskGradients:
     def layers(self, parameters: Sequence[int]) -> tuple[list[int], tuple[str, ...]]:
         """The index of each parameter's module, and the names of the modules.
 
-        These are the modules of the given parameters, or of all of the step.
+        The names cover the given parameters' modules, or all modules of the step if its gradients
+        come a few modules at a time.
         """
         modules = [self.names[i].rpartition(".")[0] for i in parameters]
         numbers = {module: n for n, module in enumerate(self.modules or dict.fromkeys(modules))}
@@ -263,12 +264,12 @@ class TaskGradients:
         return list(map(as_real, updates)) if self._has_complex else updates
 
     def assign(self, parameters: Sequence[int]) -> None:
-        """Makes the updates of some parameters their `.grad`, and forgets the rows."""
+        """Assigns the updates of some parameters to their `.grad`, and forgets the rows."""
         self._storage.assign(parameters)
         self.clear()
 
     def publish(self) -> None:
-        """Makes the assigned updates `.grad` where other ranks have shards of them."""
+        """Assigns the updates to `.grad` where other ranks have shards of them."""
         self._storage.publish()
 
     def lend(self) -> tuple[int, Tensor] | None:
@@ -297,11 +298,11 @@ class TaskGradients:
 
         Args:
             lists: The prioritized layers.
-            parameters: The indices of the weights of these layers, then of others.
-            tasks: Those that take part in the step.
+            parameters: The indices of these layers' weights, then of any other parameters.
+            tasks: The tasks that take part in the step.
 
         Returns:
-            The priorities, int64 [O] of one layer after the other, and the products of the channel
+            The priorities, int64, each layer's [O] concatenated, and the products of the channel
             groups, float64 [layers, K, K].
 
         """

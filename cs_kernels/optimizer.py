@@ -137,7 +137,8 @@ class MultiTaskOptimizer(Copyable):
     def _saved(self) -> dict[str, Any]:
         names = "trunk", "optimizer", "tasks", "method", "schedule", "weighting", "scaler"
         arguments = {name: getattr(self, name) for name in names} | self._arguments
-        if self.method.separate_gradients and not self.method.prioritizes:  # Since exchanged.
+        if self.method.separate_gradients and not self.method.prioritizes:
+            # `method` was replaced since; this one refuses `layers`.
             arguments["layers"] = None
         threshold = self._engine.monitor.threshold
         return {**arguments, "threshold": threshold, "state": self.state_dict()}
@@ -154,7 +155,10 @@ class MultiTaskOptimizer(Copyable):
         return self._engine.phase
 
     def start_epoch(self, epoch: int) -> None:
-        """Starts an epoch, an integer from 0 on; starting one again draws the same phase."""
+        """Starts an epoch (an integer, counted from 0).
+
+        Starting the same one again draws the same phase.
+        """
         self._engine.start_epoch(epoch)
 
     def step(

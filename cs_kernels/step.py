@@ -38,18 +38,18 @@ class Surgery:
     prioritized: LayerLists | None = None
     """The layers of the priorities and the products."""
     priorities: Tensor | None = field(default=None, metadata={"per": "channel"})
-    """int64 [O] of one layer after the other."""
+    """int64, each layer's [O] concatenated."""
     products: Tensor | None = field(default=None, metadata={"per": "layer"})
     """Float64 [layers, K, K], d_ij of the channel groups, with the square of the loss scale."""
 
     @classmethod
     def merge(cls, calls: Sequence["Surgery"], layers_of: Sequence[Set[int]]) -> "Surgery":
-        """The calls for some layers each as if they had been one.
+        """Merges the records of several calls, each for some of the layers, into one.
 
         Args:
-            calls: What the method left in each.
-            layers_of: With per-layer Gramians, which of `layers` each call was for; it has zeros
-                for the others.
+            calls: What the method recorded in each call.
+            layers_of: With per-layer Gramians, the indices into `layers` that each call handled;
+                its tensors are zero elsewhere.
 
         """
         lists = [call.prioritized for call in calls if call.prioritized is not None]

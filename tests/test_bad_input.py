@@ -201,7 +201,7 @@ def gradvac(similarities: Tensor) -> Tensor:
 
 VALUES: list[tuple[Callable[[], object], str]] = [
     (_built_before_the_conversion, r"optimizer must hold.*stem_norm\.depth\.weight"),
-    (_sparse, r"dense gradients, got a torch\.sparse_coo.*0\.weight"),
+    (_sparse, r"must be dense, but that of .*0\.weight has layout torch\.sparse_coo"),
     (_on_two_devices, r"on one device.*trunk.0.weight on cpu.*on meta"),
     (lambda: cs.nn.set_task(NORM, "flow"), "task must be one of.*'flow'"),
     (lambda: cs.nn.active_task(NORM, "flow").__enter__(), "task must be one of.*'flow'"),
@@ -232,7 +232,7 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: _with(method=cs.GradDrop([0.0])), "leak must have 2 entries, one per task, got 1"),
     (lambda: cs.UncertaintyWeights({"a": "ranking"}), "tasks must be 'regression' or"),
-    (lambda: DEPTH.check(TASKS), "weighting must have a kind for each of"),
+    (lambda: DEPTH.check(TASKS), "weighting must have exactly the tasks"),
     (lambda: cs.DynamicWeightAverage(0.0), "temperature must be positive and finite, got 0.0"),
     (lambda: cs.Mixed(0), "epochs must be at least 1, got 0"),
     (lambda: cs.Mixed(3, draw="batch"), "draw must be 'epoch' or 'step', got 'batch'"),
@@ -241,7 +241,10 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: cs.MGDA("loss").weights(EYE), "must have the losses for normalize='loss'"),
     (lambda: convert(NORM, ["c"]), r"\['a', 'b'\], for which stem_norm .* got \['c'\]"),
     (lambda: optimizer_of(Trunk()), r"trunk must have task-specific normalization.*Trunk"),
-    *((partial(optimizer_of, ALONE, m), "a shared parameter.*got 0") for m in (None, cs.Sum())),
+    *(
+        (partial(optimizer_of, ALONE, m), "a shared parameter.*none of its 0")
+        for m in (None, cs.Sum())
+    ),
     (lambda: _on_trunk(layers={"nowhere": "stem_norm"}), "layers must name layers.*'nowhere'"),
     (lambda: _on_trunk(layers={"stem": "nowhere"}), "layers must map.*'nowhere' for 'stem'"),
     (lambda: _on_trunk(layers={"stem": "up_norm"}), "'stem' has 8, got 'up_norm' with 6"),
@@ -272,11 +275,11 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: update(W, G, V, GRADS, out=W[0]), r"out must be.*\(4, 3\) on cpu.*\(3,\)"),
     (lambda: update(W, G, V, GRADS, out=W.double()), r"float32 of.*got torch.float64"),
     (lambda: update(W, G, V, GRADS, out=W.to("meta")), r"out must be.*on cpu, got.*on meta"),
-    (lambda: update(W, G, V, GRADS, out=W), "out must share no memory with weight, got"),
-    (lambda: project(GRADS, PRIORITY, out=GRADS[1]), "out must share no memory with grads"),
+    (lambda: update(W, G, V, GRADS, out=W), "out must not share memory with weight, but"),
+    (lambda: project(GRADS, PRIORITY, out=GRADS[1]), "out must not share memory with grads"),
     (lambda: project(GRADS, PRIORITY, out=W.half()), r"out must be.*got torch.float16"),
     (lambda: project(GRADS, PRIORITY, out=ones(3).expand(4, 3)), r"got strides \(0, 1\)"),
-    (lambda: combine(GRADS, ones(2), out=GRADS[0]), "out must share no memory with grads"),
+    (lambda: combine(GRADS, ones(2), out=GRADS[0]), "out must not share memory with grads"),
     (lambda: combine(GRADS, ones(2), out=W.T), r"out must be.*\(4, 3\).*got.*\(3, 4\)"),
     (lambda: combine(GRADS, ones(2), out=W.to("meta")), r"out must be.*on meta"),
     (lambda: gramian(torch.ones(3)), r"grads must have shape \[K, "),

@@ -302,7 +302,7 @@ META, SCALER = torch.ones(3, device="meta"), torch.amp.GradScaler("cpu")
     ("capture", "message"),
     [
         (partial(_capture, backward=Tensor.backward), "backward must be None for a captured step"),
-        (partial(_capture, method=cs.NashMTL(3)), "update_every must be 1 .*, got 3 by Nash"),
+        (partial(_capture, method=cs.NashMTL(3)), "update_every must be 1 .*, got 3 from Nash"),
         (partial(_capture, method=Counting()), r"state in place, but Counting\(\) has a state"),
         (partial(_capture, weighting=StateOfRamp()), "state in place, but .*StateOfRamp"),
         (partial(_capture, scaler=SCALER), "scaler must have .* with fused=True.*got SGD without"),

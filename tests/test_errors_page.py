@@ -156,7 +156,7 @@ MISTAKES: dict[str, Callable[[], object]] = {
         lambda loop: loop.sgd.step(), update=False
     ),
     "{error} in backward has dropped": lambda: _after_backward(_a_failed_micro_batch, update=False),
-    "optimizer has used the update": _a_second_step,
+    "optimizer has already used the update": _a_second_step,
     "gradients must be None or used": _a_penalty_before,
     "backward makes a pass per task": _an_injected_loss,
     "a backward pass must leave gradients": _a_penalty_in_a_hook,

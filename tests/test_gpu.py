@@ -235,7 +235,7 @@ def test_two_streams_at_once(backend: str) -> None:
 def test_a_capture_before_any_step_says_so(backend: str) -> None:
     update, grads = torch.empty(5, 7), list(torch.randn(2, 5, 7))
     with (
-        pytest.raises(RuntimeError, match="make a step before the capture"),
+        pytest.raises(RuntimeError, match="run one step before the capture"),
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         _ops.combine_([update], grads, torch.ones(1, 2), [0], 2)

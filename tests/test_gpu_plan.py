@@ -19,7 +19,7 @@ PLAIN = [(1, 1, 1, 70_001), (1, 1, 1, 5), (1, 1, 1, 0)]
 
 
 GPU = torch.device("cuda")
-refused = partial(pytest.raises, RuntimeError, match="make a step before the capture")
+refused = partial(pytest.raises, RuntimeError, match="run one step before the capture")
 
 
 @pytest.mark.parametrize("eps", [True, False])
@@ -168,8 +168,8 @@ def test_kernels_with_other_tables_are_refused() -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ((1, 1, 2**30, 1), "less than 1073741824 segments of .* got 1073741824"),
-        ((1, 1, 1, 2**32), "output channels must have less than .* got 4294967296"),
+        ((1, 1, 2**30, 1), "fewer than 1073741824 segments of .* got 1073741824"),
+        ((1, 1, 1, 2**32), "output channel must have fewer than .* got 4294967296"),
     ],
 )
 def test_layers_that_are_too_large(layout: tuple[int, ...], message: str) -> None:

@@ -670,7 +670,7 @@ def test_refused(method: Callable[..., cs.Method]) -> None:
             method(update_every=value)
     setup = Setup()
     opt = setup.start(method(update_every=2))
-    with pytest.raises(ValueError, match="update_every must be 1 in a captured step, got 2 by"):
+    with pytest.raises(ValueError, match="update_every must be 1 in a captured step, got 2 from"):
         opt.capture(setup.closure(0))
 
 

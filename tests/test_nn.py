@@ -237,7 +237,7 @@ def test_update_bn_leaves_frozen_normalizations_alone() -> None:
     for norm in cs.nn.task_norms(trunk):
         norm.eval()
     with refused(
-        trunk.state_dict, ValueError, "must have a normalization of 'depth' in train mode"
+        trunk.state_dict, ValueError, "normalization layer for task 'depth' in train mode"
     ):
         changed()
 

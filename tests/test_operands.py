@@ -153,7 +153,7 @@ def test_memory_that_kernels_cannot_read_as_it_is(
         result = operator(*tree_unflatten(plain, structure))
         here = backends._BACKENDS[backend].computes_on("cpu")  # A GPU gets aligned copies.
         if name == "gradvac_weights" and index == 1 and view is _misaligned and here:
-            with pytest.raises(ValueError, match="similarities must be aligned to its elements"):
+            with pytest.raises(ValueError, match="must be aligned to its element size"):
                 operator(*tree_unflatten(given, structure))
             continue
         found = operator(*tree_unflatten(given, structure))

@@ -65,7 +65,7 @@ ACTIONS: dict[str, Callable[[Loop], object]] = {
 OWN = "a loss of your own .* for weight and . others: add this"
 OWN_OF_HEAD = r"a loss of your own .* for a parameter of shape \(1, 6\) and . others: add this"
 CLIPPING = r"Clipping belongs before optimizer\.step"
-USED = r"has used the update in \.grad before"
+USED = r"has already used the update in \.grad"
 LOOPS = {
     # A gradient of one's own, in the first step or later, also one that is added to a used one.
     **dict.fromkeys(("oM", "MzoM", "MoM", "MZoM", "LzoM"), OWN),

@@ -24,7 +24,7 @@ import cs_kernels as cs
 
 pytestmark = pytest.mark.loop
 
-TWICE = RuntimeError, "optimizer has used the update"
+TWICE = RuntimeError, "optimizer has already used the update"
 
 
 @BOTH_PHASES

@@ -416,7 +416,7 @@ def test_gradvac_keeps_targets_of_absent_tasks(backend: str) -> None:
     state = method.state_dict()
     places = product(state["layers"], state["tasks"], state["tasks"])
     assert state["targets"].flatten().tolist() == [kept[place] for place in places]
-    with pytest.raises(ValueError, match="state must be of groups='all', got 'layer'"):
+    with pytest.raises(ValueError, match="state must have groups='all', got 'layer'"):
         cs.GradVac(beta=0.3).check_state(state, state["tasks"])
 
 

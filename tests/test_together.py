@@ -520,7 +520,7 @@ def test_unknown_reach() -> None:
     def losses(run: RunTrunk, uses: Callable[[str], list[int]]) -> dict[str, Tensor]:
         return {t: sum(z[n].square().mean() for n in uses(t)) for t, z in run(x).items()}
 
-    with pytest.raises(ValueError, match="must show which task reaches"):
+    with pytest.raises(ValueError, match="must see which tasks reach"):
         opt.step_together(partial(losses, uses=lambda task: [AB.index(task)]))
     opt.step_together(partial(losses, uses=lambda task: [0, 1]))
 

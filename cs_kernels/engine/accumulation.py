@@ -55,7 +55,7 @@ class Accumulation:
 
     def wait(self, step: Step) -> None:
         """Keeps the gradients of a call of `backward(update=False)` for the next one."""
-        # A gradient in `.grad`, so that `zero_grad()` shows.
+        # Leaves one gradient in `.grad`, so that a `zero_grad()` in between is noticed.
         lent = self._gradients.lend()
         self.step = step
         self._calls += 1
@@ -117,7 +117,7 @@ class Accumulation:
             return False
         name = self._gradients.name_of(changed[0])
         raise RuntimeError(
-            "the gradients of backward(..., update=False) must stay as they are until their update,"
-            f" got a changed one for {name}: clip, unscale, or add a gradient of your own"
-            " after the update"
+            "the gradients of backward(..., update=False) must stay unchanged until the update, but"
+            f" that of {name} was changed: clip, unscale or add your own gradient only after the"
+            " update"
         )

@@ -89,7 +89,7 @@ def check_devices(shared: Mapping[str, nn.Parameter], tasks: Sequence[str], meth
 
 
 def check_dtypes(shared: Mapping[str, nn.Parameter], method: Method) -> None:
-    """The method takes gradients of the types of all shared parameters that train."""
+    """Raises if the method cannot handle the dtype of a shared parameter that requires gradients."""
     if not method.separate_gradients:
         return
     for name, parameter in shared.items():
@@ -115,8 +115,8 @@ def check_held(
     if not any(p.requires_grad for p in shared.values()):
         raise ValueError(
             f"trunk must have a shared parameter that requires a gradient,"
-            f" got {len(shared)} shared ones and none that does: unfreeze some, or train the heads"
-            " by the torch optimizer alone"
+            f" but none of its {len(shared)} does: unfreeze some, or train the heads with the torch"
+            " optimizer alone"
         )
     missing = [name for name, p in trunk.named_parameters() if p.requires_grad and p not in held]
     if missing:

@@ -104,7 +104,8 @@ def _agree(engine: Engine) -> None:
     trunk, optimizers, monitor = engine.trunk, engine.optimizers, engine.monitor
     shared = set(trunk.shared)
     others = [p for p in optimizers.held() if p not in shared]
-    scaler, this = engine.scaler, weakref.proxy(engine)  # The ranks keep `planned`: no circle.
+    # The ranks keep `planned`: a weak reference avoids a reference cycle.
+    scaler, this = engine.scaler, weakref.proxy(engine)
 
     def planned() -> dict[str, list[object]]:
         return {

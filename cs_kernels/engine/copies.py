@@ -25,7 +25,7 @@ class PartOfEngine(Generic[T]):
 
 
 class Copyable:
-    """The base of MultiTaskOptimizer: copies and pickles have its arguments and its state."""
+    """The base of MultiTaskOptimizer: it is copied and pickled as its arguments plus its state."""
 
     _engine: Engine
 
@@ -64,8 +64,9 @@ def _check_copyable(engine: Engine) -> None:
     """Raises for a training loop that a copy could not go on from."""
     if engine.accumulation.is_open():
         raise RuntimeError(
-            "MultiTaskOptimizer must have no gradients of backward(..., update=False) that wait"
-            " when it is copied or pickled, which would lose them: end them with backward(...)"
+            "MultiTaskOptimizer cannot be copied or pickled while gradients of"
+            " backward(..., update=False) wait for their update: they would be lost; call"
+            " backward(...) first"
         )
     if engine.ranks.is_distributed:
         raise TypeError(

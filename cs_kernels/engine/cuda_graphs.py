@@ -22,7 +22,7 @@ class Graphs(Protocol):
         """Whether a graph is captured now, by anyone."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Makes the steps before a capture, in order with the work outside."""
+        """A context for the warm-up steps before a capture, ordered with the work outside."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Records what `run` would do, without doing it, and returns what does it."""
@@ -56,7 +56,8 @@ class CudaGraphs:
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Other threads, as those that pin memory for a data loader, may go on meanwhile."""
         graph = torch.cuda.CUDAGraph()
-        pool = next((other.pool() for other in self._graphs), None)  # It lives as long as a graph.
+        # A pool lives as long as any graph that uses it.
+        pool = next((other.pool() for other in self._graphs), None)
         with (
             captured_tables() as tables,
             torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"),

@@ -329,7 +329,9 @@ class Engine:
         """1 or 2: the phase of the next step."""
         phase = self.schedule.phase(self.epoch, self.steps)
         if phase not in (1, 2):
-            raise ValueError(f"schedule must give phase 1 or 2, got {phase!r} by {self.schedule!r}")
+            raise ValueError(
+                f"schedule must give phase 1 or 2, got {phase!r} from {self.schedule!r}"
+            )
         return phase
 
     def start_epoch(self, epoch: int) -> None:
@@ -345,7 +347,7 @@ class Engine:
         if tasks is None:
             return known
         if self.ranks.size > 1 and isinstance(tasks, Sized) and not len(tasks):
-            return ()  # Other ranks have labels.
+            return ()  # Allowed here: other ranks may have the labels.
         chosen = check_tasks(tasks)
         for task in chosen:
             if task not in known:

@@ -99,9 +99,9 @@ def _check_computed(features: Iterable[Tensor]) -> None:
             )
         if z.grad_fn is None:
             raise ValueError(
-                f"features must be outputs of trunk with a graph, got features[{i}] of shape"
-                f" {tuple(z.shape)} {'that is a leaf' if z.requires_grad else 'without one'}: hand"
-                " over the tensor that the trunk returned, not a detached copy"
+                f"features must be outputs of trunk that are part of a graph, but features[{i}], of"
+                f" shape {tuple(z.shape)}, {'is a leaf' if z.requires_grad else 'has no graph'}:"
+                " pass the tensor that trunk returned, not a detached copy"
             )
 
 

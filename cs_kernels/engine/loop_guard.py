@@ -194,7 +194,7 @@ class LoopGuard:
         """
         held = held_by(self._optimizers[n])
         if self._kinds[n] != _kind_of(held):
-            return []  # `Module.to` has made other gradients of those that were there.
+            return []  # `Module.to` has replaced the gradients, so their marks are gone.
         waits, found = _mark_on(self._optimizers[n]).owner is self._owner, []
         for parameter in held:
             grad = parameter.grad
@@ -217,8 +217,8 @@ class LoopGuard:
     def _check_update_used(self) -> None:
         unused, self._unused = self._unused, {}
         unstepped = [n for n, (p, version) in unused.items() if p._version == version]
-        # These host synchronizations are rare: gradients were set to zero, or a scaler or the loop
-        # has skipped the step because they are not finite.
+        # These host synchronizations are rare: only when gradients were zeroed, or a scaler or the
+        # loop skipped the step because they are not finite.
         if _is_zero(grad for n in unstepped for grad in _gradients_of(self._optimizers[n])):
             return
         if _is_finite(grad for one in self._optimizers for grad in _gradients_of(one)):
@@ -241,8 +241,8 @@ class LoopGuard:
             waits = _mark_on(this._optimizers[n]).owner is not None
             if n in this._updated and not waits and this._is_there(n):
                 raise RuntimeError(
-                    "optimizer has used the update in .grad before: leave out optimizer.step(),"
-                    " which step(closure) makes; or set gradients to None by zero_grad() before"
+                    "optimizer has already used the update in .grad: drop this optimizer.step(),"
+                    " since step(closure) makes the step; or call zero_grad() before you compute"
                     " gradients of your own"
                 )
             if this._accumulation.is_open():

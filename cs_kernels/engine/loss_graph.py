@@ -161,7 +161,7 @@ class LossGraph:
         weighted = weighting.weigh(task, loss, step)
         if not isinstance(weighted, Tensor) or not weighted.requires_grad:
             raise ValueError(
-                f"weighting must weigh a loss to one with a graph, got {weighted!r} by"
+                f"weighting must weigh a loss to one with a graph, got {weighted!r} from"
                 f" {weighting!r} for {task!r}"
             )
         first = task not in step.losses
@@ -286,7 +286,8 @@ class LossGraph:
             )
             self._own_memory()
             return
-        # It may multiply the loss, as the scaler does: the gradient of the probe is the factor.
+        # A custom `backward` may scale the loss, as a scaler does: the probe's gradient is that
+        # factor.
         probe = torch.zeros((), device=weighted.device, requires_grad=True)
         weighted = weighted + probe
         loss = self.scaled(weighted)
@@ -321,7 +322,7 @@ def checked_loss(
     loss: object,
     task: str,
     source: str = "closure must return",
-    without: str = "name the others, step(closure, tasks=[...])",
+    without: str = "pass only the others: step(closure, tasks=[...])",
 ) -> Tensor:
     """The loss as a scalar, if it is one real number with a graph.
 
@@ -341,8 +342,8 @@ def checked_loss(
         )
     if not loss.requires_grad:
         raise ValueError(
-            f"{source} a loss with a graph, got {loss} for {task!r}: it was detached, or computed"
-            f" without gradients; if the batch has no labels for it, {without}"
+            f"{source} a loss with a graph, got {loss} for {task!r}: this loss was detached or"
+            f" computed without gradients. If the batch has no labels for the task, {without}"
         )
     return loss if loss.dim() == 0 else loss.reshape(())
 

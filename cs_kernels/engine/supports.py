@@ -134,7 +134,7 @@ TABLE = (
         "`update_every` above 1",
         lambda loop: loop.method.update_every if loop.method.update_every > 1 else None,
         {
-            CAPTURED: "update_every must be 1 in a captured step, got {found} by {loop.method!r}:"
+            CAPTURED: "update_every must be 1 in a captured step, got {found} from {loop.method!r}:"
             " steps that solve differ from those between, so use step"
         },
     ),

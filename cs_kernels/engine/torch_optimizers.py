@@ -92,7 +92,8 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
                 if any(p.grad is not None for p in held_by(one)):
                     scaler.step(one)
             scaler.update()
-        torch.clear_autocast_cache()  # An autocast around the step would keep the old weights.
+        # An enclosing autocast would go on using cached casts of the old weights.
+        torch.clear_autocast_cache()
 
     def check_scales(self) -> None:
         """A scaler cannot unscale sharded and other gradients together."""

@@ -130,7 +130,7 @@ class GradVac(GramianMethod):
     def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
         """Checks the groups, and that all pairs of tasks have a target in each layer."""
         if state["groups"] != self.groups:
-            raise ValueError(f"state must be of groups={self.groups!r}, got {state['groups']!r}")
+            raise ValueError(f"state must have groups={self.groups!r}, got {state['groups']!r}")
         number, targets = len(state["tasks"]), state["targets"]
         shape = len(state["layers"]), number, number
         if not set(state["tasks"]) <= set(tasks):

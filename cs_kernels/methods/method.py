@@ -58,7 +58,7 @@ class Method(Stateful, ABC):
 
         Args:
             gradients: For the parameters of `gradients.reached()`, `of` returns the tasks'
-                gradients, `updates` the tensors to write to, and `assign` makes these `.grad`.
+                gradients, `updates` the tensors to write to, and `assign` puts these in `.grad`.
                 Complex gradients are pairs of real numbers, of shape [..., 2].
             layout: The layers whose output channels are prioritized.
             step: The tasks that take part, their losses, the number of the step.

@@ -1,4 +1,4 @@
-"""Converts networks to task-specific batch normalization, adds and extracts tasks."""
+"""Converts networks to task-specific batch normalization; adds and extracts tasks."""
 
 import copy
 from collections import Counter
@@ -207,7 +207,8 @@ def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
         norms = [norm for norm in norms if norm.training]
     if not norms:
         raise ValueError(
-            f"trunk must have a normalization of {task!r} in train mode, got all in eval()"
+            f"trunk must have a normalization layer for task {task!r} in train mode, but all are in"
+            " eval mode"
         )
     frozen = [
         module

@@ -66,7 +66,9 @@ def check_in_place(tensor: Tensor, name: str) -> None:
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
     if not is_aligned(tensor):
-        raise ValueError(f"{name} must be aligned to its elements, got {tensor.data_ptr():#x}")
+        raise ValueError(
+            f"{name} must be aligned to its element size, got address {tensor.data_ptr():#x}"
+        )
 
 
 def check_writable(tensor: Tensor, name: str) -> None:
@@ -138,7 +140,10 @@ def check_layer_count(layers: int, updates: Tensors, dims: Ints, groups: Ints, n
 
 
 def check_layouts(updates: Tensors, dims: Ints, groups: Ints, layers: int, name: str) -> list[int]:
-    """Returns the numbers of output channels of the first tensors, which are layers."""
+    """Checks the layers' layouts; returns each layer's number of output channels.
+
+    The layers are the first `layers` updates.
+    """
     for layer in zip(updates, dims, groups, strict=False):
         check_layout(*layer)
     check_layer_count(layers, updates, dims, groups, name)

@@ -245,7 +245,7 @@ class Operands:
 
     def new_priorities(self, channels: Ints) -> tuple[Tensor, list[int]]:
         """One int64 tensor for the priorities of all layers, and each layer's address in it."""
-        # Kernels skip a layer without elements; its priorities are task 0.
+        # Kernels skip a layer without elements, so its priorities must be 0 from the start.
         make = torch.zeros if 0 in self.native.sizes[: len(channels)] else torch.empty
         priorities = make(sum(channels), dtype=torch.int64, device=self.device)
         starts = list(accumulate(channels, initial=0))[:-1]

@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of a key and an index, with the bits of the kernels."""
+"""Random numbers as pure functions of a key and an index, bitwise equal to those of the kernels."""
 
 import torch
 from torch import Tensor
@@ -32,10 +32,10 @@ def _lowbias32(x: Tensor) -> Tensor:
 
 
 def uniform_numbers(key: int, index: int, count: int, device: torch.device) -> Tensor:
-    """Float64 [count] in [0, 1), multiples of 2^-24, for `count` indices from `index` on."""
+    """Float64 [count] in [0, 1), multiples of 2^-24, for `count` indices starting at `index`."""
     numbers = torch.empty(count, dtype=torch.float64, device=device)
     first = index
-    while first < index + count:  # one turn per range of 2^32 indices
+    while first < index + count:  # one iteration per range of 2^32 indices
         high = first >> 32
         last = min(index + count, (high + 1) << 32)
         range_key = splitmix64((key + high) & _MASK)

@@ -194,7 +194,7 @@ class Distributed(Ranks):
 
     @abstractmethod
     def publish_updates(self, parameters: Sequence[int]) -> None:
-        """Makes the written updates of some parameters `.grad`."""
+        """Assigns the written updates of some parameters to their `.grad`."""
 
     @abstractmethod
     def lend(self, parameter: int, grad: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class Distributed(Ranks):
         self._written += parameters
 
     def publish(self) -> None:
-        """Makes the updates of all ranks `.grad`."""
+        """Assigns the updates of all ranks to `.grad`."""
         self.publish_updates(self._written)
         self._written = []
 
@@ -262,7 +262,7 @@ class Distributed(Ranks):
         return self.parameters[0].detach()
 
     def holds_first(self) -> bool:
-        """Whether this rank adds what all ranks have to sums over them."""
+        """Whether this rank contributes the values that every rank holds to a sum over ranks."""
         return self.transport.rank == 0
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
@@ -314,8 +314,8 @@ class Distributed(Ranks):
         for grad in (p.grad for p in self._remaining if p.grad is not None):
             if grad.layout is not torch.strided:
                 raise ValueError(
-                    "optimizer must hold parameters with dense gradients on several ranks, got a"
-                    f" {grad.layout} one of shape {tuple(grad.shape)}"
+                    "gradients of the optimizer's parameters must be dense on several ranks, but"
+                    f" one of shape {tuple(grad.shape)} has layout {grad.layout}"
                 )
         return tuple(p.grad is not None for p in self._remaining)
 
@@ -356,7 +356,7 @@ class Distributed(Ranks):
         # The rest of the backward pass would miss the statistics that it has saved.
         at_features = passes.stage is Stage.HEADS
         alike = [] if at_features else self._alike(tasks, self._statistics.of_norms(tasks))
-        # A rank without weight may have a statistic that is not finite: it must not count.
+        # A rank of weight 0 may hold a non-finite statistic, and 0 times it is NaN: it sends zeros.
         flat = [
             torch.cat([t.flatten() for t in tensors]).to(numbers) * weight
             if weight

@@ -39,7 +39,7 @@ class Health:
         return self._checks > 0
 
     def recheck(self) -> None:
-        """Compares in the next steps."""
+        """Has the parameters compared in the next two steps."""
         self._checks = _FIRST
 
     def check(self) -> None:

@@ -64,7 +64,7 @@ class Plan:
 
 
 def task_priorities(ranks: "Distributed", lists: LayerLists, *, averaged: bool) -> Tensor:
-    """The priorities, int64 [O] of one layer after the other, on every rank.
+    """The priorities, int64, each layer's [O] concatenated, on every rank.
 
     Args:
         ranks: The ranks; each has a shard of every weight.

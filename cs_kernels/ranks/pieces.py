@@ -39,7 +39,7 @@ def channel_array(
     if channels > 1:
         others = [d for d, size in enumerate(shape) if size > 1 and d != out_channel_dim]
         outer = prod(shape[d] for d in others if strides[d] > strides[out_channel_dim])
-    else:  # Its stride says nothing.
+    else:  # With at most one channel, its stride is arbitrary.
         outer = prod(shape[:out_channel_dim])
     return groups, outer // groups, channels, prod(shape) // (outer * channels)
 

@@ -180,8 +180,8 @@ class Replicated(Distributed):
                 self._had.add(i)
                 if grad.layout is not torch.strided:
                     raise ValueError(
-                        f"trunk must have dense gradients, got a {grad.layout} one for"
-                        f" {self.gradients.names[i]}"
+                        f"gradients of trunk must be dense, but that of {self.gradients.names[i]}"
+                        f" has layout {grad.layout}"
                     )
         self._buckets.send(bucket, self._round.parts)
 
@@ -308,7 +308,7 @@ class Replicated(Distributed):
         return [cast("Tensor", self._updates[i]) for i in parameters]
 
     def publish_updates(self, parameters: Sequence[int]) -> None:
-        """Gathers the updates of all ranks, and makes them `.grad`."""
+        """Gathers the updates of all ranks, and assigns them to `.grad`."""
         self._buckets.gather(sorted({self._buckets.slots[i].bucket for i in parameters}))
         # Not the views themselves: `.grad.data` may be replaced, as by `trunk.to(...)`.
         for i in parameters:

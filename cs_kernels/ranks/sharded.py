@@ -159,7 +159,7 @@ class Sharded(Distributed):
         super()._end_passes(passes, held)
 
     def sum_over_shards(self, tensor: Tensor) -> Tensor:
-        """One small collective over the shards; replicas get the bits of the first one."""
+        """The sum over the shards; the first replica broadcasts it, so all have the same bits."""
         all_reduce(tensor, group=self._shards)
         if self._replicas is not None:
             dist.broadcast(tensor, group=self._replicas, group_src=0)
@@ -193,7 +193,7 @@ class Sharded(Distributed):
         return update
 
     def publish_updates(self, parameters: Sequence[int]) -> None:
-        """Makes the sharded updates `.grad`."""
+        """Assigns the sharded updates to `.grad`."""
         for i in parameters:
             self.parameters[i].grad = self._updates[i]
 

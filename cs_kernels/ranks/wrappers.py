@@ -112,5 +112,5 @@ def _switch_on(modules: Sequence[Any]) -> None:
         _switched_off[module] -= 1
         if not _switched_off[module]:
             del _switched_off[module]
-            # Not as it was before, which may have been inside `no_sync`.
+            # Don't restore the earlier setting: it may have come from `no_sync`.
             set_reductions(module, on=True)

@@ -59,7 +59,10 @@ class DynamicWeightAverage(Weighting):
         return weighed(loss, factor)
 
     def start_epoch(self, epoch: int) -> None:
-        """Updates the weights from the epoch that ends; does nothing if it is started again."""
+        """Updates the weights from the epoch that ends.
+
+        Does nothing if `epoch` is already the current one.
+        """
         if epoch == self._epoch:
             return
         self._epoch = epoch

@@ -78,9 +78,10 @@ class SmoothTchebycheff(LastLosses):
         return torch.where(losses < 0, nan, shares / (losses + _TINY))
 
     def start_epoch(self, epoch: int) -> None:
-        """Takes the nadirs from the epoch that ends; does nothing if it is started again.
+        """Once the warm-up is over, sets missing nadirs from the epoch that ends.
 
-        Going back into the warm-up discards the nadirs.
+        Does nothing if `epoch` is already the current one. Going back into the warm-up discards the
+        nadirs.
         """
         if epoch == self._epoch:
             return

@@ -46,7 +46,7 @@ class UncertaintyWeights(Weighting):
         """Checks that the kinds have the names of the tasks."""
         if set(self.tasks) != set(tasks):
             raise ValueError(
-                f"weighting must have a kind for each of {list(tasks)}, got {list(self.tasks)}"
+                f"weighting must have exactly the tasks {list(tasks)}, got {list(self.tasks)}"
             )
 
     def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:

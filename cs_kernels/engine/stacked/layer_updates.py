@@ -137,6 +137,6 @@ class LayerUpdates:
 def used_otherwise(name: str, how: str) -> ValueError:
     """The error for a parameter that is used in another way than by one layer."""
     return ValueError(
-        f"trunk must use {name} in one convolution or linear layer for step_together, which makes"
-        f" its update there, got it used {how}: use step"
+        f"trunk must use {name} in one convolution or linear layer only, where step_together makes"
+        f" its update, but it is used {how}: use step"
     )

@@ -166,8 +166,8 @@ class TrunkPass:
         for name, buffer, version in before:
             if now.get(name) is not buffer or buffer._version != version:
                 raise ValueError(
-                    "trunk must not change its buffers in step_together, which has one forward"
-                    f" pass for all tasks, got a new {name}: use step"
+                    "trunk must not change its buffers in step_together, which runs one forward"
+                    f" pass for all tasks, but {name} changed: use step"
                 )
 
     def _repeated(self, x: Tensor) -> Tensor:

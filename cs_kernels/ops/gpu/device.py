@@ -26,7 +26,10 @@ _RESERVED_CALLS = 16
 
 @contextlib.contextmanager
 def captured_tables() -> Iterator[list[object]]:
-    """Collects the tables that a CUDA graph captured within reads, which must live as long."""
+    """Collects the tables that a CUDA graph captured in the `with` block reads.
+
+    Keep them as long as the graph.
+    """
     tables: list[object] = []
     token = _graph_tables.set(tables)
     try:
@@ -84,7 +87,7 @@ def refuse_capture(device: torch.device) -> None:
     if _capturing(device):
         raise RuntimeError(
             "the first step of a trunk makes tables and compiles kernels, which cannot be captured"
-            " in a CUDA graph: make a step before the capture"
+            " in a CUDA graph: run one step before the capture"
         )
 
 
@@ -106,7 +109,7 @@ def host_buffer(numbers: int, device: torch.device) -> Tensor:
         if numbers > left:
             raise RuntimeError(
                 f"a captured step needs pinned memory for {numbers} numbers, got {left} left of"
-                " the memory pinned before the capture: make a step before the capture"
+                " the memory pinned before the capture: run one step before the capture"
             )
         buffer, _capture_reserve[0] = _capture_reserve[0].tensor_split([numbers])
         _keep_for_graph(buffer)

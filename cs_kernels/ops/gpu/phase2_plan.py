@@ -207,12 +207,12 @@ def phase2_plan(
         tiles = -(-segments // tiling.tile_segments)
         if segments >= _MOST_SEGMENTS:
             raise ValueError(
-                f"updates must have less than {_MOST_SEGMENTS} segments of {segment} elements, got"
+                f"updates must have fewer than {_MOST_SEGMENTS} segments of {segment} elements, got"
                 f" {segments}"
             )
         if layer >= 0 and length >= _MOST_ELEMENTS:
             raise ValueError(
-                f"output channels must have less than {_MOST_ELEMENTS} elements, got {length}"
+                f"each output channel must have fewer than {_MOST_ELEMENTS} elements, got {length}"
             )
         per_item = min(tiling.most_tiles, most)
         if layer >= 0:
@@ -291,12 +291,13 @@ def _items(fields: Sequence[Sequence[int]], lag: int, kinds: Sequence[ItemKind])
         return numbered([kind, t], last if kind in kinds else 0)[first:]
 
     def projections(t: int) -> Tensor:
-        # Backwards, as the tiles that were read last are in the cache.
+        # In reverse: the tiles read last are still in the cache.
         number = -(-sum_items[t] // fields[t][TensorField.PROJECT_SUMS])
         return items(ItemKind.PROJECT, t, 0, number).flip(0)
 
     rows = [items(ItemKind.ENERGY, t, 0, fields[t][TensorField.ENERGY_ITEMS]) for t in order]
-    waiting: deque[tuple[int, int]] = deque()  # layers, SUM items before their PROJECT items
+    # (layer, number of SUM items that come before its PROJECT items)
+    waiting: deque[tuple[int, int]] = deque()
     summed = 0
     for t in order:
         first = 0

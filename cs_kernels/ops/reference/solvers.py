@@ -156,7 +156,8 @@ def gradvac_weights(
                 cosine = (own @ g[j] / length / lengths[j]).clamp(-1, 1)
                 target = targets[n, i, j].clamp(max=MOST_SIMILAR)
                 if cosine < target:
-                    # The component across g_j stays; the one along it sets the angle.
+                    # Keeps the component orthogonal to g_j and adjusts the parallel one to reach
+                    # the target angle.
                     across = ((1 - cosine) * (1 + cosine)).sqrt()
                     sine = ((1 - target) * (1 + target)).sqrt()
                     own[j] += length / lengths[j] * (target * across / sine - cosine)

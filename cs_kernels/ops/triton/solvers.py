@@ -293,7 +293,8 @@ def gradvac_kernel(gramian, out, similarities, drawn, tasks, TASKS: constexpr):
         cosine = tl.minimum(tl.maximum(cosine, -1.0), 1.0)
         target = tl.load(at + j, turns, other=0.0)
         wanted = tl.minimum(target, _MOST_SIMILAR)
-        # The component across g_j stays; the one along it makes the angle.
+        # Keeps the component orthogonal to g_j and adjusts the parallel one to reach
+        # the target angle.
         across = tl.sqrt((1 - cosine) * (1 + cosine))
         ratio = across / tl.sqrt((1 - wanted) * (1 + wanted))
         changes = turns & (cosine < wanted)
