@@ -291,7 +291,7 @@ def _check_out(out: Tensor | None, like: Tensor, **inputs: Tensor) -> Tensor:
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether the memory ranges from the first to the last element of two tensors overlap."""
-    if torch.compiler.is_compiling() or a.is_meta or b.is_meta:  # They have no addresses.
+    if torch.compiler.is_compiling() or a.is_meta or b.is_meta:  # No addresses to compare.
         return False
     if a.device != b.device or 0 in (a.numel(), b.numel()):
         return False

@@ -45,7 +45,7 @@ class Stage(IntEnum):
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients stay for the stage behind it, which makes the update."""
+        """Whether gradients stay for a later stage that makes the update."""
         return self in (Stage.FIRST, Stage.MIDDLE, Stage.HEADS)
 
 

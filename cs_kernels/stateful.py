@@ -48,9 +48,9 @@ def check_entries(
 
 
 def check_epoch(epoch: object) -> None:
-    """Raises ValueError for anything but None and integers from 0 on."""
+    """Raises ValueError for anything but None and integers of at least 0."""
     if epoch is not None and not (isinstance(epoch, int) and epoch >= 0):
-        raise ValueError(f"state must have an epoch from 0 on, or None, got {epoch!r}")
+        raise ValueError(f"state must have an epoch of at least 0, or None, got {epoch!r}")
 
 
 class Stateful:

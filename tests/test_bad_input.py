@@ -241,10 +241,7 @@ VALUES: list[tuple[Callable[[], object], str]] = [
     (lambda: cs.MGDA("loss").weights(EYE), "must have the losses for normalize='loss'"),
     (lambda: convert(NORM, ["c"]), r"\['a', 'b'\], for which stem_norm .* got \['c'\]"),
     (lambda: optimizer_of(Trunk()), r"trunk must have task-specific normalization.*Trunk"),
-    *(
-        (partial(optimizer_of, ALONE, m), "a shared parameter.*none of its 0")
-        for m in (None, cs.Sum())
-    ),
+    *((partial(optimizer_of, ALONE, m), "a shared.*none of its 0") for m in (None, cs.Sum())),
     (lambda: _on_trunk(layers={"nowhere": "stem_norm"}), "layers must name layers.*'nowhere'"),
     (lambda: _on_trunk(layers={"stem": "nowhere"}), "layers must map.*'nowhere' for 'stem'"),
     (lambda: _on_trunk(layers={"stem": "up_norm"}), "'stem' has 8, got 'up_norm' with 6"),

@@ -460,12 +460,12 @@ CALLS: dict[str, Callable[[Network], Any]] = {
     r"features must be a tensor.*got NoneType as features\[1\]": _tokens(lambda z: [z, None]),
     r"part of a graph, but features\[0\], of shape \(4,.*has no": _tokens(lambda z: z.detach()),
     r"\[0\], of shape .*, is a leaf": _tokens(lambda z: z.detach().requires_grad_()),
-    r"real numbers, got a .*complex128": _tokens(lambda z: z.to(torch.complex128)),
-    r"different tensors, got one as features\[0\].*features\[1\]": _tokens(lambda z: [z, z]),
-    r"features\[1\] that depends on features\[0\]": _tokens(lambda z: [z, z.relu()]),
-    r"features\[0\] that depends on features\[1\]": _tokens(lambda z: [z.tanh().exp(), z]),
-    r"features\[0\] that depends on features\[1\](?#a view)": _tokens(lambda z: [z.mT, z]),
-    "a loss must depend on features, got one for 'c'": _tokens(lambda z: z.tanh()),
+    r"real numbers, but .*complex128": _tokens(lambda z: z.to(torch.complex128)),
+    r"different tensors, but features\[0\].*features\[1\]": _tokens(lambda z: [z, z]),
+    r"features\[1\] depends on features\[0\]": _tokens(lambda z: [z, z.relu()]),
+    r"features\[0\] depends on features\[1\]": _tokens(lambda z: [z.tanh().exp(), z]),
+    r"features\[0\] depends on features\[1\](?#a view)": _tokens(lambda z: [z.mT, z]),
+    "a loss must depend on features, but that of 'c'": _tokens(lambda z: z.tanh()),
     # A skip connection, a tied weight, a layer's second use, another forward pass.
     ALONE + "'b' depends on trunk.embed.(weight|bias)": _past(lambda n: n.trunk.embed(n.x).mean()),
     ALONE + "'b' depends on trunk.embed.weight": _past(
@@ -479,7 +479,7 @@ CALLS: dict[str, Callable[[Network], Any]] = {
         {"a": (z := n.features())[1].mean() + z[0].mean()},
         z[1:],
     ),
-    "got one for 'c' that depends on none": lambda n: (
+    "that of 'c' depends on none": lambda n: (
         {"c": n.loss("c", n.features())},
         n.features(),
     ),
@@ -568,7 +568,7 @@ def test_losses_and_features_of_one_compiled_function_are_refused() -> None:
         z = network.features()
         return network.losses(z), z
 
-    match = "a loss must depend on features, got one for 'a'"
+    match = "a loss must depend on features, but that of 'a'"
     assert_refused(network.start(cs.CAGrad()), run(), match)
 
 
@@ -634,9 +634,9 @@ def _head_that_is_not_held(network: Network) -> Call:
         (
             lambda n: _passing(n, n.start(Nothing())),
             RuntimeError,
-            "got none of features by Nothing",
+            "but Nothing",
         ),
-        (_no_gradient_on_the_way, ValueError, "with respect to features, got none for 'b'"),
+        (_no_gradient_on_the_way, ValueError, "with respect to features, but that of 'b' has"),
     ],
 )
 def test_failing_passes(make: Callable[..., Call], error: type[Exception], match: str) -> None:

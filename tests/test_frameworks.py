@@ -309,7 +309,7 @@ def test_accelerate_must_not_accumulate_around_a_step(accelerate):
     """The optimizer's steps do nothing there until the last micro-batch."""
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, sgd = accelerator.prepare(*_dense())
-    refused = pytest.raises(RuntimeError, match="optimizer must make a step now")
+    refused = pytest.raises(RuntimeError, match="optimizer must step now")
     with accelerator.accumulate(model), refused:
         _train(model, sgd, cs.PCGrad(), backward=accelerator.backward)
 

@@ -257,7 +257,7 @@ def test_traces_of_a_converted_network_are_refused() -> None:
 
 
 NORMS = [nn.Linear(3, 4), nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.LayerNorm(4)]
-STATE, NONE = _trained()[0].state_dict(), "task-specific normalization, got Linear with none"
+STATE, NONE = _trained()[0].state_dict(), "task-specific normalization, but Linear has none"
 WITHOUT_BIAS = {name: value for name, value in STATE.items() if name != "1.bias"}
 ABC = _converted([*AB, "c"]).state_dict()
 add_task, update_bn = partial(cs.nn.add_task, like="a"), cs.nn.update_bn

@@ -593,7 +593,7 @@ FREE, INPUT = nn.Parameter(torch.ones(()).double()), pictures().requires_grad_()
 PENALTY = "as for a gradient penalty: use step"
 # `net.other` is the weight of `net[3]` as it is outside of passes, `net.outputs` are of layers.
 FORWARDS: dict[str, tuple[Callable[[Any, RunTrunk], Any], str]] = {
-    "crossed": (lambda net, run: crossed(run), "one for 'b' that depends on those of 'a'"),
+    "crossed": (lambda net, run: crossed(run), "that of 'b' depends on those of 'a'"),
     "of none": (lambda net, run: dict.fromkeys(run(X), net[4].a.bias.sum()), "depends on none"),
     "missing": (lambda net, run: {"a": run(X)["a"].mean()}, r"every task, \['a', 'b'\], got"),
     "outputs": (lambda net, run: run(X), "must hold a real scalar"),

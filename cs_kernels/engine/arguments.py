@@ -56,13 +56,13 @@ def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
                     )
     if method.prioritizes and not task_norms(trunk):
         raise ValueError(
-            f"trunk must have task-specific normalization for {method!r}: convert it with"
-            f" cs.nn.convert_task_batchnorm; got {type(trunk).__name__} with none"
+            f"trunk must have task-specific normalization for {method!r}, but"
+            f" {type(trunk).__name__} has none: convert it with cs.nn.convert_task_batchnorm"
         )
 
 
 def check_weighting(weighting: Weighting, method: Method, ranks: Ranks) -> None:
-    """The method and the ranks have what the weighting reads after a step."""
+    """Raises unless the method and the ranks have what the weighting reads after a step."""
     if weighting.needs_gramian and not method.has_gramian:
         raise ValueError(
             f"method must be a Gramian method for {weighting!r}, got {method!r}: for the plain sum,"
@@ -76,7 +76,7 @@ def check_weighting(weighting: Weighting, method: Method, ranks: Ranks) -> None:
 
 
 def check_devices(shared: Mapping[str, nn.Parameter], tasks: Sequence[str], method: Method) -> None:
-    """All shared parameters are on one device, which has kernels for so many tasks."""
+    """Raises unless all shared parameters are on one device with kernels for this many tasks."""
     first: dict[torch.device, str] = {}
     for name, parameter in shared.items():
         first.setdefault(parameter.device, name)
@@ -89,7 +89,7 @@ def check_devices(shared: Mapping[str, nn.Parameter], tasks: Sequence[str], meth
 
 
 def check_dtypes(shared: Mapping[str, nn.Parameter], method: Method) -> None:
-    """Raises if the method cannot handle the dtype of a shared parameter that requires gradients."""
+    """Raises if the method cannot handle the dtype of a shared parameter that trains."""
     if not method.separate_gradients:
         return
     for name, parameter in shared.items():
@@ -111,7 +111,7 @@ def check_held(
     held: set[nn.Parameter],
     weighting: Weighting,
 ) -> None:
-    """A shared parameter requires a gradient, and the optimizer holds all those that do."""
+    """Raises unless a shared parameter requires gradients and the optimizer holds all that do."""
     if not any(p.requires_grad for p in shared.values()):
         raise ValueError(
             f"trunk must have a shared parameter that requires a gradient,"
@@ -121,12 +121,12 @@ def check_held(
     missing = [name for name, p in trunk.named_parameters() if p.requires_grad and p not in held]
     if missing:
         raise ValueError(
-            f"optimizer must hold every parameter of trunk that requires a gradient; got one"
-            f" without {missing[0]} and {len(missing) - 1} others"
+            f"optimizer must hold every parameter of trunk that requires a gradient, but"
+            f" {missing[0]} and {len(missing) - 1} others are missing"
             " (was it built before the conversion, or from copies in another precision?)"
         )
     if any(parameter not in held for parameter in weighting.parameters()):
         raise ValueError(
-            f"optimizer must hold the parameters() of weighting, got one without some of"
-            f" {weighting!r}"
+            f"optimizer must hold the parameters() of weighting, but some of {weighting!r} are"
+            " missing"
         )

@@ -32,7 +32,8 @@ def found_features(engine: Engine, given: object, losses: Mapping[str, Tensor]) 
     """
     trunk = engine.trunk
     tensors = tensors_of(given)
-    if not losses:  # Other ranks have labels; of this one's features, the number counts.
+    # Other ranks may have labels; only the number of this rank's features counts.
+    if not losses:
         tensors = [torch.empty(0, device=trunk.device) for _ in tensors]
     shared: dict[Tensor, nn.Parameter] = {p: p for p in trunk.shared}
     shared |= {whole: p for whole, p in engine.graph.sharded().items() if p in shared}

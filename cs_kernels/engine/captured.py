@@ -227,8 +227,8 @@ def _check_on_device(engine: Engine, device: torch.device) -> None:
     for parameter in engine.trunk.held():
         if parameter.device != device:
             raise ValueError(
-                f"optimizer must hold parameters on {device} alone for a captured step, got one of"
-                f" shape {tuple(parameter.shape)} on {parameter.device}"
+                f"optimizer must hold parameters on {device} alone for a captured step, but one of"
+                f" shape {tuple(parameter.shape)} is on {parameter.device}"
             )
     scales = engine.scaler is not None and engine.scaler.is_enabled()
     for optimizer in engine.optimizers:

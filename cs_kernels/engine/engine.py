@@ -249,8 +249,8 @@ class Engine:
             gradients.publish()
             if first is not None and self.trunk.shared[first[0]].grad is None:
                 raise RuntimeError(
-                    f"method must assign the updates, got none in .grad by {self.method!r}.combine:"
-                    " call gradients.assign(parameters) in it"
+                    f"method must assign the updates, but {self.method!r}.combine left none in"
+                    " .grad: call gradients.assign(parameters) in it"
                 )
         step.elapsed = timer if eager else None
 

@@ -94,8 +94,8 @@ def _check_computed(features: Iterable[Tensor]) -> None:
     for i, z in enumerate(features):
         if not z.is_floating_point() or z.layout is not torch.strided:
             raise ValueError(
-                f"features must be dense tensors of real numbers, got a {z.layout} {z.dtype} one as"
-                f" features[{i}]"
+                f"features must be dense tensors of real numbers, but features[{i}] has layout"
+                f" {z.layout} and dtype {z.dtype}"
             )
         if z.grad_fn is None:
             raise ValueError(
@@ -185,7 +185,7 @@ class Features:
         for i, z in enumerate(self._features):
             if self._edges[edge_of(z)] != i:
                 raise ValueError(
-                    f"features must be different tensors, got one as features[{i}] and as"
+                    f"features must be different tensors, but features[{i}] is also"
                     f" features[{self._edges[edge_of(z)]}]"
                 )
         if len(devices := {z.device for z in self._features}) > 1:
@@ -200,7 +200,7 @@ class Features:
             for other in reached.features:
                 raise ValueError(
                     "features must not be computed from each other, or gradients would count twice,"
-                    f" got features[{i}] that depends on features[{self._edges[other]}]"
+                    f" but features[{i}] depends on features[{self._edges[other]}]"
                 )
             # A `torch.autograd.Function` can hide parameters: reentrant checkpointing does.
             hidden = any(isinstance(n, BackwardCFunction) for n in (node, *reached.nodes))
@@ -215,8 +215,8 @@ class Features:
         reached = walk([edge_of(loss)], self._edges.keys())
         if not reached.features:
             raise ValueError(
-                f"a loss must depend on features, got one for {task!r} that depends on none: were"
-                " they computed in the forward pass of the losses?"
+                f"a loss must depend on features, but that of {task!r} depends on none: were they"
+                " computed in the forward pass of the losses?"
             )
         past = reached.nodes & self._trunk
         if past:
@@ -274,13 +274,14 @@ class Features:
             retains = any(not nodes.isdisjoint(others) for others in inner.values())
             leaves = {v: node for v, node in heads[task].leaves.items() if v.requires_grad}
             with _without_hooks(self._features), hooked(_accumulating(leaves)):
-                # Not `backward(inputs=...)`, which runs the node that has made a feature too.
+                # `backward(inputs=...)` would also run the node that has made a feature.
                 grads = torch.autograd.grad(
                     loss, [*self._features, *leaves], retain_graph=retains, allow_unused=True
                 )[: self.number]
             if all(grad is None for grad in grads):
                 raise ValueError(
-                    f"a loss must have a gradient with respect to features, got none for {task!r}"
+                    f"a loss must have a gradient with respect to features, but that of {task!r}"
+                    " has none"
                 )
             self.gradients.put_features(task, grads)
 
@@ -297,8 +298,8 @@ class Features:
         self._combined = sorted(self.gradients.combined)
         if not self._combined:
             raise RuntimeError(
-                f"method must assign the updates, got none of features by {method!r}.combine: call"
-                " gradients.assign(parameters) in it"
+                f"method must assign the updates, but {method!r}.combine assigned none of features:"
+                " call gradients.assign(parameters) in it"
             )
 
     def trunk_pass(self) -> None:

@@ -166,9 +166,9 @@ class LoopGuard:
             name = self._gradients.name_of(own[0])
             raise RuntimeError(
                 "gradients must be None or used by optimizer.step() before step or backward, which"
-                " set them to None first, got one of a loss of your own (or of another optimizer's)"
-                f" for {name} and {len(own) - 1} others: add this loss to a task's, or call its"
-                " backward() between opt.backward(...) and optimizer.step(); or drop it by"
+                f" set them to None first, but those of {name} and {len(own) - 1} others come from"
+                " a loss of your own (or of another optimizer's): add this loss to a task's, or"
+                " call its backward() between opt.backward(...) and optimizer.step(); or drop it by"
                 " zero_grad(). (Clipping belongs before optimizer.step(), too; get_total_norm reads"
                 " a norm)"
             )
@@ -235,8 +235,8 @@ class LoopGuard:
         def refuse(n: int) -> None:
             if this._passes:
                 raise RuntimeError(
-                    "closure must not step the optimizer, which step(closure) does after all"
-                    " passes: leave out optimizer.step()"
+                    "closure must not step the optimizer, since step(closure) does so after"
+                    " all passes: leave out optimizer.step()"
                 )
             waits = _mark_on(this._optimizers[n]).owner is not None
             if n in this._updated and not waits and this._is_there(n):

@@ -60,7 +60,7 @@ class LossGraph:
         self._checked: set[str] = set()
         """The tasks whose graph was checked."""
         self._known: set[str] = set()
-        """The tasks that have once reached the trunk, which may have been frozen since."""
+        """The tasks that have ever reached the trunk, even if it has been frozen since."""
         self._in_foreign_memory: set[nn.Parameter] = set()
         """The parameters whose gradients a later pass may overwrite."""
         self._looks_at_memory = False
@@ -184,7 +184,7 @@ class LossGraph:
         retain_graph: bool = False,
         apart: bool = False,
     ) -> None:
-        """Makes a backward pass of some losses into `.grad`, or a pass of each.
+        """Runs a backward pass of some losses into `.grad`, or one of each.
 
         Args:
             losses: By task; their gradients add up.
@@ -252,8 +252,8 @@ class LossGraph:
     def _cannot_weigh(self, parameter: Tensor, source: str) -> RuntimeError:
         names: dict[Tensor, str] = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
         return RuntimeError(
-            "update_every must be 1 where kept task weights cannot weigh a gradient, got one of"
-            f" {names.get(parameter, 'a sharded parameter')} from {source}: return it from the"
+            "update_every must be 1 where kept task weights cannot weigh a gradient, such as that"
+            f" of {names.get(parameter, 'a sharded parameter')} from {source}: return it from the"
             " function's backward pass, or use update_every=1"
         )
 
@@ -291,7 +291,8 @@ class LossGraph:
         probe = torch.zeros((), device=weighted.device, requires_grad=True)
         weighted = weighted + probe
         loss = self.scaled(weighted)
-        if step.loss_scale is None:  # Known before any layer's backward pass.
+        # The probe's hook runs before any layer's backward pass.
+        if step.loss_scale is None:
             probe.register_hook(  # type: ignore[no-untyped-call]
                 lambda factor: setattr(step, "loss_scale", factor)
             )
@@ -365,6 +366,7 @@ def checked_losses(losses: object) -> dict[str, Tensor]:
 
 def _made_by_hook(task: str) -> ValueError:
     return ValueError(
-        f"losses must have a graph to the trunk, got one for {task!r} whose gradient the hook of a"
-        " leaf makes, as cached contrastive losses do: use step(closure), which has a pass per task"
+        f"losses must have a graph to the trunk, but that of {task!r} gets its gradient from the"
+        " hook of a leaf, as cached contrastive losses do: use step(closure), which has a pass per"
+        " task"
     )

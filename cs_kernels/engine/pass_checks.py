@@ -158,8 +158,8 @@ class PassChecks:
     def _check_moved(self, task: str, moved: Sequence[int]) -> None:
         if moved:
             raise RuntimeError(
-                "a backward pass must leave gradients in .grad, got none of"
-                f" {self._trunk.names[moved[0]]} and {len(moved) - 1} others after that of"
+                "a backward pass must leave gradients in .grad, but those of"
+                f" {self._trunk.names[moved[0]]} and {len(moved) - 1} others are gone after that of"
                 f" {task!r}: a hook has moved them, so the method would not see them; remove the"
                 f" hook, or freeze these parameters{_OFF}"
             )
@@ -306,7 +306,7 @@ def _gradients(
 ) -> list[Tensor | None]:
     """The gradients of a pass that begins at some edges, and leaves `.grad` unchanged.
 
-    A pass from a loss would walk the nodes of its task too, which may run once only.
+    A pass from a loss would also walk its task's nodes, and these may run only once.
     """
     starts = [_any_gradient(edge) * factor for edge in edges]
     before = [p.grad for p in held]

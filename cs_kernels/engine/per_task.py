@@ -49,7 +49,7 @@ def _run(engine: Engine, passes: Passes, task: str, closures: Sequence[Closure])
                 loss = checked_loss(closure(task), task)
             if any(norm.active != task for norm in trunk.norms):
                 raise ValueError(
-                    f"closure must leave {task!r} active in trunk, got another one: use"
+                    f"closure must leave {task!r} active in trunk, but another task is: use"
                     " active_task(trunk, task) instead of set_task in it"
                 )
             graph.check(task, loss, shows_reach=passes.adds_tasks, alone=True)
@@ -157,7 +157,7 @@ def unchanged_gradients(parameters: Sequence[nn.Parameter], task: str) -> Iterat
     same = all(p.grad is grad for p, grad in zip(parameters, grads, strict=True))
     if not same or versions != [grad._version for grad in grads if grad is not None]:
         raise RuntimeError(
-            f"closure must leave gradients alone, got a changed one after that of {task!r}:"
+            f"closure must leave gradients alone, but that of {task!r} changed one:"
             " leave out zero_grad() and backward()"
         )
 

@@ -38,8 +38,11 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
         _load(engine, state)
     except Exception as error:
         _load(engine, before)
-        raise ValueError(f"state must be a whole state_dict, got one with {error!r}") from error
-    engine.graph.forget()  # They may show what this state has not noted.
+        raise ValueError(
+            f"state must be a whole state_dict, but loading raised {error!r}"
+        ) from error
+    # Graphs that were checked may show what this state has not noted.
+    engine.graph.forget()
     if engine.accumulation.step is not None:
         engine.transaction.clear(engine.trunk.held())
     engine.accumulation.clear()

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from cs_kernels.methods import GradDrop, Method
 from cs_kernels.torch_internals.fsdp import is_sharded
 
-if TYPE_CHECKING:  # It asks this module.
+if TYPE_CHECKING:  # A circular import otherwise.
     from cs_kernels.engine.engine import Engine
 
 STEP = "step"
@@ -38,7 +38,7 @@ class Feature:
 
 
 def _needs_all_gradients(loop: "Engine") -> Method | None:
-    """The method, if it cannot make the update of one layer after the other."""
+    """The method, if it cannot make the updates layer by layer."""
     return loop.method if loop.method.separate_gradients and not loop.method.layerwise else None
 
 
@@ -110,10 +110,11 @@ TABLE = (
         "parameters after `fully_shard`",
         _sharded,
         {
-            TOGETHER: "trunk must have whole parameters for step_together, got {found} sharded ones"
-            " in the optimizer: use step",
-            CAPTURED: "trunk must have whole parameters for a captured step, got {found} sharded"
-            " ones in the optimizer, whose ranks agree on every step on their hosts: use step",
+            TOGETHER: "trunk must have whole parameters for step_together, but {found} in the"
+            " optimizer are sharded: use step",
+            CAPTURED: "trunk must have whole parameters for a captured step, but {found} in"
+            " the optimizer are sharded, and their ranks agree on every step on their hosts: use"
+            " step",
         },
     ),
     Feature(

@@ -146,7 +146,7 @@ def _tasks_of_nodes(
     roots: Mapping[str, Any],
 ) -> tuple[dict[Any, str | None], dict[Any, list[Any]]]:
     """By node, its task, or None for several; and the nodes that hand gradients to it."""
-    tasks: dict[Any, str | None] = {}  # It keeps nodes alive, and so their identity.
+    tasks: dict[Any, str | None] = {}  # Keeps the nodes alive, and so their identity.
     parents: dict[Any, list[Any]] = defaultdict(list)
     for task, root in roots.items():
         nodes = [root]

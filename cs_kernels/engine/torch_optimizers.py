@@ -39,7 +39,7 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
             closure = inspect.signature(one.step).parameters.get("closure")
             if closure is not None and closure.default is inspect.Parameter.empty:
                 raise ValueError(
-                    f"optimizer must make a step without a closure, got {type(one).__name__}: hand"
+                    f"optimizer must step without a closure, got {type(one).__name__}: hand"
                     " over SGD(lr=0) with the same parameters, and call step in its closure"
                 )
             held = set(held_by(one))
@@ -108,12 +108,12 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
                 )
 
     def check_step_now(self) -> None:
-        """Inside `accelerator.accumulate`, none makes a step until the last micro-batch."""
+        """Raises inside `accelerator.accumulate`, where none steps before the last micro-batch."""
         for one in self:
             state = getattr(one, "gradient_state", None)
             if not getattr(state, "sync_gradients", True):
                 raise RuntimeError(
-                    f"optimizer must make a step now, got {type(one).__name__} that waits for"
+                    f"optimizer must step now, but {type(one).__name__} waits for"
                     " more micro-batches: use step([closure, ...]) without accelerator.accumulate,"
                     " or backward(losses, update=accelerator.sync_gradients)"
                 )

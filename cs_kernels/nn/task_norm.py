@@ -206,7 +206,7 @@ def some_task_norms(module: nn.Module) -> list[TaskBatchNorm]:
     norms = task_norms(module)
     if not norms:
         raise ValueError(
-            f"module must have task-specific normalization, got {type(module).__name__} with none"
+            f"module must have task-specific normalization, but {type(module).__name__} has none"
         )
     return norms
 

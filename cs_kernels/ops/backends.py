@@ -147,7 +147,7 @@ def _select(device: str | None) -> Backend:
     if not backend.computes_on(device):
         raise RuntimeError(
             f"{source} {requested!r} computes on {', '.join(backend.devices or ())} tensors,"
-            f" got {device or 'other'} ones"
+            f" got {device or 'other'} tensors"
         )
     return backend
 

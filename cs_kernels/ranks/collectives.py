@@ -17,7 +17,7 @@ _reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def all_gather(output: Tensor, part: Tensor, **options: Any) -> Any:
-    """`output` holds the ranks' parts, one after the other."""
+    """`output` holds the ranks' parts, concatenated."""
     return _all_gather(as_real(output), as_real(part), **options)
 
 

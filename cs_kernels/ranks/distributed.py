@@ -44,7 +44,7 @@ class Distributed(Ranks):
         tasks: The names of all tasks.
         wrappers: The DistributedDataParallel modules around the trunk.
         transport: Carries the messages between the ranks.
-        groups: The ranks' groups; sums over one after the other are sums over all ranks.
+        groups: The ranks' groups; sums over each in turn give sums over all ranks.
 
     """
 

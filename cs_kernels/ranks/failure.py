@@ -64,7 +64,7 @@ class Failures:
             yield
         except Exception as error:
             if error is self._on_all:
-                self._on_all = None  # Its traceback holds the step's tensors.
+                self._on_all = None  # The traceback holds the step's tensors.
                 raise
             numbers, rank = self._transport.numbers, self._transport.rank
             if _is_of_collective(error):

@@ -17,7 +17,7 @@ from cs_kernels.ranks.health import Health
 from cs_kernels.ranks.strategy import Call, RankError
 from cs_kernels.ranks.transport import Transport
 
-if TYPE_CHECKING:  # It owns the messages.
+if TYPE_CHECKING:  # A circular import otherwise.
     from cs_kernels.ranks.distributed import Distributed
 
 Kind = Literal["begin", "passed", "failed"]

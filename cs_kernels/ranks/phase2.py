@@ -12,7 +12,7 @@ from cs_kernels.ranks.pieces import Piece, pieces_of
 from cs_kernels.torch_internals.fsdp import is_sharded, shards_of
 from cs_kernels.trunk.layers import LayerLists
 
-if TYPE_CHECKING:  # It calls this module.
+if TYPE_CHECKING:  # A circular import otherwise.
     from cs_kernels.ranks.distributed import Distributed
 
 
@@ -148,7 +148,7 @@ def phase2_of_shards(
     if piece_updates:
         of_pieces_ = torch.ops.cs_kernels.phase2_products_(*operands, *layouts)
         products = torch.cat([of_pieces_, products])
-    # Not `index_add_`, whose order on a GPU, and so its bits, differ from run to run.
+    # On a GPU, `index_add_` adds in no fixed order: its bits differ from run to run.
     products = ranks.sum_over_shards(products[plan.pieces_of].sum(1))
     if of_pieces:
         torch.ops.cs_kernels.phase2_apply_(*operands, products[plan.layer_of], *layouts)

@@ -310,7 +310,7 @@ class Replicated(Distributed):
     def publish_updates(self, parameters: Sequence[int]) -> None:
         """Gathers the updates of all ranks, and assigns them to `.grad`."""
         self._buckets.gather(sorted({self._buckets.slots[i].bucket for i in parameters}))
-        # Not the views themselves: `.grad.data` may be replaced, as by `trunk.to(...)`.
+        # New tensors over the same memory: `.grad.data` may be replaced, as by `trunk.to(...)`.
         for i in parameters:
             self.parameters[i].grad = self._buckets.views[i].detach()
 

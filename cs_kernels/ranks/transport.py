@@ -56,8 +56,8 @@ class Transport:
     ) -> None:
         if dist.get_rank() not in numbers:
             raise ValueError(
-                f"process_group must contain this process, of rank {dist.get_rank()}, got one of"
-                f" {list(numbers)}"
+                f"process_group must contain this process, of rank {dist.get_rank()}, but has the"
+                f" ranks {list(numbers)}"
             )
         self.numbers = list(numbers)
         self.rank = self.numbers.index(dist.get_rank())

@@ -44,7 +44,7 @@ def mesh_of(parameters: Mapping[str, Tensor]) -> Any:
     for name, parameter in parameters.items():
         if not is_sharded(parameter):
             raise ValueError(
-                f"trunk must be sharded as a whole, got {name} that is not, beside {first}: call"
+                f"trunk must be sharded as a whole, but {name} is not, while {first} is: call"
                 " fully_shard(trunk) after fully_shard on its layers"
             )
         placements = cast("Any", parameter).placements

@@ -182,8 +182,8 @@ class Trunk:
             and any(p.requires_grad for p in module.parameters())
         ):
             raise ValueError(
-                "trunk must contain every task-specific normalization that runs, got one outside it"
-                f" with {module.active!r} active in the loss of {task!r}: hand over the whole"
+                "trunk must contain every task-specific normalization that runs, but one outside it"
+                f" ran with {module.active!r} active in the loss of {task!r}: hand over the whole"
                 " converted network, or run that part within active_task(part, task)"
             )
         self.statistics.first_use(module, task)
@@ -228,8 +228,8 @@ class Trunk:
         """
         self._check_parameters()
         return ValueError(
-            f"a loss must depend on a parameter of trunk, got one for {task!r} that depends on"
-            f" none: {_REASONS[self.watcher.ran]}"
+            f"a loss must depend on a parameter of trunk, but that of {task!r} depends on none:"
+            f" {_REASONS[self.watcher.ran]}"
         )
 
     def layout(self) -> Layout:

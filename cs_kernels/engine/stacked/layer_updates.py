@@ -111,7 +111,7 @@ class LayerUpdates:
                 self._gradients.release_own()
                 self._combine()
                 self._gradients.publish()
-            if self._step.surgery.rows:  # Not if all that waited were one task's own.
+            if self._step.surgery.rows:  # None if all that waited were one task's own.
                 self._surgeries.append((self._waiting, self._step.surgery))
         self._waiting, self._bytes = [], 0
 

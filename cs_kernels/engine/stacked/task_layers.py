@@ -1,6 +1,6 @@
 """Convolutions and linear layers in a stacked pass, which keep the tasks' gradients apart.
 
-In a stacked pass, dimension 0 of a tensor holds the batch of one task after the other. Such a layer
+In a stacked pass, dimension 0 of a tensor holds the tasks' batches, concatenated. Such a layer
 computes the gradients of its weight and bias for every task from that task's part, and hands them
 to `LayerUpdates`; those that need no surgery are autograd's.
 
@@ -72,7 +72,7 @@ class TaskWeight(Tensor):
     @staticmethod
     def of(parameter: nn.Parameter, label: str, stack: Stack) -> "TaskWeight":
         """The stand-in of a parameter with a name."""
-        # Not detached: some functions, such as scripted ones, do not ask a subclass.
+        # Stays in the graph, as some functions, such as scripted ones, do not ask a subclass.
         with torch.enable_grad():
             weight = parameter.as_subclass(TaskWeight)
         weight.parameter, weight.label, weight.stack = parameter, label, stack
@@ -238,7 +238,7 @@ class _TaskLayer(torch.autograd.Function):
         dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # Not saved as a tensor: checkpointing would hand over a copy of the parameter.
+        # From `save_for_backward`, checkpointing would hand over a copy of the parameter.
         ctx.weight, ctx.bias, ctx.version = weight, bias, weight._version
         ctx.kind, ctx.stack, ctx.once, ctx.dtype = kind, stack, once, dtype
         cast_weight = weight if dtype is None else weight.to(dtype)
@@ -260,8 +260,8 @@ class _TaskLayer(torch.autograd.Function):
         kind, stack, given, bias = ctx.kind, ctx.stack, ctx.weight, ctx.bias
         if given._version != ctx.version:
             raise RuntimeError(
-                "closure must leave the weights of trunk alone until the step is made, got one of"
-                f" shape {tuple(given.shape)} that was changed in place"
+                "closure must leave the weights of trunk alone until the step is made, but one of"
+                f" shape {tuple(given.shape)} was changed in place"
             )
         weight = given if ctx.dtype is None else given.to(ctx.dtype)
         of_input = of_weight = of_bias = None

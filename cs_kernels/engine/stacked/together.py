@@ -98,7 +98,7 @@ def step_together(
 
 
 class _Together:
-    """The passes of all tasks as one, which makes the updates in its backward pass."""
+    """All tasks' passes as one; its backward pass makes the updates."""
 
     def __init__(
         self, engine: Engine, forward: Forward, trunk: nn.Module, known: KnownPasses

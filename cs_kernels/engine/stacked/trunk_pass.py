@@ -120,11 +120,11 @@ class TrunkPass:
                 norm.__dict__.pop("_stack", None)
 
     def close(self) -> None:
-        """Forgets the graph, whose nodes hold this object: a circle that Python cannot collect."""
+        """Forgets the graph, whose nodes hold this object: a cycle that Python cannot collect."""
         for kept in (self._outputs, self._edges, self._reached, self._stack.inputs):
             kept.clear()
         self._updates.close()
-        del self._stack, self._entries  # They know each other too.
+        del self._stack, self._entries  # They form another such cycle.
 
     def run(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The outputs of the trunk by task, in one forward pass."""
@@ -221,14 +221,14 @@ class TrunkPass:
         parts = [self._parts * max(1, batch) for batch in self._batches]
         if x.dim() < 1 or all(x.shape[0] % number for number in parts):
             return ValueError(
-                "trunk must keep the batches of the tasks one after the other in dimension 0, got"
-                f" {name} with a tensor of shape {tuple(x.shape)} for {self._parts} tasks: use step"
+                "trunk must keep the tasks' batches concatenated in dimension 0, but"
+                f" {name} has a tensor of shape {tuple(x.shape)} for {self._parts} tasks: use step"
             )
         if self._parts_check is not None and not self._parts_check.keeps(x):
             return ValueError(
-                "trunk must keep the batches of the tasks one after the other in dimension 0 and"
-                f" compute nothing over them, got {name} with a tensor of shape {tuple(x.shape)} in"
-                " which one task's part depends on another's: use step"
+                "trunk must keep the tasks' batches concatenated in dimension 0 and compute nothing"
+                f" over them, but {name} has a tensor of shape {tuple(x.shape)} in which one task's"
+                " part depends on another's: use step"
             )
         return None
 
@@ -236,8 +236,8 @@ class TrunkPass:
         """Normalizes each task's part with that task's module."""
         if not self._stack.runs:
             raise ValueError(
-                "forward must run trunk by run, which repeats the batch for every task, got a"
-                " task-specific normalization that was run in another way"
+                "forward must run trunk by run, which repeats the batch for every task, but a"
+                " task-specific normalization was run in another way"
             )
         given = (kwargs.pop("input"),) if "input" in kwargs else args
         x, rest = given[0], given[1:]
@@ -270,20 +270,19 @@ class TrunkPass:
             ends = [self._edges[edge] for edge in reached.features]
             if None in ends or any(map(is_task_layer, reached.nodes)):
                 raise ValueError(
-                    f"a loss must depend on the trunk through what run returns, got one for"
-                    f" {task!r} that depends on another tensor of the trunk, which has the batches"
+                    f"a loss must depend on the trunk through what run returns, but that of"
+                    f" {task!r} depends on another tensor of the trunk, which has the batches"
                     " of all tasks: let the trunk return it, or use step"
                 )
             others = {end[0] for end in ends if end is not None} - {task}
             if others:
                 raise ValueError(
-                    "a loss must depend on the outputs of its own task for step_together, got one"
-                    f" for {task!r} that depends on those of {min(others)!r}: use step"
+                    "a loss must depend on the outputs of its own task for step_together, but"
+                    f" that of {task!r} depends on those of {min(others)!r}: use step"
                 )
             if not ends and trains:
                 raise ValueError(
-                    f"a loss must depend on an output of run, got one for {task!r} that depends on"
-                    " none"
+                    f"a loss must depend on an output of run, but that of {task!r} depends on none"
                 )
             outputs.append((task, frozenset(end[1] for end in ends if end is not None)))
         return Pattern(tuple(outputs), frozenset([*self._stack.layers, *self._norms_ran]))

@@ -19,7 +19,7 @@ from cs_kernels.ops.operands import ChannelLayout, Operands, as_channels, dense
 
 
 class Factors(NamedTuple):
-    """The operands of connection strength for the first tensors, which are layers."""
+    """The operands of connection strength for the layers, which come first among the tensors."""
 
     weights: Tensors
     gamma: Tensor
