@@ -314,14 +314,16 @@ CASES = {
     ),
     "checkpointed": Case(lambda m, z: checkpoint(m.trunk["two"], z, use_reentrant=False)),
     "a function": Case(lambda m, z: m.trunk["two"](double(z))),
-    "a function of a head": Case(head=lambda m, z, t: m.heads[t](z * double(m.between[t].bias))),
+    "a function of a head": MANY._replace(
+        head=lambda m, z, t: m.heads[t](z * double(m.between[t].bias))
+    ),
     "complex": Case(
         lambda m, z: m.trunk["two"]((z * m.scale).abs()),
         prepare=lambda m: m.add_scale(torch.randn(6, dtype=torch.complex128)),
     ),
     "bfloat16": Case(prepare=lambda m: m.bfloat16()),
     "float16": Case(prepare=lambda m: m.half()),
-    "nonlinear heads": Case(head=_nonlinear),
+    "nonlinear heads": MANY._replace(head=_nonlinear),
     "hidden layer": Case(lambda m, z: _hidden(m.trunk["two"], z)),
     "hidden layer per task": MANY._replace(
         trunk=lambda m, z: z, head=lambda m, z, t: m.heads[t](_hidden(m.trunk["two"], z))

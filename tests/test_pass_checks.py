@@ -735,22 +735,65 @@ def test_kept_weights_of_gradients_that_functions_write(first: int, check_passes
     torch.testing.assert_close(step(Writes.apply), expected, rtol=1e-12, atol=1e-14)
 
 
-def test_kept_weights_of_a_shared_layer_that_a_head_hides_too() -> None:
-    """One pass of all tasks would not weigh what comes from inside the function."""
+@pytest.mark.parametrize("shows", ["trunk", "own trunk", "head"])
+def test_kept_weights_of_a_shared_layer_that_a_function_of_one_task_hides(shows: str) -> None:
+    """Also where the graph shows the layer elsewhere, so a pass of all tasks could not weigh it."""
     network = Network(torch.tanh, Halves(update_every=3))
+    shared, widen = network.trunk["last"], torch.eye(5, 8)
+
+    def step(hide: Callable[[Tensor], Tensor]) -> Tensor:
+        z = network.features()
+        of_a = network.features() if shows == "own trunk" else z
+        of_b = shared(z @ widen) if shows == "head" else z
+        a, b = network.heads["a"](of_a + hide(of_a @ widen)), network.heads["b"](of_b)
+        network.sgd.param_groups[0]["lr"] = 0.0
+        network.opt.backward({"a": a.square().mean(), "b": b.square().mean()})
+        update = network.gradient()
+        network.sgd.step()
+        return update
+
+    expected = step(shared)
+    for _ in range(3):  # Two with kept weights, one that solves.
+        torch.testing.assert_close(
+            step(lambda h: Inner.apply(shared, h)), expected, rtol=1e-10, atol=1e-12
+        )
+
+
+def test_kept_weights_of_functions_that_write_in_passes_through_graphs_of_their_own() -> None:
+    network = Network(torch.tanh, Halves(update_every=3))
+    weight = network.trunk["last"].weight
 
     def losses() -> dict[str, Tensor]:
-        z, x = network.features(), network.x.clone().requires_grad_()
-        hidden = Inner.apply(lambda h: network.trunk["last"](network.trunk["first"](h)), x)
         return {
-            "a": (network.heads["a"](z) + hidden.square().mean()).square().mean(),
-            "b": network.heads["b"](z).square().mean(),
+            t: network.heads[t](Writes.apply(network.features() @ torch.eye(5, 8), weight))
+            .square()
+            .mean()
+            for t in AB
         }
 
+    network.trunk["last"].requires_grad_(True)
+    network.part = lambda h: h.tanh()
+    network.features = lambda: (network.trunk["first"](network.x)).tanh() @ torch.eye(8, 5)
     network.opt.backward(losses())
     network.sgd.zero_grad()
-    with pytest.raises(RuntimeError, match=r"update_every must be 1 .* inside a function"):
+    with pytest.raises(RuntimeError, match=r"update_every must be 1 .* of last.weight from"):
         network.opt.backward(losses())
+
+
+@pytest.mark.parametrize("method", [Ones, cs.Sum])
+def test_a_function_of_a_head_with_a_backward_pass_inside(method: type[cs.Method]) -> None:
+    """Behind features, its gradients count once, also of a layer that the graph shows too."""
+    network = Network(torch.tanh, method())
+    z, extra = network.features(), nn.Linear(5, 5)
+    network.sgd.add_param_group({"params": [*extra.parameters()]})
+    losses = {t: network.heads[t](extra(z)).square().mean() for t in AB}
+    losses["a"] = losses["a"] + extra(z).square().mean()
+    expected = torch.autograd.grad(sum(losses.values()), extra.weight, retain_graph=True)[0]
+    z = network.features()
+    losses = {t: network.heads[t](extra(z)).square().mean() for t in AB}
+    losses["a"] = losses["a"] + Inner.apply(extra, z).square().mean()
+    network.opt.backward(losses, features=z)
+    torch.testing.assert_close(extra.weight.grad, expected, rtol=1e-10, atol=1e-12)
 
 
 class Fused(torch.autograd.Function):

@@ -14,7 +14,15 @@ from cs_kernels.gradients import TaskGradients
 from cs_kernels.methods import Method
 from cs_kernels.ranks.strategy import Ranks
 from cs_kernels.stage import Passes
-from cs_kernels.torch_internals.autograd import Hooks, Reached, edge_of, hooked, is_leaf, walk
+from cs_kernels.torch_internals.autograd import (
+    Hooks,
+    Reached,
+    current_pass,
+    edge_of,
+    hooked,
+    is_leaf,
+    walk,
+)
 from cs_kernels.trunk.layers import Coverage, Layout
 
 _NO_LAYERS = Layout((), Coverage({}, {}, {}, {}))
@@ -118,16 +126,21 @@ def _without_hooks(features: Iterable[Tensor]) -> Iterator[None]:
             of_feature.update(kept)
 
 
-def _accumulating(leaves: Mapping[Tensor, Any]) -> Hooks:
+def _accumulating(loss: Tensor, leaves: Mapping[Tensor, Any]) -> Hooks:
     """Hooks that add gradients of leaves to `.grad` as soon as `torch.autograd.grad` has them."""
+    passes: list[int] = []
+
+    def begins(_: Tensor) -> None:
+        passes.append(current_pass())
 
     def accumulates(node: Any) -> Callable[[Tensor], None]:
         def hook(grad: Tensor) -> None:
-            node(grad)
+            if current_pass() in passes:  # A pass inside a function accumulates by itself.
+                node(grad)
 
         return hook
 
-    return [(leaf, accumulates(node)) for leaf, node in leaves.items()]
+    return [(loss, begins), *((leaf, accumulates(node)) for leaf, node in leaves.items())]
 
 
 def _without_trunk(i: int, z: Tensor) -> ValueError:
@@ -273,7 +286,7 @@ class Features:
             # Frees nodes that no other head needs; those of the trunk do not run.
             retains = any(not nodes.isdisjoint(others) for others in inner.values())
             leaves = {v: node for v, node in heads[task].leaves.items() if v.requires_grad}
-            with _without_hooks(self._features), hooked(_accumulating(leaves)):
+            with _without_hooks(self._features), hooked(_accumulating(loss, leaves)):
                 # `backward(inputs=...)` would also run the node that has made a feature.
                 grads = torch.autograd.grad(
                     loss, [*self._features, *leaves], retain_graph=retains, allow_unused=True

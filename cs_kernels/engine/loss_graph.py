@@ -1,7 +1,6 @@
 """From a task's loss to its gradients: what its graph must reach, its weight, its backward pass."""
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 
 import torch
@@ -215,12 +214,8 @@ class LossGraph:
         weights = dict(zip(kept.tasks, kept.weights.to(self._trunk.device), strict=True))
         found = None if apart or len(losses) == 1 else self._find_one_pass(losses)
         if found is not None:
-            runs = Counter[Tensor]()
-            with hooked(found.hooks(weights, runs)):
+            with hooked(found.hooks(weights)):
                 self._pass(found.terms(losses, weights), step, ends)
-            for parameter, number in runs.items():
-                if number > 1:
-                    raise self._cannot_weigh(parameter, "another backward pass, inside a function")
             return
         shared = self._in_graph(self._trunk.combined())
         for n, (task, loss) in enumerate(losses.items(), 1):
@@ -265,11 +260,12 @@ class LossGraph:
         combined = self._trunk.combined()
         # Shared parameters that no task has ever reached are not hidden in the graph.
         held = (set(self._trunk.held()) - set(self._trunk.shared)) | set(combined)
-
-        def reached(task: str) -> set[Tensor]:
-            return self._in_graph(self._trunk.reach.reached_by(task))
-
-        return find_one_pass(losses, self._in_graph(combined), self._in_graph(held), reached)
+        return find_one_pass(
+            losses,
+            self._in_graph(combined),
+            self._in_graph(held),
+            trusts_functions=not self._pass_checks.enabled,
+        )
 
     def _pass(
         self, terms: Sequence[Tensor], step: Step, ends: str | None, retain_graph: bool = False

@@ -5,7 +5,7 @@ not, so the gradient of a weighted loss would be wrong for them. A gradient gets
 enters the part of the graph that several tasks have in common, or at the shared parameters.
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,11 +17,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from cs_kernels.torch_internals.autograd import (
     Hooks,
-    edge_of,
     is_leaf,
     is_reentrant,
     makes_gradients,
-    walk,
 )
 from cs_kernels.weightings.weighting import weighed
 
@@ -63,20 +61,10 @@ class OnePass(NamedTuple):
     or to shared parameters, and its task."""
     whole: Set[str]
     """The tasks whose loss is a node of several tasks."""
-    once: Sequence[Any]
-    """The nodes of shared parameters that a function of one task could reach a second time, in a
-    backward pass of its own."""
 
-    def hooks(self, weights: Mapping[str, Tensor], runs: Counter[Tensor]) -> Hooks:
-        """The hooks of the nodes.
-
-        Args:
-            weights: By task.
-            runs: Counts how often the nodes run that must run once.
-
-        """
-        weighing = [(node, _weighing(entries, weights[task])) for node, entries, task in self.edges]
-        return weighing + [(node, _counting(node.variable, runs)) for node in self.once]
+    def hooks(self, weights: Mapping[str, Tensor]) -> Hooks:
+        """The hooks of the nodes."""
+        return [(node, _weighing(entries, weights[task])) for node, entries, task in self.edges]
 
     def terms(self, losses: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[Tensor]:
         """The losses to add up."""
@@ -88,21 +76,22 @@ def find_one_pass(
     losses: Mapping[str, Tensor],
     shared: Set[Tensor],
     held: Iterable[Tensor],
-    reached: Callable[[str], Set[Tensor]],
+    *,
+    trusts_functions: bool,
 ) -> OnePass | None:
     """One backward pass of several tasks, or None where it would give a wrong gradient.
 
     It would if a node of several tasks led to other leaves than shared parameters. It might if the
     graph hides parameters: reentrant checkpointing runs its function again in the backward pass,
-    and any other `torch.autograd.Function` can hide those that the graph does not show. These must
-    be shared, and the function a node of several tasks. The hook of a leaf can make gradients of
-    any parameters.
+    and any other `torch.autograd.Function` can hide some, also such as the graph shows elsewhere.
+    Those that it does not show must be shared, and the function a node of several tasks, whose
+    gradients are weighted before it. The hook of a leaf can make gradients of any parameters.
 
     Args:
         losses: By task.
         shared: The parameters whose gradients are weighted, as the graph has them.
         held: All parameters of the torch optimizers that may be in the graph.
-        reached: By task, the shared parameters that it has reached.
+        trusts_functions: Whether a function of one task hides no parameter that the graph shows.
 
     """
     roots: dict[str, Any] = {task: loss.grad_fn for task, loss in losses.items()}
@@ -116,13 +105,9 @@ def find_one_pass(
     if any(makes_gradients(leaf) for leaf in leaves):
         return None
     hiding = {node for node in functions if type(node).__name__ not in _HIDE_NOTHING}
-    of_one = {task for node in hiding if (task := tasks[node]) is not None}
-    for task in of_one:
-        visible = walk([edge_of(losses[task])], frozenset()).leaves
-        if not reached(task) <= visible.keys():
-            return None
     unmet = {p for p in held if p.requires_grad and p not in leaves} if hiding else set()
-    if not unmet <= shared or (unmet and any(tasks[node] is not None for node in hiding)):
+    of_one_task = any(tasks[node] is not None for node in hiding)
+    if not unmet <= shared or (of_one_task and (unmet or not trusts_functions)):
         return None
     others = [node for leaf, node in leaves.items() if leaf not in shared]
     if any(tasks[node] is None and not is_leaf(node) for node in _leading_to(others, parents)):
@@ -137,9 +122,7 @@ def find_one_pass(
             }
             if entries:
                 edges.append((node, entries, task))
-    whole = {task for task, root in roots.items() if tasks[root] is None}
-    once = [node for leaf, node in leaves.items() if of_one and leaf in shared]
-    return OnePass(edges, whole, once)
+    return OnePass(edges, {task for task, root in roots.items() if tasks[root] is None})
 
 
 def _tasks_of_nodes(
@@ -172,15 +155,6 @@ def _leading_to(leaves: Sequence[Any], parents: Mapping[Any, Sequence[Any]]) -> 
             found.add(node)
             nodes += parents.get(node, ())
     return found
-
-
-def _counting(leaf: Tensor, runs: Counter[Tensor]) -> Callable[[Sequence[Tensor | None]], None]:
-    """A hook that counts the gradients of a leaf."""
-
-    def count(grads: Sequence[Tensor | None]) -> None:
-        runs[leaf] += any(grad is not None for grad in grads)
-
-    return count
 
 
 def _times(grad: Tensor, weight: Tensor) -> Tensor:

@@ -17,6 +17,12 @@ Hooks = Iterable[tuple[Any, Callable[..., Any]]]
 runs before the gradient is accumulated, once for each time that it is."""
 
 
+def current_pass() -> int:
+    """A number of the backward pass that runs now, other than that of one inside a function."""
+    number: int = torch._C._current_graph_task_id()
+    return number
+
+
 def is_leaf(node: object) -> bool:
     """Whether a node accumulates the gradient of a leaf."""
     return isinstance(node, torch._C._functions.AccumulateGrad)  # type: ignore[attr-defined]
