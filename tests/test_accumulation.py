@@ -143,7 +143,7 @@ REFUSED = {
     **dict.fromkeys(("LL", "LS", "wLL", "LsLL"), LEFT),
     **dict.fromkeys(("wS", "w1S"), "step would forget.*update=False"),
     **dict.fromkeys(("ws", "wws"), WAIT),
-    **dict.fromkeys(("wc", "wp"), "when it is copied or pickled"),
+    **dict.fromkeys(("wc", "wp"), "cannot be copied or pickled"),
     "3S": "schedule must give phase 1 or 2, got 3",
 }
 

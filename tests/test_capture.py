@@ -311,7 +311,7 @@ META, SCALER = torch.ones(3, device="meta"), torch.amp.GradScaler("cpu")
         (partial(_capture, warmup=0), "warmup must be at least 1, got 0"),
         (partial(_capture, warmup=1.5), "warmup must be an integer, got 1.5"),
         (partial(_capture_with, torch.optim.Adam), r"built with capturable=True.*got Adam with"),
-        (partial(_capture_with, torch.optim.SGD, META), r"cpu alone.*shape \(3,\) on meta"),
+        (partial(_capture_with, torch.optim.SGD, META), r"cpu alone.*shape \(3,\) is on meta"),
         (_capture_without_momentum, r"momentum=None in up_norm\.depth"),
     ],
 )
