@@ -62,8 +62,8 @@ ACTIONS: dict[str, Callable[[Loop], object]] = {
     "c": lambda loop: nn.utils.clip_grad_norm_(loop.trunk.parameters(), 1e-3),
     "n": lambda loop: nn.utils.get_total_norm([p.grad for p in loop.trunk.parameters()]),
 }
-OWN = "a loss of your own .* for weight and . others: add this"
-OWN_OF_HEAD = r"a loss of your own .* for a parameter of shape \(1, 6\) and . others: add this"
+OWN = "those of weight and . others come from a loss of your own .*: add this"
+OWN_OF_HEAD = r"of a parameter of shape \(1, 6\) and . others .* a loss of your own .*: add this"
 CLIPPING = r"Clipping belongs before optimizer\.step"
 USED = r"has already used the update in \.grad"
 LOOPS = {
@@ -248,11 +248,11 @@ IGNORED = r"layers must be empty for .* got {'0': None}"
         (_step(_no_grad), REACHES + "ran without gradients"),
         (_step(_of_a_copy), REACHES + "no layer of trunk ran in this pass, but perhaps one of"),
         *((_backward(loss), DETACHED) for loss in (Loop.head_loss, _no_grad, _of_a_copy)),
-        (_step(_without_labels), r"no labels for it, name the others, step\(closure, tasks"),
-        (_backward(_without_labels), "no labels for it, leave it out"),
+        (_step(_without_labels), r"for the task, pass only the others: step\(closure, tasks"),
+        (_backward(_without_labels), "no labels for the task, leave it out"),
         (_backward(_only_read), r"freeze them by requires_grad_\(False\) if they are only"),
         (_exchanged, r"trunk must keep the parameters .* build a new one"),
-        (_sparse, r"use sparse=False, Sum\(\), or backward\(losses, features=z"),
+        (_sparse, r"use sparse=False, or Sum\(\), or backward\(losses, features=z"),
         (
             lambda: built(nn.Linear(5, 6).requires_grad_(False), sgd_of(nn.Linear(6, 1))),
             "unfreeze some, or train the heads",

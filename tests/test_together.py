@@ -423,7 +423,7 @@ def mixes(mix: Callable[[Tensor], Tensor]) -> tuple[Callable[[Any, Tensor], Tens
 
 
 OF_ANOTHER, GRID = "one task's part depends on another's", torch.ones(4, 3).double()
-AT_GRID = r"got two\.weight with a tensor of shape \(4, 3\)"
+AT_GRID = r"but two\.weight has a tensor of shape \(4, 3\)"
 TRUNKS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "centers": mixes(lambda y: y - y.mean(0)),
     "next": mixes(lambda y: y + torch.cat([y[1:], y[-1:]]).square()),
@@ -438,7 +438,7 @@ TRUNKS: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
     "twice": (lambda net, x: net.normed(x) + net.normed(x + 1), "several times"),
     "minus": (lambda net, x: net.normed(x) + linear(x, net.layer.weight - 1), r"in (sub|__sub__)"),
     "counts": (counts, "must not change its buffers"),
-    "scalar": (lambda net, x: torch.aminmax(net.normed(x)), r"output of trunk with .* shape \(\)"),
+    "scalar": (lambda net, x: torch.aminmax(net.normed(x)), r"output of trunk has .* shape \(\)"),
     "transposes": (lambda net, x: net.normed(x).t(), "the output of trunk"),
     "grid": (lambda net, x: net.norm(net.layer(x) + net.two(GRID).mean(0)), AT_GRID),
 }
