@@ -759,21 +759,14 @@ def test_kept_weights_of_a_shared_layer_that_a_function_of_one_task_hides(shows:
         )
 
 
-def test_kept_weights_of_functions_that_write_in_passes_through_graphs_of_their_own() -> None:
+def test_kept_weights_of_functions_that_write_in_graphs_of_their_own() -> None:
     network = Network(torch.tanh, Halves(update_every=3))
-    weight = network.trunk["last"].weight
+    first, weight = network.trunk["first"], network.trunk["last"].weight
 
     def losses() -> dict[str, Tensor]:
-        return {
-            t: network.heads[t](Writes.apply(network.features() @ torch.eye(5, 8), weight))
-            .square()
-            .mean()
-            for t in AB
-        }
+        outputs = {t: network.heads[t](Writes.apply(first(network.x).tanh(), weight)) for t in AB}
+        return {task: y.square().mean() for task, y in outputs.items()}
 
-    network.trunk["last"].requires_grad_(True)
-    network.part = lambda h: h.tanh()
-    network.features = lambda: (network.trunk["first"](network.x)).tanh() @ torch.eye(8, 5)
     network.opt.backward(losses())
     network.sgd.zero_grad()
     with pytest.raises(RuntimeError, match=r"update_every must be 1 .* of last.weight from"):
