@@ -306,6 +306,27 @@ def test_gradients_in_a_buffer_that_is_written_again(how: str, method: type[cs.M
     assert torch.equal(*expected)
 
 
+def test_kept_weights_beside_a_buffer_that_one_task_does_not_reach() -> None:
+    """Its gradient is copied after every pass, which is no gradient that a function has written."""
+    tasks, updates = ["a", "b", "c"], []
+    for function in (nn.functional.linear, Buffered.apply):
+        torch.manual_seed(0)
+        Buffered.buffer = torch.zeros(3, 5)
+        trunk = nn.ModuleDict({"x": nn.Linear(5, 3, bias=False), "y": nn.Linear(5, 3)})
+        x = torch.randn(4, 5)
+
+        def loss(task: str, f: Callable[..., Tensor] = function) -> Tensor:
+            z = trunk["y"](x)
+            z = z if task == "c" else z + f(x, trunk["x"].weight)
+            return (z - tasks.index(task)).square().mean()
+
+        opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), tasks, Ones(update_every=3))
+        for _ in range(3):
+            opt.step(loss)
+        updates.append(torch.cat([p.detach().flatten() for p in trunk.parameters()]))
+    torch.testing.assert_close(*updates, rtol=1e-12, atol=1e-14)
+
+
 class Doubles(torch.autograd.Function):
     """It returns the very tensor that it keeps, as a function with `out=` does."""
 

@@ -237,20 +237,19 @@ class LossGraph:
         parameters = [] if self._ranks.is_distributed else self._trunk.combined()
         before = [(p.grad, None if p.grad is None else p.grad._version) for p in parameters]
         yield
+        # `_own_memory` copies gradients in foreign memory after every pass.
+        explained = arrived | self._in_foreign_memory
         for p, (grad, version) in zip(parameters, before, strict=True):
             now = p.grad
-            if p not in arrived and (
-                now is not grad or (now is not None and now._version != version)
-            ):
-                raise self._cannot_weigh(p, f"a function in the pass of {task!r}, in .grad itself")
-
-    def _cannot_weigh(self, parameter: Tensor, source: str) -> RuntimeError:
-        names: dict[Tensor, str] = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
-        return RuntimeError(
-            "update_every must be 1 where kept task weights cannot weigh a gradient, such as that"
-            f" of {names.get(parameter, 'a sharded parameter')} from {source}: return it from the"
-            " function's backward pass, or use update_every=1"
-        )
+            same = now is grad and (now is None or now._version == version)
+            if not same and p not in explained:
+                names: dict[Tensor, str]
+                names = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
+                raise RuntimeError(
+                    "update_every must be 1 where kept task weights cannot weigh a gradient, such"
+                    f" as that of {names[p]} from a function in the pass of {task!r}, in .grad"
+                    " itself: return it from the function's backward pass, or use update_every=1"
+                )
 
     def passes(self, losses: Mapping[str, Tensor]) -> int:
         """The number of backward passes that these losses need with kept task weights."""
