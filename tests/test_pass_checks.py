@@ -541,6 +541,39 @@ def test_a_hook_that_moves_gradients(how: str, method: type[cs.Method]) -> None:
         network.make(how)
 
 
+class AddsUpElsewhere(torch.autograd.Function):
+    """Adds the gradient of a weight to its `main_grad`, as fused layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, returns: bool) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.returns = weight, returns
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        (x,) = ctx.saved_tensors
+        ctx.weight.main_grad += grad.T @ x
+        return grad @ ctx.weight, torch.zeros_like(ctx.weight) if ctx.returns else None, None
+
+
+@pytest.mark.parametrize("returns", [False, True])
+@pytest.mark.parametrize("how", ["step", "backward"])
+def test_a_function_that_adds_gradients_up_elsewhere(how: str, returns: bool) -> None:
+    """It may return None, or zeros."""
+    network = Network(torch.tanh)
+    network.trunk["fused"] = nn.Linear(8, 8, bias=False)
+    weight: Any = network.trunk["fused"].weight
+    weight.main_grad = torch.zeros_like(weight)
+    network.part = lambda x: AddsUpElsewhere.apply(x.tanh(), weight, returns)
+    sgd = sgd_of(network.trunk, network.heads)
+    network.opt = cs.MultiTaskOptimizer(network.trunk, sgd, AB, Ones())
+    with pytest.raises(RuntimeError, match=r"has changed fused\.weight\.main_grad and 0 others"):
+        network.make(how)
+    network.opt = cs.MultiTaskOptimizer(network.trunk, sgd, AB, Ones(), check_passes=False)
+    network.make(how)
+
+
 def test_a_new_set_up_is_checked_again() -> None:
     network = Network(torch.tanh)
     network.opt.backward(network.losses())

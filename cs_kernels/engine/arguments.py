@@ -47,6 +47,11 @@ def check_layers(layers: Mapping[str, str | None], method: Method) -> None:
 def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
     """The trunk's normalizations know the tasks; there are some if the method needs them."""
     for name, norm in trunk.named_modules():
+        if isinstance(norm, torch.jit.ScriptModule):
+            raise ValueError(
+                "trunk must have no traced or scripted module, whose buffers a failed step cannot"
+                f" restore, got {name or 'it'}: use the module that torch.jit was given"
+            )
         if isinstance(norm, TaskBatchNorm):
             for task in tasks:
                 if task not in norm.tasks:

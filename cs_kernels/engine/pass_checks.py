@@ -87,7 +87,8 @@ class PassChecks:
             as_made: Whether gradients are to arrive in `.grad` as the pass has made them.
 
         Raises:
-            RuntimeError: It has changed a shared parameter, or its gradient in `.grad`.
+            RuntimeError: It has changed a shared parameter, a tensor that is an attribute of one,
+                or its gradient in `.grad`.
 
         """
         new = [task for task in tasks if task not in self._tasks]
@@ -107,12 +108,21 @@ class PassChecks:
 
         shared = enumerate(self._trunk.shared)
         leaves = [(p, i) for i, p in shared if p.requires_grad and not is_sharded(p)]
-        names = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
-        before = checksums(self._trunk.shared, names)
+        names: dict[Tensor, str] = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
+        beside = _attributes(names)
+        names |= beside
+        before = checksums([*names], names)
         with hooked([(p, partial(note, i)) for p, i in leaves]):
             yield
-        after = checksums(self._trunk.shared, names)
+        after = checksums([*names], names)
         changed = [name for name in before if before[name] != after[name]]
+        if changed and set(changed) <= {*beside.values()}:
+            raise RuntimeError(
+                "a backward pass must leave gradients in .grad, but that of"
+                f" {new[0]!r} has changed {changed[0]} and {len(changed) - 1} others, where a"
+                " function or a hook may add gradients up, which the method would not see: let the"
+                f" function return them{_OFF}"
+            )
         if changed:
             raise RuntimeError(
                 f"a backward pass must not change parameters, but {changed[0]} and"
@@ -201,6 +211,16 @@ class PassChecks:
                     )
         for task in tasks:
             self._together.setdefault(task, set()).update(tasks)
+
+
+def _attributes(names: Mapping[Tensor, str]) -> dict[Tensor, str]:
+    """The tensors like parameters that are their attributes, such as `main_grad`, with names."""
+    return {
+        value: f"{name}.{key}"
+        for p, name in names.items()
+        for key, value in vars(p).items()
+        if isinstance(value, Tensor) and value.shape == p.shape and not is_sharded(value)
+    }
 
 
 class _SharedPart(NamedTuple):

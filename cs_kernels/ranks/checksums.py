@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cs_kernels.torch_internals.fsdp import is_sharded, local_shard, rows_of
 
@@ -11,7 +11,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def checksums(held: Sequence[nn.Parameter], names: Mapping[nn.Parameter, str]) -> dict[str, int]:
+def checksums(held: Sequence[Tensor], names: Mapping[Tensor, str]) -> dict[str, int]:
     """By name of a parameter (and the rows of a shard): the sum of its values' bits."""
     sums: dict[str, Tensor] = {}
     for n, parameter in enumerate(held):
