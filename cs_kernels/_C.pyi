@@ -81,6 +81,17 @@ def drop_signs(
     offsets: Ints | None,
     threads: int,
 ) -> None: ...
+def sketch(
+    *,
+    type: int,
+    data: int,
+    size: int,
+    index: int,
+    key: int,
+    sketch: int,
+    places: int,
+    threads: int,
+) -> None: ...
 def solve(
     solver: int,
     gramians: int,

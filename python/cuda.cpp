@@ -14,6 +14,7 @@
 #include "arguments.h"
 #include "cs_kernels/cuda/combine.h"
 #include "cs_kernels/cuda/phase2.h"
+#include "cs_kernels/cuda/sketch.h"
 #include "cs_kernels/cuda/solvers.h"
 
 namespace py = pybind11;
@@ -164,6 +165,8 @@ void define_cuda(py::module_ module) {
   define_on_gradients("combine", "the weighted sum", &cuda::combine, Pointer{"weights"});
   define_on_gradients("drop_signs", "sign dropping", &cuda::drop_signs, Pointer{"leaks"},
                       Word{"state"}, Pointer{"counter"});
+  define_launch(module, "sketch", "a sketch", &cuda::sketch, Type{"type"}, Pointer{"data"},
+                Int64{"size"}, Int64{"index"}, Word{"key"}, Pointer{"sketch"}, Int64{"places"});
   define(module, "solve", &solve, "solver", "gramians", "count", "tasks", "weights", "option",
          "counter", "rate", "similarities", "stream");
 }

@@ -155,6 +155,8 @@ class Draw(random.Random):
             "seed": self.choice(INTEGERS),
             "step": self.choice(INTEGERS),
             "counter": self.laid_out(torch.tensor([self.choice(INTEGERS)])),
+            "sketch": self.laid_out(torch.zeros(self.choice([256, 512, 2048]))),
+            "tensors": weights,
             "offsets": [self.choice([0, 5, 2**32 - 7, 2**62]) for _ in weights],
         }
 

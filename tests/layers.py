@@ -176,6 +176,7 @@ def operator_calls() -> dict[str, tuple[Any, ...]]:
         "phase2_apply_": (updates, grads, priorities, products, [0], [1], 2),
         "gramian": (grads, [0, 1], 2, 2),
         "combine_": (updates, grads, torch.rand(2, 2), [1, 0], 2),
+        "sketch_": (torch.zeros(512), [torch.randn(4, 3), torch.randn(700)], [5, 17], 1),
         "drop_signs_": (updates, grads, [0.0, 0.5], 1, 2, 2),
     }
     for name in SOLVERS:

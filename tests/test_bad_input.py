@@ -1,6 +1,6 @@
 """Bad input raises before anything is changed; the message names the argument and quotes it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -383,6 +383,13 @@ def test_the_active_task_of_every_method(method: cs.Method) -> None:
         opt.step(lambda task: cs.nn.set_task(setup.trunk, "depth") or loss(task))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_scripted_modules() -> None:
+    trunk = nn.Sequential(torch.jit.script(nn.Linear(3, 4)))
+    with pytest.raises(ValueError, match=r"no traced or scripted module, .*, got 0: use"):
+        cs.MultiTaskOptimizer(trunk, torch.optim.SGD(trunk.parameters()), AB, cs.PCGrad())
+
+
 def _offsets(*offsets: int) -> tuple[object, ...]:
     updates, grads = [zeros(4), zeros(4)], [ones(4), ones(4)]
     return "drop_signs_", updates, grads, [0.0], 0, 0, 1, None, [*offsets]
@@ -403,6 +410,10 @@ def _phase2(**change: object) -> tuple[object, ...]:
     return "phase2_update_", *{**given, **factors, **change}.values(), [0], [1], 2
 
 
+def _sketch(*shape: int, step: int = 1, offsets: Sequence[int] = (0,)) -> tuple[object, ...]:
+    return "sketch_", zeros(shape)[..., ::step], [ones(4)], [*offsets], 0
+
+
 SQUARE = r"gramian must have shape \[\.\.\., K, K\]"
 STAGES = "project_conflicts_", "phase2_products_"
 
@@ -413,6 +424,11 @@ STAGES = "project_conflicts_", "phase2_products_"
         *((_offsets(*o), f"offsets must have 2 .*got {len(o)}") for o in ((), (0,), (0, 4, 8))),
         (_offsets(4, -1), r"offsets must lie in \[0, 2\^63 - 4\] .* 4 elements, got -1"),
         (_offsets(2**63 - 3, 0), rf"offsets must lie in \[0, 2\^63 - 4\] .* got {2**63 - 3}"),
+        *((_sketch(n), rf"sketch must have shape \[d\], .*\({n},\)") for n in (128, 255, 300)),
+        (_sketch(2, 256), r"sketch must have shape \[d\], .*got \(2, 256\)"),
+        (_sketch(512, step=2), "sketch must be contiguous"),
+        (_sketch(256, offsets=[0, 1]), "offsets must have 1 entries, one per tensor, got 2"),
+        (_sketch(256, offsets=[2**63 - 3]), rf"offsets must lie in .* got {2**63 - 3}"),
         *((("upgrad_weights", g), SQUARE) for g in (ones(3), ones(2, 3), ones(0, 0), ones(()))),
         (_energies((2, 4), 2, [8]), r"energies must have shape \(8,\), got \(2, 4\)"),
         (_energies((9,), 2, [8]), r"energies must have shape \(8,\), got \(9,\)"),

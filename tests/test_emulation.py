@@ -56,7 +56,9 @@ def _step(dtype: torch.dtype, tasks: int) -> list[Tensor]:
     written += [gramian, *(update.clone() for update in updates)]
     offsets = [2**32 - 50 * t for t in range(len(updates))]
     _ops.drop_signs_(updates, grads, [0.1] * tasks, 1, 2, tasks, None, offsets)
-    return written + updates
+    sketch = torch.zeros(512)
+    _ops.sketch_(sketch, [grads[0], plain[1][0]], [300, 5], 1)
+    return [*written, *updates, sketch]
 
 
 def _assert_same_in_any_order(run: Callable[[], object], *resident: int) -> None:

@@ -24,6 +24,7 @@ from cs_kernels.ops.triton import (
     gradient_constants,
     gradient_options,
     phase2,
+    sketch,
     solver_options,
     solvers,
 )
@@ -153,6 +154,13 @@ test_phase2 = _of_gradients(phase2.phase2_kernel)
 test_gramian = _of_gradients(combine.gramian_kernel)
 test_combine = _of_gradients(combine.combine_kernel)
 test_drop_signs = _of_gradients(combine.drop_signs_kernel)
+
+
+@pytest.mark.each
+@pytest.mark.parametrize("size", [256, 65536])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_sketch(check: Callable[..., Contractions], dtype: torch.dtype, size: int) -> None:
+    check(sketch.sketch_kernel, {"SIZE": size}, data=TYPES[dtype], sketch="*fp32", words="*i64")
 
 
 @pytest.mark.each

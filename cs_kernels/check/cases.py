@@ -5,6 +5,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ def _arguments(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
             "gradvac": (torch.full_like(gramians, 0.3), 0.1, 1, 2),
         }
         return gramians, *options.get(name.removesuffix("_weights"), ())
+    offsets = [*accumulate((g.numel() for g in grads if g is not None), initial=5)][:-1]
     arguments: dict[str, tuple[Any, ...]] = {
         "task_priority": (torch.rand(K, 300),),
         "project_conflicts_": trunk,
@@ -79,6 +81,7 @@ def _arguments(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
         "phase2_products_": trunk,
         "gramian": (grads, [0, 0, 1, 1], 2, K),
         "combine_": (updates, grads, torch.rand(2, K).double(), [0, 0, 1, 1], K),
+        "sketch_": (torch.zeros(1024), [g for g in grads if g is not None], offsets, 3),
         "drop_signs_": (updates, grads, [0.0, 0.5, 0.0, 0.1], 1, 2, K),
     }
     return arguments[name]

@@ -15,6 +15,9 @@ from cs_kernels.ops.aliases import Floats, Grads, Ints, Tensors
 MOST_TASKS = 64
 """The limit of the Gramian kernels and solvers, on every device."""
 
+LEAST_SKETCH, MOST_SKETCH = 256, 1 << 30
+"""The limits of a sketch's elements: one run, and what 32-bit places allow."""
+
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """In the order of the kernels' type numbers."""
 
@@ -277,16 +280,33 @@ def check_counter(counter: Tensor | None, device: torch.device | None) -> None:
     check_in_place(counter, "counter")
 
 
-def check_offsets(offsets: Ints | None, updates: Tensors) -> None:
+def check_offsets(offsets: Ints | None, tensors: Tensors) -> None:
     if offsets is None:
         return
-    check_count(len(offsets), len(updates), "offsets", "one per update")
-    for offset, update in zip(offsets, updates, strict=True):
-        if not 0 <= offset <= 2**63 - update.numel():
+    check_count(len(offsets), len(tensors), "offsets", "one per tensor")
+    for offset, tensor in zip(offsets, tensors, strict=True):
+        if not 0 <= offset <= 2**63 - tensor.numel():
             raise ValueError(
-                f"offsets must lie in [0, 2^63 - {update.numel()}] for an update of"
-                f" {update.numel()} elements, got {offset}"
+                f"offsets must lie in [0, 2^63 - {tensor.numel()}] for a tensor of"
+                f" {tensor.numel()} elements, got {offset}"
             )
+
+
+def check_sketch(sketch: Tensor, tensors: Tensors, offsets: Ints, *, wide: bool = False) -> None:
+    """With `wide`, sums may be in float64 too."""
+    if sketch.dtype is not torch.float32 and not (wide and sketch.dtype is torch.float64):
+        raise TypeError(f"sketch must be torch.float32, got {sketch.dtype}")
+    size = sketch.numel()
+    if sketch.ndim != 1 or not LEAST_SKETCH <= size <= MOST_SKETCH or size & (size - 1):
+        raise ValueError(
+            f"sketch must have shape [d], with a power of two d in [{LEAST_SKETCH}, 2^30], got"
+            f" {tuple(sketch.shape)}"
+        )
+    check_in_place(sketch, "sketch")
+    for tensor in tensors:
+        check_type(tensor, "tensors")
+        check_device(tensor, sketch.device, "tensors")
+    check_offsets(offsets, tensors)
 
 
 def check_solver(name: str, gramian: Tensor, *options: object) -> None:

@@ -8,6 +8,7 @@ from cs_kernels.ops.aliases import Floats, Ints
 from cs_kernels.ops.checks import check_solver, check_strength
 from cs_kernels.ops.compiled.combine import CombineOperators
 from cs_kernels.ops.compiled.phase2 import Factors, Phase2Operators
+from cs_kernels.ops.compiled.sketch import SketchOperators
 from cs_kernels.ops.operands import (
     SOLVER_NUMBERS,
     TYPES,
@@ -24,7 +25,7 @@ def _in_double(tensor: Tensor) -> Tensor:
     return dense(tensor.to(torch.float64))
 
 
-class CpuOperators(Phase2Operators, CombineOperators):
+class CpuOperators(Phase2Operators, CombineOperators, SketchOperators):
     """Every kernel is one call for all tensors, on as many threads as torch uses."""
 
     def run_phase2(
@@ -135,6 +136,18 @@ class CpuOperators(Phase2Operators, CombineOperators):
             state=state,
             counter=address_of(counter),
             offsets=offsets,
+            threads=torch.get_num_threads(),
+        )
+
+    def run_sketch(self, sketch: Tensor, tensor: Tensor, offset: int, key: int) -> None:
+        _C.sketch(
+            type=TYPES[tensor.dtype],
+            data=tensor.data_ptr(),
+            size=tensor.numel(),
+            index=offset,
+            key=key,
+            sketch=sketch.data_ptr(),
+            places=len(sketch),
             threads=torch.get_num_threads(),
         )
 

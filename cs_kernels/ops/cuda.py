@@ -10,7 +10,7 @@ from torch import Tensor
 from cs_kernels.ops import operands
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
 from cs_kernels.ops.gpu.combine import GradientCallField, GradientField
-from cs_kernels.ops.gpu.device import stream_of
+from cs_kernels.ops.gpu.device import on_device, stream_of
 from cs_kernels.ops.gpu.phase2_plan import (
     CallField,
     Counter,
@@ -176,6 +176,20 @@ class CudaOperators(GpuOperators):
             state=state,
             counter=address_of(counter),
         )
+
+    def run_sketch(self, sketch: Tensor, tensor: Tensor, offset: int, key: int) -> None:
+        """One thread per place."""
+        with on_device(sketch.device):
+            _kernels.sketch(
+                type=TYPES[tensor.dtype],
+                data=tensor.data_ptr(),
+                size=tensor.numel(),
+                index=offset,
+                key=key,
+                sketch=sketch.data_ptr(),
+                places=len(sketch),
+                stream=stream_of(sketch.device),
+            )
 
     def launch_solver(self, name: str, gramian: Tensor, weights: Tensor, *options: Option) -> None:
         """One block per Gramian."""

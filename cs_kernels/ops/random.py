@@ -24,7 +24,7 @@ def random_key(seed: int, step: int, counter: Tensor | None = None) -> int:
     return splitmix64(random_state(seed, step, counter))
 
 
-def _lowbias32(x: Tensor) -> Tensor:
+def lowbias32(x: Tensor) -> Tensor:
     """The mixer "lowbias32" (Wellons 2018), for int64 in [0, 2^32)."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
@@ -38,9 +38,23 @@ def uniform_numbers(key: int, index: int, count: int, device: torch.device) -> T
     while first < index + count:  # one iteration per range of 2^32 indices
         high = first >> 32
         last = min(index + count, (high + 1) << 32)
-        range_key = splitmix64((key + high) & _MASK)
         low = torch.arange(last - first, device=device) + (first & 0xFFFFFFFF)
-        bits = (_lowbias32(low ^ (range_key & 0xFFFFFFFF)) + (range_key >> 32)) & 0xFFFFFFFF
-        numbers[first - index : last - index] = (_lowbias32(bits) >> 8) * 2.0**-24
+        numbers[first - index : last - index] = (_words(key, high, low) >> 8) * 2.0**-24
         first = last
     return numbers
+
+
+def words(key: int, indices: Tensor) -> Tensor:
+    """Int64 in [0, 2^32) for indices."""
+    result = torch.empty_like(indices)
+    for high in sorted(set((indices >> 32).tolist())):
+        chosen = indices >> 32 == high
+        result[chosen] = _words(key, high, indices[chosen] & 0xFFFFFFFF)
+    return result
+
+
+def _words(key: int, high: int, low: Tensor) -> Tensor:
+    """The words of indices in one range of 2^32."""
+    range_key = splitmix64((key + high) & _MASK)
+    bits = (lowbias32(low ^ (range_key & 0xFFFFFFFF)) + (range_key >> 32)) & 0xFFFFFFFF
+    return lowbias32(bits)

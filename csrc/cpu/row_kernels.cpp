@@ -5,6 +5,7 @@
 
 #include "cs_kernels/combine.h"
 #include "cs_kernels/random.h"
+#include "cs_kernels/sketch.h"
 #include "tuning.h"
 #include "vector.h"
 
@@ -343,10 +344,10 @@ CS_INLINE void fill_uniform(std::uint64_t key, std::int64_t index, std::int64_t 
   const std::uint64_t to_next = (std::uint64_t{1} << 32) - (first & 0xffffffffu);
   const std::int64_t same =
       smaller(n, static_cast<std::int64_t>(to_next)); // high half of the index
-  const UniformNumbers numbers(key, first);
+  const RandomWords numbers(key, first);
   for (std::int64_t i = 0; i < same; ++i)
     out[i] = numbers.at(static_cast<std::uint32_t>(first + static_cast<std::uint64_t>(i)));
-  const UniformNumbers next(key, first + to_next);
+  const RandomWords next(key, first + to_next);
   for (std::int64_t i = same; i < n; ++i)
     out[i] = next.at(static_cast<std::uint32_t>(first + static_cast<std::uint64_t>(i)));
 }
@@ -457,9 +458,95 @@ void add_scaled_float32(const void* sum, const void* x, double scale, std::int64
     add_scaled<Float32InFloat>(sum, x, scale, n, stream, out);
 }
 
+// Half of the elements that share a word of signs.
+template <class Type> CS_INLINE Floats load_floats(const typename Type::Element* p) {
+  if constexpr (sizeof(*p) == 8) {
+    float lanes[Floats::kLanes];
+    for (int i = 0; i < Floats::kLanes; ++i)
+      lanes[i] = static_cast<float>(p[i]);
+    return Floats::load(lanes);
+  } else if constexpr (sizeof(*p) == 4) {
+    return Floats::load(p);
+  } else {
+    return Type::load(p);
+  }
+}
+
+template <class Type> CS_INLINE void add_signed_word(const typename Type::Element* x,
+                                                     std::uint32_t signs, float* out) {
+  unrolled<2>([&](int half) CS_LAMBDA_INLINE {
+    Floats v = load_floats<Type>(x + half * Floats::kLanes);
+    v.negate(signs >> (half * Floats::kLanes));
+    Floats sum = Floats::load(out + half * Floats::kLanes);
+    sum += v;
+    sum.store(out + half * Floats::kLanes);
+  });
+}
+
+constexpr std::int64_t kSignWord = 2 * std::int64_t{Floats::kLanes};
+
+// Adds n elements of a run, from its element `first` on, to places that follow one another.
+template <class Type>
+CS_INLINE void add_part_of_run(const typename Type::Element* x, const std::uint32_t* signs,
+                               std::int64_t first, std::int64_t n, float* out) {
+  for (std::int64_t i = 0; i < n;) {
+    const std::int64_t before = (first + i) % kSignWord;
+    const std::int64_t some = std::min(kSignWord - before, n - i);
+    typename Type::Element padded[kSignWord] = {};
+    float sums[kSignWord] = {};
+    const auto bytes = static_cast<std::size_t>(some);
+    std::memcpy(padded + before, x + i, bytes * sizeof *x);
+    std::memcpy(sums + before, out + i, bytes * sizeof *out);
+    add_signed_word<Type>(padded, signs[(first + i) / kSignWord], sums);
+    std::memcpy(out + i, sums + before, bytes * sizeof *out);
+    i += some;
+  }
+}
+
+template <class Type>
+void sketch(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::int64_t size,
+            std::int64_t begin, std::int64_t end) {
+  constexpr std::int64_t kWords = kSketchRun / kSignWord;
+  const SketchPlaces places(size);
+  const auto* const data = static_cast<const typename Type::Element*>(tensor.data) - tensor.index;
+  const std::int64_t last = tensor.index + tensor.size;
+  for (std::int64_t index = tensor.index; index < last;) {
+    const std::int64_t start = index / size * size; // of the block
+    const SketchBlockInverse block{SketchBlock(key, static_cast<std::uint64_t>(start / size))};
+    // A block's words of signs lie in one range of 2^32.
+    const RandomWords words(key, static_cast<std::uint64_t>(start / kSignWord));
+    const std::int64_t stop = std::min(last, start + size);
+    for (std::int64_t run = index / kSketchRun * kSketchRun; run < stop; run += kSketchRun) {
+      const std::int64_t place =
+          block.place(places, static_cast<std::uint32_t>((run - start) / kSketchRun));
+      std::uint32_t signs[kWords];
+      const auto word = static_cast<std::uint32_t>(run / kSignWord);
+      for (std::uint32_t i = 0; i < kWords; ++i)
+        signs[i] = words.bits(word + i);
+      if (run >= index && run + kSketchRun <= stop && place >= begin && place + kSketchRun <= end) {
+        for (std::int64_t i = 0; i < kWords; ++i)
+          add_signed_word<Type>(data + run + i * kSignWord, signs[i],
+                                sketch + place + i * kSignWord);
+        continue;
+      }
+      // The places of a run may continue at 0.
+      for (const std::int64_t shift : {std::int64_t{0}, size}) {
+        const std::int64_t origin = run - place + shift; // the element of place 0
+        const std::int64_t from = std::max(std::max(run, index), origin + begin);
+        const std::int64_t to = std::min(std::min(run + kSketchRun, stop), origin + end);
+        if (from < to)
+          add_part_of_run<Type>(data + from, signs, from - run, to - from,
+                                sketch + from - origin);
+      }
+    }
+    index = stop;
+  }
+}
+
 template <class Type, auto kAddScaled = add_scaled<Type>>
 constexpr RowKernels kernels = {add_energies<Type>, sum_and_dots<Type>, combine<Type>,
-                                products<Type>,     drop_signs<Type>,   kAddScaled};
+                                products<Type>,     drop_signs<Type>,   kAddScaled,
+                                sketch<Type>};
 
 } // namespace
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "cs_kernels/data_type.h"
+#include "cs_kernels/sketch.h"
 
 namespace cs_kernels::cpu {
 
@@ -38,6 +39,11 @@ struct RowKernels {
   // writes n.
   void (*add_scaled)(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
                      void* out);
+
+  // Adds the signed elements whose places are in [begin, end). Reads these, and reads and writes
+  // the places.
+  void (*sketch)(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::int64_t size,
+                 std::int64_t begin, std::int64_t end);
 };
 
 struct InstructionSet {

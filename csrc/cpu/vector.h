@@ -48,6 +48,9 @@ template <class V> CS_INLINE V load_raw(const void* p) {
   return v;
 }
 
+CS_INLINE FloatPart as_float(WordPart v) { return reinterpret_cast<FloatPart>(v); }
+CS_INLINE WordPart as_words(FloatPart v) { return reinterpret_cast<WordPart>(v); }
+
 // kStream: a streaming store, which does not read the line first; `p` must be aligned to the size
 // of `v`.
 template <bool kStream, class V> CS_INLINE void store_raw(void* p, const V& v) {
@@ -112,6 +115,22 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
     Vector v;
     unrolled<kParts>([&](int i) CS_LAMBDA_INLINE { v.part[i] = part[i] > 0 ? Part{} : part[i]; });
     return v;
+  }
+
+  // Changes the sign of lane i if bit i is set.
+  CS_INLINE void negate(std::uint32_t bits) {
+    unrolled<kParts>([&](int i) CS_LAMBDA_INLINE {
+#if defined(__AVX512F__)
+      const auto sign = reinterpret_cast<Part>(WordPart{} + 0x80000000u);
+      part[i] = _mm512_mask_xor_ps(part[i], static_cast<__mmask16>(bits), part[i], sign);
+#else
+      WordPart lane{};
+      for (int j = 0; j < kPartLanes; ++j)
+        lane[j] = 1u << (i * kPartLanes + j);
+      const auto set = reinterpret_cast<WordPart>((lane & bits) != 0u);
+      part[i] = as_float(as_words(part[i]) ^ (set & 0x80000000u));
+#endif
+    });
   }
 
   // `a` where the positive part's share of positive - negative exceeds u, else `b`.
@@ -184,8 +203,6 @@ CS_INLINE auto narrowed(WordPart v) {
 #endif
 }
 
-CS_INLINE FloatPart as_float(WordPart v) { return reinterpret_cast<FloatPart>(v); }
-CS_INLINE WordPart as_words(FloatPart v) { return reinterpret_cast<WordPart>(v); }
 
 // Lanes of a comparison are all ones or all zeros.
 template <class Mask> CS_INLINE WordPart blend(Mask mask, WordPart a, WordPart b) {

@@ -266,8 +266,8 @@ template <class T> CS_KERNEL(kThreads, kCombineBlocks) drop_signs_kernel(DropLau
   const std::uint64_t key = splitmix64(advanced(launch.state, launch.counter));
   // An item's indices are in at most two ranges of 2^32.
   const auto first = static_cast<std::uint64_t>(piece.tensor.first_index + piece.range.begin);
-  const UniformNumbers of_first(key, first);
-  const UniformNumbers of_next(key, first + (std::uint64_t{1} << 32));
+  const RandomWords of_first(key, first);
+  const RandomWords of_next(key, first + (std::uint64_t{1} << 32));
   piece.template visit<kDropVectors<T>>([&](const auto& pieces) {
     using Of = std::decay_t<decltype(pieces)>;
     typename Of::Numbers positive;
@@ -296,7 +296,7 @@ template <class T> CS_KERNEL(kThreads, kCombineBlocks) drop_signs_kernel(DropLau
       CS_UNROLL(Of::kSize)
       for (int e = 0; e < Of::kSize; ++e) {
         const std::uint64_t number = index + static_cast<std::uint64_t>(e);
-        const UniformNumbers& numbers = number >> 32 == first >> 32 ? of_first : of_next;
+        const RandomWords& numbers = number >> 32 == first >> 32 ? of_first : of_next;
         const Wide<T> u = numbers.at(static_cast<std::uint32_t>(number));
         const Wide<T> p = positive[n][e];
         const bool chosen = u * (p - negative[n][e]) < p;

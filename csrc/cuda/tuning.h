@@ -54,6 +54,10 @@ constexpr int kStrengthTasks = 4;
 // tasks, 8 KiB for 16 tasks, of which four blocks have 16 KiB of float32 in flight.
 constexpr int kGeneralColumns = 64;
 
+// Elements that a thread of a sketch has in flight: 65,536 places are 16 warps on each of 128
+// multiprocessors, with 16 KiB of float32 in flight.
+constexpr int kSketchLoads = 8;
+
 // Bytes of a weight's row per thread that reads it, for up to a warp; rows of at least kLongRow
 // bytes are read by a whole block.
 constexpr std::int64_t kRowBytes = 512;

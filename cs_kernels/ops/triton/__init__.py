@@ -9,11 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from cs_kernels.ops.gpu import GpuOperators, GradientLaunch, Phase2Launch, StrengthLaunch
-from cs_kernels.ops.gpu.device import VECTOR_BYTES, upload
+from cs_kernels.ops.gpu.device import VECTOR_BYTES, on_device, upload
 from cs_kernels.ops.gpu.phase2_plan import Phase2Plan, Tiling, power_of_two
 from cs_kernels.ops.operands import Option, address_of, checked_options
 from cs_kernels.ops.solvers import SOLVERS
 from cs_kernels.ops.triton import combine, phase2, solvers
+from cs_kernels.ops.triton import sketch as sketches
 from cs_kernels.ops.triton.primitives import SEGMENT
 
 _DTYPES = {
@@ -83,6 +84,11 @@ def gradient_constants(variant: Variant, dtype: torch.dtype) -> dict[str, Any]:
     return {"TASKS": variant.tasks, "ELEMENTS": variant.elements, "DTYPE": _DTYPES[dtype]}
 
 
+def _signed(word: int) -> int:
+    """64 bits as an int64."""
+    return word - (1 << 64) if word >> 63 else word
+
+
 def _in_memory(
     device: torch.device, word: int, counter: Tensor | None, rate: float = 0.0
 ) -> Tensor:
@@ -90,8 +96,7 @@ def _in_memory(
 
     As scalar arguments, some values would make Triton compile specialized kernels.
     """
-    signed = word - (1 << 64) if word >> 63 else word
-    return upload([signed, address_of(counter), *unpack("q", pack("d", rate))], device)
+    return upload([_signed(word), address_of(counter), *unpack("q", pack("d", rate))], device)
 
 
 class TritonOperators(GpuOperators):
@@ -179,6 +184,14 @@ class TritonOperators(GpuOperators):
         """One program per tile."""
         drawn = _in_memory(launch.table.device, state, counter)
         self._launch(combine.drop_signs_kernel, launch, leaks, drawn)
+
+    def run_sketch(self, sketch: Tensor, tensor: Tensor, offset: int, key: int) -> None:
+        """One program per PLACES places."""
+        with on_device(sketch.device):
+            words = upload([_signed(key), offset, tensor.numel()], sketch.device)
+            sketches.sketch_kernel[(len(sketch) // sketches.PLACES.value,)](
+                sketch, tensor, words, SIZE=len(sketch), **OPTIONS
+            )
 
     def launch_solver(self, name: str, gramian: Tensor, weights: Tensor, *options: Option) -> None:
         """One program per Gramian."""

@@ -14,8 +14,8 @@ from cs_kernels.ops.triton.primitives import (
     arrive,
     narrowed,
     pointers,
+    random_words,
     selected,
-    splitmix64,
     step_key,
     traits,
     unaligned,
@@ -178,22 +178,11 @@ def combine_kernel(
 
 
 @triton.jit
-def _lowbias32(x):
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
 def _uniform_numbers(drawn, first, T: constexpr):
     """Multiples of 2^-24 in [0, 1), for the elements of a tile from `first` on."""
-    key = step_key(drawn) + (first >> 32).to(tl.uint64)
-    start = first.to(tl.uint32)
-    index = start + tl.arange(0, T.elements).to(tl.uint32)
-    # A tile's indices are in at most two ranges of 2^32.
-    key = tl.where(index >= start, splitmix64(key), splitmix64(key + 1))
-    bits = _lowbias32(index ^ key.to(tl.uint32)) + (key >> 32).to(tl.uint32)
-    return (_lowbias32(bits) >> 8).to(tl.int32).to(T.wide) * (2.0**-24)
+    index = first.to(tl.uint32) + tl.arange(0, T.elements).to(tl.uint32)
+    bits = random_words(step_key(drawn), index, first)
+    return (bits >> 8).to(tl.int32).to(T.wide) * (2.0**-24)
 
 
 @triton.jit

@@ -92,6 +92,23 @@ def splitmix64(x):
 
 
 @triton.jit
+def lowbias32(x):
+    """The mixer "lowbias32"."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def random_words(key, low, first):
+    """32 bits for each index in [first, first + 2^32), of which `low` has the low 32 bits."""
+    key += (first >> 32).to(tl.uint64)
+    of_range = tl.where(low >= first.to(tl.uint32), splitmix64(key), splitmix64(key + 1))
+    bits = lowbias32(low ^ of_range.to(tl.uint32)) + (of_range >> 32).to(tl.uint32)
+    return lowbias32(bits)
+
+
+@triton.jit
 def step_key(drawn):
     """The key of a step; `drawn` is int64 [2]: the random state, and a counter's address or 0."""
     address = tl.load(drawn + 1)

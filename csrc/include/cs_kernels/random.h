@@ -31,20 +31,22 @@ CS_HOST_DEVICE_INLINE std::uint32_t lowbias32(std::uint32_t x) {
 
 // The high half of the index is in the key, so that a loop over an array needs only 32-bit
 // multiplications.
-struct UniformNumbers {
+struct RandomWords {
   std::uint32_t low;
   std::uint32_t high;
 
-  CS_HOST_DEVICE_INLINE UniformNumbers(std::uint64_t key, std::uint64_t index)
-      : UniformNumbers(splitmix64(key + (index >> 32))) {}
+  CS_HOST_DEVICE_INLINE RandomWords(std::uint64_t key, std::uint64_t index)
+      : RandomWords(splitmix64(key + (index >> 32))) {}
   // The key of a range of 2^32 indices.
-  CS_HOST_DEVICE_INLINE explicit UniformNumbers(std::uint64_t of_range)
+  CS_HOST_DEVICE_INLINE explicit RandomWords(std::uint64_t of_range)
       : low(static_cast<std::uint32_t>(of_range)),
         high(static_cast<std::uint32_t>(of_range >> 32)) {}
+  CS_HOST_DEVICE_INLINE std::uint32_t bits(std::uint32_t low_index) const {
+    return lowbias32(lowbias32(low_index ^ low) + high);
+  }
   // In [0, 1), a multiple of 2^-24.
   CS_HOST_DEVICE_INLINE float at(std::uint32_t low_index) const {
-    const std::uint32_t bits = lowbias32(lowbias32(low_index ^ low) + high);
-    return static_cast<float>(static_cast<std::int32_t>(bits >> 8)) * 0x1p-24f;
+    return static_cast<float>(static_cast<std::int32_t>(bits(low_index) >> 8)) * 0x1p-24f;
   }
 };
 

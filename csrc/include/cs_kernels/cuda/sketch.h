@@ -1,0 +1,23 @@
+// Linear sketches on a GPU.
+#pragma once
+
+#include <cstdint>
+
+#include "cs_kernels/cuda/launch.h"
+
+namespace cs_kernels::cuda {
+
+// Adds a tensor's signed elements to sketch [places]. Reads every element once, and reads and
+// writes the sketch.
+struct SketchLaunch {
+  DataType type;
+  const void* data; // dense
+  std::int64_t size;
+  std::int64_t index; // of the first element
+  std::uint64_t key;
+  float* sketch;
+  std::int64_t places;
+};
+Status sketch(const SketchLaunch& launch, Stream stream);
+
+} // namespace cs_kernels::cuda

@@ -1,0 +1,103 @@
+"""Sketches: the same bits on every backend, and unbiased estimates of dot products."""
+
+import pytest
+import torch
+from layers import FORMATS, SMALL, laid_out
+from torch import Tensor
+
+import cs_kernels as cs
+
+pytestmark = pytest.mark.kernel
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+
+def _sketched(*tensors: Tensor, size: int = 1024, seed: int = 3, offset: int = 0) -> Tensor:
+    """The sketch of tensors that follow one another."""
+    offsets = [offset]
+    for tensor in tensors[:-1]:
+        offsets.append(offsets[-1] + tensor.numel())
+    sketch = torch.zeros(size)
+    torch.ops.cs_kernels.sketch_(sketch, [*tensors], offsets, seed)
+    return sketch
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("offset", [0, 3, 2**37 - 1000, 2**62])
+@pytest.mark.parametrize("numbers", [1, 256, 1000] if SMALL else [1, 7, 256, 1000, 70003])
+@pytest.mark.parametrize("size", [256, 512, 1024, 16384])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_backends_give_the_same_bits(
+    backend: str, dtype: torch.dtype, size: int, numbers: int, offset: int
+) -> None:
+    tensors = [torch.randn(numbers).to(dtype), torch.randn(5, 3, 2).to(dtype)]
+    found = _sketched(*tensors, size=size, offset=offset)
+    with cs.use_backend("reference"):
+        assert torch.equal(found, _sketched(*tensors, size=size, offset=offset))
+
+
+@pytest.mark.parametrize("memory", FORMATS)
+def test_the_logical_index_counts(backend: str, memory: str) -> None:
+    """Not the place in memory."""
+    x = torch.randn(6, 20, 3, 3)
+    assert torch.equal(_sketched(laid_out(x, memory)), _sketched(x))
+
+
+def test_shards_add_up(backend: str) -> None:
+    """In any parts, the elements have the same signs and places."""
+    x = torch.randn(5000)
+    whole = _sketched(x, offset=77)
+    assert torch.equal(_sketched(*x.split([1, 300, 4699]), offset=77), whole)
+    parts = [_sketched(x[:1300], offset=77), _sketched(x[1300:], offset=1377)]
+    torch.testing.assert_close(sum(parts), whole)
+
+
+def test_one_element_of_a_block_per_place(backend: str) -> None:
+    numbers = torch.arange(1.0, 1025.0)
+    for seed in range(3):
+        assert _sketched(numbers, seed=seed).abs().sort().values.equal(numbers)
+
+
+@pytest.mark.kernel("cpu")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_give_the_same_bits(threads: int) -> None:
+    x, before = torch.randn(200_000), torch.get_num_threads()
+    with cs.use_backend("reference"):
+        expected = _sketched(x, size=65536, offset=77)
+    torch.set_num_threads(threads)
+    try:
+        with cs.use_backend("cpu"):
+            assert torch.equal(_sketched(x, size=65536, offset=77), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.kernel("cpu")
+@pytest.mark.parametrize("hot", [False, True])
+def test_dot_products_are_unbiased(hot: bool) -> None:
+    """With the deviation of the docstring; also if all energy is in one column of a matrix."""
+    size, draws = 1024, 400
+    x = torch.randn(20_000)
+    if hot:
+        x *= torch.where(torch.arange(len(x)) % 512 == 3, 30.0, 0.01)
+    y = 0.3 * x + x.roll(1) if hot else 0.3 * x + torch.randn(20_000)
+    deviation = ((x @ x) * (y @ y) + (x @ y) ** 2).div(size).sqrt()
+    found = [
+        _sketched(x, size=size, seed=n) @ _sketched(y, size=size, seed=n) for n in range(draws)
+    ]
+    errors = (torch.stack(found) - x @ y) / deviation
+    assert abs(errors.mean()) < 3 / draws**0.5
+    assert 0.7 < errors.std() < 1.15
+
+
+def test_types(backend: str) -> None:
+    with pytest.raises(TypeError, match=r"sketch must be torch.float32, got torch.float16"):
+        torch.ops.cs_kernels.sketch_(torch.zeros(256).half(), [torch.ones(4)], [0], 0)
+    with pytest.raises(TypeError, match=r"tensors must be one of .*, got torch.int64"):
+        torch.ops.cs_kernels.sketch_(torch.zeros(256), [torch.ones(4).long()], [0], 0)
+
+
+def test_special_values_arrive(backend: str) -> None:
+    for value in (torch.inf, torch.nan):
+        assert _sketched(torch.tensor([1.0, value])).isfinite().logical_not().sum() == 1
+    assert torch.equal(_sketched(torch.empty(0), torch.ones(3)), _sketched(torch.ones(3)))
