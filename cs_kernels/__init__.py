@@ -5,6 +5,7 @@ for Multi-Task Optimization", CVPR 2024). Start at `MultiTaskOptimizer`.
 """
 
 from cs_kernels import functional, nn
+from cs_kernels.balancer import GradientBalancer
 from cs_kernels.engine.captured import CapturedStep
 from cs_kernels.gradients import TaskGradients
 from cs_kernels.methods import (
@@ -27,6 +28,7 @@ from cs_kernels.methods import (
     Sum,
     UPGrad,
 )
+from cs_kernels.monitor.balance import BalanceReport
 from cs_kernels.monitor.conflicts import Conflicts
 from cs_kernels.monitor.report import Report
 from cs_kernels.ops import available_backends, use_backend
@@ -55,6 +57,7 @@ __all__ = [
     "MGDA",
     "NTKMTL",
     "AlignedMTL",
+    "BalanceReport",
     "CAGrad",
     "CapturedStep",
     "Clipped",
@@ -69,6 +72,7 @@ __all__ = [
     "GradDrop",
     "GradNorm",
     "GradVac",
+    "GradientBalancer",
     "GramianMethod",
     "Joint",
     "Layer",

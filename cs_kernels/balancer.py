@@ -1,0 +1,562 @@
+"""GradientBalancer: task weights for a training loop of one's own, at the memory of plain steps."""
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from cs_kernels.engine.loss_graph import checked_losses
+from cs_kernels.engine.task_weights import find_one_pass
+from cs_kernels.methods import GramianMethod, Method, Sum, UPGrad
+from cs_kernels.methods.sum import Ones
+from cs_kernels.monitor.balance import BalanceReport, Products
+from cs_kernels.ops.checks import LEAST_SKETCH, MOST_SKETCH
+from cs_kernels.options import checked_integer, checked_seed
+from cs_kernels.sketches import Sketches
+from cs_kernels.step import Step
+from cs_kernels.torch_internals.autograd import hooked
+from cs_kernels.torch_internals.fsdp import (
+    is_sharded,
+    modules_that_shard,
+    sharded_parameters,
+)
+
+_open: "weakref.WeakSet[GradientBalancer]" = weakref.WeakSet()
+"""All that are not closed."""
+
+
+class GradientBalancer:
+    """Multiplies each task's gradients by a task weight as they arrive in `.grad`.
+
+    The weights are those that a method finds for the gradients of the step before; the first step
+    is the plain sum. The method sees dot products estimated from sketches, so no gradient is kept:
+    memory and communication are those of plain training, and K sketches. The loop, the backward
+    passes and the optimizer stay the caller's:
+
+        balancer = cs.GradientBalancer(trunk.parameters(), tasks, cs.UPGrad(), adam)
+        for task, batch in micro_batches:
+            with balancer.task(task):
+                loss_of(task, batch).backward()
+        adam.step()
+
+    Take `MultiTaskOptimizer` for weights of the step itself, exact products, connection strength
+    and Phase 1.
+
+    Args:
+        parameters: The shared parameters, or pairs of names and parameters. Gradients of all others
+            stay as they are.
+        tasks: The names of the tasks.
+        method: A Gramian method, or `Sum()`, which changes no gradient and makes reports. With
+            groups="layer", there are products and weights for each module, and `parameters` needs
+            names. Default: `UPGrad()`.
+        optimizer: Its `step` ends a step of the balancer. Without it, call `update`.
+        sketch: The numbers in a task's sketch, a power of two in [256, 2^30]. A cosine's standard
+            error is about 1 / sqrt(sketch).
+        every: The steps from one that solves for weights to the next. Those between have no
+            sketches, and `backward` makes one pass in them.
+        process_group: The ranks that train the same parameters, on batches of their own. Default:
+            those of the parameters after `fully_shard`, else all, as for DistributedDataParallel.
+        scaler: The `torch.amp.GradScaler` that scales the losses, if there is one. With `update`,
+            call that before `scaler.update()`.
+        seed: The seed of the sketches' signs and places, in [0, 2^63).
+
+    Raises:
+        ValueError: An argument does not fit; the message names it and quotes the value.
+        TypeError: An argument is of the wrong kind.
+
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]],
+        tasks: Iterable[str],
+        method: Method | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        sketch: int = 65536,
+        every: int = 1,
+        process_group: "dist.ProcessGroup | None" = None,
+        scaler: torch.amp.GradScaler | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.tasks = _checked_tasks(tasks)
+        self.method, self._weights_of = _checked_method(method, self.tasks)
+        self.every = checked_integer("every", every, 1)
+        self.scaler = scaler
+        by_layer = self._weights_of.groups == "layer"
+        self._named = _checked_parameters(parameters, needs_names=by_layer)
+        self._parameters = [p for _, p in self._named]
+        size = checked_integer("sketch", sketch, LEAST_SKETCH, MOST_SKETCH + 1)
+        if size & (size - 1):
+            raise ValueError(f"sketch must be a power of two, got {size}")
+        self._groups, self._ranks = _groups_of(self._parameters, process_group)
+        self._arguments = {"sketch": size, "every": every, "scaler": scaler, "seed": seed}
+        self.optimizer = optimizer
+        self._process_group = process_group
+        modules = [name.rpartition(".")[0] if by_layer else "" for name, _ in self._named]
+        numbers = {module: n for n, module in enumerate(dict.fromkeys(modules))}
+        self._module_of = [numbers[module] for module in modules]
+        self._layers = tuple(numbers) if by_layer else ()
+        device = self._parameters[0].device
+        numels = [p.numel() * (2 if p.is_complex() else 1) for p in self._parameters]
+        self._sketches = Sketches(
+            len(self.tasks), numels, self._module_of, size, device, checked_seed(seed)
+        )
+        self._products = Products(len(self._sketches.sizes), len(self.tasks), device)
+        self._weights: Tensor | None = None
+        """Float64 [modules, K]; None before the first solve, and with `Sum()`: all are 1."""
+        self._steps = 0
+        self._active: int | None = None
+        """The task of the passes that run now."""
+        self._arrived = False
+        """Whether they have brought a gradient."""
+        self._warned: set[str] = set()
+        self._hooks = _Hooks(self, self._parameters)
+        own = weakref.ref(self)
+        handle = None if optimizer is None else optimizer.register_step_post_hook(_Update(own))
+        self._release = weakref.finalize(self, _release, self._hooks, handle)
+        _open.add(self)
+
+    # --- a step ---
+
+    @contextlib.contextmanager
+    def task(self, task: str, loss: Tensor | None = None) -> Iterator[None]:
+        """Around backward passes of one task; may be around forward passes too.
+
+        Several `with` blocks of a task, as of micro-batches, add up. What arrives outside of any
+        has the weight 1. An exception drops the sketches of the step: if the optimizer steps
+        nevertheless, weights stay as they are.
+
+        Args:
+            task: The task.
+            loss: Its loss, for methods that read it, such as `DBMTL`.
+
+        Raises:
+            ValueError: The task is unknown.
+            RuntimeError: It is inside another `with` block of a task, or after `close`.
+
+        """
+        if task not in self.tasks:
+            raise ValueError(f"task must be one of {list(self.tasks)}, got {task!r}")
+        if self._active is not None:
+            raise RuntimeError(
+                f"task({task!r}) must not be inside task({self.tasks[self._active]!r})"
+            )
+        self._check_open()
+        self._hooks.connect()
+        if self._solves and self._sketches.is_empty:
+            self._sketches.begin(self._steps)
+        self._active, self._arrived = self.tasks.index(task), False
+        try:
+            if loss is not None and self._solves:
+                self._sketches.add_loss(self._active, loss)
+            yield
+        except BaseException:
+            self._sketches.begin(self._steps)
+            raise
+        finally:
+            self._active = None
+        if not self._arrived and task not in self._warned:
+            self._warned.add(task)
+            if any(p.requires_grad for p in self._parameters):
+                warnings.warn(
+                    f"no gradient of the parameters has arrived in task({task!r}): its backward"
+                    " pass must run inside the with block, through the parameters that were handed"
+                    " over",
+                    stacklevel=3,
+                )
+
+    def backward(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The backward passes of losses that come from one forward pass.
+
+        In the steps that solve, a pass per task; in those between, one weighted pass where it gives
+        the same gradients, as `update_every` of `MultiTaskOptimizer` does.
+
+        Args:
+            losses: A scalar with a graph for each task that the batch has labels for.
+
+        Returns:
+            The losses, detached.
+
+        Raises:
+            ValueError: A task is unknown, or a loss is not a scalar with a graph.
+            RuntimeError: There are many ranks, where each task needs a forward pass of its own.
+
+        """
+        given = checked_losses(losses)
+        for task in given:
+            if task not in self.tasks:
+                raise ValueError(f"losses must have tasks of {list(self.tasks)}, got {task!r}")
+        self._check_open()
+        if self._ranks > 1:
+            raise RuntimeError(
+                f"backward(losses) must be of one process, got {self._ranks} ranks: use a forward"
+                " pass and task(...) for each task, all but the last of a step under no_sync()"
+            )
+        if not (self._solves or self._layers) and len(given) > 1 and self._one_pass(given):
+            return {task: loss.detach() for task, loss in given.items()}
+        *_, last = given
+        for task, loss in given.items():
+            with self.task(task, loss):
+                loss.backward(retain_graph=task != last)  # type: ignore[no-untyped-call]
+        return {task: loss.detach() for task, loss in given.items()}
+
+    def update(self) -> None:
+        """Ends a step: solves for the task weights of the next one.
+
+        Called by the optimizer's `step`, if there is an optimizer; on all ranks, if there are many.
+
+        Raises:
+            RuntimeError: It is inside a `with` block of a task, or after `close`.
+            ValueError: The method reads losses, and `task` did not get them.
+
+        """
+        if self._active is not None:
+            raise RuntimeError(f"update must not be inside task({self.tasks[self._active]!r})")
+        self._check_open()
+        if self._solves:
+            self._sketches.average(self._groups, self._ranks)
+            self._solve()
+            self._sketches.begin(self._steps + 1)
+        self._steps += 1
+
+    # --- what it knows ---
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The task weights of the next step by task: scalars, or [modules] with groups="layer"."""
+        rows = self._all_weights().unbind(-1)
+        return {
+            task: row.clone() if self._layers else row[0].clone()
+            for task, row in zip(self.tasks, rows, strict=True)
+        }
+
+    @property
+    def gramian(self) -> Tensor:
+        """The estimated products of the tasks' gradients, as `BalanceReport.gramian`."""
+        return self.report().gramian
+
+    def report(self) -> BalanceReport:
+        """The norms, cosines and conflicts of the tasks' gradients, and the weights."""
+        products = self._products
+
+        def shown(tensor: Tensor) -> Tensor:
+            return tensor.clone() if self._layers else tensor[0].clone()
+
+        return BalanceReport(
+            step=self._steps,
+            method=repr(self.method),
+            tasks=self.tasks,
+            layers=self._layers,
+            gramian=shown(products.gramian),
+            weights=shown(self._all_weights()),
+            together=shown(products.together),
+            finite=products.finite.clone(),
+            counts=products.counts.clone(),
+            steps=products.steps.clone(),
+            _variance=self._sketches.variances(),
+        )
+
+    def close(self) -> None:
+        """Removes all hooks: gradients arrive as without a balancer."""
+        self._release()
+        _open.discard(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights, products and the method's state, between two steps."""
+        return {
+            "tasks": self.tasks,
+            "layers": self._layers,
+            "steps": self._steps,
+            "weights": None if self._weights is None else self._weights.clone(),
+            "products": self._products.state_dict(),
+            "method": {"name": type(self.method).__name__, "state": self.method.state_dict()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`; nothing changes if it does not fit.
+
+        Raises:
+            ValueError: It is of other tasks, modules or another method, or has unfit tensors.
+
+        """
+        for name, own in (("tasks", self.tasks), ("layers", self._layers)):
+            if tuple(state[name]) != own:
+                raise ValueError(f"state must have {name} {list(own)}, got {list(state[name])}")
+        method, found = type(self.method).__name__, state["method"]["name"]
+        if found != method:
+            raise ValueError(f"state must be of method {method}, got {found}")
+        steps = checked_integer("steps", state["steps"], 0, 1 << 63)
+        weights = state["weights"]
+        shape = self._products.gramian.shape[:2]
+        if weights is not None and (weights.shape != shape or not weights.isfinite().all()):
+            raise ValueError(f"state must have finite weights of shape {shape}, got {weights}")
+        self.method.check_state(state["method"]["state"], self.tasks)
+        self._products.check_state(state["products"])
+        self.method.load_state_dict(state["method"]["state"])
+        self._products.load_state_dict(state["products"])
+        device = self._products.gramian.device
+        self._weights = None if weights is None else weights.clone().to(device)
+        self._steps = steps
+        self._sketches.begin(steps)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Arguments and state, for copies and pickles.
+
+        Raises:
+            TypeError: There are many ranks.
+
+        """
+        if self._ranks > 1:
+            raise TypeError(
+                f"GradientBalancer must be in one process to be copied or pickled, got"
+                f" {self._ranks} ranks: save its state_dict()"
+            )
+        given = self._named, self.tasks, self.method, self.optimizer
+        return {"given": given, "options": self._arguments, "state": self.state_dict()}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        """Builds a copy, for the copied parameters and optimizer."""
+        GradientBalancer.__init__(self, *saved["given"], **saved["options"])
+        self.load_state_dict(saved["state"])
+
+    def __repr__(self) -> str:
+        numel = sum(p.numel() for p in self._parameters)
+        return (
+            f"GradientBalancer({len(self._parameters)} parameters of {numel} elements,"
+            f" tasks={list(self.tasks)}, method={self.method!r}, every={self.every})"
+        )
+
+    # --- parts ---
+
+    @property
+    def _solves(self) -> bool:
+        """Whether the end of this step solves for weights."""
+        return self._steps % self.every == 0
+
+    def _check_open(self) -> None:
+        if not self._release.alive:
+            raise RuntimeError("this GradientBalancer is closed: make another one")
+
+    def _all_weights(self) -> Tensor:
+        like = self._products.gramian
+        return like.new_ones(like.shape[:2]) if self._weights is None else self._weights
+
+    def arrive(self, parameter: int, grad: Tensor) -> Tensor | None:
+        """Takes a gradient on its way to `.grad`; returns it weighted, or None to leave it."""
+        if self._active is None:
+            return None
+        self._arrived = True
+        if self._solves:
+            if grad.layout is not torch.strided:
+                raise TypeError(
+                    f"gradients of the parameters must be dense, got {grad.layout} for"
+                    f" {self._named[parameter][0]}: do not hand it over"
+                )
+            self._sketches.add(self._active, parameter, grad)
+        if self._weights is None:
+            return None
+        return (grad * self._weights[self._module_of[parameter], self._active]).to(grad.dtype)
+
+    def _solve(self) -> None:
+        products = self._sketches.products()
+        if self.scaler is not None and self.scaler.is_enabled():
+            scale = self.scaler.scale(torch.ones((), device=products.device))
+            products = products / scale.double() ** 2
+        has_losses = bool(self._sketches.has_losses)
+        gramian = self._products.add(products, self._sketches.losses)
+        known = self._products.known()
+        if isinstance(self.method, Sum) or not known:
+            return
+        tasks = tuple(self.tasks[i] for i in known)
+        losses = {task: self._products.losses[i] for i, task in zip(known, tasks, strict=True)}
+        losses = losses if has_losses else {}
+        step = Step(self._steps, tasks, losses, losses, layers=self._layers)
+        chosen = gramian
+        if len(known) < len(self.tasks):
+            chosen = gramian[:, known][:, :, known]
+        try:
+            solved = self._weights_of.weights(chosen if self._layers else chosen[0], step)
+        except KeyError as error:
+            raise ValueError(f"task must get the loss for {self.method!r}") from error
+        found = self._all_weights().clone()
+        found[:, known] = solved.to(found).reshape(-1, len(known))
+        self._weights = torch.where(found.isfinite().all(), found, self._all_weights())
+
+    def _one_pass(self, losses: Mapping[str, Tensor]) -> bool:
+        """Makes one weighted pass, if that gives the gradients of a pass per task."""
+        shared = {p for p in self._parameters if p.requires_grad}
+        held = set(shared)
+        if self.optimizer is not None:
+            held |= {p for group in self.optimizer.param_groups for p in group["params"]}
+        found = find_one_pass(losses, shared, held, trusts_functions=False)
+        if found is None:
+            return False
+        weights = self.weights
+        with hooked(found.hooks(weights)), torch.enable_grad():
+            terms = found.terms(losses, weights)
+            sum(terms[1:], terms[0]).backward()  # type: ignore[no-untyped-call]
+        return True
+
+
+class _Hooks:
+    """Hooks at the nodes that accumulate the parameters' gradients, once for each time.
+
+    They belong to no parameter, so copies of a network have none.
+    """
+
+    def __init__(self, balancer: GradientBalancer, parameters: list[nn.Parameter]) -> None:
+        self._balancer = weakref.ref(balancer)
+        self._parameters = parameters
+        self._nodes: dict[int, tuple[Any, ...]] = {}
+        """By parameter: its dtype and device at that time, its node, and the hook's handle."""
+        self._handles = []
+        self._sharding = modules_that_shard(parameters)
+        # Whole parameters are made in the first forward pass.
+        for module in self._sharding:
+            self._handles.append(module.register_forward_hook(lambda *_: self.connect()))
+
+    def connect(self) -> None:
+        """Puts a hook where there is none: parameters that were frozen, converted or sharded."""
+        whole: dict[Tensor, Tensor] | None = None
+        for n, p in enumerate(self._parameters):
+            kind = p.dtype, p.device
+            if not p.requires_grad or (n in self._nodes and self._nodes[n][:2] == kind):
+                continue
+            leaf: Tensor | None = p
+            if is_sharded(p):
+                whole = whole or {s: w for w, s in sharded_parameters(self._sharding).items()}
+                leaf = whole.get(p)
+            if leaf is not None:
+                self._disconnect(n)
+                node = get_gradient_edge(leaf).node
+                handle = node.register_prehook(_Arrival(self._balancer, n))
+                self._nodes[n] = (*kind, node, handle)
+
+    def _disconnect(self, n: int) -> None:
+        if n in self._nodes:
+            self._nodes.pop(n)[-1].remove()
+
+    def remove(self) -> None:
+        """Removes all hooks."""
+        for n in [*self._nodes]:
+            self._disconnect(n)
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Arrival:
+    """The hook of a parameter's node."""
+
+    def __init__(self, balancer: "weakref.ref[GradientBalancer]", parameter: int) -> None:
+        self._balancer = balancer
+        self._parameter = parameter
+
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...] | None:
+        balancer, (grad,) = self._balancer(), grads
+        if balancer is None or grad is None:
+            return None
+        weighted = balancer.arrive(self._parameter, grad)
+        return None if weighted is None else (weighted,)
+
+
+class _Update:
+    """The hook of the optimizer's step."""
+
+    def __init__(self, balancer: "weakref.ref[GradientBalancer]") -> None:
+        self._balancer = balancer
+
+    def __call__(self, *_: object) -> None:
+        balancer = self._balancer()
+        if balancer is not None:
+            balancer.update()
+
+
+def _release(hooks: _Hooks, handle: Any) -> None:
+    hooks.remove()
+    if handle is not None:
+        handle.remove()
+
+
+def _checked_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
+    names = tuple(tasks)
+    if isinstance(tasks, str) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"tasks must be a sequence of names, got {tasks!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"tasks must be different, got {list(names)}")
+    return names
+
+
+def _checked_method(
+    method: Method | None, tasks: tuple[str, ...]
+) -> tuple[GramianMethod | Sum, GramianMethod]:
+    """The method, and the one that solves for weights: ones for `Sum`."""
+    method = UPGrad() if method is None else method
+    if not isinstance(method, GramianMethod | Sum):
+        raise TypeError(
+            f"method must be a Gramian method or Sum(), which need the products of gradients alone,"
+            f" got {method!r}: use MultiTaskOptimizer"
+        )
+    if method.update_every != 1:
+        raise ValueError(f"method must have update_every=1, got {method!r}: use every=")
+    solver = Ones() if isinstance(method, Sum) else method
+    solver.check(tasks)
+    return method, solver
+
+
+def _checked_parameters(
+    parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]], *, needs_names: bool
+) -> list[tuple[str, nn.Parameter]]:
+    """Parameters with names, or numbers; each once, with its first name."""
+    if isinstance(parameters, nn.Module | Tensor):
+        raise TypeError(
+            f"parameters must be an iterable of parameters, got {type(parameters).__name__}: hand"
+            " over module.parameters(), or module.named_parameters()"
+        )
+    found: dict[nn.Parameter, str] = {}
+    for n, entry in enumerate(parameters):
+        if needs_names and not isinstance(entry, tuple):
+            raise ValueError(
+                "parameters must have names for groups='layer', got none: hand over"
+                " module.named_parameters()"
+            )
+        name, p = entry if isinstance(entry, tuple) else (str(n), entry)
+        if not isinstance(p, nn.Parameter):
+            raise TypeError(f"parameters must be parameters, got {type(p).__name__} for {name}")
+        found.setdefault(p, name)
+    if not found:
+        raise ValueError("parameters must have at least one parameter, got none")
+    devices = {str(p.device) for p in found}
+    if len(devices) > 1:
+        raise ValueError(f"parameters must be on one device, got {sorted(devices)}")
+    for other in _open:
+        taken = [found[p] for p in other._parameters if p in found]
+        if taken:
+            raise ValueError(
+                f"parameters must have no other GradientBalancer, got {taken[0]} of {other!r}:"
+                " close() that one first"
+            )
+    return [(name, p) for p, name in found.items()]
+
+
+def _groups_of(
+    parameters: list[nn.Parameter], group: "dist.ProcessGroup | None"
+) -> tuple[list[object], int]:
+    """The process groups over which sketches are averaged one after the other, and all ranks."""
+    meshes = [cast("Any", p).device_mesh for p in parameters if is_sharded(p)]
+    if meshes:
+        if group is not None:
+            raise ValueError(f"process_group must be None after fully_shard, got {group!r}")
+        if any(mesh != meshes[0] for mesh in meshes) or len(meshes) < len(parameters):
+            raise ValueError("parameters must all be sharded on one mesh, or none of them")
+        return [meshes[0].get_group(dim) for dim in range(meshes[0].ndim)], meshes[0].size()
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    ranks = 1 if group is None else dist.get_world_size(group)
+    return ([group], ranks) if ranks > 1 else ([], 1)

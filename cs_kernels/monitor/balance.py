@@ -1,0 +1,215 @@
+"""What a GradientBalancer knows of the tasks' gradients, and its report."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cs_kernels.monitor.conflicts import cosines_of
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class BalanceReport:
+    """The tasks' gradients as a GradientBalancer sees them, made by `GradientBalancer.report`.
+
+    Products are estimates from sketches. K is the number of tasks, L that of modules with
+    groups="layer"; else tensors have no such dimension. They are copies on the gradients' device:
+    reading one synchronizes with it.
+    """
+
+    step: int
+    """The steps that have ended."""
+    method: str
+    """The method's `repr`."""
+    tasks: tuple[str, ...]
+    """In the order of rows and columns."""
+    layers: tuple[str, ...]
+    """The modules, with groups="layer"."""
+    gramian: Tensor
+    """The products of the gradients, float64 [K, K] or [L, K, K]: for each pair, those of the last
+    step that had a gradient of both; 0 for a pair that was never together."""
+    weights: Tensor
+    """The task weights of the next step, [K] or [L, K]; 1 for a task without a gradient so far."""
+    together: Tensor
+    """Whether a step had a gradient of both tasks, bool, shaped like `gramian`. Other pairs are
+    taken as orthogonal."""
+    finite: Tensor
+    """Whether the gradients of the last step were finite, a bool scalar; else products and weights
+    are those before it."""
+    counts: Tensor
+    """Steps in which the products of two tasks over all modules were negative, int64 [K, K]."""
+    steps: Tensor
+    """Steps that had a gradient of both tasks, int64 [K, K]."""
+    _variance: Tensor
+
+    @cached_property
+    def gradient_norms(self) -> Tensor:
+        """The norms of the gradients, [K] or [L, K]."""
+        return self.gramian.diagonal(dim1=-2, dim2=-1).sqrt()
+
+    @cached_property
+    def cosines(self) -> Tensor:
+        """The cosines between gradients, shaped like `gramian`; 0 for tasks never together."""
+        return cosines_of(self.gramian)
+
+    @cached_property
+    def cosine_errors(self) -> Tensor:
+        """The standard errors of the cosines, shaped like them; 0 where sketches are exact."""
+        variance = self._variance if self.layers else self._variance[0]
+        return (1 - self.cosines.square()) * variance.sqrt().reshape(-1, 1, 1).squeeze(0)
+
+    @cached_property
+    def conflict_share(self) -> Tensor:
+        """The share of steps in which two tasks were in conflict, [K, K]; NaN without a step."""
+        return self.counts / self.steps.double()
+
+    def scalars(self) -> dict[str, float]:
+        """Numbers by name, for a logger; synchronizes with the device.
+
+        "task_weight/TASK" (with groups="layer", the mean over the modules), "gradient_norm/TASK",
+        and "cosine/TASK,TASK", "cosine_error/TASK,TASK" and "conflict_share/TASK,TASK" for pairs
+        that were together. Norms and cosines are those over all modules.
+        """
+        whole = self._whole
+        weights = self.weights.reshape(-1, len(self.tasks)).mean(0).tolist()
+        norms, cosines, errors = (
+            x.tolist() for x in (whole.gradient_norms, whole.cosines, whole.cosine_errors)
+        )
+        shares, together = self.conflict_share.tolist(), whole.together.tolist()
+        found = {f"task_weight/{task}": weights[i] for i, task in enumerate(self.tasks)}
+        found |= {f"gradient_norm/{task}": norms[i] for i, task in enumerate(self.tasks)}
+        for j, other in enumerate(self.tasks):
+            for i, task in enumerate(self.tasks[:j]):
+                if together[i][j]:
+                    pair = f"{task},{other}"
+                    found[f"cosine/{pair}"] = cosines[i][j]
+                    found[f"cosine_error/{pair}"] = errors[i][j]
+                    found[f"conflict_share/{pair}"] = shares[i][j]
+        return found
+
+    @property
+    def _whole(self) -> "BalanceReport":
+        """The same with all modules as one vector, for norms and cosines."""
+        if not self.layers:
+            return self
+        energies = self.gramian.diagonal(dim1=-2, dim2=-1)
+        total = energies.sum(0)
+        # Of a product of sums over modules, with the largest energies of each.
+        share = (energies.square().sum(-1) * self._variance).sum() / total.square().sum()
+        return BalanceReport(
+            self.step,
+            self.method,
+            self.tasks,
+            (),
+            self.gramian.sum(0),
+            self.weights.mean(0),
+            self.together.any(0),
+            self.finite,
+            self.counts,
+            self.steps,
+            share.nan_to_num(0.0).reshape(1),
+        )
+
+    def __str__(self) -> str:
+        """A line per task and per pair; it synchronizes with the device."""
+        numbers = self.scalars()
+        lines = [f"step {self.step}, {self.method}" + ("" if self.finite else ", not finite")]
+        width = max(map(len, self.tasks))
+        for j, task in enumerate(self.tasks):
+            norm, weight = numbers[f"gradient_norm/{task}"], numbers[f"task_weight/{task}"]
+            lines.append(f"  {task:{width}}  gradient norm {norm:.4g}, task weight {weight:.4g}")
+            for other in self.tasks[:j]:
+                pair = f"{other},{task}"
+                if f"cosine/{pair}" not in numbers:
+                    lines.append(f"  {'':{width}}  never together with {other}")
+                    continue
+                cosine, error = numbers[f"cosine/{pair}"], numbers[f"cosine_error/{pair}"]
+                share = numbers[f"conflict_share/{pair}"]
+                lines.append(
+                    f"  {'':{width}}  cosine with {other} {cosine:.3f} ± {error:.3f},"
+                    f" in conflict in {100 * share:.0f} % of steps"
+                )
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"BalanceReport(step={self.step}, tasks={list(self.tasks)})"
+
+
+class Products:
+    """The products of the tasks' gradients over the steps, without host synchronization.
+
+    Args:
+        modules: The number of Gramians.
+        tasks: K.
+        device: The device of the gradients.
+
+    """
+
+    def __init__(self, modules: int, tasks: int, device: torch.device) -> None:
+        shape = modules, tasks, tasks
+        self.gramian = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.together = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.losses = torch.zeros(tasks, device=device)
+        self.finite = torch.ones((), dtype=torch.bool, device=device)
+        self.counts = torch.zeros(shape[1:], dtype=torch.int64, device=device)
+        self.steps = torch.zeros_like(self.counts)
+        self.all_known = False
+        """Whether every task was seen to have a gradient."""
+
+    def add(self, products: Tensor, losses: Tensor) -> Tensor:
+        """Takes those of a step, [modules, K, K]; returns all, or NaN if weights are to stay.
+
+        They stay after a step with a gradient that is not finite, and after one without gradients.
+
+        A task without a gradient, or with a zero one, keeps its last products and loss.
+        """
+        energies = products.diagonal(dim1=-2, dim2=-1)
+        present = ~(energies == 0)
+        now = present.unsqueeze(-1) & present.unsqueeze(-2)
+        self.finite = products.isfinite().all()
+        merged = torch.where(now, products, self.gramian)
+        self.together = self.together | (now & self.finite)
+        self.gramian = torch.where(self.finite, merged, self.gramian)
+        self.losses = torch.where(self.finite & present.any(0), losses, self.losses)
+        pairs = now.any(0) & self.finite
+        self.steps = self.steps + pairs
+        self.counts = self.counts + (pairs & (products.sum(0) < 0))
+        return torch.where(self.finite & present.any(), merged, torch.nan)
+
+    def known(self) -> list[int]:
+        """The tasks that have had a gradient; waits for the device until all have."""
+        tasks = self.gramian.shape[-1]
+        if not self.all_known:
+            seen = self.together.diagonal(dim1=-2, dim2=-1).any(0).tolist()
+            self.all_known = all(seen)
+            return [task for task in range(tasks) if seen[task]]
+        return [*range(tasks)]
+
+    _SAVED = "gramian", "together", "losses", "finite", "counts", "steps"
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of all tensors."""
+        return {name: getattr(self, name).clone() for name in self._SAVED}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for tensors of another shape or dtype."""
+        for name in self._SAVED:
+            own, found = getattr(self, name), state[name]
+            if not isinstance(found, Tensor) or found.shape != own.shape:
+                got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+                raise ValueError(
+                    f"state must have a tensor of shape {tuple(own.shape)} in {name!r}, got {got}"
+                )
+            if found.dtype is not own.dtype:
+                raise ValueError(f"state must have {own.dtype} in {name!r}, got {found.dtype}")
+        if not state["gramian"].isfinite().all():
+            raise ValueError(f"state must have finite products, got {state['gramian']}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`."""
+        for name in self._SAVED:
+            setattr(self, name, state[name].clone().to(self.gramian.device))
+        self.all_known = False

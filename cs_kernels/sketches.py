@@ -1,0 +1,104 @@
+"""A linear sketch of each task's gradient, from which the dot products of the tasks follow."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from cs_kernels.gradients import as_real
+from cs_kernels.ops.checks import LEAST_SKETCH
+from cs_kernels.ops.random import splitmix64
+from cs_kernels.ranks.collectives import all_reduce
+
+
+class Sketches:
+    """The sketches of K tasks in one tensor: [K, sketch], or several of smaller modules.
+
+    Args:
+        tasks: K.
+        numels: The elements of each parameter, real numbers.
+        module_of: The index of each parameter's module. Each module has a sketch of its own.
+        size: The elements of a sketch, a power of two. That of a module with fewer elements is
+            smaller, and has all of them: its dot products are exact.
+        device: The device of the gradients.
+        seed: The seed of signs and places, new in every step.
+
+    """
+
+    def __init__(
+        self,
+        tasks: int,
+        numels: Sequence[int],
+        module_of: Sequence[int],
+        size: int,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self._tasks, self._module_of, self._seed = tasks, module_of, seed
+        of_modules = [0] * (1 + max(module_of))
+        self._offsets = []
+        """The index of each parameter's first element in its module."""
+        for numel, module in zip(numels, module_of, strict=True):
+            self._offsets.append(of_modules[module])
+            of_modules[module] += numel
+        self.sizes = [min(size, _power_of_two(numel)) for numel in of_modules]
+        # A module's elements fill so many blocks, within which none meet.
+        self.blocks = [-(-numel // d) for numel, d in zip(of_modules, self.sizes, strict=True)]
+        # The last number of each row is the task's loss.
+        self._values = torch.zeros(tasks, sum(self.sizes) + 1, device=device)
+        self._of_modules = [row[:-1].split(self.sizes) for row in self._values]
+        self._key = 0
+        self.is_empty = True
+        self.has_losses = False
+
+    def begin(self, step: int) -> None:
+        """Drops what there is; the gradients to come are those of a step."""
+        if not self.is_empty or self.has_losses:
+            self._values.zero_()
+        self.is_empty, self.has_losses = True, False
+        self._key = (splitmix64(self._seed) + step) & ((1 << 63) - 1)
+
+    def add(self, task: int, parameter: int, grad: Tensor) -> None:
+        """Adds a gradient, which is read once; micro-batches add up."""
+        sketch = self._of_modules[task][self._module_of[parameter]]
+        offset = self._offsets[parameter]
+        torch.ops.cs_kernels.sketch_(sketch, [as_real(grad.detach())], [offset], self._key)
+        self.is_empty = False
+
+    def add_loss(self, task: int, loss: Tensor) -> None:
+        """Adds a loss; micro-batches add up."""
+        self._values[task, -1] += loss.detach()
+        self.has_losses = True
+
+    @property
+    def losses(self) -> Tensor:
+        """The tasks' losses, [K]; 0 where none was added."""
+        return self._values[:, -1]
+
+    def average(self, groups: Sequence[object], ranks: int) -> None:
+        """Means over the ranks of some process groups, one after the other: K d numbers travel."""
+        for group in groups:
+            all_reduce(self._values, group=group)
+        if groups:
+            self._values /= ranks
+
+    def products(self) -> Tensor:
+        """Float64 [modules, K, K]."""
+        modules = range(len(self.sizes))
+        rows = [self._of_modules[task][module] for module in modules for task in range(self._tasks)]
+        products: Tensor = torch.ops.cs_kernels.gramian(
+            rows, [*modules], len(self.sizes), self._tasks
+        )
+        return products
+
+    def variances(self) -> Tensor:
+        """Float64 [modules]: the variance of an estimated product of orthogonal unit vectors."""
+        entries = [
+            (1 - 1 / blocks) / size for size, blocks in zip(self.sizes, self.blocks, strict=True)
+        ]
+        return torch.tensor(entries, dtype=torch.float64, device=self._values.device)
+
+
+def _power_of_two(numel: int) -> int:
+    """The least power of two that is no less, and no less than the smallest sketch."""
+    return max(LEAST_SKETCH, 1 << (numel - 1).bit_length())

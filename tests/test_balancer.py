@@ -1,0 +1,535 @@
+"""GradientBalancer against plain loops in float64, and its rules."""
+
+import contextlib
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from networks import GRAMIAN_METHODS
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import cs_kernels as cs
+
+pytestmark = pytest.mark.loop
+
+TASKS = ("a", "b", "c")
+METHODS = [*GRAMIAN_METHODS, cs.Sum(), cs.Clipped(cs.UPGrad(), 1.0), cs.PCGrad(groups="layer")]
+
+
+class Network(nn.Module):
+    """A trunk of 1,510 parameters, whose sketches are exact, and a head per task."""
+
+    def __init__(self, trunk: nn.Module | None = None) -> None:
+        super().__init__()
+        layers = [nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh()]
+        self.trunk = nn.Sequential(*layers) if trunk is None else trunk
+        self.heads = nn.ModuleDict({task: nn.Linear(30, 1) for task in TASKS})
+        self.double()
+
+    def forward(self, x: Tensor, task: str) -> Tensor:
+        """The loss of a task; those of later tasks are larger."""
+        scale = TASKS.index(task)
+        return (self.heads[task](self.trunk(x)) - scale).square().mean() * 10**scale
+
+
+class Training:
+    """A network with a balancer and Adam, and batches by step and task."""
+
+    def __init__(self, method: cs.Method, trunk: nn.Module | None = None, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.network = Network(trunk)
+        self.adam = torch.optim.Adam(self.network.parameters(), 1e-2)
+        shared = self.network.trunk.named_parameters()
+        self.balancer = cs.GradientBalancer(shared, TASKS, method, self.adam, **options)
+
+    def batch(self, step: int, task: str, rows: int = 8) -> Tensor:
+        seed = 10 * step + TASKS.index(task)
+        noise = torch.Generator().manual_seed(seed)
+        return torch.randn(rows, 6, generator=noise, dtype=torch.float64)
+
+    def step(self, number: int, tasks: tuple[str, ...] = TASKS) -> None:
+        self.adam.zero_grad()
+        for task in tasks:
+            with self.balancer.task(task):
+                self.network(self.batch(number, task), task).backward()
+        self.adam.step()
+
+    def grads(self) -> list[Tensor]:
+        return [torch.zeros(()) if p.grad is None else p.grad for p in self.network.parameters()]
+
+
+def _plain_grads(training: Training, step: int, tasks: tuple[str, ...] = TASKS) -> list[Tensor]:
+    """The gradients that a plain loop gives these parameters, with the balancer's weights."""
+    network, balancer = training.network, training.balancer
+    sums = [torch.zeros(()) for _ in network.parameters()]
+    for task in tasks:
+        loss = network(training.batch(step, task), task)
+        grads = torch.autograd.grad(loss, [*network.parameters()], allow_unused=True)
+        weights = balancer.weights[task]
+        for n, ((name, _), grad) in enumerate(zip(network.named_parameters(), grads, strict=True)):
+            if grad is not None:
+                weight = torch.ones(())
+                if name.startswith("trunk"):
+                    module = name.removeprefix("trunk.").rpartition(".")[0]
+                    layers = balancer.report().layers
+                    weight = weights[layers.index(module)] if layers else weights
+                sums[n] = sums[n] + weight * grad
+    return sums
+
+
+def _assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+def test_gradients_are_weighted_as_they_arrive(method: cs.Method) -> None:
+    """By the weights of the step before; heads are not. Some tasks are absent in some steps."""
+    if isinstance(method, cs.DBMTL):
+        pytest.skip("test_losses_for_the_method has it")
+    training = Training(copy.deepcopy(method))
+    for step in range(5):
+        tasks = TASKS if step != 2 else TASKS[1:]
+        expected = _plain_grads(training, step, tasks)
+        training.step(step, tasks)
+        _assert_close(training.grads(), expected)
+    if not isinstance(method, cs.Sum):
+        weights = torch.stack([*training.balancer.weights.values()])
+        assert weights.isfinite().all()
+        assert not weights.allclose(torch.ones_like(weights))
+
+
+def test_weights_are_those_of_the_method() -> None:
+    """For the exact products: this trunk has fewer parameters than the sketch has places."""
+    training = Training(cs.NashMTL())
+    network = training.network
+    rows = []
+    for task in TASKS:
+        loss = network(training.batch(0, task), task)
+        grads = torch.autograd.grad(loss, [*network.trunk.parameters()])
+        rows.append(torch.cat([grad.flatten() for grad in grads]))
+    gramian = torch.stack(rows) @ torch.stack(rows).T
+    training.step(0)
+    torch.testing.assert_close(training.balancer.gramian, gramian, rtol=1e-6, atol=0)
+    expected = cs.NashMTL().weights(gramian)
+    found = torch.stack([*training.balancer.weights.values()])
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_sum_changes_no_bit() -> None:
+    training, plain = Training(cs.Sum()), Training(cs.Sum())
+    plain.balancer.close()
+    for step in range(3):
+        training.step(step)
+        plain.adam.zero_grad()
+        for task in TASKS:
+            plain.network(plain.batch(step, task), task).backward()
+        plain.adam.step()
+    for p, q in zip(training.network.parameters(), plain.network.parameters(), strict=True):
+        assert torch.equal(p, q)
+    report = training.balancer.report()
+    assert (report.steps == 3).all()
+    assert {"cosine/a,b", "conflict_share/b,c", "gradient_norm/a"} <= report.scalars().keys()
+
+
+def test_micro_batches_add_up() -> None:
+    whole, parts = Training(cs.PCGrad()), Training(cs.PCGrad())
+    for step in range(3):
+        whole.step(step)
+        parts.adam.zero_grad()
+        for half in (slice(4), slice(4, 8)):
+            for task in TASKS:
+                with parts.balancer.task(task):
+                    (parts.network(parts.batch(step, task)[half], task) / 2).backward()
+        parts.adam.step()
+    found, expected = (t.balancer.report() for t in (parts, whole))
+    torch.testing.assert_close(found.gramian, expected.gramian, rtol=1e-5, atol=0)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=0)
+
+
+def test_one_pass_between_the_steps_that_solve() -> None:
+    """`backward` gives the gradients of passes for each task, heads unweighted."""
+    one, several = (Training(cs.UPGrad(), every=3) for _ in "12")
+    passes = 0
+
+    def count(_: object) -> None:
+        nonlocal passes
+        passes += 1
+
+    for step in range(5):
+        x = one.batch(step, "a")
+        one.adam.zero_grad()
+        z = one.network.trunk[0](x)
+        z.register_hook(count)
+        z = one.network.trunk[1:](z)
+        losses = {t: (one.network.heads[t](z) - n).square().mean() for n, t in enumerate(TASKS)}
+        assert one.balancer.backward(losses).keys() == losses.keys()
+        several.adam.zero_grad()
+        for n, task in enumerate(TASKS):
+            with several.balancer.task(task):
+                z = several.network.trunk(x)
+                (several.network.heads[task](z) - n).square().mean().backward()
+        _assert_close(one.grads(), several.grads())
+        one.adam.step()
+        several.adam.step()
+        assert passes == [3, 4, 5, 8, 9][step]
+
+
+def test_losses_for_the_method() -> None:
+    training = Training(cs.DBMTL())
+    for step in range(3):
+        tasks = TASKS[step == 1 :]
+        expected = _plain_grads(training, step, tasks)
+        training.adam.zero_grad()
+        for task in tasks:
+            loss = training.network(training.batch(step, task), task)
+            with training.balancer.task(task, loss):
+                loss.backward()
+        _assert_close(training.grads(), expected)
+        training.adam.step()
+    with pytest.raises(ValueError, match=r"task must get the loss for DBMTL\(\)"):
+        training.step(3)
+
+
+@contextlib.contextmanager
+def _weights_stay(training: Training) -> Iterator[None]:
+    before = training.balancer.weights
+    yield
+    assert training.balancer.weights == before
+
+
+def test_non_finite_gradients_leave_weights_alone() -> None:
+    training = Training(cs.GradVac())
+    training.step(0)
+    state = training.balancer.state_dict()["method"]["state"]["targets"]
+    with _weights_stay(training):
+        training.adam.zero_grad()
+        for task in TASKS:
+            with training.balancer.task(task):
+                factor = float("inf") if task == "b" else 1.0
+                (training.network(training.batch(1, task), task) * factor).backward()
+        training.balancer.update()
+    report = training.balancer.report()
+    assert not report.finite
+    assert "not finite" in str(report)
+    assert torch.equal(training.balancer.state_dict()["method"]["state"]["targets"], state)
+    training.step(2)
+    assert training.balancer.report().finite
+
+
+def test_a_step_that_the_scaler_skips() -> None:
+    """It ends no step; the scale is no part of the products."""
+    scaled, plain = (Training(cs.NashMTL()) for _ in "12")
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scaled.balancer.close()
+    shared = scaled.network.trunk.named_parameters()
+    scaled.balancer = cs.GradientBalancer(shared, TASKS, cs.NashMTL(), scaled.adam, scaler=scaler)
+    for step in range(3):
+        plain.step(step)
+        for broken in (False, True) if step == 1 else (False,):
+            scaled.adam.zero_grad()
+            for task in TASKS:
+                with scaled.balancer.task(task):
+                    loss = scaled.network(scaled.batch(step, task), task)
+                    scaler.scale(loss * (float("inf") if broken else 1.0)).backward()
+            before = scaled.balancer.report().step
+            scaler.step(scaled.adam)
+            scaler.update()
+            assert scaled.balancer.report().step == before + (not broken)
+        if step == 0:
+            found, expected = (t.balancer.report() for t in (scaled, plain))
+            torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=0)
+    # The passes of the skipped step count towards the next one, whose weights stay.
+    assert not scaled.balancer.report().finite
+    scaled.step(3)
+    assert scaled.balancer.report().finite
+
+
+def test_absent_tasks_and_zero_gradients() -> None:
+    """They keep their last products; a pair that was never together is taken as orthogonal."""
+    training = Training(cs.MGDA())
+    training.step(0, ("a",))
+    assert training.balancer.weights["b"] == 1
+    training.step(1, ("b",))
+    report = training.balancer.report()
+    assert report.together.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 0]]
+    assert report.gramian[0, 1] == 0
+    assert "never together with a" in str(report)
+    training.step(2)
+    before = training.balancer.gramian
+    training.adam.zero_grad()
+    for task in TASKS:
+        with training.balancer.task(task):
+            loss = training.network(training.batch(3, task), task)
+            (loss * (task != "a")).backward()
+    training.adam.step()
+    after = training.balancer.gramian
+    assert torch.equal(after[0], before[0])
+    assert not torch.equal(after[1, 1:], before[1, 1:])
+
+
+def test_one_task_alone() -> None:
+    network = Network()
+    sgd = torch.optim.SGD(network.parameters(), 0.1)
+    balancer = cs.GradientBalancer(network.trunk.parameters(), ["a"], cs.UPGrad(), sgd)
+    for _ in range(3):
+        with balancer.task("a"):
+            network(torch.ones(2, 6).double(), "a").backward()
+        sgd.step()
+    assert balancer.weights == {"a": 1.0}
+
+
+def test_frozen_thawed_and_converted_parameters() -> None:
+    training = Training(cs.PCGrad())
+    trunk = training.network.trunk
+    trunk[0].requires_grad_(False)
+    for step in range(4):
+        if step == 2:
+            trunk[0].requires_grad_(True)
+        if step == 3:
+            trunk[2].weight.data = trunk[2].weight.data.clone()
+        expected = _plain_grads_of_training(training, step)
+        training.step(step)
+        _assert_close(training.grads(), expected)
+    training.network.float()
+    training.adam.state.clear()
+    training.adam.zero_grad()
+    with training.balancer.task("a"):
+        training.network(training.batch(4, "a").float(), "a").backward()
+    assert not training.balancer._sketches.is_empty
+
+
+def _plain_grads_of_training(training: Training, step: int) -> list[Tensor]:
+    """As `_plain_grads`, with some parameters frozen."""
+    shadow = copy.deepcopy(training.network)
+    sums = []
+    for task in TASKS:
+        shadow.zero_grad()
+        shadow(training.batch(step, task), task).backward()
+        weight = training.balancer.weights[task]
+        sums.append(
+            [
+                torch.zeros(())
+                if p.grad is None
+                else p.grad.clone() * (weight if name.startswith("trunk") else 1)
+                for name, p in shadow.named_parameters()
+            ]
+        )
+    return [a + b + c for a, b, c in zip(*sums, strict=True)]
+
+
+def _fail_after_a_pass(training: Training) -> None:
+    with training.balancer.task("a"):
+        training.network(training.batch(1, "a"), "a").backward()
+        raise ZeroDivisionError
+
+
+def test_an_exception_drops_the_sketches() -> None:
+    training = Training(cs.PCGrad())
+    training.step(0)
+    with _weights_stay(training):
+        with pytest.raises(ZeroDivisionError):
+            _fail_after_a_pass(training)
+        training.adam.step()
+    training.step(2)
+
+
+def test_passes_outside_of_any_task() -> None:
+    """They have the weight 1, and are in no sketch."""
+    training = Training(cs.NashMTL())
+    training.step(0)
+    training.adam.zero_grad()
+    training.network(training.batch(1, "a"), "a").backward()
+    expected = [*training.grads()]
+    shadow = copy.deepcopy(training.network)
+    shadow.zero_grad()
+    shadow(training.batch(1, "a"), "a").backward()
+    plain = [torch.zeros(()) if p.grad is None else p.grad for p in shadow.parameters()]
+    _assert_close(expected, plain)
+    assert training.balancer._sketches.is_empty
+
+
+class Cached(nn.Module):
+    """Reentrant checkpointing: gradients of the parameters arrive in an inner pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30)]
+        self.inner = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=True)
+        return found
+
+
+class Tied(nn.Module):
+    """A weight that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 30), nn.Linear(30, 30)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(torch.tanh(self.last(torch.tanh(self.first(x)))))
+        return y
+
+
+@pytest.mark.parametrize("trunk", [Cached, Tied])
+def test_trunks(trunk: Callable[[], nn.Module]) -> None:
+    training = Training(cs.UPGrad(), trunk())
+    for step in range(3):
+        expected = _plain_grads_of_training(training, step)
+        training.step(step)
+        _assert_close(training.grads(), expected)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_go_on(copied: Callable[[Any], Any]) -> None:
+    training = Training(cs.GradVac(), every=2)
+    for step in range(3):
+        training.step(step)
+    twin = copied(training)
+    assert twin.balancer.optimizer is twin.adam
+    for step in range(3, 6):
+        training.step(step)
+        twin.step(step)
+    for p, q in zip(training.network.parameters(), twin.network.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("method", [cs.GradVac(), cs.UPGrad(groups="layer")], ids=repr)
+def test_a_resumed_run_is_the_same(method: cs.Method) -> None:
+    training = Training(copy.deepcopy(method), every=2)
+    for step in range(3):
+        training.step(step)
+    states = [
+        copy.deepcopy(part.state_dict())
+        for part in (training.network, training.adam, training.balancer)
+    ]
+    resumed = Training(copy.deepcopy(method), every=2)
+    for part, state in zip((resumed.network, resumed.adam, resumed.balancer), states, strict=True):
+        part.load_state_dict(state)
+    for step in range(3, 6):
+        training.step(step)
+        resumed.step(step)
+    for p, q in zip(training.network.parameters(), resumed.network.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+_NETWORK = Network()
+
+
+def _made(parameters: Any = None, tasks: Any = TASKS, *arguments: Any, **options: Any) -> Any:
+    parameters = _NETWORK.trunk.parameters() if parameters is None else parameters
+    return cs.GradientBalancer(parameters, tasks, *arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: _made([]), ValueError, "parameters must have at least one"),
+        (lambda: _made(_NETWORK.trunk), TypeError, "parameters must be an iterable.*Sequential"),
+        (lambda: _made([torch.ones(3)]), TypeError, "parameters must be parameters, got Tensor"),
+        (lambda: _made(None, "abc"), ValueError, "tasks must be a sequence of names, got 'abc'"),
+        (lambda: _made(None, []), ValueError, "tasks must be a sequence of names"),
+        (lambda: _made(None, ["a", "a"]), ValueError, r"tasks must be different, got \['a', 'a'\]"),
+        (lambda: _made(None, TASKS, cs.ConnectionStrength()), TypeError, "Connec.*MultiTaskOptim"),
+        (lambda: _made(None, TASKS, cs.GradDrop()), TypeError, "method must be a Gramian method"),
+        (lambda: _made(None, TASKS, cs.CAGrad(update_every=2)), ValueError, "use every="),
+        (lambda: _made(sketch=1000), ValueError, "sketch must be a power of two, got 1000"),
+        (lambda: _made(sketch=128), ValueError, r"sketch must lie in \[256, .*got 128"),
+        (lambda: _made(every=0), ValueError, "every must be at least 1, got 0"),
+        (lambda: _made(seed=-1), ValueError, r"seed must lie in \[0, 2\^63\), got -1"),
+        (
+            lambda: _made(method=cs.UPGrad(groups="layer")),
+            ValueError,
+            r"parameters must have names .*named_parameters\(\)",
+        ),
+    ],
+)
+def test_bad_arguments(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+    _made().close()  # Nothing is left of the failed one.
+
+
+def test_misuse() -> None:
+    training = Training(cs.UPGrad())
+    balancer, network = training.balancer, training.network
+    with pytest.raises(ValueError, match=r"no other GradientBalancer, got 0.weight.*close\(\)"):
+        cs.GradientBalancer(network.trunk.named_parameters(), TASKS)
+    with pytest.raises(ValueError, match=r"task must be one of \['a', 'b', 'c'\], got 'd'"):
+        balancer.task("d").__enter__()
+    with balancer.task("a"):
+        with pytest.raises(RuntimeError, match=r"task\('b'\) must not be inside task\('a'\)"):
+            balancer.task("b").__enter__()
+        with pytest.raises(RuntimeError, match=r"update must not be inside task\('a'\)"):
+            balancer.update()
+        network(training.batch(0, "a"), "a").backward()
+    with pytest.warns(UserWarning, match=r"no gradient .* has arrived"), balancer.task("b"):
+        pass
+    with warnings.catch_warnings(), balancer.task("b"):
+        warnings.simplefilter("error")  # Once for each task.
+    with pytest.raises(ValueError, match=r"losses must have tasks of .*got 'd'"):
+        balancer.backward({"d": network(training.batch(0, "a"), "a")})
+    state = balancer.state_dict()
+    changes: list[tuple[Mapping[str, Any], str]] = [
+        ({"tasks": ("a", "b")}, r"tasks \['a', 'b', 'c'\], got \['a', 'b'\]"),
+        ({"method": {"name": "PCGrad", "state": {}}}, "of method UPGrad, got PCGrad"),
+        ({"steps": -1}, "steps must lie in"),
+        ({"weights": torch.ones(1, 2)}, r"finite weights of shape \(1, 3\)|finite weights"),
+        ({"products": {**state["products"], "gramian": torch.ones(2)}}, r"shape \(1, 3, 3\)"),
+    ]
+    for change, message in changes:
+        with pytest.raises(ValueError, match=message):
+            balancer.load_state_dict({**state, **change})
+    embedding = nn.Embedding(4, 3, sparse=True)
+    sparse = cs.GradientBalancer(embedding.parameters(), ["a"])
+    with pytest.raises(TypeError, match=r"must be dense, got .*coo for 0"), sparse.task("a"):
+        embedding(torch.tensor([1])).sum().backward()
+    balancer.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        balancer.task("a").__enter__()
+    training.network(training.batch(0, "a"), "a").backward()
+
+
+def test_a_report_says_how_sure_it_is() -> None:
+    """Cosines from small sketches deviate by the errors that it gives."""
+    torch.manual_seed(0)
+    p = nn.Parameter(torch.randn(20_000))
+    first, other = torch.randn(20_000), torch.randn(20_000)
+    second = 0.4 * first + other
+    deviations = []
+    for seed in range(100):
+        balancer = cs.GradientBalancer([p], ["a", "b"], cs.Sum(), sketch=512, seed=seed)
+        for task, direction in (("a", first), ("b", second)):
+            with balancer.task(task):
+                (p @ direction).backward()
+        balancer.update()
+        report = balancer.report()
+        exact = nn.functional.cosine_similarity(first, second, dim=0)
+        deviations.append((report.cosines[0, 1] - exact) / report.cosine_errors[0, 1])
+        balancer.close()
+    assert 0.7 < torch.stack(deviations).std() < 1.4
+    assert abs(torch.stack(deviations).mean()) < 0.4
+
+
+@pytest.mark.compile
+def test_compiled_network() -> None:
+    training = Training(cs.UPGrad())
+    compiled = torch.compile(training.network.trunk, backend="aot_eager")
+    for step in range(3):
+        expected = _plain_grads_of_training(training, step)
+        training.adam.zero_grad()
+        for task in TASKS:
+            with training.balancer.task(task):
+                z = compiled(training.batch(step, task))
+                scale = TASKS.index(task)
+                loss = (training.network.heads[task](z) - scale).square().mean() * 10**scale
+                loss.backward()
+        _assert_close(training.grads(), expected)
+        training.adam.step()
