@@ -1,0 +1,112 @@
+"""GradientBalancer on many ranks against one process, and what its steps send."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_networks import Sent, part_of_this_rank, shard, whole_copies
+from ranks import Pools
+from torch import Tensor, nn
+
+import cs_kernels as cs
+
+pytestmark = pytest.mark.ranks
+
+TASKS = ["a", "b", "c"]
+_STEPS = 4
+
+
+def _trained(rank: int, kind: str, method: str = "NashMTL") -> dict[str, object]:
+    """Parameters, weights and products after some steps, and the elements that each has sent.
+
+    Task "c" is absent on the first rank in one step, and everywhere in another.
+    """
+    torch.manual_seed(1)
+    trunk = nn.Sequential(nn.Linear(6, 41), nn.Tanh(), nn.Linear(41, 30))
+    network = nn.ModuleDict({"trunk": trunk, **{task: nn.Linear(30, 1) for task in TASKS}})
+    whole: nn.Module = _Whole(network.double())
+    if kind == "DDP":
+        whole = nn.parallel.DistributedDataParallel(whole, find_unused_parameters=True)
+    if kind.startswith("fully_shard"):
+        shard(trunk[0], trunk[2], whole, replicas=kind.endswith("2-D"))
+    # The default on a GPU takes no shards beside whole tensors.
+    sgd = torch.optim.SGD(network.parameters(), 1e-3, momentum=0.9, foreach=False)
+    balancer = cs.GradientBalancer(trunk.parameters(), TASKS, getattr(cs, method)(), sgd, every=2)
+    sent = []
+    for step in range(_STEPS):
+        tasks = TASKS[:2] if step == 1 else TASKS
+        sgd.zero_grad()
+        collectives = Sent()
+        for n, task in enumerate(tasks):
+            x = part_of_this_rank(torch.randn(12, 6, dtype=torch.float64))
+            last = task == tasks[-1]
+            waits = kind == "DDP" and not last
+            with collectives, whole.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
+                with balancer.task(task):
+                    ((whole(x, task) - n).square().mean() * 10**n).backward()
+        with collectives:
+            sgd.step()
+        sent.append(sum(collectives.elements.values()))
+    report = balancer.report()
+    return {
+        "state": whole_copies(network.parameters()),
+        "weights": report.weights,
+        "gramian": report.gramian,
+        "counts": report.counts,
+        "sent": sent,
+    }
+
+
+class _Whole(nn.Module):
+    """What DistributedDataParallel wraps."""
+
+    def __init__(self, network: nn.ModuleDict) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor, task: str) -> Tensor:
+        y: Tensor = self.network[task](self.network["trunk"](x))
+        return y
+
+
+@pytest.mark.parametrize("method", ["NashMTL", "GradVac"])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("DDP", 2), ("DDP", 3), ("fully_shard", 2), ("fully_shard 2-D", 4)]
+)
+def test_ranks_train_as_one_process(pools: Pools, kind: str, size: int, method: str) -> None:
+    """To the rounding of sketches; weights have the same bits on all ranks."""
+    found = pools(size).agreed(_trained, kind, method)
+    expected = pools(1).agreed(_trained, "alone", method)
+    for name in ("weights", "gramian", "counts"):
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(found["state"], expected["state"], rtol=1e-4, atol=1e-7)
+
+
+def test_what_a_step_sends(pools: Pools) -> None:
+    """With DistributedDataParallel, its own reduction, and the sketches."""
+    found = pools(2).agreed(_trained, "DDP")
+    numel = sum(p.numel() for p in found["state"])
+    sketches = 3 * 2048  # Of a trunk with 1,547 parameters.
+    solves, between = found["sent"][2:]
+    assert between <= 1.05 * numel
+    assert between + sketches <= solves <= 1.05 * numel + sketches + len(TASKS)
+
+
+def _bad_calls(rank: int) -> None:
+    network = nn.Linear(4, 3)
+    balancer = cs.GradientBalancer(network.parameters(), TASKS)
+    with pytest.raises(RuntimeError, match=r"backward\(losses\) must be of one process, got 2"):
+        balancer.backward({"a": network(torch.ones(2, 4)).sum()})
+    with pytest.raises(TypeError, match=r"must be in one process to be copied"):
+        balancer.__getstate__()
+    shard(network)
+    with pytest.raises(ValueError, match="process_group must be None after fully_shard"):
+        cs.GradientBalancer(network.parameters(), TASKS, process_group=dist.group.WORLD)
+    mixed = [*network.parameters(), nn.Parameter(torch.ones(3))]
+    with pytest.raises(ValueError, match="must all be sharded on one mesh, or none"):
+        cs.GradientBalancer(mixed, TASKS)
+
+
+def test_bad_calls(pools: Pools) -> None:
+    pools(2).run(_bad_calls)
