@@ -89,7 +89,7 @@ def sketch(
     index: int,
     key: int,
     sketch: int,
-    places: int,
+    buckets: int,
     threads: int,
 ) -> None: ...
 def solve(

@@ -42,9 +42,9 @@ def _trained(rank: int, kind: str, method: str = "NashMTL") -> dict[str, object]
             x = part_of_this_rank(torch.randn(12, 6, dtype=torch.float64))
             last = task == tasks[-1]
             waits = kind == "DDP" and not last
-            with collectives, whole.no_sync() if waits else contextlib.nullcontext():  # type: ignore[operator]
-                with balancer.task(task):
-                    ((whole(x, task) - n).square().mean() * 10**n).backward()
+            without = whole.no_sync() if waits else contextlib.nullcontext()  # type: ignore[operator]
+            with collectives, without, balancer.task(task):
+                ((whole(x, task) - n).square().mean() * 10**n).backward()
         with collectives:
             sgd.step()
         sent.append(sum(collectives.elements.values()))

@@ -472,8 +472,8 @@ template <class Type> CS_INLINE Floats load_floats(const typename Type::Element*
   }
 }
 
-template <class Type> CS_INLINE void add_signed_word(const typename Type::Element* x,
-                                                     std::uint32_t signs, float* out) {
+template <class Type>
+CS_INLINE void add_signed_word(const typename Type::Element* x, std::uint32_t signs, float* out) {
   unrolled<2>([&](int half) CS_LAMBDA_INLINE {
     Floats v = load_floats<Type>(x + half * Floats::kLanes);
     v.negate(signs >> (half * Floats::kLanes));
@@ -485,7 +485,7 @@ template <class Type> CS_INLINE void add_signed_word(const typename Type::Elemen
 
 constexpr std::int64_t kSignWord = 2 * std::int64_t{Floats::kLanes};
 
-// Adds n elements of a run, from its element `first` on, to places that follow one another.
+// Adds n elements of a run, from its element `first` on, to buckets that follow one another.
 template <class Type>
 CS_INLINE void add_part_of_run(const typename Type::Element* x, const std::uint32_t* signs,
                                std::int64_t first, std::int64_t n, float* out) {
@@ -507,7 +507,7 @@ template <class Type>
 void sketch(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::int64_t size,
             std::int64_t begin, std::int64_t end) {
   constexpr std::int64_t kWords = kSketchRun / kSignWord;
-  const SketchPlaces places(size);
+  const SketchBuckets buckets(size);
   const auto* const data = static_cast<const typename Type::Element*>(tensor.data) - tensor.index;
   const std::int64_t last = tensor.index + tensor.size;
   for (std::int64_t index = tensor.index; index < last;) {
@@ -517,26 +517,26 @@ void sketch(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::i
     const RandomWords words(key, static_cast<std::uint64_t>(start / kSignWord));
     const std::int64_t stop = std::min(last, start + size);
     for (std::int64_t run = index / kSketchRun * kSketchRun; run < stop; run += kSketchRun) {
-      const std::int64_t place =
-          block.place(places, static_cast<std::uint32_t>((run - start) / kSketchRun));
+      const std::int64_t bucket =
+          block.bucket(buckets, static_cast<std::uint32_t>((run - start) / kSketchRun));
       std::uint32_t signs[kWords];
       const auto word = static_cast<std::uint32_t>(run / kSignWord);
       for (std::uint32_t i = 0; i < kWords; ++i)
         signs[i] = words.bits(word + i);
-      if (run >= index && run + kSketchRun <= stop && place >= begin && place + kSketchRun <= end) {
+      if (run >= index && run + kSketchRun <= stop && bucket >= begin &&
+          bucket + kSketchRun <= end) {
         for (std::int64_t i = 0; i < kWords; ++i)
           add_signed_word<Type>(data + run + i * kSignWord, signs[i],
-                                sketch + place + i * kSignWord);
+                                sketch + bucket + i * kSignWord);
         continue;
       }
-      // The places of a run may continue at 0.
+      // The buckets of a run may continue at 0.
       for (const std::int64_t shift : {std::int64_t{0}, size}) {
-        const std::int64_t origin = run - place + shift; // the element of place 0
+        const std::int64_t origin = run - bucket + shift; // the element of bucket 0
         const std::int64_t from = std::max(std::max(run, index), origin + begin);
         const std::int64_t to = std::min(std::min(run + kSketchRun, stop), origin + end);
         if (from < to)
-          add_part_of_run<Type>(data + from, signs, from - run, to - from,
-                                sketch + from - origin);
+          add_part_of_run<Type>(data + from, signs, from - run, to - from, sketch + from - origin);
       }
     }
     index = stop;

@@ -203,7 +203,6 @@ CS_INLINE auto narrowed(WordPart v) {
 #endif
 }
 
-
 // Lanes of a comparison are all ones or all zeros.
 template <class Mask> CS_INLINE WordPart blend(Mask mask, WordPart a, WordPart b) {
   const auto m = reinterpret_cast<WordPart>(mask);
