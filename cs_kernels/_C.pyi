@@ -89,7 +89,7 @@ def sketch(
     index: int,
     key: int,
     sketch: int,
-    buckets: int,
+    bins: int,
     threads: int,
 ) -> None: ...
 def solve(

@@ -64,7 +64,7 @@ class GradientBalancer:
             those of the parameters after `fully_shard`, else all, as for DistributedDataParallel.
         scaler: The `torch.amp.GradScaler` that scales the losses, if there is one. With `update`,
             call that before `scaler.update()`.
-        seed: The seed of the sketches' signs and buckets, in [0, 2^63).
+        seed: The seed of the sketches' signs and bins, in [0, 2^63).
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.

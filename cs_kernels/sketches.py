@@ -21,7 +21,7 @@ class Sketches:
         size: The elements of a sketch, a power of two. That of a module with fewer elements is
             smaller, and has all of them: its dot products are exact.
         device: The device of the gradients.
-        seed: The seed of signs and buckets, new in every step.
+        seed: The seed of signs and bins, new in every step.
 
     """
 

@@ -37,6 +37,7 @@ class Transformer(nn.Module):
         self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[batch, 192]."""
         y: Tensor = self.layers(self.words(x)).mean(1)
         return y
 

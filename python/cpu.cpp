@@ -127,8 +127,8 @@ void drop_signs(const Operands& operands, const std::vector<double>& leaks, std:
 }
 
 void sketch(DataType type, Address data, std::int64_t size, std::int64_t index, std::uint64_t key,
-            Address sketch, std::int64_t buckets, int threads) {
-  cpu::sketch({type, data, size, index}, key, sketch, buckets, threads);
+            Address sketch, std::int64_t bins, int threads) {
+  cpu::sketch({type, data, size, index}, key, sketch, bins, threads);
 }
 
 void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32_t tasks,
@@ -164,5 +164,5 @@ void define_cpu(py::module_& module) {
   define_parallel("gramian", &on_groups<cpu::gramian>, "operands", "group_of", "groups", "out");
   define_parallel("combine", &on_groups<cpu::combine>, "operands", "group_of", "groups", "weights");
   define_parallel("drop_signs", &drop_signs, "operands", "leaks", "state", "counter", "offsets");
-  define_parallel("sketch", &sketch, "type", "data", "size", "index", "key", "sketch", "buckets");
+  define_parallel("sketch", &sketch, "type", "data", "size", "index", "key", "sketch", "bins");
 }

@@ -166,7 +166,7 @@ void define_cuda(py::module_ module) {
   define_on_gradients("drop_signs", "sign dropping", &cuda::drop_signs, Pointer{"leaks"},
                       Word{"state"}, Pointer{"counter"});
   define_launch(module, "sketch", "a sketch", &cuda::sketch, Type{"type"}, Pointer{"data"},
-                Int64{"size"}, Int64{"index"}, Word{"key"}, Pointer{"sketch"}, Int64{"buckets"});
+                Int64{"size"}, Int64{"index"}, Word{"key"}, Pointer{"sketch"}, Int64{"bins"});
   define(module, "solve", &solve, "solver", "gramians", "count", "tasks", "weights", "option",
          "counter", "rate", "similarities", "stream");
 }

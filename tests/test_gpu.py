@@ -60,6 +60,13 @@ def _calls(tasks: int = 3, counter: Tensor | None = None) -> dict[str, Callable[
         _ops.drop_signs_(updates, grads, [0.1] * tasks, 1, 2, tasks, counter)
         return updates
 
+    sums = torch.zeros(512, device=grads[0].device)
+
+    def sketch() -> list[Tensor]:
+        sums.zero_()
+        _ops.sketch_(sums, grads[:2], [0, 1000], 1)
+        return [sums]
+
     def by_gramian(name: str) -> list[Tensor]:
         gramian = _ops.gramian(grads, zeros, 1, tasks)
         options = solver_options(name, gramian)
@@ -68,10 +75,11 @@ def _calls(tasks: int = 3, counter: Tensor | None = None) -> dict[str, Callable[
         _ops.combine_(updates, grads, solved, zeros, tasks)
         return [*updates, gramian, solved, *(o for o in options if isinstance(o, Tensor))]
 
-    return {"phase2": phase2, "drop": drop, **{n: partial(by_gramian, n) for n in SOLVERS}}
+    solvers = {n: partial(by_gramian, n) for n in SOLVERS}
+    return {"phase2": phase2, "drop": drop, "sketch": sketch, **solvers}
 
 
-each_step = pytest.mark.parametrize("name", ["phase2", "drop", *SOLVERS])
+each_step = pytest.mark.parametrize("name", ["phase2", "drop", "sketch", *SOLVERS])
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:

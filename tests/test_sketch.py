@@ -52,7 +52,7 @@ def test_shards_add_up(backend: str) -> None:
     torch.testing.assert_close(sum(parts), whole)
 
 
-def test_one_element_of_a_block_per_bucket(backend: str) -> None:
+def test_one_element_of_a_block_per_bin(backend: str) -> None:
     numbers = torch.arange(1.0, 1025.0)
     for seed in range(3):
         assert _sketched(numbers, seed=seed).abs().sort().values.equal(numbers)

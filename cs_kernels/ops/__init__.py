@@ -227,7 +227,7 @@ def _(*_: object) -> None:
     Dot products of sketches with the same seed are unbiased estimates of those of the vectors that
     the tensors are parts of, with a variance of about (|x|^2 |y|^2 + <x, y>^2) / d.
 
-    An element's sign and bucket follow from the seed and from its index: its tensor's offset, plus
+    An element's sign and bin follow from the seed and from its index: its tensor's offset, plus
     its number in the tensor in row-major order, whatever the memory layout. So a sketch is the sum
     of the sketches of shards. d is a power of two in [256, 2^30]. Sums are in float32, in the order
     of the indices, and have the same bits on every backend.

@@ -147,7 +147,7 @@ class CpuOperators(Phase2Operators, CombineOperators, SketchOperators):
             index=offset,
             key=key,
             sketch=sketch.data_ptr(),
-            buckets=len(sketch),
+            bins=len(sketch),
             threads=torch.get_num_threads(),
         )
 

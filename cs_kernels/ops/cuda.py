@@ -178,7 +178,7 @@ class CudaOperators(GpuOperators):
         )
 
     def run_sketch(self, sketch: Tensor, tensor: Tensor, offset: int, key: int) -> None:
-        """One thread per bucket."""
+        """One thread per bin."""
         with on_device(sketch.device):
             _kernels.sketch(
                 type=TYPES[tensor.dtype],
@@ -187,7 +187,7 @@ class CudaOperators(GpuOperators):
                 index=offset,
                 key=key,
                 sketch=sketch.data_ptr(),
-                buckets=len(sketch),
+                bins=len(sketch),
                 stream=stream_of(sketch.device),
             )
 

@@ -485,7 +485,7 @@ CS_INLINE void add_signed_word(const typename Type::Element* x, std::uint32_t si
 
 constexpr std::int64_t kSignWord = 2 * std::int64_t{Floats::kLanes};
 
-// Adds n elements of a run, from its element `first` on, to buckets that follow one another.
+// Adds n elements of a run, from its element `first` on, to bins that follow one another.
 template <class Type>
 CS_INLINE void add_part_of_run(const typename Type::Element* x, const std::uint32_t* signs,
                                std::int64_t first, std::int64_t n, float* out) {
@@ -507,7 +507,7 @@ template <class Type>
 void sketch(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::int64_t size,
             std::int64_t begin, std::int64_t end) {
   constexpr std::int64_t kWords = kSketchRun / kSignWord;
-  const SketchBuckets buckets(size);
+  const SketchBins bins(size);
   const auto* const data = static_cast<const typename Type::Element*>(tensor.data) - tensor.index;
   const std::int64_t last = tensor.index + tensor.size;
   for (std::int64_t index = tensor.index; index < last;) {
@@ -517,22 +517,20 @@ void sketch(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::i
     const RandomWords words(key, static_cast<std::uint64_t>(start / kSignWord));
     const std::int64_t stop = std::min(last, start + size);
     for (std::int64_t run = index / kSketchRun * kSketchRun; run < stop; run += kSketchRun) {
-      const std::int64_t bucket =
-          block.bucket(buckets, static_cast<std::uint32_t>((run - start) / kSketchRun));
+      const std::int64_t bin =
+          block.bin(bins, static_cast<std::uint32_t>((run - start) / kSketchRun));
       std::uint32_t signs[kWords];
       const auto word = static_cast<std::uint32_t>(run / kSignWord);
       for (std::uint32_t i = 0; i < kWords; ++i)
         signs[i] = words.bits(word + i);
-      if (run >= index && run + kSketchRun <= stop && bucket >= begin &&
-          bucket + kSketchRun <= end) {
+      if (run >= index && run + kSketchRun <= stop && bin >= begin && bin + kSketchRun <= end) {
         for (std::int64_t i = 0; i < kWords; ++i)
-          add_signed_word<Type>(data + run + i * kSignWord, signs[i],
-                                sketch + bucket + i * kSignWord);
+          add_signed_word<Type>(data + run + i * kSignWord, signs[i], sketch + bin + i * kSignWord);
         continue;
       }
-      // The buckets of a run may continue at 0.
+      // The bins of a run may continue at 0.
       for (const std::int64_t shift : {std::int64_t{0}, size}) {
-        const std::int64_t origin = run - bucket + shift; // the element of bucket 0
+        const std::int64_t origin = run - bin + shift; // the element of bin 0
         const std::int64_t from = std::max(std::max(run, index), origin + begin);
         const std::int64_t to = std::min(std::min(run + kSketchRun, stop), origin + end);
         if (from < to)

@@ -40,8 +40,8 @@ struct RowKernels {
   void (*add_scaled)(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
                      void* out);
 
-  // Adds the signed elements of the buckets [begin, end). Reads these elements, and reads and
-  // writes the buckets.
+  // Adds the signed elements of the bins [begin, end). Reads these elements, and reads and
+  // writes the bins.
   void (*sketch)(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::int64_t size,
                  std::int64_t begin, std::int64_t end);
 };

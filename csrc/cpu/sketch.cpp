@@ -10,7 +10,7 @@ namespace cs_kernels::cpu {
 
 void sketch(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::int64_t size,
             int threads) {
-  // A thread owns a part of the buckets, and reads only what goes there.
+  // A thread owns a part of the bins, and reads only what goes there.
   const int parts = useful_threads(threads, tensor.size);
   std::atomic<int> next{0};
   run_parallel(parts, [&] {

@@ -6,21 +6,21 @@
 namespace cs_kernels::cuda {
 namespace {
 
-// One bucket per thread, which adds its element of each block, in order. A batch of blocks has its
+// One bin per thread, which adds its element of each block, in order. A batch of blocks has its
 // permutations in shared memory: they are the same for all threads.
 template <class T> CS_KERNEL(kThreads, kSmallBlocks) sketch_kernel(SketchLaunch launch) {
   auto* const batch = reinterpret_cast<SketchBlock*>(shared_memory());
-  const SketchBuckets buckets(launch.buckets);
-  const auto bucket = static_cast<std::uint32_t>(block_index() * kThreads + thread_index());
+  const SketchBins bins(launch.bins);
+  const auto bin = static_cast<std::uint32_t>(block_index() * kThreads + thread_index());
   const auto* const data = static_cast<const T*>(launch.data);
-  const std::int64_t end = (launch.index + launch.size - 1) / launch.buckets + 1;
+  const std::int64_t end = (launch.index + launch.size - 1) / launch.bins + 1;
   // A tensor's words of signs are in at most two ranges of 2^32.
   const auto first_word = static_cast<std::uint64_t>(launch.index / 32);
   const RandomWords of_first(launch.key, first_word);
   const RandomWords of_next(launch.key, first_word + (std::uint64_t{1} << 32));
-  const bool inside = bucket <= buckets.last;
-  float sum = inside ? launch.sketch[bucket] : 0;
-  for (std::int64_t start = launch.index / launch.buckets; start < end; start += kThreads) {
+  const bool inside = bin <= bins.last;
+  float sum = inside ? launch.sketch[bin] : 0;
+  for (std::int64_t start = launch.index / launch.bins; start < end; start += kThreads) {
     const int blocks = static_cast<int>(end - start < kThreads ? end - start : kThreads);
     synchronize_block();
     if (thread_index() < blocks)
@@ -34,7 +34,7 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks) sketch_kernel(SketchLaunch 
       for (int n = 0; n < kSketchLoads; ++n) {
         const int block = base + n < blocks ? base + n : base;
         const std::int64_t element =
-            (start + block) * launch.buckets + batch[block].element(buckets, bucket) - launch.index;
+            (start + block) * launch.bins + batch[block].element(bins, bin) - launch.index;
         const bool exists = base + n < blocks && element >= 0 && element < launch.size;
         values[n] = exists ? static_cast<float>(widened(data[element])) : 0;
         const auto index = static_cast<std::uint64_t>(launch.index + element);
@@ -47,7 +47,7 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks) sketch_kernel(SketchLaunch 
     }
   }
   if (inside)
-    launch.sketch[bucket] = sum;
+    launch.sketch[bin] = sum;
 }
 
 } // namespace
@@ -56,7 +56,7 @@ Status sketch(const SketchLaunch& arguments, Stream stream) {
   if (arguments.size == 0)
     return 0;
   return with_type(arguments.type, [&](auto like) {
-    return launch(sketch_kernel<decltype(like)>, (arguments.buckets + kThreads - 1) / kThreads,
+    return launch(sketch_kernel<decltype(like)>, (arguments.bins + kThreads - 1) / kThreads,
                   kThreads, kThreads * sizeof(SketchBlock), stream, arguments);
   });
 }

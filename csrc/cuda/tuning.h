@@ -54,7 +54,7 @@ constexpr int kStrengthTasks = 4;
 // tasks, 8 KiB for 16 tasks, of which four blocks have 16 KiB of float32 in flight.
 constexpr int kGeneralColumns = 64;
 
-// Elements that a thread of a sketch has in flight: 65,536 buckets are 16 warps on each of 128
+// Elements that a thread of a sketch has in flight: 65,536 bins are 16 warps on each of 128
 // multiprocessors, with 16 KiB of float32 in flight.
 constexpr int kSketchLoads = 8;
 

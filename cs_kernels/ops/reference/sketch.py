@@ -11,7 +11,7 @@ _RUN = LEAST_SKETCH
 
 
 def sketch_(sketch: Tensor, tensors: Tensors, offsets: Ints, seed: int) -> None:
-    """Adds, block by block, the element that goes to each bucket."""
+    """Adds, block by block, the element that goes to each bin."""
     check_sketch(sketch, tensors, offsets, wide=True)
     key, size = random_key(seed, 0), len(sketch)
     for tensor, offset in zip(tensors, offsets, strict=True):
@@ -26,7 +26,7 @@ def sketch_(sketch: Tensor, tensors: Tensors, offsets: Ints, seed: int) -> None:
 
 
 def _elements(key: int, block: int, size: int, device: torch.device) -> Tensor:
-    """The number in a block of the element that goes to each bucket."""
+    """The number in a block of the element that goes to each bin."""
     bits = splitmix64((~key & (1 << 64) - 1) + block & (1 << 64) - 1)
     first = bits >> 32 | 1
     second = int(lowbias32(torch.tensor(first))) | 1

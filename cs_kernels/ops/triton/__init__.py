@@ -186,10 +186,10 @@ class TritonOperators(GpuOperators):
         self._launch(combine.drop_signs_kernel, launch, leaks, drawn)
 
     def run_sketch(self, sketch: Tensor, tensor: Tensor, offset: int, key: int) -> None:
-        """One program per BUCKETS buckets."""
+        """One program per BINS bins."""
         with on_device(sketch.device):
             words = upload([_signed(key), offset, tensor.numel()], sketch.device)
-            sketches.sketch_kernel[(len(sketch) // sketches.BUCKETS.value,)](
+            sketches.sketch_kernel[(len(sketch) // sketches.BINS.value,)](
                 sketch, tensor, words, SIZE=len(sketch), **OPTIONS
             )
 

@@ -1,6 +1,6 @@
 """Linear sketches: one launch per tensor.
 
-Memory traffic: N elements are read once; d buckets of the sketch are read and written.
+Memory traffic: N elements are read once; d bins of the sketch are read and written.
 """
 
 import triton
@@ -9,10 +9,10 @@ from triton.language import constexpr
 
 from cs_kernels.ops.triton.primitives import lowbias32, random_words, splitmix64, widened
 
-BUCKETS = constexpr(256)
-"""Buckets per program, as many as a run has elements."""
+BINS = constexpr(256)
+"""Bins per program, as many as a run has elements."""
 _BLOCKS = constexpr(4)
-"""Elements that a thread has in flight for each of its buckets."""
+"""Elements that a thread has in flight for each of its bins."""
 
 
 @triton.constexpr_function
@@ -22,17 +22,17 @@ def _half_bits(runs):
 
 
 @triton.jit
-def _elements(bucket, key, block, SIZE: constexpr):
-    """The number in a block of the element that goes to each bucket."""
-    RUNS: constexpr = SIZE // BUCKETS
+def _elements(number, key, block, SIZE: constexpr):
+    """The number in a block of the element that goes to each bin."""
+    RUNS: constexpr = SIZE // BINS
     SHIFT: constexpr = _half_bits(RUNS)
     bits = splitmix64(~key + block.to(tl.uint64))
     first = (bits >> 32).to(tl.uint32) | 1
     second = lowbias32(first) | 1
-    rotated = (bucket - bits.to(tl.uint32)) & (SIZE - 1)
-    run = (rotated // BUCKETS * first) & (RUNS - 1)
+    rotated = (number - bits.to(tl.uint32)) & (SIZE - 1)
+    run = (rotated // BINS * first) & (RUNS - 1)
     run = run ^ (run >> SHIFT)
-    return ((run * second) & (RUNS - 1)) * BUCKETS + rotated % BUCKETS
+    return ((run * second) & (RUNS - 1)) * BINS + rotated % BINS
 
 
 @triton.jit
@@ -43,22 +43,22 @@ def sketch_kernel(sketch, data, words, SIZE: constexpr):
         sketch: float32 [SIZE].
         data: The elements.
         words: int64 [3]: the key, the index of the first element, the number of elements.
-        SIZE: A power of two, BUCKETS or more.
+        SIZE: A power of two, BINS or more.
 
     """
     key = tl.load(words).to(tl.uint64, bitcast=True)
     offset = tl.load(words + 1)
     size = tl.load(words + 2)
-    bucket = tl.program_id(0).to(tl.uint32) * BUCKETS + tl.arange(0, BUCKETS).to(tl.uint32)
-    total = tl.load(sketch + bucket)
+    number = tl.program_id(0).to(tl.uint32) * BINS + tl.arange(0, BINS).to(tl.uint32)
+    total = tl.load(sketch + number)
     first = offset // SIZE
     for start in range(0, (offset + size - 1) // SIZE + 1 - first, _BLOCKS):
         for n in tl.static_range(_BLOCKS):
             block = first + start + n
-            index = block * SIZE + _elements(bucket, key, block, SIZE).to(tl.int64)
+            index = block * SIZE + _elements(number, key, block, SIZE).to(tl.int64)
             exists = (index >= offset) & (index < offset + size)
             x = widened(tl.load(data + (index - offset), exists, other=0.0), tl.float32)
             word = random_words(key, (index >> 5).to(tl.uint32), offset >> 5)
             minus = (word >> (index & 31).to(tl.uint32)) & 1
             total += tl.where(minus == 1, -x, x)
-    tl.store(sketch + bucket, total)
+    tl.store(sketch + number, total)

@@ -1,10 +1,10 @@
 // Linear sketches of gradients: vectors of d numbers whose dot products estimate those of the
 // gradients. Plain pointers and sizes, without a framework.
 //
-// Every element has an index among all parameters, from which its sign and its bucket follow, so
+// Every element has an index among all parameters, from which its sign and its bin follow, so
 // sketches of shards, micro-batches and ranks add up. A block is d consecutive indices. Its runs of
-// 256 are permuted, and the whole is rotated: every bucket gets one element of each block, so a
-// thread that owns a bucket reads these in order, without atomics. Two elements of different blocks
+// 256 are permuted, and the whole is rotated: every bin gets one element of each block, so a
+// thread that owns a bin reads these in order, without atomics. Two elements of different blocks
 // meet with probability 1 / d, those of a block never.
 #pragma once
 
@@ -19,11 +19,11 @@ namespace cs_kernels {
 constexpr std::int64_t kSketchRun = 256;
 
 // Which elements of a sketch's blocks go where.
-struct SketchBuckets {
+struct SketchBins {
   std::uint32_t last; // d - 1; d is a power of two, at least kSketchRun and at most 2^30
   int shift;          // half of the bits of a run's number, rounded up
 
-  CS_HOST_DEVICE_INLINE explicit SketchBuckets(std::int64_t size)
+  CS_HOST_DEVICE_INLINE explicit SketchBins(std::int64_t size)
       : last(static_cast<std::uint32_t>(size - 1)), shift(0) {
     while (size >> (2 * shift) > kSketchRun)
       ++shift;
@@ -44,14 +44,13 @@ struct SketchBlock {
     second = lowbias32(first) | 1;
   }
 
-  // The element, counted from the start of the block, that goes to a bucket.
-  CS_HOST_DEVICE_INLINE std::uint32_t element(const SketchBuckets& buckets,
-                                              std::uint32_t bucket) const {
+  // The element, counted from the start of the block, that goes to a bin.
+  CS_HOST_DEVICE_INLINE std::uint32_t element(const SketchBins& bins, std::uint32_t bin) const {
     constexpr auto kRun = static_cast<std::uint32_t>(kSketchRun);
-    const std::uint32_t rotated = (bucket - rotation) & buckets.last;
-    const std::uint32_t last_run = buckets.last / kRun;
+    const std::uint32_t rotated = (bin - rotation) & bins.last;
+    const std::uint32_t last_run = bins.last / kRun;
     std::uint32_t run = (rotated / kRun * first) & last_run;
-    run ^= run >> buckets.shift;
+    run ^= run >> bins.shift;
     run = (run * second) & last_run;
     return run * kRun + rotated % kRun;
   }
@@ -63,20 +62,20 @@ struct SketchBlockInverse {
   std::uint32_t first;
   std::uint32_t second;
 
-  explicit SketchBlockInverse(const SketchBlock& block)
+  CS_HOST_DEVICE_INLINE explicit SketchBlockInverse(const SketchBlock& block)
       : rotation(block.rotation), first(inverse(block.second)), second(inverse(block.first)) {}
 
-  // The bucket of a run's first element. The others follow; bucket 0 comes after the last one.
-  std::uint32_t bucket(const SketchBuckets& buckets, std::uint32_t run) const {
-    run = (run * first) & (buckets.last / static_cast<std::uint32_t>(kSketchRun));
-    run ^= run >> buckets.shift;
-    return (run * second * static_cast<std::uint32_t>(kSketchRun) + rotation) & buckets.last;
+  // The bin of a run's first element. The others follow; bin 0 comes after the last one.
+  CS_HOST_DEVICE_INLINE std::uint32_t bin(const SketchBins& bins, std::uint32_t run) const {
+    run = (run * first) & (bins.last / static_cast<std::uint32_t>(kSketchRun));
+    run ^= run >> bins.shift;
+    return (run * second * static_cast<std::uint32_t>(kSketchRun) + rotation) & bins.last;
   }
 
 private:
   // Of an odd number, modulo 2^32: every step of Newton's method doubles the correct bits, 3 at
   // first.
-  static std::uint32_t inverse(std::uint32_t odd) {
+  CS_HOST_DEVICE_INLINE static std::uint32_t inverse(std::uint32_t odd) {
     std::uint32_t x = odd;
     for (int bits = 3; bits < 32; bits *= 2)
       x *= 2 - odd * x;

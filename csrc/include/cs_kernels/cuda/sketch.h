@@ -7,7 +7,7 @@
 
 namespace cs_kernels::cuda {
 
-// Adds a tensor's signed elements to sketch [buckets]. Reads every element once, and reads and
+// Adds a tensor's signed elements to sketch [bins]. Reads every element once, and reads and
 // writes the sketch.
 struct SketchLaunch {
   DataType type;
@@ -16,7 +16,7 @@ struct SketchLaunch {
   std::int64_t index; // of the first element
   std::uint64_t key;
   float* sketch;
-  std::int64_t buckets;
+  std::int64_t bins;
 };
 Status sketch(const SketchLaunch& launch, Stream stream);
 
