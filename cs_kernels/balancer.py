@@ -3,7 +3,7 @@
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -114,6 +114,8 @@ class GradientBalancer:
         self._steps = 0
         self._active: int | None = None
         """The task of the passes that run now."""
+        self._factors: Sequence[Tensor] = ()
+        """Its weights, by module; none before the first solve."""
         self._arrived = False
         """Whether they have brought a gradient."""
         self._warned: set[str] = set()
@@ -153,6 +155,7 @@ class GradientBalancer:
         if self._solves and self._sketches.is_empty:
             self._sketches.begin(self._steps)
         self._active, self._arrived = self.tasks.index(task), False
+        self._factors = () if self._weights is None else self._weights[:, self._active].unbind()
         try:
             if loss is not None and self._solves:
                 self._sketches.add_loss(self._active, loss)
@@ -348,8 +351,12 @@ class GradientBalancer:
         like = self._products.gramian
         return like.new_ones(like.shape[:2]) if self._weights is None else self._weights
 
-    def arrive(self, parameter: int, grad: Tensor) -> Tensor | None:
-        """Takes a gradient on its way to `.grad`; returns it weighted, or None to leave it."""
+    def arrive(self, parameter: int, grad: Tensor, leaf: Tensor) -> tuple[Tensor | None] | None:
+        """Takes a gradient on its way to a leaf's `.grad`; returns what to add there in its place.
+
+        None leaves it. (None,) adds nothing more: the weighted gradient is in `.grad`, without a
+        copy of it, whose fresh memory would take longer to fill than all else here.
+        """
         if self._active is None:
             return None
         self._arrived = True
@@ -360,9 +367,14 @@ class GradientBalancer:
                     f" {self._named[parameter][0]}: do not hand it over"
                 )
             self._sketches.add(self._active, parameter, grad)
-        if self._weights is None:
+        if not self._factors:
             return None
-        return (grad * self._weights[self._module_of[parameter], self._active]).to(grad.dtype)
+        factor, total = self._factors[self._module_of[parameter]], leaf.grad
+        if total is not None and _adds_in_place(total, grad, leaf):
+            with torch.no_grad():
+                total.addcmul_(grad, factor)
+            return (None,)
+        return ((grad * factor).to(grad.dtype),)
 
     def _solve(self) -> None:
         products = self._sketches.products()
@@ -436,7 +448,7 @@ class _Hooks:
             if leaf is not None:
                 self._disconnect(n)
                 node = get_gradient_edge(leaf).node
-                handle = node.register_prehook(_Arrival(self._balancer, n))
+                handle = node.register_prehook(_Arrival(self._balancer, n, leaf))
                 self._nodes[n] = (*kind, node, handle)
 
     def _disconnect(self, n: int) -> None:
@@ -454,16 +466,18 @@ class _Hooks:
 class _Arrival:
     """The hook of a parameter's node."""
 
-    def __init__(self, balancer: "weakref.ref[GradientBalancer]", parameter: int) -> None:
+    def __init__(
+        self, balancer: "weakref.ref[GradientBalancer]", parameter: int, leaf: Tensor
+    ) -> None:
         self._balancer = balancer
         self._parameter = parameter
+        self._leaf = leaf
 
-    def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor, ...] | None:
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None] | None:
         balancer, (grad,) = self._balancer(), grads
         if balancer is None or grad is None:
             return None
-        weighted = balancer.arrive(self._parameter, grad)
-        return None if weighted is None else (weighted,)
+        return balancer.arrive(self._parameter, grad, self._leaf)
 
 
 class _Update:
@@ -476,6 +490,14 @@ class _Update:
         balancer = self._balancer()
         if balancer is not None:
             balancer.update()
+
+
+def _adds_in_place(total: Tensor, grad: Tensor, leaf: Tensor) -> bool:
+    """Whether autograd would add a gradient in place, and calls no hook after that."""
+    alike = total.dtype is grad.dtype and total.shape == grad.shape
+    dense = total.layout is torch.strided is grad.layout
+    hooked_after = getattr(leaf, "_post_accumulate_grad_hooks", None)
+    return alike and dense and not hooked_after and not torch.is_grad_enabled()
 
 
 def _release(hooks: _Hooks, handle: Any) -> None:

@@ -62,7 +62,7 @@ class Sketches:
         """Adds a gradient, which is read once; micro-batches add up."""
         sketch = self._of_modules[task][self._module_of[parameter]]
         offset = self._offsets[parameter]
-        torch.ops.cs_kernels.sketch_(sketch, [as_real(grad.detach())], [offset], self._key)
+        torch.ops.cs_kernels.sketch_.default(sketch, [as_real(grad.detach())], [offset], self._key)
         self.is_empty = False
 
     def add_loss(self, task: int, loss: Tensor) -> None:

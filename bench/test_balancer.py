@@ -1,0 +1,150 @@
+"""GradientBalancer: sketches over reading gradients once, and steps over the same plain passes.
+
+A plain step has the same passes without a balancer: a forward and a backward pass per task on a
+batch of its own, whose gradients add up; or one of each for all tasks. Memory is that of all
+tensors that come into being after the forward pass, beside a plain step's.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from harness.counting import GradientMemory
+from harness.measure import in_turns, medians, ratio, timed
+from harness.problems import assert_close
+from harness.whole_steps import WholeStep
+from torch import Tensor
+
+import cs_kernels as cs
+
+THREADS = 2
+EVERY = 10
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sketch(report: Any, quick: bool, dtype: torch.dtype, threads: int) -> None:
+    """Gradients of 4 M elements each, as a layer has, that no cache holds."""
+    torch.set_num_threads(threads)
+    count, numel = (2, 1 << 12) if quick else (6, 1 << 22)
+    grads = [torch.randn(numel).to(dtype) for _ in range(count)]
+    offsets = [n * numel for n in range(count)]
+    sketches = []
+    for backend in ("reference", "cpu"):
+        with cs.use_backend(backend):
+            sketches.append(torch.zeros(65536))
+            torch.ops.cs_kernels.sketch_(sketches[-1], grads, offsets, 1)
+    assert torch.equal(*sketches)
+    total = torch.zeros(65536)
+
+    def read() -> None:
+        for grad in grads:
+            grad.sum()
+
+    runs = {
+        "sketch": timed(lambda: torch.ops.cs_kernels.sketch_(total, grads, offsets, 1)),
+        "read": timed(read),
+        "Gramian": timed(lambda: torch.ops.cs_kernels.gramian(grads, [0] * count, 1, 1)),
+    }
+    times = in_turns(runs, 1 if quick else 31, 20)
+    report(
+        "balancer",
+        step="sketch_",
+        dtype=str(dtype).removeprefix("torch."),
+        numel=count * numel / 1e6,
+        threads=threads,
+        milliseconds=medians(times),
+        over_read=ratio(times["sketch"], times["read"]),
+        over_gramian=ratio(times["sketch"], times["Gramian"]),
+    )
+
+
+class _Balanced(WholeStep):
+    """Passes that somebody else makes."""
+
+    def __init__(self, network: str, tasks: int, every: int, *, own: bool, plain: bool) -> None:
+        super().__init__(network, tasks)
+        self.own, self.plain = own, plain
+        if not plain:
+            shared = self.trunk.parameters()
+            given = shared, self.heads, cs.UPGrad(), self.optimizer
+            self.balancer = cs.GradientBalancer(*given, every=every)
+
+    def passes(self) -> None:
+        """Those of a step, before the optimizer's."""
+        self.optimizer.zero_grad()
+        if not self.own:
+            _, losses = self.forward()
+            if self.plain:
+                torch.stack([*losses.values()]).sum().backward()
+            else:
+                self.balancer.backward(losses)
+            return
+        for task in self.heads:
+            loss = self.losses({task: self.trunk(self.x)})[task]
+            if self.plain:
+                loss.backward()
+            else:
+                with self.balancer.task(task):
+                    loss.backward()
+
+    def step(self) -> None:
+        self.passes()
+        self.optimizer.step()
+
+    def peak(self) -> int:
+        kept = [*self.parameters, *self.trunk.buffers()]
+        with GradientMemory(kept, everything=True) as memory:
+            self.step()
+        return memory.peak
+
+    def check(self) -> None:
+        """The second step weighs the gradients by what the first one has found."""
+        if not self.plain:
+            self.trunk.eval()  # Passes leave the statistics alone.
+            self.step()
+            weights = torch.stack([*self.balancer.weights.values()])
+            expected = weights @ self.rows()
+            self.passes()
+            assert_close([_flat(p.grad for p in self.shared)], [expected], 1e-4)
+            self.trunk.train()
+
+
+def _flat(tensors: Any) -> Tensor:
+    return torch.cat([tensor.flatten().double() for tensor in tensors])
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["own passes", "one forward pass"])
+@pytest.mark.parametrize("tasks", [2, 4, 8])
+def test_steps(report: Any, quick: bool, tasks: int, own: bool) -> None:
+    torch.set_num_threads(THREADS)
+    if quick and tasks != 2:
+        pytest.skip("one small network")
+    network = "small" if quick else "resnet18"
+    rows = {
+        name: _Balanced(network, tasks, every, own=own, plain=name == "plain")
+        for name, every in {"plain": 1, "every=1": 1, f"every={EVERY}": EVERY}.items()
+        if not (own and every > 1)
+    }
+    for row in rows.values():
+        row.check()
+
+    def run(name: str) -> Any:
+        cycle = EVERY if name.endswith(str(EVERY)) else 1
+        milliseconds = timed(lambda: [rows[name].step() for _ in range(cycle)])
+        return lambda: milliseconds() / cycle
+
+    times = in_turns({name: run(name) for name in rows}, 1 if quick else 15, 60)
+    peaks = {name: max(row.peak() for _ in range(2)) for name, row in rows.items()}
+    numel = sum(p.numel() for p in rows["plain"].shared)
+    for name in rows:
+        report(
+            "balancer",
+            step=f"{'task' if own else 'backward'}, {name}",
+            **rows[name].setting.facts(),
+            milliseconds=medians(times)[name],
+            over_plain=ratio(times[name], times["plain"]),
+            threads=THREADS,
+            extra_bytes=peaks[name] - peaks["plain"],
+            extra_over_gradient=(peaks[name] - peaks["plain"]) / (4 * numel),
+        )
