@@ -16,7 +16,7 @@ MOST_TASKS = 64
 """The limit of the Gramian kernels and solvers, on every device."""
 
 LEAST_SKETCH, MOST_SKETCH = 256, 1 << 30
-"""The limits of a sketch's elements: one run, and what 32-bit bin numbers allow."""
+"""The limits of a sketch's bins: those of one program, and what 32-bit numbers allow."""
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """In the order of the kernels' type numbers."""

@@ -473,7 +473,7 @@ template <class Type> CS_INLINE Floats load_floats(const typename Type::Element*
 }
 
 template <class Type>
-CS_INLINE void add_signed_word(const typename Type::Element* x, std::uint32_t signs, float* out) {
+CS_INLINE void add_word(const typename Type::Element* x, std::uint32_t signs, float* out) {
   unrolled<2>([&](int half) CS_LAMBDA_INLINE {
     Floats v = load_floats<Type>(x + half * Floats::kLanes);
     v.negate(signs >> (half * Floats::kLanes));
@@ -483,68 +483,57 @@ CS_INLINE void add_signed_word(const typename Type::Element* x, std::uint32_t si
   });
 }
 
-constexpr std::int64_t kSignWord = 2 * std::int64_t{Floats::kLanes};
-
-// Adds n elements of a run, from its element `first` on, to bins that follow one another.
+// Some of the elements that share a word, from its element `first` on.
 template <class Type>
-CS_INLINE void add_part_of_run(const typename Type::Element* x, const std::uint32_t* signs,
-                               std::int64_t first, std::int64_t n, float* out) {
-  for (std::int64_t i = 0; i < n;) {
-    const std::int64_t before = (first + i) % kSignWord;
-    const std::int64_t some = std::min(kSignWord - before, n - i);
-    typename Type::Element padded[kSignWord] = {};
-    float sums[kSignWord] = {};
-    const auto bytes = static_cast<std::size_t>(some);
-    std::memcpy(padded + before, x + i, bytes * sizeof *x);
-    std::memcpy(sums + before, out + i, bytes * sizeof *out);
-    add_signed_word<Type>(padded, signs[(first + i) / kSignWord], sums);
-    std::memcpy(out + i, sums + before, bytes * sizeof *out);
-    i += some;
-  }
+void add_part_of_word(const typename Type::Element* x, std::uint32_t signs, std::int64_t first,
+                      std::int64_t n, float* out) {
+  typename Type::Element padded[kSignWord] = {};
+  float sums[kSignWord] = {};
+  const auto count = static_cast<std::size_t>(n);
+  std::memcpy(padded + first, x, count * sizeof *x);
+  std::memcpy(sums + first, out, count * sizeof *out);
+  add_word<Type>(padded, signs, sums);
+  std::memcpy(out, sums + first, count * sizeof *out);
 }
 
 template <class Type>
-void sketch(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::int64_t size,
-            std::int64_t begin, std::int64_t end) {
-  constexpr std::int64_t kWords = kSketchRun / kSignWord;
-  const SketchBins bins(size);
-  const auto* const data = static_cast<const typename Type::Element*>(tensor.data) - tensor.index;
-  const std::int64_t last = tensor.index + tensor.size;
-  for (std::int64_t index = tensor.index; index < last;) {
-    const std::int64_t start = index / size * size; // of the block
-    const SketchBlockInverse block{SketchBlock(key, static_cast<std::uint64_t>(start / size))};
-    // A block's words of signs lie in one range of 2^32.
-    const RandomWords words(key, static_cast<std::uint64_t>(start / kSignWord));
-    const std::int64_t stop = std::min(last, start + size);
-    for (std::int64_t run = index / kSketchRun * kSketchRun; run < stop; run += kSketchRun) {
-      const std::int64_t bin =
-          block.bin(bins, static_cast<std::uint32_t>((run - start) / kSketchRun));
-      std::uint32_t signs[kWords];
-      const auto word = static_cast<std::uint32_t>(run / kSignWord);
-      for (std::uint32_t i = 0; i < kWords; ++i)
-        signs[i] = words.bits(word + i);
-      if (run >= index && run + kSketchRun <= stop && bin >= begin && bin + kSketchRun <= end) {
-        for (std::int64_t i = 0; i < kWords; ++i)
-          add_signed_word<Type>(data + run + i * kSignWord, signs[i], sketch + bin + i * kSignWord);
-        continue;
+void add_signed(const void* x, std::uint64_t key, std::int64_t index, std::int64_t n, float* out) {
+  constexpr int kWords = 8; // whose signs are computed together
+  const auto* const elements = static_cast<const typename Type::Element*>(x);
+  const std::int64_t first = index % kSignWord;
+  auto word = static_cast<std::uint64_t>(index / kSignWord);
+  const SignWords words(key, word);
+  std::int64_t i = 0;
+  if (first > 0) {
+    i = std::min(kSignWord - first, n);
+    add_part_of_word<Type>(elements, words.bits(static_cast<std::uint32_t>(word++)), first, i, out);
+  }
+  for (; i < n; word += kWords) {
+    std::uint32_t signs[kWords];
+    for (std::uint32_t k = 0; k < kWords; ++k)
+      signs[k] = words.bits(static_cast<std::uint32_t>(word) + k);
+    if (n - i >= kWords * kSignWord) {
+      for (const std::uint32_t of_word : signs) {
+        add_word<Type>(elements + i, of_word, out + i);
+        i += kSignWord;
       }
-      // The bins of a run may continue at 0.
-      for (const std::int64_t shift : {std::int64_t{0}, size}) {
-        const std::int64_t origin = run - bin + shift; // the element of bin 0
-        const std::int64_t from = std::max(std::max(run, index), origin + begin);
-        const std::int64_t to = std::min(std::min(run + kSketchRun, stop), origin + end);
-        if (from < to)
-          add_part_of_run<Type>(data + from, signs, from - run, to - from, sketch + from - origin);
-      }
+      continue;
     }
-    index = stop;
+    for (int k = 0; i < n; ++k) {
+      const std::int64_t some = std::min(kSignWord, n - i);
+      if (some == kSignWord)
+        add_word<Type>(elements + i, signs[k], out + i);
+      else
+        add_part_of_word<Type>(elements + i, signs[k], 0, some, out + i);
+      i += some;
+    }
   }
 }
 
 template <class Type, auto kAddScaled = add_scaled<Type>>
 constexpr RowKernels kernels = {add_energies<Type>, sum_and_dots<Type>, combine<Type>,
                                 products<Type>,     drop_signs<Type>,   kAddScaled,
-                                sketch<Type>};
+                                add_signed<Type>};
 
 } // namespace
 

@@ -6,7 +6,6 @@
 #include <cstdint>
 
 #include "cs_kernels/data_type.h"
-#include "cs_kernels/sketch.h"
 
 namespace cs_kernels::cpu {
 
@@ -40,10 +39,10 @@ struct RowKernels {
   void (*add_scaled)(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
                      void* out);
 
-  // Adds the signed elements of the bins [begin, end). Reads these elements, and reads and
-  // writes the bins.
-  void (*sketch)(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::int64_t size,
-                 std::int64_t begin, std::int64_t end);
+  // out[i] += x[i], or -= where the sign of element index + i for this key is minus. All elements
+  // are in one range of 2^37. Reads 2 n, writes n.
+  void (*add_signed)(const void* x, std::uint64_t key, std::int64_t index, std::int64_t n,
+                     float* out);
 };
 
 struct InstructionSet {

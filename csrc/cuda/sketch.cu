@@ -6,26 +6,26 @@
 namespace cs_kernels::cuda {
 namespace {
 
-// One bin per thread, which adds its element of each block, in order. A batch of blocks has its
-// permutations in shared memory: they are the same for all threads.
+// One bin per thread, which adds its element of each block, in order. The rotations of a batch of
+// blocks are in shared memory, as they are the same for all threads.
 template <class T> CS_KERNEL(kThreads, kSmallBlocks) sketch_kernel(SketchLaunch launch) {
-  auto* const batch = reinterpret_cast<SketchBlock*>(shared_memory());
-  const SketchBins bins(launch.bins);
+  auto* const rotations = reinterpret_cast<std::uint32_t*>(shared_memory());
+  const auto last = static_cast<std::uint32_t>(launch.bins - 1);
   const auto bin = static_cast<std::uint32_t>(block_index() * kThreads + thread_index());
   const auto* const data = static_cast<const T*>(launch.data);
   const std::int64_t end = (launch.index + launch.size - 1) / launch.bins + 1;
   // A tensor's words of signs are in at most two ranges of 2^32.
-  const auto first_word = static_cast<std::uint64_t>(launch.index / 32);
-  const RandomWords of_first(launch.key, first_word);
-  const RandomWords of_next(launch.key, first_word + (std::uint64_t{1} << 32));
-  const bool inside = bin <= bins.last;
+  const auto first_word = static_cast<std::uint64_t>(launch.index / kSignWord);
+  const SignWords of_first(launch.key, first_word);
+  const SignWords of_next(launch.key, first_word + (std::uint64_t{1} << 32));
+  const bool inside = bin <= last;
   float sum = inside ? launch.sketch[bin] : 0;
   for (std::int64_t start = launch.index / launch.bins; start < end; start += kThreads) {
     const int blocks = static_cast<int>(end - start < kThreads ? end - start : kThreads);
     synchronize_block();
     if (thread_index() < blocks)
-      batch[thread_index()] =
-          SketchBlock(launch.key, static_cast<std::uint64_t>(start + thread_index()));
+      rotations[thread_index()] =
+          sketch_rotation(launch.key, static_cast<std::uint64_t>(start + thread_index()));
     synchronize_block();
     for (int base = 0; base < blocks; base += kSketchLoads) {
       float values[kSketchLoads];
@@ -34,11 +34,11 @@ template <class T> CS_KERNEL(kThreads, kSmallBlocks) sketch_kernel(SketchLaunch 
       for (int n = 0; n < kSketchLoads; ++n) {
         const int block = base + n < blocks ? base + n : base;
         const std::int64_t element =
-            (start + block) * launch.bins + batch[block].element(bins, bin) - launch.index;
+            (start + block) * launch.bins + ((bin - rotations[block]) & last) - launch.index;
         const bool exists = base + n < blocks && element >= 0 && element < launch.size;
         values[n] = exists ? static_cast<float>(widened(data[element])) : 0;
         const auto index = static_cast<std::uint64_t>(launch.index + element);
-        const RandomWords& words = (index >> 5) >> 32 == first_word >> 32 ? of_first : of_next;
+        const SignWords& words = (index >> 5) >> 32 == first_word >> 32 ? of_first : of_next;
         signs[n] = words.bits(static_cast<std::uint32_t>(index >> 5)) >> (index & 31) & 1;
       }
       CS_UNROLL(kSketchLoads)
@@ -57,7 +57,7 @@ Status sketch(const SketchLaunch& arguments, Stream stream) {
     return 0;
   return with_type(arguments.type, [&](auto like) {
     return launch(sketch_kernel<decltype(like)>, (arguments.bins + kThreads - 1) / kThreads,
-                  kThreads, kThreads * sizeof(SketchBlock), stream, arguments);
+                  kThreads, kThreads * sizeof(std::uint32_t), stream, arguments);
   });
 }
 

@@ -7,32 +7,12 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-from cs_kernels.ops.triton.primitives import lowbias32, random_words, splitmix64, widened
+from cs_kernels.ops.triton.primitives import random_words, splitmix64, widened
 
 BINS = constexpr(256)
-"""Bins per program, as many as a run has elements."""
+"""Bins per program."""
 _BLOCKS = constexpr(4)
 """Elements that a thread has in flight for each of its bins."""
-
-
-@triton.constexpr_function
-def _half_bits(runs):
-    """Half of the bits of a run's number, rounded up."""
-    return runs.bit_length() // 2
-
-
-@triton.jit
-def _elements(number, key, block, SIZE: constexpr):
-    """The number in a block of the element that goes to each bin."""
-    RUNS: constexpr = SIZE // BINS
-    SHIFT: constexpr = _half_bits(RUNS)
-    bits = splitmix64(~key + block.to(tl.uint64))
-    first = (bits >> 32).to(tl.uint32) | 1
-    second = lowbias32(first) | 1
-    rotated = (number - bits.to(tl.uint32)) & (SIZE - 1)
-    run = (rotated // BINS * first) & (RUNS - 1)
-    run = run ^ (run >> SHIFT)
-    return ((run * second) & (RUNS - 1)) * BINS + rotated % BINS
 
 
 @triton.jit
@@ -43,7 +23,7 @@ def sketch_kernel(sketch, data, words, SIZE: constexpr):
         sketch: float32 [SIZE].
         data: The elements.
         words: int64 [3]: the key, the index of the first element, the number of elements.
-        SIZE: A power of two, BINS or more.
+        SIZE: The number of bins, a power of two.
 
     """
     key = tl.load(words).to(tl.uint64, bitcast=True)
@@ -55,7 +35,8 @@ def sketch_kernel(sketch, data, words, SIZE: constexpr):
     for start in range(0, (offset + size - 1) // SIZE + 1 - first, _BLOCKS):
         for n in tl.static_range(_BLOCKS):
             block = first + start + n
-            index = block * SIZE + _elements(number, key, block, SIZE).to(tl.int64)
+            rotation = splitmix64(~key + block.to(tl.uint64)).to(tl.uint32)
+            index = block * SIZE + ((number - rotation) & (SIZE - 1)).to(tl.int64)
             exists = (index >= offset) & (index < offset + size)
             x = widened(tl.load(data + (index - offset), exists, other=0.0), tl.float32)
             word = random_words(key, (index >> 5).to(tl.uint32), offset >> 5)
