@@ -45,7 +45,8 @@ class Sketches:
         # A module's elements fill so many blocks, within which none meet.
         self.blocks = [-(-numel // d) for numel, d in zip(of_modules, self.sizes, strict=True)]
         # The last number of each row is the task's loss.
-        self._values = torch.zeros(tasks, sum(self.sizes) + 1, device=device)
+        numbers = sum(self.sizes) + 1
+        self._values = torch.zeros(tasks, numbers, dtype=torch.float32, device=device)
         self._of_modules = [row[:-1].split(self.sizes) for row in self._values]
         self._key = 0
         self.is_empty = True

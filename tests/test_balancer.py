@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from networks import GRAMIAN_METHODS
+from plain_training import in_float64
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -118,6 +119,22 @@ def test_weights_are_those_of_the_method() -> None:
     expected = cs.NashMTL().weights(gramian)
     found = torch.stack([*training.balancer.weights.values()])
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_the_default_dtype_changes_nothing() -> None:
+    expected = Training(cs.DBMTL())
+    with in_float64():
+        training = Training(cs.DBMTL())
+    training.network.load_state_dict(expected.network.state_dict())
+    for t, context in ((expected, contextlib.nullcontext()), (training, in_float64())):
+        with context:
+            for task in TASKS:
+                loss = t.network(t.batch(0, task), task)
+                with t.balancer.task(task, loss):
+                    loss.backward()
+            t.adam.step()
+    assert torch.equal(training.balancer.gramian, expected.balancer.gramian)
+    assert training.balancer.weights == expected.balancer.weights
 
 
 def test_sum_changes_no_bit() -> None:

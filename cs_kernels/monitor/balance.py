@@ -152,7 +152,7 @@ class Products:
         shape = modules, tasks, tasks
         self.gramian = torch.zeros(shape, dtype=torch.float64, device=device)
         self.together = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.losses = torch.zeros(tasks, device=device)
+        self.losses = torch.zeros(tasks, dtype=torch.float32, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
         self.counts = torch.zeros(shape[1:], dtype=torch.int64, device=device)
         self.steps = torch.zeros_like(self.counts)
