@@ -55,7 +55,8 @@ class GradientBalancer:
         method: A Gramian method, or `Sum()`, which changes no gradient and makes reports. With
             groups="layer", there are products and weights for each module, and `parameters` needs
             names. Default: `UPGrad()`.
-        optimizer: Its `step` ends a step of the balancer. Without it, call `update`.
+        optimizer: Its `step` ends a step of the balancer; that of Accelerate or Lightning may be
+            handed over too. Without it, call `update`.
         sketch: The numbers in a task's sketch, a power of two in [256, 2^30]. A cosine's standard
             error is about 1 / sqrt(sketch).
         every: The steps from one that solves for weights to the next. Those between have no
@@ -89,6 +90,7 @@ class GradientBalancer:
         self.method, self._weights_of = _checked_method(method, self.tasks)
         self.every = checked_integer("every", every, 1)
         self.scaler = scaler
+        inner = _torch_optimizer(optimizer)
         by_layer = self._weights_of.groups == "layer"
         self._named = _checked_parameters(parameters, needs_names=by_layer)
         self._parameters = [p for _, p in self._named]
@@ -121,7 +123,7 @@ class GradientBalancer:
         self._warned: set[str] = set()
         self._hooks = _Hooks(self, self._parameters)
         own = weakref.ref(self)
-        handle = None if optimizer is None else optimizer.register_step_post_hook(_Update(own))
+        handle = None if inner is None else inner.register_step_post_hook(_Update(own))
         self._release = weakref.finalize(self, _release, self._hooks, handle)
         _open.add(self)
 
@@ -504,6 +506,17 @@ def _release(hooks: _Hooks, handle: Any) -> None:
     hooks.remove()
     if handle is not None:
         handle.remove()
+
+
+def _torch_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
+    """The one inside of a framework's wrapper, which steps after the last micro-batch alone."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if inner is None or isinstance(inner, torch.optim.Optimizer):
+        return inner
+    raise TypeError(
+        f"optimizer must be a torch optimizer or None, got {type(inner).__name__}: without one,"
+        " call update() after the step"
+    )
 
 
 def _checked_tasks(tasks: Iterable[str]) -> tuple[str, ...]:

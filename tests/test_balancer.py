@@ -437,6 +437,32 @@ def test_a_resumed_run_is_the_same(method: cs.Method) -> None:
         assert torch.equal(p, q)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As Accelerate's: it steps in the last micro-batch alone, and has no hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.is_last = False
+
+    def step(self, closure: Any = None) -> None:
+        if self.is_last:
+            self.optimizer.step(closure)
+
+
+def test_the_optimizer_of_a_framework() -> None:
+    training = Training(cs.UPGrad())
+    training.balancer.close()
+    wrapper = Wrapper(training.adam)
+    shared = training.network.trunk.parameters()
+    training.balancer = cs.GradientBalancer(shared, TASKS, optimizer=wrapper)
+    for wrapper.is_last in (False, True):
+        for task in TASKS:
+            with training.balancer.task(task):
+                training.network(training.batch(0, task), task).backward()
+        wrapper.step()
+        assert training.balancer.report().step == wrapper.is_last
+
+
 _NETWORK = Network()
 
 
@@ -457,6 +483,11 @@ def _made(parameters: Any = None, tasks: Any = TASKS, *arguments: Any, **options
         (lambda: _made(None, TASKS, cs.ConnectionStrength()), TypeError, "Connec.*MultiTaskOptim"),
         (lambda: _made(None, TASKS, cs.GradDrop()), TypeError, "method must be a Gramian method"),
         (lambda: _made(None, TASKS, cs.CAGrad(update_every=2)), ValueError, "use every="),
+        (
+            lambda: _made(optimizer=[torch.optim.Adam(_NETWORK.parameters())]),
+            TypeError,
+            r"optimizer must be a torch optimizer or None, got list: .*call update\(\)",
+        ),
         (lambda: _made(sketch=1000), ValueError, "sketch must be a power of two, got 1000"),
         (lambda: _made(sketch=128), ValueError, r"sketch must lie in \[256, .*got 128"),
         (lambda: _made(every=0), ValueError, "every must be at least 1, got 0"),
