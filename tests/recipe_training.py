@@ -27,9 +27,10 @@ MIXED_PHASES = [1, 1, 1, 1, 2, 1, 2, 1, 2, 2, 2, 2]
 
 
 def recipe(name: str) -> Any:
-    if name.startswith("with_"):
+    framework = re.search("accelerate|fabric|lightning|timm|transformers", name)
+    if framework:
         torchvision_operators.define()
-        pytest.importorskip(name.removeprefix("with_").replace("fabric", "lightning"))
+        pytest.importorskip(framework[0].replace("fabric", "lightning"))
     return importlib.import_module(name)
 
 

@@ -449,7 +449,12 @@ def test_on_many_ranks(float64, pools):
 
 
 OPTIONS = {"compiled": ["--backend", "eager"]}
-PRINTED = {"with_transformers": r"'loss/topic': '\d+\.\d+"}
+PRINTED = {
+    "with_transformers": r"'loss/topic': '\d+\.\d+",
+    "balanced_transformers": r"'task_weight/topic': '\d+\.\d+",
+    "balanced_lightning": r"\d\.\d+",
+    "balanced_accelerate": r"'task_weight/depth': \d+\.\d+",
+}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,6 +20,12 @@ def make_batches(count: int = 3, size: int = 4) -> list[Batch]:
     return batches
 
 
+def make_task_batches(count: int = 3) -> list[tuple[str, Tensor, Tensor]]:
+    """The same, for one task at a time: its name, images and targets."""
+    batches = make_batches(count)
+    return [(task, images, targets[task]) for images, targets in batches for task in TASKS]
+
+
 class Network(nn.Module):
     """A shared trunk, and a head for each task."""
 

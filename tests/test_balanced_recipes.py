@@ -1,0 +1,146 @@
+"""The recipes of GradientBalancer: each against a plain loop, to the tolerance that it states."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plain_training import largest_difference
+from recipe_training import assert_equal_as_stated, recipe
+from torch import Tensor, nn
+
+import cs_kernels as cs
+
+# The frameworks themselves cause these warnings.
+pytestmark = [
+    pytest.mark.frameworks,
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*num_workers", "ignore:'pin_memory'"),
+    pytest.mark.filterwarnings("ignore:The number of training batches"),
+]
+
+
+toy = recipe("toy")
+
+
+def loss_of_batch(network: nn.Module, task: str, images: Tensor, target: Tensor) -> Tensor:
+    loss: Tensor = toy.loss_of(task, network(images, task), target)
+    return loss
+
+
+class PlainBalance:
+    """Weighs exact gradients of the trunk by the weights that those of the step before give."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        trunk: nn.Module,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
+        loss: Callable[..., Tensor] = loss_of_batch,
+        max_norm: float = float("inf"),
+    ) -> None:
+        self.network, self.loss, self.max_norm = network, loss, max_norm
+        self.shared = {*trunk.parameters()}
+        self.optimizer = optimizer(network.parameters(), lr=1e-2)
+        self.weights: dict[str, Tensor | float] = {}
+        self.grad_norms: list[float] = []
+        """Of the updates before clipping."""
+        self.conflicts = 0
+
+    def step(self, micro_batches: Sequence[tuple[str, Any, Any]], parts: int = 1) -> None:
+        """Each loss is divided by the number of parts."""
+        parameters = [*self.network.parameters()]
+        grads: dict[str, list[Tensor]] = {}
+        for task, *batch in micro_batches:
+            loss = self.loss(self.network, task, *batch) / parts
+            found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+            before = grads.get(task, [torch.zeros(()) for _ in parameters])
+            grads[task] = [a + b for a, b in zip(before, found, strict=True)]
+        for n, p in enumerate(parameters):
+            weights = self.weights if p in self.shared else {}
+            p.grad = torch.zeros_like(p)
+            for task, of_task in grads.items():
+                p.grad = p.grad + weights.get(task, 1.0) * of_task[n]
+        self.grad_norms.append(nn.utils.clip_grad_norm_(parameters, self.max_norm).item())
+        self.optimizer.step()
+        of_trunk = [n for n, p in enumerate(parameters) if p in self.shared]
+        rows = [torch.cat([of_task[n].flatten() for n in of_trunk]) for of_task in grads.values()]
+        gramian = torch.stack(rows) @ torch.stack(rows).T
+        self.conflicts += bool(gramian[0, 1] < 0)
+        self.weights = dict(zip(grads, cs.UPGrad().weights(gramian), strict=True))
+
+
+def plain_toy(epochs: int = 4) -> PlainBalance:
+    """Steps of four micro-batches and of the two that are left, each of which counts a quarter."""
+    network = toy.make_network(normalized=False)
+    plain = PlainBalance(network, network.trunk)
+    batches = toy.make_task_batches()
+    for _ in range(epochs):
+        plain.step(batches[:4], 4)
+        plain.step(batches[4:], 4)
+    assert plain.conflicts > 0
+    return plain
+
+
+def test_transformers(float64: None, accelerate: Any, tmp_path: Path) -> None:
+    """The Trainer divides by the batches that a step has, and clips weighted gradients."""
+    module = recipe("balanced_transformers")
+    options = {"dropout": 0.0, "use_cpu": True, "train_sampling_strategy": "sequential"}
+    options |= {"max_grad_norm": 0.5, "lr_scheduler_type": "constant"}
+    at_rest = {"max_steps": 1, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 9}
+    network = module.train(str(tmp_path), **options | at_rest).model
+    trainer = module.train(str(tmp_path), **options)
+
+    def loss(network: nn.Module, *inputs: Any) -> Tensor:
+        task, words, labels = inputs
+        found: Tensor = network(words, labels, task)["loss"]
+        return found
+
+    plain = PlainBalance(network, network.bert, torch.optim.AdamW, loss, max_norm=0.5)
+    batches = [(b["task"], b["input_ids"], b["labels"]) for b in trainer.train_dataset]
+    for _ in range(3):
+        for n in (0, 3, 6):
+            plain.step(batches[n : n + 3], len(batches[n : n + 3]))
+    assert 0 < plain.conflicts < 9
+    assert_equal_as_stated(module, trainer.model, network.state_dict())
+    norms = [entry["grad_norm"] for entry in trainer.state.log_history[:9]]
+    assert norms == pytest.approx(plain.grad_norms, rel=1e-4)
+    assert min(norms) < 0.5 < max(norms)
+
+
+def test_transformers_resumed(accelerate: Any, tmp_path: Path) -> None:
+    """In the middle and at the end of an epoch, with dropout and shuffled batches."""
+    module = recipe("balanced_transformers")
+    options = {"save_steps": 1, "use_cpu": True}
+    straight = module.train(str(tmp_path), **options)
+    for step in (4, 6):
+        checkpoint = str(tmp_path / f"checkpoint-{step}")
+        resumed = module.train(str(tmp_path / "resumed"), checkpoint, **options)
+        assert largest_difference(resumed.model.state_dict(), straight.model.state_dict()) == 0
+        assert str(resumed.balancer.state_dict()) == str(straight.balancer.state_dict())
+
+
+def test_accelerate(float64: None, accelerate: Any) -> None:
+    module = recipe("balanced_accelerate")
+    network, history = module.train(cpu=True)
+    assert len(history) == 8
+    assert_equal_as_stated(module, network, plain_toy().network.state_dict())
+
+
+def test_lightning(float64: None, tmp_path: Path) -> None:
+    module = recipe("balanced_lightning")
+    options = {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path, "logger": False}
+    parts = "enable_checkpointing", "enable_progress_bar", "enable_model_summary"
+    options |= dict.fromkeys(parts, False)
+    expected = plain_toy().network.state_dict()
+    straight, trainer = module.train(**options)
+    assert trainer.global_step == 8
+    assert_equal_as_stated(module, straight.network, expected)
+    assert {"cosine/depth,edges", "task_weight/depth"} <= trainer.logged_metrics.keys()
+    _, trainer = module.train(2, **options)
+    trainer.save_checkpoint(tmp_path / "2.ckpt")
+    resumed, trainer = module.train(4, tmp_path / "2.ckpt", **options)
+    assert trainer.global_step == 8
+    assert_equal_as_stated(module, resumed.network, expected)
+    assert largest_difference(resumed.network.state_dict(), straight.network.state_dict()) == 0
