@@ -71,10 +71,14 @@ class PlainBalance:
         self.weights = dict(zip(grads, cs.UPGrad().weights(gramian), strict=True))
 
 
+def _toy_network() -> tuple[nn.Module, nn.Module]:
+    network = toy.make_network(normalized=False)
+    return network, network.trunk
+
+
 def plain_toy(epochs: int = 4) -> PlainBalance:
     """Steps of four micro-batches and of the two that are left, each of which counts a quarter."""
-    network = toy.make_network(normalized=False)
-    plain = PlainBalance(network, network.trunk)
+    plain = PlainBalance(*_toy_network())
     batches = toy.make_task_batches()
     for _ in range(epochs):
         plain.step(batches[:4], 4)
@@ -144,3 +148,19 @@ def test_lightning(float64: None, tmp_path: Path) -> None:
     assert trainer.global_step == 8
     assert_equal_as_stated(module, resumed.network, expected)
     assert largest_difference(resumed.network.state_dict(), straight.network.state_dict()) == 0
+
+
+def test_loop(float64: None, tmp_path: Path) -> None:
+    module = recipe("balanced_loop")
+    network, history = module.train()
+    plain = PlainBalance(*_toy_network(), torch.optim.AdamW)
+    batches = toy.make_task_batches()
+    for step in range(12):
+        plain.step(batches[step % 3 * 2 :][:2])
+        weights = {task: history[step][f"task_weight/{task}"] for task in plain.weights}
+        assert weights == pytest.approx({t: float(w) for t, w in plain.weights.items()}, rel=1e-4)
+    assert_equal_as_stated(module, network, plain.network.state_dict())
+    for epochs in range(1, 5):
+        resumed, history = module.train(epochs, tmp_path / "checkpoint")
+        assert len(history) == 3
+    assert largest_difference(resumed.state_dict(), network.state_dict()) == 0

@@ -453,7 +453,7 @@ PRINTED = {
     "with_transformers": r"'loss/topic': '\d+\.\d+",
     "balanced_transformers": r"'task_weight/topic': '\d+\.\d+",
     "balanced_lightning": r"\d\.\d+",
-    "balanced_accelerate": r"'task_weight/depth': \d+\.\d+",
+    **dict.fromkeys(["balanced_accelerate", "balanced_loop"], r"'task_weight/depth': \d+\.\d+"),
 }
 
 
