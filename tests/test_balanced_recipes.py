@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from plain_training import largest_difference
-from recipe_training import assert_equal_as_stated, recipe
+from ranks import Pools
+from recipe_training import assert_equal_as_stated, recipe, stated
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import cs_kernels as cs
 
@@ -164,3 +166,25 @@ def test_loop(float64: None, tmp_path: Path) -> None:
         resumed, history = module.train(epochs, tmp_path / "checkpoint")
         assert len(history) == 3
     assert largest_difference(resumed.state_dict(), network.state_dict()) == 0
+
+
+def _on_a_rank(rank: int, sharded: bool) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """Whole parameters, and the numbers of every step."""
+    network, history = recipe("balanced_ranks").train(sharded=sharded)
+    return get_model_state_dict(network, options=StateDictOptions(full_state_dict=True)), history
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sharded", [False, True])
+def test_ranks(pools: Pools, sharded: bool) -> None:
+    """Two ranks, whose parameters and weights agree, against one process with whole batches."""
+    plain = PlainBalance(*_toy_network())
+    batches = toy.make_task_batches()
+    state, history = pools(2).agreed(_on_a_rank, sharded)
+    for step, numbers in enumerate(history):
+        plain.step(batches[step % 3 * 2 :][:2])
+        weights = {task: numbers[f"task_weight/{task}"] for task in plain.weights}
+        assert weights == pytest.approx({t: float(w) for t, w in plain.weights.items()}, rel=1e-3)
+    assert len(history) == 12
+    difference = largest_difference(state, plain.network.state_dict())
+    assert difference <= stated(recipe("balanced_ranks"))
