@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from plain_training import largest_difference
+from plain_training import in_float64, largest_difference
 from ranks import Pools
 from recipe_training import assert_equal_as_stated, recipe, stated
 from torch import Tensor, nn
@@ -89,30 +89,68 @@ def plain_toy(epochs: int = 4) -> PlainBalance:
     return plain
 
 
-def test_transformers(float64: None, accelerate: Any, tmp_path: Path) -> None:
-    """The Trainer divides by the batches that a step has, and clips weighted gradients."""
-    module = recipe("balanced_transformers")
-    options = {"dropout": 0.0, "use_cpu": True, "train_sampling_strategy": "sequential"}
-    options |= {"max_grad_norm": 0.5, "lr_scheduler_type": "constant"}
-    at_rest = {"max_steps": 1, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 9}
-    network = module.train(str(tmp_path), **options | at_rest).model
-    trainer = module.train(str(tmp_path), **options)
+SEQUENTIAL = {
+    "dropout": 0.0,
+    "use_cpu": True,
+    "train_sampling_strategy": "sequential",
+    "lr_scheduler_type": "constant",
+}
 
-    def loss(network: nn.Module, *inputs: Any) -> Tensor:
-        task, words, labels = inputs
+
+def plain_transformers(folder: Path) -> tuple[PlainBalance, list[tuple[str, Tensor, Tensor]]]:
+    """The recipe's network before training, and its batches."""
+    at_rest = {"max_steps": 1, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 9}
+    trainer = recipe("balanced_transformers").train(str(folder), **SEQUENTIAL | at_rest)
+
+    def loss(network: nn.Module, task: str, words: Tensor, labels: Tensor) -> Tensor:
         found: Tensor = network(words, labels, task)["loss"]
         return found
 
+    network = trainer.model
     plain = PlainBalance(network, network.bert, torch.optim.AdamW, loss, max_norm=0.5)
-    batches = [(b["task"], b["input_ids"], b["labels"]) for b in trainer.train_dataset]
+    return plain, [(b["task"], b["input_ids"], b["labels"]) for b in trainer.train_dataset]
+
+
+def test_transformers(float64: None, accelerate: Any, tmp_path: Path) -> None:
+    """The Trainer divides by the batches that a step has, and clips weighted gradients."""
+    module = recipe("balanced_transformers")
+    plain, batches = plain_transformers(tmp_path)
+    trainer = module.train(str(tmp_path), max_grad_norm=0.5, **SEQUENTIAL)
     for _ in range(3):
         for n in (0, 3, 6):
             plain.step(batches[n : n + 3], len(batches[n : n + 3]))
     assert 0 < plain.conflicts < 9
-    assert_equal_as_stated(module, trainer.model, network.state_dict())
+    assert_equal_as_stated(module, trainer.model, plain.network.state_dict())
     norms = [entry["grad_norm"] for entry in trainer.state.log_history[:9]]
     assert norms == pytest.approx(plain.grad_norms, rel=1e-4)
     assert min(norms) < 0.5 < max(norms)
+
+
+def _trainer_on_a_rank(rank: int, folder: str) -> tuple[dict[str, Any], Tensor]:
+    variables: dict[str, Any] = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    with in_float64(), pytest.MonkeyPatch.context() as patch:
+        for variable, value in variables.items():
+            patch.setenv(variable, str(value))
+        trainer = recipe("balanced_transformers").train(folder, max_grad_norm=0.5, **SEQUENTIAL)
+    assert isinstance(trainer.model_wrapped, nn.parallel.DistributedDataParallel)
+    weights: Tensor = trainer.balancer.state_dict()["weights"]
+    return trainer.model.state_dict(), weights
+
+
+@pytest.mark.ranks
+def test_transformers_on_many_ranks(
+    float64: None, accelerate: Any, pools: Pools, tmp_path: Path
+) -> None:
+    """Two ranks, each of which has the batches of one task."""
+    plain, batches = plain_transformers(tmp_path)
+    for _ in range(3):
+        plain.step(batches[:6], 6)
+        plain.step(batches[6:], 2)
+    assert plain.conflicts > 0
+    state, _ = pools(2).agreed(_trainer_on_a_rank, str(tmp_path / "two"))
+    difference = largest_difference(state, plain.network.state_dict())
+    assert difference <= stated(recipe("balanced_transformers"))
 
 
 def test_transformers_resumed(accelerate: Any, tmp_path: Path) -> None:
