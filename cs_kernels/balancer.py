@@ -98,6 +98,8 @@ class GradientBalancer:
         if size & (size - 1):
             raise ValueError(f"sketch must be a power of two, got {size}")
         self._groups, self._ranks = _groups_of(self._parameters, process_group)
+        shapes = [tuple(p.shape) for p in self._parameters]
+        _check_agreement(self._groups, (self.tasks, repr(self.method), every, size, seed, shapes))
         self._arguments = {"sketch": size, "every": every, "scaler": scaler, "seed": seed}
         self.optimizer = optimizer
         self._process_group = process_group
@@ -492,6 +494,19 @@ class _Update:
         balancer = self._balancer()
         if balancer is not None:
             balancer.update()
+
+
+def _check_agreement(groups: Sequence[Any], facts: object) -> None:
+    """Raises ValueError if ranks differ: sketches would be added to those of other tasks."""
+    for group in groups:
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, facts, group=group)
+        for rank, others in enumerate(found):
+            if others != found[0]:
+                raise ValueError(
+                    "all ranks must have the same tasks, method, every, sketch, seed and parameters,"
+                    f" got {found[0][:-1]} on rank 0 and {others[:-1]} on rank {rank} of a group"
+                )
 
 
 def _adds_in_place(total: Tensor, grad: Tensor, leaf: Tensor) -> bool:
