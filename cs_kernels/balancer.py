@@ -4,28 +4,31 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 
+from cs_kernels.balancing.arguments import (
+    check_agreement,
+    checked_method,
+    checked_parameters,
+    checked_tasks,
+    groups_of,
+    torch_optimizer,
+)
+from cs_kernels.balancing.arrivals import Arrivals
+from cs_kernels.balancing.products import Products
+from cs_kernels.balancing.sketches import Sketches
 from cs_kernels.engine.loss_graph import checked_losses
 from cs_kernels.engine.task_weights import find_one_pass
-from cs_kernels.methods import GramianMethod, Method, Sum, UPGrad
-from cs_kernels.methods.sum import Ones
-from cs_kernels.monitor.balance import BalanceReport, Products
+from cs_kernels.methods import Method, Sum
+from cs_kernels.monitor.balance import BalanceReport
 from cs_kernels.ops.checks import LEAST_SKETCH, MOST_SKETCH
 from cs_kernels.options import checked_integer, checked_seed
-from cs_kernels.sketches import Sketches
 from cs_kernels.step import Step
 from cs_kernels.torch_internals.autograd import hooked
-from cs_kernels.torch_internals.fsdp import (
-    is_sharded,
-    modules_that_shard,
-    sharded_parameters,
-)
 
 _open: "weakref.WeakSet[GradientBalancer]" = weakref.WeakSet()
 """All that are not closed."""
@@ -86,20 +89,21 @@ class GradientBalancer:
         scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
     ) -> None:
-        self.tasks = _checked_tasks(tasks)
-        self.method, self._weights_of = _checked_method(method, self.tasks)
+        self.tasks = checked_tasks(tasks)
+        self.method, self._weights_of = checked_method(method, self.tasks)
         self.every = checked_integer("every", every, 1)
         self.scaler = scaler
-        inner = _torch_optimizer(optimizer)
+        inner = torch_optimizer(optimizer)
         by_layer = self._weights_of.groups == "layer"
-        self._named = _checked_parameters(parameters, needs_names=by_layer)
+        self._named = checked_parameters(parameters, needs_names=by_layer)
         self._parameters = [p for _, p in self._named]
+        self._check_free()
         size = checked_integer("sketch", sketch, LEAST_SKETCH, MOST_SKETCH + 1)
         if size & (size - 1):
             raise ValueError(f"sketch must be a power of two, got {size}")
-        self._groups, self._ranks = _groups_of(self._parameters, process_group)
+        self._groups, self._ranks = groups_of(self._parameters, process_group)
         shapes = [tuple(p.shape) for p in self._parameters]
-        _check_agreement(self._groups, (self.tasks, repr(self.method), every, size, seed, shapes))
+        check_agreement(self._groups, (self.tasks, repr(self.method), every, size, seed, shapes))
         self._arguments = {"sketch": size, "every": every, "scaler": scaler, "seed": seed}
         self.optimizer = optimizer
         self._process_group = process_group
@@ -123,7 +127,7 @@ class GradientBalancer:
         self._arrived = False
         """Whether they have brought a gradient."""
         self._warned: set[str] = set()
-        self._hooks = _Hooks(self, self._parameters)
+        self._hooks = Arrivals(self._parameters, self._take)
         own = weakref.ref(self)
         handle = None if inner is None else inner.register_step_post_hook(_Update(own))
         self._release = weakref.finalize(self, _release, self._hooks, handle)
@@ -347,6 +351,17 @@ class GradientBalancer:
         """Whether the end of this step solves for weights."""
         return self._steps % self.every == 0
 
+    def _check_free(self) -> None:
+        """Raises ValueError if another balancer has one of the parameters."""
+        own = {p: name for name, p in self._named}
+        for other in _open:
+            taken = [own[p] for p in other._parameters if p in own]
+            if taken:
+                raise ValueError(
+                    f"parameters must have no other GradientBalancer, got {taken[0]} of {other!r}:"
+                    " close() that one first"
+                )
+
     def _check_open(self) -> None:
         if not self._release.alive:
             raise RuntimeError("this GradientBalancer is closed: make another one")
@@ -355,12 +370,8 @@ class GradientBalancer:
         like = self._products.gramian
         return like.new_ones(like.shape[:2]) if self._weights is None else self._weights
 
-    def arrive(self, parameter: int, grad: Tensor, leaf: Tensor) -> tuple[Tensor | None] | None:
-        """Takes a gradient on its way to a leaf's `.grad`; returns what to add there in its place.
-
-        None leaves it. (None,) adds nothing more: the weighted gradient is in `.grad`, without a
-        copy of it, whose fresh memory would take longer to fill than all else here.
-        """
+    def _take(self, parameter: int, grad: Tensor) -> Tensor | None:
+        """Takes a gradient on its way to `.grad`; returns its weight, or None for 1."""
         if self._active is None:
             return None
         self._arrived = True
@@ -371,14 +382,7 @@ class GradientBalancer:
                     f" {self._named[parameter][0]}: do not hand it over"
                 )
             self._sketches.add(self._active, parameter, grad)
-        if not self._factors:
-            return None
-        factor, total = self._factors[self._module_of[parameter]], leaf.grad
-        if total is not None and _adds_in_place(total, grad, leaf):
-            with torch.no_grad():
-                total.addcmul_(grad, factor)
-            return (None,)
-        return ((grad * factor).to(grad.dtype),)
+        return self._factors[self._module_of[parameter]] if self._factors else None
 
     def _solve(self) -> None:
         products = self._sketches.products()
@@ -421,69 +425,6 @@ class GradientBalancer:
         return True
 
 
-class _Hooks:
-    """Hooks at the nodes that accumulate the parameters' gradients, once for each time.
-
-    They belong to no parameter, so copies of a network have none.
-    """
-
-    def __init__(self, balancer: GradientBalancer, parameters: list[nn.Parameter]) -> None:
-        self._balancer = weakref.ref(balancer)
-        self._parameters = parameters
-        self._nodes: dict[int, tuple[Any, ...]] = {}
-        """By parameter: its dtype and device at that time, its node, and the hook's handle."""
-        self._handles = []
-        self._sharding = modules_that_shard(parameters)
-        # Whole parameters are made in the first forward pass.
-        for module in self._sharding:
-            self._handles.append(module.register_forward_hook(lambda *_: self.connect()))
-
-    def connect(self) -> None:
-        """Puts a hook where there is none: parameters that were frozen, converted or sharded."""
-        whole: dict[Tensor, Tensor] | None = None
-        for n, p in enumerate(self._parameters):
-            kind = p.dtype, p.device
-            if not p.requires_grad or (n in self._nodes and self._nodes[n][:2] == kind):
-                continue
-            leaf: Tensor | None = p
-            if is_sharded(p):
-                whole = whole or {s: w for w, s in sharded_parameters(self._sharding).items()}
-                leaf = whole.get(p)
-            if leaf is not None:
-                self._disconnect(n)
-                node = get_gradient_edge(leaf).node
-                handle = node.register_prehook(_Arrival(self._balancer, n, leaf))
-                self._nodes[n] = (*kind, node, handle)
-
-    def _disconnect(self, n: int) -> None:
-        if n in self._nodes:
-            self._nodes.pop(n)[-1].remove()
-
-    def remove(self) -> None:
-        """Removes all hooks."""
-        for n in [*self._nodes]:
-            self._disconnect(n)
-        for handle in self._handles:
-            handle.remove()
-
-
-class _Arrival:
-    """The hook of a parameter's node."""
-
-    def __init__(
-        self, balancer: "weakref.ref[GradientBalancer]", parameter: int, leaf: Tensor
-    ) -> None:
-        self._balancer = balancer
-        self._parameter = parameter
-        self._leaf = leaf
-
-    def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None] | None:
-        balancer, (grad,) = self._balancer(), grads
-        if balancer is None or grad is None:
-            return None
-        return balancer.arrive(self._parameter, grad, self._leaf)
-
-
 class _Update:
     """The hook of the optimizer's step."""
 
@@ -496,117 +437,7 @@ class _Update:
             balancer.update()
 
 
-def _check_agreement(groups: Sequence[Any], facts: object) -> None:
-    """Raises ValueError if ranks differ: sketches would be added to those of other tasks."""
-    for group in groups:
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, facts, group=group)
-        for rank, others in enumerate(found):
-            if others != found[0]:
-                raise ValueError(
-                    "all ranks must have the same tasks, method, every, sketch, seed and parameters,"
-                    f" got {found[0][:-1]} on rank 0 and {others[:-1]} on rank {rank} of a group"
-                )
-
-
-def _adds_in_place(total: Tensor, grad: Tensor, leaf: Tensor) -> bool:
-    """Whether autograd would add a gradient in place, and calls no hook after that."""
-    alike = total.dtype is grad.dtype and total.shape == grad.shape
-    dense = total.layout is torch.strided is grad.layout
-    hooked_after = getattr(leaf, "_post_accumulate_grad_hooks", None)
-    return alike and dense and not hooked_after and not torch.is_grad_enabled()
-
-
-def _release(hooks: _Hooks, handle: Any) -> None:
+def _release(hooks: Arrivals, handle: Any) -> None:
     hooks.remove()
     if handle is not None:
         handle.remove()
-
-
-def _torch_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
-    """The one inside of a framework's wrapper, which steps after the last micro-batch alone."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    if inner is None or isinstance(inner, torch.optim.Optimizer):
-        return inner
-    raise TypeError(
-        f"optimizer must be a torch optimizer or None, got {type(inner).__name__}: without one,"
-        " call update() after the step"
-    )
-
-
-def _checked_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
-    names = tuple(tasks)
-    if isinstance(tasks, str) or not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"tasks must be a sequence of names, got {tasks!r}")
-    if len(set(names)) < len(names):
-        raise ValueError(f"tasks must be different, got {list(names)}")
-    return names
-
-
-def _checked_method(
-    method: Method | None, tasks: tuple[str, ...]
-) -> tuple[GramianMethod | Sum, GramianMethod]:
-    """The method, and the one that solves for weights: ones for `Sum`."""
-    method = UPGrad() if method is None else method
-    if not isinstance(method, GramianMethod | Sum):
-        raise TypeError(
-            f"method must be a Gramian method or Sum(), which need the products of gradients alone,"
-            f" got {method!r}: use MultiTaskOptimizer"
-        )
-    if method.update_every != 1:
-        raise ValueError(f"method must have update_every=1, got {method!r}: use every=")
-    solver = Ones() if isinstance(method, Sum) else method
-    solver.check(tasks)
-    return method, solver
-
-
-def _checked_parameters(
-    parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]], *, needs_names: bool
-) -> list[tuple[str, nn.Parameter]]:
-    """Parameters with names, or numbers; each once, with its first name."""
-    if isinstance(parameters, nn.Module | Tensor):
-        raise TypeError(
-            f"parameters must be an iterable of parameters, got {type(parameters).__name__}: hand"
-            " over module.parameters(), or module.named_parameters()"
-        )
-    found: dict[nn.Parameter, str] = {}
-    for n, entry in enumerate(parameters):
-        if needs_names and not isinstance(entry, tuple):
-            raise ValueError(
-                "parameters must have names for groups='layer', got none: hand over"
-                " module.named_parameters()"
-            )
-        name, p = entry if isinstance(entry, tuple) else (str(n), entry)
-        if not isinstance(p, nn.Parameter):
-            raise TypeError(f"parameters must be parameters, got {type(p).__name__} for {name}")
-        found.setdefault(p, name)
-    if not found:
-        raise ValueError("parameters must have at least one parameter, got none")
-    devices = {str(p.device) for p in found}
-    if len(devices) > 1:
-        raise ValueError(f"parameters must be on one device, got {sorted(devices)}")
-    for other in _open:
-        taken = [found[p] for p in other._parameters if p in found]
-        if taken:
-            raise ValueError(
-                f"parameters must have no other GradientBalancer, got {taken[0]} of {other!r}:"
-                " close() that one first"
-            )
-    return [(name, p) for p, name in found.items()]
-
-
-def _groups_of(
-    parameters: list[nn.Parameter], group: "dist.ProcessGroup | None"
-) -> tuple[list[object], int]:
-    """The process groups over which sketches are averaged one after the other, and all ranks."""
-    meshes = [cast("Any", p).device_mesh for p in parameters if is_sharded(p)]
-    if meshes:
-        if group is not None:
-            raise ValueError(f"process_group must be None after fully_shard, got {group!r}")
-        if any(mesh != meshes[0] for mesh in meshes) or len(meshes) < len(parameters):
-            raise ValueError("parameters must all be sharded on one mesh, or none of them")
-        return [meshes[0].get_group(dim) for dim in range(meshes[0].ndim)], meshes[0].size()
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    ranks = 1 if group is None else dist.get_world_size(group)
-    return ([group], ranks) if ranks > 1 else ([], 1)

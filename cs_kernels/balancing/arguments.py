@@ -1,0 +1,108 @@
+"""Checks of a GradientBalancer's arguments, and the ranks that its parameters have."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from cs_kernels.methods import GramianMethod, Method, Sum, UPGrad
+from cs_kernels.methods.sum import Ones
+from cs_kernels.torch_internals.fsdp import is_sharded
+
+
+def torch_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
+    """The one inside of a framework's wrapper, which steps after the last micro-batch alone."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if inner is None or isinstance(inner, torch.optim.Optimizer):
+        return inner
+    raise TypeError(
+        f"optimizer must be a torch optimizer or None, got {type(inner).__name__}: without one,"
+        " call update() after the step"
+    )
+
+
+def checked_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
+    """The names of the tasks."""
+    names = tuple(tasks)
+    if isinstance(tasks, str) or not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"tasks must be a sequence of names, got {tasks!r}")
+    if len(set(names)) < len(names):
+        raise ValueError(f"tasks must be different, got {list(names)}")
+    return names
+
+
+def checked_method(
+    method: Method | None, tasks: tuple[str, ...]
+) -> tuple[GramianMethod | Sum, GramianMethod]:
+    """The method, and the one that solves for weights: ones for `Sum`."""
+    method = UPGrad() if method is None else method
+    if not isinstance(method, GramianMethod | Sum):
+        raise TypeError(
+            f"method must be a Gramian method or Sum(), which need the products of gradients alone,"
+            f" got {method!r}: use MultiTaskOptimizer"
+        )
+    if method.update_every != 1:
+        raise ValueError(f"method must have update_every=1, got {method!r}: use every=")
+    solver = Ones() if isinstance(method, Sum) else method
+    solver.check(tasks)
+    return method, solver
+
+
+def checked_parameters(
+    parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]], *, needs_names: bool
+) -> list[tuple[str, nn.Parameter]]:
+    """Parameters with names, or numbers; each once, with its first name."""
+    if isinstance(parameters, nn.Module | Tensor):
+        raise TypeError(
+            f"parameters must be an iterable of parameters, got {type(parameters).__name__}: hand"
+            " over module.parameters(), or module.named_parameters()"
+        )
+    found: dict[nn.Parameter, str] = {}
+    for n, entry in enumerate(parameters):
+        if needs_names and not isinstance(entry, tuple):
+            raise ValueError(
+                "parameters must have names for groups='layer', got none: hand over"
+                " module.named_parameters()"
+            )
+        name, p = entry if isinstance(entry, tuple) else (str(n), entry)
+        if not isinstance(p, nn.Parameter):
+            raise TypeError(f"parameters must be parameters, got {type(p).__name__} for {name}")
+        found.setdefault(p, name)
+    if not found:
+        raise ValueError("parameters must have at least one parameter, got none")
+    devices = {str(p.device) for p in found}
+    if len(devices) > 1:
+        raise ValueError(f"parameters must be on one device, got {sorted(devices)}")
+    return [(name, p) for p, name in found.items()]
+
+
+def groups_of(
+    parameters: list[nn.Parameter], group: "dist.ProcessGroup | None"
+) -> tuple[list[object], int]:
+    """The process groups over which sketches are averaged one after the other, and all ranks."""
+    meshes = [cast("Any", p).device_mesh for p in parameters if is_sharded(p)]
+    if meshes:
+        if group is not None:
+            raise ValueError(f"process_group must be None after fully_shard, got {group!r}")
+        if any(mesh != meshes[0] for mesh in meshes) or len(meshes) < len(parameters):
+            raise ValueError("parameters must all be sharded on one mesh, or none of them")
+        return [meshes[0].get_group(dim) for dim in range(meshes[0].ndim)], meshes[0].size()
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    ranks = 1 if group is None else dist.get_world_size(group)
+    return ([group], ranks) if ranks > 1 else ([], 1)
+
+
+def check_agreement(groups: Sequence[Any], facts: object) -> None:
+    """Raises ValueError if ranks differ: sketches would be added to those of other tasks."""
+    for group in groups:
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, facts, group=group)
+        for rank, others in enumerate(found):
+            if others != found[0]:
+                raise ValueError(
+                    "all ranks must have the same tasks, method, every, sketch, seed and shapes of"
+                    f" parameters, got {found[0]} on rank 0 and {others} on rank {rank} of a group"
+                )

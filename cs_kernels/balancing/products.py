@@ -1,0 +1,84 @@
+"""The products of the tasks' gradients, over the steps."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Products:
+    """The products of the tasks' gradients over the steps, without host synchronization.
+
+    Args:
+        modules: The number of Gramians.
+        tasks: K.
+        device: The device of the gradients.
+
+    """
+
+    def __init__(self, modules: int, tasks: int, device: torch.device) -> None:
+        shape = modules, tasks, tasks
+        self.gramian = torch.zeros(shape, dtype=torch.float64, device=device)
+        self.together = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.losses = torch.zeros(tasks, dtype=torch.float32, device=device)
+        self.finite = torch.ones((), dtype=torch.bool, device=device)
+        self.counts = torch.zeros(shape[1:], dtype=torch.int64, device=device)
+        self.steps = torch.zeros_like(self.counts)
+        self.all_known = False
+        """Whether every task was seen to have a gradient."""
+
+    def add(self, products: Tensor, losses: Tensor) -> Tensor:
+        """Takes those of a step, [modules, K, K]; returns all, or NaN if weights are to stay.
+
+        They stay after a step with a gradient that is not finite, and after one without gradients.
+
+        A task without a gradient, or with a zero one, keeps its last products and loss.
+        """
+        energies = products.diagonal(dim1=-2, dim2=-1)
+        present = ~(energies == 0)
+        now = present.unsqueeze(-1) & present.unsqueeze(-2)
+        self.finite = products.isfinite().all()
+        merged = torch.where(now, products, self.gramian)
+        self.together = self.together | (now & self.finite)
+        self.gramian = torch.where(self.finite, merged, self.gramian)
+        self.losses = torch.where(self.finite & present.any(0), losses, self.losses)
+        pairs = now.any(0) & self.finite
+        self.steps = self.steps + pairs
+        self.counts = self.counts + (pairs & (products.sum(0) < 0))
+        return torch.where(self.finite & present.any(), merged, torch.nan)
+
+    def known(self) -> list[int]:
+        """The tasks that have had a gradient; waits for the device until all have."""
+        tasks = self.gramian.shape[-1]
+        if not self.all_known:
+            seen = self.together.diagonal(dim1=-2, dim2=-1).any(0).tolist()
+            self.all_known = all(seen)
+            return [task for task in range(tasks) if seen[task]]
+        return [*range(tasks)]
+
+    _SAVED = "gramian", "together", "losses", "finite", "counts", "steps"
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Copies of all tensors."""
+        return {name: getattr(self, name).clone() for name in self._SAVED}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raises ValueError for tensors of another shape or dtype."""
+        for name in self._SAVED:
+            own, found = getattr(self, name), state[name]
+            if not isinstance(found, Tensor) or found.shape != own.shape:
+                got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+                raise ValueError(
+                    f"state must have a tensor of shape {tuple(own.shape)} in {name!r}, got {got}"
+                )
+            if found.dtype is not own.dtype:
+                raise ValueError(f"state must have {own.dtype} in {name!r}, got {found.dtype}")
+        if not state["gramian"].isfinite().all():
+            raise ValueError(f"state must have finite products, got {state['gramian']}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state_dict`."""
+        for name in self._SAVED:
+            setattr(self, name, state[name].clone().to(self.gramian.device))
+        self.all_known = False
