@@ -46,6 +46,10 @@ TABLES = {
         exact / features={ratio:.2f} | features / plain={over_plain:.2f}
         plain MB={peak_bytes[plain]:.1f} | exact MB={peak_bytes[all]:.1f}
         features MB={peak_bytes[features]:.1f} | rows MB={feature_bytes:.2f}""",
+    "sketches": """dtype={dtype} | threads={threads} | N={numel:.0f} M | ms={milliseconds[sketch]:.1f}
+        x reading={over_read:.2f} | x Gramian of one task={over_gramian:.2f}""",
+    "balancer": """network={network} | K={tasks} | passes={step} | ms={milliseconds:.0f}
+        x plain passes={over_plain:.2f} | extra gradients={extra_over_gradient:.2f}""",
     "together": """network={network} | N={numel:.2f} M | K={tasks} | batch={batch}
         time={milliseconds[step]:.0f} → {milliseconds[together]:.0f} | ratio={ratio:.2f}
         gradients={gradient_bytes[step]:.1f} → {gradient_bytes[together]:.1f}
@@ -164,8 +168,8 @@ def contents(name: str) -> list[str]:
             row = of_ways.setdefault((c["network"], c["step"]), dict(c))
             row[f"K{c['tasks']}"] = c
         cases = [*of_ways.values()]
-    if name == "limits":
-        cases = [c for c in cases if c["step"] != "plain"]
+    if name in ("limits", "balancer"):
+        cases = [c for c in cases if not c["step"].endswith("plain")]
     if name == "ranks":
         cases = [c for c in cases if c["ranks"] > 1 and c["method"] != "PCGrad"]
         for c in cases:

@@ -48,8 +48,7 @@ def test_sketch(report: Any, quick: bool, dtype: torch.dtype, threads: int) -> N
     }
     times = in_turns(runs, 1 if quick else 31, 20)
     report(
-        "balancer",
-        step="sketch_",
+        "sketches",
         dtype=str(dtype).removeprefix("torch."),
         numel=count * numel / 1e6,
         threads=threads,
