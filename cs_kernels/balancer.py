@@ -398,16 +398,18 @@ class GradientBalancer:
         losses = {task: self._products.losses[i] for i, task in zip(known, tasks, strict=True)}
         losses = losses if has_losses else {}
         step = Step(self._steps, tasks, losses, losses, layers=self._layers)
-        chosen = gramian
-        if len(known) < len(self.tasks):
-            chosen = gramian[:, known][:, :, known]
+        all_known = len(known) == len(self.tasks)  # An index would make the host wait for a GPU.
+        chosen = gramian if all_known else gramian[:, known][:, :, known]
         try:
             solved = self._weights_of.weights(chosen if self._layers else chosen[0], step)
         except KeyError as error:
             raise ValueError(f"task must get the loss for {self.method!r}") from error
-        found = self._all_weights().clone()
-        found[:, known] = solved.to(found).reshape(-1, len(known))
-        self._weights = torch.where(found.isfinite().all(), found, self._all_weights())
+        before = self._all_weights()
+        weights = solved.to(before).reshape(-1, len(known))
+        if not all_known:
+            weights, chosen_weights = before.clone(), weights
+            weights[:, known] = chosen_weights
+        self._weights = torch.where(weights.isfinite().all(), weights, before)
 
     def _one_pass(self, losses: Mapping[str, Tensor]) -> bool:
         """Makes one weighted pass, if that gives the gradients of a pass per task."""

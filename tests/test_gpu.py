@@ -11,7 +11,7 @@ from layers import KINDS, Kind, sample, solver_options, trunk_arguments
 from loops import CASES, Loop
 from networks import Setup, assert_equal, refused
 from stacking import together
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils._pytree import tree_leaves
 
@@ -323,3 +323,29 @@ def test_a_device_that_is_not_the_current_one(backend: str) -> None:
     update = cs.functional.project_conflicts(grads, priority)
     with cs.use_backend("reference"):
         torch.testing.assert_close(update, cs.functional.project_conflicts(grads, priority))
+
+
+def _balanced(device: str) -> list[Tensor]:
+    """Parameters after some steps of a GradientBalancer; all but the first two without waiting."""
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        trunk, heads = nn.Linear(12, 90), nn.ModuleDict({t: nn.Linear(90, 1) for t in "ab"})
+        network = nn.ModuleList([trunk, heads]).double()
+        x = torch.randn(4, 8, 12, dtype=torch.float64).to(device)
+    network.to(device)
+    sgd = torch.optim.SGD(network.parameters(), 0.1)
+    balancer = cs.GradientBalancer(trunk.parameters(), heads, cs.NashMTL(), sgd, sketch=256)
+    for number, batch in enumerate(x):
+        sgd.zero_grad()
+        with never_waits() if device == "cuda" and number > 1 else contextlib.nullcontext():
+            for n, task in enumerate(heads):
+                with balancer.task(task):
+                    (heads[task](trunk(batch).tanh()) - n).square().mean().backward()
+            sgd.step()
+    return [p.detach().cpu() for p in network.parameters()]
+
+
+def test_balancer(backend: str) -> None:
+    with cs.use_backend("cpu"), torch.device("cpu"):
+        expected = _balanced("cpu")
+    torch.testing.assert_close(_balanced("cuda"), expected, rtol=1e-9, atol=1e-12)
