@@ -348,4 +348,5 @@ def _balanced(device: str) -> list[Tensor]:
 def test_balancer(backend: str) -> None:
     with cs.use_backend("cpu"), torch.device("cpu"):
         expected = _balanced("cpu")
-    torch.testing.assert_close(_balanced("cuda"), expected, rtol=1e-9, atol=1e-12)
+    # Products of sketches are in float32 within a thread.
+    torch.testing.assert_close(_balanced("cuda"), expected, rtol=1e-6, atol=1e-9)
