@@ -47,7 +47,8 @@ TABLES = {
         plain MB={peak_bytes[plain]:.1f} | exact MB={peak_bytes[all]:.1f}
         features MB={peak_bytes[features]:.1f} | rows MB={feature_bytes:.2f}""",
     "sketches": """dtype={dtype} | threads={threads} | N={numel:.0f} M
-        ms={milliseconds[sketch]:.1f} | x reading={over_read:.2f} | x Gramian of one task={over_gramian:.2f}""",
+        ms={milliseconds[sketch]:.1f} | x reading={over_read:.2f}
+        x Gramian of one task={over_gramian:.2f}""",
     "balancer": """network={network} | K={tasks} | passes={step} | ms={milliseconds:.0f}
         x plain passes={over_plain:.2f} | extra gradients={extra_over_gradient:.2f}""",
     "together": """network={network} | N={numel:.2f} M | K={tasks} | batch={batch}
