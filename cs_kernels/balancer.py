@@ -201,6 +201,8 @@ class GradientBalancer:
 
         """
         given = checked_losses(losses)
+        if not given:
+            raise ValueError("losses must hold the loss of at least one task, got {}")
         for task in given:
             if task not in self.tasks:
                 raise ValueError(f"losses must have tasks of {list(self.tasks)}, got {task!r}")

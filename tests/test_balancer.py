@@ -522,6 +522,8 @@ def test_misuse() -> None:
         pass
     with warnings.catch_warnings(), balancer.task("b"):
         warnings.simplefilter("error")  # Once for each task.
+    with pytest.raises(ValueError, match="losses must hold the loss of at least one task"):
+        balancer.backward({})
     with pytest.raises(ValueError, match=r"losses must have tasks of .*got 'd'"):
         balancer.backward({"d": network(training.batch(0, "a"), "a")})
     state = balancer.state_dict()

@@ -17,7 +17,7 @@ void add_to_bins(const SketchTensor& tensor, std::uint64_t key, float* sketch, s
   const std::int64_t last = tensor.index + tensor.size;
   for (std::int64_t block = tensor.index / bins; block * bins < last; ++block) {
     const std::int64_t rotation =
-        sketch_rotation(key, static_cast<std::uint64_t>(block)) % static_cast<std::uint64_t>(bins);
+        std::int64_t{sketch_rotation(key, static_cast<std::uint64_t>(block))} % bins;
     // The elements of bin 0 onwards, and those before, which have the last bins.
     for (const std::int64_t origin : {block * bins - rotation + bins, block * bins - rotation}) {
       const std::int64_t from = std::max({origin + begin, block * bins, tensor.index});
