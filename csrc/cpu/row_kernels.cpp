@@ -474,12 +474,13 @@ template <class Type> CS_INLINE Floats load_floats(const typename Type::Element*
 
 template <class Type>
 CS_INLINE void add_word(const typename Type::Element* x, std::uint32_t signs, float* out) {
-  unrolled<2>([&](int half) CS_LAMBDA_INLINE {
-    Floats v = load_floats<Type>(x + half * Floats::kLanes);
-    v.negate(signs >> (half * Floats::kLanes));
-    Floats sum = Floats::load(out + half * Floats::kLanes);
+  unrolled<2>([&](std::ptrdiff_t half) CS_LAMBDA_INLINE {
+    const std::ptrdiff_t first = half * Floats::kLanes;
+    Floats v = load_floats<Type>(x + first);
+    v.negate(signs >> first);
+    Floats sum = Floats::load(out + first);
     sum += v;
-    sum.store(out + half * Floats::kLanes);
+    sum.store(out + first);
   });
 }
 
