@@ -127,6 +127,8 @@ class GradientBalancer:
         self._arrived = False
         """Whether they have brought a gradient."""
         self._warned: set[str] = set()
+        self._reached: set[int] = set()
+        """The parameters that a task has reached in this step."""
         self._hooks = Arrivals(self._parameters, self._take)
         own = weakref.ref(self)
         handle = None if inner is None else inner.register_step_post_hook(_Update(own))
@@ -140,8 +142,7 @@ class GradientBalancer:
         """Around backward passes of one task; may be around forward passes too.
 
         Several `with` blocks of a task, as of micro-batches, add up. What arrives outside of any
-        has the weight 1. An exception drops the sketches of the step: if the optimizer steps
-        nevertheless, weights stay as they are.
+        has the weight 1. After an exception, task weights stay as they are at the end of this step.
 
         Args:
             task: The task.
@@ -169,7 +170,7 @@ class GradientBalancer:
                 self._sketches.add_loss(self._active, loss)
             yield
         except BaseException:
-            self._sketches.begin(self._steps)
+            self._sketches.spoil()
             raise
         finally:
             self._active = None
@@ -231,13 +232,16 @@ class GradientBalancer:
 
         """
         if self._active is not None:
-            raise RuntimeError(f"update must not be inside task({self.tasks[self._active]!r})")
+            raise RuntimeError(
+                "the optimizer's step and update() must not be inside"
+                f" task({self.tasks[self._active]!r})"
+            )
         self._check_open()
         if self._solves:
             self._sketches.average(self._groups, self._ranks)
             self._solve()
-            self._sketches.begin(self._steps + 1)
         self._steps += 1
+        self._restart()
 
     # --- what it knows ---
 
@@ -317,7 +321,7 @@ class GradientBalancer:
         device = self._products.gramian.device
         self._weights = None if weights is None else weights.clone().to(device)
         self._steps = steps
-        self._sketches.begin(steps)
+        self._restart()
 
     def __getstate__(self) -> dict[str, Any]:
         """Arguments and state, for copies and pickles.
@@ -350,8 +354,13 @@ class GradientBalancer:
 
     @property
     def _solves(self) -> bool:
-        """Whether the end of this step solves for weights."""
-        return self._steps % self.every == 0
+        """Whether the end of this step solves for weights: until all tasks were there, any does."""
+        return self._steps % self.every == 0 or not self._products.all_known
+
+    def _restart(self) -> None:
+        """Drops what has arrived in this step."""
+        self._reached.clear()
+        self._sketches.begin(self._steps)
 
     def _check_free(self) -> None:
         """Raises ValueError if another balancer has one of the parameters."""
@@ -360,8 +369,8 @@ class GradientBalancer:
             taken = [own[p] for p in other._parameters if p in own]
             if taken:
                 raise ValueError(
-                    f"parameters must have no other GradientBalancer, got {taken[0]} of {other!r}:"
-                    " close() that one first"
+                    f"parameters must have no other GradientBalancer, got parameter {taken[0]} of"
+                    f" {other!r}: close() that one first"
                 )
 
     def _check_open(self) -> None:
@@ -372,16 +381,19 @@ class GradientBalancer:
         like = self._products.gramian
         return like.new_ones(like.shape[:2]) if self._weights is None else self._weights
 
-    def _take(self, parameter: int, grad: Tensor) -> Tensor | None:
+    def _take(self, parameter: int, grad: Tensor, is_first: bool) -> Tensor | None:
         """Takes a gradient on its way to `.grad`; returns its weight, or None for 1."""
         if self._active is None:
             return None
+        if is_first and parameter in self._reached:  # `.grad` was set to None in mid-step.
+            self._restart()
+        self._reached.add(parameter)
         self._arrived = True
         if self._solves:
             if grad.layout is not torch.strided:
                 raise TypeError(
                     f"gradients of the parameters must be dense, got {grad.layout} for"
-                    f" {self._named[parameter][0]}: do not hand it over"
+                    f" parameter {self._named[parameter][0]}: do not hand it over"
                 )
             self._sketches.add(self._active, parameter, grad)
         return self._factors[self._module_of[parameter]] if self._factors else None
@@ -411,7 +423,8 @@ class GradientBalancer:
         if not all_known:
             weights, chosen_weights = before.clone(), weights
             weights[:, known] = chosen_weights
-        self._weights = torch.where(weights.isfinite().all(), weights, before)
+        solved_for = self._products.usable & weights.isfinite().all()
+        self._weights = torch.where(solved_for, weights, before)
 
     def _one_pass(self, losses: Mapping[str, Tensor]) -> bool:
         """Makes one weighted pass, if that gives the gradients of a pass per task."""

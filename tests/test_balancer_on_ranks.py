@@ -93,6 +93,34 @@ def test_what_a_step_sends(pools: Pools) -> None:
     assert between + sketches <= solves <= 1.05 * numel + sketches + len(TASKS)
 
 
+def _uneven(rank: int, how: str) -> tuple[Tensor, Tensor]:
+    """Products and weights after a step in which one rank has no block, or an exception."""
+    p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    sgd = torch.optim.SGD([p], lr=0.0)
+    balancer = cs.GradientBalancer([p], ["a", "b"], cs.NTKMTL(), sgd)
+    for step in range(3):
+        for task in balancer.tasks:
+            grad = torch.randn(3, dtype=torch.float64) + rank
+            if step == 1 and rank == 1 and how == "absent":
+                continue
+            with contextlib.suppress(ZeroDivisionError), balancer.task(task):
+                (p * grad).sum().backward()
+                if step == 1 and rank == 1:
+                    raise ZeroDivisionError
+        weights = torch.stack([*balancer.weights.values()])
+        sgd.step()
+        if step == 1 and how == "exception":
+            assert torch.equal(torch.stack([*balancer.weights.values()]), weights)
+        p.grad = None
+    return balancer.gramian, torch.stack([*balancer.weights.values()])
+
+
+def test_ranks_that_differ_in_a_step(pools: Pools) -> None:
+    """The step after it is as if it had not been."""
+    pairs = [pools(2).agreed(_uneven, how) for how in ("absent", "exception")]
+    torch.testing.assert_close(pairs[0], pairs[1])
+
+
 def _bad_calls(rank: int) -> None:
     network = nn.Linear(4, 3)
     balancer = cs.GradientBalancer(network.parameters(), TASKS)

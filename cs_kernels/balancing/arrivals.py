@@ -10,8 +10,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from cs_kernels.torch_internals.fsdp import is_sharded, modules_that_shard, sharded_parameters
 
-Take = Callable[[int, Tensor], Tensor | None]
-"""Takes the number of a parameter and a gradient; returns its weight, or None to leave it."""
+Take = Callable[[int, Tensor, bool], Tensor | None]
+"""Takes the number of a parameter, a gradient, and whether `.grad` is None; returns the gradient's
+weight, or None to leave it."""
 
 
 class Arrivals:
@@ -37,20 +38,20 @@ class Arrivals:
         ]
 
     def connect(self) -> None:
-        """Puts a hook where there is none: parameters that were frozen, converted or sharded."""
+        """Puts a hook where there is none: parameters that were converted or sharded."""
         whole: dict[Tensor, Tensor] | None = None
         for n, p in enumerate(self._parameters):
             kind = p.dtype, p.device
-            if not p.requires_grad or (n in self._nodes and self._nodes[n][:2] == kind):
+            if n in self._nodes and self._nodes[n][:2] == kind:
                 continue
             leaf: Tensor | None = p
             if is_sharded(p):
                 whole = whole or {s: w for w, s in sharded_parameters(self._sharding).items()}
                 leaf = whole.get(p)
-            if leaf is not None:
+            if leaf is not None and (leaf.is_floating_point() or leaf.is_complex()):
                 self._disconnect(n)
-                node = get_gradient_edge(leaf).node
-                handle = node.register_prehook(_Arrival(self._take, n, leaf))
+                node = _node_of(leaf)
+                handle = node.register_prehook(_Arrival(self._take, n, p, leaf))
                 self._nodes[n] = (*kind, node, handle)
 
     def _disconnect(self, n: int) -> None:
@@ -65,11 +66,23 @@ class Arrivals:
             handle.remove()
 
 
+def _node_of(leaf: Tensor) -> Any:
+    """The node that accumulates a leaf's gradient; a frozen one, thawed later, has the same."""
+    trains = leaf.requires_grad
+    leaf.requires_grad_(True)
+    node = get_gradient_edge(leaf).node
+    leaf.requires_grad_(trains)
+    return node
+
+
 class _Arrival:
     """The hook of a leaf's node."""
 
-    def __init__(self, take: "weakref.WeakMethod[Take]", parameter: int, leaf: Tensor) -> None:
+    def __init__(
+        self, take: "weakref.WeakMethod[Take]", number: int, parameter: Tensor, leaf: Tensor
+    ) -> None:
         self._take = take
+        self._number = number
         self._parameter = parameter
         self._leaf = leaf
 
@@ -77,10 +90,14 @@ class _Arrival:
         take, (grad,) = self._take(), grads
         if take is None or grad is None:
             return None
-        weight, total = take(self._parameter, grad), self._leaf.grad
+        leaf, total = self._leaf, self._leaf.grad
+        # Hooks that step an optimizer, or move `.grad`, leave None after every pass.
+        moves = bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
+        is_first = total is None and self._parameter.grad is None and not moves
+        weight = take(self._number, grad, is_first)
         if weight is None:
             return None
-        if total is not None and _adds_in_place(total, grad, self._leaf):
+        if total is not None and not moves and _adds_in_place(total, grad):
             # A weighted copy would be fresh memory, which takes longer to fill than all else here.
             with torch.no_grad():
                 total.addcmul_(grad, weight)
@@ -88,9 +105,8 @@ class _Arrival:
         return ((grad * weight).to(grad.dtype),)
 
 
-def _adds_in_place(total: Tensor, grad: Tensor, leaf: Tensor) -> bool:
-    """Whether autograd would add a gradient in place, and calls no hook after that."""
+def _adds_in_place(total: Tensor, grad: Tensor) -> bool:
+    """Whether autograd would add a gradient in place."""
     alike = total.dtype is grad.dtype and total.shape == grad.shape
     dense = total.layout is torch.strided is grad.layout
-    hooked_after = getattr(leaf, "_post_accumulate_grad_hooks", None)
-    return alike and dense and not hooked_after and not torch.is_grad_enabled()
+    return alike and dense and not torch.is_grad_enabled()

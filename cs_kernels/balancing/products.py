@@ -23,30 +23,36 @@ class Products:
         self.together = torch.zeros(shape, dtype=torch.bool, device=device)
         self.losses = torch.zeros(tasks, dtype=torch.float32, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
+        self.usable = self.finite
+        """Whether the last step is one to solve for task weights."""
         self.counts = torch.zeros(shape[1:], dtype=torch.int64, device=device)
         self.steps = torch.zeros_like(self.counts)
         self.all_known = False
         """Whether every task was seen to have a gradient."""
 
     def add(self, products: Tensor, losses: Tensor) -> Tensor:
-        """Takes those of a step, [modules, K, K]; returns all, or NaN if weights are to stay.
+        """Takes a step's, [modules, K, K]; returns all, or NaN if task weights are to stay.
 
-        They stay after a step with a gradient that is not finite, and after one without gradients.
-
-        A task without a gradient, or with a zero one, keeps its last products and loss.
+        They stay after a step with a non-finite gradient, and after one without gradients. A task
+        without a gradient, or with a zero one, keeps its last norm and loss; a pair of which one is
+        absent keeps its cosine.
         """
         energies = products.diagonal(dim1=-2, dim2=-1)
         present = ~(energies == 0)
         now = present.unsqueeze(-1) & present.unsqueeze(-2)
         self.finite = products.isfinite().all()
-        merged = torch.where(now, products, self.gramian)
+        before = self.gramian.diagonal(dim1=-2, dim2=-1)
+        scale = torch.where(present & (before > 0), (energies / before).sqrt(), 1.0)
+        rescaled = self.gramian * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+        merged = torch.where(now, products, rescaled)
         self.together = self.together | (now & self.finite)
         self.gramian = torch.where(self.finite, merged, self.gramian)
         self.losses = torch.where(self.finite & present.any(0), losses, self.losses)
         pairs = now.any(0) & self.finite
         self.steps = self.steps + pairs
         self.counts = self.counts + (pairs & (products.sum(0) < 0))
-        return torch.where(self.finite & present.any(), merged, torch.nan)
+        self.usable = self.finite & present.any()
+        return torch.where(self.usable, merged, torch.nan)
 
     def known(self) -> list[int]:
         """The tasks that have had a gradient; waits for the device until all have."""
@@ -82,3 +88,4 @@ class Products:
         for name in self._SAVED:
             setattr(self, name, state[name].clone().to(self.gramian.device))
         self.all_known = False
+        self.known()

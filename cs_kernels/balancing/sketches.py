@@ -66,6 +66,11 @@ class Sketches:
         torch.ops.cs_kernels.sketch_.default(sketch, [as_real(grad.detach())], [offset], self._key)
         self.is_empty = False
 
+    def spoil(self) -> None:
+        """Makes the products of this step NaN, on all ranks."""
+        self._values.fill_(torch.nan)
+        self.is_empty = False
+
     def add_loss(self, task: int, loss: Tensor) -> None:
         """Adds a loss; micro-batches add up."""
         self._values[task, -1] += loss.detach()
@@ -82,6 +87,7 @@ class Sketches:
             all_reduce(self._values, group=group)
         if groups:
             self._values /= ranks
+            self.is_empty = False
 
     def products(self) -> Tensor:
         """Float64 [modules, K, K]."""
