@@ -1,4 +1,4 @@
-"""GradientBalancer: task weights for a training loop of one's own, at the memory of plain steps."""
+"""GradientBalancer: task weights for your own training loop, with the memory of plain steps."""
 
 import contextlib
 import warnings
@@ -37,10 +37,10 @@ _open: "weakref.WeakSet[GradientBalancer]" = weakref.WeakSet()
 class GradientBalancer:
     """Multiplies each task's gradients by a task weight as they arrive in `.grad`.
 
-    The weights are those that a method finds for the gradients of the step before; the first step
-    is the plain sum. The method sees dot products estimated from sketches, so no gradient is kept:
-    memory and communication are those of plain training, and K sketches. The loop, the backward
-    passes and the optimizer stay the caller's:
+    A method computes the weights from the gradients of the step before; the first step is the plain
+    sum. The method sees dot products estimated from sketches, so no gradient is kept: memory and
+    communication are plain training's, plus K sketches. The loop, the backward passes and the
+    optimizer stay the caller's:
 
         balancer = cs.GradientBalancer(trunk.parameters(), tasks, cs.UPGrad(), adam)
         for task, batch in micro_batches:
@@ -48,7 +48,7 @@ class GradientBalancer:
                 loss_of(task, batch).backward()
         adam.step()
 
-    Take `MultiTaskOptimizer` for weights of the step itself, exact products, connection strength
+    Use `MultiTaskOptimizer` for weights from the step itself, exact products, connection strength
     and Phase 1.
 
     Args:
@@ -58,16 +58,17 @@ class GradientBalancer:
         method: A Gramian method, or `Sum()`, which changes no gradient and makes reports. With
             groups="layer", there are products and weights for each module, and `parameters` needs
             names. Default: `UPGrad()`.
-        optimizer: Its `step` ends a step of the balancer; that of Accelerate or Lightning may be
-            handed over too. Without it, call `update`.
+        optimizer: Its `step` ends a step of the balancer; Accelerate's or Lightning's wrapper works
+            too. Without it, call `update`.
         sketch: The numbers in a task's sketch, a power of two in [256, 2^30]. A cosine's standard
             error is about 1 / sqrt(sketch).
-        every: The steps from one that solves for weights to the next. Those between have no
-            sketches, and `backward` makes one pass in them.
+        every: The number of steps from one that solves for weights to the next. The steps between
+            make no sketches, and `backward` makes a single pass in them.
         process_group: The ranks that train the same parameters, on batches of their own. Default:
-            those of the parameters after `fully_shard`, else all, as for DistributedDataParallel.
-        scaler: The `torch.amp.GradScaler` that scales the losses, if there is one. With `update`,
-            call that before `scaler.update()`.
+            the mesh of the parameters after `fully_shard`, else all ranks, as for
+            DistributedDataParallel.
+        scaler: The `torch.amp.GradScaler` that scales the losses, if there is one. If you call
+            `update`, call it before `scaler.update()`.
         seed: The seed of the sketches' signs and bins, in [0, 2^63).
 
     Raises:
@@ -139,10 +140,11 @@ class GradientBalancer:
 
     @contextlib.contextmanager
     def task(self, task: str, loss: Tensor | None = None) -> Iterator[None]:
-        """Around backward passes of one task; may be around forward passes too.
+        """Wraps backward passes of one task; may include the forward passes.
 
-        Several `with` blocks of a task, as of micro-batches, add up. What arrives outside of any
-        has the weight 1. After an exception, task weights stay as they are at the end of this step.
+        Several `with` blocks of a task, such as one per micro-batch, add up. Gradients that arrive
+        outside of any block have the weight 1. After an exception, the task weights are unchanged
+        by this step.
 
         Args:
             task: The task.
@@ -185,10 +187,10 @@ class GradientBalancer:
                 )
 
     def backward(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The backward passes of losses that come from one forward pass.
+        """Makes the backward passes of losses that come from one forward pass.
 
-        In the steps that solve, a pass per task; in those between, one weighted pass where it gives
-        the same gradients, as `update_every` of `MultiTaskOptimizer` does.
+        Steps that solve make a pass per task. The steps between make one weighted pass if it gives
+        the same gradients, like `update_every` of `MultiTaskOptimizer`.
 
         Args:
             losses: A scalar with a graph for each task that the batch has labels for.
@@ -210,7 +212,7 @@ class GradientBalancer:
         self._check_open()
         if self._ranks > 1:
             raise RuntimeError(
-                f"backward(losses) must be of one process, got {self._ranks} ranks: use a forward"
+                f"backward(losses) must run in one process, got {self._ranks} ranks: use a forward"
                 " pass and task(...) for each task, all but the last of a step under no_sync()"
             )
         if not (self._solves or self._layers) and len(given) > 1 and self._one_pass(given):
@@ -281,7 +283,7 @@ class GradientBalancer:
         )
 
     def close(self) -> None:
-        """Removes all hooks: gradients arrive as without a balancer."""
+        """Removes all hooks, so gradients arrive unweighted."""
         self._release()
         _open.discard(self)
 
@@ -300,7 +302,7 @@ class GradientBalancer:
         """Goes on from a `state_dict`; nothing changes if it does not fit.
 
         Raises:
-            ValueError: It is of other tasks, modules or another method, or has unfit tensors.
+            ValueError: The state has other tasks, modules, tensors or another method.
 
         """
         for name, own in (("tasks", self.tasks), ("layers", self._layers)):
@@ -375,7 +377,7 @@ class GradientBalancer:
 
     def _check_open(self) -> None:
         if not self._release.alive:
-            raise RuntimeError("this GradientBalancer is closed: make another one")
+            raise RuntimeError("this GradientBalancer is closed: build a new one")
 
     def _all_weights(self) -> Tensor:
         like = self._products.gramian
@@ -393,7 +395,7 @@ class GradientBalancer:
             if grad.layout is not torch.strided:
                 raise TypeError(
                     f"gradients of the parameters must be dense, got {grad.layout} for"
-                    f" parameter {self._named[parameter][0]}: do not hand it over"
+                    f" parameter {self._named[parameter][0]}: leave it out"
                 )
             self._sketches.add(self._active, parameter, grad)
         return self._factors[self._module_of[parameter]] if self._factors else None

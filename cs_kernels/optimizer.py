@@ -164,7 +164,7 @@ class MultiTaskOptimizer(Copyable):
     def step(
         self, closure: Closure | Iterable[Closure], tasks: Iterable[str] | None = None
     ) -> dict[str, Tensor]:
-        """One training step: Phase 1, an optimizer step a task; Phase 2, one for all.
+        """One training step: an optimizer step per task in Phase 1, one for all tasks in Phase 2.
 
         The gradients of all parameters in the optimizer are set to None first, so the parameters of
         tasks that take no part do not change, not even by momentum or weight decay.
@@ -250,11 +250,11 @@ class MultiTaskOptimizer(Copyable):
     ) -> dict[str, Tensor]:
         """The joint update of losses that come from one forward pass, into `.grad`.
 
-        For networks without task-specific normalization: one forward pass for all tasks, a backward
-        pass a task, of which the last frees the graph. The trunk's `.grad` is then the update, a
-        head's the gradient of its own loss; the torch optimizer (or the scaler) makes the step. All
-        gradients in the optimizer are set to None first. Beside the graph, memory holds the K
-        gradients of the shared parameters and one update.
+        For networks without task-specific normalization: one forward pass for all tasks, and a
+        backward pass per task, the last of which frees the graph. The trunk's `.grad` is then the
+        update, and a head's is the gradient of its own loss; the torch optimizer (or the scaler)
+        makes the step. All gradients in the optimizer are set to None first. Beside the graph,
+        memory holds the K gradients of the shared parameters and one update.
 
         Over calls with `update=False` (micro-batches), the gradients of every task add up; the
         first call without it makes one update. `optimizer.zero_grad()` in between drops these
@@ -287,7 +287,7 @@ class MultiTaskOptimizer(Copyable):
                 `features` does not separate the losses from the trunk, or does not go with the
                 method (`GradDrop` on many ranks), `update=False` or `backward=`.
             TypeError: `losses` is not a mapping, or a loss or a feature not a tensor.
-            RuntimeError: The schedule is in Phase 1, which takes a forward pass a task; or the
+            RuntimeError: The schedule is in Phase 1, which takes a forward pass per task; or the
                 last update was neither used by the optimizer nor set to zero; or a CUDA graph is
                 captured around it; or gradients of `update=False` wait and there are features; or
                 another rank has failed or makes another call.

@@ -124,7 +124,7 @@ def test_ranks_that_differ_in_a_step(pools: Pools) -> None:
 def _bad_calls(rank: int) -> None:
     network = nn.Linear(4, 3)
     balancer = cs.GradientBalancer(network.parameters(), TASKS)
-    with pytest.raises(RuntimeError, match=r"backward\(losses\) must be of one process, got 2"):
+    with pytest.raises(RuntimeError, match=r"backward\(losses\) must run in one process, got 2"):
         balancer.backward({"a": network(torch.ones(2, 4)).sum()})
     tasks = TASKS[::-1] if rank else TASKS
     with pytest.raises(ValueError, match=r"all ranks must have the same tasks, .*on rank 1 of"):

@@ -1,4 +1,4 @@
-"""Checks of a GradientBalancer's arguments, and the ranks that its parameters have."""
+"""Checks a GradientBalancer's arguments, and finds the ranks of its parameters."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -13,7 +13,7 @@ from cs_kernels.torch_internals.fsdp import is_sharded
 
 
 def torch_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
-    """The one inside of a framework's wrapper, which steps after the last micro-batch alone."""
+    """Unwraps a framework's optimizer; the inner one steps only after the last micro-batch."""
     inner = getattr(optimizer, "optimizer", optimizer)
     if inner is None or isinstance(inner, torch.optim.Optimizer):
         return inner
@@ -36,7 +36,7 @@ def checked_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
 def checked_method(
     method: Method | None, tasks: tuple[str, ...]
 ) -> tuple[GramianMethod | Sum, GramianMethod]:
-    """The method, and the one that solves for weights: ones for `Sum`."""
+    """Returns the method, and the Gramian method that solves for weights: `Ones` for `Sum`."""
     method = UPGrad() if method is None else method
     if not isinstance(method, GramianMethod | Sum):
         raise TypeError(
@@ -53,7 +53,7 @@ def checked_method(
 def checked_parameters(
     parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]], *, needs_names: bool
 ) -> list[tuple[str, nn.Parameter]]:
-    """Parameters with names, or numbers; each once, with its first name."""
+    """Parameters by name or number; each appears once, with its first name."""
     if isinstance(parameters, nn.Module | Tensor):
         raise TypeError(
             f"parameters must be an iterable of parameters, got {type(parameters).__name__}: hand"
@@ -81,7 +81,7 @@ def checked_parameters(
 def groups_of(
     parameters: list[nn.Parameter], group: "dist.ProcessGroup | None"
 ) -> tuple[list[object], int]:
-    """The process groups over which sketches are averaged one after the other, and all ranks."""
+    """The process groups over which to average sketches in turn, and the number of all ranks."""
     meshes = [cast("Any", p).device_mesh for p in parameters if is_sharded(p)]
     if meshes:
         if group is not None:
@@ -96,7 +96,7 @@ def groups_of(
 
 
 def check_agreement(groups: Sequence[Any], facts: object) -> None:
-    """Raises ValueError if ranks differ: sketches would be added to those of other tasks."""
+    """Raises ValueError if ranks differ, as sketches of different tasks would be added."""
     for group in groups:
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, facts, group=group)

@@ -18,7 +18,7 @@ weight, or None to leave it."""
 class Arrivals:
     """Hooks at the nodes that accumulate the gradients of parameters.
 
-    They belong to no parameter, so copies of a network have none.
+    They are not attached to parameters, so copies of a network have none.
 
     Args:
         parameters: The parameters.
@@ -38,7 +38,7 @@ class Arrivals:
         ]
 
     def connect(self) -> None:
-        """Puts a hook where there is none: parameters that were converted or sharded."""
+        """Adds missing hooks: for parameters that were converted or sharded before."""
         whole: dict[Tensor, Tensor] | None = None
         for n, p in enumerate(self._parameters):
             kind = p.dtype, p.device
@@ -98,7 +98,7 @@ class _Arrival:
         if weight is None:
             return None
         if total is not None and not moves and _adds_in_place(total, grad):
-            # A weighted copy would be fresh memory, which takes longer to fill than all else here.
+            # A weighted copy would need fresh memory, which would dominate the time.
             with torch.no_grad():
                 total.addcmul_(grad, weight)
             return (None,)

@@ -31,11 +31,11 @@ class Products:
         """Whether every task was seen to have a gradient."""
 
     def add(self, products: Tensor, losses: Tensor) -> Tensor:
-        """Takes a step's, [modules, K, K]; returns all, or NaN if task weights are to stay.
+        """Adds a step's products, [modules, K, K]; returns the merged ones, or NaN to keep weights.
 
-        They stay after a step with a non-finite gradient, and after one without gradients. A task
-        without a gradient, or with a zero one, keeps its last norm and loss; a pair of which one is
-        absent keeps its cosine.
+        Weights are kept after a step with a non-finite gradient, and after one without gradients. A
+        task without a gradient, or with a zero one, keeps its last norm and loss; a pair keeps its
+        cosine if one of its tasks is absent.
         """
         energies = products.diagonal(dim1=-2, dim2=-1)
         present = ~(energies == 0)
@@ -84,7 +84,7 @@ class Products:
             raise ValueError(f"state must have finite products, got {state['gramian']}")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`."""
+        """Continues from a `state_dict`."""
         for name in self._SAVED:
             setattr(self, name, state[name].clone().to(self.gramian.device))
         self.all_known = False

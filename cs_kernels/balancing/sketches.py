@@ -18,8 +18,8 @@ class Sketches:
         tasks: K.
         numels: The elements of each parameter, real numbers.
         module_of: The index of each parameter's module. Each module has a sketch of its own.
-        size: The elements of a sketch, a power of two. That of a module with fewer elements is
-            smaller, and has all of them: its dot products are exact.
+        size: The elements of a sketch, a power of two. A module with fewer elements has a smaller
+            sketch that holds all of them, so its dot products are exact.
         device: The device of the gradients.
         seed: The seed of signs and bins, new in every step.
 
@@ -42,7 +42,7 @@ class Sketches:
             self._offsets.append(of_modules[module])
             of_modules[module] += numel
         self.sizes = [min(size, _power_of_two(numel)) for numel in of_modules]
-        # A module's elements fill so many blocks, within which none meet.
+        # The blocks that a module's elements fill; two elements of one block never share a bin.
         self.blocks = [-(-numel // d) for numel, d in zip(of_modules, self.sizes, strict=True)]
         # The last number of each row is the task's loss.
         numbers = sum(self.sizes) + 1
@@ -53,7 +53,7 @@ class Sketches:
         self.has_losses = False
 
     def begin(self, step: int) -> None:
-        """Drops what there is; the gradients to come are those of a step."""
+        """Begins a step's sketches: drops the last ones, and draws new signs and bins."""
         if not self.is_empty or self.has_losses:
             self._values.zero_()
         self.is_empty, self.has_losses = True, False
@@ -82,7 +82,7 @@ class Sketches:
         return self._values[:, -1]
 
     def average(self, groups: Sequence[object], ranks: int) -> None:
-        """Means over the ranks of some process groups, one after the other: K d numbers travel."""
+        """Averages over the ranks of each process group in turn; a rank sends K d numbers."""
         for group in groups:
             all_reduce(self._values, group=group)
         if groups:
@@ -107,5 +107,5 @@ class Sketches:
 
 
 def _power_of_two(numel: int) -> int:
-    """The least power of two that is no less, and no less than the smallest sketch."""
+    """The smallest allowed sketch size, a power of two, that is at least `numel`."""
     return max(LEAST_SKETCH, 1 << (numel - 1).bit_length())

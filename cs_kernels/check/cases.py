@@ -205,7 +205,7 @@ def _captured(device: str) -> float:
 
 
 def _seconds(run: Callable[[], object], device: str) -> float:
-    """The median of five runs, after two others."""
+    """The median of five runs, after two warm-up runs."""
     times = []
     for number in range(7):
         if device == "cuda":
@@ -220,7 +220,7 @@ def _seconds(run: Callable[[], object], device: str) -> float:
 
 
 def _phase2_over_copy(device: str) -> float:
-    """The time of Phase 2 over that of a copy that moves as much memory.
+    """The time of Phase 2, relative to a copy that moves as much memory.
 
     Phase 2 has 8 M float32 parameters and 4 tasks, so it moves (K + 2) times their bytes.
     """
@@ -242,7 +242,7 @@ def _phase2_over_copy(device: str) -> float:
 
 
 def _step_over_plain(device: str) -> float:
-    """The time of a step of `ConnectionStrength` over a plain one with the same passes, float32."""
+    """The time of a `ConnectionStrength` step, relative to a plain step with the same passes."""
     torch.manual_seed(3)
     tasks = tuple("abcd")
     widths = zip((3, 64, 128, 128), (64, 128, 128, 256), strict=True)

@@ -214,7 +214,7 @@ class Engine:
             yield held
 
     def average(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
-        """Makes equal on all ranks what the passes of a stage have left."""
+        """Averages gradients, losses and statistics over ranks after the passes of a stage."""
         self.pass_checks.end_passes()
         self.ranks.average(passes, held)
         covers = passes.stage.is_joint or self.trunk.watcher.norms_ran

@@ -51,7 +51,7 @@ class FeatureGradients(TaskGradients):
         self.collected.add(task)
 
     def _own(self, grad: Tensor) -> Tensor:
-        # The next pass may overwrite it: a function returns the same tensor from every pass.
+        # A function may return one buffer from every pass, which the next pass overwrites.
         return grad.clone() if self._ranks.scale == 1 else grad * self._ranks.scale
 
     def reached_here(self) -> tuple[bool, ...]:
@@ -252,7 +252,7 @@ class Features:
         return (shapes or ["an output of trunk"])[0]
 
     def _check_shared(self, heads: Mapping[str, Reached]) -> None:
-        """A shared parameter behind the features is a task's own, as in a trunk with its heads."""
+        """Raises if several tasks reach a shared parameter behind the features."""
         found: dict[Tensor, str] = {}
         for task, reached in heads.items():
             for leaf in self._shared.keys() & reached.leaves.keys():
@@ -260,7 +260,7 @@ class Features:
                 if other != task:
                     raise ValueError(
                         "features must lie behind every shared parameter that several losses reach,"
-                        " or its gradients would not be weighed: those of"
+                        " or its gradients would not be weighted: the losses of"
                         f" {other!r} and {task!r} depend on {self._described({leaf})} past them"
                     )
 
@@ -299,7 +299,7 @@ class Features:
             self.gradients.put_features(task, grads)
 
     def combine(self, method: Method, passes: Passes) -> None:
-        """Makes one gradient of the features from those of all tasks.
+        """Combines all tasks' gradients of the features into one.
 
         Raises:
             RuntimeError: The method assigns no update.

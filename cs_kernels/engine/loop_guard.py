@@ -1,8 +1,8 @@
 """Watches the torch optimizers: every gradient is used once, and only when it is complete.
 
 An optimizer step before the update of `backward(..., update=False)` raises; so does a missing one
-after the update, one that would use an update again, and a call that would drop a gradient which
-is neither an update nor used: that of a loss that is no task.
+after the update, one that would use an update again, and a call that would drop a gradient which is
+neither an update nor used, such as the gradient of a loss that is not a task's.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ has used; in a gradient, its version stands beside the mark. (A weak reference w
 
 
 class _Mark:
-    """On a torch optimizer and its gradients; `owner` has left an update that waits for its step.
+    """A mark on a torch optimizer and its gradients; `owner`'s update waits for the step.
 
-    All guards of the torch optimizer exchange it, so each sees the updates of the others.
+    Every guard of the torch optimizer replaces the mark, so each sees the others' updates.
     """
 
     def __init__(self, owner: object | None) -> None:
@@ -39,7 +39,7 @@ def _inner(optimizer: Any) -> Any:
 
 
 def _values(grads: Iterable[Tensor | None]) -> Iterator[Tensor]:
-    """Gradients; of a sparse one, the values."""
+    """Gradients; for a sparse one, its values."""
     for grad in grads:
         if grad is not None:
             yield grad.coalesce().values() if grad.is_sparse else grad
@@ -51,7 +51,7 @@ def _mark_on(optimizer: Any) -> _Mark:
 
 
 def _version_of(grad: Tensor) -> int:
-    """A shard's gradient is added to in the tensor inside of the DTensor."""
+    """A gradient's version counter; additions to a DTensor count in its local tensor."""
     return int(getattr(grad, "_local_tensor", grad)._version)
 
 
@@ -62,7 +62,7 @@ def _is_zero(grads: Iterable[Tensor | None]) -> bool:
 
 
 def _is_finite(grads: Iterable[Tensor | None]) -> bool:
-    """A scaler or the loop skips the step of others."""
+    """Whether all gradients are finite; otherwise a scaler or the loop skips the step."""
     return all(bool(grad.isfinite().all()) for grad in _values(grads))
 
 
@@ -75,7 +75,7 @@ def _gradients_of(optimizer: torch.optim.Optimizer) -> list[Tensor | None]:
 
 
 class LoopGuard:
-    """Notices every step of the torch optimizers, and raises for one that is wrong."""
+    """Watches every step of the torch optimizers, and raises for a wrong one."""
 
     def __init__(
         self, gradients: TaskGradients, optimizers: TorchOptimizers, accumulation: Accumulation
@@ -103,7 +103,7 @@ class LoopGuard:
         self._mark()
 
     def clear(self) -> None:
-        """Forgets an update that was not used, and those that were."""
+        """Forgets all updates, used or not."""
         self._unused.clear()
         self._updated.clear()
         for mark in map(_mark_on, self._optimizers):
@@ -134,7 +134,7 @@ class LoopGuard:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Around the passes of `MultiTaskOptimizer.step`, in which no optimizer may be stepped."""
+        """Wraps the passes of `MultiTaskOptimizer.step`, during which no optimizer may step."""
         self._passes = True
         try:
             yield
@@ -143,7 +143,7 @@ class LoopGuard:
 
     def note_update(self) -> None:
         """Notes that the update is in `.grad`, for the torch optimizers to use."""
-        # One alone that is not noticed may still change the versions of its parameters.
+        # A single optimizer whose steps are not noticed may still change parameter versions.
         for n in self._seen if len(self._optimizers) > 1 else [0]:
             held = held_by(self._optimizers[n])
             updated = (p for p in held if p.grad is not None and p in self._shared)
@@ -161,7 +161,7 @@ class LoopGuard:
         """
         own = [p for n in self._seen for p in self._unused_by(n)] if not self._replayed else []
         grads = [p.grad for p in own]
-        # Zeros, if `zero_grad(set_to_none=False)` has written them.
+        # `zero_grad(set_to_none=False)` leaves zeros.
         if own and not _is_zero(grads) and _is_finite(grads):
             name = self._gradients.name_of(own[0])
             raise RuntimeError(
@@ -176,7 +176,7 @@ class LoopGuard:
         self._check_update_used()
 
     def _check_other_used(self) -> None:
-        """The update of another `MultiTaskOptimizer` may wait for the same torch optimizer."""
+        """Raises if another `MultiTaskOptimizer`'s update waits for the same torch optimizer."""
         seen = [self._optimizers[n] for n in self._seen]
         waits = [one for one in seen if _mark_on(one).owner not in (None, self._owner)]
         grads = [grad for one in waits for grad in _gradients_of(one)]
@@ -230,7 +230,7 @@ class LoopGuard:
 
     def _notice_steps(self) -> None:
         """Notes optimizer steps, also those that write into `.data` and change no version."""
-        this = weakref.proxy(self)  # The optimizer must not keep this alive.
+        this = weakref.proxy(self)  # The optimizer must not keep the guard alive.
 
         def refuse(n: int) -> None:
             if this._passes:

@@ -104,7 +104,7 @@ def trace(engine: Engine, closure: object) -> None:
 
 
 def checked_closures(closure: object) -> list[Closure]:
-    """The closures as a list: one a micro-batch."""
+    """The closures as a list, one per micro-batch."""
     many = isinstance(closure, Iterable) and not isinstance(closure, Mapping | Tensor | str)
     closures = list(closure) if isinstance(closure, Iterable) and many else [closure]
     if not closures:

@@ -20,7 +20,7 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
         """The argument `optimizer`, checked.
 
         Raises:
-            TypeError: Something is no torch optimizer.
+            TypeError: An entry is not a torch optimizer.
             ValueError: There is none, one needs a closure, or two hold the same parameter.
 
         """
@@ -102,13 +102,13 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
             others = len(held_by(one)) - sharded
             if sharded and others:
                 raise ValueError(
-                    "optimizer must hold sharded parameters or others with a scaler, got"
-                    f" {type(one).__name__} with {sharded} and {others}: call fully_shard on the"
-                    " heads too, or build a second optimizer"
+                    "optimizer must not mix sharded and other parameters with a scaler, got"
+                    f" {type(one).__name__} with {sharded} sharded and {others} others: call"
+                    " fully_shard on the heads too, or build a second optimizer"
                 )
 
     def check_step_now(self) -> None:
-        """Raises inside `accelerator.accumulate`, where none steps before the last micro-batch."""
+        """Raises inside `accelerator.accumulate`, which delays steps to the last micro-batch."""
         for one in self:
             state = getattr(one, "gradient_state", None)
             if not getattr(state, "sync_gradients", True):
@@ -120,5 +120,5 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
 
 
 def held_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """The parameters of one."""
+    """The parameters of one torch optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -18,7 +18,7 @@ class GradVac(GramianMethod):
     order. If the cosine of a pair is below its target, enough of the other gradient is added to
     reach the target. Then all are added.
 
-    Targets are moving averages of the cosines that were met, starting at zero. They do not change
+    Targets are moving averages of the observed cosines, starting at zero. They do not change
     for tasks that take no part in a step, or for any task if a gradient is not finite. A target is
     at most 1 - 1e-6.
 
@@ -84,7 +84,7 @@ class GradVac(GramianMethod):
         return weights
 
     def _averages(self, gramian: Tensor, step: Step) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """All moving averages, and the index of a step's tasks and layers; None if it has all."""
+        """All moving averages, and a step's indices of tasks and layers; None for all of them."""
         tasks = step.tasks or tuple(map(str, range(gramian.shape[-1])))
         numbers = tuple(map(str, range(gramian.shape[:-2].numel())))
         layers = step.layers or (numbers if gramian.ndim > 2 else ("",))

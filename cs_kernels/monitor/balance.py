@@ -12,9 +12,9 @@ from cs_kernels.monitor.conflicts import cosines_of
 class BalanceReport:
     """The tasks' gradients as a GradientBalancer sees them, made by `GradientBalancer.report`.
 
-    Products are estimates from sketches. K is the number of tasks, L that of modules with
-    groups="layer"; else tensors have no such dimension. They are copies on the gradients' device:
-    reading one synchronizes with it.
+    Products are estimates from sketches. K is the number of tasks, L the number of modules with
+    groups="layer"; otherwise, tensors lack that dimension. Tensors are copies on the gradients'
+    device: reading one synchronizes with it.
     """
 
     step: int
@@ -49,7 +49,7 @@ class BalanceReport:
 
     @cached_property
     def cosines(self) -> Tensor:
-        """The cosines between gradients, shaped like `gramian`; 0 for tasks never together."""
+        """The cosines between gradients, shaped like `gramian`; 0 for tasks never seen together."""
         return cosines_of(self.gramian)
 
     @cached_property
@@ -68,7 +68,7 @@ class BalanceReport:
 
         "task_weight/TASK" (with groups="layer", the mean over the modules), "gradient_norm/TASK",
         and "cosine/TASK,TASK", "cosine_error/TASK,TASK" and "conflict_share/TASK,TASK" for pairs
-        that were together. Norms and cosines are those over all modules.
+        that were together. Norms and cosines are taken over all modules.
         """
         whole = self._whole
         weights = self.weights.reshape(-1, len(self.tasks)).mean(0).tolist()
@@ -89,7 +89,7 @@ class BalanceReport:
 
     @property
     def _whole(self) -> "BalanceReport":
-        """The same with all modules as one vector, for norms and cosines."""
+        """A report with all modules as one vector, for norms and cosines."""
         if not self.layers:
             return self
         energies = self.gramian.diagonal(dim1=-2, dim2=-1)

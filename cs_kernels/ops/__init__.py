@@ -224,13 +224,14 @@ def _(*_: object) -> None:
 def _(*_: object) -> None:
     """Adds the signed elements of tensors to a linear sketch, float32 [d].
 
-    Dot products of sketches with the same seed are unbiased estimates of those of the vectors that
-    the tensors are parts of, with a variance of about (|x|^2 |y|^2 + <x, y>^2) / d.
+    The dot product of two sketches with the same seed is an unbiased estimate of the dot product of
+    the sketched vectors x and y, with a variance of about (|x|^2 |y|^2 + <x, y>^2) / d. A vector
+    may be sketched tensor by tensor.
 
     An element's sign and bin follow from the seed and from its index: its tensor's offset, plus
-    its number in the tensor in row-major order, whatever the memory layout. So a sketch is the sum
-    of the sketches of shards. d is a power of two in [256, 2^30]. Sums are in float32, in the order
-    of the indices, and have the same bits on every backend.
+    its number in the tensor in row-major order, whatever the memory layout. So a vector's sketch is
+    the sum of its shards' sketches. d is a power of two in [256, 2^30]. Sums are in float32, in the
+    order of the indices, and have the same bits on every backend.
     """
 
 

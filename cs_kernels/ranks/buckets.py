@@ -1,7 +1,7 @@
 """Flat buckets of gradients, reduced over the ranks while a backward pass still runs.
 
-A bucket is cut into equal parts, one a rank, wherever that may be in a parameter. The buckets are
-sent in one fixed order on every rank, whatever order the gradients come in.
+A bucket is cut into equal parts, one per rank, without regard to parameter boundaries. The buckets
+are sent in one fixed order on every rank, whatever order the gradients come in.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Slot(NamedTuple):
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """Its own strides, if dimension 0 is the outermost and no memory is skipped."""
+    """The parameter's own strides, if dimension 0 is outermost and the memory has no gaps."""
     kept = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.dim())
     if kept is None or not parameter.is_contiguous(memory_format=kept):
         kept = torch.contiguous_format
@@ -130,7 +130,7 @@ class Buckets:
         ]
 
     def part_of(self, i: int, parts: Sequence[Tensor]) -> Tensor:
-        """The elements of a parameter that are in this rank's part, flat."""
+        """The local elements of a parameter, flat."""
         slot = self.slots[i]
         start = slot.start - self.rank * self._part[slot.bucket]
         return parts[slot.bucket][start + slot.first : start + slot.last]
@@ -224,7 +224,7 @@ class Overlap:
     def start(
         self, kind: object, members: Sequence[Sequence[int]], send: Callable[[int], None]
     ) -> None:
-        """The next backward pass is the last one before its gradients are sent.
+        """Announces the last backward pass before the gradients are sent.
 
         Args:
             kind: Passes of one kind accumulate alike, as a rule.
@@ -244,7 +244,7 @@ class Overlap:
     def accumulated(self, i: int) -> None:
         """A gradient was added to `.grad`."""
         if self._send is not None:
-            # The parameters before this one: other hooks of theirs have run.
+            # Only buckets of earlier parameters, whose other hooks have all run.
             while self._sent < len(self._order) and not self._missing[self._order[self._sent]]:
                 self._send(self._order[self._sent])
                 self._sent += 1
@@ -262,7 +262,7 @@ class Overlap:
             self._sent += 1
 
     def fail(self) -> None:
-        """The pass has failed: it shows nothing."""
+        """Ends a failed pass, from which nothing is learned."""
         self._seen.clear()
 
     def forget(self) -> None:

@@ -119,7 +119,7 @@ class Discoveries:
         return [like.new_zeros(size, dtype=dtype) for size, dtype in sizes]
 
     def changed(self) -> bool:
-        """Whether the other ranks do not know."""
+        """Whether there are discoveries that the other ranks do not have."""
         kind, local = self._pattern
         known = self._patterns.get(kind)
         same = known is not None and known[0] == local
@@ -127,7 +127,7 @@ class Discoveries:
         return not same or not seen or self._reach.changed()
 
     def to_send(self) -> dict[str, object]:
-        """All of it."""
+        """All discoveries, as a message."""
         watcher = self._watcher
         return {
             "norms": watcher.norms,
@@ -139,7 +139,7 @@ class Discoveries:
         }
 
     def receive(self, of_ranks: Sequence[Any]) -> None:
-        """Joins that of all ranks."""
+        """Merges every rank's discoveries."""
         for of_rank in of_ranks:
             self._watcher.join(
                 of_rank["norms"], of_rank["other_channels"], norms_ran=of_rank["norms_ran"]

@@ -37,7 +37,7 @@ Statistics = Mapping[str | None, Sequence[Tensor]]
 
 
 class Distributed(Ranks):
-    """The gradients of the mean losses over the ranks, of which each rank has a part.
+    """The gradients of the losses' means over the ranks; each rank has a part of every gradient.
 
     Args:
         shared: The shared parameters, by name.
@@ -103,12 +103,12 @@ class Distributed(Ranks):
         compare(self.transport, training.facts(), ValueError)
 
     def close(self) -> None:
-        """Destroys the groups that were made, too."""
+        """Also destroys the process groups that were created for messages."""
         super().close()
         self.transport.close()
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """An exception of this rank reaches all, and theirs this one."""
+        """Wraps a step; an exception on any rank is raised on all of them."""
         return self.messages.together()
 
     def begin(self, tasks: Sequence[str], call: Call) -> tuple[str, ...]:
@@ -140,11 +140,11 @@ class Distributed(Ranks):
         return 1.0 / len(ranks) if self.transport.rank in ranks else 0.0
 
     def share(self, task: str) -> float:
-        """The factor of this rank's loss, so that gradients add up to those of the mean loss."""
+        """The factor of this rank's loss with which gradients add up to the mean loss's."""
         return self.weight(task)
 
     def returned(self, losses: Mapping[str, Tensor], tasks: Iterable[str]) -> dict[str, Tensor]:
-        """The losses, float64 until here, in the types that passes had."""
+        """Converts float64 losses back to the dtypes in which the passes returned them."""
         dtypes, other = self._loss_dtypes, torch.get_default_dtype()
         return {task: losses[task].to(dtypes.get(task, other)) for task in tasks}
 
@@ -153,7 +153,7 @@ class Distributed(Ranks):
         self.messages.health.recheck()
 
     def fingerprint(self) -> int:
-        """A number that differs if `planned` does; makes ready what the step needs."""
+        """Prepares what the step needs; returns a number that differs whenever `planned` does."""
         trains = bytes(p.requires_grad for p in self.parameters)
         return crc32(repr(self._planned()).encode(), crc32(trains))
 
@@ -164,21 +164,21 @@ class Distributed(Ranks):
         return {"shared parameters that require a gradient": trains, **self._planned()}
 
     def has_discovered(self) -> bool:
-        """Whether the last passes have shown something that the other ranks do not know."""
+        """Whether the last passes led to discoveries that the other ranks do not have."""
         return self._discoveries.changed()
 
     def discovered(self) -> object:
-        """What they have shown."""
+        """The local discoveries, as a message to the other ranks."""
         return self._discoveries.to_send()
 
     def learn(self, of_ranks: Sequence[Any]) -> None:
-        """Takes what the passes of all ranks have shown."""
+        """Merges every rank's discoveries."""
         self._discoveries.receive(of_ranks)
 
     def drain(self) -> None:
         """Takes part in the collectives of passes that have failed on this rank."""
 
-    # --- shards: what a strategy has to say ---
+    # --- shards: to be defined by a strategy ---
 
     @abstractmethod
     def span(self, parameter: int) -> tuple[int, int]:
@@ -201,7 +201,7 @@ class Distributed(Ranks):
         """A tensor for a parameter's `.grad`, between two calls that add up."""
 
     def weight_shard(self, parameter: int) -> Tensor | None:
-        """The elements of a weight on this rank, flat; None where every rank has all."""
+        """The local elements of a weight, flat; None if every rank has the whole weight."""
         del parameter
         return None
 
@@ -266,7 +266,7 @@ class Distributed(Ranks):
         return self.transport.rank == 0
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, replicas too."""
+        """The sum over all ranks, including replicas."""
         return self._all_reduce(tensor)
 
     def mean_over_ranks(self, tensor: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ class Distributed(Ranks):
         return self._all_reduce(tensor.double() / self.size)
 
     def phase2_plan(self, lists: LayerLists) -> Plan:
-        """The pieces of some layers on this rank; it depends on no values."""
+        """The local pieces of some layers, whatever the values in them."""
         plan = self._phase2_plan
         if plan is None or plan.lists is not lists or plan.version != self.version:
             plan = self._phase2_plan = Plan(self, lists)
@@ -295,7 +295,7 @@ class Distributed(Ranks):
             self._settle(adds_up=passes.stage.is_open)
 
     def _settle(self, *, adds_up: bool) -> None:
-        """Ends what the passes have begun for the shared parameters."""
+        """Finishes the collectives that the passes started for the shared parameters."""
 
     def _others(self, held: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """The parameters whose gradients nothing else reduces."""
@@ -353,7 +353,7 @@ class Distributed(Ranks):
                     numbers[2 * n + k] = recent[task].to(numbers) * weight
         if self._factor_is_hidden and step.loss_scale is not None:
             numbers[-2], numbers[-1] = step.loss_scale.to(numbers), 1
-        # The rest of the backward pass would miss the statistics that it has saved.
+        # With features, the trunk's backward pass still needs the statistics that it saved.
         at_features = passes.stage is Stage.HEADS
         alike = [] if at_features else self._alike(tasks, self._statistics.of_norms(tasks))
         # A rank of weight 0 may hold a non-finite statistic, and 0 times it is NaN: it sends zeros.

@@ -68,6 +68,6 @@ def find_ranks(
     ranks = dist.get_process_group_ranks(group)
     wrappers.watch(trunk, ranks)
     transport = Transport(ranks, group, device)
-    # The user's own collectives, as those of SyncBatchNorm, may come in between in any order.
+    # The user's own collectives, such as SyncBatchNorm's, may run in between, in any order.
     own = transport.new_group(ranks, timeout_of(group, device), dist.get_backend(group))
     return Replicated(shared, tasks, wrappers, transport, own)

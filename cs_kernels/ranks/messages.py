@@ -1,8 +1,8 @@
 """The messages of the ranks about a step: its tasks, failures, what passes have shown.
 
-These messages are few numbers between the hosts, in a gloo group of their own: no device waits for
+These messages are a few numbers between the hosts, in a separate gloo group, so no device waits for
 them. A rank sends one before its first pass of a step and one after its last, before it changes a
-parameter. All are alike, so a rank that fails can tell the others with the next one.
+parameter. All messages have the same form, so a rank that fails tells the others in its next one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Messages:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Around the checks of one rank's arguments: the others do not wait for one that fails."""
+        """Wraps the checks of arguments, so that other ranks do not wait if this one's fail."""
         try:
             yield
         except Exception as error:
@@ -102,7 +102,7 @@ class Messages:
             self._strategy.learn(self._transport.gather(self._strategy.discovered()))
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Around a step: an exception of this rank reaches all, and theirs this one."""
+        """Wraps a step; an exception on any rank is raised on all of them."""
         return self.failures.together(lambda: self._call.number, self._fail)
 
     def _fail(self, error: Exception, after: float) -> None:

@@ -38,7 +38,7 @@ class _Round:
 
 @dataclass
 class _Passes:
-    """The passes of a part of a step, in which all ranks make the same rounds."""
+    """The passes of a stage, in which all ranks make the same rounds of collectives."""
 
     tasks: tuple[str, ...] = ()
     separate: bool = True
@@ -81,7 +81,7 @@ class Replicated(Distributed):
     # --- the buckets ---
 
     def _make_buckets(self) -> None:
-        """Makes those of the parameters that require a gradient, if these are others."""
+        """Makes new buckets if other parameters require gradients than before."""
         trains: list[object] = [
             (p.requires_grad, p.dtype, p.device, p.stride()) for p in self.parameters
         ]
@@ -114,7 +114,7 @@ class Replicated(Distributed):
         return super().fingerprint()
 
     def forget_passes(self) -> None:
-        """Looks at the next gradients of every task anew."""
+        """Learns the order of every task's gradients anew."""
         super().forget_passes()
         if self._trains is not None:
             self._overlap.forget()
@@ -127,7 +127,7 @@ class Replicated(Distributed):
         self._passes = _Passes(passes.tasks, passes.separate, owed)
 
     def last_backward(self, task: str) -> None:
-        """A task's gradients may be sent in the next backward pass."""
+        """Lets the next backward pass send a task's gradients."""
         separate = self._passes.separate
         if separate or (self._passes.owed and task == self._last_task()):
             name = task if separate else _SUM
@@ -139,9 +139,9 @@ class Replicated(Distributed):
         return [task for task in self._passes.tasks if self.has(task)][-1]
 
     def _order(self, name: str) -> list[int]:
-        """The buckets, those first whose parameters have all been reached in such passes.
+        """The buckets; first the ones whose parameters were all reached in earlier passes.
 
-        The ranks know the same of them. The others may have to wait for the end of the pass.
+        The ranks agree on these. Other buckets may have to wait for the end of the pass.
         """
         tasks = self._passes.tasks if name == _SUM else (name,)
         key = tasks, self.version, self.reach.version
@@ -186,7 +186,7 @@ class Replicated(Distributed):
         self._buckets.send(bucket, self._round.parts)
 
     def _finish(self, name: str) -> None:
-        """Sends what is left of a round; all of it on a rank without the task."""
+        """Sends the remaining buckets of a round: all of them, on a rank without the task."""
         now = self._round if self._round is not None else self._begin(name)
         self._overlap.finish(self._kind(name), self._send)
         self._round = None
@@ -200,11 +200,10 @@ class Replicated(Distributed):
         if late:
             self._overlap.forget()
             raise RuntimeError(
-                "gradients must not change after they were sent to the other ranks, got another"
-                f" one for {self.gradients.names[late[0]]}: the network is in"
-                " DistributedDataParallel too"
-                " (hand over the wrapped one as trunk), or its layer ran more often than in the"
-                " steps before, under reentrant checkpointing"
+                "gradients must not change after they were sent to the other ranks, but that of"
+                f" {self.gradients.names[late[0]]} did: either DistributedDataParallel wraps the"
+                " network too (hand over the wrapped network as trunk), or the parameter's layer"
+                " ran more often than in earlier steps, under reentrant checkpointing"
             )
         if now.adds:
             assert now.parts is not None
@@ -230,7 +229,7 @@ class Replicated(Distributed):
         return self._note(task)
 
     def note(self, task: str) -> bool:
-        """Ends the only passes before a message."""
+        """Ends passes that are the only ones before a message."""
         self._finish(_SUM)
         return self._note(task)
 
@@ -248,7 +247,7 @@ class Replicated(Distributed):
     # --- after the passes ---
 
     def _end_passes(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
-        """Ends the passes whose gradients add up; notes which gradients there are."""
+        """Ends passes whose gradients add up, and notes which parameters have a gradient."""
         for name in [*self._passes.owed]:
             self._finish(name)
         super()._end_passes(passes, held)
@@ -264,7 +263,7 @@ class Replicated(Distributed):
         return pattern + tuple(i in self._had for i in range(len(self.parameters)))
 
     def _settle(self, *, adds_up: bool) -> None:
-        """The parts become rows; sums of all tasks become `.grad`."""
+        """Moves separate parts into the rows, and sums over all tasks into `.grad`."""
         self._buckets.wait_all()
         if self._passes.separate:
             self._set_reached(self._rows)
@@ -276,7 +275,7 @@ class Replicated(Distributed):
                 self.parameters[i].grad = self._buckets.views[i].detach()
 
     def average(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
-        """Averages; and notes, in Phase 1, that other ranks may go on to the next task."""
+        """As the base class; in Phase 1, also notes the task to which other ranks may go on."""
         super().average(passes, held)
         if passes.stage is Stage.TURN:
             tasks = self.facts.tasks
@@ -284,7 +283,7 @@ class Replicated(Distributed):
             self._passes.next_task = tasks[n] if n < len(tasks) else None
 
     def _set_reached(self, parts: Mapping[str, Sequence[Tensor | None]]) -> None:
-        """Puts into the rows the gradients of the parameters that any rank has reached."""
+        """Fills the rows with the gradients of all parameters that any rank has reached."""
         for task, ranks in self.facts.ranks_of.items():
             unreached = self.reach.unreached(task, ranks)
             row = self.gradients.row_of(task)

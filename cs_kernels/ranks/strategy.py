@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Training:
-    """What ranks must have alike: before the first step, and in every step."""
+    """The facts that must be equal on all ranks, before the first step and in every step."""
 
     facts: Callable[[], Mapping[str, object]]
     """By name of an argument, its description."""
@@ -95,20 +95,20 @@ class Ranks(Storage):
     # --- once ---
 
     def building(self) -> contextlib.AbstractContextManager[None]:
-        """Around the checks of one rank's arguments: the others do not wait for one that fails."""
+        """Wraps the checks of arguments, so that other ranks do not wait if this one's fail."""
         return contextlib.nullcontext()
 
     def agree(self, training: Training) -> None:
-        """Checks that all ranks train the same, and takes what they will compare."""
+        """Checks that all ranks have the same setup; keeps the facts to compare in each step."""
 
     def close(self) -> None:
-        """Ends the messages, and gives wrappers their reductions back."""
+        """Stops messages, and re-enables the reductions of DistributedDataParallel wrappers."""
         self.wrappers.release()
 
     # --- a step ---
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Around a step: tells the other ranks of an exception."""
+        """Wraps a step, and tells the other ranks of an exception."""
         return contextlib.nullcontext()
 
     def begin(self, tasks: Sequence[str], call: Call) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ class Ranks(Storage):
         return 1.0
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks of what each has of its own samples, the same bits on all."""
+        """The sum over the ranks of terms from their own samples; the same bits on every rank."""
         return tensor
 
     def returned(self, losses: Mapping[str, Tensor], tasks: Iterable[str]) -> dict[str, Tensor]:
@@ -145,10 +145,10 @@ class Ranks(Storage):
             self.free_updates()
 
     def before_backward(self, *, retains: bool) -> None:
-        """Before a backward pass, which retains its graph or not."""
+        """Announces a backward pass, and whether it retains its graph."""
 
     def last_backward(self, task: str) -> None:
-        """The next backward pass is the last one of a task."""
+        """Announces a task's last backward pass."""
 
     def collect(self, task: str) -> bool:
         """Moves a task's gradients out of `.grad`; returns whether there is any."""
@@ -159,7 +159,7 @@ class Ranks(Storage):
         return self.reach.note_gradients(task)
 
     def skip(self, task: str) -> None:
-        """In place of the passes of a task that only other ranks have labels for."""
+        """Replaces the passes of a task that only other ranks have labels for."""
 
     def average(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
         """Averages gradients, losses and statistics over the ranks.
@@ -171,7 +171,7 @@ class Ranks(Storage):
         """
 
     def forget_passes(self) -> None:
-        """Learns anew what passes show: other parameters may train."""
+        """Forgets what passes have shown, because other parameters may train now."""
 
     def recover(self, held: Sequence[nn.Parameter]) -> None:
         """Brings parameters back to where they were before a step that has failed."""

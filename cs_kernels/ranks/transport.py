@@ -77,7 +77,7 @@ class Transport:
             self._rings = [*self._of_hosts(of_row), *self._of_hosts(of_column)]
 
     def _of_hosts(self, groups: Iterable[Sequence[int]]) -> list[dist.ProcessGroup]:
-        """Makes groups for messages, by indices of ranks; returns those that contain this rank."""
+        """Makes process groups for messages; returns the ones that contain this rank."""
         made = []
         for members in groups:
             group = self.new_group([self.numbers[n] for n in members], self._timeout, "gloo")

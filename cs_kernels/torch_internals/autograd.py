@@ -18,7 +18,7 @@ runs before the gradient is accumulated, once for each time that it is."""
 
 
 def current_pass() -> int:
-    """A number of the backward pass that runs now, other than that of one inside a function."""
+    """The number of the running backward pass; a nested pass has a number of its own."""
     number: int = torch._C._current_graph_task_id()
     return number
 
@@ -29,7 +29,7 @@ def is_leaf(node: object) -> bool:
 
 
 def is_reentrant(node: object) -> bool:
-    """Whether a node runs its function again in a backward pass of its own: checkpointing."""
+    """Whether a node is reentrant checkpointing's, which runs a backward pass of its own."""
     return isinstance(node, BackwardCFunction) and hasattr(node, "run_function")
 
 
@@ -39,7 +39,7 @@ def makes_gradients(leaf: Tensor) -> bool:
 
 
 class Reached(NamedTuple):
-    """The nodes of a walk from a loss to some features, or to the leaves."""
+    """The result of a walk from a loss to some features, or to the leaves."""
 
     features: set[Edge]
     """The features where the walk ended."""
@@ -48,12 +48,12 @@ class Reached(NamedTuple):
 
     @property
     def leaves(self) -> dict[Tensor, Any]:
-        """The leaves on the way, parameters above all, and their nodes."""
+        """The leaves that the walk reached, mostly parameters, with their nodes."""
         return {node.variable: node for node in self.nodes if is_leaf(node)}
 
     @property
     def inner(self) -> set[Any]:
-        """The nodes that keep tensors for a backward pass, which frees them: those of no leaf."""
+        """The nodes that save tensors, which a backward pass frees: all but the leaves' nodes."""
         return {node for node in self.nodes if not is_leaf(node)}
 
 
@@ -65,7 +65,7 @@ def edge_of(tensor: Tensor) -> Edge:
 def walk(roots: Iterable[Edge], features: Set[Edge], known: Set[Any] = frozenset()) -> Reached:
     """Follows graphs from their roots to the leaves.
 
-    The walk goes no further than to the features and to known nodes.
+    The walk stops at the features and at known nodes.
     """
     reached = Reached(set(), set())
     edges = list(roots)
@@ -104,7 +104,7 @@ def reached_parameters(loss: Tensor) -> Parameters:
 
 @contextlib.contextmanager
 def hooked(hooks: Hooks) -> Iterator[None]:
-    """Around a backward pass with some hooks."""
+    """Wraps a backward pass, during which some hooks are registered."""
     with contextlib.ExitStack() as handles:
         for place, hook in hooks:
             register = place.register_prehook if is_leaf(place) else place.register_hook

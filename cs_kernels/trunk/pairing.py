@@ -133,7 +133,7 @@ def checked_overrides(trunk: nn.Module, layers: Mapping[str, str | None]) -> Ove
         if overrides.setdefault(weight, norm) != norm:
             raise ValueError(
                 f"layers must map one weight to one normalization, got {overrides[weight]!r} and"
-                f" {norm!r}, by {layer!r}"
+                f" {norm!r} for the weight of {layer!r}"
             )
         if norm is None:
             continue
@@ -153,7 +153,7 @@ def checked_overrides(trunk: nn.Module, layers: Mapping[str, str | None]) -> Ove
             features = getattr(child, "num_features", channels)
             if features != channels:
                 raise ValueError(
-                    f"layers must map to a normalization of as many channels: {layer!r} has"
-                    f" {channels}, got {norm!r} with {features}"
+                    f"layers must map to a normalization with as many channels as the layer:"
+                    f" {layer!r} has {channels}, got {norm!r} with {features}"
                 )
     return overrides

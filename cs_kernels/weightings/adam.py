@@ -8,7 +8,7 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 
 
 def start(like: Tensor, value: float) -> Tensor:
-    """The state of one number: float64 [4] on the device of a loss."""
+    """The initial Adam state for a number: float64 [4], on a loss's device."""
     state = torch.zeros(4, dtype=torch.float64, device=like.device)
     state[0] = value
     return state

@@ -143,7 +143,7 @@ class FAMO(LastLosses):
         super().observe(step)
 
     def state_dict(self) -> dict[str, Any]:
-        """The last losses, and the logits with their states of Adam."""
+        """The last losses, and the logits with their Adam states."""
         logits = {task: state.clone() for task, state in self._logits.items()}
         return {**super().state_dict(), "logits": logits}
 
@@ -157,7 +157,7 @@ class FAMO(LastLosses):
         check_entries(state, tasks, {"last": [], "logits": [4]})
 
     def captured_state(self) -> list[Tensor]:
-        """The last losses, and the logits with their states of Adam."""
+        """The last losses, and the logits with their Adam states."""
         return [*super().captured_state(), *self._logits.values()]
 
     def __repr__(self) -> str:

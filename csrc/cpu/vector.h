@@ -268,8 +268,8 @@ template <bool kLast> CS_INLINE DoublePart widened_half(const FloatPart& v) {
 #endif
 }
 
-// Adds to doubles, lanes i and i + 8 together. Never through memory, as the compiler would then
-// keep the floats there in the loop that sums them.
+// Adds floats to doubles, lanes i and i + 8 together. This must not go through memory, because the
+// compiler would then keep the floats in memory during the loop that sums them.
 CS_INLINE void add_widened(Doubles& total, const Floats& v) {
   DoublePart half[2 * Floats::kParts];
   unrolled<Floats::kParts>([&](int i) CS_LAMBDA_INLINE {

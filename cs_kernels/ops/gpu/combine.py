@@ -37,7 +37,7 @@ _LEAST_ITEMS = 16
 
 
 class GradientField(IntEnum):
-    """The columns of the table of tensors, which depends on their sizes alone."""
+    """Columns of the table of tensors; its contents depend on the tensors' sizes alone."""
 
     SIZE = 0
     GROUP = 1
@@ -51,7 +51,7 @@ class GradientField(IntEnum):
 
 
 class GradientCallField(IntEnum):
-    """The columns of the table of addresses, which is made in every call."""
+    """Columns of the table of addresses, which every call makes anew."""
 
     UPDATE = 0
     ALIGNED = 1

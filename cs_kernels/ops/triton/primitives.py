@@ -46,7 +46,7 @@ def traits(TASKS, ELEMENTS, DTYPE, ALIGNED=True):
 
 @triton.constexpr_function
 def unaligned(T, PARTS=1):
-    """The same traits for any address, with 1 / PARTS as many elements per tile."""
+    """A copy of the traits for unaligned addresses, with 1 / PARTS as many elements per tile."""
     return traits(T.tasks, T.elements // PARTS, T.dtype, False)
 
 

@@ -74,7 +74,7 @@ def _at(x, k, TASKS: constexpr):
 
 @triton.jit
 def _lengths(data, tasks, TASKS: constexpr):
-    """Lengths, their inverses, and whether gradients are nonzero; 1 and 0 for a zero gradient."""
+    """Lengths (1 for a zero gradient), inverses (0 for one), and whether gradients are nonzero."""
     task = tl.arange(0, TASKS)
     data += tl.program_id(0).to(tl.int64) * tasks * tasks
     # Loaded again, as a thread then has one number, instead of many of the matrix's diagonal.

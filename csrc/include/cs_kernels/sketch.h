@@ -1,11 +1,11 @@
 // Linear sketches of gradients: vectors of d bins whose dot products estimate those of the
 // gradients. Plain pointers and sizes, without a framework.
 //
-// Every element has an index among all parameters, from which its sign and its bin follow, so
-// sketches of shards, micro-batches and ranks add up. A block is d consecutive indices; it is
-// rotated by a random number, so every bin gets one element of each block, and a thread that owns a
-// bin adds these in order, without atomics. Two elements of different blocks meet with probability
-// 1 / d, those of a block never.
+// An element's index among all parameters determines its sign and its bin, so sketches of shards,
+// micro-batches and ranks add up. A block is d consecutive indices; it is rotated by a random
+// number, so every bin gets one element of each block, and a thread that owns a bin adds these in
+// order, without atomics. Elements of different blocks share a bin with probability 1 / d; elements
+// of one block never do.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct SketchTensor {
   DataType type;
   const void* data; // dense
   std::int64_t size;
-  std::int64_t index; // of the first element
+  std::int64_t index; // the first element's index
 };
 
 namespace cpu {

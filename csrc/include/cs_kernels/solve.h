@@ -24,11 +24,11 @@ constexpr double kRidge = 1e-12;     // on the diagonal of the correlations
 constexpr double kNashRidge = 1e-10; // Nash-MTL's: keeps the weights of opposed gradients finite
 constexpr double kNashStop = 1e-9;   // it stops below this Newton decrement
 constexpr double kNashFull = 0.25;   // below this decrement, Newton steps are full
-constexpr double kSlope = 1e-14;     // of the sum of absolute terms: counts as a slope of zero
+constexpr double kSlope = 1e-14;     // times the sum of absolute terms: counts as a slope of zero
 constexpr double kStationary =
     1e10;                           // 1 / squared norm in the hull of unit gradients: none descends
-constexpr double kZeroSum = 1e-12;  // of the sum of absolute weights: they cannot sum to one
-constexpr double kNoCosine = 1e-20; // of the number of tasks: a squared length of zero
+constexpr double kZeroSum = 1e-12;  // times the sum of absolute weights: they cannot sum to one
+constexpr double kNoCosine = 1e-20; // times the number of tasks: a squared length of zero
 constexpr double kEpsilon = 2.220446049250313e-16;
 constexpr double kFairStop = 1e-9;        // FairGrad stops below this relative step, times power
 constexpr double kFairFull = 0.1;         // below this relative step, Newton steps are full
@@ -146,7 +146,7 @@ struct NonNegative {
     return true;
   }
 
-  // Without row r, the rows below have one entry too many; rotations of two columns clear it.
+  // Once row r is removed, every row below has one entry too many; rotations clear it.
   template <class Team> CS_HOST_DEVICE void shrink(const Team& team, int r) {
     const int n = --free_entries;
     const int removed = indices[r];

@@ -13,7 +13,7 @@ struct SketchLaunch {
   DataType type;
   const void* data; // dense
   std::int64_t size;
-  std::int64_t index; // of the first element
+  std::int64_t index; // the first element's index
   std::uint64_t key;
   float* sketch;
   std::int64_t bins;
