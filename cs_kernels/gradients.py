@@ -136,7 +136,7 @@ class TaskGradients:
         parameters: The shared parameters, by name.
         tasks: The names of all tasks.
         reach: Notes which task reaches which parameter.
-        storage: Has the updates, and other ranks' shards; that of one process by default.
+        storage: Has the updates, and other ranks' shards; by default, a single process's storage.
 
     """
 
@@ -237,7 +237,7 @@ class TaskGradients:
     def of(
         self, parameters: Sequence[int], tasks: Sequence[str] | None = None
     ) -> list[Tensor | None]:
-        """The gradients of some parameters: for each of them, those of `tasks`, or of all."""
+        """The gradients of some parameters: for each, one per task of `tasks`, or of all tasks."""
         rows = self.rows if tasks is None else [self.row_of(task) for task in tasks]
         grads = [row[i] for i in parameters for row in rows]
         return [g if g is None else as_real(g) for g in grads] if self._has_complex else grads
@@ -259,7 +259,7 @@ class TaskGradients:
         self._storage.release_own(self)
 
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:
-        """The buffers for the updates of some parameters, real as their gradients in `of`."""
+        """The buffers for some parameters' updates; complex ones as real pairs, as in `of`."""
         updates = self._storage.update_shards(parameters)
         return list(map(as_real, updates)) if self._has_complex else updates
 

@@ -51,10 +51,10 @@ class MultiTaskOptimizer(Copyable):
             `MultiTaskOptimizer.backward` is used. It may multiply the loss by a factor.
         process_group: The ranks that hold the same network, each with batches of its own, such as
             `torch.distributed.group.WORLD`. The gradient of a task is then that of its mean loss
-            over the ranks. Default: that of `trunk`, if it is a DistributedDataParallel. If one
-            is around the trunk and the heads, hand over the wrapped network as `trunk`. The ranks
-            of a trunk after `fully_shard` are found from its parameters; a rank that fails there
-            leaves the others in a collective until the timeout of their group.
+            over the ranks. Default: the group of `trunk`, if it is a DistributedDataParallel. If
+            one wraps both the trunk and the heads, hand over the wrapped network as `trunk`. The
+            ranks of a trunk after `fully_shard` are found from its parameters; a rank that fails
+            there leaves the others in a collective until the timeout of their group.
         check_passes: Whether to check the first backward pass of every task, and the next one after
             other parameters train: gradients must arrive in `.grad`, and parameters must stay.
             Where `backward` makes several passes through one graph, these must be repeatable: one
@@ -206,7 +206,7 @@ class MultiTaskOptimizer(Copyable):
         """`step` with one forward and one backward pass for all tasks in Phase 2.
 
         The trunk runs once on K copies of the batch; each task-specific normalization treats a
-        task's copy with that task's module; updates, which are those of `step`, are made during the
+        task's copy with that task's module; updates equal `step`'s, and are made during the
         backward pass, a few layers at a time. Memory holds the activations of K passes at once, but
         K gradients of the largest layer and one update, in place of K + 1 gradients of all layers.
 
@@ -214,10 +214,11 @@ class MultiTaskOptimizer(Copyable):
                 lambda run: {task: loss_of[task](heads[task](z)) for task, z in run(x).items()}
             )
 
-        Phase 1 is that of `step`: `run` gives the output for one task alone, so `forward` takes the
+        Phase 1 is `step`'s: `run` gives the output for one task alone, so `forward` takes the
         tasks from it, as above. Compiled modules run eagerly. The batch must be dimension 0 of the
         trunk's tensors, and only task-specific normalization may compute over it: three more
-        forward passes in the first step, and in the first after a change of what trains, see that.
+        forward passes verify that in the first step, and in the first after a change of the
+        parameters that train.
 
         Args:
             forward: Called with `run`, a function of the trunk's arguments that runs the trunk for
@@ -229,12 +230,12 @@ class MultiTaskOptimizer(Copyable):
             As `step`.
 
         Raises:
-            ValueError: As `step`; or something does not go with it that `step` takes: the method is
-                neither `ConnectionStrength()` nor `Sum()` nor a Gramian one with groups="layer";
-                the trunk has other batch normalization in training, changes other buffers, or uses
-                a prioritized weight in several layers or in another way (with groups="layer": any
-                shared parameter that trains); a loss depends on another task's outputs; there are
-                many ranks, or conflicts are counted.
+            ValueError: As `step`; or something that `step` supports is not supported here: the
+                method is neither `ConnectionStrength()` nor `Sum()` nor a Gramian one with
+                groups="layer"; the trunk has other batch normalization in training, changes other
+                buffers, or uses a prioritized weight in several layers or in another way (with
+                groups="layer": any shared parameter that trains); a loss depends on another task's
+                outputs; there are many ranks, or conflicts are counted.
             TypeError: A loss is not a tensor, or `forward` not a function.
             RuntimeError: As `step`.
 
@@ -307,7 +308,7 @@ class MultiTaskOptimizer(Copyable):
         """A step to be captured in CUDA graphs: `captured()` is `step(closure, tasks)`.
 
         A small network on a GPU waits for the host, which launches its kernels one by one; a CUDA
-        graph launches those of a whole step at once. There is a graph for each phase: its first
+        graph launches all kernels of a step at once. There is a graph for each phase: its first
         `warmup` steps are made as by `step`, the next one is captured, and later ones replay it. On
         the CPU there are no graphs, and every call is `step(closure, tasks)`.
 
@@ -320,7 +321,7 @@ class MultiTaskOptimizer(Copyable):
         Args:
             closure: As in `step`.
             tasks: As in `step`.
-            warmup: Steps before the capture, at least 1: they allocate, and see the layers.
+            warmup: Steps before the capture, at least 1: they allocate memory and find the layers.
 
         Raises:
             ValueError: Replays would go wrong: an optimizer without `capturable=True` where it has
@@ -396,8 +397,8 @@ class MultiTaskOptimizer(Copyable):
 
         It is made from numbers that the step has kept anyway, without a host synchronization;
         `report.scalars()`, for a logger, and `print(report)` wait for the device, once. In a hook
-        of the torch optimizer and in `observe` of a weighting, it is still that of the step before.
-        On many ranks it is the same on all, except for the time.
+        of the torch optimizer and in `observe` of a weighting, it still describes the step before.
+        It is the same on all ranks, except for the time.
 
         Raises:
             RuntimeError: No step has been made yet, or none since `load_state_dict`.
@@ -447,7 +448,7 @@ class MultiTaskOptimizer(Copyable):
         return self._engine.monitor.counted().conflicts()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs beside those of the network and the torch optimizer.
+        """The state that a resumed run needs besides the network's and the torch optimizer's.
 
         It has no gradients that wait for their update (`backward` with `update=False`). On many
         ranks it is the same on all, and can be loaded on another number of them; for
@@ -458,12 +459,12 @@ class MultiTaskOptimizer(Copyable):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a `state_dict`; gradients that wait for their update are dropped.
 
-        If conflicts are counted, their counts go on from those of the state, or from 0 if it has
-        none. If they are not, those of the state are left out.
+        If conflicts are counted, the counts continue from the state's, or from 0 if it has none.
+        Otherwise, the state's counts are ignored.
 
         Raises:
-            ValueError: It is of other tasks, another trunk, method or weighting, has conflicts
-                counted with another threshold, or is not whole. The state before is kept.
+            ValueError: The state has other tasks, another trunk, method or weighting, conflicts
+                counted with another threshold, or missing entries. The current state is kept.
 
         """
         load_state(self._engine, state)

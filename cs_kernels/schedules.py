@@ -59,7 +59,7 @@ class Sequential(Schedule):
 
 
 class Switch(Schedule):
-    """Phase 1 before an epoch, Phase 2 from it on (the paper's sequential ablation).
+    """Phase 1 before an epoch, then Phase 2 (the paper's sequential ablation).
 
     Args:
         epoch: The first epoch of Phase 2.

@@ -7,7 +7,7 @@ from cs_kernels.step import Losses, Step
 
 
 class Stage(IntEnum):
-    """Where a group of backward passes stands in a step.
+    """The position of a group of backward passes within a step.
 
     Ranks compare the value in every step. The legal transitions:
 
@@ -68,7 +68,7 @@ class Passes:
     def adds_tasks(self) -> bool:
         """Whether the gradients of several tasks add up without weights.
 
-        Only graphs show what each task reaches then. Elsewhere nothing may be learned from graphs,
-        which a resumed run checks at other steps.
+        Then only graphs show what each task reaches. In other stages, nothing may be learned from
+        graphs, because a resumed run checks them at other steps.
         """
         return self.stage.is_joint and not self.separate and self.step.kept is None

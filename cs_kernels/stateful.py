@@ -9,10 +9,10 @@ from torch import Tensor
 def check_tensors(
     state: Mapping[str, Any], name: str, tasks: Sequence[str], shape: Sequence[int] = ()
 ) -> set[str]:
-    """The tasks of an entry of a state that has a tensor of a shape for each.
+    """The tasks of a state's entry, which must have a tensor of one shape for each of them.
 
     Raises:
-        ValueError: It is not like that, or has other tasks.
+        ValueError: A tensor has another shape, or the entry has other tasks.
 
     """
     by_task = state[name]
@@ -65,12 +65,12 @@ class Stateful:
         del state
 
     def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
-        """Raises ValueError for a `state_dict` that would train otherwise, before it is loaded."""
+        """Raises ValueError for a `state_dict` that does not fit, before it is loaded."""
         del state, tasks
 
     @classmethod
     def has_state(cls) -> bool:
-        """Whether there may be one."""
+        """Whether there may be a state."""
         return cls.state_dict is not Stateful.state_dict
 
     def is_undone(self) -> bool:
@@ -84,7 +84,7 @@ class Stateful:
         device and update them in place. A step is captured again when they are other tensors.
 
         Raises:
-            ValueError: Replays would go wrong. Here: it has a state, and does not say how.
+            ValueError: Replays would go wrong. By default: there is a state, but no override.
 
         """
         if self.has_state():

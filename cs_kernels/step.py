@@ -78,7 +78,7 @@ class Surgery:
 
 
 def _ranges(numbers: Set[int]) -> Iterator[slice]:
-    """Numbers as slices: an index of them would make the host wait for a GPU."""
+    """Numbers as slices, because indexing with them would make the host wait for a GPU."""
     starts = sorted(n for n in numbers if n - 1 not in numbers)
     stops = sorted(n + 1 for n in numbers if n + 1 not in numbers)
     return map(slice, starts, stops)
@@ -86,7 +86,7 @@ def _ranges(numbers: Set[int]) -> Iterator[slice]:
 
 @dataclass(frozen=True)
 class KeptWeights:
-    """The task weights of a step, for those after it."""
+    """The task weights of a step, cached for later steps."""
 
     number: int
     """The number of steps made before it."""
@@ -170,7 +170,7 @@ class CapturedFacts(Step):
         """Reads any other attribute.
 
         Raises:
-            RuntimeError: It is the number.
+            RuntimeError: The attribute is `number`.
 
         """
         if name == "number":

@@ -43,7 +43,7 @@ class Accumulation:
         self._marks = []
 
     def forget_dropped(self) -> None:
-        """Does not say what an exception has dropped: another update was made since."""
+        """Forgets that an exception dropped gradients, as another update was made since."""
         self._dropped = ""
 
     def begin(self) -> None:
@@ -63,7 +63,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def dropped_on_error(self, drop: Callable[[], None]) -> Iterator[None]:
-        """Around `backward`: an exception drops the gradients that wait."""
+        """Wraps `backward`: an exception drops the waiting gradients."""
         calls = self._calls
         try:
             calls *= self.is_open()
@@ -78,7 +78,7 @@ class Accumulation:
             raise
 
     def _mark(self, lent: tuple[int, Tensor] | None) -> None:
-        """Remembers the gradients in `.grad`, and puts one there."""
+        """Records the gradients in `.grad`, and puts one gradient of a row there."""
         held = self._optimizers.held()
         if lent is not None:
             self._lent = self._gradients.parameters[lent[0]]
@@ -88,7 +88,7 @@ class Accumulation:
         self._marks = [(p, grad, 0 if grad is None else grad._version) for p, grad in grads]
 
     def unmark(self) -> None:
-        """Takes a gradient of the rows out of `.grad` again."""
+        """Removes the row's gradient that `_mark` put into `.grad`."""
         if self._lent is not None:
             self._lent.grad = None
         self._marks, self._lent = [], None

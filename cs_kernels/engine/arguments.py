@@ -36,7 +36,7 @@ def check_kinds(
 
 
 def check_layers(layers: Mapping[str, str | None], method: Method) -> None:
-    """A method that treats all layers alike would ignore the argument `layers`."""
+    """Raises if `layers` is given to a method that treats all layers alike and would ignore it."""
     if layers and method.separate_gradients and not method.prioritizes:
         raise ValueError(
             f"layers must be empty for {method!r}, which treats all layers alike, got {layers!r}:"
@@ -45,7 +45,7 @@ def check_layers(layers: Mapping[str, str | None], method: Method) -> None:
 
 
 def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
-    """The trunk's normalizations know the tasks; there are some if the method needs them."""
+    """Raises unless the trunk's normalizations, which the method may need, know the tasks."""
     for name, norm in trunk.named_modules():
         if isinstance(norm, torch.jit.ScriptModule):
             raise ValueError(

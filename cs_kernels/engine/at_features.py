@@ -1,7 +1,7 @@
 """The joint update from the gradients with respect to a shared representation.
 
 K backward passes of the heads end at the features; a method combines the K gradients that arrive
-there, and one backward pass of the trunk takes the combination further (MGDA-UB, Sener and Koltun
+there, and one backward pass of the trunk propagates the combination (MGDA-UB, Sener and Koltun
 2018, section 3.3; IMTL-G, Liu et al. 2021). Memory holds K gradients of the features in place of
 K gradients of all shared parameters.
 
@@ -26,8 +26,8 @@ def found_features(engine: Engine, given: object, losses: Mapping[str, Tensor]) 
     """The features of a call.
 
     Raises:
-        TypeError: One is no tensor.
-        ValueError: They do not separate the losses from the trunk.
+        TypeError: A feature is not a tensor.
+        ValueError: The features do not separate the losses from the trunk.
 
     """
     trunk = engine.trunk

@@ -1,4 +1,4 @@
-"""From the arguments of a MultiTaskOptimizer to its engine."""
+"""Builds the engine of a MultiTaskOptimizer from its arguments."""
 
 import weakref
 from collections.abc import Iterable, Mapping
@@ -48,7 +48,7 @@ def build_engine(
     *,
     check_passes: bool,
 ) -> Engine:
-    """Checks the arguments, on many ranks of all of them, and makes the parts of the engine.
+    """Checks the arguments, also across ranks, and builds the engine.
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.
@@ -100,7 +100,7 @@ def build_engine(
 
 
 def _agree(engine: Engine) -> None:
-    """Checks that all ranks train the same."""
+    """Checks that all ranks have the same setup."""
     trunk, optimizers, monitor = engine.trunk, engine.optimizers, engine.monitor
     shared = set(trunk.shared)
     others = [p for p in optimizers.held() if p not in shared]
@@ -145,5 +145,5 @@ def _agree(engine: Engine) -> None:
 
 
 def _named(part: object) -> str:
-    """The representation, if it says more than an address."""
+    """The object's repr, or its class name if the repr is only an address."""
     return type(part).__name__ if type(part).__repr__ is object.__repr__ else repr(part)

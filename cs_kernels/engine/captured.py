@@ -2,7 +2,8 @@
 
 A replay repeats the kernels of the captured step on the same addresses. What Python decides is
 asked before each replay (the phase, the number of the step, checks), or lies in device memory (the
-counter of draws, the state of methods and weightings), or is compared with that of the capture.
+counter of draws, the state of methods and weightings), or is compared with its value in the
+capture.
 """
 
 from collections import Counter
@@ -133,7 +134,7 @@ class CapturedStep:
 
     def _replayed(self, recording: _Recording) -> dict[str, Tensor]:
         engine = self._engine
-        if self._counted != engine.steps:  # There were other steps.
+        if self._counted != engine.steps:  # Steps were made outside of this object.
             self._counter.fill_(engine.steps)
         recording.replay()
         engine.guard.note_replay()
@@ -165,7 +166,7 @@ class CapturedStep:
         candidates = [*held, *trunk.shared, *options, *buffers, *state]
         tensors = [value for value in candidates if isinstance(value, Tensor)]
         values = [
-            # A number on the host is an argument of kernels, also in a tensor.
+            # Kernels take a number on the host as an argument, even from a tensor.
             value.tolist() if isinstance(value, Tensor) else value
             for value in options
             if not (isinstance(value, Tensor) and value.device == self._counter.device)
@@ -186,7 +187,7 @@ class CapturedStep:
         return values, tensors + states
 
     def _modules_that_run(self) -> list[nn.Module]:
-        """The modules of the trunk, and others, as heads, that a watched pass has run."""
+        """The trunk's modules, and other modules, such as heads, that ran in a watched pass."""
         trunk = self._engine.trunk
         watcher = trunk.watcher
         version = trunk.generation, watcher.version, len(watcher.outside)

@@ -38,14 +38,14 @@ class Copyable:
         """Builds this object from arguments and state."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Arguments and state; those of a copy that is not built yet stay as they are."""
+        """Arguments and state; unchanged for a copy that is not built yet."""
         if "_copied" in self.__dict__:
             return dict(self.__dict__["_copied"])
         _check_copyable(self._engine)
         return self._saved()
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """Builds a copy; if its trunk holds it and is not complete yet, when it is first used."""
+        """Builds a copy; at its first use, if its trunk contains it and is still incomplete."""
         self.__dict__["_copied"] = saved
         if hasattr(saved["trunk"], "_modules"):
             self._restore(self.__dict__.pop("_copied"))

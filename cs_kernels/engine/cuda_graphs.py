@@ -19,17 +19,17 @@ class Graphs(Protocol):
 
     @staticmethod
     def is_capturing() -> bool:
-        """Whether a graph is captured now, by anyone."""
+        """Whether any code is capturing a graph now."""
 
     def aside(self) -> AbstractContextManager[None]:
         """A context for the warm-up steps before a capture, ordered with the work outside."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Records what `run` would do, without doing it, and returns what does it."""
+        """Records `run` without executing it; returns a function that replays it."""
 
 
 class CudaGraphs:
-    """CUDA graphs. They share their memory: none is replayed while another one is."""
+    """CUDA graphs. They share their memory, so only one is replayed at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -37,12 +37,12 @@ class CudaGraphs:
 
     @staticmethod
     def is_capturing() -> bool:
-        """Whether the current stream is captured."""
+        """Whether the current stream is being captured."""
         return torch.cuda.is_current_stream_capturing()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """On the stream of the capture: libraries allocate their workspaces for a stream."""
+        """Switches to the capture's stream, because libraries allocate workspaces per stream."""
         outside = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(outside)
         try:
@@ -54,7 +54,7 @@ class CudaGraphs:
             outside.wait_stream(self._stream)
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Other threads, as those that pin memory for a data loader, may go on meanwhile."""
+        """Lets other threads, such as a data loader's, go on during the capture."""
         graph = torch.cuda.CUDAGraph()
         # A pool lives as long as any graph that uses it.
         pool = next((other.pool() for other in self._graphs), None)

@@ -1,4 +1,4 @@
-"""The engine: the parts of a training loop, and what every way to make a step asks of them.
+"""The engine: the parts of a training loop, and the operations that all kinds of steps share.
 
 `steps.py` has the ways, and is the page to read first.
 """
@@ -38,9 +38,9 @@ class Engine:
     """Owns the parts of a training loop.
 
     Args:
-        trunk: What is known of the shared module.
+        trunk: The shared module, with the discoveries of its passes.
         optimizers: The torch optimizers.
-        ranks: The processes that train together; this one alone, perhaps.
+        ranks: The processes that train together, perhaps only this one.
         method: Makes the joint update.
         schedule: Says when there is one.
         weighting: Weighs the losses.
@@ -94,13 +94,13 @@ class Engine:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Around a call: Ctrl-C waits for its end, and other ranks learn of an exception."""
+        """Wraps a call: Ctrl-C waits for its end, and other ranks learn of an exception."""
         self.ranks.wrappers.switch_off()
         with held_back(), self.ranks.together():
             yield
 
     def check(self, way: str, tasks: Iterable[str] | None) -> tuple[str, ...]:
-        """The tasks of a call, for a way to make gradients that goes with everything else."""
+        """Checks that a way to make gradients is supported here; returns the call's tasks."""
         chosen = self.chosen(tasks)
         refuse_capture(self.trunk.device)
         supports.check(way, self)
@@ -118,7 +118,7 @@ class Engine:
         """The tasks of all ranks, which agree that they begin the same call.
 
         Args:
-            tasks: Those of this rank.
+            tasks: This rank's tasks.
             phase: The phase of the step.
             stage: The first stage of the call.
             passes: The number of micro-batches.
@@ -135,11 +135,11 @@ class Engine:
 
     @contextmanager
     def undone_on_error(self, label: str, *, eager: bool = True) -> Iterator[None]:
-        """Around a step: one that fails has changed no state, and shown nothing of the trunk.
+        """Wraps a step: a failed one changes no state, and nothing is learned from its passes.
 
         Args:
             label: Its name in a profile.
-            eager: Whether it is no capture, which only records changes.
+            eager: False in a capture, which only records changes.
 
         """
         with record_function(label):
@@ -197,7 +197,7 @@ class Engine:
     def passing(
         self, passes: Passes, *, restores: bool = False
     ) -> Iterator[Sequence[nn.Parameter]]:
-        """Around the passes of a stage and what follows them; an exception undoes all of it.
+        """Wraps the passes of a stage and what follows; an exception undoes all of it.
 
         Args:
             passes: The passes.
@@ -272,8 +272,8 @@ class Engine:
     def finish(self, step: Step, tasks: Sequence[str], phase: Phase) -> dict[str, Tensor]:
         """Steps the torch optimizers for the last time in a step; returns the losses.
 
-        Everything that can fail comes before, and is undone after an exception. Behind it, there
-        are only assignments.
+        Everything that can fail comes earlier, and is undone after an exception. Only assignments
+        follow it.
         """
         losses = self.ranks.returned(step.losses, tasks)
         commit = self.prepared(step, phase)
@@ -293,7 +293,7 @@ class Engine:
         return returned
 
     def prepared(self, step: Step, phase: Phase) -> Callable[[], None]:
-        """Computes what a step leaves beside its update; the function returned assigns it."""
+        """Computes a step's results other than its update; returns a function that assigns them."""
         if not self.weighting.reevaluates:
             self.weighting.observe(step)
         done = Done(step, self.steps, self.epoch, phase)
@@ -360,14 +360,14 @@ class Engine:
         return tuple(task for task in self.trunk.tasks if task in taking_part)
 
     def check_ready(self) -> None:
-        """Raises a RuntimeError if `step` would lose what `backward` has left."""
+        """Raises a RuntimeError if `step` would lose gradients that `backward` has left."""
         if self.accumulation.is_open():
             raise RuntimeError(supports.WOULD_FORGET)
         self.guard.check_gradients()
         self.optimizers.check_step_now()
 
     def forget_passes(self) -> None:
-        """Learns anew what passes show."""
+        """Forgets what passes have shown."""
         self.trunk.forget()
         self.graph.forget()
         self.pass_checks.forget()

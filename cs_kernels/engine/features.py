@@ -1,4 +1,4 @@
-"""The features of one call of `backward`: checks of graphs, gradients, the passes to and from."""
+"""The features of a call of `backward`: graph checks, gradients, the passes of heads and trunk."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -46,7 +46,7 @@ class FeatureGradients(TaskGradients):
         """By index of the feature: the combination of its gradients."""
 
     def put_features(self, task: str, gradients: Sequence[Tensor | None]) -> None:
-        """Makes gradients a task's row."""
+        """Assigns gradients to a task's row."""
         self.rows[self.tasks.index(task)] = [None if g is None else self._own(g) for g in gradients]
         self.collected.add(task)
 
@@ -55,12 +55,12 @@ class FeatureGradients(TaskGradients):
         return grad.clone() if self._ranks.scale == 1 else grad * self._ranks.scale
 
     def reached_here(self) -> tuple[bool, ...]:
-        """For each feature, whether a task has a gradient of it on this rank."""
+        """For each feature, whether a task has a gradient for it on this rank."""
         here = set(self.reached())
         return tuple(i in here for i in range(len(self.parameters)))
 
     def fill(self, task: str, reached: Sequence[bool]) -> None:
-        """Gives a task zeros for the features that the losses of other ranks alone have reached."""
+        """Gives a task zeros for features that only other ranks' losses have reached."""
         pairs = zip(reached, self.reached_here(), strict=True)
         for i, (anywhere, here) in enumerate(pairs):
             if anywhere and not here:
@@ -115,7 +115,7 @@ def _check_computed(features: Iterable[Tensor]) -> None:
 
 @contextlib.contextmanager
 def _without_hooks(features: Iterable[Tensor]) -> Iterator[None]:
-    """Leaves hooks of features, as those of `fully_shard`, to the pass of the trunk."""
+    """Leaves the features' hooks, such as `fully_shard`'s, to the trunk's pass."""
     hooks = [(z._backward_hooks, dict(z._backward_hooks)) for z in features if z._backward_hooks]
     for of_feature, _ in hooks:
         of_feature.clear()  # In place: the graph has this dictionary.
@@ -215,7 +215,7 @@ class Features:
                     "features must not be computed from each other, or gradients would count twice,"
                     f" but features[{i}] depends on features[{self._edges[other]}]"
                 )
-            # A `torch.autograd.Function` can hide parameters: reentrant checkpointing does.
+            # A `torch.autograd.Function`, such as reentrant checkpointing, can hide parameters.
             hidden = any(isinstance(n, BackwardCFunction) for n in (node, *reached.nodes))
             joins = not nodes.isdisjoint(reached.nodes)  # The graph of an earlier feature.
             if not (hidden or joins) and self._shared.keys().isdisjoint(reached.leaves):
@@ -273,7 +273,7 @@ class Features:
         Raises:
             ValueError: A weighting's part of a loss reaches the trunk past the features; or no
                 gradient gets to the features.
-            RuntimeError: What several losses reach behind the features cannot be walked twice.
+            RuntimeError: Nodes that several losses share behind the features cannot run twice.
 
         """
         heads = {task: self._reached_by(task, loss) for task, loss in losses.items()}
@@ -325,12 +325,12 @@ class Features:
     def check_reached(self) -> None:
         """Raises ValueError if the trunk's pass has reached no shared parameter.
 
-        Without hidden ones, that was seen before.
+        Unless the graph hides parameters, that was checked before.
         """
         if all(p.grad is None for p in self._shared.values() if p not in self._behind):
             raise _without_trunk(self._combined[0], self._features[self._combined[0]])
 
     def close(self) -> None:
-        """Leaves no gradient in `.grad` of a feature; one with `retain_grad()` has got some."""
+        """Clears the features' `.grad`, which `retain_grad()` fills."""
         for z in self._features:
             z.grad = None

@@ -1,4 +1,4 @@
-"""Task weights that are kept for the steps after the one that has solved for them."""
+"""Caches task weights for the steps after the one that solved for them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -10,7 +10,7 @@ from cs_kernels.step import KeptWeights, Step
 
 
 class Kept:
-    """The weights of the last joint step that has solved for them, if they may be used again."""
+    """Cached task weights of the last joint step that solved for them, if they may be reused."""
 
     def __init__(self, weights: KeptWeights | None = None, method: Method | None = None) -> None:
         self._weights = weights
@@ -19,11 +19,11 @@ class Kept:
 
     @property
     def since(self) -> int | None:
-        """The number of their step."""
+        """The number of the step that solved for the weights."""
         return None if self._weights is None else self._weights.number
 
     def weights_for(self, step: Step, method: Method) -> KeptWeights | None:
-        """The kept weights, if they are recent enough and of the step's tasks and method."""
+        """The cached weights, if they are recent and belong to the step's tasks and method."""
         kept = self._weights
         if kept is None or step.counter is not None or self._method not in (None, method):
             return None
@@ -37,8 +37,8 @@ class Kept:
     def after(self, step: Step, method: Method, trains: Sequence[bool], *, unknown: bool) -> "Kept":
         """The cached weights after a joint step; a step that has solved waits for the device.
 
-        Discarded if any weight is not finite, or if any task's gradient is zero: some methods give
-        such a task the weight 0, others all of it.
+        Discarded if any weight is non-finite or any task's gradient is zero: some methods give such
+        a task the weight 0, others give it all the weight.
 
         Args:
             step: The step.

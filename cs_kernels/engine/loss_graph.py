@@ -92,7 +92,7 @@ class LossGraph:
             task: The task.
             loss: Its loss.
             shows_reach: Whether only its graph shows what the task reaches, as gradients add up.
-            alone: Whether its pass is one of this task alone, so that hooks may make gradients.
+            alone: Whether its pass is for this task alone, so that hooks may make gradients.
 
         Raises:
             ValueError: It depends on a parameter that the optimizer does not hold, or on none of
@@ -147,7 +147,7 @@ class LossGraph:
         return reached
 
     def sharded(self) -> dict[Tensor, nn.Parameter]:
-        """By the whole parameter that a graph has: the sharded one of the torch optimizer."""
+        """Maps each unsharded parameter in a graph to the torch optimizer's sharded one."""
         return sharded_parameters((*self._modules, *self._trunk.watcher.outside))
 
     def weigh(self, task: str, loss: Tensor, step: Step, weighting: Weighting) -> Tensor:
@@ -183,14 +183,15 @@ class LossGraph:
         retain_graph: bool = False,
         apart: bool = False,
     ) -> None:
-        """Runs a backward pass of some losses into `.grad`, or one of each.
+        """Runs one backward pass of some losses into `.grad`, or one per loss.
 
         Args:
             losses: By task; their gradients add up.
             step: Their step.
-            last: Whether no further pass of these tasks follows.
+            last: Whether this is the last pass of these tasks.
             retain_graph: Whether a pass of another task through the same graph follows.
-            apart: Whether each has a pass, if task weights are kept: one pass may not be right.
+            apart: Whether each loss gets its own pass if task weights are cached, as one may be
+                wrong.
 
         """
         ends = [*losses][-1] if last else None
@@ -228,7 +229,7 @@ class LossGraph:
 
     @contextlib.contextmanager
     def _all_weighted(self, task: str, arrived: Set[Tensor]) -> Iterator[None]:
-        """Around a pass with kept task weights.
+        """Wraps a pass with cached task weights.
 
         Raises:
             RuntimeError: A gradient has come into `.grad` without a hook that could weigh it.
@@ -269,7 +270,7 @@ class LossGraph:
     def _pass(
         self, terms: Sequence[Tensor], step: Step, ends: str | None, retain_graph: bool = False
     ) -> None:
-        """One backward pass of a sum; `ends` is the task of which it is the last."""
+        """One backward pass of a sum; the last pass of task `ends`, if given."""
         with torch.enable_grad():
             weighted = sum(terms[1:], terms[0])
         if ends is not None:
@@ -307,7 +308,7 @@ class LossGraph:
                 parameter.grad = parameter.grad.clone()
 
     def _in_graph(self, parameters: Collection[nn.Parameter]) -> set[Tensor]:
-        """Parameters as graphs have them: whole in place of sharded ones."""
+        """Parameters as they appear in graphs: unsharded instead of sharded."""
         if not any(map(is_sharded, parameters)):
             return set(parameters)
         whole = {shard: p for p, shard in self.sharded().items()}

@@ -13,7 +13,7 @@ def checked_call(engine: Engine, losses: object) -> dict[str, Tensor]:
     """The losses of `backward`.
 
     Raises:
-        ValueError: There is none, and no other rank that may have some.
+        ValueError: There are no losses, and no other rank could have any.
 
     """
     checked = checked_losses(losses)
@@ -23,7 +23,7 @@ def checked_call(engine: Engine, losses: object) -> dict[str, Tensor]:
 
 
 def begin_update(engine: Engine, *, update: bool) -> Stage:
-    """Begins an update, or goes on with that of earlier calls: the stage of this call."""
+    """Begins an update or continues the one of earlier calls; returns this call's stage."""
     accumulation = engine.accumulation
     if accumulation.is_open():
         return Stage.LAST if update else Stage.MIDDLE
@@ -33,7 +33,7 @@ def begin_update(engine: Engine, *, update: bool) -> Stage:
 
 
 def passes_needed(engine: Engine, losses: Mapping[str, Tensor]) -> int:
-    """The number of passes, where ranks have to make as many."""
+    """The number of passes, where all ranks must make equally many."""
     counts = engine.ranks.passes_are_counted and engine.kept.since is not None
     return engine.graph.passes(losses) if counts else 1
 
@@ -56,7 +56,7 @@ def weighted_losses(
 def passes_of_losses(engine: Engine, passes: Passes, losses: Mapping[str, Tensor]) -> None:
     """The backward passes of losses, of which the last one frees the graph.
 
-    Other ranks may have some for more tasks.
+    Other ranks may have losses of further tasks.
     """
     step, ranks, graph = passes.step, engine.ranks, engine.graph
     weighted = weighted_losses(engine, passes, losses)

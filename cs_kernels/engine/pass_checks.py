@@ -1,4 +1,4 @@
-"""Checks of the first backward passes of every task; later ones are not looked at.
+"""Checks the first backward passes of every task; later passes are not checked.
 
 Parts of a network that act once per backward pass break a method that makes several: auxiliary
 losses whose gradient is injected, functions that overwrite what they have saved, optimizers in
@@ -80,7 +80,7 @@ class PassChecks:
 
     @contextlib.contextmanager
     def watching(self, tasks: Iterable[str], *, as_made: bool = True) -> Iterator[None]:
-        """Around a backward pass of some tasks, perhaps their first.
+        """Wraps a backward pass of some tasks, and checks it if it is a task's first.
 
         Args:
             tasks: The tasks.
@@ -181,9 +181,9 @@ class PassChecks:
     def check_repeatable(
         self, losses: Mapping[str, Tensor], features: Sequence[Tensor] = ()
     ) -> None:
-        """Before several passes through one graph: makes its shared part three times, once of zero.
+        """Before several passes through one graph: runs its shared part thrice, once with zeros.
 
-        It is made for tasks that have not come together before.
+        This is done for tasks that have not come together before.
 
         Args:
             losses: The loss of each task.
@@ -214,7 +214,7 @@ class PassChecks:
 
 
 def _attributes(names: Mapping[Tensor, str]) -> dict[Tensor, str]:
-    """The tensors like parameters that are their attributes, such as `main_grad`, with names."""
+    """Tensor attributes of parameters that have their shape, such as `main_grad`, with names."""
     return {
         value: f"{name}.{key}"
         for p, name in names.items()
@@ -284,7 +284,7 @@ def _check_repeatable(
     targets = [target for target in names if target.requires_grad]
     edges = [GradientEdge(*edge) for edge in starts]
     with noted("raised in a check of backward passes" + _OFF):
-        # Copies: a function may write the gradients of every pass into the same buffer.
+        # Copies, because a function may write every pass's gradients into the same buffer.
         first = [g if g is None else g.clone() for g in _gradients(edges, 1, targets, held)]
     try:
         leaks = [_norm(g, nan=0.0) for g in _gradients(edges, 0, targets, held)]
@@ -345,7 +345,7 @@ def _gradients(
 
 
 def _any_gradient(edge: GradientEdge) -> Tensor:
-    """Numbers in the place of an edge's gradient, which no operation sends to zero as a whole."""
+    """Numbers to use as an edge's gradient, such that no operation maps all of them to zero."""
     like = edge.node._input_metadata[edge.output_nr]
     numbers = torch.arange(math.prod(like.shape), device=like.device, dtype=torch.float32)
     return (0.01 + 0.005 * (0.7 * numbers + 0.3).sin()).to(like.dtype).reshape(like.shape)
@@ -359,7 +359,7 @@ def _fingerprint(grad: Tensor) -> Tensor:
 
 
 def _norm(grad: Tensor | None, nan: float | None = None) -> float:
-    """The norm of a gradient, with other numbers in place of those that are not finite."""
+    """The norm of a gradient, after non-finite elements are replaced."""
     if grad is None:
         return 0.0
     grad = torch.view_as_real(grad) if grad.is_complex() else grad

@@ -22,7 +22,7 @@ Closure = Callable[[str], Tensor]
 def passes_of_task(engine: Engine, passes: Passes, task: str, closures: Sequence[Closure]) -> None:
     """The passes of one task, which leave its gradients in its row, or add them up in `.grad`.
 
-    On a rank without labels for it there are none.
+    A rank without labels for the task makes no passes.
     """
     trunk, ranks = engine.trunk, engine.ranks
     if not ranks.has(task):
@@ -64,7 +64,7 @@ def _run(engine: Engine, passes: Passes, task: str, closures: Sequence[Closure])
 def observe_again(
     engine: Engine, step: Step, tasks: Sequence[str], closures: Sequence[Closure]
 ) -> None:
-    """Gives a weighting that asks for them the losses after a step, by the same closures."""
+    """Recomputes the losses after a step, by the same closures, if the weighting asks for it."""
     trunk, weighting = engine.trunk, engine.weighting
 
     def evaluate(task: str) -> Tensor:
@@ -144,10 +144,10 @@ def _what_it_reads(function: object) -> object:
 
 @contextlib.contextmanager
 def unchanged_gradients(parameters: Sequence[nn.Parameter], task: str) -> Iterator[None]:
-    """Around a closure.
+    """Wraps a closure.
 
     Raises:
-        RuntimeError: It has changed a gradient in `.grad`.
+        RuntimeError: The closure has changed a gradient in `.grad`.
 
     """
     # The version shows changes in place.
@@ -164,7 +164,7 @@ def unchanged_gradients(parameters: Sequence[nn.Parameter], task: str) -> Iterat
 
 @contextlib.contextmanager
 def _hint_at_backward() -> Iterator[None]:
-    """Losses of one forward pass belong into `backward`; torch only says that its graph is gone."""
+    """Explains torch's error for a freed graph: losses of one forward pass belong in `backward`."""
     try:
         yield
     except RuntimeError as error:

@@ -13,8 +13,8 @@ from cs_kernels.weightings import Weighting
 
 def state_of(engine: Engine) -> dict[str, Any]:
     """As `MultiTaskOptimizer.state_dict`."""
-    # Distributed checkpoints store a tuple as it is, and a dictionary entry by entry, which
-    # would need the same entries in the one that they are loaded into.
+    # Distributed checkpoints store a tuple as a whole, but a dictionary entry by entry, and would
+    # need the same entries in the dictionary into which they are loaded.
     state = {
         "tasks": list(engine.trunk.tasks),
         "epoch": engine.epoch,

@@ -96,7 +96,7 @@ def _stages(engine: Engine, step: Step, tasks: Sequence[str], phase: Phase) -> l
 
 
 def _after(passes: Passes, tasks: Sequence[str]) -> AbstractContextManager[None]:
-    """Says in an exception which updates stay."""
+    """Adds a note to an exception: the updates that stay."""
     made = [*tasks[: tasks.index(passes.tasks[0])]]
     return noted(f"in Phase 1, the updates of {made} have been made" if made else "")
 

@@ -1,4 +1,4 @@
-"""Which way to make gradients goes with which feature: the only table, with its messages.
+"""Which way to make gradients supports which feature: the only table, with its messages.
 
 The documentation's table is made from it (`table`).
 """
@@ -26,7 +26,7 @@ WAYS = (STEP, BACKWARD, FEATURES, TOGETHER, CAPTURED)
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that not every way to make gradients goes with."""
+    """A feature that not every way to make gradients supports."""
 
     name: str
     """For the documentation."""
@@ -194,7 +194,7 @@ TABLE = (
 
 
 def check(way: str, loop: "Engine") -> None:
-    """Raises the error of the first feature that a way does not go with."""
+    """Raises the error of the first feature that a way does not support."""
     for feature in TABLE:
         message = feature.refused.get(way)
         if message is not None:

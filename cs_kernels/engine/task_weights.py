@@ -1,4 +1,4 @@
-"""Backward passes with task weights that are known before: gradients add up, without K rows.
+"""Backward passes with task weights known in advance: gradients add up, without K rows.
 
 The gradients of shared parameters are weighted by task; those of other parameters, as of heads, are
 not, so the gradient of a weighted loss would be wrong for them. A gradient gets its weight where it
@@ -38,7 +38,7 @@ def at_leaves(shared: Iterable[Tensor], weight: Tensor, arrived: set[Tensor]) ->
     Args:
         shared: The shared parameters, as graphs have them.
         weight: The task's weight.
-        arrived: Gets those with a gradient.
+        arrived: Receives the parameters that got a gradient.
 
     """
     # At the nodes: a function may ask for gradients of parameters in its backward pass, and return
@@ -81,11 +81,12 @@ def find_one_pass(
 ) -> OnePass | None:
     """One backward pass of several tasks, or None where it would give a wrong gradient.
 
-    It would if a node of several tasks led to other leaves than shared parameters. It might if the
-    graph hides parameters: reentrant checkpointing runs its function again in the backward pass,
-    and any other `torch.autograd.Function` can hide some, also such as the graph shows elsewhere.
-    Those that it does not show must be shared, and the function a node of several tasks, whose
-    gradients are weighted before it. The hook of a leaf can make gradients of any parameters.
+    The gradient would be wrong if a node of several tasks led to leaves other than shared
+    parameters. It might be wrong if the graph hides parameters: reentrant checkpointing runs its
+    function again in the backward pass, and any other `torch.autograd.Function` can hide some, even
+    parameters that the graph shows elsewhere. Parameters missing from the graph must then be
+    shared, and the function must be a node of several tasks, so that gradients are weighted before
+    it. A leaf's hook can make gradients of any parameters.
 
     Args:
         losses: By task.
@@ -128,7 +129,7 @@ def find_one_pass(
 def _tasks_of_nodes(
     roots: Mapping[str, Any],
 ) -> tuple[dict[Any, str | None], dict[Any, list[Any]]]:
-    """By node, its task, or None for several; and the nodes that hand gradients to it."""
+    """Each node's task, or None for several; and the nodes that pass gradients to it."""
     tasks: dict[Any, str | None] = {}  # Keeps the nodes alive, and so their identity.
     parents: dict[Any, list[Any]] = defaultdict(list)
     for task, root in roots.items():
@@ -147,7 +148,7 @@ def _tasks_of_nodes(
 
 
 def _leading_to(leaves: Sequence[Any], parents: Mapping[Any, Sequence[Any]]) -> set[Any]:
-    """The nodes that lead to some, these among them."""
+    """The given nodes, and all nodes that lead to them."""
     found, nodes = set[Any](), [*leaves]
     while nodes:
         node = nodes.pop()

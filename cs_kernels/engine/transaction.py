@@ -15,7 +15,7 @@ from cs_kernels.trunk.trunk import Trunk
 
 
 def _copied(state: Any) -> Any:
-    """A state with copies of its tensors, which the step may be going to change."""
+    """A copy of a state, including its tensors, which the step may change."""
     if isinstance(state, Tensor):
         return state.detach().clone()
     if isinstance(state, dict):
@@ -24,7 +24,7 @@ def _copied(state: Any) -> Any:
 
 
 class Transaction:
-    """Gradients are None before and after what has failed; running statistics are as before."""
+    """Undoes a failed stage: gradients are None, as before it, and running statistics restored."""
 
     def __init__(
         self, trunk: Trunk, ranks: Ranks, accumulation: Accumulation, guard: LoopGuard
@@ -38,7 +38,7 @@ class Transaction:
     def part(
         self, tasks: Sequence[str], *, clears: bool, restores: bool
     ) -> Iterator[list[nn.Parameter]]:
-        """Around the passes of some tasks and their update.
+        """Wraps the passes of some tasks and their update.
 
         The gradients of the last step are not kept: they would take the memory of one more row.
 
@@ -70,7 +70,7 @@ class Transaction:
     @staticmethod
     @contextlib.contextmanager
     def states(*owners: Stateful) -> Iterator[None]:
-        """Around what changes the states of a method or a weighting: an exception undoes it."""
+        """Wraps changes to the state of a method or weighting, which an exception undoes."""
         before = [(one, _copied(one.state_dict())) for one in owners if one.is_undone()]
         try:
             yield
@@ -95,7 +95,7 @@ class Transaction:
 
     @contextlib.contextmanager
     def without_traces(self, tasks: Sequence[str]) -> Iterator[None]:
-        """Around passes that leave buffers and random numbers as they were."""
+        """Wraps passes, and restores buffers and random states after them."""
         device = self._trunk.device
         devices, kind = ([], "cuda") if device.type == "cpu" else ([device], device.type)
         with (
@@ -103,5 +103,5 @@ class Transaction:
             self._trunk.unchanged(tasks, always=True),
         ):
             yield
-        # Weights may be changed before the next pass, and this one may have had no graph.
+        # Weights may change before the next pass, and this pass may have had no graph.
         torch.clear_autocast_cache()

@@ -212,7 +212,7 @@ def some_task_norms(module: nn.Module) -> list[TaskBatchNorm]:
 
 
 def modules_outside_norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """`named_modules` without task-specific normalizations and what is in them."""
+    """`named_modules` without task-specific normalizations and their children."""
     visited: set[nn.Module] = set()
     stack = [("", module)]
     while stack:

@@ -166,7 +166,7 @@ def check_priorities(priorities: Tensors, channels: Ints, device: torch.device |
 def check_products(
     products: Tensor, layers: int, tasks: int, device: torch.device | None, *, written: bool = False
 ) -> None:
-    """Products that a kernel writes must also be contiguous and aligned."""
+    """Checks products; for a kernel to write, they must be contiguous and aligned."""
     shape = (layers, tasks, tasks)
     check_device(products, device, "products")
     if products.dtype is not torch.float64 or products.shape != shape:

@@ -131,7 +131,7 @@ def checked_options(gramian: Tensor, *options: Option) -> SolverOptions:
 
     Raises:
         ValueError: An unknown scale, or a counter or similarities that do not match the Gramians.
-        TypeError: Options that no solver has.
+        TypeError: No solver has these options.
 
     """
     match options:
@@ -172,7 +172,7 @@ class Operands:
         outputs: The updates, or tensors that only define the layout of the gradients.
         grads: Entry `t * tasks + i` is tensor t's gradient for task i.
         tasks: K.
-        out_channel_dims: Of the first tensors; 0 for the others.
+        out_channel_dims: The first tensors' `out_channel_dim`; 0 for the others.
         groups: Convolution groups of the first tensors; 1 for the others.
         name: The name of `outputs` in errors.
 

@@ -1,4 +1,4 @@
-"""Random numbers as pure functions of a key and an index, bitwise equal to those of the kernels."""
+"""Random numbers as pure functions of a key and an index, bitwise equal to the kernels' numbers."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""What ranks must have alike: compared before the first step, and in the first message of each."""
+"""Facts that must be equal on all ranks, compared before the first step and as each step begins."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +33,7 @@ def compare(transport: Transport, facts: Mapping[str, object], error_type: type[
 
 
 def difference(transport: Transport, name: str, rank: int, first: Any, other: Any) -> str:
-    """The message for two values that differ; of long lists, the first entries that do."""
+    """The error message for two different values; for lists, their first different entries."""
     if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
         first, other = next(pair for pair in zip(first, other, strict=True) if pair[0] != pair[1])
     if name == NAMES["stage"]:

@@ -1,4 +1,4 @@
-"""The collectives under one name for all versions of torch; complex numbers as pairs, for NCCL."""
+"""The collectives, independent of torch's version; complex numbers are sent as pairs, for NCCL."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What passes show on a rank, made equal on all: the layers and the parameters reached."""
+"""Discoveries of the passes on any rank, shared with all: layers and reached parameters."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ class SharedReach(Reach):
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Nothing is undone: ranks may have told each other."""
+        """Undoes nothing, because ranks may already have exchanged discoveries."""
         yield
 
     def note(self, task: str, unreached: list[int]) -> None:
@@ -52,7 +52,7 @@ class SharedReach(Reach):
         self._local.clear()  # Old passes must not be noted again.
 
     def changed(self) -> bool:
-        """Whether there is something to send."""
+        """Whether there are passes that were not sent yet."""
         return not self._is_sent
 
     def to_send(self) -> dict[str, list[int]]:
@@ -68,7 +68,7 @@ class SharedReach(Reach):
                 super().note(task, unreached)
 
     def unreached(self, task: str, ranks: Sequence[int]) -> set[int]:
-        """The parameters that none of some ranks has reached in its last pass of a task."""
+        """The parameters that none of the given ranks reached in its last pass of a task."""
         return set.intersection(*(set(self._of_ranks[rank][task]) for rank in ranks))
 
     def load_state_dict(self, state: Any) -> None:

@@ -26,7 +26,7 @@ def _is_of_collective(error: BaseException) -> bool:
 
 
 class Failures:
-    """Tells the other ranks of an exception, and raises theirs.
+    """Tells the other ranks of this rank's exceptions, and raises theirs.
 
     Args:
         transport: Carries the messages.
@@ -41,7 +41,7 @@ class Failures:
         """The last exception that every rank raises."""
 
     def raise_on_all(self, error: Exception) -> NoReturn:
-        """Raises an exception that every rank raises, so that none has to be told."""
+        """Raises an exception that every rank raises itself, so no message is needed."""
         self._on_all = error
         raise error
 
@@ -49,7 +49,7 @@ class Failures:
     def together(
         self, number: Callable[[], int], tell: Callable[[Exception, float], None]
     ) -> Iterator[None]:
-        """Around a step.
+        """Wraps a step.
 
         Args:
             number: The number of the step.
@@ -89,7 +89,7 @@ class Failures:
         Args:
             number: The number of the step.
             error: The exception of this rank, if it has failed.
-            after: The seconds after which it did.
+            after: The seconds after which it failed.
 
         Raises:
             RankError: Another rank has failed.

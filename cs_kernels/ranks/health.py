@@ -1,4 +1,4 @@
-"""Whether ranks still hold the same network: checksums of all parameters, now and then."""
+"""Checks that ranks still hold the same network, by occasional checksums of all parameters."""
 
 from collections.abc import Callable
 
@@ -51,7 +51,7 @@ class Health:
             for name, checksum in sums.items():
                 expected, other = first.setdefault(name, (checksum, rank))
                 if expected != checksum:
-                    self.recheck()  # Until they are the same again.
+                    self.recheck()  # Repeated until the parameters are the same again.
                     self._failures.raise_on_all(
                         RankError(
                             f"ranks must hold the same parameters: {name} of rank {numbers[rank]}"

@@ -25,7 +25,7 @@ class _LayerPieces(NamedTuple):
 
 
 class Plan:
-    """The pieces of layers on this rank; it depends on no values, so a step makes none anew."""
+    """The local pieces of layers. They depend on no values, so they are reused in every step."""
 
     def __init__(self, ranks: "Distributed", lists: LayerLists) -> None:
         self.lists = lists

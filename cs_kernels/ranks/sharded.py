@@ -61,7 +61,7 @@ class Sharded(Distributed):
         groups = [mesh.get_group(dim) for dim in reversed(range(mesh.ndim))]
         super().__init__(shared, tasks, wrappers, transport, groups)
         self._shards, self._replicas = groups[0], groups[1] if mesh.ndim == 2 else None
-        self.scale = 1 / self.size  # `fully_shard` averages, so losses have shares for that.
+        self.scale = 1 / self.size  # `fully_shard` averages, and the losses' shares account for it.
         self._modules = fsdp_modules(trunk.modules())
         of_trunk = set(self.parameters)
         self._of_norms = [p for p in trunk.parameters() if p not in of_trunk and is_sharded(p)]
@@ -101,7 +101,7 @@ class Sharded(Distributed):
     # --- passes ---
 
     def before_backward(self, *, retains: bool) -> None:
-        """Keeps whole parameters until the last backward pass of a forward pass."""
+        """Keeps parameters unsharded until the last backward pass through a forward pass."""
         self._keep_norms()
         if retains and not self._resharded:
             groups = [group for module in self._modules for group in groups_of(module)]
@@ -117,7 +117,7 @@ class Sharded(Distributed):
         self._resharded = []
 
     def recover(self, held: Sequence[nn.Parameter]) -> None:
-        """Ends what a failed pass has left: whole parameters, and callbacks that wait."""
+        """Cleans up after a failed pass: unsharded parameters, and pending callbacks."""
         self._restore_resharding()
         for module in modules_that_shard(held):  # Heads have roots of their own.
             end_passes(module)
@@ -198,7 +198,7 @@ class Sharded(Distributed):
             self.parameters[i].grad = self._updates[i]
 
     def lend(self, parameter: int, grad: Tensor) -> Tensor:
-        """A parameter's update, which is not written yet."""
+        """An uninitialized tensor for a parameter's update."""
         del grad
         return self._update_of(parameter)
 

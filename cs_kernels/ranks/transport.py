@@ -18,7 +18,7 @@ has W - 1 hops, one after the other, and a square grid 2 (sqrt(W) - 1)."""
 
 
 def _check_names(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raises RuntimeError if a new group would have other names on other ranks, and deadlock."""
+    """Raises RuntimeError if a new group's name would differ between ranks, which deadlocks."""
     number = number_of_groups(counted=names_are_counted(dist.get_world_size(group)))
     count = torch.tensor([number], device=device)
     counts = [torch.zeros_like(count) for _ in range(dist.get_world_size(group))]
@@ -43,7 +43,7 @@ class Transport:
 
     Args:
         numbers: The numbers of the ranks in the default group, in order.
-        group: A group of these ranks, whose timeout is taken.
+        group: A group of these ranks; its timeout is used.
         device: The device of its collectives.
 
     Raises:
@@ -62,7 +62,7 @@ class Transport:
         self.numbers = list(numbers)
         self.rank = self.numbers.index(dist.get_rank())
         self.size = len(self.numbers)
-        # A rank that has failed waits here for others, which wait for it in their collectives.
+        # A failed rank waits here for the others, which wait for it in their collectives.
         self._timeout = 2 * timeout_of(group, device) + timedelta(seconds=10)
         self._made: list[dist.ProcessGroup] = []
         _check_names(group, device)
@@ -87,7 +87,7 @@ class Transport:
     def new_group(
         self, ranks: Sequence[int], timeout: timedelta, backend: str
     ) -> dist.ProcessGroup:
-        """A group of some of the ranks, until `close`; all of them call this."""
+        """Makes a group of some ranks, for use until `close`; all of these ranks must call this."""
         is_whole = self.size == dist.get_world_size()
         group: dist.ProcessGroup = dist.new_group(
             list(ranks), timeout=timeout, backend=backend, use_local_synchronization=not is_whole
@@ -99,20 +99,20 @@ class Transport:
     def close(self) -> None:
         """Destroys the groups that were made here, and their threads.
 
-        Before torch 2.14, only if they are of all ranks.
+        Before torch 2.14, only groups of all ranks are destroyed.
         """
         while self._made:
             with contextlib.suppress(ValueError):  # All groups have been destroyed before.
                 dist.destroy_process_group(self._made.pop())
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, which can be pickled."""
+        """Gathers a picklable value from every rank."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._hosts)
         return values
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of all ranks, as many from each."""
+        """Gathers the numbers of all ranks; each rank sends equally many."""
         received = torch.tensor(numbers, device="cpu")
         for ring in self._rings:
             sent = received

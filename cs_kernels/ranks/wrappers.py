@@ -18,7 +18,7 @@ _switched_off: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class _SeesWrapper(LocalHook):
-    """A hook of the trunk: a DistributedDataParallel around it is known while it runs the trunk."""
+    """A forward pre-hook of the trunk: finds the DistributedDataParallel that is running it."""
 
     def __init__(self, wrappers: Wrappers) -> None:
         self._wrappers = weakref.ref(wrappers)
@@ -47,14 +47,14 @@ class Wrappers:
         """Gives the modules their reductions back, unless other such objects need them off."""
 
     def watch(self, trunk: nn.Module, ranks: Sequence[int]) -> None:
-        """Also takes those that run the trunk from now on; all must be of these ranks.
+        """Also adopts wrappers that run the trunk from now on; all must have these ranks.
 
         Args:
             trunk: The shared module.
-            ranks: Those that train together; none if nothing has named them.
+            ranks: The ranks that train together; empty if nothing has named them.
 
         Raises:
-            ValueError: One is of other ranks.
+            ValueError: A wrapper has other ranks.
 
         """
         self._ranks = list(ranks)
@@ -82,7 +82,7 @@ class Wrappers:
 
         Raises:
             TypeError: It is a FullyShardedDataParallel (FSDP1).
-            ValueError: Its reductions cannot be switched off, or it is of other ranks.
+            ValueError: Its reductions cannot be switched off, or it has other ranks.
 
         """
         refuse_fsdp1(module)
@@ -98,7 +98,7 @@ class Wrappers:
         self.switch_off()  # The end of `no_sync` may have switched known ones on again.
 
     def switch_off(self) -> None:
-        """Switches off the reductions of all, which others may have switched on, as Lightning."""
+        """Switches off all reductions again, which a framework such as Lightning may switch on."""
         for module in self._found:
             set_reductions(module, on=False)
 

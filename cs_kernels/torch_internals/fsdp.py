@@ -26,7 +26,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether a tensor is a DTensor, as `fully_shard` makes of parameters."""
+    """Whether a tensor is a DTensor, like parameters after `fully_shard`."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "_local_tensor")
 
 
@@ -64,14 +64,14 @@ def mesh_of(parameters: Mapping[str, Tensor]) -> Any:
 
 
 def fsdp_modules(objects: Iterable[object]) -> list[Any]:
-    """The modules after `fully_shard` among them."""
+    """The `fully_shard` modules among some objects."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
-    # By `type`, as a proxy's `__class__` is that of its object, which may be gone.
+    # `type`, because a proxy's `__class__` belongs to its object, which may be gone.
     return [] if kind is None else [found for found in objects if issubclass(type(found), kind)]
 
 
 def reshard(network: nn.Module) -> None:
-    """Frees whole parameters, which a pass without a backward pass may have left."""
+    """Frees unsharded parameters, which a forward pass without a backward pass may leave."""
     for module in fsdp_modules(network.modules()):
         module.reshard()
 
@@ -93,7 +93,7 @@ def groups_of(module: Any) -> list[Any]:
 
 
 def end_passes(module: Any) -> None:
-    """Brings a module back to where it was before its forward pass."""
+    """Resets a module to its state before the forward pass."""
     reset = getattr(module, "reset_iter_state", None)  # Since torch 2.13.
     with contextlib.suppress(RuntimeError):
         if reset is not None and module._get_fsdp_state()._is_root:
@@ -106,7 +106,7 @@ def end_passes(module: Any) -> None:
 
 
 def all_sharded_modules() -> list[nn.Module]:
-    """All modules after `fully_shard` in this process; it is slow."""
+    """All `fully_shard` modules in this process; slow."""
     return fsdp_modules(gc.get_objects())
 
 
@@ -121,7 +121,7 @@ def modules_that_shard(parameters: Iterable[Tensor]) -> list[nn.Module]:
 
 
 def sharded_parameters(modules: Iterable[nn.Module]) -> dict[Tensor, nn.Parameter]:
-    """By the whole parameter that a loss's graph has: the sharded one of the torch optimizer."""
+    """Maps each unsharded parameter in a loss's graph to the torch optimizer's sharded one."""
     found: dict[Tensor, nn.Parameter] = {}
     for module in fsdp_modules(modules):
         for parameter in (p for group in groups_of(module) for p in group.fsdp_params):
@@ -140,7 +140,7 @@ def rows_of(parameter: Tensor) -> tuple[int, int]:
 
 
 def shards_of(tensors: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
-    """For each vector: this rank's elements, and the index of the first one."""
+    """For each vector, this rank's elements and the index of the first."""
     found = []
     for tensor in tensors:
         if is_sharded(tensor):

@@ -16,8 +16,9 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 def names_are_counted(ranks: int) -> bool:
     """Whether a new group of some ranks gets a name that no group before it has had.
 
-    Torch numbers groups of all ranks. Before 2.14, the name of any other group depends on the
-    groups there are: after one was destroyed, the next one would find its entries in the store.
+    Torch numbers groups of all ranks. Before 2.14, any other group's name depends on the number of
+    existing groups: a new group may reuse a destroyed group's name, and find its entries in the
+    store.
     """
     return ranks == dist.get_world_size() or torch.__version__ >= "2.14"
 
@@ -26,7 +27,7 @@ def number_of_groups(*, counted: bool) -> int:
     """The number that a new group's name would have.
 
     Args:
-        counted: Whether it counts all groups that were ever made, or those there are.
+        counted: Whether the number counts all groups ever made, or only the existing ones.
 
     """
     world = getattr(dist.distributed_c10d, "_world", None)

@@ -43,7 +43,7 @@ class Reach:
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
-        """Around a step: a failed step leaves the record unchanged."""
+        """Wraps a step: a failed step leaves the record unchanged."""
         before = dict(self._unreached), [*self._reached_by], [*self._tried_by]
         try:
             yield
@@ -112,7 +112,7 @@ class Reach:
         return self._owners
 
     def state_dict(self) -> dict[str, dict[str, list[str]]]:
-        """For each parameter that not all tasks reached: the tasks that did, and that tried."""
+        """For each parameter that some task did not reach: the tasks that did, and that tried."""
         every = (1 << len(self._tasks)) - 1
         parameters = zip(self._names, self._reached_by, self._tried(), strict=True)
         return {

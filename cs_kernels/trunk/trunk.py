@@ -124,7 +124,7 @@ class Trunk:
             self.end_step()
 
     def end_trace(self) -> None:
-        """Ends passes without gradients, which leave a sharded trunk unsharded."""
+        """Reshards the trunk after passes without gradients, which leave it unsharded."""
         self.reach.has_new = False
         reshard(self.module)
         self.end_step()

@@ -188,7 +188,7 @@ class Watcher:
 
     @contextlib.contextmanager
     def passing(self, *tasks: str) -> Iterator[bool]:
-        """Around a forward pass of a task, or of several at once.
+        """Wraps a forward pass of a task, or of several at once.
 
         Watches the pass if any of the tasks has no watched pass yet; yields whether it does.
         """
@@ -210,7 +210,7 @@ class Watcher:
 
     @contextlib.contextmanager
     def noticing(self, task: str) -> Iterator[None]:
-        """Around another forward pass of a task, which shows only new modules outside the trunk."""
+        """Wraps another forward pass of a task, which shows only new modules outside the trunk."""
         self.thread = threading.get_ident()
         try:
             with self._modules_outside(task):

@@ -24,8 +24,8 @@ class GradNorm(Weighting):
     G_i is the norm of the gradient of w_i L_i over the shared parameters. r_i is L_i / L_i(0),
     divided by the mean over the tasks, where L_i(0) is the task's first positive loss. After a
     joint step, the weights w_i take one step of Adam on `sum_i |G_i - mean_j(G_j) r_i^alpha|`,
-    whose second term is held constant. Then they are clamped to at least 0.001 and rescaled to
-    their previous sum; the weights of all tasks sum to their number.
+    in which the second term counts as constant. Then they are clamped to at least 0.001 and
+    rescaled to their previous sum; the weights of all tasks sum to their number.
 
     The norms come from a Gramian method, such as `Sum(separate=True)` for the plain sum; after
     `backward` with features, they are the norms of the gradients with respect to the features. The
@@ -93,7 +93,7 @@ class GradNorm(Weighting):
             self._weights[task].copy_(state)
 
     def state_dict(self) -> dict[str, Any]:
-        """The weights with their states of Adam, and the first losses."""
+        """The weights with their Adam states, and the first losses."""
         return {
             "weights": {task: state.clone() for task, state in self._weights.items()},
             "first": {task: loss.clone() for task, loss in self._first.items()},
@@ -109,7 +109,7 @@ class GradNorm(Weighting):
         check_entries(state, tasks, {"weights": [4], "first": []})
 
     def captured_state(self) -> list[Tensor]:
-        """The weights with their states of Adam, and the first losses."""
+        """The weights with their Adam states, and the first losses."""
         return [*self._weights.values(), *self._first.values()]
 
     def __repr__(self) -> str:

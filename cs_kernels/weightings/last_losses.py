@@ -14,7 +14,7 @@ from cs_kernels.weightings.weighting import Weighting, weighed
 
 
 def on_device(states: dict[str, Tensor], task: str, device: torch.device) -> Tensor | None:
-    """A task's state, moved to a device, as a checkpoint may have been loaded to another one."""
+    """Moves a task's state to a device; a checkpoint may have been loaded to another one."""
     state = states.get(task)
     if state is not None and state.device != device:
         state = states[task] = state.to(device)
@@ -76,7 +76,7 @@ class LastLosses(Weighting):
             return weighed(loss, self._cached_weights[1][number].to(loss.device))
         with torch.no_grad():
             weights = self.weights(self.losses_of(loss, step), step)
-        if set(step.known) >= set(step.tasks):  # Then the weights do not depend on `loss`.
+        if set(step.known) >= set(step.tasks):  # Then `loss` has no influence.
             self._cached_weights = step.known, weights
         return weighed(loss, weights[number])
 

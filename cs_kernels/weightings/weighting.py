@@ -55,9 +55,9 @@ class Weighting(Stateful, ABC):
     def observe(self, step: Step) -> None:
         """Called once per step; `step.losses` are the unweighted losses of its tasks.
 
-        They are means over the ranks and sums over the micro-batches. It is called before the torch
-        optimizers' step or, if the weighting `reevaluates`, after the losses were computed again.
-        If the step fails, `load_state_dict` restores the state before it.
+        These losses are means over the ranks and sums over the micro-batches. The call comes before
+        the torch optimizers' step or, if the weighting `reevaluates`, after the losses were
+        recomputed. If the step fails, `load_state_dict` restores the state before it.
         """
         del step
 

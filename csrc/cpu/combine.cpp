@@ -19,7 +19,7 @@ struct Piece {
   std::vector<std::int32_t>* tasks;
   std::int64_t first;
   std::int64_t size;
-  std::int64_t index; // of the first element, for sign dropping
+  std::int64_t index; // the first element's index, for sign dropping
 
   std::vector<const void*> gradients() const {
     std::vector<const void*> result;

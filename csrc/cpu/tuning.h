@@ -23,7 +23,7 @@ constexpr std::int64_t kGroupwiseBytes = 8 << 20;
 
 // The sums and the reference gradient of a channel group are still in cache at its second visit if
 // they take at most 1 / kGroupPart of the last-level cache: prefetching brings the other gradients
-// there too. The default size, if the system does not tell it, is that of an AMD EPYC.
+// there too. If the system does not report the cache's size, the default is an AMD EPYC's.
 constexpr std::int64_t kGroupPart = 4;
 constexpr std::int64_t kLastCacheBytes = 32 << 20;
 

@@ -1,4 +1,4 @@
-// What the items of Phase 2 share: a block's shared memory, and the tensor that it works on.
+// Shared by the items of Phase 2: a block's shared memory, and the tensor that it works on.
 #pragma once
 
 #include <cstddef>

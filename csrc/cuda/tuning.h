@@ -47,7 +47,7 @@ template <class T> constexpr int kDropVectors = sizeof(T) < 4 ? 1 : 2;
 constexpr int gramian_vectors(int tasks) { return tasks <= 4 ? 4 : 2; }
 
 // Tasks whose strengths a thread computes at once, as many as fit the registers: other blocks wait
-// while one finds a layer's priorities, with a latency of about two trips to memory per round.
+// while one finds a layer's priorities, with a latency of about two memory accesses per round.
 constexpr int kStrengthTasks = 4;
 
 // Elements per task in the shared memory of the Gramian's general kernel: 33 KiB of doubles for 64

@@ -24,7 +24,7 @@ CS_DEVICE float widened(float x) { return x; }
 CS_DEVICE float widened(BFloat16 x) { return low_bfloat16(x.bits); }
 CS_DEVICE float widened(Float16 x) { return float16_to_float(x.bits); }
 
-// The type of one thread's sums and products over a few vectors, which are added up in float64.
+// The type of a thread's sums and products over a few vectors; totals are in float64.
 template <class T> using Wide = decltype(widened(T{}));
 // The type of a weight's squares, wide because two tasks' strengths can be close to each other.
 template <class T> using Square = std::conditional_t<sizeof(T) >= 4, double, float>;

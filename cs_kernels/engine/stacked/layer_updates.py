@@ -1,8 +1,8 @@
 """The updates of a stacked pass, made for a few layers at a time.
 
-The backward passes of layers hand over the gradients of all tasks. They wait until those of another
-layer would not fit beside them; then the method combines what waits. So memory holds no more of
-them than K times the largest layer has, and small layers share one call of an operator.
+The backward passes of layers hand over the gradients of all tasks. They wait until another layer's
+gradients would not fit beside them; then the method combines the waiting gradients. So memory holds
+at most K gradients of the largest layer, and small layers share one call of an operator.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -72,7 +72,7 @@ class LayerUpdates:
         self._limit = max((self._size(layer) for layer in layers), default=0)
 
     def name_of(self, parameter: Tensor) -> str:
-        """The name of one that is taken."""
+        """The name of a parameter whose update the method makes."""
         return self._gradients.names[self.taken[parameter]]
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class LayerUpdates:
         return len(self._step.tasks) * sum(sizes)
 
     def make_room(self, parameters: Sequence[Tensor]) -> None:
-        """Makes the updates that wait if the gradients of a layer's parameters do not fit."""
+        """Makes the waiting updates if a layer's gradients would not fit beside theirs."""
         size = self._size(parameters)
         if self._bytes + size > self._limit:
             self.flush()
@@ -116,14 +116,14 @@ class LayerUpdates:
         self._waiting, self._bytes = [], 0
 
     def surgery(self) -> Surgery:
-        """What the method did, as if in one call."""
+        """The records of all of the method's calls, merged."""
         if not self._surgeries:
             return Surgery() if self.by_module else self._of_no_layer()
         layers_of = [set(self._gradients.layers(of_call)[0]) for of_call, _ in self._surgeries]
         return Surgery.merge([surgery for _, surgery in self._surgeries], layers_of)
 
     def _of_no_layer(self) -> Surgery:
-        """All prioritized layers are frozen."""
+        """An empty record, for a step in which all prioritized layers are frozen."""
         tasks = self._gradients.tasks
         like = self._gradients.parameters[0]
         return Surgery(
@@ -135,7 +135,7 @@ class LayerUpdates:
 
 
 def used_otherwise(name: str, how: str) -> ValueError:
-    """The error for a parameter that is used in another way than by one layer."""
+    """The error for a parameter that is not used by exactly one layer."""
     return ValueError(
         f"trunk must use {name} in one convolution or linear layer only, where step_together makes"
         f" its update, but it is used {how}: use step"

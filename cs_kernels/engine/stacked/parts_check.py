@@ -7,10 +7,11 @@ from torch import Tensor
 
 
 class PartsCheck:
-    """Whether a part of any tensor depends on other parts, from forward passes.
+    """Finds out by forward passes whether a part of any tensor depends on other parts.
 
-    After one as it is, all parts but the first are changed in inputs and behind normalizations,
-    then all but the last: the part that was not changed must come out the same everywhere.
+    The first pass is unmodified. The second changes all parts but the first, in inputs and behind
+    normalizations; the third changes all but the last. The unchanged part must be the same
+    everywhere.
     """
 
     def __init__(self, parts: int) -> None:
@@ -25,12 +26,12 @@ class PartsCheck:
         self._kept, self._next = kept, 0
 
     def changed(self, x: Tensor) -> Tensor:
-        """A normalized tensor with other numbers in the other parts."""
+        """A normalized tensor with changed numbers in the other parts."""
         scale, offset = (0.5, 1.0) if self._kept == 0 else (2.0, -1.0)
         return self._with(x, lambda part: part * scale + offset)
 
     def changed_input(self, x: Tensor) -> Tensor:
-        """An input with other numbers in the other parts, of the same signs and kinds."""
+        """An input with changed numbers in the other parts; signs and dtypes stay."""
         if x.is_floating_point():
             return self._with(x, lambda part: part * 0.5)
         return self._with(x, lambda part: part.flip(0))

@@ -114,7 +114,7 @@ class TaskWeight(Tensor):
 def _runs_as_layer(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: object, **kwargs: object
 ) -> bool:
-    """Whether a layer runs as `_TaskLayer`; if not, it runs as it is, and that is noted."""
+    """Whether a layer runs as `_TaskLayer`; otherwise it runs unchanged, which is recorded."""
     stand_ins = [tensor for tensor in (weight, bias) if isinstance(tensor, TaskWeight)]
     if not stand_ins or any(isinstance(a, TaskWeight) for a in (x, *args, *kwargs.values())):
         return False

@@ -65,7 +65,7 @@ def step_together(
     trunk: nn.Module,
     known: KnownPasses,
 ) -> dict[str, Tensor]:
-    """In Phase 2 one forward and one backward pass, in which updates are made; in Phase 1, `step`.
+    """Phase 2 in one forward and one backward pass, which makes the updates; Phase 1 as `step`.
 
     Args:
         engine: Makes the step.
@@ -145,7 +145,7 @@ class _Together:
             graph.run_backward(weighted, step, last=True)
         self._updates.flush()
         for parameter in reached.unreached:
-            parameter.grad = None  # In place of zeros, which have an effect in an optimizer.
+            parameter.grad = None  # None instead of zeros, to which an optimizer would react.
         trunk.watcher.learned(*tasks)
         known[pattern] = reached
         if len(tasks) > 1:  # The part of one task alone shows nothing.
@@ -160,7 +160,7 @@ class _Together:
 
             def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
                 nonlocal checks
-                if checks:  # In the first call alone: it would change what that has saved.
+                if checks:  # Only in the first call: later, it would change what that one saved.
                     checks = False
                     unseen = partial(self.engine.transaction.without_traces, tasks)
                     passes.check_parts(unseen, *args, **kwargs)
@@ -260,7 +260,7 @@ class _Together:
 
 
 def _loss_alone(forward: Forward, trunk: nn.Module, task: str) -> Tensor:
-    """In Phase 1: the loss of one task, from the outputs for it alone."""
+    """In Phase 1: a task's loss, from a forward pass for this task alone."""
 
     def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
         return {task: trunk(*args, **kwargs)}

@@ -102,9 +102,9 @@ class TrunkPass:
 
     @contextlib.contextmanager
     def in_trunk(self, *, recomputes: bool = False) -> Iterator[None]:
-        """Around the passes: layers keep tasks' gradients apart, normalizations their parts.
+        """Wraps the passes: layers keep the tasks' gradients apart, and normalizations their parts.
 
-        Around the backward pass too: checkpointing recomputes the trunk there.
+        This includes the backward pass, in which checkpointing recomputes the trunk.
         """
         self._stack.runs = recomputes
         try:
@@ -313,7 +313,7 @@ class TrunkPass:
     def begin_updates(
         self, taken: Mapping[Tensor, int], reached: Mapping[str, set[Tensor]], *, counts: bool
     ) -> None:
-        """Begins the backward pass; the method makes the updates of what is taken.
+        """Begins the backward pass; the method makes the updates of the parameters in `taken`.
 
         Args:
             taken: The parameters whose update is made, and their indices.
@@ -353,11 +353,11 @@ class TrunkPass:
 
     @property
     def layers(self) -> dict[Tensor, tuple[nn.Parameter, ...]]:
-        """By parameter that a layer has used: the parameters of this layer."""
+        """For each parameter that a layer has used, all parameters of this layer."""
         return {parameter: layer for layer in self._stack.layers for parameter in layer}
 
     def _check_modules(self, taken: Mapping[Tensor, int]) -> None:
-        """Raises if a module's parameters are not those of one layer."""
+        """Raises unless each module's parameters belong to a single layer."""
         name_of, layer_of = self._updates.name_of, self.layers
         uses = Counter(parameter for layer in self._stack.layers for parameter in layer)
         modules: dict[str, list[Tensor]] = {}
@@ -375,7 +375,7 @@ class TrunkPass:
                 )
 
     def _uses(self) -> Counter[Tensor]:
-        """How often the graph of the outputs uses each leaf; twice if not in a layer."""
+        """How often the outputs' graph uses each leaf; a use outside of layers counts twice."""
         uses: Counter[Tensor] = Counter()
         for node in walk(map(edge_of, self._outputs), frozenset()).nodes:
             count = 1 if is_task_layer(node) else 2

@@ -83,7 +83,7 @@ def keep(tables: Tables, device: torch.device) -> None:
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Raises a RuntimeError while a CUDA graph is captured."""
+    """Raises a RuntimeError if a CUDA graph is being captured."""
     if _capturing(device):
         raise RuntimeError(
             "the first step of a trunk makes tables and compiles kernels, which cannot be captured"
@@ -130,7 +130,7 @@ def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def on_host(numbers: Sequence[int]) -> Tensor:
-    """An int64 tensor on the CPU, whatever torch's default device."""
+    """An int64 tensor on the CPU, whatever torch's default device is."""
     return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 

@@ -46,7 +46,7 @@ class ItemKind(IntEnum):
 
 
 class TensorField(IntEnum):
-    """The columns of the table of tensors, which depends on their layouts alone."""
+    """Columns of the table of tensors; its contents depend on the tensors' layouts alone."""
 
     ROWS = 0
     LENGTH = 1
@@ -78,7 +78,7 @@ class TensorField(IntEnum):
 
 
 class CallField(IntEnum):
-    """The columns of the table of addresses, which is made in every call."""
+    """Columns of the table of addresses, which every call makes anew."""
 
     UPDATE = 0
     WEIGHT = 1

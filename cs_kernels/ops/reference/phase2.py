@@ -83,7 +83,7 @@ def connection_strength(
 
 
 def task_priority(strength: Tensor) -> Tensor:
-    """Eq. (10). torch.argmax would let a NaN win, and does not define which of equals does."""
+    """Eq. (10). torch.argmax would let a NaN win, and leaves ties undefined."""
     check_strength(strength)
     numbers = strength.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     highest = numbers.amax(0, keepdim=True)

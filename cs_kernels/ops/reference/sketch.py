@@ -9,7 +9,7 @@ from cs_kernels.ops.random import random_key, splitmix64, words
 
 
 def sketch_(sketch: Tensor, tensors: Tensors, offsets: Ints, seed: int) -> None:
-    """Adds, block by block, the element that goes to each bin."""
+    """Adds one element of each block to every bin, block by block."""
     check_sketch(sketch, tensors, offsets, wide=True)
     key, size = random_key(seed, 0), len(sketch)
     bins = torch.arange(size, device=sketch.device)

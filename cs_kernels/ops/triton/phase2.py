@@ -70,7 +70,7 @@ def _tile(shape, first, T: constexpr):
     """Rows [segments], offsets and mask [segments, SEGMENT] of the segments from `first` on.
 
     The last segment of a row may be shorter. If T.vector > 1, rows are contiguous and their lengths
-    multiples of it.
+    multiples of T.vector.
     """
     rows, length, row_segments, _, _ = shape
     segment = first + tl.arange(0, T.elements // SEGMENT)
@@ -147,7 +147,7 @@ def normalized(strength, total):
 
 @triton.jit
 def top_task(strength, tasks, TASKS: constexpr):
-    """Eq. (10). A NaN never wins; of equals, the lowest task does."""
+    """Eq. (10). A NaN never wins; ties go to the lowest task."""
     lowest = -float("inf")
     task = tl.arange(0, TASKS)[:, None]
     number = tl.where((strength == strength) & (task < tasks), strength, lowest)

@@ -1,4 +1,4 @@
-// Everything that the kernels use of CUDA. The tests' emulation replaces this file by its own.
+// All CUDA features that the kernels use. The tests' emulation replaces this file with its own.
 #pragma once
 
 #include <cuda_runtime.h>
