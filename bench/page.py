@@ -46,7 +46,7 @@ TABLES = {
         exact / features={ratio:.2f} | features / plain={over_plain:.2f}
         plain MB={peak_bytes[plain]:.1f} | exact MB={peak_bytes[all]:.1f}
         features MB={peak_bytes[features]:.1f} | rows MB={feature_bytes:.2f}""",
-    "sketches": """dtype={dtype} | threads={threads} | N={numel:.0f} M
+    "sketches": """dtype={dtype} | threads={threads}
         ms={milliseconds[sketch]:.1f} | x reading={over_read:.2f}
         x Gramian of one task={over_gramian:.2f}""",
     "balancer": """network={network} | K={tasks} | passes={step} | ms={milliseconds:.0f}

@@ -50,7 +50,7 @@ def test_sketch(report: Any, quick: bool, dtype: torch.dtype, threads: int) -> N
     report(
         "sketches",
         dtype=str(dtype).removeprefix("torch."),
-        numel=count * numel / 1e6,
+        numel=count * numel,
         threads=threads,
         milliseconds=medians(times),
         over_read=ratio(times["sketch"], times["read"]),
