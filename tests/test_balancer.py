@@ -330,6 +330,29 @@ def test_dropped_passes_do_not_count() -> None:
     assert torch.equal(found.gramian, expected.gramian)
 
 
+def test_gradients_that_a_hook_moves() -> None:
+    """As optimizers in hooks, and main gradients: `.grad` is None after every pass."""
+    p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    moved = torch.zeros(3, dtype=torch.float64)
+
+    def move(p: Tensor) -> None:
+        assert p.grad is not None
+        moved.add_(p.grad)
+        p.grad = None
+
+    p.register_post_accumulate_grad_hook(move)
+    balancer = cs.GradientBalancer([p], ["a", "b"], cs.NTKMTL())
+    for _ in range(2):
+        moved.zero_()
+        weights = balancer.weights
+        for task, grad in (("a", _A), ("b", 9 * _B)):
+            with balancer.task(task):
+                (p * grad).sum().backward()
+        balancer.update()
+        torch.testing.assert_close(moved, weights["a"] * _A + weights["b"] * 9 * _B)
+    assert balancer.report().together.all()
+
+
 def test_weights_stay_in_a_step_without_gradients() -> None:
     """Also those of a method that has others for no gradients."""
     step = {"a": 300 * _A, "b": _B}

@@ -91,9 +91,10 @@ class _Arrival:
         if take is None or grad is None:
             return None
         leaf, total = self._leaf, self._leaf.grad
-        # Hooks that step an optimizer, or move `.grad`, leave None after every pass.
+        # Hooks that step an optimizer or move `.grad` leave None after every pass, and so may
+        # `fully_shard` in a whole parameter.
         moves = bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
-        is_first = total is None and self._parameter.grad is None and not moves
+        is_first = total is None and leaf is self._parameter and not moves
         weight = take(self._number, grad, is_first)
         if weight is None:
             return None
