@@ -28,7 +28,7 @@ from cs_kernels.monitor.balance import BalanceReport
 from cs_kernels.ops.checks import LEAST_SKETCH, MOST_SKETCH
 from cs_kernels.options import checked_integer, checked_seed
 from cs_kernels.step import Step
-from cs_kernels.torch_internals.autograd import hooked
+from cs_kernels.torch_internals.autograd import hooked, reached_parameters
 
 _open: "weakref.WeakSet[GradientBalancer]" = weakref.WeakSet()
 """All that are not closed."""
@@ -129,7 +129,11 @@ class GradientBalancer:
         """Whether they have brought a gradient."""
         self._warned: set[str] = set()
         self._reached: set[int] = set()
-        """The parameters that a task has reached in this step."""
+        """The parameters that tasks have reached in this step."""
+        self._kept: set[int] = set()
+        """Those of them whose `.grad` was not None at the end of a block."""
+        self._with_loss: set[str] = set()
+        """The tasks whose last block on this rank had a loss."""
         self._hooks = Arrivals(self._parameters, self._take)
         own = weakref.ref(self)
         handle = None if inner is None else inner.register_step_post_hook(_Update(own))
@@ -163,14 +167,16 @@ class GradientBalancer:
             )
         self._check_open()
         self._hooks.connect()
-        if self._solves and self._sketches.is_empty:
-            self._sketches.begin(self._steps)
         self._active, self._arrived = self.tasks.index(task), False
         self._factors = () if self._weights is None else self._weights[:, self._active].unbind()
         try:
-            if loss is not None and self._solves:
-                self._sketches.add_loss(self._active, loss)
             yield
+            if loss is None:
+                self._with_loss.discard(task)
+            elif self._solves:
+                self._sketches.add_loss(self._active, loss)
+                self._with_loss.add(task)
+            self._kept.update(self._hooks.left_in_grad(self._reached))
         except BaseException:
             self._sketches.spoil()
             raise
@@ -210,6 +216,10 @@ class GradientBalancer:
             if task not in self.tasks:
                 raise ValueError(f"losses must have tasks of {list(self.tasks)}, got {task!r}")
         self._check_open()
+        if self._active is not None:
+            raise RuntimeError(
+                f"backward(losses) must not be inside task({self.tasks[self._active]!r})"
+            )
         if self._ranks > 1:
             raise RuntimeError(
                 f"backward(losses) must run in one process, got {self._ranks} ranks: use a forward"
@@ -241,7 +251,12 @@ class GradientBalancer:
         self._check_open()
         if self._solves:
             self._sketches.average(self._groups, self._ranks)
-            self._solve()
+            try:
+                self._solve()
+            finally:
+                self._steps += 1
+                self._restart()
+            return
         self._steps += 1
         self._restart()
 
@@ -322,6 +337,11 @@ class GradientBalancer:
         self._products.load_state_dict(state["products"])
         device = self._products.gramian.device
         self._weights = None if weights is None else weights.clone().to(device)
+        self._with_loss = {
+            task
+            for task, loss in zip(self.tasks, self._products.losses, strict=True)
+            if loss == loss
+        }
         self._steps = steps
         self._restart()
 
@@ -362,6 +382,7 @@ class GradientBalancer:
     def _restart(self) -> None:
         """Drops what has arrived in this step."""
         self._reached.clear()
+        self._kept.clear()
         self._sketches.begin(self._steps)
 
     def _check_free(self) -> None:
@@ -383,14 +404,16 @@ class GradientBalancer:
         like = self._products.gramian
         return like.new_ones(like.shape[:2]) if self._weights is None else self._weights
 
-    def _take(self, parameter: int, grad: Tensor, is_first: bool) -> Tensor | None:
+    def _take(self, parameter: int, grad: Tensor) -> Tensor | None:
         """Takes a gradient on its way to `.grad`; returns its weight, or None for 1."""
         if self._active is None:
             return None
-        if is_first and parameter in self._reached:  # `.grad` was set to None in mid-step.
-            self._restart()
+        if not self._arrived:
+            self._arrived = True
+            # `.grad` was set to None in mid-step, so what came before is no part of the step.
+            if any(self._parameters[n].grad is None for n in self._kept):
+                self._restart()
         self._reached.add(parameter)
-        self._arrived = True
         if self._solves:
             if grad.layout is not torch.strided:
                 raise TypeError(
@@ -401,25 +424,18 @@ class GradientBalancer:
         return self._factors[self._module_of[parameter]] if self._factors else None
 
     def _solve(self) -> None:
-        products = self._sketches.products()
+        products, losses = self._sketches.products(), self._sketches.losses
         if self.scaler is not None and self.scaler.is_enabled():
             scale = self.scaler.scale(torch.ones((), device=products.device))
-            products = products / scale.double() ** 2
-        has_losses = bool(self._sketches.has_losses)
-        gramian = self._products.add(products, self._sketches.losses)
+            products, losses = products / scale.double() ** 2, losses / scale
+        gramian = self._products.add(products, losses)
         known = self._products.known()
         if isinstance(self.method, Sum) or not known:
             return
         tasks = tuple(self.tasks[i] for i in known)
-        losses = {task: self._products.losses[i] for i, task in zip(known, tasks, strict=True)}
-        losses = losses if has_losses else {}
-        step = Step(self._steps, tasks, losses, losses, layers=self._layers)
         all_known = len(known) == len(self.tasks)  # An index would make the host wait for a GPU.
         chosen = gramian if all_known else gramian[:, known][:, :, known]
-        try:
-            solved = self._weights_of.weights(chosen if self._layers else chosen[0], step)
-        except KeyError as error:
-            raise ValueError(f"task must get the loss for {self.method!r}") from error
+        solved = self._solved(chosen if self._layers else chosen[0], tasks)
         before = self._all_weights()
         weights = solved.to(before).reshape(-1, len(known))
         if not all_known:
@@ -428,10 +444,31 @@ class GradientBalancer:
         solved_for = self._products.usable & weights.isfinite().all()
         self._weights = torch.where(solved_for, weights, before)
 
+    def _solved(self, gramian: Tensor, tasks: tuple[str, ...]) -> Tensor:
+        """The method's weights, with the losses that there are."""
+        rows = {task: self._products.losses[self.tasks.index(task)] for task in tasks}
+        losses = {task: loss for task, loss in rows.items() if task in self._with_loss}
+        step = Step(self._steps, tasks, losses, losses, layers=self._layers)
+        try:
+            return self._weights_of.weights(gramian, step)
+        except KeyError as error:  # Other ranks may have had the loss.
+            missing = [task for task in tasks if task not in losses]
+            if self._ranks > 1:
+                missing = [task for task in missing if bool(rows[task].isnan())]
+            if missing:
+                raise ValueError(
+                    f"task must get the loss for {self.method!r}, got none for {missing}"
+                ) from error
+            self._with_loss.update(tasks)
+            step = Step(self._steps, tasks, rows, rows, layers=self._layers)
+            return self._weights_of.weights(gramian, step)
+
     def _one_pass(self, losses: Mapping[str, Tensor]) -> bool:
         """Makes one weighted pass, if that gives the gradients of a pass per task."""
         shared = {p for p in self._parameters if p.requires_grad}
         held = set(shared)
+        if self.optimizer is None and any(reached_parameters(x).hidden for x in losses.values()):
+            return False  # Functions may hide parameters of heads, which nobody has named.
         if self.optimizer is not None:
             held |= {p for group in self.optimizer.param_groups for p in group["params"]}
         found = find_one_pass(losses, shared, held, trusts_functions=False)

@@ -429,6 +429,10 @@ STAGES = "project_conflicts_", "phase2_products_"
         (_sketch(512, step=2), "sketch must be contiguous"),
         (_sketch(256, offsets=[0, 1]), "offsets must have 1 entries, one per tensor, got 2"),
         (_sketch(256, offsets=[2**63 - 3]), rf"offsets must lie in .* got {2**63 - 3}"),
+        (
+            _sketch(256, offsets=[2**63 - 2**30 - 3]),
+            r"offsets must lie in \[0, 2\^63 - 2\^30 - 4\]",
+        ),
         *((("upgrad_weights", g), SQUARE) for g in (ones(3), ones(2, 3), ones(0, 0), ones(()))),
         (_energies((2, 4), 2, [8]), r"energies must have shape \(8,\), got \(2, 4\)"),
         (_energies((9,), 2, [8]), r"energies must have shape \(8,\), got \(9,\)"),

@@ -208,8 +208,9 @@ def test_losses_for_the_method() -> None:
                 loss.backward()
         _assert_close(training.grads(), expected)
         training.adam.step()
-    with pytest.raises(ValueError, match=r"task must get the loss for DBMTL\(\)"):
+    with pytest.raises(ValueError, match=r"task must get the loss for DBMTL\(\), got none for"):
         training.step(3)
+    assert training.balancer.report().step == 4
 
 
 @contextlib.contextmanager
@@ -330,17 +331,80 @@ def test_dropped_passes_do_not_count() -> None:
     assert torch.equal(found.gramian, expected.gramian)
 
 
-def test_gradients_that_a_hook_moves() -> None:
+@pytest.mark.parametrize("dropped", ["p", "q"])
+def test_dropped_passes_of_other_parameters(dropped: str) -> None:
+    """Of the dropped pass and the next one, one reaches p and q, and the other q or p alone."""
+    p, q = (nn.Parameter(torch.zeros(3).double()) for _ in "12")
+    balancer = cs.GradientBalancer([p, q], ["a"], cs.Sum())
+    alone = p if dropped == "p" else q
+    with balancer.task("a"):
+        (alone * 1000 * _A).sum().backward()
+    p.grad = q.grad = None
+    with balancer.task("a"):
+        (q * _A + p * _B).sum().backward()
+    balancer.update()
+    torch.testing.assert_close(balancer.gramian, torch.tensor([[3.0]]).double())
+
+
+def test_losses_of_steps_that_a_scaler_skips() -> None:
+    """The scale is no part of a loss, and the loss of a skipped step does not count."""
+    weights = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0)):
+        p = nn.Parameter(torch.ones(3, dtype=torch.float64))
+        sgd = torch.optim.SGD([p], lr=0.0)
+        balancer = cs.GradientBalancer([p], ["a", "b"], cs.DBMTL(), sgd, scaler=scaler)
+        for skipped in (True, False) if scaler else (False,):
+            sgd.zero_grad()
+            for task, grad in (("a", 2 * _A), ("b", _B + 3)):
+                loss = (p * grad).sum()
+                loss = loss if scaler is None else scaler.scale(loss)
+                with balancer.task(task, loss):
+                    loss.backward()
+            if scaler is None:
+                sgd.step()
+                continue
+            assert p.grad is not None
+            p.grad[0] = torch.inf if skipped else p.grad[0]
+            scaler.step(sgd)
+            scaler.update()
+        weights.append(torch.stack([*balancer.weights.values()]))
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=0)
+
+
+def test_losses_of_blocks_without_gradients_count() -> None:
+    p = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    head = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    found = []
+    for order in ((head, p), (p, head)):
+        balancer = cs.GradientBalancer([p], ["a"], cs.DBMTL())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for reached in order:
+                loss = (reached * 2).sum()
+                with balancer.task("a", loss):
+                    loss.backward()
+        balancer.update()
+        found.append(balancer._products.losses.tolist())
+        balancer.close()
+    assert found == [[12.0]] * 2
+
+
+@pytest.mark.parametrize("hooked", ["parameter", "node"])
+def test_gradients_that_a_hook_moves(hooked: str) -> None:
     """As optimizers in hooks, and main gradients: `.grad` is None after every pass."""
     p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
     moved = torch.zeros(3, dtype=torch.float64)
 
-    def move(p: Tensor) -> None:
+    def move(*_: object) -> None:
         assert p.grad is not None
         moved.add_(p.grad)
         p.grad = None
 
-    p.register_post_accumulate_grad_hook(move)
+    node = torch.autograd.graph.get_gradient_edge(p).node
+    if hooked == "node":  # As Megatron's.
+        node.register_hook(move)
+    else:
+        p.register_post_accumulate_grad_hook(move)
     balancer = cs.GradientBalancer([p], ["a", "b"], cs.NTKMTL())
     for _ in range(2):
         moved.zero_()
@@ -616,6 +680,8 @@ def test_misuse() -> None:
             balancer.task("b").__enter__()
         with pytest.raises(RuntimeError, match=r"step and update\(\) must not be inside"):
             balancer.update()
+        with pytest.raises(RuntimeError, match=r"backward\(losses\) must not be inside"):
+            balancer.backward({"b": network(training.batch(0, "b"), "b")})
         network(training.batch(0, "a"), "a").backward()
     with pytest.warns(UserWarning, match=r"no gradient .* has arrived"), balancer.task("b"):
         pass

@@ -122,6 +122,8 @@ def test_ranks_that_differ_in_a_step(pools: Pools) -> None:
 
 
 def _bad_calls(rank: int) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
     network = nn.Linear(4, 3)
     balancer = cs.GradientBalancer(network.parameters(), TASKS)
     with pytest.raises(RuntimeError, match=r"backward\(losses\) must run in one process, got 2"):
@@ -134,6 +136,11 @@ def _bad_calls(rank: int) -> None:
     shard(network)
     with pytest.raises(ValueError, match="process_group must be None after fully_shard"):
         cs.GradientBalancer(network.parameters(), TASKS, process_group=dist.group.WORLD)
+    whole = nn.Linear(4, 4)
+    mesh = dist.init_device_mesh(next(whole.parameters()).device.type, (2,))
+    split = parallelize_module(whole, mesh, ColwiseParallel())
+    with pytest.raises(ValueError, match="must be sharded by fully_shard alone"):
+        cs.GradientBalancer(split.parameters(), TASKS)
     mixed = [*network.parameters(), nn.Parameter(torch.ones(3))]
     with pytest.raises(ValueError, match="must all be sharded on one mesh, or none"):
         cs.GradientBalancer(mixed, TASKS)

@@ -574,6 +574,17 @@ def test_a_function_that_adds_gradients_up_elsewhere(how: str, returns: bool) ->
     network.make(how)
 
 
+def test_attributes_without_memory_to_read() -> None:
+    """They are none of the gradients that are looked for."""
+    network = Network(torch.tanh)
+    weight: Any = network.trunk["last"].weight
+    weight.offloaded = torch.zeros_like(weight)
+    weight.offloaded.untyped_storage().resize_(0)
+    weight.sparse, weight.meta = torch.zeros(5, 8).to_sparse(), torch.zeros(5, 8, device="meta")
+    weight.negative, weight.other = torch._neg_view(torch.zeros(5, 8)), weight
+    network.make("backward")
+
+
 def test_a_new_set_up_is_checked_again() -> None:
     network = Network(torch.tanh)
     network.opt.backward(network.losses())

@@ -1,16 +1,21 @@
 """Hooks that weigh gradients on their way to `.grad`."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from cs_kernels.torch_internals.fsdp import is_sharded, modules_that_shard, sharded_parameters
+from cs_kernels.torch_internals.fsdp import (
+    groups_of,
+    is_sharded,
+    modules_that_shard,
+    sharded_parameters,
+)
 
-Take = Callable[[int, Tensor, bool], Tensor | None]
+Take = Callable[[int, Tensor], Tensor | None]
 """Takes the number of a parameter, a gradient, and whether `.grad` is None; returns the gradient's
 weight, or None to leave it."""
 
@@ -32,6 +37,13 @@ class Arrivals:
         self._nodes: dict[int, tuple[Any, ...]] = {}
         """By parameter: its dtype and device at that time, its node, and the hook's handle."""
         self._sharding = modules_that_shard(parameters)
+        groups = [group for module in self._sharding for group in groups_of(module)]
+        known = {p.sharded_param for group in groups for p in group.fsdp_params}
+        if any(is_sharded(p) and p not in known for p in parameters):
+            raise ValueError(
+                "parameters must be sharded by fully_shard alone, got others on a device mesh, such"
+                " as those of tensor parallelism"
+            )
         # Whole parameters are made in the first forward pass.
         self._handles = [
             module.register_forward_hook(lambda *_: self.connect()) for module in self._sharding
@@ -51,8 +63,13 @@ class Arrivals:
             if leaf is not None and (leaf.is_floating_point() or leaf.is_complex()):
                 self._disconnect(n)
                 node = _node_of(leaf)
-                handle = node.register_prehook(_Arrival(self._take, n, p, leaf))
+                handle = node.register_prehook(_Arrival(self._take, n, leaf))
                 self._nodes[n] = (*kind, node, handle)
+
+    def left_in_grad(self, numbers: Iterable[int]) -> list[int]:
+        """The parameters among some whose `.grad` is not None; those of `fully_shard` left out."""
+        chosen = ((n, self._parameters[n]) for n in numbers)
+        return [n for n, p in chosen if not is_sharded(p) and p.grad is not None]
 
     def _disconnect(self, n: int) -> None:
         if n in self._nodes:
@@ -69,45 +86,43 @@ class Arrivals:
 def _node_of(leaf: Tensor) -> Any:
     """The node that accumulates a leaf's gradient; a frozen one, thawed later, has the same."""
     trains = leaf.requires_grad
-    leaf.requires_grad_(True)
-    node = get_gradient_edge(leaf).node
-    leaf.requires_grad_(trains)
-    return node
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf.requires_grad_(True)
+            return get_gradient_edge(leaf).node
+    finally:
+        leaf.requires_grad_(trains)
 
 
 class _Arrival:
     """The hook of a leaf's node."""
 
-    def __init__(
-        self, take: "weakref.WeakMethod[Take]", number: int, parameter: Tensor, leaf: Tensor
-    ) -> None:
+    def __init__(self, take: "weakref.WeakMethod[Take]", number: int, leaf: Tensor) -> None:
         self._take = take
         self._number = number
-        self._parameter = parameter
         self._leaf = leaf
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None] | None:
         take, (grad,) = self._take(), grads
         if take is None or grad is None:
             return None
-        leaf, total = self._leaf, self._leaf.grad
-        # Hooks that step an optimizer or move `.grad` leave None after every pass, and so may
-        # `fully_shard` in a whole parameter.
-        moves = bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
-        is_first = total is None and leaf is self._parameter and not moves
-        weight = take(self._number, grad, is_first)
+        weight, total = take(self._number, grad), self._leaf.grad
         if weight is None:
             return None
-        if total is not None and not moves and _adds_in_place(total, grad):
+        if total is not None and _adds_in_place(total, grad, self._leaf):
             # A weighted copy would need fresh memory, which would dominate the time.
             with torch.no_grad():
                 total.addcmul_(grad, weight)
             return (None,)
+        if grad.dtype.itemsize == 2:  # The weight would be rounded too, or overflow.
+            return ((grad.float() * weight).to(grad.dtype),)
         return ((grad * weight).to(grad.dtype),)
 
 
-def _adds_in_place(total: Tensor, grad: Tensor) -> bool:
-    """Whether autograd would add a gradient in place."""
+def _adds_in_place(total: Tensor, grad: Tensor, leaf: Tensor) -> bool:
+    """Whether autograd would add a gradient in place, and call no hook of the parameter then."""
     alike = total.dtype is grad.dtype and total.shape == grad.shape
     dense = total.layout is torch.strided is grad.layout
-    return alike and dense and not torch.is_grad_enabled()
+    hooked_after = getattr(leaf, "_post_accumulate_grad_hooks", None)
+    exact = grad.dtype.itemsize > 2  # Else the weight would be rounded too.
+    return alike and dense and exact and not hooked_after and not torch.is_grad_enabled()

@@ -21,7 +21,7 @@ class Products:
         shape = modules, tasks, tasks
         self.gramian = torch.zeros(shape, dtype=torch.float64, device=device)
         self.together = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.losses = torch.zeros(tasks, dtype=torch.float32, device=device)
+        self.losses = torch.full((tasks,), torch.nan, dtype=torch.float32, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
         self.usable = self.finite
         """Whether the last step is one to solve for task weights."""
@@ -47,7 +47,8 @@ class Products:
         merged = torch.where(now, products, rescaled)
         self.together = self.together | (now & self.finite)
         self.gramian = torch.where(self.finite, merged, self.gramian)
-        self.losses = torch.where(self.finite & present.any(0), losses, self.losses)
+        given = self.finite & present.any(0) & ~losses.isnan()
+        self.losses = torch.where(given, losses, self.losses)
         pairs = now.any(0) & self.finite
         self.steps = self.steps + pairs
         self.counts = self.counts + (pairs & (products.sum(0) < 0))

@@ -37,32 +37,39 @@ class Sketches:
         self._tasks, self._module_of, self._seed = tasks, module_of, seed
         of_modules = [0] * (1 + max(module_of))
         self._offsets = []
-        """The index of each parameter's first element in its module."""
+        """The index of each parameter's first element; modules lie apart, or would share signs."""
         for numel, module in zip(numels, module_of, strict=True):
-            self._offsets.append(of_modules[module])
+            self._offsets.append((module << _MODULE_BITS) + of_modules[module])
             of_modules[module] += numel
         self.sizes = [min(size, _power_of_two(numel)) for numel in of_modules]
         # The blocks that a module's elements fill; two elements of one block never share a bin.
         self.blocks = [-(-numel // d) for numel, d in zip(of_modules, self.sizes, strict=True)]
-        # The last number of each row is the task's loss.
-        numbers = sum(self.sizes) + 1
+        # The last two numbers of each row are the task's loss and the number of its summands.
+        numbers = sum(self.sizes) + 2
         self._values = torch.zeros(tasks, numbers, dtype=torch.float32, device=device)
-        self._of_modules = [row[:-1].split(self.sizes) for row in self._values]
+        self._of_modules = [row[:-2].split(self.sizes) for row in self._values]
         self._key = 0
+        self._stream: torch.cuda.Stream | None = None
+        """The last stream on which a gradient was added."""
         self.is_empty = True
-        self.has_losses = False
+        self.begin(0)
 
     def begin(self, step: int) -> None:
         """Begins a step's sketches: drops the last ones, and draws new signs and bins."""
-        if not self.is_empty or self.has_losses:
+        if not self.is_empty:
             self._values.zero_()
-        self.is_empty, self.has_losses = True, False
+            self.is_empty = True
         self._key = (splitmix64(self._seed) + step) & ((1 << 63) - 1)
 
     def add(self, task: int, parameter: int, grad: Tensor) -> None:
         """Adds a gradient, which is read once; micro-batches add up."""
         sketch = self._of_modules[task][self._module_of[parameter]]
         offset = self._offsets[parameter]
+        if sketch.is_cuda:  # Backward passes may use several streams.
+            stream = torch.cuda.current_stream(sketch.device)
+            if self._stream is not None and self._stream != stream:
+                stream.wait_stream(self._stream)
+            self._stream = stream
         torch.ops.cs_kernels.sketch_.default(sketch, [as_real(grad.detach())], [offset], self._key)
         self.is_empty = False
 
@@ -73,13 +80,14 @@ class Sketches:
 
     def add_loss(self, task: int, loss: Tensor) -> None:
         """Adds a loss; micro-batches add up."""
-        self._values[task, -1] += loss.detach()
-        self.has_losses = True
+        self._values[task, -2] += loss.detach()
+        self._values[task, -1] += 1
+        self.is_empty = False
 
     @property
     def losses(self) -> Tensor:
-        """The tasks' losses, [K]; 0 where none was added."""
-        return self._values[:, -1]
+        """The tasks' losses, [K]; NaN where none was added."""
+        return torch.where(self._values[:, -1] > 0, self._values[:, -2], torch.nan)
 
     def average(self, groups: Sequence[object], ranks: int) -> None:
         """Averages over the ranks of each process group in turn; a rank sends K d numbers."""
@@ -104,6 +112,10 @@ class Sketches:
             (1 - 1 / blocks) / size for size, blocks in zip(self.sizes, self.blocks, strict=True)
         ]
         return torch.tensor(entries, dtype=torch.float64, device=self._values.device)
+
+
+_MODULE_BITS = 40
+"""Indices of a module's elements have so many bits."""
 
 
 def _power_of_two(numel: int) -> int:

@@ -219,8 +219,16 @@ def _attributes(names: Mapping[Tensor, str]) -> dict[Tensor, str]:
         value: f"{name}.{key}"
         for p, name in names.items()
         for key, value in vars(p).items()
-        if isinstance(value, Tensor) and value.shape == p.shape and not is_sharded(value)
+        if isinstance(value, Tensor) and value not in names and _is_like(value, p)
     }
+
+
+def _is_like(value: Tensor, p: Tensor) -> bool:
+    """Whether a tensor has the shape of a parameter, and memory to read."""
+    plain = value.layout is torch.strided and not (value.is_quantized or value.is_neg())
+    if not plain or is_sharded(value) or (value.shape, value.device) != (p.shape, p.device):
+        return False
+    return value.untyped_storage().nbytes() >= value.numel() * value.element_size()
 
 
 class _SharedPart(NamedTuple):

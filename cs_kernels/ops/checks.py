@@ -307,6 +307,12 @@ def check_sketch(sketch: Tensor, tensors: Tensors, offsets: Ints, *, wide: bool 
         check_type(tensor, "tensors")
         check_device(tensor, sketch.device, "tensors")
     check_offsets(offsets, tensors)
+    for offset, tensor in zip(offsets, tensors, strict=True):
+        if offset > 2**63 - MOST_SKETCH - tensor.numel():  # Kernels reach the end of a block.
+            raise ValueError(
+                f"offsets must lie in [0, 2^63 - 2^30 - {tensor.numel()}] for a tensor of"
+                f" {tensor.numel()} elements, got {offset}"
+            )
 
 
 def check_solver(name: str, gramian: Tensor, *options: object) -> None:
