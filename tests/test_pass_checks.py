@@ -545,27 +545,35 @@ class AddsUpElsewhere(torch.autograd.Function):
     """Adds the gradient of a weight to its `main_grad`, as fused layers do."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, returns: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, returns: bool, rebinds: bool) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.returns = weight, returns
+        ctx.weight, ctx.returns, ctx.rebinds = weight, returns, rebinds
         return x @ weight.T
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        ctx.weight.main_grad += grad.T @ x
-        return grad @ ctx.weight, torch.zeros_like(ctx.weight) if ctx.returns else None, None
+        if ctx.rebinds:
+            ctx.weight.main_grad = grad.T @ x + getattr(ctx.weight, "main_grad", 0)
+        else:
+            ctx.weight.main_grad += grad.T @ x
+        zeros = torch.zeros_like(ctx.weight) if ctx.returns else None
+        return grad @ ctx.weight, zeros, None, None
 
 
+@pytest.mark.parametrize("rebinds", [False, True])
 @pytest.mark.parametrize("returns", [False, True])
 @pytest.mark.parametrize("how", ["step", "backward"])
-def test_a_function_that_adds_gradients_up_elsewhere(how: str, returns: bool) -> None:
-    """It may return None, or zeros."""
+def test_a_function_that_adds_gradients_up_elsewhere(
+    how: str, returns: bool, rebinds: bool
+) -> None:
+    """It may return None, or zeros, and make the attribute anew in every pass."""
     network = Network(torch.tanh)
     network.trunk["fused"] = nn.Linear(8, 8, bias=False)
     weight: Any = network.trunk["fused"].weight
-    weight.main_grad = torch.zeros_like(weight)
-    network.part = lambda x: AddsUpElsewhere.apply(x.tanh(), weight, returns)
+    if not rebinds:
+        weight.main_grad = torch.zeros_like(weight)
+    network.part = lambda x: AddsUpElsewhere.apply(x.tanh(), weight, returns, rebinds)
     sgd = sgd_of(network.trunk, network.heads)
     network.opt = cs.MultiTaskOptimizer(network.trunk, sgd, AB, Ones())
     with pytest.raises(RuntimeError, match=r"has changed fused\.weight\.main_grad and 0 others"):

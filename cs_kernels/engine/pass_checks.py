@@ -109,20 +109,14 @@ class PassChecks:
         shared = enumerate(self._trunk.shared)
         leaves = [(p, i) for i, p in shared if p.requires_grad and not is_sharded(p)]
         names: dict[Tensor, str] = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
-        beside = _attributes(names)
-        names |= beside
-        before = checksums([*names], names)
+        attributes = _attributes(names)
+        of_attributes = {value: name for name, value in attributes.items()}
+        before = checksums([*names, *of_attributes], {**names, **of_attributes})
         with hooked([(p, partial(note, i)) for p, i in leaves]):
             yield
-        after = checksums([*names], names)
-        changed = [name for name in before if before[name] != after[name]]
-        if changed and set(changed) <= {*beside.values()}:
-            raise RuntimeError(
-                "a backward pass must leave gradients in .grad, but that of"
-                f" {new[0]!r} has changed {changed[0]} and {len(changed) - 1} others, where a"
-                " function or a hook may add gradients up, which the method would not see: let the"
-                f" function return them{_OFF}"
-            )
+        after = checksums([*names, *of_attributes], {**names, **of_attributes})
+        differing = [name for name in before if before[name] != after[name]]
+        changed = [name for name in differing if name not in attributes]
         if changed:
             raise RuntimeError(
                 f"a backward pass must not change parameters, but {changed[0]} and"
@@ -131,6 +125,16 @@ class PassChecks:
                 f" last checkpoint{_OFF}"
             )
         self._check_left(new[0], expected)
+        now = _attributes(names)
+        rebound = [name for name, value in now.items() if attributes.get(name) is not value]
+        written = [*rebound, *(name for name in differing if name in attributes)]
+        if written:
+            raise RuntimeError(
+                "a backward pass must leave gradients in .grad, but that of"
+                f" {new[0]!r} has changed {written[0]} and {len(written) - 1} others, where a"
+                " function or a hook may add gradients up, which the method would not see: let the"
+                f" function return them{_OFF}"
+            )
         self._tasks.update(new)
         self._arrived |= dict.fromkeys(new, arrived)
 
@@ -213,10 +217,10 @@ class PassChecks:
             self._together.setdefault(task, set()).update(tasks)
 
 
-def _attributes(names: Mapping[Tensor, str]) -> dict[Tensor, str]:
-    """Tensor attributes of parameters that have their shape, such as `main_grad`, with names."""
+def _attributes(names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+    """By name: the attributes of parameters that are tensors of their shape, as `main_grad` is."""
     return {
-        value: f"{name}.{key}"
+        f"{name}.{key}": value
         for p, name in names.items()
         for key, value in vars(p).items()
         if isinstance(value, Tensor) and value not in names and _is_like(value, p)
