@@ -38,7 +38,6 @@ def on_its_device(rank: int, function: Callable[..., Any], *arguments: Any) -> A
 
 def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
     """Runs the functions that it is sent, until there are no more."""
-    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(DEVICE == "cpu")  # New tensors are filled with NaN.
     gc.freeze()  # What was imported: collections between the functions are short.
     os.environ["LOCAL_RANK"] = str(rank)  # As torchrun sets it.
@@ -56,6 +55,7 @@ def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
             timeout=TIMEOUT,
         )
         torch.manual_seed(0)
+        torch.set_num_threads(1)  # Accelerate sets another number, and sums depend on it.
         try:
             function = getattr(function, "on_a_rank", function)
             answer = True, on_its_device(rank, function, *arguments)
