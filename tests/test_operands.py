@@ -165,3 +165,12 @@ def test_memory_that_kernels_cannot_read_as_it_is(
 
 def _copied(leaves: list[object]) -> list[object]:
     return [x.clone() if isinstance(x, Tensor) else x for x in leaves]
+
+
+def test_a_transposed_layer_without_conflicts(backend: str) -> None:
+    """In float64, the reference would copy the update to itself, in another order."""
+    update = torch.arange(65.0).double().view(65, 1)
+    priorities, products = [torch.zeros(5).long()], torch.zeros(1, 1, 1).double()
+    given = [update.clone()], [torch.ones(65, 1).double()], priorities, products, [1], [5], 1
+    torch.ops.cs_kernels.phase2_apply_(*given)
+    assert_close(given[0][0], update, rtol=0, atol=0)

@@ -213,7 +213,7 @@ def phase2_apply_(
         layout = out_channel_dims[t], groups[t]
         stacked = _task_grads(grads, t, tasks, updates[t])
         rows = torch.stack([channel_rows(grad, *layout) for grad in stacked])
-        update = channel_rows(updates[t].double(), *layout)
+        update = channel_rows(updates[t].to(torch.float64, copy=True), *layout)
         projected = _project(update, rows, priority, products[t])
         updates[t].copy_(_from_channel_rows(projected, updates[t], *layout))
 
