@@ -70,7 +70,7 @@ class _Balanced(WholeStep):
             self.balancer = cs.GradientBalancer(*given, every=every)
 
     def passes(self) -> None:
-        """Those of a step, before the optimizer's."""
+        """The backward passes of a step, without the optimizer's step."""
         self.optimizer.zero_grad()
         if not self.own:
             _, losses = self.forward()

@@ -107,7 +107,6 @@ class GradientBalancer:
         check_agreement(self._groups, (self.tasks, repr(self.method), every, size, seed, shapes))
         self._arguments = {"sketch": size, "every": every, "scaler": scaler, "seed": seed}
         self.optimizer = optimizer
-        self._process_group = process_group
         modules = [name.rpartition(".")[0] if by_layer else "" for name, _ in self._named]
         numbers = {module: n for n, module in enumerate(dict.fromkeys(modules))}
         self._module_of = [numbers[module] for module in modules]
@@ -131,7 +130,7 @@ class GradientBalancer:
         self._reached: set[int] = set()
         """The parameters that tasks have reached in this step."""
         self._kept: set[int] = set()
-        """Those of them whose `.grad` was not None at the end of a block."""
+        """Reached parameters whose `.grad` was not None at the end of a block."""
         self._with_loss: set[str] = set()
         """The tasks whose last block on this rank had a loss."""
         self._hooks = Arrivals(self._parameters, self._take)
@@ -251,14 +250,12 @@ class GradientBalancer:
         self._check_open()
         if self._solves:
             self._sketches.average(self._groups, self._ranks)
-            try:
+        try:
+            if self._solves:
                 self._solve()
-            finally:
-                self._steps += 1
-                self._restart()
-            return
-        self._steps += 1
-        self._restart()
+        finally:
+            self._steps += 1
+            self._restart()
 
     # --- what it knows ---
 
@@ -468,7 +465,9 @@ class GradientBalancer:
         shared = {p for p in self._parameters if p.requires_grad}
         held = set(shared)
         if self.optimizer is None and any(reached_parameters(x).hidden for x in losses.values()):
-            return False  # Functions may hide parameters of heads, which nobody has named.
+            return (
+                False  # A function may hide parameters of heads, and only an optimizer lists these.
+            )
         if self.optimizer is not None:
             held |= {p for group in self.optimizer.param_groups for p in group["params"]}
         found = find_one_pass(losses, shared, held, trusts_functions=False)

@@ -67,7 +67,7 @@ def balanced(
 
 
 def errors(trunk: nn.Module, losses: dict[str, Tensor], size: int) -> list[float]:
-    """Of all methods and seeds."""
+    """The errors of all methods and seeds."""
     exact = torch.stack(
         [
             torch.cat(

@@ -47,7 +47,7 @@ class PlainBalance:
         self.optimizer = optimizer(network.parameters(), lr=1e-2)
         self.weights: dict[str, Tensor | float] = {}
         self.grad_norms: list[float] = []
-        """Of the updates before clipping."""
+        """Norms of the updates before clipping."""
         self.conflicts = 0
 
     def step(self, micro_batches: Sequence[tuple[str, Any, Any]], parts: int = 1) -> None:

@@ -333,7 +333,7 @@ def test_dropped_passes_do_not_count() -> None:
 
 @pytest.mark.parametrize("dropped", ["p", "q"])
 def test_dropped_passes_of_other_parameters(dropped: str) -> None:
-    """Of the dropped pass and the next one, one reaches p and q, and the other q or p alone."""
+    """The dropped pass reaches p or q alone; the next one reaches both."""
     p, q = (nn.Parameter(torch.zeros(3).double()) for _ in "12")
     balancer = cs.GradientBalancer([p, q], ["a"], cs.Sum())
     alone = p if dropped == "p" else q

@@ -48,7 +48,6 @@ class Sketches:
         numbers = sum(self.sizes) + 2
         self._values = torch.zeros(tasks, numbers, dtype=torch.float32, device=device)
         self._of_modules = [row[:-2].split(self.sizes) for row in self._values]
-        self._key = 0
         self._stream: torch.cuda.Stream | None = None
         """The last stream on which a gradient was added."""
         self.is_empty = True

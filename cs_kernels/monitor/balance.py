@@ -1,6 +1,6 @@
 """The report of a GradientBalancer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -94,20 +94,15 @@ class BalanceReport:
             return self
         energies = self.gramian.diagonal(dim1=-2, dim2=-1)
         total = energies.sum(0)
-        # Of a product of sums over modules, with the largest energies of each.
+        # The variances of the modules' products add up; a product is at most the energies' product.
         share = (energies.square().sum(-1) * self._variance).sum() / total.square().sum()
-        return BalanceReport(
-            self.step,
-            self.method,
-            self.tasks,
-            (),
-            self.gramian.sum(0),
-            self.weights.mean(0),
-            self.together.any(0),
-            self.finite,
-            self.counts,
-            self.steps,
-            share.nan_to_num(0.0).reshape(1),
+        return replace(
+            self,
+            layers=(),
+            gramian=self.gramian.sum(0),
+            weights=self.weights.mean(0),
+            together=self.together.any(0),
+            _variance=share.nan_to_num(0.0).reshape(1),
         )
 
     def __str__(self) -> str:
