@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 from uses import __main__ as command
-from uses import agreement, digits, finetune, photograph, pinn, priorities, tabular
+from uses import agreement, digits, finetune, lagged, photograph, pinn, priorities, tabular
 from uses.finetune import CLASSES, HEIGHT, STRIDE, WIDTH
 from uses.use import Column, _cell, delta_m, interval, write
 
@@ -457,6 +457,24 @@ def test_every_row_trains_and_the_pictures_are_drawn(tmp_path, monkeypatch, use)
     assert (tmp_path / f"{use.name}.md").read_text().count("\n") == len(results) + 2
     for look in ("", "-dark"):
         assert (tmp_path / f"{use.name}{look}.svg").stat().st_size > 1000
+    tabular.single_tasks.cache_clear()
+
+
+def test_the_balancer_trains_the_other_uses(tmp_path, monkeypatch):
+    """Beside the use's own result, which is that of exact weights."""
+    monkeypatch.setattr(tabular, "TRAINED", 640)
+    tabular.single_tasks.cache_clear()
+    rows = {"survey, Delta m/UPGrad": tabular, "fine-tuning, Delta m/PCGrad": finetune}
+    results = {}
+    for row, use in rows.items():
+        results[row] = [lagged.train(row, 0, True)] * 2
+        torch.manual_seed(0)
+        assert results[row][0]["exact"] == use.USE.train(row.split("/")[1], 0, True)["delta_m"]
+        assert results[row][0]["lagged"] != 0
+    use = replace(lagged.USE, rows=[*rows])
+    write(use, results, tmp_path, Console(quiet=True))
+    assert (tmp_path / "lagged.md").read_text().count("\n") == len(rows) + 4
+    assert (tmp_path / "lagged.svg").stat().st_size > 1000
     tabular.single_tasks.cache_clear()
 
 

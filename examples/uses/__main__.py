@@ -15,7 +15,16 @@ from rich.console import Console
 
 from uses.use import Use, default_jobs, run_all, write
 
-NAMES = ("pinn", "digits", "tabular", "finetune", "priorities", "agreement", "photograph")
+NAMES = (
+    "pinn",
+    "digits",
+    "tabular",
+    "finetune",
+    "priorities",
+    "agreement",
+    "photograph",
+    "lagged",
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
