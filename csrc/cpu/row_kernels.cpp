@@ -472,63 +472,75 @@ template <class Type> CS_INLINE Floats load_floats(const typename Type::Element*
   }
 }
 
-template <class Type>
-CS_INLINE void add_word(const typename Type::Element* x, std::uint32_t signs, float* out) {
-  unrolled<2>([&](std::ptrdiff_t half) CS_LAMBDA_INLINE {
-    const std::ptrdiff_t first = half * Floats::kLanes;
-    Floats v = load_floats<Type>(x + first);
-    v.negate(signs >> first);
-    Floats sum = Floats::load(out + first);
-    sum += v;
-    sum.store(out + first);
-  });
-}
-
-// Some of the elements that share a word, from its element `first` on.
-template <class Type>
-void add_part_of_word(const typename Type::Element* x, std::uint32_t signs, std::int64_t first,
-                      std::int64_t n, float* out) {
-  typename Type::Element padded[kSignWord] = {};
-  float sums[kSignWord] = {};
-  const auto count = static_cast<std::size_t>(n);
-  std::memcpy(padded + first, x, count * sizeof *x);
-  std::memcpy(sums + first, out, count * sizeof *out);
-  add_word<Type>(padded, signs, sums);
-  std::memcpy(out, sums + first, count * sizeof *out);
-}
-
-template <class Type>
-void add_signed(const void* x, std::uint64_t key, std::int64_t index, std::int64_t n, float* out) {
-  constexpr int kWords = 8; // whose signs are computed together
-  const auto* const elements = static_cast<const typename Type::Element*>(x);
-  const std::int64_t first = index % kSignWord;
-  auto word = static_cast<std::uint64_t>(index / kSignWord);
-  const SignWords words(key, word);
+// Elements of several runs at once: the sums stay in registers.
+template <class Type, int kRuns>
+void add_signed_runs(const typename Type::Element* const* x, const SignWords* words,
+                     const std::uint64_t* index, std::int64_t n, float* out) {
+  constexpr int kWords = 16; // whose signs are computed together
+  // A run begins anywhere in a word, so 32 of its elements have their signs in two words.
+  std::uint32_t signs[kRuns][kWords + 1];
+  for (int run = 0; run < kRuns; ++run)
+    signs[run][kWords] = words[run].bits(static_cast<std::uint32_t>(index[run] / kSignWord));
   std::int64_t i = 0;
-  if (first > 0) {
-    i = std::min(kSignWord - first, n);
-    add_part_of_word<Type>(elements, words.bits(static_cast<std::uint32_t>(word++)), first, i, out);
-  }
-  for (; i < n; word += kWords) {
-    std::uint32_t signs[kWords];
-    for (std::uint32_t k = 0; k < kWords; ++k)
-      signs[k] = words.bits(static_cast<std::uint32_t>(word) + k);
-    if (n - i >= kWords * kSignWord) {
-      for (const std::uint32_t of_word : signs) {
-        add_word<Type>(elements + i, of_word, out + i);
-        i += kSignWord;
+  while (i < n) {
+    for (int run = 0; run < kRuns; ++run) {
+      const auto word =
+          static_cast<std::uint32_t>((index[run] + static_cast<std::uint64_t>(i)) / kSignWord);
+      signs[run][0] = signs[run][kWords];
+      for (std::uint32_t k = 1; k <= kWords; ++k)
+        signs[run][k] = words[run].bits(word + k);
+    }
+    const std::int64_t last = std::min(n, i + kWords * kSignWord);
+    for (int k = 0; i < last; ++k) {
+      const std::int64_t count = std::min(last - i, kSignWord);
+      typename Type::Element padded[kRuns][kSignWord];
+      float padded_sums[kSignWord];
+      const typename Type::Element* from[kRuns];
+      float* sums = out + i;
+      unrolled<kRuns>([&](int run) CS_LAMBDA_INLINE { from[run] = x[run] + i; });
+      if (count < kSignWord) {
+        std::memset(padded, 0, sizeof padded);
+        std::memset(padded_sums, 0, sizeof padded_sums);
+        std::memcpy(padded_sums, sums, static_cast<std::size_t>(count) * sizeof *sums);
+        sums = padded_sums;
+        for (int run = 0; run < kRuns; ++run) {
+          std::memcpy(padded[run], from[run], static_cast<std::size_t>(count) * sizeof *from[run]);
+          from[run] = padded[run];
+        }
       }
-      continue;
-    }
-    for (int k = 0; i < n; ++k) {
-      const std::int64_t some = std::min(kSignWord, n - i);
-      if (some == kSignWord)
-        add_word<Type>(elements + i, signs[k], out + i);
-      else
-        add_part_of_word<Type>(elements + i, signs[k], 0, some, out + i);
-      i += some;
+      unrolled<2>([&](std::ptrdiff_t half) CS_LAMBDA_INLINE {
+        const std::ptrdiff_t first = half * Floats::kLanes;
+        Floats sum = Floats::load(sums + first);
+        unrolled<kRuns>([&](int run) CS_LAMBDA_INLINE {
+          const std::uint64_t pair = std::uint64_t{signs[run][k + 1]} << 32 | signs[run][k];
+          Floats v = load_floats<Type>(from[run] + first);
+          v.negate(static_cast<std::uint32_t>(pair >> (index[run] % kSignWord)) >> first);
+          sum += v;
+        });
+        sum.store(sums + first);
+      });
+      if (count < kSignWord)
+        std::memcpy(out + i, sums, static_cast<std::size_t>(count) * sizeof *sums);
+      i += count;
     }
   }
+}
+
+template <class Type>
+void add_signed(const void* const* x, int runs, std::uint64_t key, const std::int64_t* index,
+                std::int64_t n, float* out) {
+  const typename Type::Element* elements[kSignedRuns];
+  std::uint64_t first[kSignedRuns];
+  SignWords words[kSignedRuns] = {SignWords(0), SignWords(0), SignWords(0), SignWords(0)};
+  for (int run = 0; run < runs; ++run) {
+    elements[run] = static_cast<const typename Type::Element*>(x[run]);
+    first[run] = static_cast<std::uint64_t>(index[run]);
+    words[run] = SignWords(key, first[run] / kSignWord);
+  }
+  using Kernel = decltype(&add_signed_runs<Type, 1>);
+  constexpr Kernel kernels[] = {add_signed_runs<Type, 1>, add_signed_runs<Type, 2>,
+                                add_signed_runs<Type, 3>, add_signed_runs<Type, 4>};
+  kernels[runs - 1](elements, words, first, n, out);
 }
 
 template <class Type, auto kAddScaled = add_scaled<Type>>

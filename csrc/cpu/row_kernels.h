@@ -9,6 +9,8 @@
 
 namespace cs_kernels::cpu {
 
+constexpr int kSignedRuns = 4;
+
 struct RowKernels {
   // energies[row] += the sum of squares of a row of n elements; the rows are adjacent.
   // Reads rows * n.
@@ -39,10 +41,11 @@ struct RowKernels {
   void (*add_scaled)(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
                      void* out);
 
-  // out[i] += x[i], or -= where the sign of element index + i for this key is minus. All elements
-  // are in one range of 2^37. Reads 2 n, writes n.
-  void (*add_signed)(const void* x, std::uint64_t key, std::int64_t index, std::int64_t n,
-                     float* out);
+  // out[i] += x[0][i], then x[1][i] and so on, for at most kSignedRuns runs; or -= where the sign
+  // of element index[run] + i for this key is minus. A run is in one range of 2^37 elements. Reads
+  // (runs + 1) n, writes n.
+  void (*add_signed)(const void* const* x, int runs, std::uint64_t key, const std::int64_t* index,
+                     std::int64_t n, float* out);
 };
 
 struct InstructionSet {

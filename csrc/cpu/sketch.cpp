@@ -10,21 +10,39 @@
 namespace cs_kernels::cpu {
 namespace {
 
-// Adds the elements whose bins are in [begin, end).
+// Adds the elements whose bins are in [begin, end): some blocks at a time, so that a bin is read
+// and written once for all of them.
 void add_to_bins(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::int64_t bins,
                  std::int64_t begin, std::int64_t end) {
   const RowKernels& kernels = row_kernels(tensor.type);
   const std::int64_t last = tensor.index + tensor.size;
-  for (std::int64_t block = tensor.index / bins; block * bins < last; ++block) {
-    const std::int64_t rotation =
-        std::int64_t{sketch_rotation(key, static_cast<std::uint64_t>(block))} % bins;
-    // The elements from bin 0 on; then the elements before them, which go to the last bins.
-    for (const std::int64_t origin : {block * bins - rotation + bins, block * bins - rotation}) {
-      const std::int64_t from = std::max({origin + begin, block * bins, tensor.index});
-      const std::int64_t to = std::min({origin + end, (block + 1) * bins, last});
-      if (from < to)
-        kernels.add_signed(at(tensor.data, tensor.type, from - tensor.index), key, from, to - from,
-                           sketch + (from - origin));
+  for (std::int64_t first = tensor.index / bins; first * bins < last; first += kSignedRuns) {
+    // Between two breaks, every block's elements are one run, or none.
+    std::int64_t rotations[kSignedRuns];
+    std::int64_t breaks[3 * kSignedRuns + 2] = {begin, end};
+    int count = 2;
+    for (int n = 0; n < kSignedRuns; ++n) {
+      const std::int64_t start = (first + n) * bins;
+      rotations[n] = sketch_rotation(key, static_cast<std::uint64_t>(first + n)) % bins;
+      for (const std::int64_t element : {start, tensor.index, last})
+        if (start <= element && element < start + bins)
+          breaks[count++] = std::clamp((element + rotations[n]) % bins, begin, end);
+    }
+    std::sort(breaks, breaks + count);
+    for (int i = 1; i < count; ++i) {
+      const std::int64_t from = breaks[i - 1], size = breaks[i] - from;
+      const void* x[kSignedRuns];
+      std::int64_t index[kSignedRuns];
+      int runs = 0;
+      for (int n = 0; size > 0 && n < kSignedRuns; ++n) {
+        index[runs] = (first + n) * bins + (from - rotations[n] + bins) % bins;
+        if (tensor.index <= index[runs] && index[runs] < last) {
+          x[runs] = at(tensor.data, tensor.type, index[runs] - tensor.index);
+          ++runs;
+        }
+      }
+      if (runs > 0)
+        kernels.add_signed(x, runs, key, index, size, sketch + from);
     }
   }
 }
