@@ -22,6 +22,7 @@ from cs_kernels.balancing.arrivals import Arrivals
 from cs_kernels.balancing.products import Products
 from cs_kernels.balancing.sketches import Sketches
 from cs_kernels.engine.loss_graph import checked_losses
+from cs_kernels.engine.pass_checks import check_shared_part
 from cs_kernels.engine.task_weights import find_one_pass
 from cs_kernels.methods import Method, Sum
 from cs_kernels.monitor.balance import BalanceReport
@@ -70,6 +71,8 @@ class GradientBalancer:
         scaler: The `torch.amp.GradScaler` that scales the losses, if there is one. If you call
             `update`, call it before `scaler.update()`.
         seed: The seed of the sketches' signs and bins, in [0, 2^63).
+        check_passes: Whether `backward` checks that passes through one graph are repeatable, when
+            tasks first come together.
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.
@@ -89,6 +92,7 @@ class GradientBalancer:
         process_group: "dist.ProcessGroup | None" = None,
         scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
+        check_passes: bool = True,
     ) -> None:
         self.tasks = checked_tasks(tasks)
         self.method, self._weights_of = checked_method(method, self.tasks)
@@ -105,7 +109,16 @@ class GradientBalancer:
         self._groups, self._ranks = groups_of(self._parameters, process_group)
         shapes = [tuple(p.shape) for p in self._parameters]
         check_agreement(self._groups, (self.tasks, repr(self.method), every, size, seed, shapes))
-        self._arguments = {"sketch": size, "every": every, "scaler": scaler, "seed": seed}
+        self._arguments = {
+            "sketch": size,
+            "every": every,
+            "scaler": scaler,
+            "seed": seed,
+            "check_passes": check_passes,
+        }
+        self._checks_passes = check_passes
+        self._checked: set[frozenset[str]] = set()
+        """The sets of tasks whose passes through one graph were seen to be repeatable."""
         self.optimizer = optimizer
         modules = [name.rpartition(".")[0] if by_layer else "" for name, _ in self._named]
         numbers = {module: n for n, module in enumerate(dict.fromkeys(modules))}
@@ -205,7 +218,8 @@ class GradientBalancer:
 
         Raises:
             ValueError: A task is unknown, or a loss is not a scalar with a graph.
-            RuntimeError: There are many ranks, where each task needs a forward pass of its own.
+            RuntimeError: There are many ranks, where each task needs a forward pass of its own; or
+                a pass is not repeatable.
 
         """
         given = checked_losses(losses)
@@ -224,6 +238,7 @@ class GradientBalancer:
                 f"backward(losses) must run in one process, got {self._ranks} ranks: use a forward"
                 " pass and task(...) for each task, all but the last of a step under no_sync()"
             )
+        self._check_repeatable(given)
         if not (self._solves or self._layers) and len(given) > 1 and self._one_pass(given):
             return {task: loss.detach() for task, loss in given.items()}
         *_, last = given
@@ -460,17 +475,33 @@ class GradientBalancer:
             step = Step(self._steps, tasks, rows, rows, layers=self._layers)
             return self._weights_of.weights(gramian, step)
 
+    def _check_repeatable(self, losses: Mapping[str, Tensor]) -> None:
+        """Raises RuntimeError if the passes of these losses could not add up."""
+        tasks = frozenset(losses)
+        if len(tasks) < 2 or not self._checks_passes or tasks in self._checked:
+            return
+        held = self._held()
+        names: dict[Tensor, str] = {p: f"a parameter of shape {tuple(p.shape)}" for p in held}
+        names |= {p: f"parameter {name}" for name, p in self._named}
+        check_shared_part(
+            losses, names, held, ways_out="use a forward pass and task(...) for each task"
+        )
+        self._checked.add(tasks)
+
+    def _held(self) -> list[nn.Parameter]:
+        """The parameters whose gradients passes may leave: the optimizer's too, if there is one."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        of_optimizer = [p for group in groups for p in group["params"]]
+        return [*dict.fromkeys([*self._parameters, *of_optimizer])]
+
     def _one_pass(self, losses: Mapping[str, Tensor]) -> bool:
         """Makes one weighted pass, if that gives the gradients of a pass per task."""
         shared = {p for p in self._parameters if p.requires_grad}
-        held = set(shared)
         if self.optimizer is None and any(reached_parameters(x).hidden for x in losses.values()):
             return (
                 False  # A function may hide parameters of heads, and only an optimizer lists these.
             )
-        if self.optimizer is not None:
-            held |= {p for group in self.optimizer.param_groups for p in group["params"]}
-        found = find_one_pass(losses, shared, held, trusts_functions=False)
+        found = find_one_pass(losses, shared, self._held(), trusts_functions=False)
         if found is None:
             return False
         weights = self.weights

@@ -193,7 +193,68 @@ def test_one_pass_between_the_steps_that_solve() -> None:
         _assert_close(one.grads(), several.grads())
         one.adam.step()
         several.adam.step()
-        assert passes == [3, 4, 5, 8, 9][step]
+        assert passes == [6, 7, 8, 11, 12][step]  # The first step checks passes by three more.
+
+
+class Injects(nn.Module):
+    """An auxiliary loss of a layer, whose gradient is one in every backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 30)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        return _Inject.apply(output, output.square().mean())
+
+
+class _Inject(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, auxiliary: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_ones(())
+
+
+def test_passes_through_one_graph_must_be_repeatable() -> None:
+    """An injected gradient would count three times; the message says what to do."""
+    training = Training(cs.UPGrad(), Injects())
+    network = training.network
+
+    def losses() -> dict[str, Tensor]:
+        z = network.trunk(training.batch(0, "a"))
+        return {t: network.heads[t](z).square().mean() for t in TASKS}
+
+    message = (
+        r"for parameter layer.weight in a pass of 'a' .*: use a forward pass and task\(\.\.\.\) for"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        training.balancer.backward(losses())
+    assert all(p.grad is None for p in network.parameters())
+    training.step(0)
+    assert len(training.balancer.backward({"a": losses()["a"]})) == 1
+    unchecked = Training(cs.UPGrad(), Injects(), check_passes=False)
+    z = unchecked.network.trunk(unchecked.batch(0, "a"))
+    unchecked.balancer.backward({t: unchecked.network.heads[t](z).mean() for t in TASKS})
+
+
+def test_parameters_frozen_before_their_pass_are_left_out() -> None:
+    """Their gradients do not arrive in `.grad`, so the method does not see them either."""
+    training = Training(cs.UPGrad())
+    first, _, second, _ = training.network.trunk
+    for n, task in enumerate(TASKS):
+        with training.balancer.task(task):
+            loss = training.network(training.batch(0, task), task)
+            first.requires_grad_(False)
+            loss.backward()
+            first.requires_grad_(True)
+        if n == 0:
+            expected = sum(p.grad.square().sum() for p in second.parameters())
+    assert all(p.grad is None for p in first.parameters())
+    training.balancer.update()
+    torch.testing.assert_close(training.balancer.gramian[0, 0], expected, rtol=1e-6, atol=0)
 
 
 def test_losses_for_the_method() -> None:

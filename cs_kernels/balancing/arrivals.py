@@ -104,7 +104,8 @@ class _Arrival:
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None] | None:
         take, (grad,) = self._take(), grads
-        if take is None or grad is None:
+        # The node of a parameter that was frozen after the forward pass still runs.
+        if take is None or grad is None or not self._leaf.requires_grad:
             return None
         weight, total = take(self._number, grad), self._leaf.grad
         if weight is None:

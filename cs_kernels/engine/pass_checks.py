@@ -24,7 +24,6 @@ from cs_kernels.torch_internals.autograd import (
     Edge,
     edge_of,
     hooked,
-    is_leaf,
     is_reentrant,
     walk,
 )
@@ -41,9 +40,8 @@ _MOST_CHECKS = 4
 
 _OFF = "; check_passes=False leaves this check out"
 _WAYS_OUT = (
-    ": use step(closure), which has a graph per task, or backward(losses, features=z), which walks"
-    " what leads to z once; an auxiliary loss belongs in a task's loss, or is a task of its own"
-    + _OFF
+    "use step(closure), which has a graph per task, or backward(losses, features=z), which walks"
+    " what leads to z once"
 )
 
 
@@ -202,19 +200,40 @@ class PassChecks:
         if not self.enabled or known or len(tasks) < 2:
             return
         if not any(map(is_sharded, self._trunk.shared)):
-            part = _shared_part(losses, features)
-            targets: dict[Tensor, str] = {z: f"features[{i}]" for i, z in enumerate(features)}
-            targets |= zip(self._trunk.shared, self._trunk.names, strict=True)
-            others = [p for p in self._trunk.held() if p in part.leaves - targets.keys()]
-            targets |= {p: name for p in others for name in self._trunk.watcher.names_of([p])}
+            held = self._trunk.held()
+            names: dict[Tensor, str] = {z: f"features[{i}]" for i, z in enumerate(features)}
+            names |= zip(held, self._trunk.watcher.names_of(held), strict=True)
+            names |= zip(self._trunk.shared, self._trunk.names, strict=True)
             # Checkpointing runs normalizations again.
             with self._trunk.unchanged(self._trunk.tasks, always=True):
-                for task, edges in part.starts.items():
-                    _check_repeatable(
-                        task, edges, targets, self._trunk.held(), is_half=part.is_half
-                    )
+                check_shared_part(losses, names, held, features)
         for task in tasks:
             self._together.setdefault(task, set()).update(tasks)
+
+
+def check_shared_part(
+    losses: Mapping[str, Tensor],
+    names: Mapping[Tensor, str],
+    held: Sequence[nn.Parameter],
+    features: Sequence[Tensor] = (),
+    ways_out: str = _WAYS_OUT,
+) -> None:
+    """Runs the part of a graph that several tasks share three times, once with zeros.
+
+    Args:
+        losses: The loss of each task.
+        names: The names of the parameters and features whose gradients are compared.
+        held: The parameters whose `.grad` must not change.
+        features: Where the passes end, if not at the leaves.
+        ways_out: What messages recommend.
+
+    Raises:
+        RuntimeError: The passes differ, or one of a zero loss has gradients, or fails.
+
+    """
+    part = _shared_part(losses, features)
+    for task, edges in part.starts.items():
+        _check_repeatable(task, edges, names, held, ways_out, is_half=part.is_half)
 
 
 def _attributes(names: Mapping[Tensor, str]) -> dict[str, Tensor]:
@@ -241,8 +260,6 @@ class _SharedPart(NamedTuple):
     starts: dict[str, set[Edge]]
     """By task, where its pass enters; without the tasks that would walk no more than those before
     them."""
-    leaves: Set[Tensor]
-    """The leaves in it."""
     is_half: bool
     """Whether there are numbers of 16 bits in it."""
 
@@ -259,10 +276,9 @@ def _shared_part(losses: Mapping[str, Tensor], features: Sequence[Tensor]) -> _S
             " are not looked for: use checkpoint(..., use_reentrant=False)",
             stacklevel=2,
         )
-        return _SharedPart({}, frozenset(), is_half=False)
+        return _SharedPart({}, is_half=False)
     if not all(map(_is_plain, shared)):
-        return _SharedPart({}, frozenset(), is_half=False)
-    leaves = {node.variable for node in shared if is_leaf(node)}
+        return _SharedPart({}, is_half=False)
     is_half = any(like.dtype in _HALF for node in shared for like in node._input_metadata)
     left, starts = set(shared), dict[str, set[Edge]]()
     for task, of_task in nodes.items():
@@ -271,7 +287,7 @@ def _shared_part(losses: Mapping[str, Tensor], features: Sequence[Tensor]) -> _S
             entries = {edge for edge in (edge_of(losses[task]), *edges) if edge[0] in shared}
             starts[task] = entries - ends
             left -= of_task
-    return _SharedPart(starts, leaves, is_half)
+    return _SharedPart(starts, is_half)
 
 
 _HALF = torch.bfloat16, torch.float16
@@ -290,9 +306,13 @@ def _check_repeatable(
     starts: Set[Edge],
     names: Mapping[Tensor, str],
     held: Sequence[nn.Parameter],
+    ways_out: str,
     *,
     is_half: bool,
 ) -> None:
+    remedy = (
+        f": {ways_out}; an auxiliary loss belongs in a task's loss, or is a task of its own{_OFF}"
+    )
     targets = [target for target in names if target.requires_grad]
     edges = [GradientEdge(*edge) for edge in starts]
     with noted("raised in a check of backward passes" + _OFF):
@@ -306,7 +326,7 @@ def _check_repeatable(
     except Exception as error:
         raise RuntimeError(
             "backward makes a pass per task through one graph, so a pass must be repeatable, got"
-            f" {type(error).__name__}: {error} in a second one of {task!r}{_WAYS_OUT}"
+            f" {type(error).__name__}: {error} in a second one of {task!r}{remedy}"
         ) from error
     norms = list(map(_norm, first))
     largest = max(norms, default=0.0)
@@ -316,7 +336,7 @@ def _check_repeatable(
             raise RuntimeError(
                 "backward makes a pass per task through one graph, so what a pass adds by itself"
                 f" would count once per task, got a gradient of norm {leak:.3g} for {names[t]} in"
-                f" a pass of {task!r} with a gradient of zero{_WAYS_OUT}"
+                f" a pass of {task!r} with a gradient of zero{remedy}"
             )
         if before is None or after is None:
             difference = norm + _norm(after)
@@ -326,7 +346,7 @@ def _check_repeatable(
             raise RuntimeError(
                 "backward makes a pass per task through one graph, so a pass must be repeatable,"
                 f" got gradients of {names[t]} that differ by {difference:.3g} between two of"
-                f" {task!r}, of norm {norm:.3g}{_WAYS_OUT}"
+                f" {task!r}, of norm {norm:.3g}{remedy}"
             )
 
 
