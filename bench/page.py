@@ -49,7 +49,8 @@ TABLES = {
     "sketches": """dtype={dtype} | threads={threads}
         ms={milliseconds[sketch]:.1f} | x reading={over_read:.2f}
         x Gramian of one task={over_gramian:.2f}""",
-    "balancer": """network={network} | K={tasks} | passes={step} | ms={milliseconds:.0f}
+    "balancer": """network={network} | K={tasks} | batch={batch} | passes={step}
+        ms={milliseconds:.0f}
         x plain passes={over_plain:.2f} | extra gradients={extra_over_gradient:.2f}""",
     "together": """network={network} | N={numel:.2f} M | K={tasks} | batch={batch}
         time={milliseconds[step]:.0f} → {milliseconds[together]:.0f} | ratio={ratio:.2f}
@@ -111,6 +112,7 @@ FRONT = {
     "PCGrad, exact": ("cs_kernels", "PCGrad", ""),
     "PCGrad, update_every=10": ("cs_kernels", "PCGrad, update_every=10", None),
     "UPGrad, features=z": ("cs_kernels", "UPGrad, features=z", None),
+    "backward, every=10": ("cs_kernels", "GradientBalancer, every=10", None),
     "TorchJD": ("TorchJD", "UPGrad", "TorchJD step"),
     "LibMTL's way, PCGrad": ("LibMTL", "PCGrad", None),
     "textbook PCGrad": ("textbook", "PCGrad", "textbook"),
@@ -141,7 +143,10 @@ def front(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def contents(name: str) -> list[str]:
     """A table and the records that it comes from."""
     several = {
-        "front": [("methods", "resnet18"), ("phase2", "resnet18"), ("price",), ("limits",)],
+        "front": [
+            *(("methods", "resnet18"), ("phase2", "resnet18")),
+            *(("price",), ("limits",), ("balancer",)),
+        ],
         "summary": [("phase2",), ("methods",)],
         "sizes": [("methods", "resnet50")],
     }
@@ -307,14 +312,14 @@ def draw_front() -> None:
     """The surgery alone, whole steps and their memory, for 4 tasks of ResNet-18."""
     import style
 
-    names = ("methods", "phase2", "price", "limits")
+    names = ("methods", "phase2", "price", "limits", "balancer")
     rows = front([c for name in names for c in last(name, "resnet18")["cases"]])
     labels = [f"{row['library']}: {row['step']}" for row in rows]
     panels = {"over_plain": ("whole step,\nin plain steps", ".2f")}
     panels |= {"peak_bytes": ("gradients,\nMB", ".0f"), "surgery": ("surgery,\nms", ".0f")}
 
     def figure() -> Any:
-        figure, axes = style.plt.subplots(1, 3, sharey=True, figsize=(style.WIDTH, 2.8))
+        figure, axes = style.plt.subplots(1, 3, sharey=True, figsize=(style.WIDTH, 3.1))
         for ax, (key, (title, digits)) in zip(axes, panels.items(), strict=True):
             values = [row[key] for row in rows if key in row]
             room = (max(values) / min(values)) ** 0.6  # For the last number.

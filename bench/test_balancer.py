@@ -5,6 +5,8 @@ batch of its own, whose gradients add up; or one of each for all tasks. Memory i
 tensors that come into being after the forward pass, beside a plain step's.
 """
 
+import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -61,8 +63,10 @@ def test_sketch(report: Any, quick: bool, dtype: torch.dtype, threads: int) -> N
 class _Balanced(WholeStep):
     """Passes that somebody else makes."""
 
-    def __init__(self, network: str, tasks: int, every: int, *, own: bool, plain: bool) -> None:
-        super().__init__(network, tasks)
+    def __init__(
+        self, network: str, tasks: int, every: int, batch: int, *, own: bool, plain: bool
+    ) -> None:
+        super().__init__(network, tasks, batch=batch)
         self.own, self.plain = own, plain
         if not plain:
             shared = self.trunk.parameters()
@@ -70,28 +74,29 @@ class _Balanced(WholeStep):
             self.balancer = cs.GradientBalancer(*given, every=every)
 
     def passes(self) -> None:
-        """The backward passes of a step, without the optimizer's step."""
-        self.optimizer.zero_grad()
+        """The passes of a step, without the optimizer's step."""
         if not self.own:
-            _, losses = self.forward()
-            if self.plain:
-                torch.stack([*losses.values()]).sum().backward()
-            else:
-                self.balancer.backward(losses)
+            self.backward(*self.forward())
             return
+        self.optimizer.zero_grad()
         for task in self.heads:
             loss = self.losses({task: self.trunk(self.x)})[task]
-            if self.plain:
+            with contextlib.nullcontext() if self.plain else self.balancer.task(task):
                 loss.backward()
-            else:
-                with self.balancer.task(task):
-                    loss.backward()
+
+    def backward(self, z: Tensor, losses: Mapping[str, Tensor]) -> None:
+        if self.plain:
+            super().backward(z, losses)
+        else:
+            self.balancer.backward(losses)
 
     def step(self) -> None:
         self.passes()
         self.optimizer.step()
 
     def peak(self) -> int:
+        if not self.own:
+            return super().peak()
         kept = [*self.parameters, *self.trunk.buffers()]
         with GradientMemory(kept, everything=True) as memory:
             self.step()
@@ -113,15 +118,19 @@ def _flat(tensors: Any) -> Tensor:
     return torch.cat([tensor.flatten().double() for tensor in tensors])
 
 
-@pytest.mark.parametrize("own", [True, False], ids=["own passes", "one forward pass"])
+@pytest.mark.parametrize(
+    ("own", "batch"),
+    [(True, 8), (True, 32), (False, 8)],
+    ids=["own passes of 8", "own passes of 32", "one forward pass"],
+)
 @pytest.mark.parametrize("tasks", [2, 4, 8])
-def test_steps(report: Any, quick: bool, tasks: int, own: bool) -> None:
+def test_steps(report: Any, quick: bool, tasks: int, own: bool, batch: int) -> None:
     torch.set_num_threads(THREADS)
-    if quick and tasks != 2:
+    if quick and (tasks != 2 or batch != 8):
         pytest.skip("one small network")
     network = "small" if quick else "resnet18"
     rows = {
-        name: _Balanced(network, tasks, every, own=own, plain=name == "plain")
+        name: _Balanced(network, tasks, every, batch, own=own, plain=name == "plain")
         for name, every in {"plain": 1, "every=1": 1, f"every={EVERY}": EVERY}.items()
         if not (own and every > 1)
     }
@@ -144,6 +153,7 @@ def test_steps(report: Any, quick: bool, tasks: int, own: bool) -> None:
             milliseconds=medians(times)[name],
             over_plain=ratio(times[name], times["plain"]),
             threads=THREADS,
+            peak_bytes=peaks[name],
             extra_bytes=peaks[name] - peaks["plain"],
             extra_over_gradient=(peaks[name] - peaks["plain"]) / (4 * numel),
         )

@@ -8,6 +8,7 @@ with UPGrad; it gets its faster option, the Gramian without the whole matrix.
 import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -61,16 +62,21 @@ class WholeStep(Training):
         network: A name in `NETWORKS`.
         tasks: Their number.
         method: Of our step.
+        batch: The number of pictures.
         options: As in `Training`.
 
     """
 
     def __init__(
-        self, network: str, tasks: int, method: cs.Method | None = None, **options: Any
+        self,
+        network: str,
+        tasks: int,
+        method: cs.Method | None = None,
+        batch: int = 8,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            setting_of(network, tasks), method or cs.Sum(), **{"convert": False, **options}
-        )
+        setting = replace(setting_of(network, tasks), batch=batch)
+        super().__init__(setting, method or cs.Sum(), **{"convert": False, **options})
         self.shared, self.own = [*self.trunk.parameters()], [*self.heads.parameters()]
 
     def forward(self) -> tuple[Tensor, dict[str, Tensor]]:
