@@ -19,17 +19,15 @@ from cs_kernels.balancing.arguments import (
     torch_optimizer,
 )
 from cs_kernels.balancing.arrivals import Arrivals
+from cs_kernels.balancing.one_graph import OneGraph
 from cs_kernels.balancing.products import Products
 from cs_kernels.balancing.sketches import Sketches
 from cs_kernels.engine.loss_graph import checked_losses
-from cs_kernels.engine.pass_checks import check_shared_part
-from cs_kernels.engine.task_weights import find_one_pass
 from cs_kernels.methods import Method, Sum
 from cs_kernels.monitor.balance import BalanceReport
 from cs_kernels.ops.checks import LEAST_SKETCH, MOST_SKETCH
 from cs_kernels.options import checked_integer, checked_seed
 from cs_kernels.step import Step
-from cs_kernels.torch_internals.autograd import hooked, reached_parameters
 
 _open: "weakref.WeakSet[GradientBalancer]" = weakref.WeakSet()
 """All that are not closed."""
@@ -116,9 +114,7 @@ class GradientBalancer:
             "seed": seed,
             "check_passes": check_passes,
         }
-        self._checks_passes = check_passes
-        self._checked: set[frozenset[str]] = set()
-        """The sets of tasks whose passes through one graph were seen to be repeatable."""
+        self._one_graph = OneGraph(self._named, optimizer, checks=check_passes)
         self.optimizer = optimizer
         modules = [name.rpartition(".")[0] if by_layer else "" for name, _ in self._named]
         numbers = {module: n for n, module in enumerate(dict.fromkeys(modules))}
@@ -238,8 +234,9 @@ class GradientBalancer:
                 f"backward(losses) must run in one process, got {self._ranks} ranks: use a forward"
                 " pass and task(...) for each task, all but the last of a step under no_sync()"
             )
-        self._check_repeatable(given)
-        if not (self._solves or self._layers) and len(given) > 1 and self._one_pass(given):
+        self._one_graph.check(given)
+        between = not (self._solves or self._layers) and len(given) > 1
+        if between and self._one_graph.one_pass(given, self.weights):
             return {task: loss.detach() for task, loss in given.items()}
         *_, last = given
         for task, loss in given.items():
@@ -474,41 +471,6 @@ class GradientBalancer:
             self._with_loss.update(tasks)
             step = Step(self._steps, tasks, rows, rows, layers=self._layers)
             return self._weights_of.weights(gramian, step)
-
-    def _check_repeatable(self, losses: Mapping[str, Tensor]) -> None:
-        """Raises RuntimeError if the passes of these losses could not add up."""
-        tasks = frozenset(losses)
-        if len(tasks) < 2 or not self._checks_passes or tasks in self._checked:
-            return
-        held = self._held()
-        names: dict[Tensor, str] = {p: f"a parameter of shape {tuple(p.shape)}" for p in held}
-        names |= {p: f"parameter {name}" for name, p in self._named}
-        check_shared_part(
-            losses, names, held, ways_out="use a forward pass and task(...) for each task"
-        )
-        self._checked.add(tasks)
-
-    def _held(self) -> list[nn.Parameter]:
-        """The parameters whose gradients passes may leave: the optimizer's too, if there is one."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        of_optimizer = [p for group in groups for p in group["params"]]
-        return [*dict.fromkeys([*self._parameters, *of_optimizer])]
-
-    def _one_pass(self, losses: Mapping[str, Tensor]) -> bool:
-        """Makes one weighted pass, if that gives the gradients of a pass per task."""
-        shared = {p for p in self._parameters if p.requires_grad}
-        if self.optimizer is None and any(reached_parameters(x).hidden for x in losses.values()):
-            return (
-                False  # A function may hide parameters of heads, and only an optimizer lists these.
-            )
-        found = find_one_pass(losses, shared, self._held(), trusts_functions=False)
-        if found is None:
-            return False
-        weights = self.weights
-        with hooked(found.hooks(weights)), torch.enable_grad():
-            terms = found.terms(losses, weights)
-            sum(terms[1:], terms[0]).backward()  # type: ignore[no-untyped-call]
-        return True
 
 
 class _Update:
