@@ -18,7 +18,7 @@ void add_to_bins(const SketchTensor& tensor, std::uint64_t key, float* sketch, s
   for (std::int64_t block = tensor.index / bins; block * bins < last; ++block) {
     const std::int64_t rotation =
         std::int64_t{sketch_rotation(key, static_cast<std::uint64_t>(block))} % bins;
-    // The elements from bin 0 on; then the elements before them, which go to the last bins.
+    // The elements that go to bin 0 and up; then the elements before them, for the last bins.
     for (const std::int64_t origin : {block * bins - rotation + bins, block * bins - rotation}) {
       const std::int64_t from = std::max({origin + begin, block * bins, tensor.index});
       const std::int64_t to = std::min({origin + end, (block + 1) * bins, last});
@@ -33,7 +33,7 @@ void add_to_bins(const SketchTensor& tensor, std::uint64_t key, float* sketch, s
 
 void sketch(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::int64_t bins,
             int threads) {
-  // A thread owns a range of bins, and reads only the elements that go there.
+  // A thread owns a range of bins, and reads only the elements for these bins.
   const int parts = useful_threads(threads, tensor.size);
   std::atomic<int> next{0};
   run_parallel(parts, [&] {
