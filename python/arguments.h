@@ -12,7 +12,7 @@
 
 namespace cs_kernels_python {
 
-// An int in Python; in C++, it converts to any pointer.
+// An address: an int in Python; in C++, it converts to any pointer.
 struct Address {
   explicit Address(const void* pointer = nullptr)
       : number(reinterpret_cast<std::uintptr_t>(pointer)) {}
@@ -45,7 +45,7 @@ inline cs_kernels::ChannelLayout from_python(const LayoutTuple& layout) {
   return {groups, outer, channels, inner};
 }
 
-// Defines a function or a method by the names of its arguments. `Extras` are call guards.
+// Defines a function or a method with named arguments. `Extras` are call guards.
 template <class... Extras, class Scope, class Function, class... Names>
 void define(Scope& scope, const char* name, const Function& function, const Names*... names) {
   scope.def(name, function, pybind11::arg(names)..., Extras()...);
@@ -55,7 +55,7 @@ void define(Scope& scope, const char* name, const Function& function, const Name
 
 namespace pybind11::detail {
 
-// Casts a type as what to_python() makes of it.
+// Casts a type through the Python type that to_python() returns.
 template <class T> struct ShownAs {
   using Shown = decltype(cs_kernels_python::to_python(T{}));
   PYBIND11_TYPE_CASTER(T, make_caster<Shown>::name);

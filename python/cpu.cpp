@@ -43,8 +43,8 @@ void channel_energies(DataType type, const ChannelLayout& layout, Address weight
   cpu::channel_energies(type, layout, weight, energy, threads);
 }
 
-// The tensors of Phase 2. The first ones have a priority and, unless `products` is null, products
-// [layers, tasks, tasks].
+// The tensors of Phase 2. The first tensors have priorities and, unless `products` is null,
+// products [layers, tasks, tasks].
 std::vector<Phase2Tensor> phase2_tensors(const Operands& operands,
                                          const std::vector<Address>& priorities, Address products) {
   auto* const d = static_cast<double*>(products);
@@ -91,7 +91,7 @@ void phase2_stage(const Operands& operands, const std::vector<Address>& prioriti
   stage({operands.tasks, operands.count(), tensors.data()}, threads);
 }
 
-// Without offsets, a tensor's indices follow those of the previous tensor.
+// Without offsets, each tensor's indices continue after the previous tensor's.
 std::vector<GradientTensor>
 gradient_tensors(const Operands& operands, const std::vector<std::int64_t>& group_of,
                  const std::optional<std::vector<std::int64_t>>& offsets = std::nullopt) {
@@ -108,7 +108,7 @@ gradient_tensors(const Operands& operands, const std::vector<std::int64_t>& grou
   return tensors;
 }
 
-// matrices: Gramians [groups, tasks, tasks], output, or weights [groups, tasks], input.
+// matrices: Gramians [groups, tasks, tasks] as output, or weights [groups, tasks] as input.
 template <auto kernel>
 void on_groups(const Operands& operands, const std::vector<std::int64_t>& group_of,
                std::int64_t groups, Address matrices, int threads) {
@@ -134,7 +134,7 @@ void sketch(DataType type, Address data, std::int64_t size, std::int64_t index, 
 void solve(std::int32_t solver, Address gramians, std::int64_t count, std::int32_t tasks,
            Address weights, std::uint64_t option, Address counter, double rate,
            Address similarities) {
-  // A few small problems take less time than starting another thread.
+  // A few small problems keep the GIL: they take less time than switching to another thread.
   std::optional<py::gil_scoped_release> release;
   if (count * tasks > 64)
     release.emplace();

@@ -1,4 +1,4 @@
-// cs_kernels._C.cuda: builds the launches' structs and turns a status into an exception.
+// cs_kernels._C.cuda: builds the launches' structs and turns an error status into an exception.
 // cs_kernels/ops/gpu checks shapes and types.
 #include "module.h"
 
@@ -76,7 +76,7 @@ template <class Number> Fields::value_type entry(const char* name, Number number
   return {name, static_cast<std::size_t>(number)};
 }
 
-// The tables of the plan, by their names in Python.
+// The fields of the plan's tables, by the tables' names in Python.
 std::map<std::string, Fields> tables() {
   using namespace cuda;
   using Tensor = PlannedTensor;
@@ -120,7 +120,7 @@ Fields phase2_tiling(DataType type) {
           entry("project_sums", tiling.project_sums)};
 }
 
-// Elements per tile, and the limit of tiles per item.
+// Elements per tile, and maximum tiles per item.
 std::pair<std::int64_t, std::int64_t> gradient_tiling(DataType type) {
   const auto tiling = cuda::gradient_tiling(type);
   return {tiling.elements, tiling.most_tiles};
@@ -136,9 +136,9 @@ Fields shared_memory(std::int32_t tasks) {
 } // namespace
 
 void define_cuda(py::module_ module) {
-  module.doc() = "GPU kernels of cs_kernels, on device addresses.";
-  module.def("unavailable", &unavailable, "Why the current device cannot run them, if it cannot.");
-  module.def("tables", &tables, "Offsets of the fields of every table, by name.");
+  module.doc() = "GPU kernels of cs_kernels; arrays are passed as device addresses.";
+  module.def("unavailable", &unavailable, "The reason why this device cannot run the kernels.");
+  module.def("tables", &tables, "The field offsets of every table, by name.");
   define(module, "phase2_tiling", &phase2_tiling, "type");
   define(module, "gradient_tiling", &gradient_tiling, "type");
   define(module, "shared_memory", &shared_memory, "tasks");

@@ -1,7 +1,7 @@
 """Decides whether a build has the CUDA kernels, for setup.py.
 
-It runs in an isolated build, which has only the standard library. It never imports torch or asks a
-GPU: only what is installed counts.
+The module runs in an isolated build, which has only the standard library. It never imports torch or
+queries a GPU: only installed software counts.
 """
 
 import ast
@@ -25,9 +25,9 @@ class Torch:
     """An installed torch."""
 
     version: str | None
-    """None if its files do not tell."""
+    """None if torch's files do not say."""
     cuda: str | None
-    """The version of CUDA with which it was built."""
+    """The version of CUDA that torch was built with; None for a CPU build."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Decision:
     """Whether to build the CUDA kernels."""
 
     option: str
-    """For CMake: "1", "0", or "auto", which builds them if the toolkit compiles."""
+    """The option for CMake: "1", "0", or "auto", which builds them if the toolkit can compile."""
     reason: str
 
     @property
     def why(self) -> str:
-        """The reason, and how to decide otherwise."""
+        """The reason, and how to override the decision."""
         if self.option == "0":
             return f"{self.reason} (CS_KERNELS_CUDA=1 builds them)"
         otherwise = "CS_KERNELS_CUDA=0 leaves them out, CUDAARCHS=90 builds for one architecture"
@@ -53,12 +53,12 @@ class Decision:
 def decide(
     requested: str | None, toolkit: tuple[int, int] | None, torch: Torch | None, driver: bool
 ) -> Decision:
-    """Unless there is a request, builds the kernels where they can be used.
+    """Follows the request if there is one; else builds the kernels where they can be used.
 
     Args:
         requested: The environment variable CS_KERNELS_CUDA.
         toolkit: The version of the CUDA toolkit on the path.
-        torch: The torch of the environment for which the package is built.
+        torch: The torch in the environment for which the package is built.
         driver: Whether NVIDIA's driver is installed.
 
     Raises:
@@ -95,7 +95,7 @@ def installed_torch(folders: Iterable[Path]) -> Torch | None:
         path = folder / "torch" / "version.py"
         if path.is_file():
             constants = _constants(path)
-            # A build for the CPU says `cuda = None`; a missing name proves nothing.
+            # A CPU build has `cuda = None`; a missing name proves nothing.
             if not isinstance(constants.get("__version__"), str) or "cuda" not in constants:
                 return Torch(None, None)
             cuda = constants["cuda"]
@@ -127,8 +127,8 @@ def _constants(path: Path) -> dict[str, object]:
 def package_folders() -> list[Path]:
     """The package folders of the environment for which the package is built.
 
-    They are not on the path of an isolated build. Builds by pip still have the environment's
-    prefix. Builds by uv and `python -m build` have a prefix of their own, without torch.
+    The folders are not on the path of an isolated build. Builds by pip keep the environment's
+    prefix. Builds by uv and `python -m build` have their own prefix, without torch.
     """
     folders = [*sys.path, *(sysconfig.get_path(name) for name in ("purelib", "platlib"))]
     folders += site.getsitepackages()
@@ -165,10 +165,10 @@ def driver_installed(module: Path = Path("/proc/driver/nvidia/version")) -> bool
 
 
 def library_cached(libraries: str) -> bool:
-    """Whether the output of `ldconfig -p` has the driver's library.
+    """Whether the output of `ldconfig -p` lists the driver's library.
 
-    Toolkits bring a library to link with (`stubs`) and one for older drivers (`compat`). These are
-    no driver.
+    Toolkits ship a library for linking (`stubs`) and one for older drivers (`compat`). Neither is a
+    driver.
     """
     return any(
         line.lstrip().startswith("libcuda.so.1 ") and not re.search(r"/(stubs|compat)/", line)

@@ -25,7 +25,7 @@ struct DataType {
   std::uint16_t lanes;
 };
 
-// The arrays belong to the tensor.
+// The tensor owns the arrays.
 struct Tensor {
   void* data;
   Device device;

@@ -10,7 +10,7 @@ _PICTURES = (".gif", ".jpg", ".png", ".svg")
 
 
 def repository() -> str:
-    """The repository's address in pyproject.toml."""
+    """The repository's address from pyproject.toml."""
     project = (_ROOT / "pyproject.toml").read_text()
     match = re.search(r'^Repository = "(.+)"$', project, re.MULTILINE)
     assert match is not None

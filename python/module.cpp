@@ -13,7 +13,7 @@
 
 PYBIND11_MODULE(_C, module) {
   namespace solvers = cs_kernels::solvers;
-  module.doc() = "The compiled kernels of cs_kernels, on addresses.";
+  module.doc() = "The compiled kernels of cs_kernels; arrays are passed as addresses.";
   module.attr("max_tasks") = cs_kernels::kMaxTasks;
   module.attr("data_types") = cs_kernels::kDataTypeNames;
   module.attr("solvers") = cs_kernels::kSolverNames;

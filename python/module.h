@@ -1,4 +1,4 @@
-// The parts of the module.
+// Definitions of the parts of the module.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,5 +8,5 @@ void define_operands(pybind11::module_& module);
 // The kernels of csrc/cpu.
 void define_cpu(pybind11::module_& module);
 
-// The kernels of csrc/cuda, on device addresses and a stream.
+// The kernels of csrc/cuda, which take device addresses and a stream.
 void define_cuda(pybind11::module_ module);

@@ -29,8 +29,8 @@ std::string shown(const std::int64_t* shape, int dimensions) {
   return py::str(sizes);
 }
 
-// Only a transposed convolution, with output channels in dimension 1, has groups. As they divide
-// dimension 0, the number of channels fits an int64.
+// Only transposed convolutions, with output channels in dimension 1, have groups. Groups divide
+// dimension 0, so the number of channels fits in an int64.
 void check_layout(const std::int64_t* shape, int dimensions, std::int64_t channel_dim,
                   std::int64_t groups) {
   std::string must;
@@ -50,7 +50,7 @@ void check_layout(const std::int64_t* shape, int dimensions, std::int64_t channe
     throw std::invalid_argument(must + ", got " + std::to_string(groups));
 }
 
-// The memory as an array [groups, outer, channels, inner], or nullopt if it has no such layout.
+// The memory as an array [groups, outer, channels, inner], or nullopt if there is no such layout.
 std::optional<ChannelLayout> find_channel_layout(const std::int64_t* shape,
                                                  const std::int64_t* strides, int dimensions,
                                                  std::int64_t channel_dim, std::int64_t groups) {
@@ -82,10 +82,10 @@ std::optional<ChannelLayout> find_channel_layout(const std::int64_t* shape,
                        product(channels + 1, dims.end())};
 }
 
-// The indices of tensors that are None or differ in memory layout from their entry of `likes`.
+// The indices of tensors that are None or differ in memory layout from their entry in `likes`.
 std::vector<std::size_t> find_misfits(const py::list& tensors, const py::list& likes) {
   if (tensors.size() != likes.size())
-    throw std::invalid_argument("tensors must be as many as likes, " +
+    throw std::invalid_argument("tensors must have the length of likes, " +
                                 std::to_string(likes.size()) + ", got " +
                                 std::to_string(tensors.size()));
   std::vector<std::size_t> found;
@@ -106,10 +106,10 @@ Operands::Operands(const py::list& tensors, const py::list& grads, std::int32_t 
     : tasks(number_of_tasks) {
   if (grads.size() != tensors.size() * tasks)
     throw std::invalid_argument("grads must have " + std::to_string(tensors.size() * tasks) +
-                                " entries, one a tensor and task, got " +
+                                " entries, one per tensor and task, got " +
                                 std::to_string(grads.size()));
   if (channel_dims.size() != groups.size())
-    throw std::invalid_argument("out_channel_dims and groups must have as many entries, got " +
+    throw std::invalid_argument("out_channel_dims and groups must have the same length, got " +
                                 std::to_string(channel_dims.size()) + " and " +
                                 std::to_string(groups.size()));
   for (std::size_t t = 0; t < tensors.size(); ++t) {
@@ -182,7 +182,7 @@ void define_operands(py::module_& module) {
       [](const std::vector<std::int64_t>& shape, const std::vector<std::int64_t>& strides,
          std::int64_t out_channel_dim, std::int64_t groups) {
         if (shape.size() != strides.size())
-          throw std::invalid_argument("shape and strides must have as many entries");
+          throw std::invalid_argument("shape and strides must have the same length");
         const auto dimensions = static_cast<int>(shape.size());
         check_layout(shape.data(), dimensions, out_channel_dim, groups);
         return find_channel_layout(shape.data(), strides.data(), dimensions, out_channel_dim,

@@ -12,7 +12,7 @@
 
 namespace cs_kernels_python {
 
-// Tensors, and all tasks' gradients of each.
+// Tensors, and their gradients for all tasks.
 struct Operands {
   Operands(const pybind11::list& outputs, const pybind11::list& grads, std::int32_t tasks,
            const std::vector<std::int64_t>& channel_dims, const std::vector<std::int64_t>& groups);
@@ -20,10 +20,11 @@ struct Operands {
   std::int64_t count() const { return static_cast<std::int64_t>(types.size()); }
   cs_kernels::DataType type(std::size_t tensor) const { return from_python(types[tensor]); }
 
-  // Completes a launch's table of addresses, rows of `width` 64-bit integers: each output's address
-  // comes first, those of its gradients last. The column `aligned` tells whether all addresses in
-  // a row, including those written before, are multiples of 16. With `whole_rows`, the sizes of the
-  // rows of the first `layers` tensors and of the other tensors must be multiples of 16 bytes too.
+  // Completes a launch's address table, whose rows have `width` 64-bit integers. A row begins with
+  // the output's address and ends with its gradients' addresses. The column `aligned` says whether
+  // all addresses in a row, including ones written before, are multiples of 16. With `whole_rows`,
+  // the row sizes of the first `layers` tensors and the sizes of the other tensors must also be
+  // multiples of 16 bytes.
   void write_table(Address table, std::size_t width, std::size_t aligned, std::size_t layers,
                    bool whole_rows) const;
 
@@ -32,14 +33,14 @@ struct Operands {
 
   std::int32_t tasks;
   dlpack::Device device{}; // of the first output
-  std::vector<int> types;  // of DataType, or kUnknownType
+  std::vector<int> types;  // values of DataType, or kUnknownType
   std::vector<cs_kernels::ChannelLayout> layouts;
   std::vector<std::int64_t> sizes;
   std::vector<std::int64_t> kernel_sizes;
   std::vector<Address> outputs;
   std::vector<const void*> gradients; // [outputs, tasks]; null for None
-  std::vector<std::size_t> unfit;     // outputs without an address, a supported type or a layout
-  std::vector<std::size_t> misfits;   // gradients without their output's memory layout
+  std::vector<std::size_t> unfit;     // outputs that lack an address, a supported type or a layout
+  std::vector<std::size_t> misfits;   // gradients whose memory layout differs from their output's
 };
 
 } // namespace cs_kernels_python

@@ -24,7 +24,7 @@ const dlpack::ExchangeApi& torch_exchange() {
       throw py::error_already_set();
     const auto* table = static_cast<const dlpack::ExchangeApi*>(found);
     if (table->major_version != dlpack::kMajorVersion || table->tensor_from_object == nullptr)
-      throw std::runtime_error("torch's DLPack exchange API must have version 1 and show tensors in"
+      throw std::runtime_error("torch's DLPack exchange API must have version 1 and read tensors in"
                                " place, got version " +
                                std::to_string(table->major_version));
     return table;

@@ -1,5 +1,5 @@
-// Reads Python's tensors in place: a step has thousands, and reading them in Python would take
-// longer than the kernels.
+// Reads Python's tensors in place: a step has thousands of tensors, and reading them in Python
+// would take longer than the kernels.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,8 +12,8 @@
 
 namespace cs_kernels_python {
 
-// nullopt for anything but a tensor with an address; sparse tensors have none, nor have tensors on
-// a device without memory.
+// nullopt for anything but a tensor with an address. Sparse tensors have none, and neither do
+// tensors on a device without memory.
 std::optional<dlpack::Tensor> as_dlpack(pybind11::handle object);
 
 inline void* address_of(const dlpack::Tensor& tensor) {
@@ -24,11 +24,11 @@ inline void* address_of(const dlpack::Tensor& tensor) {
 constexpr int kUnknownType = -1;
 int type_of(const dlpack::Tensor& tensor);
 
-// Whether the address is a multiple of the element size, as the kernels' loads need.
+// Whether the address is a multiple of the element size, as the kernels' loads require.
 bool is_aligned(const dlpack::Tensor& tensor);
 
 bool same_device(dlpack::Device a, dlpack::Device b);
-// The type, device, shape and order in memory of an aligned tensor.
+// Whether `tensor` is aligned and has the type, device, shape and memory order of `like`.
 bool has_layout_of(const dlpack::Tensor& tensor, const dlpack::Tensor& like);
 
 // The number of elements in dimensions [first_dimension, ndim).

@@ -108,7 +108,7 @@ def _with_a_slow_rank(rank: int, size: int) -> None:
     network, x = Dense(), torch.ones(3, 5)
     opt = optimizer_on_ranks(network, cs.PCGrad(), process_group=group)
     opt.step(partial(network, x))
-    waited = "rank 0 has waited in vain for another rank in step 1: one has ended, or has not come"
+    waited = "rank 0 waited in vain for another rank in step 1: a rank has ended, or has not"
     message = f"^{waited}" if rank == 0 else f"^rank 0 failed in step 1: RankError: {waited}"
     with pytest.raises(RankError, match=message):
         opt.step(lambda task: time.sleep(3 * rank) or network(x, task))

@@ -1,13 +1,14 @@
 """The operators `torch.ops.cs_kernels.*`: every schema next to its fake.
 
-The backend in force for the device of the tensors computes an operator (`backends.py`). The
-reference defines the results; the others agree with it to rounding. No operator is differentiable.
+Each operator runs on the backend selected for the device of its tensors (`backends.py`). The
+reference backend defines the results; the other backends match it up to rounding. No operator is
+differentiable.
 
-In a list of gradients, entry `t * tasks + i` is tensor t's gradient for task i; a missing one
-counts as zero. Gamma and running variance of several layers are one flat tensor: [K, O] of the
-first layer, then of the next. A weight's output channels are its dimension `out_channel_dim`: 0, or
-1 in transposed convolutions, whose `groups` are blocks of dimension 0. Updates must not alias
-gradients.
+In a list of gradients, entry `t * tasks + i` is tensor t's gradient for task i; a missing gradient
+counts as zero. Gamma and running variance of several layers are passed as one flat tensor each: the
+layers' [K, O] arrays, concatenated. Output channels lie along a weight's dimension
+`out_channel_dim`: 0, or 1 in transposed convolutions, whose `groups` are blocks of dimension 0.
+Updates must not alias gradients.
 """
 
 from collections.abc import Callable
@@ -52,7 +53,7 @@ def _operator(schema: str) -> Callable[[Callable[..., Any]], None]:
 
 
 def _on_one_device(fake: Callable[..., Any]) -> Callable[..., Any]:
-    """A fake that refuses mixed devices, such as one meta tensor among others."""
+    """Makes a fake reject tensors on different devices, such as meta tensors among CPU tensors."""
 
     def call(*args: Any) -> Any:
         devices = {str(leaf.device) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)}
@@ -64,7 +65,7 @@ def _on_one_device(fake: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_negative_bits(name: str) -> Callable[..., Any]:
-    """Replaces tensors like `x.conj().imag` by copies, as kernels take addresses.
+    """Copies tensors with a negative bit, such as `x.conj().imag`: kernels read raw memory.
 
     PyTorch's own fallback skips tensors in a `Tensor?[]`.
     """
@@ -96,13 +97,13 @@ def _without_negative_bits(name: str) -> Callable[..., Any]:
     " bool normalize, int out_channel_dim, int groups) -> Tensor"
 )
 def _(weight: Tensor, gamma: Tensor, *_: object) -> Tensor:
-    """Float64 [K, O] of one layer."""
+    """Returns float64 [K, O] for one layer."""
     return weight.new_empty(gamma.shape, dtype=torch.float64)
 
 
 @_operator("task_priority(Tensor strength) -> Tensor")
 def _(strength: Tensor) -> Tensor:
-    """int64 [O] from [K, O]."""
+    """Returns int64 [O] for strengths [K, O]."""
     check_strength(strength)
     return strength.new_empty((strength.shape[1],), dtype=torch.int64)
 
@@ -112,7 +113,7 @@ def _(strength: Tensor) -> Tensor:
     " int[] out_channel_dims, int[] groups, int tasks) -> ()"
 )
 def _(*_: object) -> None:
-    """Writes every tensor's update: projected for the first len(priorities), else the plain sum."""
+    """Writes the updates: projected for the first len(priorities) tensors, else plain sums."""
 
 
 @_operator(
@@ -132,24 +133,24 @@ def _(
     tasks: int,
     products: Tensor | None = None,
 ) -> Tensor:
-    """`connection_strength`, `task_priority` and `project_conflicts_` of a whole trunk in one call.
+    """Runs `connection_strength`, `task_priority` and `project_conflicts_` on a whole trunk.
 
-    Returns the priorities of all layers, int64, concatenated. `products`, float64 [layers, K, K],
-    receives d_ij of the channel groups.
+    Returns all layers' priorities, concatenated, as int64. `products`, float64 [layers, K, K],
+    receives the channel groups' d_ij.
     """
     channels = check_layouts(updates, dims, groups, len(weights), "weights")
     return gamma.new_empty((sum(channels),), dtype=torch.int64)
 
 
-# Phase 2 in stages, for weights or gradients sharded over devices: energies and products are sums,
-# so they can be reduced over the shards between the stages.
+# Phase 2 in several operators, for weights or gradients sharded over devices: energies and products
+# are sums, so they can be reduced over the shards between two operators.
 
 
 @_operator("channel_energies(Tensor[] weights, int[] out_channel_dims, int[] groups) -> Tensor")
 def _(weights: Tensors, dims: Ints, groups: Ints) -> Tensor:
-    """Sums of squares of each channel's weights: float64, the layers' [O] concatenated.
+    """Returns each channel's sum of squared weights, float64, concatenated over layers.
 
-    They are Eq. (4) times the size of the kernel window, which cancels in Eq. (7).
+    This is Eq. (4) times the size of the kernel window, a factor that cancels in Eq. (7).
     """
     check_weights(weights, dims, groups)
     channels = sum(map(out_channels, weights, dims, groups))
@@ -161,7 +162,7 @@ def _(weights: Tensors, dims: Ints, groups: Ints) -> Tensor:
     " int[] channels) -> Tensor"
 )
 def _(energies: Tensor, *_: object) -> Tensor:
-    """The priorities of all layers, int64, concatenated; `channels` has each layer's O."""
+    """Returns all layers' priorities, concatenated, as int64; `channels` lists each layer's O."""
     return energies.new_empty(energies.shape, dtype=torch.int64)
 
 
@@ -170,9 +171,9 @@ def _(energies: Tensor, *_: object) -> Tensor:
     " int[] out_channel_dims, int[] groups, int tasks) -> Tensor"
 )
 def _(updates: Tensors, grads: Grads, priorities: Tensors, *layers_and_tasks: Any) -> Tensor:
-    """Writes the plain sums; returns d_ij of the channel groups, float64 [layers, K, K].
+    """Writes the plain sums; returns the channel groups' d_ij, float64 [layers, K, K].
 
-    `phase2_apply_` with these products then gives the update of `project_conflicts_`.
+    `phase2_apply_` with these products then completes the update of `project_conflicts_`.
     """
     tasks = layers_and_tasks[-1]
     like = updates[0] if updates else torch.empty(0)
@@ -189,7 +190,7 @@ def _(*_: object) -> None:
 
 @_operator("gramian(Tensor?[] grads, int[] group_of, int groups, int tasks) -> Tensor")
 def _(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
-    """Float64 [groups, K, K]: dot products of the tasks' gradients over each group of tensors."""
+    """Returns float64 [groups, K, K]: the tasks' gradient dot products, summed over each group."""
     check_tasks(tasks)
     like = first_present(grads, 1, len(grads))[0]
     return like.new_empty((groups, tasks, tasks), dtype=torch.float64)
@@ -200,7 +201,7 @@ def _(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
     " -> ()"
 )
 def _(*_: object) -> None:
-    """Writes the weighted sum of every tensor's gradients; weights [groups, K]."""
+    """Writes each tensor's weighted sum of gradients; `weights` has shape [groups, K]."""
 
 
 @_operator(
@@ -208,35 +209,36 @@ def _(*_: object) -> None:
     " int tasks, Tensor? counter=None, int[]? offsets=None) -> ()"
 )
 def _(*_: object) -> None:
-    """Writes either the positive or the negative gradients' sum per element, drawn by their shares.
+    """Writes, per element, the sum of either the positive or the negative gradients, at random.
 
-    The draw is a function of the seed, of `step + counter` and of the element's index. `counter` is
-    one int64, which GPU kernels read from device memory, so that every replay of a graph draws
-    anew.
+    The probability of each sum is its share of the sum of absolute values. The draw is a function
+    of the seed, of `step + counter` and of the element's index. `counter` is one int64 that GPU
+    kernels read from device memory, so every replay of a CUDA graph draws anew.
 
-    A tensor's indices count up from its offset, in memory order; without offsets, from the end of
-    the previous tensor. A process that holds shards passes the index of each shard's first element
-    in the full tensor.
+    Indices count up from a tensor's offset in memory order. Without offsets, each tensor's indices
+    continue after the previous tensor's. A process that holds shards passes the index of each
+    shard's first element in the full tensor.
     """
 
 
 @_operator("sketch_(Tensor(a!) sketch, Tensor[] tensors, int[] offsets, int seed) -> ()")
 def _(*_: object) -> None:
-    """Adds the signed elements of tensors to a linear sketch, float32 [d].
+    """Adds the elements of tensors, with pseudorandom signs, to a linear sketch, float32 [d].
 
     The dot product of two sketches with the same seed is an unbiased estimate of the dot product of
     the sketched vectors x and y, with a variance of about (|x|^2 |y|^2 + <x, y>^2) / d. A vector
     may be sketched tensor by tensor.
 
-    An element's sign and bin follow from the seed and from its index: its tensor's offset, plus
-    its number in the tensor in row-major order, whatever the memory layout. So a vector's sketch is
-    the sum of its shards' sketches. d is a power of two in [256, 2^30]. Sums are in float32, in the
-    order of the indices, and have the same bits on every backend.
+    An element's sign and bin depend only on the seed and on the element's index, which is its
+    tensor's offset plus its row-major position in the tensor, whatever the memory layout. A
+    vector's sketch is therefore the sum of its shards' sketches. d is a power of two in
+    [256, 2^30]. Sums are accumulated in float32 in index order and are bitwise equal on every
+    backend.
     """
 
 
 def _weights(gramian: Tensor, *_: object) -> Tensor:
-    """Float64 [..., K] from Gramians [..., K, K]."""
+    """Returns float64 weights [..., K] for Gramians [..., K, K]."""
     return gramian.new_empty(gramian.shape[:-1], dtype=torch.float64)
 
 

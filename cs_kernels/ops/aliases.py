@@ -1,4 +1,4 @@
-"""The types of the operators' lists."""
+"""Type aliases for the operators' list arguments."""
 
 from collections.abc import Sequence
 

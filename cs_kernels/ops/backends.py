@@ -1,4 +1,4 @@
-"""The operators' backends: which can run here, and which one is in force."""
+"""The operators' backends: which ones can run here, and which one is selected."""
 
 import contextlib
 import importlib.util
@@ -21,22 +21,22 @@ OPERATORS: list[str] = []
 
 @dataclass(frozen=True)
 class Backend:
-    """A module with an object `operators`; its `solve` computes all solvers' operators."""
+    """A module with an `operators` object, whose `solve` runs every solver operator."""
 
     module_name: str
     devices: tuple[str, ...] | None
-    """The device types that it supports; None for all."""
+    """The supported device types; None for all."""
     unavailable: Callable[[], str | None]
-    """Returns the reason why it cannot run, or None."""
+    """Returns the reason why the backend cannot run, or None."""
 
     @property
     def operators(self) -> dict[str, Callable[..., Any]]:
-        """By name; imported on first use."""
+        """Functions by operator name; imported on first use."""
         return _operators(self.module_name)
 
     @property
     def reason(self) -> str | None:
-        """Why it cannot run, or None; evaluated once."""
+        """Why the backend cannot run, or None; evaluated once."""
         return _reason(self.unavailable)
 
     def computes_on(self, device: str | None) -> bool:
@@ -50,7 +50,7 @@ def _operators(module_name: str) -> dict[str, Callable[..., Any]]:
     operators |= {f"{name}_weights": partial(source.solve, name) for name in SOLVERS}
     missing = [name for name in OPERATORS if name not in operators]
     if missing:
-        raise NotImplementedError(f"{module_name} must have every operator, it lacks {missing}")
+        raise NotImplementedError(f"{module_name} must implement every operator, lacks {missing}")
     return operators
 
 
@@ -79,11 +79,11 @@ def _no_triton() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if not _INTERPRETED and not torch.cuda.is_available():
-        return "there is no GPU (with TRITON_INTERPRET=1 in the environment, its interpreter runs)"
+        return "there is no GPU; set TRITON_INTERPRET=1 to run Triton's interpreter on the CPU"
     return None
 
 
-# Triton reads the variable when kernels are defined.
+# Triton reads this variable when kernels are defined.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # In order of preference.
@@ -98,7 +98,7 @@ _requested: ContextVar[str | None] = ContextVar("cs_kernels_backend", default=No
 
 
 def available_backends() -> dict[str, str | None]:
-    """Every backend by name, with None if it can run here, else the reason why it cannot."""
+    """Maps every backend's name to None if it can run here, else to the reason why it cannot."""
     return {name: _BACKENDS[name].reason for name in ("reference", "cpu", "triton", "cuda")}
 
 
@@ -113,14 +113,14 @@ def _runnable(name: str, source: str) -> Backend:
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Computes every operator with one backend, in this thread, within the `with` block.
+    """Runs every operator on one backend, in this thread, inside the `with` block.
 
     Args:
         name: "reference", "cpu", "triton" or "cuda".
 
     Raises:
-        ValueError: There is no such backend.
-        RuntimeError: It cannot run here; the message says why.
+        ValueError: No backend has this name.
+        RuntimeError: The backend cannot run here; the message says why.
 
     """
     _runnable(name, "name")
@@ -153,10 +153,10 @@ def _select(device: str | None) -> Backend:
 
 
 def router(operator: str, device: str | None) -> Callable[..., Any]:
-    """The function that PyTorch's dispatcher calls for an operator on a device type."""
+    """Returns the function that PyTorch's dispatcher calls for an operator on a device type."""
 
     def call(*args: Any) -> Any:
-        # A call without a tensor has nothing to compute; the reference checks its arguments.
+        # A call without tensors has nothing to compute; the reference still checks its arguments.
         empty = device is None and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(args))
         backend = _BACKENDS["reference"] if empty else _select(device)
         with torch.no_grad():

@@ -1,8 +1,8 @@
-"""Checks of operators' arguments, the same on every backend.
+"""Checks of operator arguments, shared by all backends.
 
-They raise a ValueError, or a TypeError for a wrong dtype; the message names the argument and quotes
-its value. Backends that read memory by address check gradients, of which there are thousands, in
-C++ (`python/operands.cpp`), by the rules of `check_gradients`.
+A failed check raises a ValueError, or a TypeError for a wrong dtype; the message names the argument
+and quotes its value. Gradients can number in the thousands, so backends that read memory by address
+check them in C++ (`python/operands.cpp`), by the rules of `check_gradients`.
 """
 
 from math import inf
@@ -16,14 +16,14 @@ MOST_TASKS = 64
 """The limit of the Gramian kernels and solvers, on every device."""
 
 LEAST_SKETCH, MOST_SKETCH = 256, 1 << 30
-"""The limits of a sketch's bins: those of one program, and what 32-bit numbers allow."""
+"""Limits on a sketch's number of bins: the bins of one program, and what 32-bit numbers allow."""
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""In the order of the kernels' type numbers."""
+"""The supported dtypes, in the order of the kernels' type numbers."""
 
 
 def out_channels(weight: Tensor, out_channel_dim: int, groups: int) -> int:
-    """The number of a weight's output channels."""
+    """The number of output channels of a weight."""
     return weight.shape[out_channel_dim] * (groups if out_channel_dim == 1 else 1)
 
 
@@ -61,7 +61,7 @@ def check_like(tensor: Tensor, like: Tensor, name: str) -> None:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether the address is a multiple of the element size; `torch.frombuffer` allows others."""
+    """Whether the address is a multiple of the item size; `torch.frombuffer` takes any address."""
     return tensor.data_ptr() % tensor.itemsize == 0
 
 
@@ -75,7 +75,7 @@ def check_in_place(tensor: Tensor, name: str) -> None:
 
 
 def check_writable(tensor: Tensor, name: str) -> None:
-    """Refuses a tensor whose elements share memory, as after `expand`."""
+    """Rejects a tensor whose elements share memory, as after `expand`."""
     strides = tensor.stride()
     shared = any(n > 1 and step == 0 for n, step in zip(tensor.shape, strides, strict=True))
     if shared and tensor.numel():
@@ -105,10 +105,10 @@ def check_grad_count(updates: Tensors, grads: Grads, tasks: int) -> None:
 
 
 def first_present(grads: Grads, tensors: int, tasks: int) -> list[Tensor]:
-    """One gradient per tensor; an empty tensor where no task has one.
+    """Returns one gradient per tensor; an empty tensor if no task has one.
 
     Raises:
-        ValueError: There is no gradient at all.
+        ValueError: All gradients are missing.
 
     """
     like = next((grad for grad in grads if grad is not None), None)
@@ -166,7 +166,7 @@ def check_priorities(priorities: Tensors, channels: Ints, device: torch.device |
 def check_products(
     products: Tensor, layers: int, tasks: int, device: torch.device | None, *, written: bool = False
 ) -> None:
-    """Checks products; for a kernel to write, they must be contiguous and aligned."""
+    """Checks products; if a kernel writes them, they must be contiguous and aligned."""
     shape = (layers, tasks, tasks)
     check_device(products, device, "products")
     if products.dtype is not torch.float64 or products.shape != shape:
@@ -224,7 +224,7 @@ def check_weights(weights: Tensors, dims: Ints, groups: Ints) -> None:
 def check_energies(
     energies: Tensor, gamma: Tensor, running_var: Tensor, eps: Floats, channels: Ints
 ) -> int:
-    """Returns K."""
+    """Checks the arguments of `energy_priority`; returns K."""
     layers, rows = len(channels), sum(channels)
     tasks = len(eps) // max(layers, 1)
     if min(channels, default=0) < 0:
@@ -293,7 +293,7 @@ def check_offsets(offsets: Ints | None, tensors: Tensors) -> None:
 
 
 def check_sketch(sketch: Tensor, tensors: Tensors, offsets: Ints, *, wide: bool = False) -> None:
-    """With `wide`, sums may be in float64 too."""
+    """Checks the arguments of `sketch_`; `wide` also allows a float64 sketch."""
     if sketch.dtype is not torch.float32 and not (wide and sketch.dtype is torch.float64):
         raise TypeError(f"sketch must be torch.float32, got {sketch.dtype}")
     size = sketch.numel()
@@ -308,7 +308,7 @@ def check_sketch(sketch: Tensor, tensors: Tensors, offsets: Ints, *, wide: bool 
         check_device(tensor, sketch.device, "tensors")
     check_offsets(offsets, tensors)
     for offset, tensor in zip(offsets, tensors, strict=True):
-        if offset > 2**63 - MOST_SKETCH - tensor.numel():  # Kernels reach the end of a block.
+        if offset > 2**63 - MOST_SKETCH - tensor.numel():  # Kernels index whole blocks.
             raise ValueError(
                 f"offsets must lie in [0, 2^63 - 2^30 - {tensor.numel()}] for a tensor of"
                 f" {tensor.numel()} elements, got {offset}"

@@ -26,7 +26,7 @@ def _in_double(tensor: Tensor) -> Tensor:
 
 
 class CpuOperators(Phase2Operators, CombineOperators, SketchOperators):
-    """Every kernel is one call for all tensors, on as many threads as torch uses."""
+    """Each kernel is one C++ call, on as many threads as torch uses."""
 
     def run_phase2(
         self,

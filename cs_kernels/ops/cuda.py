@@ -25,10 +25,10 @@ _kernels: Any = None
 
 
 def use_kernels(kernels: Any) -> None:
-    """Launches the kernels of this module from now on.
+    """Makes all later launches use the kernels of this module.
 
     Raises:
-        ImportError: Its tables differ from the plans' tables.
+        ImportError: The fields of the module's tables differ from the plans' fields.
 
     """
     global _kernels
@@ -45,14 +45,14 @@ def use_kernels(kernels: Any) -> None:
 
 
 def unavailable() -> str | None:
-    """Why the kernels cannot run here, or None."""
+    """Returns the reason why the kernels cannot run here, or None."""
     if operands.unavailable is not None:
         return operands.unavailable
     if _kernels is None:
         return f"the package was built without CUDA kernels: {_C.without_cuda}"
     if not torch.cuda.is_available() or torch.version.hip:
         return "there is no NVIDIA GPU"
-    # The build may lack code for this GPU, and the driver may be too old for its runtime.
+    # The build may lack code for this GPU, or the driver may be too old for the CUDA runtime.
     reason: str | None = _kernels.unavailable()
     return reason
 
@@ -70,13 +70,13 @@ if operands.unavailable is None:
 
 
 def _addresses(*launches: Any) -> dict[str, int]:
-    """The addresses of the dataclasses' tensors, by field name."""
+    """The addresses of the tensors in these dataclasses, by field name."""
     values = ((f.name, getattr(launch, f.name)) for launch in launches for f in fields(launch))
     return {name: value.data_ptr() for name, value in values if isinstance(value, Tensor)}
 
 
 class CudaOperators(GpuOperators):
-    """Every launch is on the current stream of the tensors' device."""
+    """Launches every kernel on the current stream of the tensors' device."""
 
     def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling:
         """The tiling of `csrc/cuda/tuning.h`."""
@@ -88,7 +88,7 @@ class CudaOperators(GpuOperators):
         return elements, most_tiles
 
     def launch_phase2(self, launch: Phase2Launch) -> None:
-        """A persistent kernel: as many blocks as can be resident."""
+        """Launches a persistent kernel with as many blocks as can be resident."""
         _kernels.phase2(
             type=TYPES[launch.dtype],
             tasks=launch.tasks,
@@ -153,7 +153,7 @@ class CudaOperators(GpuOperators):
     def launch_gramian(
         self, launch: GradientLaunch, counters: Tensor, products: Tensor, out: Tensor
     ) -> None:
-        """The last block of a group adds up its products."""
+        """The last block of a group to finish adds up the group's products."""
         _kernels.gramian(
             **self._gradients(launch),
             counters=counters.data_ptr(),

@@ -1,7 +1,7 @@
 """Kernel arguments: dtype, memory layout and address of an operator's tensors.
 
-A weight, its gradients and its update must share one dense memory layout; tensors that do not are
-copied.
+A weight, its gradients and its update must share one dense memory layout; tensors in any other
+layout are copied.
 """
 
 import importlib
@@ -35,10 +35,10 @@ from cs_kernels.ops.solvers import ALIGNED_SCALES, SOLVERS, tolerances
 unavailable: str | None = None
 """Why the compiled module cannot be used, or None."""
 try:
-    # By name: a failed `from` import would be reported as a circular import.
+    # Imported by name: a failed `from` import would be reported as a circular import.
     importlib.import_module("cs_kernels._C")
 except ImportError as error:
-    unavailable = f"cs_kernels._C does not import: {error}"
+    unavailable = f"cs_kernels._C cannot be imported: {error}"
 else:
     from cs_kernels import _C
 
@@ -50,7 +50,7 @@ TYPES = {dtype: number for number, dtype in enumerate(DTYPES)}
 SOLVER_NUMBERS = {name: number for number, name in enumerate(SOLVERS)}
 
 if unavailable is None:
-    # The reference runs without the module, so Python needs these lists too.
+    # The reference runs without the compiled module, so Python needs its own copy of these lists.
     for _name, _value in {
         "max_tasks": MOST_TASKS,
         "data_types": [str(dtype).removeprefix("torch.") for dtype in DTYPES],
@@ -59,29 +59,29 @@ if unavailable is None:
     }.items():
         if getattr(_C, _name, None) != _value:
             raise ImportError(
-                f"cs_kernels._C must have {_name} {_value}, got {getattr(_C, _name, None)}: was it"
-                " built from other sources?"
+                f"cs_kernels._C must have {_name} {_value}, got {getattr(_C, _name, None)}:"
+                " rebuild it from these sources"
             )
 
 Option = int | float | str | Tensor | None
 
 ChannelLayout = tuple[int, int, int, int]
-"""A tensor's memory as an array [groups, outer, channels, inner]."""
+"""A tensor's memory, viewed as an array [groups, outer, channels, inner]."""
 
 
 def as_channels(weight: Tensor, out_channel_dim: int, groups: int) -> tuple[Tensor, ChannelLayout]:
-    """The tensor, or a contiguous copy if its memory has no such layout; and the layout."""
+    """Returns the tensor, or a contiguous copy if it has no `ChannelLayout`, and the layout."""
     weight = weight if is_aligned(weight) else weight.clone()
     layout = _C.channel_layout(weight.shape, weight.stride(), out_channel_dim, groups)
     if layout is None:
         weight = weight.contiguous()
         layout = _C.channel_layout(weight.shape, weight.stride(), out_channel_dim, groups)
-        assert layout is not None  # Contiguous memory always has one.
+        assert layout is not None  # Contiguous memory always has a layout.
     return weight, layout
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The tensor, copied unless it is contiguous and aligned to its elements, as kernels need."""
+    """Returns the tensor, or a copy if it is not contiguous or not aligned to its element size."""
     tensor = tensor.contiguous()
     return tensor if is_aligned(tensor) else tensor.clone()
 
@@ -111,12 +111,12 @@ def misfits(tensors: Grads, likes: Tensors) -> list[int]:
 
 
 def _relevant_strides(tensor: Tensor) -> list[int]:
-    """The strides without those of dimensions of size 1, which are arbitrary in torch."""
+    """The strides, except of size-1 dimensions, whose strides are arbitrary in torch."""
     return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
 
 
 class SolverOptions(NamedTuple):
-    """A solver's options as kernels take them."""
+    """A solver's options, in the form that kernels take."""
 
     word: int = 0
     """64 bits: a random state, a float64, or the index of a scale."""
@@ -127,11 +127,11 @@ class SolverOptions(NamedTuple):
 
 
 def checked_options(gramian: Tensor, *options: Option) -> SolverOptions:
-    """The options of a solver for these Gramians.
+    """Checks a solver's options for these Gramians and packs them for the kernels.
 
     Raises:
-        ValueError: An unknown scale, or a counter or similarities that do not match the Gramians.
-        TypeError: No solver has these options.
+        ValueError: The scale is unknown, or the counter or similarities do not fit the Gramians.
+        TypeError: No solver takes these options.
 
     """
     match options:
@@ -152,29 +152,29 @@ def checked_options(gramian: Tensor, *options: Option) -> SolverOptions:
             word, counter, *_ = checked_options(gramian, *seeds)
             return SolverOptions(word, counter, rate, similarities)
     raise TypeError(
-        "options must be none, a scale, a number, a seed, a step and a counter, or similarities, a"
-        f" rate and these, got {options}"
+        "options must be (), (scale,), (number,), (seed, step[, counter]) or (similarities, rate,"
+        f" seed, step[, counter]), got {options}"
     )
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """The types and memory layouts of operands, as a cache key of plans."""
+    """The dtypes and memory layouts of operands; part of a plan's cache key."""
 
     signature: bytes
     native: "NativeOperands" = field(compare=False)
 
 
 class Operands:
-    """Tensors and all tasks' gradients of each, in the same memory layout.
+    """Tensors and their gradients for all tasks, in the same memory layout.
 
     Args:
-        outputs: The updates, or tensors that only define the layout of the gradients.
+        outputs: The updates, or tensors that only define the memory layout of the gradients.
         grads: Entry `t * tasks + i` is tensor t's gradient for task i.
         tasks: K.
-        out_channel_dims: The first tensors' `out_channel_dim`; 0 for the others.
-        groups: Convolution groups of the first tensors; 1 for the others.
-        name: The name of `outputs` in errors.
+        out_channel_dims: `out_channel_dim` of the first tensors; 0 for the others.
+        groups: The convolution groups of the first tensors; 1 for the others.
+        name: The name of `outputs` in error messages.
 
     """
 
@@ -202,7 +202,7 @@ class Operands:
             if self.native.unfit:
                 device = self.outputs[0].device
                 raise ValueError(f"{name} must have addresses, got tensors on {device}")
-        self._grad_copies: list[Tensor] = []  # The kernels have only addresses.
+        self._grad_copies: list[Tensor] = []  # Kernels hold only addresses.
         for index in self.native.misfits:
             grad = grads[index]
             assert grad is not None
@@ -231,20 +231,20 @@ class Operands:
         return [self.native.channels(layer) for layer in range(len(layers))]
 
     def priority_addresses(self, priorities: Tensors) -> tuple[list[Tensor], list[int]]:
-        """The priorities of the first tensors, contiguous, and their addresses."""
+        """The priorities of the first tensors, made contiguous, and their addresses."""
         check_priorities(priorities, self._channels(priorities, "priorities"), self.device)
         priorities = list(map(dense, priorities))
         return priorities, [priority.data_ptr() for priority in priorities]
 
     def weights(self, weights: Tensors) -> tuple[list[Tensor], list[int]]:
-        """The first tensors' weights, in the memory layout of their updates, and channel counts."""
+        """The first tensors' weights, in the memory layout of the updates, and channel counts."""
         weights, channels = list(weights), self._channels(weights, "weights")
         for layer in _C.misfits(weights, self.outputs[: len(weights)]):
             weights[layer] = copied_like(weights[layer], self.outputs[layer], "weights")
         return weights, channels
 
     def new_priorities(self, channels: Ints) -> tuple[Tensor, list[int]]:
-        """One int64 tensor for the priorities of all layers, and each layer's address in it."""
+        """Allocates one int64 tensor for all layers' priorities; returns it and their addresses."""
         # Kernels skip a layer without elements, so its priorities must be 0 from the start.
         make = torch.zeros if 0 in self.native.sizes[: len(channels)] else torch.empty
         priorities = make(sum(channels), dtype=torch.int64, device=self.device)
@@ -257,6 +257,6 @@ class Operands:
             output.copy_(original)
 
     def finish(self) -> None:
-        """Copies the buffers of non-dense outputs back."""
+        """Copies the buffers of non-dense outputs back to the outputs."""
         for original, output in self._copies:
             original.copy_(output)

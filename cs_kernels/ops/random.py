@@ -15,7 +15,7 @@ def splitmix64(x: int) -> int:
 
 
 def random_state(seed: int, step: int, counter: Tensor | None = None) -> int:
-    """The random state of a step. A counter on a GPU is read, which synchronizes with the host."""
+    """The random state of a step; reading a counter on a GPU synchronizes with the host."""
     replays = 0 if counter is None else int(counter)
     return (splitmix64(seed) + step + replays) & _MASK
 
@@ -32,7 +32,7 @@ def lowbias32(x: Tensor) -> Tensor:
 
 
 def uniform_numbers(key: int, index: int, count: int, device: torch.device) -> Tensor:
-    """Float64 [count] in [0, 1), multiples of 2^-24, for `count` indices starting at `index`."""
+    """Returns float64 [count] in [0, 1), multiples of 2^-24, for the indices from `index` on."""
     numbers = torch.empty(count, dtype=torch.float64, device=device)
     first = index
     while first < index + count:  # one iteration per range of 2^32 indices
@@ -45,7 +45,7 @@ def uniform_numbers(key: int, index: int, count: int, device: torch.device) -> T
 
 
 def words(key: int, indices: Tensor) -> Tensor:
-    """Int64 in [0, 2^32) for indices."""
+    """Returns one random int64 in [0, 2^32) per index."""
     result = torch.empty_like(indices)
     for high in sorted(set((indices >> 32).tolist())):
         chosen = indices >> 32 == high
@@ -54,7 +54,7 @@ def words(key: int, indices: Tensor) -> Tensor:
 
 
 def _words(key: int, high: int, low: Tensor) -> Tensor:
-    """The words of indices in one range of 2^32."""
+    """`words` for indices that share their upper 32 bits."""
     range_key = splitmix64((key + high) & _MASK)
     bits = (lowbias32(low ^ (range_key & 0xFFFFFFFF)) + (range_key >> 32)) & 0xFFFFFFFF
     return lowbias32(bits)

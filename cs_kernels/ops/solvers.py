@@ -1,7 +1,7 @@
-"""The methods with a compiled solver, and the solvers' constants on all backends.
+"""The methods with a compiled solver, and the constants of the solvers on all backends.
 
-An entry of `SOLVERS` defines an operator `<name>_weights`. The compiled module has the same tables
-(`csrc/include/cs_kernels/solvers.h`, `solve.h`); its import compares them.
+Each entry of `SOLVERS` defines an operator `<name>_weights`. The compiled module has the same
+tables (`csrc/include/cs_kernels/solvers.h`, `solve.h`), which are compared at import.
 """
 
 SOLVERS = {
@@ -16,7 +16,7 @@ SOLVERS = {
     "config": "",
     "gradvac": "Tensor(a!) similarities, float rate, int seed, int step, Tensor? counter=None",
 }
-"""By name: what follows the Gramian in the operator's schema."""
+"""By method: the arguments after the Gramian in the operator's schema."""
 
 ALIGNED_SCALES = ("min", "median", "rmse")
 """Aligned-MTL's choices of a common length, in the kernels' order."""
@@ -28,26 +28,26 @@ NASH_RIDGE = 1e-10
 NASH_STOP = 1e-9
 """Nash-MTL stops below this Newton decrement."""
 NASH_FULL = 0.25
-"""Nash-MTL's Newton steps are full below this decrement."""
+"""Nash-MTL takes full Newton steps below this decrement."""
 SLOPE = 1e-14
-"""A slope counts as zero up to this fraction of the sum of its absolute terms."""
+"""A slope counts as zero up to this fraction of the sum of its terms' absolute values."""
 STATIONARY = 1e10
-"""If the smallest vector in the hull of the unit gradients has a larger inverse squared norm than
+"""If the shortest vector in the convex hull of the unit gradients has an inverse squared norm above
 this, no direction descends for all tasks."""
 ZERO_SUM = 1e-12
 """Weights cannot be scaled to sum to one if their sum is at most this fraction of the sum of their
 absolute values."""
 EPSILON = 2.220446049250313e-16
 NO_COSINE = 1e-20
-"""ConFIG has no direction if its squared length per task is at most this."""
+"""ConFIG's direction counts as zero if its squared length per task is at most this."""
 FAIR_STOP = 1e-9
-"""FairGrad stops below this relative Newton step, times the power in its equation."""
+"""FairGrad stops once the relative Newton step, times the power in its equation, is below this."""
 FAIR_FULL = 0.1
-"""FairGrad's Newton steps are full below this relative step."""
+"""FairGrad takes full Newton steps below this size, measured as for `FAIR_STOP`."""
 FAIR_LEAST = 1e-290
 """FairGrad's smallest right-hand side, relative to the greatest."""
 FAIR_MOST = 1e100
-"""FairGrad's largest inverse curvature: as good as infinite beside correlations of at most 1."""
+"""The cap on FairGrad's inverse curvature: as good as infinite for correlations of at most 1."""
 MOST_SIMILAR = 1 - 1e-6
 """GradVac's greatest target cosine."""
 VANISHED = 1e-7

@@ -1,8 +1,9 @@
-"""The same result on many ranks: torch.distributed below, nothing home-made.
+"""Training on many ranks with the same result on each, built on torch.distributed.
 
-The gradient of a task is that of its mean loss over the ranks that have labels for it, and surgery
-takes place on these. `strategy.py` has the verbs of a step, for one process; `distributed.py` has
-what replicated ranks (`replicated.py`) and sharded ones (`sharded.py`) have in common. What ranks
-tell each other about a step, on their hosts: `messages.py`, over `transport.py`; `agreement.py`
-has what must be alike, `failure.py` takes an exception to all ranks, `health.py` compares networks.
+A task's gradient is the gradient of its mean loss over the ranks that have labels for it, and
+surgery acts on these gradients. `strategy.py` defines the methods that a step calls, for a single
+process. `distributed.py` is the base of replicated ranks (`replicated.py`) and sharded ranks
+(`sharded.py`). The ranks' hosts exchange messages about a step (`messages.py`) over `transport.py`:
+`agreement.py` compares facts that must be equal, `failure.py` raises an exception on all ranks, and
+`health.py` compares the networks.
 """

@@ -1,4 +1,4 @@
-"""Facts that must be equal on all ranks, compared before the first step and as each step begins."""
+"""Compares facts that must be equal on all ranks, before training and at the start of each step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,11 +17,11 @@ NAMES = {
     "held": "number of parameters in the optimizer",
     "plan": "shared parameters that require a gradient, and options of the optimizer",
 }
-"""The fields of a message that must be equal, as error messages name them."""
+"""The message fields that must be equal on all ranks, with their names in error messages."""
 
 
 def compare(transport: Transport, facts: Mapping[str, object], error_type: type[Exception]) -> None:
-    """Raises an error of a type if ranks have different facts, RankError if one has failed."""
+    """Raises `error_type` if ranks have different facts, and RankError if a rank has failed."""
     of_ranks = transport.gather(dict(facts))
     for rank, other in enumerate(of_ranks):
         if "error" in other:
@@ -33,7 +33,7 @@ def compare(transport: Transport, facts: Mapping[str, object], error_type: type[
 
 
 def difference(transport: Transport, name: str, rank: int, first: Any, other: Any) -> str:
-    """The error message for two different values; for lists, their first different entries."""
+    """The error message for two unequal values; for lists, it shows their first unequal entries."""
     if isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
         first, other = next(pair for pair in zip(first, other, strict=True) if pair[0] != pair[1])
     if name == NAMES["stage"]:

@@ -1,7 +1,7 @@
-"""Flat buckets of gradients, reduced over the ranks while a backward pass still runs.
+"""Flat buckets of gradients, which are reduced over the ranks during the backward pass.
 
-A bucket is cut into equal parts, one per rank, without regard to parameter boundaries. The buckets
-are sent in one fixed order on every rank, whatever order the gradients come in.
+A bucket is cut into equal parts, one per rank, regardless of parameter boundaries. Every rank sends
+the buckets in the same order, regardless of the order in which gradients arrive.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from cs_kernels.ranks.collectives import all_gather, all_reduce, reduce_scatter
 from cs_kernels.ranks.pieces import ChannelArray, channel_array
 
 BUCKET_BYTES = 25 << 20
-"""As DistributedDataParallel: large enough for the bandwidth of a network."""
+"""The same size as in DistributedDataParallel: large enough to use the network's bandwidth."""
 
 _ALIGNMENT = 16
-"""Bytes; kernels read aligned parts with vectors."""
+"""In bytes; kernels use vector loads on aligned parts."""
 
 
 class _Work(Protocol):
@@ -30,19 +30,19 @@ class _Work(Protocol):
 
 
 class Slot(NamedTuple):
-    """Where a parameter's elements are."""
+    """The location of a parameter's elements in a bucket."""
 
     bucket: int
     start: int
-    """The index of the first one in the bucket."""
+    """The index in the bucket of the parameter's first element."""
     first: int
-    """The index in the parameter of the first one in this rank's part."""
+    """The index in the parameter of its first element in this rank's part."""
     last: int
-    """Behind the last one; equal to `first` if this rank has none."""
+    """One past the last element in this rank's part; equal to `first` if there is none."""
 
 
 def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
-    """The parameter's own strides, if dimension 0 is outermost and the memory has no gaps."""
+    """The parameter's strides if dimension 0 is outermost without gaps, else contiguous strides."""
     kept = {4: torch.channels_last, 5: torch.channels_last_3d}.get(parameter.dim())
     if kept is None or not parameter.is_contiguous(memory_format=kept):
         kept = torch.contiguous_format
@@ -50,11 +50,11 @@ def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
 
 
 class Buckets:
-    """The buckets of some parameters.
+    """The buckets for some parameters.
 
     Args:
-        parameters: By index among the shared parameters.
-        group: The ranks.
+        parameters: The parameters, by index among the shared parameters.
+        group: The process group of the ranks.
 
     """
 
@@ -63,13 +63,13 @@ class Buckets:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.slots: dict[int, Slot] = {}
         self.flat: list[Tensor] = []
-        """Each bucket: gradients on their way, then updates."""
+        """The memory of each bucket: gradients in flight, later updates."""
         self.views: dict[int, Tensor] = {}
-        """Each parameter's elements in its bucket, with its shape."""
+        """A view of each parameter's elements in its bucket, in the parameter's shape."""
         self.members: list[list[int]] = []
         """The parameters in each bucket."""
         self._part: list[int] = []
-        """The elements of a part of each bucket."""
+        """For each bucket: the number of elements per part."""
         self._parameters = parameters
         # Backward passes reach the last parameters first.
         kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -80,7 +80,7 @@ class Buckets:
         self._works: list[_Work | None] = [None] * len(self.flat)
 
     def _fill(self, indices: Iterable[int]) -> None:
-        """Makes the buckets of parameters of one dtype and device."""
+        """Makes the buckets for parameters of one dtype and device."""
         members: list[int] = []
         nbytes = 0
         for i in indices:
@@ -97,7 +97,7 @@ class Buckets:
         numel = sum(self._parameters[i].numel() for i in members)
         aligned = _ALIGNMENT // like.itemsize
         part = -(-numel // (self.size * aligned)) * aligned
-        # Zeros: the padding at the end is summed too.
+        # Zeros, because the padding at the end is summed too.
         flat = torch.zeros(part * self.size, dtype=like.dtype, device=like.device)
         bucket, start = len(self.flat), 0
         first_of_part, last_of_part = self.rank * part, (self.rank + 1) * part
@@ -114,33 +114,33 @@ class Buckets:
         self._part.append(part)
 
     def array(self, i: int, out_channel_dim: int, groups: int) -> ChannelArray:
-        """A weight's elements in its bucket as output channels."""
+        """Describes a weight's elements in its bucket as an array of output channels."""
         view = self.views[i]
         return channel_array(view.shape, view.stride(), out_channel_dim, groups)
 
     def new_parts(self) -> list[Tensor]:
-        """Tensors for this rank's part of each bucket."""
+        """Allocates tensors for this rank's part of each bucket."""
         return [flat.new_empty(part) for flat, part in zip(self.flat, self._part, strict=True)]
 
     def own_parts(self) -> list[Tensor]:
-        """The part of each bucket that is this rank's."""
+        """Views of this rank's part of each bucket."""
         return [
             flat[self.rank * part : (self.rank + 1) * part]
             for flat, part in zip(self.flat, self._part, strict=True)
         ]
 
     def part_of(self, i: int, parts: Sequence[Tensor]) -> Tensor:
-        """The local elements of a parameter, flat."""
+        """The elements of a parameter in this rank's parts, flat."""
         slot = self.slots[i]
         start = slot.start - self.rank * self._part[slot.bucket]
         return parts[slot.bucket][start + slot.first : start + slot.last]
 
     def send(self, bucket: int, parts: Sequence[Tensor] | None) -> None:
-        """Starts the sum of a bucket's gradients, which are taken from `.grad`.
+        """Starts the sum of a bucket's gradients, which are moved out of `.grad`.
 
         Args:
-            bucket: Its index.
-            parts: Where to write this rank's part of the sum; None for the whole sum, in place.
+            bucket: The index of the bucket.
+            parts: Tensors that receive this rank's part of each sum; None to sum buckets in place.
 
         """
         self.wait(bucket)
@@ -164,7 +164,7 @@ class Buckets:
             )
 
     def gather(self, buckets: Iterable[int]) -> None:
-        """Collects the parts of all ranks in the buckets."""
+        """Gathers all ranks' parts of the buckets."""
         parts = self.own_parts()
         for bucket in buckets:
             self._works[bucket] = all_gather(
@@ -173,7 +173,7 @@ class Buckets:
         self.wait_all()
 
     def wait(self, bucket: int) -> None:
-        """Waits for the last collective of a bucket; on a GPU, the stream does."""
+        """Waits for the last collective of a bucket; on a GPU, only the stream waits."""
         work, self._works[bucket] = self._works[bucket], None
         if work is not None:
             work.wait()
@@ -185,31 +185,32 @@ class Buckets:
 
 
 class Overlap:
-    """Sends the buckets of one pass, in order, each as soon as its gradients are there.
+    """Sends the buckets of one pass in order, each as soon as its gradients are complete.
 
-    The passes of a kind show how often each gradient is accumulated: more than once where reentrant
-    checkpointing recomputes a layer that runs twice. The first one sends nothing early. A bucket
-    waits for the gradients of all its parameters, as a layer that was left out may run again.
+    Earlier passes of the same kind show how often each gradient is accumulated: more than once if
+    reentrant checkpointing recomputes a layer that runs twice. The first pass of a kind therefore
+    sends nothing early. A bucket waits for the gradients of all its parameters, because a layer
+    that was skipped before may run again.
 
     Args:
-        parameters: By index among the shared parameters.
+        parameters: The parameters, by index among the shared parameters.
 
     """
 
     def __init__(self, parameters: dict[int, nn.Parameter]) -> None:
         self._known: dict[object, Counter[int]] = {}
-        """For each kind of pass: how often each parameter's gradient was accumulated, at most."""
+        """For each kind of pass: the maximum number of accumulations of each gradient."""
         self._seen = Counter[int]()
-        """The same in this pass."""
+        """The number of accumulations of each gradient in this pass."""
         self._order: Sequence[int] = ()
         self._sent = 0
         """The number of buckets sent."""
         self._missing: dict[int, int] = {}
-        """For each bucket: the accumulations to come."""
+        """For each bucket: the number of accumulations still to come."""
         self._expected = Counter[int]()
         self._bucket_of: dict[int, int] = {}
         self._send: Callable[[int], None] | None = None
-        this = weakref.proxy(self)  # The parameters must not keep this alive.
+        this = weakref.proxy(self)  # The parameters' hooks must not keep this object alive.
         for i, parameter in parameters.items():
             handle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda _, i=i: this.accumulated(i)
@@ -217,7 +218,7 @@ class Overlap:
             weakref.finalize(self, handle.remove)
 
     def reset(self, order: Sequence[int]) -> None:
-        """Before a pass, whose buckets are to be sent in this order, the same on all ranks."""
+        """Prepares for a pass; its buckets are sent in this order, which is equal on all ranks."""
         self._seen.clear()
         self._order, self._sent, self._send = order, 0, None
 
@@ -227,9 +228,9 @@ class Overlap:
         """Announces the last backward pass before the gradients are sent.
 
         Args:
-            kind: Passes of one kind accumulate alike, as a rule.
+            kind: Passes of the same kind usually accumulate the same gradients.
             members: The parameters in each bucket.
-            send: Sends a bucket.
+            send: Called to send a bucket.
 
         """
         known = self._known.get(kind)
@@ -242,9 +243,10 @@ class Overlap:
             self._send = send
 
     def accumulated(self, i: int) -> None:
-        """A gradient was added to `.grad`."""
+        """Called after a gradient was accumulated into `.grad`."""
         if self._send is not None:
-            # Only buckets of earlier parameters, whose other hooks have all run.
+            # Sends before it counts this parameter, so that the parameter's other hooks run before
+            # its bucket is sent.
             while self._sent < len(self._order) and not self._missing[self._order[self._sent]]:
                 self._send(self._order[self._sent])
                 self._sent += 1
@@ -253,7 +255,7 @@ class Overlap:
         self._seen[i] += 1
 
     def finish(self, kind: object, send: Callable[[int], None]) -> None:
-        """Sends the other buckets."""
+        """Sends the remaining buckets."""
         self._send = None
         if self._seen:
             self._known[kind] = self._known.get(kind, Counter()) | self._seen
@@ -262,9 +264,9 @@ class Overlap:
             self._sent += 1
 
     def fail(self) -> None:
-        """Ends a failed pass, from which nothing is learned."""
+        """Ends a failed pass, and discards its counts."""
         self._seen.clear()
 
     def forget(self) -> None:
-        """Learns the passes anew."""
+        """Forgets the counts of earlier passes."""
         self._known.clear()

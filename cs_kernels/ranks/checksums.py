@@ -1,4 +1,4 @@
-"""Whether ranks hold the same parameters."""
+"""Checksums that show whether ranks hold the same parameters."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def checksums(held: Sequence[Tensor], names: Mapping[Tensor, str]) -> dict[str, int]:
-    """By name of a parameter (and the rows of a shard): the sum of its values' bits."""
+    """By parameter name (with the rows of a shard): the sum of the values' bits as integers."""
     sums: dict[str, Tensor] = {}
     for n, parameter in enumerate(held):
         name = names.get(parameter, f"parameter {n} of the optimizer")

@@ -1,4 +1,4 @@
-"""The collectives, independent of torch's version; complex numbers are sent as pairs, for NCCL."""
+"""Collectives for every torch version; complex numbers are sent as pairs because of NCCL."""
 
 from typing import Any
 
@@ -17,15 +17,15 @@ _reduce_scatter = _named("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def all_gather(output: Tensor, part: Tensor, **options: Any) -> Any:
-    """`output` holds the ranks' parts, concatenated."""
+    """Writes the ranks' parts, concatenated, to `output`."""
     return _all_gather(as_real(output), as_real(part), **options)
 
 
 def reduce_scatter(part: Tensor, flat: Tensor, **options: Any) -> Any:
-    """`part` is this rank's part of the sum over the ranks."""
+    """Writes this rank's part of the sum over the ranks to `part`."""
     return _reduce_scatter(as_real(part), as_real(flat), **options)
 
 
 def all_reduce(tensor: Tensor, **options: Any) -> Any:
-    """The sum over the ranks, in place."""
+    """Sums over the ranks in place."""
     return dist.all_reduce(as_real(tensor), **options)

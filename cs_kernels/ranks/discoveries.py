@@ -1,4 +1,4 @@
-"""Discoveries of the passes on any rank, shared with all: layers and reached parameters."""
+"""Shares what each rank's passes discover with all ranks: layers and reached parameters."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ Pattern = tuple[bool, ...]
 class SharedReach(Reach):
     """The tasks that have reached each parameter on any rank.
 
-    Passes are noted when the ranks exchange them, so that all decide alike.
+    Passes take effect when the ranks exchange them, so all ranks make the same decisions.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], tasks: Sequence[str]) -> None:
@@ -25,7 +25,7 @@ class SharedReach(Reach):
         self._of_ranks: Sequence[Mapping[str, list[int]]] = []
         self._is_sent = True
         self.version = 0
-        """Increases when the reach of any rank's tasks changes."""
+        """Increases when the tasks' reach changes on any rank."""
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -33,7 +33,7 @@ class SharedReach(Reach):
         yield
 
     def note(self, task: str, unreached: list[int]) -> None:
-        """Notes a pass of this rank."""
+        """Records a pass of this rank for the next exchange."""
         if self._local.get(task) != unreached:
             self._local[task] = unreached
             missing = set(unreached)
@@ -43,16 +43,16 @@ class SharedReach(Reach):
             self._is_sent = False
 
     def last_unreached(self, task: str) -> list[int]:
-        """The parameters without a gradient on this rank."""
+        """The parameters without a gradient in a task's last pass on this rank."""
         return self._local.get(task, [])
 
     def forget_passes(self) -> None:
-        """Notes the passes anew in the next exchange."""
+        """Forgets all passes; the next exchange records them anew."""
         super().forget_passes()
-        self._local.clear()  # Old passes must not be noted again.
+        self._local.clear()  # Old passes must not be recorded again.
 
     def changed(self) -> bool:
-        """Whether there are passes that were not sent yet."""
+        """Whether there are passes that this rank has not sent yet."""
         return not self._is_sent
 
     def to_send(self) -> dict[str, list[int]]:
@@ -60,7 +60,7 @@ class SharedReach(Reach):
         return self._local
 
     def receive(self, of_ranks: Sequence[Mapping[str, list[int]]]) -> None:
-        """Notes the passes of all ranks."""
+        """Records the passes of all ranks."""
         self._of_ranks, self._is_sent = of_ranks, True
         self.version += 1
         for of_rank in of_ranks:
@@ -68,22 +68,22 @@ class SharedReach(Reach):
                 super().note(task, unreached)
 
     def unreached(self, task: str, ranks: Sequence[int]) -> set[int]:
-        """The parameters that none of the given ranks reached in its last pass of a task."""
+        """The parameters that none of these ranks reached in its last pass of a task."""
         return set.intersection(*(set(self._of_ranks[rank][task]) for rank in ranks))
 
     def load_state_dict(self, state: Any) -> None:
-        """Goes on from a `state_dict`, which is the same on all ranks."""
+        """Restores a `state_dict` that is the same on all ranks."""
         super().load_state_dict(state)
         self._local.clear()
         self.version += 1
 
 
 class Discoveries:
-    """What the passes of a step have shown: layers, parameters reached, statistics of heads.
+    """The discoveries of a step's passes: layers, reached parameters, and statistics of heads.
 
     Args:
         trunk: The shared module.
-        reach: Its parameters reached.
+        reach: Records which tasks have reached the trunk's parameters.
 
     """
 
@@ -94,11 +94,11 @@ class Discoveries:
         self._sizes_of_ranks: Sequence[Sizes] = []
         self._version = watcher.version
         self._patterns: dict[object, tuple[Pattern, Pattern]] = {}
-        """By kind of passes: the parameters with a gradient on this rank, and on any."""
+        """By kind of passes: which parameters have a gradient on this rank, and on any rank."""
         self._pattern: tuple[object, Pattern] = None, ()
 
     def note_pattern(self, kind: object, has_gradient: Pattern) -> None:
-        """Notes which parameters have a gradient after passes of a kind."""
+        """Records which parameters have a gradient after passes of one kind."""
         self._pattern = kind, has_gradient
 
     def pattern(self) -> Pattern:
@@ -106,9 +106,10 @@ class Discoveries:
         return self._patterns[self._pattern[0]][1]
 
     def of_heads(self, task: str, ranks: Sequence[int], like: Tensor) -> list[Tensor]:
-        """The running statistics of a task's heads; other tensors of their sizes without them.
+        """The running statistics of a task's heads, or zeros of their sizes on ranks without them.
 
-        Empty if the ranks with the task have run other normalizations, or in another order.
+        Empty if the ranks that have the task ran different normalizations, or ran them in a
+        different order.
         """
         sizes, *others = (self._sizes_of_ranks[rank].get(task, []) for rank in ranks)
         if any(other != sizes for other in others):

@@ -1,6 +1,6 @@
-"""What replicated and sharded ranks have in common: each holds a shard of every gradient.
+"""The base of replicated and sharded ranks: each rank holds a shard of every gradient.
 
-A strategy of its own has the five abstract methods of `Distributed`.
+A new strategy implements the five abstract methods of `Distributed`.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from cs_kernels.trunk.layers import LayerLists
 from cs_kernels.trunk.reach import Reach
 
 Statistics = Mapping[str | None, Sequence[Tensor]]
-"""Running statistics by task; those of all tasks together for None."""
+"""Running statistics by task; under None, the statistics that all tasks share."""
 
 
 class Distributed(Ranks):
-    """The gradients of the losses' means over the ranks; each rank has a part of every gradient.
+    """Gradients of the mean losses over the ranks; each rank has a part of every gradient.
 
     Args:
         shared: The shared parameters, by name.
         tasks: The names of all tasks.
         wrappers: The DistributedDataParallel modules around the trunk.
         transport: Carries the messages between the ranks.
-        groups: The ranks' groups; sums over each in turn give sums over all ranks.
+        groups: Process groups; summing over each group in turn gives the sum over all ranks.
 
     """
 
@@ -62,21 +62,21 @@ class Distributed(Ranks):
         super().__init__(shared, tasks, wrappers)
         self.transport = transport
         self.size = transport.size
-        # No reference cycle: the groups of ranks end with their last user.
+        # Avoids a reference cycle: the groups of ranks must end with their last user.
         self.messages = Messages(transport, tasks, weakref.proxy(self))
         self._groups = groups
         self._planned: Callable[[], dict[str, list[object]]] = dict
         self._factor_is_hidden = False
         self._remaining: Sequence[nn.Parameter] = ()
-        """The parameters whose gradients nothing else reduces."""
+        """The parameters whose gradients have no other reduction."""
         self._loss_dtypes: dict[str, torch.dtype] = {}
-        """By task; mean losses are kept in float64."""
+        """The dtype of each task's loss; mean losses are kept in float64."""
         self.version = 0
-        """Increases when this rank has other parts of the parameters."""
+        """Increases when this rank's parts of the parameters change."""
         self._phase2_plan: Plan | None = None
-        """Kept from step to step."""
+        """Cached between steps."""
         self._written: list[int] = []
-        """The parameters whose updates are written and not yet published."""
+        """The parameters whose updates are written but not yet published."""
 
     def _new_reach(self, shared: Mapping[str, nn.Parameter], tasks: Sequence[str]) -> Reach:
         return SharedReach(shared, tasks)
@@ -84,15 +84,15 @@ class Distributed(Ranks):
     # --- messages ---
 
     def building(self) -> contextlib.AbstractContextManager[None]:
-        """Tells the other ranks of an exception."""
+        """Wraps the setup; tells the other ranks about an exception."""
         return self.messages.building()
 
     def agree(self, training: Training) -> None:
-        """Checks that all ranks train the same.
+        """Checks that all ranks have the same setup.
 
         Raises:
             ValueError: Ranks have different facts.
-            RankError: The arguments of one do not fit.
+            RankError: A rank has invalid arguments.
 
         """
         trunk = training.trunk
@@ -119,11 +119,11 @@ class Distributed(Ranks):
 
     @property
     def facts(self) -> Facts:
-        """What the ranks know of the step."""
+        """The facts of the step on which the ranks agreed."""
         return self.messages.facts
 
     def check_tasks(self, call: Call) -> None:
-        """Raises RankError, on all ranks, if they cannot have tasks like these."""
+        """Raises RankError on all ranks if this strategy does not support the ranks' tasks."""
 
     def must_be_alike(self, call: Call) -> dict[str, str]:
         """Further fields of `Call` that must be equal on all ranks, and their names in errors."""
@@ -131,7 +131,7 @@ class Distributed(Ranks):
         return {}
 
     def has(self, task: str) -> bool:
-        """Whether this rank makes the passes of a task."""
+        """Whether this rank runs the passes of a task."""
         return self.transport.rank in self.facts.ranks_of[task]
 
     def weight(self, task: str) -> float:
@@ -140,7 +140,7 @@ class Distributed(Ranks):
         return 1.0 / len(ranks) if self.transport.rank in ranks else 0.0
 
     def share(self, task: str) -> float:
-        """The factor of this rank's loss with which gradients add up to the mean loss's."""
+        """The factor on this rank's loss that makes gradients sum to the mean loss's gradient."""
         return self.weight(task)
 
     def returned(self, losses: Mapping[str, Tensor], tasks: Iterable[str]) -> dict[str, Tensor]:
@@ -149,11 +149,11 @@ class Distributed(Ranks):
         return {task: losses[task].to(dtypes.get(task, other)) for task in tasks}
 
     def recheck_networks(self) -> None:
-        """Checks in the next steps that ranks hold the same parameters."""
+        """Checks in the next steps that all ranks hold the same parameters."""
         self.messages.health.recheck()
 
     def fingerprint(self) -> int:
-        """Prepares what the step needs; returns a number that differs whenever `planned` does."""
+        """Prepares the step; returns a number that differs whenever `planned` differs."""
         trains = bytes(p.requires_grad for p in self.parameters)
         return crc32(repr(self._planned()).encode(), crc32(trains))
 
@@ -176,17 +176,17 @@ class Distributed(Ranks):
         self._discoveries.receive(of_ranks)
 
     def drain(self) -> None:
-        """Takes part in the collectives of passes that have failed on this rank."""
+        """Joins the collectives of passes that have failed on this rank."""
 
-    # --- shards: to be defined by a strategy ---
+    # --- shards: to be implemented by a strategy ---
 
     @abstractmethod
     def span(self, parameter: int) -> tuple[int, int]:
-        """The range of a parameter's elements that this rank has."""
+        """The range of a parameter's elements that this rank holds."""
 
     @abstractmethod
     def array(self, parameter: int, out_channel_dim: int, groups: int) -> ChannelArray:
-        """A weight's elements, in the order of `span`, as output channels."""
+        """Describes a weight's elements, in the order of `span`, as an array of output channels."""
 
     @abstractmethod
     def update_shards(self, parameters: Sequence[int]) -> list[Tensor]:
@@ -198,7 +198,7 @@ class Distributed(Ranks):
 
     @abstractmethod
     def lend(self, parameter: int, grad: Tensor) -> Tensor:
-        """A tensor for a parameter's `.grad`, between two calls that add up."""
+        """A tensor for a parameter's `.grad` between two calls whose gradients add up."""
 
     def weight_shard(self, parameter: int) -> Tensor | None:
         """The local elements of a weight, flat; None if every rank has the whole weight."""
@@ -206,13 +206,13 @@ class Distributed(Ranks):
         return None
 
     def sum_over_shards(self, tensor: Tensor) -> Tensor:
-        """The sum over the shards, the same bits on every rank."""
+        """The sum over the shards, bitwise equal on every rank."""
         return self._all_reduce(tensor)
 
-    # --- what gradients ask ---
+    # --- methods for `TaskGradients` ---
 
     def release_own(self, gradients: TaskGradients) -> None:
-        """Every task's own parameters get the plain sum."""
+        """Writes the plain sum as the update of every task's own parameters."""
         reached = dict.fromkeys(gradients.reached())
         own = [i for i in self.reach.owners() if i in reached]
         if own:
@@ -227,7 +227,7 @@ class Distributed(Ranks):
         self._written = own
 
     def assign(self, parameters: Sequence[int]) -> None:
-        """Notes that the updates of some parameters are written."""
+        """Records that the updates of some parameters are written."""
         self._written += parameters
 
     def publish(self) -> None:
@@ -236,14 +236,14 @@ class Distributed(Ranks):
         self._written = []
 
     def offsets(self, parameters: Sequence[int]) -> list[int]:
-        """The index of each shard's first element among those of all whole parameters."""
+        """The index of each shard's first element among the elements of all whole parameters."""
         starts = accumulate((self.parameters[i].numel() for i in parameters), initial=0)
         spans = map(self.span, parameters)
         return [start + first for (first, _), start in zip(spans, starts, strict=False)]
 
     def priorities(self, lists: LayerLists) -> list[Tensor]:
         """The top-priority task of each layer's output channels, int64 [O]."""
-        # No average: a user may ask on one rank alone, and a step has made them equal.
+        # Not averaged: a user may call this on one rank alone, and a step has made variances equal.
         of_all = task_priorities(self, lists, averaged=True)
         return list(torch.split(of_all, lists.channels))
 
@@ -254,7 +254,7 @@ class Distributed(Ranks):
         parameters: Sequence[int],
         tasks: Sequence[str],
     ) -> tuple[Tensor, Tensor]:
-        """Writes this rank's shards of the updates of Phase 2."""
+        """Writes this rank's shards of the Phase 2 updates."""
         return phase2_of_shards(self, gradients, lists, parameters, tasks)
 
     def like(self) -> Tensor:
@@ -262,7 +262,7 @@ class Distributed(Ranks):
         return self.parameters[0].detach()
 
     def holds_first(self) -> bool:
-        """Whether this rank contributes the values that every rank holds to a sum over ranks."""
+        """Whether this rank adds replicated values to a sum over ranks."""
         return self.transport.rank == 0
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
@@ -274,7 +274,7 @@ class Distributed(Ranks):
         return self._all_reduce(tensor.double() / self.size)
 
     def phase2_plan(self, lists: LayerLists) -> Plan:
-        """The local pieces of some layers, whatever the values in them."""
+        """The local pieces of some layers, which do not depend on values."""
         plan = self._phase2_plan
         if plan is None or plan.lists is not lists or plan.version != self.version:
             plan = self._phase2_plan = Plan(self, lists)
@@ -302,7 +302,7 @@ class Distributed(Ranks):
         return [parameter for parameter in held if not is_sharded(parameter)]
 
     def _end_passes(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
-        """Notes which parameters, or features, have a gradient on this rank."""
+        """Records which parameters, or features, have a gradient on this rank."""
         ranks_of = self.facts.ranks_of
         self._remaining = self._others(held)
         at_features = passes.stage is Stage.HEADS
@@ -339,7 +339,7 @@ class Distributed(Ranks):
                 parameter.grad = part.view(parameter.shape)
 
     def _average_numbers(self, passes: Passes) -> None:
-        """One collective for all losses and statistics, in float64."""
+        """Averages all losses and statistics in one float64 collective."""
         tasks, step, like = passes.tasks, passes.step, self.like()
         kinds = (
             (step.losses, passes.before.losses, step.recent.losses),
@@ -353,10 +353,10 @@ class Distributed(Ranks):
                     numbers[2 * n + k] = recent[task].to(numbers) * weight
         if self._factor_is_hidden and step.loss_scale is not None:
             numbers[-2], numbers[-1] = step.loss_scale.to(numbers), 1
-        # With features, the trunk's backward pass still needs the statistics that it saved.
+        # With features, the trunk's backward pass still needs its saved statistics unchanged.
         at_features = passes.stage is Stage.HEADS
         alike = [] if at_features else self._alike(tasks, self._statistics.of_norms(tasks))
-        # A rank of weight 0 may hold a non-finite statistic, and 0 times it is NaN: it sends zeros.
+        # A rank of weight 0 sends zeros: 0 times a non-finite statistic would be NaN.
         flat = [
             torch.cat([t.flatten() for t in tensors]).to(numbers) * weight
             if weight
@@ -371,7 +371,7 @@ class Distributed(Ranks):
                     self._loss_dtypes[task] = recent[task].dtype
                 recent[task] = numbers[2 * n + k]
                 losses[task] = earlier[task] + recent[task] if task in earlier else recent[task]
-        if self._factor_is_hidden:  # The ranks without passes do not know the factor.
+        if self._factor_is_hidden:  # Ranks without passes do not know the factor.
             step.loss_scale = (numbers[-2] / numbers[-1]).to(like.dtype)
         means = torch.split(summed[: -len(numbers)], [len(of_kind) for of_kind in flat])
         for (tensors, _), mean in zip(alike, means, strict=True):
@@ -384,9 +384,9 @@ class Distributed(Ranks):
     def _alike(
         self, tasks: Sequence[str], statistics: Statistics
     ) -> list[tuple[list[Tensor], float]]:
-        """The running statistics of one task and dtype, with this rank's weight, on every rank.
+        """Running statistics by task and dtype, with this rank's weights; same order on all ranks.
 
-        The statistics of heads are among them.
+        The statistics of heads are included.
         """
         ranks_of, like = self.facts.ranks_of, self.like()
         of_heads: Statistics = {
@@ -400,7 +400,7 @@ class Distributed(Ranks):
         return [(found[kind], self._weight_of(kind[0], tasks)) for kind in found]
 
     def _weight_of(self, task: str | None, tasks: Sequence[str]) -> float:
-        """The weight of this rank's statistics of a task, or of all tasks together."""
+        """The weight of this rank's statistics for a task, or for all tasks together."""
         if task is not None:
             return self.weight(task)
         with_labels = {rank for t in tasks for rank in self.facts.ranks_of[t]}

@@ -1,4 +1,4 @@
-"""An exception on one rank reaches all of them, in the same step."""
+"""Raises an exception of one rank on all ranks, in the same step."""
 
 import contextlib
 import time
@@ -16,7 +16,7 @@ def text_of(error: BaseException) -> str:
 
 
 def _is_of_collective(error: BaseException) -> bool:
-    """Whether a call of torch.distributed, or the wait for one, has raised an error."""
+    """Whether a collective of torch.distributed, or waiting for one, raised the error."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -26,7 +26,7 @@ def _is_of_collective(error: BaseException) -> bool:
 
 
 class Failures:
-    """Tells the other ranks of this rank's exceptions, and raises theirs.
+    """Tells the other ranks about this rank's exceptions, and raises theirs.
 
     Args:
         transport: Carries the messages.
@@ -41,7 +41,7 @@ class Failures:
         """The last exception that every rank raises."""
 
     def raise_on_all(self, error: Exception) -> NoReturn:
-        """Raises an exception that every rank raises itself, so no message is needed."""
+        """Raises an exception that every rank raises on its own, so no message is needed."""
         self._on_all = error
         raise error
 
@@ -53,10 +53,10 @@ class Failures:
 
         Args:
             number: The number of the step.
-            tell: Tells the other ranks of an exception, after some seconds of the step.
+            tell: Tells the other ranks about an exception, and the seconds since the step began.
 
         Raises:
-            RankError: This rank failed because another one had.
+            RankError: This rank failed because another rank had failed.
 
         """
         self._started = time.monotonic()
@@ -64,14 +64,14 @@ class Failures:
             yield
         except Exception as error:
             if error is self._on_all:
-                self._on_all = None  # The traceback holds the step's tensors.
+                self._on_all = None  # Its traceback keeps the step's tensors alive.
                 raise
             numbers, rank = self._transport.numbers, self._transport.rank
             if _is_of_collective(error):
                 late = RankError(
-                    f"rank {numbers[rank]} has waited in vain for another rank in step {number()}:"
-                    " one has ended, or has not come to this step within the timeout of the process"
-                    f" group; {text_of(error)}"
+                    f"rank {numbers[rank]} waited in vain for another rank in step {number()}:"
+                    " a rank has ended, or has not reached this step within the timeout of the"
+                    f" process group; {text_of(error)}"
                 )
                 late.__cause__, error = error, late
             try:
@@ -84,12 +84,12 @@ class Failures:
             raise error from error.__cause__
 
     def raise_first(self, number: int, error: Exception | None = None, after: float = 0.0) -> None:
-        """Raises for the rank that failed first, if it is another one; all ranks call this.
+        """Raises RankError if another rank failed first; all ranks must call this.
 
         Args:
             number: The number of the step.
             error: The exception of this rank, if it has failed.
-            after: The seconds after which it failed.
+            after: The seconds between the start of the step and the exception.
 
         Raises:
             RankError: Another rank has failed.

@@ -24,15 +24,15 @@ def find_ranks(
     process_group: dist.ProcessGroup | None,
     wrappers: Wrappers,
 ) -> Ranks:
-    """The ranks that train a trunk, with this one's gradients of its shared parameters.
+    """Returns the strategy of the ranks that train a trunk.
 
-    Warns if there are several ranks, and neither a sharded trunk nor a process group says so.
+    Warns if there are several ranks, but neither a sharded trunk nor a process group names them.
 
     Raises:
         TypeError: `process_group` is not a process group.
-        ValueError: It does not contain this process, has other ranks than a wrapper of the trunk,
-            or is given for a sharded trunk; or the trunk is sharded in another way than
-            `fully_shard` does.
+        ValueError: `process_group` does not contain this process, has other ranks than a wrapper of
+            the trunk, or is given for a sharded trunk; or the trunk is sharded by something other
+            than `fully_shard`.
 
     """
     if not shared:
@@ -54,8 +54,8 @@ def find_ranks(
             wrappers.watch(trunk, [])
             if dist.get_world_size() > 1:
                 warnings.warn(
-                    f"process_group= is missing on {dist.get_world_size()} ranks: each trains a"
-                    " network of its own; give process_group=torch.distributed.group.WORLD, or the"
+                    f"process_group= is missing on {dist.get_world_size()} ranks: each rank trains"
+                    " its own network; pass process_group=torch.distributed.group.WORLD, or the"
                     " DistributedDataParallel network as trunk",
                     stacklevel=4,
                 )
@@ -68,6 +68,6 @@ def find_ranks(
     ranks = dist.get_process_group_ranks(group)
     wrappers.watch(trunk, ranks)
     transport = Transport(ranks, group, device)
-    # The user's own collectives, such as SyncBatchNorm's, may run in between, in any order.
+    # A separate group: the user's collectives, such as SyncBatchNorm's, may interleave with ours.
     own = transport.new_group(ranks, timeout_of(group, device), dist.get_backend(group))
     return Replicated(shared, tasks, wrappers, transport, own)

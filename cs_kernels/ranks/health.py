@@ -1,4 +1,4 @@
-"""Checks that ranks still hold the same network, by occasional checksums of all parameters."""
+"""Compares checksums of all parameters from time to time: ranks must hold the same network."""
 
 from collections.abc import Callable
 
@@ -7,10 +7,10 @@ from cs_kernels.ranks.strategy import RankError
 from cs_kernels.ranks.transport import Transport
 
 _EVERY = 64
-"""Steps between two checks: reading the parameters takes time."""
+"""Steps between two checks; checks are rare because reading all parameters takes time."""
 
 _FIRST = 2
-"""The first steps that are checked: the second one shows whether torch optimizers differ."""
+"""The number of initial steps with a check; the second one shows whether optimizers differ."""
 
 
 class Health:
@@ -18,19 +18,19 @@ class Health:
 
     Args:
         transport: Carries the checksums.
-        failures: Raises on all ranks.
+        failures: Raises errors on all ranks.
 
     """
 
     def __init__(self, transport: Transport, failures: Failures) -> None:
         self._transport, self._failures = transport, failures
         self.checksums: Callable[[], dict[str, int]] = dict
-        """By name of a parameter, a number that differs if its values do."""
+        """Returns, by parameter name, a number that changes with the parameter's values."""
         self._checks = _FIRST
-        """The next steps in which the parameters are compared."""
+        """The number of coming steps in which the parameters are compared."""
 
     def begin(self, step: int) -> None:
-        """Begins a step, by its number."""
+        """Begins the step with this number."""
         if step % _EVERY == 0:
             self._checks = max(self._checks, 1)
 
@@ -39,11 +39,11 @@ class Health:
         return self._checks > 0
 
     def recheck(self) -> None:
-        """Has the parameters compared in the next two steps."""
+        """Schedules a comparison in each of the next two steps."""
         self._checks = _FIRST
 
     def check(self) -> None:
-        """Raises RankError if ranks hold different parameters; all ranks call this."""
+        """Raises RankError if ranks hold different parameters; all ranks must call this."""
         self._checks = max(self._checks - 1, 0)
         numbers = self._transport.numbers
         first: dict[str, tuple[int, int]] = {}

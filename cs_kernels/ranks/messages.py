@@ -1,8 +1,9 @@
-"""The messages of the ranks about a step: its tasks, failures, what passes have shown.
+"""Messages between ranks about a step: its tasks, failures, and what its passes discovered.
 
-These messages are a few numbers between the hosts, in a separate gloo group, so no device waits for
-them. A rank sends one before its first pass of a step and one after its last, before it changes a
-parameter. All messages have the same form, so a rank that fails tells the others in its next one.
+A message is a few numbers that the hosts exchange in a separate gloo group, so no device waits for
+it. A rank sends one message before its first pass of a step and one after its last pass, before it
+changes a parameter. All messages have the same form, so a rank that fails reports this in its next
+message.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cs_kernels.ranks.health import Health
 from cs_kernels.ranks.strategy import Call, RankError
 from cs_kernels.ranks.transport import Transport
 
-if TYPE_CHECKING:  # A circular import otherwise.
+if TYPE_CHECKING:  # Avoids a circular import.
     from cs_kernels.ranks.distributed import Distributed
 
 Kind = Literal["begin", "passed", "failed"]
@@ -28,20 +29,20 @@ class Facts(NamedTuple):
     """The facts on which the ranks agree before the passes of a step."""
 
     tasks: tuple[str, ...]
-    """The tasks of any rank, in order of first appearance."""
+    """The union of all ranks' tasks, in order of first appearance."""
     ranks_of: Mapping[str, Sequence[int]]
     """The ranks that have labels for each task."""
     passes: int = 1
-    """The greatest number of passes of any rank."""
+    """The maximum number of passes on any rank."""
 
 
 class Messages:
     """Messages between the ranks.
 
     Args:
-        transport: Carries them.
+        transport: Carries the messages.
         tasks: The names of all tasks.
-        strategy: Makes the passes of a step, and owns this.
+        strategy: Runs the passes of a step; owns this object.
 
     """
 
@@ -57,7 +58,7 @@ class Messages:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Wraps the checks of arguments, so that other ranks do not wait if this one's fail."""
+        """Wraps argument checks, so that other ranks do not wait for a rank whose checks fail."""
         try:
             yield
         except Exception as error:
@@ -65,10 +66,10 @@ class Messages:
             raise
 
     def begin(self, tasks: Sequence[str], call: Call) -> None:
-        """Makes the `facts` of a step.
+        """Exchanges the tasks of a step and sets `facts`.
 
         Raises:
-            RankError: Ranks begin different steps, or one has failed.
+            RankError: Ranks begin different steps, or a rank has failed.
 
         """
         self._call = call
@@ -90,7 +91,7 @@ class Messages:
             self.health.check()
 
     def passed(self) -> None:
-        """Waits for the passes of the other ranks, and exchanges what they have shown.
+        """Waits for the other ranks' passes, and exchanges discoveries.
 
         Raises:
             RankError: A rank has failed.
@@ -120,7 +121,7 @@ class Messages:
         """Exchanges a message.
 
         Raises:
-            RankError: Another rank has failed, and did so before this one.
+            RankError: Another rank failed before this one.
 
         """
         changed = kind == "passed" and self._strategy.has_discovered()
@@ -140,7 +141,7 @@ class Messages:
             for row in self._transport.exchange(numbers)
         ]
         if any(message["kind"] == "failed" for message in messages):
-            self.health.recheck()  # A torch optimizer may have made its step on some ranks.
+            self.health.recheck()  # On some ranks, a torch optimizer may have made its step.
             self.failures.raise_first(self._call.number, error, after)
         return messages
 
@@ -151,7 +152,7 @@ class Messages:
             if rank is None:
                 continue
             try:
-                if field == "plan":  # Perhaps written in another way, but the same.
+                if field == "plan":  # Equal plans may have different fingerprints.
                     compare(self._transport, self._strategy.planned(), RankError)
                     continue
                 text = difference(self._transport, name, rank, of_ranks[0], of_ranks[rank])

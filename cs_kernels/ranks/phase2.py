@@ -1,4 +1,4 @@
-"""Phase 2 of sharded gradients: stages, and sums over the ranks in between."""
+"""Phase 2 of sharded gradients: a few operators, with sums over the ranks between them."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,20 +12,20 @@ from cs_kernels.ranks.pieces import Piece, pieces_of
 from cs_kernels.torch_internals.fsdp import is_sharded, shards_of
 from cs_kernels.trunk.layers import LayerLists
 
-if TYPE_CHECKING:  # A circular import otherwise.
+if TYPE_CHECKING:  # Avoids a circular import.
     from cs_kernels.ranks.distributed import Distributed
 
 
 class _LayerPieces(NamedTuple):
     start: int
-    """The index of the layer's first channel among those of all layers."""
+    """The index of the layer's first channel among the channels of all layers."""
     first: int
     """The index in the weight of this rank's first element."""
     pieces: list[Piece]
 
 
 class Plan:
-    """The local pieces of layers. They depend on no values, so they are reused in every step."""
+    """The local pieces of layers, reused in every step because they do not depend on values."""
 
     def __init__(self, ranks: "Distributed", lists: LayerLists) -> None:
         self.lists = lists
@@ -64,12 +64,12 @@ class Plan:
 
 
 def task_priorities(ranks: "Distributed", lists: LayerLists, *, averaged: bool) -> Tensor:
-    """The priorities, int64, each layer's [O] concatenated, on every rank.
+    """The priorities of all layers on every rank, int64, each layer's [O] concatenated.
 
     Args:
         ranks: The ranks; each has a shard of every weight.
         lists: The layers.
-        averaged: Whether the running variances are the same on all ranks already.
+        averaged: Whether the running variances are already equal on all ranks.
 
     """
     if not lists.layers:
@@ -93,7 +93,7 @@ def task_priorities(ranks: "Distributed", lists: LayerLists, *, averaged: bool) 
 
 
 def _gathered(ranks: "Distributed", plan: Plan, gamma: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Energies and gamma of all ranks' shards: one sum, in which each has zeros for the others."""
+    """Gathers all shards' energies and gamma in one sum; each rank adds zeros for other shards."""
     of_layers = [scale.shape[0] for scale in gamma]
     total = sum(plan.channels)
     numbers = ranks.like().new_zeros(total + sum(of_layers), dtype=torch.float64)
@@ -121,7 +121,7 @@ def phase2_of_shards(
     parameters: Sequence[int],
     tasks: Sequence[str],
 ) -> tuple[Tensor, Tensor]:
-    """Writes this rank's shards of the updates, as `TaskGradients.phase2`."""
+    """Writes this rank's shards of the updates; see `TaskGradients.phase2`."""
     number, plan = len(gradients.rows), ranks.phase2_plan(lists)
     priorities = task_priorities(ranks, lists, averaged=len(tasks) == number)
     grads, updates = gradients.of(parameters), gradients.updates(parameters)
@@ -148,7 +148,7 @@ def phase2_of_shards(
     if piece_updates:
         of_pieces_ = torch.ops.cs_kernels.phase2_products_(*operands, *layouts)
         products = torch.cat([of_pieces_, products])
-    # On a GPU, `index_add_` adds in no fixed order: its bits differ from run to run.
+    # On a GPU, `index_add_` has no fixed order, so its bits would differ from run to run.
     products = ranks.sum_over_shards(products[plan.pieces_of].sum(1))
     if of_pieces:
         torch.ops.cs_kernels.phase2_apply_(*operands, products[plan.layer_of], *layouts)

@@ -1,7 +1,7 @@
-"""The parts of a weight's output channels in a range of its elements.
+"""Cuts a range of a weight's elements into pieces with output channels.
 
-A rank holds a range of each parameter, which may begin and end inside of an output channel. The
-operators of Phase 2 take it as a few tensors with whole dimensions, and their products add up.
+A rank holds a range of each parameter, which may begin and end inside an output channel. The Phase
+2 operators take this range as a few tensors with whole dimensions, whose products add up.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ ChannelArray = tuple[int, int, int, int]
 
 
 class Piece(NamedTuple):
-    """Adjacent elements, as a tensor with output channels."""
+    """Adjacent elements of a weight, as a tensor with output channels."""
 
     start: int
     """The index of the first element in the weight's memory."""
@@ -26,7 +26,7 @@ class Piece(NamedTuple):
     channels: int
 
     def of(self, memory: Tensor, start: int) -> Tensor:
-        """The piece of a range of elements that begins with `start`."""
+        """The piece's elements in `memory`, which begins with the weight's element `start`."""
         first = self.start - start
         return memory[first : first + prod(self.shape)].view(self.shape)
 
@@ -39,13 +39,13 @@ def channel_array(
     if channels > 1:
         others = [d for d, size in enumerate(shape) if size > 1 and d != out_channel_dim]
         outer = prod(shape[d] for d in others if strides[d] > strides[out_channel_dim])
-    else:  # With at most one channel, its stride is arbitrary.
+    else:  # The stride of a single channel is arbitrary.
         outer = prod(shape[:out_channel_dim])
     return groups, outer // groups, channels, prod(shape) // (outer * channels)
 
 
 def pieces_of(start: int, stop: int, array: ChannelArray) -> list[Piece]:
-    """The pieces of a range of elements: at most seven, the largest that fit."""
+    """Cuts a range of elements into at most seven pieces, each the largest that fits."""
     _, outer, channels, inner = array
     row, block = channels * inner, outer * channels * inner
     found = []

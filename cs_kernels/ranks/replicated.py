@@ -1,8 +1,9 @@
-"""Replicated ranks: each has the whole network, and a part of the K gradients.
+"""Replicated ranks: each rank has the whole network, and a part of each of the K gradients.
 
-The gradients of a task are reduced and scattered while its backward pass runs. The update of a part
-needs the ranks' K x K products and no other gradients; the updated parts are then gathered. A rank
-moves (K + 1) N elements, where K sums over all ranks move 2 K N, and keeps K N / W + N of them.
+A task's gradients are reduced and scattered during its backward pass. To update its part, a rank
+needs the other ranks' K x K products but not their gradients; the updated parts are then gathered.
+A rank transfers (K + 1) N elements, where K all-reduces would transfer 2 K N, and stores K N / W +
+N elements for W ranks.
 """
 
 from __future__ import annotations
@@ -23,41 +24,41 @@ from cs_kernels.ranks.wrappers import Wrappers
 from cs_kernels.stage import Passes, Stage
 
 _SUM = ""
-"""The name of a round for the sum of the tasks' gradients; no task has it."""
+"""The name of the round that sums all tasks' gradients; no task has this name."""
 
 
 @dataclass
 class _Round:
-    """The collectives of one task's gradients, or of their sum, a bucket each."""
+    """The collectives for one task's gradients, or for the tasks' sum, one per bucket."""
 
     parts: list[Tensor] | None
-    """Where to write this rank's part; None for the whole sum, in the buckets."""
+    """Tensors that receive this rank's parts; None to leave the whole sum in the buckets."""
     adds: bool
-    """Whether the parts add to those of an earlier round."""
+    """Whether the parts are added to the parts of an earlier round."""
 
 
 @dataclass
 class _Passes:
-    """The passes of a stage, in which all ranks make the same rounds of collectives."""
+    """The passes of a stage; all ranks run the same rounds of collectives."""
 
     tasks: tuple[str, ...] = ()
     separate: bool = True
-    """Whether each task has a round; else there is one for the sum."""
+    """Whether each task has a round; else a single round has the sum."""
     owed: list[str] = field(default_factory=list)
-    """The names of the rounds to come."""
+    """The names of the remaining rounds."""
     next_task: str | None = None
-    """In Phase 1, the task of the passes after these, which other ranks may have begun."""
+    """In Phase 1, the task that follows, whose passes other ranks may have begun."""
 
 
 class Replicated(Distributed):
-    """A part of each gradient, flat: a range of the parameter's elements in memory.
+    """Each rank holds a flat part of each gradient: a range of the parameter's elements in memory.
 
     Args:
         shared: The shared parameters, by name.
         tasks: The names of all tasks.
         wrappers: The DistributedDataParallel modules around the trunk.
         transport: Carries the messages between the ranks.
-        group: Their process group.
+        group: The process group of the ranks.
 
     """
 
@@ -81,7 +82,7 @@ class Replicated(Distributed):
     # --- the buckets ---
 
     def _make_buckets(self) -> None:
-        """Makes new buckets if other parameters require gradients than before."""
+        """Makes new buckets if the parameters that require gradients have changed."""
         trains: list[object] = [
             (p.requires_grad, p.dtype, p.device, p.stride()) for p in self.parameters
         ]
@@ -89,8 +90,8 @@ class Replicated(Distributed):
             return
         if self.gradients.collected:
             raise RuntimeError(
-                "parameters must train, or not, in all micro-batches that add up, got others than"
-                " in the last call of backward(..., update=False)"
+                "parameters must keep requires_grad, dtype and device in all micro-batches that add"
+                " up, but differ from the last call of backward(..., update=False)"
             )
         self._trains = trains
         self.version += 1
@@ -109,12 +110,12 @@ class Replicated(Distributed):
         return [part_of(i, parts) if i in slots else None for i in range(len(self.parameters))]
 
     def fingerprint(self) -> int:
-        """Makes the buckets, which all ranks must have alike."""
+        """Makes the buckets, which must be equal on all ranks."""
         self._make_buckets()
         return super().fingerprint()
 
     def forget_passes(self) -> None:
-        """Learns the order of every task's gradients anew."""
+        """Forgets the order of every task's gradients."""
         super().forget_passes()
         if self._trains is not None:
             self._overlap.forget()
@@ -122,7 +123,7 @@ class Replicated(Distributed):
     # --- passes ---
 
     def expect(self, passes: Passes) -> None:
-        """Begins the passes before the ranks' next message."""
+        """Begins the passes that precede the ranks' next message."""
         owed = [*passes.tasks] if passes.separate else [] if passes.stage.is_open else [_SUM]
         self._passes = _Passes(passes.tasks, passes.separate, owed)
 
@@ -139,9 +140,9 @@ class Replicated(Distributed):
         return [task for task in self._passes.tasks if self.has(task)][-1]
 
     def _order(self, name: str) -> list[int]:
-        """The buckets; first the ones whose parameters were all reached in earlier passes.
+        """The order of the buckets: first the buckets that earlier passes reached in full.
 
-        The ranks agree on these. Other buckets may have to wait for the end of the pass.
+        The ranks agree on this order. The other buckets may have to wait for the end of the pass.
         """
         tasks = self._passes.tasks if name == _SUM else (name,)
         key = tasks, self.version, self.reach.version
@@ -186,7 +187,7 @@ class Replicated(Distributed):
         self._buckets.send(bucket, self._round.parts)
 
     def _finish(self, name: str) -> None:
-        """Sends the remaining buckets of a round: all of them, on a rank without the task."""
+        """Sends the remaining buckets of a round; a rank without the task sends all of them."""
         now = self._round if self._round is not None else self._begin(name)
         self._overlap.finish(self._kind(name), self._send)
         self._round = None
@@ -211,7 +212,7 @@ class Replicated(Distributed):
             torch._foreach_add_(self._parts[name], now.parts)
 
     def drain(self) -> None:
-        """Takes part, without gradients, in the collectives of passes that have failed here."""
+        """Joins, without gradients, the collectives of passes that have failed on this rank."""
         if not self._passes.owed and self._passes.next_task is not None:
             self._passes = _Passes((self._passes.next_task,), separate=False, owed=[_SUM])
         for parameter in self.parameters if self._passes.owed else ():
@@ -229,12 +230,12 @@ class Replicated(Distributed):
         return self._note(task)
 
     def note(self, task: str) -> bool:
-        """Ends passes that are the only ones before a message."""
+        """Ends passes whose gradients stay in `.grad`; returns whether this rank has gradients."""
         self._finish(_SUM)
         return self._note(task)
 
     def skip(self, task: str) -> None:
-        """Takes part in the collectives of a task without gradients."""
+        """Joins the collectives of a task for which this rank has no gradients."""
         if self._passes.separate:
             self._finish(task)
             self.gradients.collected.add(task)
@@ -247,7 +248,7 @@ class Replicated(Distributed):
     # --- after the passes ---
 
     def _end_passes(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
-        """Ends passes whose gradients add up, and notes which parameters have a gradient."""
+        """Ends passes whose gradients add up; records which parameters have a gradient."""
         for name in [*self._passes.owed]:
             self._finish(name)
         super()._end_passes(passes, held)
@@ -263,7 +264,7 @@ class Replicated(Distributed):
         return pattern + tuple(i in self._had for i in range(len(self.parameters)))
 
     def _settle(self, *, adds_up: bool) -> None:
-        """Moves separate parts into the rows, and sums over all tasks into `.grad`."""
+        """Moves separate parts into the rows, or sums over all tasks into `.grad`."""
         self._buckets.wait_all()
         if self._passes.separate:
             self._set_reached(self._rows)
@@ -275,7 +276,7 @@ class Replicated(Distributed):
                 self.parameters[i].grad = self._buckets.views[i].detach()
 
     def average(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
-        """As the base class; in Phase 1, also notes the task to which other ranks may go on."""
+        """Extends the base method: in Phase 1, records the task that other ranks may begin next."""
         super().average(passes, held)
         if passes.stage is Stage.TURN:
             tasks = self.facts.tasks
@@ -294,7 +295,7 @@ class Replicated(Distributed):
     # --- shards ---
 
     def span(self, parameter: int) -> tuple[int, int]:
-        """An equal part of a bucket, wherever it is cut."""
+        """The range of the parameter that lies in this rank's equal part of the bucket."""
         slot = self._buckets.slots[parameter]
         return slot.first, slot.last
 
@@ -303,17 +304,17 @@ class Replicated(Distributed):
         return self._buckets.array(parameter, out_channel_dim, groups)
 
     def update_shards(self, parameters: Sequence[int]) -> list[Tensor]:
-        """The parts of the buckets that are this rank's."""
+        """The parts of the buckets that belong to this rank."""
         return [cast("Tensor", self._updates[i]) for i in parameters]
 
     def publish_updates(self, parameters: Sequence[int]) -> None:
         """Gathers the updates of all ranks, and assigns them to `.grad`."""
         self._buckets.gather(sorted({self._buckets.slots[i].bucket for i in parameters}))
-        # New tensors over the same memory: `.grad.data` may be replaced, as by `trunk.to(...)`.
+        # New tensors with the same memory: `.grad.data` may be replaced, e.g. by `trunk.to(...)`.
         for i in parameters:
             self.parameters[i].grad = self._buckets.views[i].detach()
 
     def lend(self, parameter: int, grad: Tensor) -> Tensor:
-        """The parameter's place in its bucket."""
+        """The view of the parameter's elements in its bucket."""
         del grad
         return self._buckets.views[parameter].detach()

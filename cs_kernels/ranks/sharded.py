@@ -1,6 +1,6 @@
-"""Sharded ranks: `fully_shard` has reduced the gradients, and each rank has some rows of each.
+"""Sharded ranks: `fully_shard` reduces the gradients, and each rank has some rows of each.
 
-A mesh of two dimensions has replicas of the shards in its first one.
+The first dimension of a two-dimensional mesh has replicas of the shards.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from cs_kernels.torch_internals.fsdp import (
 )
 
 _OF_STEP = Stage.TURN, Stage.JOINT
-"""The stages in which `step` begins."""
+"""The stages in which `step` can begin."""
 
 
 class Sharded(Distributed):
-    """A shard of each gradient: rows along dimension 0.
+    """Each rank holds a shard of each gradient: rows along dimension 0.
 
     Args:
         shared: The shared parameters, by name.
         tasks: The names of all tasks.
         wrappers: The DistributedDataParallel modules around the trunk.
         transport: Carries the messages between the ranks.
-        mesh: Their mesh.
+        mesh: The device mesh of the ranks.
         trunk: The shared module.
 
     """
@@ -61,47 +61,47 @@ class Sharded(Distributed):
         groups = [mesh.get_group(dim) for dim in reversed(range(mesh.ndim))]
         super().__init__(shared, tasks, wrappers, transport, groups)
         self._shards, self._replicas = groups[0], groups[1] if mesh.ndim == 2 else None
-        self.scale = 1 / self.size  # `fully_shard` averages, and the losses' shares account for it.
+        self.scale = 1 / self.size  # `fully_shard` averages; `share` accounts for this.
         self._modules = fsdp_modules(trunk.modules())
         of_trunk = set(self.parameters)
         self._of_norms = [p for p in trunk.parameters() if p not in of_trunk and is_sharded(p)]
         self._resharded: list[tuple[Any, bool]] = []
-        """The groups whose parameters stay whole now, and what the user has set."""
+        """The groups whose parameters stay unsharded for now, and the user's settings."""
         self._kept: dict[nn.Parameter, Tensor] = {}
-        """The gradients of the normalizations that have memory of their own."""
+        """The gradients of the normalizations that have their own memory."""
 
-    # --- agreement: all ranks have to make the same passes ---
+    # --- agreement: all ranks must run the same passes ---
 
     def has(self, task: str) -> bool:
-        """Every rank makes every pass."""
+        """Always true: every rank runs every pass."""
         return True
 
     def share(self, task: str) -> float:
-        """1 / n for n ranks with labels, relative to the 1 / W of `fully_shard`'s average."""
+        """W / n for n of W ranks with labels, because `fully_shard` averages over all W ranks."""
         ranks = self.facts.ranks_of[task]
         return self.size / len(ranks) if self.transport.rank in ranks else 0.0
 
     def must_be_alike(self, call: Call) -> dict[str, str]:
-        """`step` needs as many passes on every rank."""
+        """`step` needs the same number of passes on every rank."""
         return {"passes": "number of micro-batches"} if call.stage in _OF_STEP else {}
 
     def check_tasks(self, call: Call) -> None:
-        """Raises RankError if a rank lacks a loss of `backward`."""
+        """Raises RankError if a rank lacks a loss in `backward`."""
         for rank in range(self.size if call.stage not in _OF_STEP else 0):
             missing = [task for task, ranks in self.facts.ranks_of.items() if rank not in ranks]
             if missing:
                 self.messages.failures.raise_on_all(
                     RankError(
                         "losses must have the same tasks on all ranks after fully_shard: rank"
-                        f" {self.transport.numbers[rank]} lacks {missing}; give a loss of zero"
-                        " there, with step(closure, tasks=...) it gets no weight"
+                        f" {self.transport.numbers[rank]} lacks {missing}; pass a loss of zero"
+                        " there, or use step(closure, tasks=...), where such a loss has no weight"
                     )
                 )
 
     # --- passes ---
 
     def before_backward(self, *, retains: bool) -> None:
-        """Keeps parameters unsharded until the last backward pass through a forward pass."""
+        """Keeps parameters unsharded until the last backward pass of a forward pass."""
         self._keep_norms()
         if retains and not self._resharded:
             groups = [group for module in self._modules for group in groups_of(module)]
@@ -117,13 +117,13 @@ class Sharded(Distributed):
         self._resharded = []
 
     def recover(self, held: Sequence[nn.Parameter]) -> None:
-        """Cleans up after a failed pass: unsharded parameters, and pending callbacks."""
+        """Cleans up unsharded parameters and pending callbacks after a failed pass."""
         self._restore_resharding()
-        for module in modules_that_shard(held):  # Heads have roots of their own.
+        for module in modules_that_shard(held):  # Heads have their own FSDP roots.
             end_passes(module)
 
     def collect(self, task: str) -> bool:
-        """Moves the shards of every `.grad` into a task's row, or adds them to those there."""
+        """Moves the shards of every `.grad` into a task's row, or adds them to the shards there."""
         self._keep_norms()
         row: list[Tensor | None] = [None] * len(self.parameters)
         unreached = []
@@ -135,12 +135,12 @@ class Sharded(Distributed):
         return self.gradients.put(task, row, unreached)
 
     def note(self, task: str) -> bool:
-        """Notes the gradients in `.grad` as a task's; returns whether there is any."""
+        """Records a task's gradients, which stay in `.grad`; returns whether there is any."""
         self._keep_norms()
         return super().note(task)
 
     def _keep_norms(self) -> None:
-        """Copies the new gradients of the normalizations: parts of a buffer with all gradients."""
+        """Copies the normalizations' new gradients, which alias a buffer of all gradients."""
         grads = [(p, p.grad) for p in self._of_norms if p.grad is not None]
         new = {p: grad for p, grad in grads if self._kept.get(p) is not grad}
         kinds: dict[torch.dtype, list[nn.Parameter]] = {}
@@ -159,31 +159,31 @@ class Sharded(Distributed):
         super()._end_passes(passes, held)
 
     def sum_over_shards(self, tensor: Tensor) -> Tensor:
-        """The sum over the shards; the first replica broadcasts it, so all have the same bits."""
+        """The sum over the shards; the first replica broadcasts it, so all get the same bits."""
         all_reduce(tensor, group=self._shards)
         if self._replicas is not None:
             dist.broadcast(tensor, group=self._replicas, group_src=0)
         return tensor
 
     def span(self, parameter: int) -> tuple[int, int]:
-        """Whole rows."""
+        """The range of this rank's whole rows."""
         weight = self.parameters[parameter]
         first, last = rows_of(weight)
         row = prod(weight.shape[1:])
         return first * row, last * row
 
     def array(self, parameter: int, out_channel_dim: int, groups: int) -> ChannelArray:
-        """`fully_shard` takes contiguous weights."""
+        """Describes a contiguous weight; `fully_shard` takes no others."""
         shape = self.parameters[parameter].shape
         outer = shape[0] // groups if out_channel_dim == 1 else 1
         return groups, outer, shape[out_channel_dim], prod(shape[out_channel_dim + 1 :])
 
     def weight_shard(self, parameter: int) -> Tensor | None:
-        """Whole rows, flat."""
+        """The whole rows that this rank holds, flat."""
         return local_shard(self.parameters[parameter].detach()).flatten()
 
     def update_shards(self, parameters: Sequence[int]) -> list[Tensor]:
-        """The rows of the updates."""
+        """The rows of the updates that this rank holds."""
         return [local_shard(self._update_of(i)) for i in parameters]
 
     def _update_of(self, i: int) -> Tensor:

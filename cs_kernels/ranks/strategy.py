@@ -1,4 +1,4 @@
-"""The ranks that train one network, as the engine sees them; here one process."""
+"""The engine's interface to the ranks that train one network, with its single-process version."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from cs_kernels.trunk.trunk import Trunk
 
 
 class RankError(RuntimeError):
-    """Another rank failed, or differs from this one; every rank raises it in the same step."""
+    """Another rank failed or differs from this one; all ranks raise this error in the same step."""
 
 
 class Call(NamedTuple):
     """The facts of a step that must be equal on all ranks."""
 
     number: int
-    """The number of steps made before."""
+    """The number of steps made before this one."""
     phase: int
     epoch: int
-    """-1 for none."""
+    """-1 if there is none."""
     held: int
     """The number of parameters in the torch optimizer."""
     stage: int
@@ -36,7 +36,7 @@ class Call(NamedTuple):
     features: int
     """The number of features."""
     passes: int
-    """The number of micro-batches; in `backward`, of the passes with kept task weights."""
+    """The number of micro-batches; in `backward`, the number of passes with kept task weights."""
 
 
 @dataclass(frozen=True)
@@ -44,24 +44,24 @@ class Training:
     """The facts that must be equal on all ranks, before the first step and in every step."""
 
     facts: Callable[[], Mapping[str, object]]
-    """By name of an argument, its description."""
+    """Descriptions of the arguments, by name."""
     trunk: Trunk
-    """What passes show of it is made equal on all ranks."""
+    """The trunk, whose discoveries are merged over the ranks."""
     planned: Callable[[], dict[str, list[object]]]
-    """By name, facts of the next step that may change between steps."""
+    """Facts of the next step that may change between steps, by name."""
     checksums: Callable[[], dict[str, int]]
-    """By name of a parameter, a number that differs if its values do."""
+    """By parameter name, a number that changes with the parameter's values."""
     factor_is_hidden: bool
-    """Whether the loss scale shows in the backward passes only."""
+    """Whether the loss scale is visible only in the backward passes."""
 
 
 class Ranks(Storage):
     """The strategy of a single process: collectives are no-ops.
 
-    Many ranks have the same methods (`Distributed`). A step calls `together` around everything,
-    `begin`, then for each of its stages `expect`, for each task `last_backward` and `collect` (or
-    `note`, where gradients add up; or `skip`, where only other ranks have labels), and `average`;
-    `recover` after an exception.
+    `Distributed` has the same methods for many ranks. A step runs inside `together` and calls
+    `begin`. Each stage of the step calls `expect`; then for each task `last_backward` and `collect`
+    (or `note` if gradients add up, or `skip` if only other ranks have labels); and then `average`.
+    After an exception, the step calls `recover`.
 
     Args:
         shared: The shared parameters, by name.
@@ -73,11 +73,11 @@ class Ranks(Storage):
     size = 1
     is_distributed = False
     passes_are_counted = False
-    """Whether every backward pass has collectives, so that all ranks need as many."""
+    """Whether every backward pass has collectives, so that all ranks need equally many passes."""
     passes = 1
-    """The greatest number of passes of any rank, `Call.passes`, once a step has begun."""
+    """The maximum of `Call.passes` over the ranks, once a step has begun."""
     scale = 1.0
-    """The factor that the ranks' gradients, added up, have still to be multiplied by."""
+    """The factor by which the sum of the ranks' gradients must still be multiplied."""
 
     def __init__(
         self, shared: Mapping[str, nn.Parameter], tasks: Sequence[str], wrappers: Wrappers
@@ -85,7 +85,7 @@ class Ranks(Storage):
         super().__init__(list(shared.values()))
         self.wrappers = wrappers
         self.reach = self._new_reach(shared, tasks)
-        # No reference cycle: the groups of ranks end with their last user.
+        # Avoids a reference cycle: the groups of ranks must end with their last user.
         storage = cast("Storage", weakref.proxy(self))
         self.gradients = TaskGradients(shared, tasks, self.reach, storage)
 
@@ -95,7 +95,7 @@ class Ranks(Storage):
     # --- once ---
 
     def building(self) -> contextlib.AbstractContextManager[None]:
-        """Wraps the checks of arguments, so that other ranks do not wait if this one's fail."""
+        """Wraps argument checks, so that other ranks do not wait for a rank whose checks fail."""
         return contextlib.nullcontext()
 
     def agree(self, training: Training) -> None:
@@ -108,11 +108,11 @@ class Ranks(Storage):
     # --- a step ---
 
     def together(self) -> contextlib.AbstractContextManager[None]:
-        """Wraps a step, and tells the other ranks of an exception."""
+        """Wraps a step, and tells the other ranks about an exception."""
         return contextlib.nullcontext()
 
     def begin(self, tasks: Sequence[str], call: Call) -> tuple[str, ...]:
-        """The tasks of the step, which other ranks may have labels for."""
+        """Returns the tasks of the step; for some, only other ranks may have labels."""
         del call
         return tuple(tasks)
 
@@ -127,15 +127,15 @@ class Ranks(Storage):
         return 1.0
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks of terms from their own samples; the same bits on every rank."""
+        """Sums terms from the ranks' own samples; the sum is bitwise equal on every rank."""
         return tensor
 
     def returned(self, losses: Mapping[str, Tensor], tasks: Iterable[str]) -> dict[str, Tensor]:
-        """The losses of some tasks, for the caller."""
+        """The losses of some tasks, in the form that the caller gets."""
         return {task: losses[task] for task in tasks}
 
     def recheck_networks(self) -> None:
-        """Checks in the next step that ranks hold the same parameters."""
+        """Checks in the next step that all ranks hold the same parameters."""
 
     # --- the passes of a stage ---
 
@@ -155,23 +155,23 @@ class Ranks(Storage):
         return self.gradients.collect(task)
 
     def note(self, task: str) -> bool:
-        """Notes the gradients in `.grad` as a task's; returns whether there is any."""
+        """Records a task's gradients, which stay in `.grad`; returns whether there is any."""
         return self.reach.note_gradients(task)
 
     def skip(self, task: str) -> None:
-        """Replaces the passes of a task that only other ranks have labels for."""
+        """Replaces the passes of a task for which only other ranks have labels."""
 
     def average(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
         """Averages gradients, losses and statistics over the ranks.
 
         Args:
-            passes: Those of a stage.
+            passes: The passes of a stage.
             held: The torch optimizers' parameters.
 
         """
 
     def forget_passes(self) -> None:
-        """Forgets what passes have shown, because other parameters may train now."""
+        """Forgets the discoveries of earlier passes, because other parameters may train now."""
 
     def recover(self, held: Sequence[nn.Parameter]) -> None:
-        """Brings parameters back to where they were before a step that has failed."""
+        """Restores the state of parameters from before a failed step."""

@@ -1,4 +1,4 @@
-"""How messages get from rank to rank: groups of hosts, and a ring or a grid of them."""
+"""Sends messages from rank to rank, over groups of hosts that form a ring or a grid."""
 
 import contextlib
 from collections.abc import Iterable, Sequence
@@ -13,8 +13,8 @@ from cs_kernels.ranks.collectives import all_gather
 from cs_kernels.torch_internals.groups import names_are_counted, number_of_groups, timeout_of
 
 _GRID_FROM = 16
-"""Ranks from which messages go along the rows of a grid, then along its columns: a ring of W ranks
-has W - 1 hops, one after the other, and a square grid 2 (sqrt(W) - 1)."""
+"""The number of ranks from which messages go along the rows of a grid, then along its columns. A
+ring of W ranks has W - 1 sequential hops; a square grid has 2 (sqrt(W) - 1)."""
 
 
 def _check_names(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -32,7 +32,7 @@ def _check_names(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def grid_rows(ranks: int) -> int:
-    """The rows of the grid of ranks that is nearest to a square."""
+    """The number of rows of the grid of ranks that is closest to a square."""
     if ranks < _GRID_FROM:
         return 1
     return max(rows for rows in range(1, isqrt(ranks) + 1) if ranks % rows == 0)
@@ -44,10 +44,10 @@ class Transport:
     Args:
         numbers: The numbers of the ranks in the default group, in order.
         group: A group of these ranks; its timeout is used.
-        device: The device of its collectives.
+        device: The device of the group's collectives.
 
     Raises:
-        ValueError: This process is not among them.
+        ValueError: This process is not among the ranks.
 
     """
 
@@ -62,13 +62,13 @@ class Transport:
         self.numbers = list(numbers)
         self.rank = self.numbers.index(dist.get_rank())
         self.size = len(self.numbers)
-        # A failed rank waits here for the others, which wait for it in their collectives.
+        # A failed rank waits here while the other ranks still wait for it in their collectives.
         self._timeout = 2 * timeout_of(group, device) + timedelta(seconds=10)
         self._made: list[dist.ProcessGroup] = []
         _check_names(group, device)
         (self._hosts,) = self._of_hosts([range(self.size)])
         self._rings = [self._hosts]
-        """The groups to send a message around, one after the other."""
+        """The groups in which a message is exchanged, one after the other."""
         rows = grid_rows(self.size)
         if rows > 1:
             width = self.size // rows
@@ -102,7 +102,7 @@ class Transport:
         Before torch 2.14, only groups of all ranks are destroyed.
         """
         while self._made:
-            with contextlib.suppress(ValueError):  # All groups have been destroyed before.
+            with contextlib.suppress(ValueError):  # All groups are already destroyed.
                 dist.destroy_process_group(self._made.pop())
 
     def gather(self, value: Any) -> list[Any]:
@@ -112,7 +112,7 @@ class Transport:
         return values
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Gathers the numbers of all ranks; each rank sends equally many."""
+        """Gathers numbers from all ranks, the same count from each."""
         received = torch.tensor(numbers, device="cpu")
         for ring in self._rings:
             sent = received

@@ -1,4 +1,4 @@
-"""Networks in DistributedDataParallel, whose reductions are replaced, and in FSDP1, refused."""
+"""Replaces the reductions of DistributedDataParallel wrappers; rejects FSDP1 wrappers."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cs_kernels.torch_internals.ddp import is_ddp, refuse_fsdp1, running_ddp, se
 from cs_kernels.trunk.watcher import LocalHook
 
 _switched_off: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""By how many `Wrappers` each is switched off."""
+"""For each module, the number of `Wrappers` that have its reductions switched off."""
 
 
 class _SeesWrapper(LocalHook):
-    """A forward pre-hook of the trunk: finds the DistributedDataParallel that is running it."""
+    """A forward pre-hook of the trunk that finds the DistributedDataParallel running it."""
 
     def __init__(self, wrappers: Wrappers) -> None:
         self._wrappers = weakref.ref(wrappers)
@@ -34,9 +34,9 @@ class _SeesWrapper(LocalHook):
 class Wrappers:
     """The DistributedDataParallel modules around a network or parts of it.
 
-    A second backward pass through one forward pass is not reduced by them, and surgery before the
-    reduction would be another algorithm. So their reductions and broadcasts are switched off, until
-    the last such object goes.
+    They do not reduce a second backward pass through one forward pass, and surgery before the
+    reduction would be a different algorithm. Their reductions and broadcasts are therefore switched
+    off until the last `Wrappers` object around them is gone.
     """
 
     def __init__(self) -> None:
@@ -44,17 +44,17 @@ class Wrappers:
         self._ranks: list[int] | None = None
         """The ranks that train together, once they are known."""
         self.release = weakref.finalize(self, _switch_on, self._found)
-        """Gives the modules their reductions back, unless other such objects need them off."""
+        """Switches the modules' reductions on again, unless another `Wrappers` needs them off."""
 
     def watch(self, trunk: nn.Module, ranks: Sequence[int]) -> None:
-        """Also adopts wrappers that run the trunk from now on; all must have these ranks.
+        """Also takes wrappers that run the trunk from now on; all wrappers must have these ranks.
 
         Args:
             trunk: The shared module.
             ranks: The ranks that train together; empty if nothing has named them.
 
         Raises:
-            ValueError: A wrapper has other ranks.
+            ValueError: A wrapper has different ranks.
 
         """
         self._ranks = list(ranks)
@@ -81,8 +81,8 @@ class Wrappers:
         """Switches off a module's reductions, if it is a DistributedDataParallel.
 
         Raises:
-            TypeError: It is a FullyShardedDataParallel (FSDP1).
-            ValueError: Its reductions cannot be switched off, or it has other ranks.
+            TypeError: The module is a FullyShardedDataParallel (FSDP1).
+            ValueError: Its reductions cannot be switched off, or it has different ranks.
 
         """
         refuse_fsdp1(module)
@@ -95,15 +95,15 @@ class Wrappers:
             self._check_ranks(module)
             self._found.append(module)
             _switched_off[module] = _switched_off.get(module, 0) + 1
-        self.switch_off()  # The end of `no_sync` may have switched known ones on again.
+        self.switch_off()  # Leaving `no_sync` may have switched others on again.
 
     def switch_off(self) -> None:
-        """Switches off all reductions again, which a framework such as Lightning may switch on."""
+        """Switches off all reductions again; a framework such as Lightning may switch them on."""
         for module in self._found:
             set_reductions(module, on=False)
 
     def group(self) -> dist.ProcessGroup | None:
-        """The process group of the first one, if there is one."""
+        """The process group of the first wrapper, or None."""
         return self._found[0].process_group if self._found else None
 
 

@@ -45,7 +45,7 @@ inline std::vector<RowRange> weight_chunks(const ChannelLayout& layout) {
   return chunks;
 }
 
-// Starting a thread takes the time of a chunk or two.
+// Starting a thread takes about as long as one or two chunks.
 inline int useful_threads(int threads, std::int64_t elements) {
   return static_cast<int>(
       std::clamp<std::int64_t>(elements / (2 * kChunkElements), 1, std::max(threads, 1)));

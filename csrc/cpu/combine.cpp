@@ -30,7 +30,7 @@ struct Piece {
   void* update() const { return at(tensor->update, tensor->type, first); }
 };
 
-// All tensors cut into pieces, which threads claim in order.
+// All tensors, cut into pieces that threads claim in order.
 class Pieces {
 public:
   Pieces(const GradientArguments& arguments, std::int64_t step)
@@ -52,7 +52,7 @@ public:
   const Piece& operator[](std::size_t i) const { return pieces_[i]; }
   bool stream() const { return bytes_ > kStreamBytes; }
 
-  // Calls work(piece, its index) for each piece, on several threads.
+  // Calls work(piece, index) for each piece, on several threads.
   template <class Work> void for_each(int threads, const Work& work) const {
     std::atomic<std::size_t> next{0};
     run_parallel(useful_threads(threads, elements_), [&] {
@@ -69,8 +69,8 @@ private:
   std::int64_t bytes_ = 0;
 };
 
-// Calls write(kernels, gradients, their tasks' factors, piece) for each piece; writes zeros if no
-// task has a gradient.
+// Calls write(kernels, gradients, factors, piece) for each piece, with one factor per gradient. If
+// no task has a gradient, writes zeros.
 template <class Factor, class Write>
 void write_updates(const Pieces& pieces, int threads, const Factor& factor, const Write& write) {
   pieces.for_each(threads, [&](const Piece& piece, std::size_t) {
@@ -101,7 +101,7 @@ void gramian(const GradientArguments& arguments, double* gramian, int threads) {
           .products(gradients.data(), static_cast<int>(gradients.size()), piece.size,
                     &products[i * pairs]);
   });
-  // In the order of the pieces, so that any number of threads gives the same bits.
+  // Added up in the order of the pieces, so that any number of threads gives the same bits.
   std::fill(gramian, gramian + arguments.groups * width * width, 0.0);
   for (std::size_t i = 0; i < pieces.count(); ++i) {
     const Piece& piece = pieces[i];

@@ -4,10 +4,10 @@
 
 namespace cs_kernels::cpu {
 
-// Runs `work` once on each of `threads` threads; `work` claims pieces by an atomic counter. The
-// threads are OpenMP's, as in PyTorch: they are awake after its last operator, and a second pool
-// would compete with them for the cores. Every thread takes over the caller's rounding and
-// flush-to-zero modes, so that results do not depend on the number of threads.
+// Runs `work` once on each of `threads` threads; `work` claims pieces through an atomic counter.
+// The threads are OpenMP's, as in PyTorch: they are still awake after its last operator, and a
+// second thread pool would compete with them for the cores. Every thread adopts the caller's
+// rounding and flush-to-zero modes, so that results do not depend on the number of threads.
 template <class Work> void run_parallel(int threads, const Work& work) {
   if (threads <= 1) {
     work();

@@ -1,6 +1,5 @@
 // Phase 2 on the CPU. Tensors are cut into chunks of rows, which threads claim in order. The rows
-// of a unit (a channel group, or a small layer) are summed, then visited again if there is a
-// conflict.
+// of a unit (a channel group, or a small layer) are summed, then revisited if there is a conflict.
 #include "cs_kernels/phase2.h"
 
 #include <algorithm>
@@ -28,10 +27,10 @@ enum class Stages { kAll, kProducts, kApply };
 // The state of one tensor.
 struct Work {
   const Phase2Tensor* tensor = nullptr;
-  std::vector<const void*> gradients; // those that exist
+  std::vector<const void*> gradients; // existing ones only
   std::vector<int> reference;         // [tasks]: index into `gradients`, or -1
   std::vector<double> energy;         // [rows]
-  std::vector<std::int64_t> order;    // [rows]: rows in the order of visits
+  std::vector<std::int64_t> order;    // [rows]: rows in visiting order
   std::vector<double> dots;           // [rows, gradients], by index into `order`
   std::vector<double> coefficient;    // [tasks]: a_i
   bool past_caches = false;           // channel groups are too large for the caches
@@ -47,10 +46,10 @@ struct Work {
   }
 };
 
-// Rows that are visited again together: a channel group, or all rows of a small layer.
+// Rows that are revisited together: a channel group, or all rows of a small layer.
 struct Unit {
   Work* work = nullptr;
-  RowRange range{}; // into work->order
+  RowRange range{}; // indices into work->order
   std::atomic<std::int64_t> chunks_left{0};
   std::atomic<bool> coefficients_known{false};
 };
@@ -58,11 +57,11 @@ struct Unit {
 struct Chunk {
   Work* work;
   Unit* unit;     // null for energies, and for plain sums
-  RowRange range; // of rows for energies, of elements for a sum alone, else of `order`
+  RowRange range; // rows for energies, elements for plain sums, else indices into `order`
 };
 
-// A buffer for the sums of a thread's chunks between its two visits. It outlives the call, as fresh
-// pages would cost as much as the buffer saves.
+// A buffer for the sums of a thread's chunks between its two visits. It outlives the call, because
+// allocating fresh pages would cost as much as the buffer saves.
 class Scratch {
 public:
   explicit Scratch(std::int64_t chunk_bytes) {
@@ -83,7 +82,7 @@ public:
   void give_back(char* sums) { free_.push_back(sums); }
 
 private:
-  std::vector<char*> free_; // the most recently used last
+  std::vector<char*> free_; // the most recently used one is last
 };
 
 // A chunk whose rows are summed into `sums`, or into the update if `sums` is null.
@@ -109,8 +108,8 @@ void find_segments(const Work& work, std::int64_t index, std::int64_t outer,
     segments[j] = at(work.gradients[j], work.tensor->type, offset);
 }
 
-// With `threads`, prefetches the row that this thread will probably sum next, which is that many
-// chunks ahead, as threads claim chunks in turn.
+// If `threads` is positive, prefetches the row that this thread will probably sum next. This row is
+// `threads` chunks ahead, because threads claim chunks in turn.
 void sum_rows(const Summed& summed, int threads) {
   Work& work = *summed.chunk->work;
   const RowRange& range = summed.chunk->range;
@@ -142,7 +141,7 @@ void sum_rows(const Summed& summed, int threads) {
     }
 }
 
-// a_i of the channel groups of a unit, with d_ij added up in the order of the rows.
+// Computes a_i of the unit's channel groups, with d_ij added up in the order of the rows.
 void find_coefficients(Unit& unit) {
   Work& work = *unit.work;
   const std::size_t count = work.gradients.size();
@@ -172,8 +171,8 @@ void find_coefficients(Unit& unit) {
   unit.coefficients_known.store(true, std::memory_order_release);
 }
 
-// Forward, although the rows that were read last are still in cache, because hardware prefetches in
-// this direction.
+// Adds a_i * G_i in forward order: the rows that were read last are still in cache, but hardware
+// prefetches forward.
 void add_references(const Summed& summed) {
   const Work& work = *summed.chunk->work;
   const RowRange& range = summed.chunk->range;
@@ -196,8 +195,8 @@ void add_references(const Summed& summed) {
     }
 }
 
-// The second visit to the chunks that this thread summed, which are in the core's own caches. A
-// unit's chunks are adjacent in `summed`, as they were claimed in order; `last` waits for other
+// Revisits the chunks that this thread summed, which are in the core's own caches. A unit's chunks
+// are adjacent in `summed`, because they were claimed in order. With `last`, waits for other
 // threads.
 void visit_again(std::vector<Summed>& summed, Scratch& scratch, bool last) {
   auto done = summed.begin();
@@ -241,7 +240,7 @@ std::int64_t last_cache_bytes() {
   return kilobytes > 0 ? kilobytes << 10 : kLastCacheBytes;
 }
 
-// The rows of a layer in the order of visits, and the units into which this order is cut. If
+// Sets the visiting order of a layer's rows; returns the units into which this order is cut. If
 // channel groups are too large to be in cache at their second visit, rows are visited in memory
 // order, which is faster, and their sums are streamed.
 std::vector<RowRange> order_rows(Work& work) {
@@ -271,7 +270,7 @@ std::vector<RowRange> order_rows(Work& work) {
   return units;
 }
 
-// One call of two stages, each a list of chunks that the threads claim in order.
+// One call in two stages: energies, then sums. Threads claim the chunks of each stage in order.
 class Step {
 public:
   Step(const Phase2Arguments& arguments, Stages stages, int threads)
@@ -300,7 +299,7 @@ public:
 
   std::int64_t elements() const { return elements_; }
 
-  // The work of one thread.
+  // Runs on each thread.
   void run() {
     for (std::size_t i = next_energy_++; i < energy_chunks_.size(); i = next_energy_++)
       find_energies(energy_chunks_[i]);
@@ -349,8 +348,8 @@ private:
     work.energy.resize(static_cast<std::size_t>(work.tensor->layout.rows()));
   }
 
-  // The thread that finishes a layer's last chunk derives its priorities; the thread that finishes
-  // the last layer plans the second stage.
+  // The thread that finishes a layer's last chunk derives the layer's priorities; the thread that
+  // finishes the last layer plans the second stage.
   void find_energies(const Chunk& chunk) {
     Work& work = *chunk.work;
     const auto [first, last] = chunk.range;

@@ -17,10 +17,10 @@ namespace {
 
 CS_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
-// Keeps memory busy during computations on a panel in cache. Any address is valid.
+// Keeps memory busy during computations on a panel in cache. `p` may be any address.
 CS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
-// The same for a line that is not read again, without displacing lines that are.
+// Prefetches a line that is read only once, without displacing lines that are read again.
 CS_INLINE void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
 
 // The number of elements in `bytes`.
@@ -28,12 +28,12 @@ template <class Element> constexpr std::int64_t elements_in(std::int64_t bytes) 
   return bytes / static_cast<std::int64_t>(sizeof(Element));
 }
 
-// Whether element i begins a cache line, in a run that begins at one.
+// Whether element i begins a cache line, in a run whose first element begins one.
 template <class Element> CS_INLINE bool begins_line(std::int64_t i) {
   return i % elements_in<Element>(kLine) == 0;
 }
 
-// The number of elements before the first whole cache line; n if no element begins at a line.
+// The number of elements before the first whole cache line; n if no element begins a line.
 template <class Element> CS_INLINE std::int64_t before_line(const Element* out, std::int64_t n) {
   const std::int64_t bytes = -reinterpret_cast<std::intptr_t>(out) & (kLine - 1);
   constexpr auto kSize = static_cast<std::int64_t>(sizeof(Element));
@@ -67,7 +67,7 @@ void add_energies_of(const typename Type::Element* x, std::int64_t n, std::int64
     energies[row * apart] += totals[row].sum();
 }
 
-// Four rows at a time, a quarter of all rows apart, for four streams from memory and four
+// Reads four rows at a time, a quarter of all rows apart, for four memory streams and four
 // independent chains of additions.
 template <class Type>
 void add_energies(const void* data, std::int64_t n, std::int64_t rows, double* energies) {
@@ -141,7 +141,7 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
     dots[j] += totals[j].sum();
 }
 
-// Any number of tasks: the reference and the sum stay in L1 over all tasks.
+// For any number of tasks: the reference and the sum stay in L1 while all tasks are read.
 template <class Type>
 void sum_and_dots_panels(const void* const* gradients, int count, int reference, std::int64_t n,
                          void* out, double* dots) {
@@ -196,7 +196,7 @@ void sum_and_dots(const void* const* gradients, int count, int reference, std::i
     unrolled_for[count - 1](gradients, reference, n, stream, out, dots, next);
 }
 
-// Writes value(i, left) to out[i] onward: a whole vector, or its first `left` lanes.
+// Writes value(i, left) to out[i] and the following elements: all lanes, or only the first `left`.
 template <class Type, class Value>
 CS_INLINE void write(typename Type::Element* out, std::int64_t n, bool stream, const Value& value) {
   constexpr std::int64_t kLanes = Type::Accumulator::kLanes;
@@ -233,7 +233,7 @@ void combine_unrolled(const void* const* gradients, const double* weights, std::
               });
 }
 
-// Any number of tasks: the sum stays in L1 over all tasks.
+// For any number of tasks: the sum stays in L1 while all tasks are read.
 template <class Type>
 void combine_panels(const void* const* gradients, const double* weights, int count, std::int64_t n,
                     bool stream, void* out) {
@@ -276,10 +276,10 @@ void combine(const void* const* gradients, const double* weights, int count, std
     unrolled_for[count - 1](gradients, weights, n, stream, out);
 }
 
-// Rows in a tile of products: as many sums as fit into the registers.
+// Rows per tile of products; all sums of a tile fit in registers.
 constexpr int kTile = kRegisterBytes == 64 ? 4 : 2;
 
-// totals[i][j] += <a_i, b_j>, with kDiagonal for j <= i only.
+// totals[i][j] += <a_i, b_j>; with kDiagonal, only for j <= i.
 template <bool kDiagonal, class V>
 CS_INLINE void products_of_tiles(const V* a, const V* b, std::int64_t stride, std::int64_t vectors,
                                  Doubles (*totals)[kTile]) {
@@ -338,12 +338,12 @@ void products(const void* const* gradients, int count, std::int64_t n, double* o
     }
 }
 
-// Uniform numbers for n elements, n < 2^32.
+// Writes uniform numbers for n elements, n < 2^32.
 CS_INLINE void fill_uniform(std::uint64_t key, std::int64_t index, std::int64_t n, float* out) {
   const auto first = static_cast<std::uint64_t>(index);
   const std::uint64_t to_next = (std::uint64_t{1} << 32) - (first & 0xffffffffu);
   const std::int64_t same =
-      smaller(n, static_cast<std::int64_t>(to_next)); // high half of the index
+      smaller(n, static_cast<std::int64_t>(to_next)); // elements with the same high index half
   const RandomWords numbers(key, first);
   for (std::int64_t i = 0; i < same; ++i)
     out[i] = numbers.at(static_cast<std::uint32_t>(first + static_cast<std::uint64_t>(i)));
@@ -352,8 +352,8 @@ CS_INLINE void fill_uniform(std::uint64_t key, std::int64_t index, std::int64_t 
     out[i] = next.at(static_cast<std::uint32_t>(first + static_cast<std::uint64_t>(i)));
 }
 
-// The sum of each sign and the choice between the two, in a panel that stays in L1. Adding zero
-// times the whole sum propagates NaN and infinity.
+// Computes the sum of each sign and chooses one of the two, in a panel that stays in L1. Adding
+// zero times the whole sum propagates NaN and infinity.
 template <class Type, bool kLeaky>
 void drop_signs_of(const void* const* gradients, const double* leaks, int count, std::uint64_t key,
                    std::int64_t index, std::int64_t n, bool stream, void* out) {
@@ -430,7 +430,8 @@ void add_scaled(const void* sum, const void* x, double scale, std::int64_t n, bo
   const auto* g = static_cast<const Element*>(x);
   const auto a = static_cast<typename Accumulator::Lane>(scale);
   auto* update = static_cast<Element*>(out);
-  // Conversions fill the out-of-order window in which the processor would reach the next lines.
+  // With 16-bit elements, conversions fill the out-of-order window before the processor reaches the
+  // next lines.
   constexpr bool kNarrow = sizeof(Element) == 2;
   if (scale != 0)
     write<Type>(update, n, stream, [&](std::int64_t i, std::int64_t left) CS_LAMBDA_INLINE {
@@ -448,7 +449,7 @@ void add_scaled(const void* sum, const void* x, double scale, std::int64_t n, bo
     });
 }
 
-// If a_i exceeds float's range, a_i * G_i may still be within it, so it is computed in double.
+// If a_i exceeds float's range, a_i * G_i may still be within it, so the product is in double.
 void add_scaled_float32(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
                         void* out) {
   const double size = scale < 0 ? -scale : scale;
@@ -458,7 +459,7 @@ void add_scaled_float32(const void* sum, const void* x, double scale, std::int64
     add_scaled<Float32InFloat>(sum, x, scale, n, stream, out);
 }
 
-// Half of the elements that share a word of signs.
+// Loads half of the elements that share a word of signs.
 template <class Type> CS_INLINE Floats load_floats(const typename Type::Element* p) {
   if constexpr (sizeof(*p) == 8) {
     float lanes[Floats::kLanes];
@@ -472,6 +473,7 @@ template <class Type> CS_INLINE Floats load_floats(const typename Type::Element*
   }
 }
 
+<<<<<<< HEAD
 // Elements of several runs at once: the sums stay in registers.
 template <class Type, int kRuns>
 void add_signed_runs(const typename Type::Element* const* x, const SignWords* words,
@@ -481,6 +483,40 @@ void add_signed_runs(const typename Type::Element* const* x, const SignWords* wo
   std::uint32_t signs[kRuns][kWords + 1];
   for (int run = 0; run < kRuns; ++run)
     signs[run][kWords] = words[run].bits(static_cast<std::uint32_t>(index[run] / kSignWord));
+=======
+template <class Type>
+CS_INLINE void add_word(const typename Type::Element* x, std::uint32_t signs, float* out) {
+  unrolled<2>([&](std::ptrdiff_t half) CS_LAMBDA_INLINE {
+    const std::ptrdiff_t first = half * Floats::kLanes;
+    Floats v = load_floats<Type>(x + first);
+    v.negate(signs >> first);
+    Floats sum = Floats::load(out + first);
+    sum += v;
+    sum.store(out + first);
+  });
+}
+
+// Adds n of the elements that share a word, from the word's element `first` on.
+template <class Type>
+void add_part_of_word(const typename Type::Element* x, std::uint32_t signs, std::int64_t first,
+                      std::int64_t n, float* out) {
+  typename Type::Element padded[kSignWord] = {};
+  float sums[kSignWord] = {};
+  const auto count = static_cast<std::size_t>(n);
+  std::memcpy(padded + first, x, count * sizeof *x);
+  std::memcpy(sums + first, out, count * sizeof *out);
+  add_word<Type>(padded, signs, sums);
+  std::memcpy(out, sums + first, count * sizeof *out);
+}
+
+template <class Type>
+void add_signed(const void* x, std::uint64_t key, std::int64_t index, std::int64_t n, float* out) {
+  constexpr int kWords = 8; // words whose signs are computed together
+  const auto* const elements = static_cast<const typename Type::Element*>(x);
+  const std::int64_t first = index % kSignWord;
+  auto word = static_cast<std::uint64_t>(index / kSignWord);
+  const SignWords words(key, word);
+>>>>>>> english
   std::int64_t i = 0;
   while (i < n) {
     for (int run = 0; run < kRuns; ++run) {

@@ -1,6 +1,6 @@
 // Loops over one contiguous run of elements, compiled once per instruction set. With `stream`,
-// whole lines of the output are written by streaming stores, which need a fence to be visible to
-// other threads.
+// whole cache lines of the output are written by streaming stores, which become visible to other
+// threads only after a fence.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct RowKernels {
   // out = sum_j gradients[j]; dots[j] += <gradients[reference], gradients[j]>, for count gradients.
   // Reads count * n, writes n. Squares of 16-bit types may be up to 1e37. `next` has the next row's
   // gradients, which are prefetched so that only the reference stays in the caches; null prefetches
-  // nothing. Streams only to an `out` that is aligned to lines.
+  // nothing. Streams only if `out` is aligned to cache lines.
   void (*sum_and_dots)(const void* const* gradients, int count, int reference, std::int64_t n,
                        bool stream, void* out, double* dots, const void* const* next);
 
@@ -27,8 +27,8 @@ struct RowKernels {
   void (*combine)(const void* const* gradients, const double* weights, int count, std::int64_t n,
                   bool stream, void* out);
 
-  // products[i * (i + 1) / 2 + j] = <gradients[i], gradients[j]> for j <= i < count, at most
-  // kMaxTasks. Reads count * n.
+  // products[i * (i + 1) / 2 + j] = <gradients[i], gradients[j]> for j <= i < count; count is at
+  // most kMaxTasks. Reads count * n.
   void (*products)(const void* const* gradients, int count, std::int64_t n, double* products);
 
   // out = the sum of the positive or of the negative gradients, as in cpu::drop_signs; `index` is
@@ -41,11 +41,18 @@ struct RowKernels {
   void (*add_scaled)(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
                      void* out);
 
+<<<<<<< HEAD
   // out[i] += x[0][i], then x[1][i] and so on, for at most kSignedRuns runs; or -= where the sign
   // of element index[run] + i for this key is minus. A run is in one range of 2^37 elements. Reads
   // (runs + 1) n, writes n.
   void (*add_signed)(const void* const* x, int runs, std::uint64_t key, const std::int64_t* index,
                      std::int64_t n, float* out);
+=======
+  // out[i] += x[i], or -= if the sign of element index + i for this key is minus. All elements
+  // must lie in one aligned range of 2^37 indices. Reads 2 n, writes n.
+  void (*add_signed)(const void* x, std::uint64_t key, std::int64_t index, std::int64_t n,
+                     float* out);
+>>>>>>> english
 };
 
 struct InstructionSet {
@@ -53,7 +60,7 @@ struct InstructionSet {
   RowKernels kernels[kDataTypes];
 };
 
-// The best kernels for this CPU, or those that CS_KERNELS_CPU_ISA names if this CPU can run them.
+// The best kernels for this CPU, or the ones named by CS_KERNELS_CPU_ISA if this CPU can run them.
 const InstructionSet& selected_instruction_set();
 
 inline const RowKernels& row_kernels(DataType type) {

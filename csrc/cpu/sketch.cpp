@@ -16,12 +16,15 @@ void add_to_bins(const SketchTensor& tensor, std::uint64_t key, float* sketch, s
                  std::int64_t begin, std::int64_t end) {
   const RowKernels& kernels = row_kernels(tensor.type);
   const std::int64_t last = tensor.index + tensor.size;
-  for (std::int64_t first = tensor.index / bins; first * bins < last; first += kSignedRuns) {
-    // Between two breaks, every block's elements are one run, or none.
+  const std::int64_t last_block = (last - 1) / bins;
+  for (std::int64_t first = tensor.index / bins; first <= last_block; first += kSignedRuns) {
+    const auto blocks =
+        static_cast<int>(std::min<std::int64_t>(kSignedRuns, last_block - first + 1));
+    // Between two breaks, a block's elements are one run, or none.
     std::int64_t rotations[kSignedRuns];
     std::int64_t breaks[3 * kSignedRuns + 2] = {begin, end};
     int count = 2;
-    for (int n = 0; n < kSignedRuns; ++n) {
+    for (int n = 0; n < blocks; ++n) {
       const std::int64_t start = (first + n) * bins;
       rotations[n] = sketch_rotation(key, static_cast<std::uint64_t>(first + n)) % bins;
       for (const std::int64_t element : {start, tensor.index, last})
@@ -34,7 +37,7 @@ void add_to_bins(const SketchTensor& tensor, std::uint64_t key, float* sketch, s
       const void* x[kSignedRuns];
       std::int64_t index[kSignedRuns];
       int runs = 0;
-      for (int n = 0; size > 0 && n < kSignedRuns; ++n) {
+      for (int n = 0; size > 0 && n < blocks; ++n) {
         index[runs] = (first + n) * bins + (from - rotations[n] + bins) % bins;
         if (tensor.index <= index[runs] && index[runs] < last) {
           x[runs] = at(tensor.data, tensor.type, index[runs] - tensor.index);
@@ -51,7 +54,7 @@ void add_to_bins(const SketchTensor& tensor, std::uint64_t key, float* sketch, s
 
 void sketch(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::int64_t bins,
             int threads) {
-  // A thread owns a range of bins, and reads only the elements that go there.
+  // A thread owns a range of bins, and reads only the elements for these bins.
   const int parts = useful_threads(threads, tensor.size);
   std::atomic<int> next{0};
   run_parallel(parts, [&] {

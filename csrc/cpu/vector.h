@@ -1,8 +1,8 @@
 // Vectors with a fixed number of lanes, in as many registers as needed, so that every instruction
 // set adds in the same order.
 //
-// Everything has internal linkage: the header is compiled for several instruction sets into one
-// module, where the linker could merge functions into a copy that this CPU cannot run.
+// Everything has internal linkage, because the header is compiled for several instruction sets into
+// one module: the linker could otherwise merge functions into a copy that this CPU cannot run.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ namespace {
 
 #define CS_INLINE inline __attribute__((always_inline))
 
-// f(0), ..., f(n - 1), unrolled before the compiler decides which arrays it keeps in registers; its
-// own loop unrolling comes later.
+// Calls f(0), ..., f(n - 1), unrolled before the compiler decides which arrays to keep in
+// registers; its own loop unrolling would come too late.
 template <int n, class F> CS_INLINE void unrolled(const F& f) {
   if constexpr (n > 0) {
     unrolled<n - 1>(f);
@@ -51,8 +51,8 @@ template <class V> CS_INLINE V load_raw(const void* p) {
 CS_INLINE FloatPart as_float(WordPart v) { return reinterpret_cast<FloatPart>(v); }
 CS_INLINE WordPart as_words(FloatPart v) { return reinterpret_cast<WordPart>(v); }
 
-// kStream: a streaming store, which does not read the line first; `p` must be aligned to the size
-// of `v`.
+// With kStream, a streaming store, which does not read the cache line first; `p` must be aligned to
+// the size of `v`.
 template <bool kStream, class V> CS_INLINE void store_raw(void* p, const V& v) {
 #ifdef __SSE2__
   if constexpr (kStream && sizeof v == 8)
@@ -71,15 +71,15 @@ template <bool kStream, class V> CS_INLINE void store_raw(void* p, const V& v) {
   std::memcpy(p, &v, sizeof v);
 }
 
-// Conversions of one register, by intrinsics where the compiler would split a wide generic vector
-// into halves.
+// Conversions of one register. Intrinsics are used where the compiler would split a wide generic
+// vector into halves.
 CS_INLINE DoublePart load_widened(const float* p) {
 #if defined(__AVX512F__)
   return _mm512_cvtps_pd(load_raw<__m256>(p));
 #elif defined(__AVX2__)
   return _mm256_cvtps_pd(load_raw<__m128>(p));
 #elif defined(__SSE2__)
-  const __m128i pair = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); // At any address.
+  const __m128i pair = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)); // at any address
   return _mm_cvtps_pd(_mm_castsi128_ps(pair));
 #else
   return __builtin_convertvector(load_raw<HalfFloatPart>(p), DoublePart);
@@ -105,7 +105,7 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
     unrolled<kParts>([&](int i) CS_LAMBDA_INLINE { part[i] += a * b.part[i]; });
   }
 
-  // Lanes above zero, with zeros elsewhere; then the complement, which has the NaN.
+  // positive() keeps the lanes above zero; not_positive() keeps all others, including NaN.
   CS_INLINE Vector positive() const {
     Vector v;
     unrolled<kParts>([&](int i) CS_LAMBDA_INLINE { v.part[i] = part[i] > 0 ? part[i] : Part{}; });
@@ -144,7 +144,7 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
     return v;
   }
 
-  // One register at a time: copied as a whole, the array would stay in memory.
+  // Loads one register at a time: if the array were copied as a whole, it would stay in memory.
   static CS_INLINE Vector load(const Scalar* p) {
     Vector v;
     unrolled<kParts>([&](int i)
@@ -156,7 +156,7 @@ template <class Scalar, class Part, int kLanes_> struct Vector {
                          CS_LAMBDA_INLINE { store_raw<kStream>(p + i * kPartLanes, part[i]); });
   }
 
-  // Pairwise, always in the same order.
+  // Sums pairwise, always in the same order.
   CS_INLINE double sum() const {
     Scalar lanes[kLanes];
     store(lanes);
@@ -203,7 +203,7 @@ CS_INLINE auto narrowed(WordPart v) {
 #endif
 }
 
-// Lanes of a comparison are all ones or all zeros.
+// A lane of `mask` is all ones or all zeros, as after a comparison.
 template <class Mask> CS_INLINE WordPart blend(Mask mask, WordPart a, WordPart b) {
   const auto m = reinterpret_cast<WordPart>(mask);
   return (a & m) | (b & ~m);
@@ -212,7 +212,7 @@ template <class Mask> CS_INLINE WordPart blend(Mask mask, WordPart a, WordPart b
 // bfloat16 is the upper half of a float.
 CS_INLINE FloatPart load_bfloat16(const std::uint16_t* p) { return as_float(load_words(p) << 16); }
 
-// Round to nearest, ties to even; a NaN stays a (quiet) NaN.
+// Rounds to nearest, ties to even; a NaN stays a NaN, and becomes quiet.
 CS_INLINE auto to_bfloat16(FloatPart v) {
   const WordPart w = as_words(v);
   const WordPart rounded = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
@@ -234,8 +234,8 @@ CS_INLINE FloatPart load_float16(const std::uint16_t* p) {
 #endif
 }
 
-// Round to nearest, ties to even. Without the instruction, subnormal results are rounded by an
-// addition at which the unit in the last place is float16's smallest step.
+// Rounds to nearest, ties to even. Without the instruction, subnormal results are rounded by adding
+// a number whose unit in the last place is float16's smallest step.
 CS_INLINE auto to_float16(FloatPart v) {
 #if defined(__AVX512F__)
   return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -253,7 +253,7 @@ CS_INLINE auto to_float16(FloatPart v) {
 #endif
 }
 
-// The first or the last half of a register's floats.
+// Converts the first or the last half of a register's floats to doubles.
 template <bool kLast> CS_INLINE DoublePart widened_half(const FloatPart& v) {
 #if defined(__AVX512F__)
   return _mm512_cvtps_pd(kLast ? _mm512_extractf32x8_ps(v, 1) : _mm512_castps512_ps256(v));
@@ -283,7 +283,7 @@ CS_INLINE void add_widened(Doubles& total, const Floats& v) {
 CS_INLINE void add_widened(Doubles& total, const Doubles& v) { total += v; }
 
 // Loads, stores and the accumulator of an element type. Products are added in the accumulator's
-// precision for kBlock elements, then in double. Here, elements have the accumulator's type.
+// precision for kBlock elements, then in double. Unconverted elements have the accumulator's type.
 template <class V> struct Unconverted {
   using Element = typename V::Lane;
   using Accumulator = V;
@@ -314,10 +314,10 @@ template <class Scalar, class V, auto kWiden, auto kNarrow, std::int64_t kBlock_
 using Float64 = Unconverted<Doubles>;
 // Doubles hold every product of two floats exactly.
 using Float32 = Converted<float, Doubles, load_widened, to_floats, INT64_MAX>;
-// Twice the lanes, for products that may be rounded.
+// Twice as many lanes, for products that may be rounded.
 using Float32InFloat = Unconverted<Floats>;
-// A product of two 16-bit numbers is exact in float; a lane adds 16 of them before the sum in
-// double.
+// A product of two 16-bit numbers is exact in float; a lane adds up 16 products before the sum
+// continues in double.
 template <auto kWiden, auto kNarrow>
 using Bits16 = Converted<std::uint16_t, Floats, kWiden, kNarrow, 16 * std::int64_t{Floats::kLanes}>;
 using BFloat16 = Bits16<load_bfloat16, to_bfloat16>;

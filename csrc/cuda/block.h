@@ -15,21 +15,21 @@ struct Range {
   std::int64_t end;
 };
 
-// Item `index` when `all` is cut into items of `each`.
+// The range of item `index` if `all` elements are cut into items of `each`.
 CS_DEVICE Range item_range(std::int64_t index, std::int64_t each, std::int64_t all) {
   const std::int64_t begin = index * each;
   return {begin, begin + each < all ? begin + each : all};
 }
 
-// The sum over `lanes` adjacent threads, a power of two, at most a warp; every thread gets it. All
-// threads of the warp must call it.
+// The sum over `lanes` adjacent threads, returned to each of them. `lanes` is a power of two, at
+// most a warp. All threads of the warp must call this.
 CS_DEVICE double warp_sum(double value, int lanes) {
   for (int mask = lanes / 2; mask > 0; mask /= 2)
     value += exchanged(value, mask);
   return value;
 }
 
-// The sums over the block; every thread gets them. workspace: [kNumber, kWarps], shared.
+// The sums over the block, returned to every thread. workspace: [kNumber, kWarps], shared memory.
 template <int kNumber> CS_DEVICE void block_sums(double (&values)[kNumber], double* workspace) {
   synchronize_block(); // earlier readers of the workspace are done
   CS_UNROLL(kNumber)
@@ -47,15 +47,15 @@ template <int kNumber> CS_DEVICE void block_sums(double (&values)[kNumber], doub
   }
 }
 
-// The sum over the block; every thread gets it. workspace: [kWarps], shared.
+// The sum over the block, returned to every thread. workspace: [kWarps], shared memory.
 CS_DEVICE double block_sum(double value, double* workspace) {
   double values[] = {value};
   block_sums(values, workspace);
   return values[0];
 }
 
-// Whether this block is the last to arrive; then the others' writes are visible to it. last:
-// shared.
+// Whether this block arrives last; if so, the others' writes are visible to it. `last` is in shared
+// memory.
 CS_DEVICE bool arrive(std::int32_t* counter, std::int64_t expected, std::int32_t* last) {
   synchronize_block();
   if (thread_index() == 0)
@@ -64,15 +64,15 @@ CS_DEVICE bool arrive(std::int32_t* counter, std::int64_t expected, std::int32_t
   return *last != 0;
 }
 
-// Sets a flag; this block's writes are visible to blocks that wait for it.
+// Sets a flag, and makes this block's writes visible to blocks that wait for the flag.
 CS_DEVICE void publish(std::int32_t* flag) {
   synchronize_block();
   if (thread_index() == 0)
     count_in_order(flag);
 }
 
-// Whether a flag is published. To be called by one thread; the published writes are visible to the
-// others after a barrier.
+// Whether a flag is published. One thread calls this; the published writes become visible to the
+// other threads after a barrier.
 CS_DEVICE bool is_published(const std::int32_t* flag) { return counted(flag) != 0; }
 
 // Waits until the flag is published.

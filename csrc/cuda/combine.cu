@@ -13,8 +13,8 @@ constexpr std::int64_t kTile = std::int64_t{kGradientVectors} * kThreads * Vecto
 
 // A block's item.
 template <class T> struct Piece {
-  const PlannedGradient tensor; // a copy, as stores might alias the table
-  const std::int64_t* call;     // the tensor's row of the table of addresses
+  const PlannedGradient tensor; // a copy, because stores might alias the table
+  const std::int64_t* call;     // the tensor's row of the address table
   std::int64_t item;
   bool aligned;
   Range range;
@@ -44,7 +44,8 @@ private:
 // The index of a pair j <= i.
 CS_DEVICE constexpr int pair_of(int i, int j) { return i * (i + 1) / 2 + j; }
 
-// Adds up the products of a group's items: [pair, item] or, for more than 8 tasks, [item, pair].
+// Adds up the products of a group's items. These are [pair, item] or, for more than 8 tasks,
+// [item, pair].
 template <int kTasks>
 CS_DEVICE void add_up(const GramianLaunch& launch, const PlannedGradient& tensor) {
   const int tasks = launch.gradients.tasks;
@@ -72,8 +73,9 @@ CS_DEVICE void add_up(const GramianLaunch& launch, const PlannedGradient& tensor
   }
 }
 
-// The products of an item's gradients, for up to 8 tasks: summed in registers, then over the block.
-// A task without a gradient reads another's gradient, and its products are set to zero.
+// Computes the products of an item's gradients for up to 8 tasks, summed in registers, then over
+// the block. A task without a gradient reads another task's gradient, and its products are set to
+// zero.
 template <class T, int kTasks>
 CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride,
                         double* workspace) {
@@ -136,10 +138,11 @@ CS_DEVICE void multiply(const Piece<T>& piece, double* out, std::int64_t stride,
   }
 }
 
-// For any number of tasks: a tile of all gradients in shared memory, one thread per pair.
+// The same for any number of tasks, with a tile of all gradients in shared memory and one thread
+// per pair.
 template <class T>
 CS_DEVICE void multiply_many(const Piece<T>& piece, int tasks, double* out, double* workspace) {
-  constexpr int kWidth = kGeneralColumns + 1; // columns in different banks
+  constexpr int kWidth = kGeneralColumns + 1; // puts columns in different banks
   const int pairs = pair_of(tasks, 0);
   double* products = workspace;
   double* tile = products + pairs;
@@ -172,14 +175,15 @@ CS_DEVICE void multiply_many(const Piece<T>& piece, int tasks, double* out, doub
     out[pair] = products[pair];
 }
 
-// kTasks is 0 for the general kernel.
+// `unrolled` is the kernel's kTasks: 0 for the general kernel.
 constexpr std::size_t gramian_bytes(int unrolled, int tasks) {
   const int pairs = tasks * (tasks + 1) / 2;
   const int numbers = unrolled > 0 ? pairs * kWarps : pairs + tasks * (kGeneralColumns + 1);
   return 16 + static_cast<std::size_t>(numbers) * sizeof(double);
 }
 
-// One item; the last block of a group adds up its products. Reads every gradient once.
+// Computes one item; the last block of a group to finish adds up the group's products. Reads every
+// gradient once.
 template <class T, int kTasks>
 CS_KERNEL(kThreads, gramian_blocks(kTasks))
 gramian_kernel(GramianLaunch launch) {
@@ -198,8 +202,8 @@ gramian_kernel(GramianLaunch launch) {
     add_up<kTasks>(launch, tensor);
 }
 
-// Calls add(task, numbers, whether they are the first) for these pieces of every gradient that
-// exists; once, with zeros, if there is none.
+// Calls add(task, numbers, is_first) for these pieces of every existing gradient. If no gradient
+// exists, calls it once, with zeros.
 template <class T, class Pieces, class Add>
 CS_DEVICE void for_each_task(const Piece<T>& piece, const Pieces& pieces, int tasks,
                              const Add& add) {
@@ -264,7 +268,7 @@ template <class T> CS_KERNEL(kThreads, kCombineBlocks) drop_signs_kernel(DropLau
   const Piece<T> piece(launch.gradients);
   const int tasks = launch.gradients.tasks;
   const std::uint64_t key = splitmix64(advanced(launch.state, launch.counter));
-  // An item's indices are in at most two ranges of 2^32.
+  // An item's indices lie in at most two ranges of 2^32.
   const auto first = static_cast<std::uint64_t>(piece.tensor.first_index + piece.range.begin);
   const RandomWords of_first(key, first);
   const RandomWords of_next(key, first + (std::uint64_t{1} << 32));
@@ -272,7 +276,7 @@ template <class T> CS_KERNEL(kThreads, kCombineBlocks) drop_signs_kernel(DropLau
     using Of = std::decay_t<decltype(pieces)>;
     typename Of::Numbers positive;
     typename Of::Numbers negative;
-    typename Of::Numbers leaked_positive; // added where the other sign is chosen
+    typename Of::Numbers leaked_positive; // added if the other sign is chosen
     typename Of::Numbers leaked_negative;
     for_each_task(piece, pieces, tasks, [&](int j, const typename Of::Numbers& g, auto begins) {
       const auto leak = static_cast<Wide<T>>(load(launch.leaks + j));
@@ -281,7 +285,7 @@ template <class T> CS_KERNEL(kThreads, kCombineBlocks) drop_signs_kernel(DropLau
         CS_UNROLL(Of::kSize)
         for (int e = 0; e < Of::kSize; ++e) {
           const Wide<T> above = g[n][e] > 0 ? g[n][e] : 0;
-          const Wide<T> below = g[n][e] - above; // and NaN
+          const Wide<T> below = g[n][e] - above; // includes NaN
           add_to(positive[n][e], above, begins);
           add_to(negative[n][e], below, begins);
           add_to(leaked_positive[n][e], leak * above, begins);

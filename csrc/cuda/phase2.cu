@@ -10,7 +10,7 @@
 namespace cs_kernels::cuda {
 namespace {
 
-// The last ENERGY item of a layer to finish derives its priorities.
+// The last ENERGY item of a layer to finish derives the layer's priorities.
 template <class T>
 CS_DEVICE void energy_item(const Phase2Launch& launch, const Item& item, Shared& shared) {
   const Work<T> work(launch, item.tensor);
@@ -33,7 +33,7 @@ CS_DEVICE void energy_item(const Phase2Launch& launch, const Item& item, Shared&
   publish(work.counters() + kPriorityReady);
 }
 
-// The last SUM item of a layer to finish derives its a_i.
+// The last SUM item of a layer to finish derives the layer's a_i.
 template <class T>
 CS_DEVICE void sum_item(const Phase2Launch& launch, const Item& item, Shared& shared) {
   const Work<T> work(launch, item.tensor);
@@ -48,7 +48,7 @@ CS_DEVICE void sum_item(const Phase2Launch& launch, const Item& item, Shared& sh
 }
 
 // A block takes items until none is left, and draws the next ticket during the current item. An
-// item waits only for earlier tickets, which running blocks have drawn.
+// item waits only for items with earlier tickets, which running blocks have already drawn.
 template <class T> CS_KERNEL(kThreads, kPhase2Blocks<T>) phase2_kernel(Phase2Launch launch) {
   auto& shared = *reinterpret_cast<Shared*>(shared_memory());
   if (thread_index() == 0)

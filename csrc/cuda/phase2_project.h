@@ -6,8 +6,8 @@
 
 namespace cs_kernels::cuda {
 
-// Derives d_ij and a_i of a layer whose SUM items have ended. The items' products are added up in a
-// fixed order, by several threads per pair, each of which has a share of the items.
+// Derives d_ij and a_i of a layer whose SUM items have finished. The items' products are added up
+// in a fixed order, by several threads per pair; each thread has a share of the items.
 CS_DEVICE void find_coefficients(const Phase2Launch& launch, const PlannedTensor& tensor,
                                  double* workspace) {
   const int tasks = launch.tasks;
@@ -49,8 +49,8 @@ CS_DEVICE Wide<T> coefficient_of(const Work<T>& work, const TeamSegment<T>& segm
                            : static_cast<Wide<T>>(work.launch.coefficients[first + segment.group]);
 }
 
-// A PROJECT item: the segments of a few SUM items again, where a_i > 0. Their sums and reference
-// gradients are likely to be in the L2 cache.
+// Computes a PROJECT item: revisits the segments of a few SUM items where a_i > 0. Their sums and
+// reference gradients are likely to be in the L2 cache.
 template <class T> CS_DEVICE void project_item(const Phase2Launch& launch, const Item& item) {
   const Work<T> work(launch, item.tensor);
   const PlannedTensor& tensor = work.tensor;

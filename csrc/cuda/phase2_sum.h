@@ -6,14 +6,15 @@
 namespace cs_kernels::cuda {
 
 // The plain sum of a team's segment, and the gradients' products with the reference gradient. A
-// thread reads several vectors of the reference gradient, then of the other gradients in turn.
+// thread reads several vectors of the reference gradient, then the same vectors of each other
+// gradient in turn.
 template <class T> struct Sum {
   const Work<T>& work;
   const TeamSegment<T> segment;
-  const T* first; // the gradient with which the sum begins; null if there is none
+  const T* first; // the gradient at which the sum starts; null if there is none
   int first_task; // the task of `first`
-  int group;      // the channel group if `first` is its reference gradient; else products are zero
-  bool began = false; // whether the products have been written before, so that they are added to
+  int group;      // the channel group if `first` is its reference gradient, else -1: no products
+  bool began = false; // whether products have been written, so that more are added to them
 
   CS_DEVICE Sum(const Work<T>& of, std::int64_t tile)
       : work(of), segment(of, tile), first_task(segment.group < 0 ? 0 : segment.group),
@@ -35,7 +36,7 @@ template <class T> struct Sum {
   }
 
   template <int kSize, int kNumber> CS_DEVICE void add(const Pieces<T, kSize, kNumber>& pieces) {
-    const std::uint64_t evict = policy_to_evict(); // PROJECT items read only the first one again
+    const std::uint64_t evict = policy_to_evict(); // PROJECT items read only `first` again
     Vector<T, kSize> vectors[kNumber];
     Wide<T> references[kNumber][kSize];
     Wide<T> totals[kNumber][kSize]; // start as the reference gradient
@@ -50,7 +51,7 @@ template <class T> struct Sum {
         dot += references[n][e] * references[n][e];
     }
     add_dot(first_task, dot);
-    int other = 1; // counts the other tasks; if there is none, a task without a gradient
+    int other = 1; // counts the other tasks; if there is none, a missing task stands in
     CS_UNROLL(1)
     do {
       const int task = other > first_task ? other : other - 1;
@@ -94,8 +95,9 @@ template <class T> struct Sum {
   }
 };
 
-// The products of a tile, d_ij over its segments of channel group i, [tasks, tasks]: written by an
-// item's first tile, added by the others. group: the channel group of the thread's team.
+// Computes a tile's products [tasks, tasks]: d_ij over the tile's segments of channel group i. An
+// item's first tile writes them; the other tiles add to them. group: the channel group of the
+// thread's team.
 CS_DEVICE void add_products(Shared& shared, int tasks, int group, bool first, double* products) {
   const double* of_lanes = dots_of_lanes();
   double* of_teams = dots_of_teams(tasks);
@@ -122,7 +124,7 @@ CS_DEVICE void add_products(Shared& shared, int tasks, int group, bool first, do
   }
 }
 
-// A SUM item: tiles with one segment per team.
+// Computes a SUM item, in tiles with one segment per team.
 template <class T>
 CS_DEVICE void sum_tiles(const Work<T>& work, std::int64_t item, Shared& shared) {
   const PlannedTensor& tensor = work.tensor;

@@ -1,4 +1,4 @@
-// Shared by the items of Phase 2: a block's shared memory, and the tensor that it works on.
+// Used by all items of Phase 2: a block's shared memory, and the tensor that the block works on.
 #pragma once
 
 #include <cstddef>
@@ -19,9 +19,9 @@ struct alignas(16) Shared {
   std::int32_t groups[kTeams];
 };
 
-// The second part: the products of the teams' segments, per lane [tasks, kDotsWidth] and then per
-// team [tasks, kTeams]. It has at least two rows.
-constexpr int kDotsWidth = kThreads + kThreads / kTeam; // lanes of a team in different banks
+// The second part has the products of the teams' segments: per lane, [tasks, kDotsWidth], then per
+// team, [tasks, kTeams]. It has at least two rows.
+constexpr int kDotsWidth = kThreads + kThreads / kTeam; // puts a team's lanes in different banks
 CS_HOST_DEVICE_INLINE constexpr int dots_rows(int tasks) { return tasks < 2 ? 2 : tasks; }
 CS_DEVICE double* dots_of_lanes() {
   return reinterpret_cast<double*>(shared_memory() + sizeof(Shared));
@@ -43,7 +43,7 @@ CS_DEVICE std::uint32_t lane_of_team() {
 template <class T> struct Work {
   const Phase2Launch& launch;
   const PlannedTensor& tensor;
-  const std::int64_t* call; // the tensor's row of the table of addresses
+  const std::int64_t* call; // the tensor's row of the address table
   bool aligned;
 
   CS_DEVICE Work(const Phase2Launch& arguments, std::int32_t number)
@@ -66,8 +66,8 @@ template <class T> struct Work {
   }
 };
 
-// The segment of a thread's team in a tile, and the task of its channel group, or -1. The priority
-// is read without the read-only path, as the same launch may have written it.
+// The segment of a thread's team in a tile, and the task of the segment's channel group, or -1. The
+// priority is not read through the read-only path, because the same launch may have written it.
 template <class T> struct TeamSegment : Segment<T> {
   int group;
 

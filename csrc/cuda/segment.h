@@ -14,13 +14,13 @@ template <class T> struct Segment {
 
   std::int64_t base;    // offset in memory of the segment or, in a row of several runs, of the row
   std::uint32_t length; // in elements
-  std::uint32_t first;  // element within the row, in a row of several runs
+  std::uint32_t first;  // index in the row of the first element, if the row has several runs
   std::uint32_t inner;  // elements of a run; 0 if the row is a single run
   std::int64_t skip;    // elements between two runs
   std::uint32_t head;   // elements before the vectors
   std::uint32_t vectors;
 
-  // Elements of a row from `begin` on. aligned: whether the memory is aligned to 16 bytes.
+  // Elements of a row from `begin` on. `aligned`: the memory is aligned to 16 bytes.
   CS_DEVICE Segment(const PlannedTensor& tensor, bool aligned, std::uint32_t row,
                     std::int64_t begin, std::uint32_t elements)
       : length(elements), first(static_cast<std::uint32_t>(begin)),
@@ -42,7 +42,7 @@ template <class T> struct Segment {
     head = vectorized ? head : length;
   }
 
-  // Elements of a tensor in memory order; `begin` is a whole number of vectors.
+  // Elements of a tensor in memory order; `begin` is a multiple of the vector size.
   CS_DEVICE Segment(std::int64_t begin, std::int64_t end, bool aligned)
       : base(begin), length(static_cast<std::uint32_t>(end - begin)), first(0), inner(0), skip(0),
         head(aligned ? 0 : length), vectors(aligned ? length / kVector : 0) {}
@@ -56,7 +56,7 @@ template <class T> struct Segment {
   }
 };
 
-// Several of a lane's pieces of a segment: vectors of kElements, or single elements.
+// Several pieces of a segment that one lane visits: vectors of kElements, or single elements.
 template <class T, int kElements, int kPieces> struct Pieces {
   static constexpr int kSize = kElements;
   static constexpr int kNumber = kPieces;
@@ -73,7 +73,7 @@ template <class T, int kElements, int kPieces> struct Pieces {
   }
 };
 
-// Reads these pieces of a tensor; the policy is that of vector_at.
+// Reads these pieces of a tensor; `policy` is passed to vector_at.
 template <class T, int kSize, int kNumber, class... Policy>
 CS_DEVICE void read(const Pieces<T, kSize, kNumber>& pieces, const T* tensor,
                     Vector<T, kSize> (&vectors)[kNumber], Policy... policy) {
@@ -104,7 +104,8 @@ CS_DEVICE void write(const Pieces<T, kSize, kNumber>& pieces, T* tensor,
     store(pieces.of(tensor, n), vectors[n]);
 }
 
-// Calls run(number) with the number of steps that begin before `all`, at most kMost, as a constant.
+// Calls run(number), where the constant `number` counts the steps that begin before `all`, at most
+// kMost.
 template <int kMost, class Run>
 CS_DEVICE void with_steps(std::uint32_t all, std::uint32_t step, const Run& run) {
   if constexpr (kMost > 1)
@@ -114,8 +115,8 @@ CS_DEVICE void with_steps(std::uint32_t all, std::uint32_t step, const Run& run)
 }
 
 // Calls visit(pieces) for a lane's vectors, up to kMost at a time, then for its single elements.
-// The number of pieces is a constant, so there is no branch between them. Single elements, and
-// vectors in rows of several runs, are rare, and visited two at a time.
+// The number of pieces is a constant, so there is no branch between pieces. Single elements, and
+// vectors in rows of several runs, are rare, so they are visited two at a time.
 template <int kMost, class T, class Lanes, class Visit>
 CS_DEVICE void for_each_piece(const Segment<T>& segment, std::uint32_t lane, Lanes lanes,
                               Visit visit) {

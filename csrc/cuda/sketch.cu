@@ -6,15 +6,15 @@
 namespace cs_kernels::cuda {
 namespace {
 
-// One bin per thread, which adds its element of each block, in order. The rotations of a batch of
-// blocks are in shared memory, as they are the same for all threads.
+// Each thread has one bin, and adds the bin's element of each block in order. The rotations of a
+// batch of blocks are in shared memory, because they are the same for all threads.
 template <class T> CS_KERNEL(kThreads, kSmallBlocks) sketch_kernel(SketchLaunch launch) {
   auto* const rotations = reinterpret_cast<std::uint32_t*>(shared_memory());
   const auto last = static_cast<std::uint32_t>(launch.bins - 1);
   const auto bin = static_cast<std::uint32_t>(block_index() * kThreads + thread_index());
   const auto* const data = static_cast<const T*>(launch.data);
   const std::int64_t end = (launch.index + launch.size - 1) / launch.bins + 1;
-  // A tensor's words of signs are in at most two ranges of 2^32.
+  // A tensor's words of signs lie in at most two ranges of 2^32.
   const auto first_word = static_cast<std::uint64_t>(launch.index / kSignWord);
   const SignWords of_first(launch.key, first_word);
   const SignWords of_next(launch.key, first_word + (std::uint64_t{1} << 32));

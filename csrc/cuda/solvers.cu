@@ -9,7 +9,7 @@
 namespace cs_kernels::cuda {
 namespace {
 
-// A block as a team, whose parts are warps.
+// A block, as a team whose parts are warps.
 struct Warps {
   CS_DEVICE static int lane() { return thread_index() % kWarp; }
   CS_DEVICE static constexpr int lanes() { return kWarp; }
@@ -37,7 +37,7 @@ std::size_t memory(std::int32_t tasks, int warps) {
   return static_cast<std::size_t>(solvers::workspace_size(tasks, warps)) * sizeof(double);
 }
 
-// The warps per block: UPGrad has one problem per task, the others have a single one.
+// The warps per block: UPGrad solves one problem per task, the other methods solve a single one.
 int warps(Solver solver, std::int32_t tasks) {
   int found = 1;
   if (solver == Solver::upgrad)

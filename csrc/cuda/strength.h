@@ -11,7 +11,7 @@
 
 namespace cs_kernels::cuda {
 
-// Several numbers of an array, whose loads are in flight together.
+// Reads several numbers of an array, with all loads in flight together.
 template <int kNumber>
 CS_DEVICE void numbers_at(const Numbers& numbers, const std::int64_t (&offsets)[kNumber],
                           double (&values)[kNumber]) {
@@ -28,7 +28,7 @@ CS_DEVICE double number_at(const Numbers& numbers, std::int64_t offset) {
   return value[0];
 }
 
-// energy[row] of a range of rows. The number of threads per row grows with its length.
+// Computes energy[row] for a range of rows. The longer a row, the more threads read it.
 template <class T>
 CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool aligned, Range rows,
                             double* energy, double* workspace) {
@@ -68,8 +68,8 @@ CS_DEVICE void row_energies(const PlannedTensor& tensor, const T* weight, bool a
   }
 }
 
-// Eq. (6) of a row, for tasks from `task` on; 0 for tasks that do not exist. Other blocks of the
-// same launch may have written the energies.
+// Eq. (6) of a row, for the tasks from `task` on; 0 for tasks that do not exist. Other blocks of
+// the same launch may have written the energies.
 template <int kTasks>
 CS_DEVICE void strengths_at(const StrengthLaunch& layer, int task, std::int64_t row,
                             double (&strengths)[kTasks]) {
@@ -88,8 +88,8 @@ CS_DEVICE void strengths_at(const StrengthLaunch& layer, int task, std::int64_t 
                        : 0;
 }
 
-// Eq. (6) summed over rows, for tasks from `task` on. All threads of the block must call it; each
-// gets the sums. workspace: [kTasks, kWarps], shared.
+// Eq. (6) summed over rows, for the tasks from `task` on, returned to every thread. All threads of
+// the block must call this. workspace: [kTasks, kWarps], shared memory.
 template <int kTasks>
 CS_DEVICE void strength_totals(const StrengthLaunch& layer, int task, double (&totals)[kTasks],
                                double* workspace) {
@@ -107,7 +107,7 @@ CS_DEVICE void strength_totals(const StrengthLaunch& layer, int task, double (&t
   block_sums(totals, workspace);
 }
 
-// Eq. (10) of every row. totals: [tasks], shared.
+// Eq. (10) of every row. totals: [tasks], shared memory.
 CS_DEVICE void find_priorities(const StrengthLaunch& layer, double* totals, double* workspace,
                                std::int64_t* priority) {
   constexpr int kTasks = kStrengthTasks;

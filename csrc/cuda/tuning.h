@@ -1,4 +1,4 @@
-// Every constant that affects only speed, with its reason.
+// All constants that affect only speed, each with its reason.
 #pragma once
 
 #include <cstddef>
@@ -22,13 +22,13 @@ template <class T> constexpr int kPhase2Blocks = sizeof(T) < 4 ? 3 : 4;
 // Lanes that share a segment in Phase 2: their vectors fill a cache line.
 constexpr int kTeam = 8;
 constexpr int kTeams = kThreads / kTeam;
-// Vectors of a gradient that a thread has in flight in Phase 2, also the limit per segment: 36 KiB
-// (16 bits) or 48 KiB per multiprocessor. Bandwidth times latency is about 25 KiB on an H100, 36
-// KiB on an H200. The fixed cost of an item is about that of two vectors.
+// Vectors of a gradient that a thread has in flight in Phase 2, and the maximum per segment. Per
+// multiprocessor, 36 KiB (16-bit types) or 48 KiB are in flight. Bandwidth times latency is about
+// 25 KiB on an H100 and 36 KiB on an H200. An item's fixed cost is about the cost of two vectors.
 constexpr int kPieces = 6;
 
-// Numbers that a thread loads at once to add up the products of a layer's items, of which there are
-// at most 1024: the block that does so has no other loads in flight.
+// Numbers that a thread loads at once to add up the products of a layer's items (at most 1024). The
+// block that adds them up has no other loads in flight.
 constexpr int kProductLoads = 8;
 
 // Resident blocks for the Gramian, whose threads keep K (K + 1) / 2 sums in registers.
@@ -41,30 +41,31 @@ constexpr int kEnergyLoads = 6;
 
 // 16-byte vectors of a gradient per thread in a tile of combine, sign dropping and the Gramian.
 constexpr int kGradientVectors = 8;
-// The vectors that a thread has in registers at once: of one gradient; in the Gramian, of each.
+// Vectors that a thread has in registers at once: of one gradient, or of each in the Gramian.
 template <class T> constexpr int kCombineVectors = sizeof(T) < 4 ? 4 : 8;
 template <class T> constexpr int kDropVectors = sizeof(T) < 4 ? 1 : 2;
 constexpr int gramian_vectors(int tasks) { return tasks <= 4 ? 4 : 2; }
 
-// Tasks whose strengths a thread computes at once, as many as fit the registers: other blocks wait
-// while one finds a layer's priorities, with a latency of about two memory accesses per round.
+// Tasks whose strengths a thread computes at once: as many as fit in the registers. Other blocks
+// wait while one block finds a layer's priorities, at a latency of about two memory accesses per
+// round.
 constexpr int kStrengthTasks = 4;
 
 // Elements per task in the shared memory of the Gramian's general kernel: 33 KiB of doubles for 64
-// tasks, 8 KiB for 16 tasks, of which four blocks have 16 KiB of float32 in flight.
+// tasks, 8 KiB for 16 tasks. With 16 tasks, four blocks have 16 KiB of float32 in flight.
 constexpr int kGeneralColumns = 64;
 
-// Elements that a thread of a sketch has in flight: 65,536 bins are 16 warps on each of 128
-// multiprocessors, with 16 KiB of float32 in flight.
+// Elements that a thread of a sketch has in flight. For 65,536 bins, each of 128 multiprocessors
+// has 16 warps, with 16 KiB of float32 in flight.
 constexpr int kSketchLoads = 8;
 
-// Bytes of a weight's row per thread that reads it, for up to a warp; rows of at least kLongRow
-// bytes are read by a whole block.
+// Bytes of a weight's row per thread, for up to a warp of threads. Rows of at least kLongRow bytes
+// are read by a whole block.
 constexpr std::int64_t kRowBytes = 512;
 constexpr std::int64_t kLongRow = 64 << 10;
 
-// The limit of warps in UPGrad's block; their matrices must fit the shared memory that every GPU
-// has (99 KiB from compute capability 8.6 on).
+// Maximum warps in UPGrad's block. Their matrices must fit in the shared memory that every GPU has
+// (99 KiB from compute capability 8.6 on).
 constexpr int kSolverWarps = 8;
 constexpr std::size_t kSolverMemory = 96 << 10;
 
@@ -78,14 +79,15 @@ constexpr bool is_unrolled(int tasks) { return tasks >= 2 && tasks <= kUnrolledT
 // The plan of Phase 2's items.
 // SUM items per PROJECT item.
 constexpr int kProjectSums = 2;
-// Vectors per thread in an ENERGY item, which begins with dependent reads, as a SUM item does.
+// Vectors per thread in an ENERGY item: many, because it begins with dependent reads, as a SUM item
+// does.
 constexpr int kEnergyVectors = 36;
 constexpr int kLeastEnergyRows = 4;
-// SUM items per multiprocessor before items grow: a block runs six to eight of them in turn, so
-// less than a tenth of the time is idle tail.
+// SUM items per multiprocessor before items grow: a block runs six to eight of them in turn, so the
+// idle tail takes less than a tenth of the time.
 constexpr int kLeastItems = 24;
-// SUM items per multiprocessor between a layer's last one and its PROJECT items: those of the
-// resident blocks, which have to end, and half as many.
+// SUM items per multiprocessor between a layer's last SUM item and its PROJECT items: one per
+// resident block, which must finish first, and half as many again.
 constexpr int kLag = 6;
 
 // Tiles per item in combine, sign dropping and the Gramian.

@@ -26,7 +26,7 @@ CS_DEVICE float widened(Float16 x) { return float16_to_float(x.bits); }
 
 // The type of a thread's sums and products over a few vectors; totals are in float64.
 template <class T> using Wide = decltype(widened(T{}));
-// The type of a weight's squares, wide because two tasks' strengths can be close to each other.
+// The type of a weight's squares; it is wide because two tasks' strengths can be close.
 template <class T> using Square = std::conditional_t<sizeof(T) >= 4, double, float>;
 
 template <class T> CS_DEVICE T narrowed(Wide<T> x) {
@@ -90,8 +90,8 @@ template <class T> CS_DEVICE const Words<typename Vector<T>::Word>* words_at(con
   return reinterpret_cast<const Words<typename Vector<T>::Word>*>(address);
 }
 
-// The elements of a vector, in one access. With a policy of the L2 cache, memory must be constant
-// during the launch.
+// Loads the elements of a vector in one access. With an L2 cache policy, the memory must be
+// constant during the launch.
 template <int kSize, class T, class... Policy>
 CS_DEVICE Vector<T, kSize> vector_at(const T* address, Policy... policy) {
   if constexpr (kSize > 1 && sizeof...(policy) > 0)
@@ -127,7 +127,7 @@ template <class Run> constexpr auto with_type(DataType type, const Run& run) {
   }
 }
 
-// Calls run(T{}, number of tasks) for the kernel of this type and number; 0 is the general kernel.
+// Calls run(T{}, kTasks) for the kernel of this type and number of tasks; 0 is the general kernel.
 template <int kTasks = 2, class Run> Status with_kernel(DataType type, int tasks, const Run& run) {
   if constexpr (kTasks > 0)
     if (kTasks != tasks)

@@ -1,1 +1,1 @@
-"""What backends whose kernels take addresses share: checks, then operands, then launches."""
+"""Shared by all backends whose kernels take addresses: checks, then operands, then launches."""

@@ -1,4 +1,4 @@
-"""Gramian, weighted sum and sign dropping: checks arguments and makes operands of them."""
+"""Gramian, weighted sum and sign dropping: argument checks and kernel operands."""
 
 from abc import ABC, abstractmethod
 
@@ -17,15 +17,15 @@ from cs_kernels.ops.random import random_state
 
 
 class CombineOperators(ABC):
-    """The operators over all gradients; each reads the gradients once."""
+    """Operators over all gradients; each operator reads every gradient once."""
 
     @abstractmethod
     def run_gramian(self, operands: Operands, group_of: Ints, groups: int) -> Tensor:
-        """Float64 [groups, K, K]."""
+        """Returns float64 [groups, K, K]."""
 
     @abstractmethod
     def run_combine(self, operands: Operands, weights: Tensor, group_of: Ints) -> None:
-        """Writes the outputs; weights [groups, K]."""
+        """Writes the outputs; `weights` has shape [groups, K]."""
 
     @abstractmethod
     def run_drop_signs(
@@ -36,13 +36,13 @@ class CombineOperators(ABC):
         counter: Tensor | None,
         offsets: Ints | None,
     ) -> None:
-        """Writes the outputs. The counter is added to the random state.
+        """Writes the outputs; adds the counter to the random state.
 
-        Without offsets, a tensor's indices follow those of the previous tensor.
+        Without offsets, each tensor's indices continue after the previous tensor's.
         """
 
     def gramian(self, grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
-        """Reads K * N gradients once."""
+        """Reads K * N gradient elements once."""
         check_tasks(tasks)
         check_group_of(group_of, groups, len(group_of))
         operands = Operands(first_present(grads, len(group_of), tasks), grads, tasks, name="grads")
@@ -51,7 +51,7 @@ class CombineOperators(ABC):
     def combine_(
         self, updates: Tensors, grads: Grads, weights: Tensor, group_of: Ints, tasks: int
     ) -> None:
-        """Reads K * N gradients once and writes N."""
+        """Reads K * N gradient elements once and writes N."""
         check_task_weights(weights, group_of, tasks, updates)
         operands = Operands(updates, grads, tasks)
         self.run_combine(operands, dense(weights), group_of)
@@ -68,7 +68,7 @@ class CombineOperators(ABC):
         counter: Tensor | None = None,
         offsets: Ints | None = None,
     ) -> None:
-        """Reads K * N gradients once and writes N."""
+        """Reads K * N gradient elements once and writes N."""
         check_signs(updates, leaks, tasks, counter, offsets)
         operands = Operands(updates, grads, tasks)
         self.run_drop_signs(operands, leaks, random_state(seed, step), counter, offsets)

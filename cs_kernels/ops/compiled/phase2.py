@@ -1,4 +1,4 @@
-"""Connection strength, priority and Phase 2: checks arguments and makes operands of them."""
+"""Connection strength, priority and Phase 2: argument checks and kernel operands."""
 
 from abc import ABC, abstractmethod
 from math import prod
@@ -19,11 +19,11 @@ from cs_kernels.ops.operands import ChannelLayout, Operands, as_channels, dense
 
 
 class Factors(NamedTuple):
-    """The operands of connection strength for the layers, which come first among the tensors."""
+    """The operands of connection strength; the layers come first among the tensors."""
 
     weights: Tensors
     gamma: Tensor
-    """[K, O] per layer, flattened and concatenated; the variance likewise."""
+    """[K, O] per layer, flattened and concatenated; `variance` likewise."""
     variance: Tensor
     eps: Floats
 
@@ -37,7 +37,7 @@ class Phase2Operators(ABC):
         factors: Factors | None,
         products: Tensor | None = None,
     ) -> None:
-        """Writes the outputs and the products; with factors, first writes the priorities."""
+        """Writes the outputs and the products; with factors, writes the priorities first."""
 
     @abstractmethod
     def run_products(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
@@ -49,17 +49,17 @@ class Phase2Operators(ABC):
 
     @abstractmethod
     def energies(self, weight: Tensor, layout: ChannelLayout, window: int) -> Tensor:
-        """Float64 [O] of one layer: sums of squares, divided by `window`. Reads the weight once."""
+        """Returns one layer's sums of squares over `window`, float64 [O]; reads the weight once."""
 
     @abstractmethod
     def strengths(
         self, energy: Tensor, gamma: Tensor, variance: Tensor, eps: Floats, *, normalize: bool
     ) -> Tensor:
-        """Float64 [K, O] of one layer. Reads (2 K + 1) O numbers."""
+        """Returns one layer's strengths, float64 [K, O]; reads (2 K + 1) O numbers."""
 
     @abstractmethod
     def task_priority(self, strength: Tensor) -> Tensor:
-        """Reads K * O numbers, writes O."""
+        """Reads K * O numbers and writes O."""
 
     def project_conflicts_(
         self,
@@ -70,7 +70,7 @@ class Phase2Operators(ABC):
         groups: Ints,
         tasks: int,
     ) -> None:
-        """Reads K * N gradients once and writes N; rows in conflict are visited again in cache."""
+        """Reads K * N gradient elements once and writes N; revisits conflicting rows in cache."""
         operands = Operands(updates, grads, tasks, dims, groups)
         _dense_priorities, addresses = operands.priority_addresses(priorities)
         self.run_phase2(operands, addresses, None)
@@ -89,9 +89,9 @@ class Phase2Operators(ABC):
         tasks: int,
         products: Tensor | None = None,
     ) -> Tensor:
-        """Reads N weights and K * N gradients once and writes N.
+        """Reads N weights and K * N gradient elements once and writes N.
 
-        Rows in conflict are visited again in cache.
+        Rows in conflict are revisited while they are in cache.
         """
         operands = Operands(updates, grads, tasks, dims, groups)
         weights, channels = operands.weights(weights)
@@ -113,7 +113,7 @@ class Phase2Operators(ABC):
         groups: Ints,
         tasks: int,
     ) -> Tensor:
-        """Reads K * N gradients once and writes N."""
+        """Reads K * N gradient elements once and writes N."""
         operands = Operands(updates, grads, tasks, dims, groups)
         _dense_priorities, addresses = operands.priority_addresses(priorities)
         products = torch.zeros(
@@ -133,7 +133,7 @@ class Phase2Operators(ABC):
         groups: Ints,
         tasks: int,
     ) -> None:
-        """Two reads and a write per element of a row in conflict."""
+        """Reads two elements and writes one per element of a row in conflict."""
         operands = Operands(updates, grads, tasks, dims, groups)
         operands.read_outputs()
         _dense_priorities, addresses = operands.priority_addresses(priorities)
@@ -166,7 +166,7 @@ class Phase2Operators(ABC):
     def energy_priority(
         self, energies: Tensor, gamma: Tensor, running_var: Tensor, eps: Floats, channels: Ints
     ) -> Tensor:
-        """Reads (2 K + 1) O numbers, writes O."""
+        """Reads (2 K + 1) O numbers and writes O."""
         tasks = check_energies(energies, gamma, running_var, eps, channels)
         statistics = [tasks * rows for rows in channels]
         layers = zip(

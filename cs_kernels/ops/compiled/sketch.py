@@ -1,4 +1,4 @@
-"""Linear sketches: checks arguments and makes operands of them."""
+"""Linear sketches: argument checks and kernel operands."""
 
 from abc import ABC, abstractmethod
 
@@ -11,14 +11,14 @@ from cs_kernels.ops.random import random_key
 
 
 class SketchOperators(ABC):
-    """One launch per tensor."""
+    """Sketches with one launch per tensor."""
 
     @abstractmethod
     def run_sketch(self, sketch: Tensor, tensor: Tensor, offset: int, key: int) -> None:
-        """Adds a contiguous tensor with elements."""
+        """Adds a contiguous, non-empty tensor to the sketch."""
 
     def sketch_(self, sketch: Tensor, tensors: Tensors, offsets: Ints, seed: int) -> None:
-        """Reads N elements once, and the sketch; copies tensors that are not contiguous."""
+        """Reads N elements once, and the sketch once per tensor; copies non-contiguous tensors."""
         check_sketch(sketch, tensors, offsets)
         key = random_key(seed, 0)
         for tensor, offset in zip(tensors, offsets, strict=True):

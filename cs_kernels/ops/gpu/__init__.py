@@ -1,7 +1,7 @@
-"""What the CUDA and the Triton backend share: plans, address tables, launches.
+"""Plans, address tables and launches, shared by the CUDA and Triton backends.
 
-No operator synchronizes with the host, so a step can be captured in a CUDA graph, after an eager
-one that makes the plans.
+No operator synchronizes with the host, so a step can be captured in a CUDA graph once an eager step
+has made the plans.
 """
 
 from cs_kernels.ops.compiled.sketch import SketchOperators
@@ -13,4 +13,4 @@ __all__ = ["GpuOperators", "GradientLaunch", "Phase2Launch", "StrengthLaunch"]
 
 
 class GpuOperators(GpuPhase2, GpuCombine, SketchOperators, SolverOperators):
-    """All operators; a subclass defines the tilings and the launches."""
+    """All operators; subclasses define the tilings and the launches."""

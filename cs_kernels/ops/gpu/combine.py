@@ -1,7 +1,7 @@
 """Gramian, weighted sum and sign dropping on a GPU: plan, address table, launches.
 
-An item is a few tiles of one tensor. The items of a group of tensors are adjacent; the block that
-finishes the last of them adds up their products, in the order of the items.
+An item is a few tiles of one tensor. The items of a tensor group are adjacent. The last block to
+finish in a group adds up the group's products in the order of the items.
 """
 
 from abc import abstractmethod
@@ -33,11 +33,11 @@ from cs_kernels.ops.gpu.device import (
 from cs_kernels.ops.operands import Operands, Shapes
 
 _LEAST_ITEMS = 16
-"""Minimum items per multiprocessor; items have more than one tile only beyond it."""
+"""Minimum items per multiprocessor; items get more than one tile only above this number."""
 
 
 class GradientField(IntEnum):
-    """Columns of the table of tensors; its contents depend on the tensors' sizes alone."""
+    """Columns of the tensor table, whose contents depend only on the tensors' sizes."""
 
     SIZE = 0
     GROUP = 1
@@ -51,7 +51,7 @@ class GradientField(IntEnum):
 
 
 class GradientCallField(IntEnum):
-    """Columns of the table of addresses, which every call makes anew."""
+    """Columns of the address table, which is rebuilt on every call."""
 
     UPDATE = 0
     ALIGNED = 1
@@ -63,7 +63,7 @@ class GradientPlan:
     """The items and tables of a launch over all gradients."""
 
     items: Tensor
-    """int32 [items, 2]: tensor, index among its items. A group's items are adjacent."""
+    """int32 [items, 2]: tensor, index among the tensor's items. A group's items are adjacent."""
     tensors: Tensor
     """int64 [tensors, fields]."""
     empty_groups: tuple[int, ...]
@@ -86,17 +86,17 @@ def gradient_plan(
     device: torch.device,
     offsets: tuple[int, ...] | None = None,
 ) -> GradientPlan:
-    """The plan for tensors of these sizes.
+    """Makes the plan for tensors of these sizes.
 
     Args:
         sizes: In elements.
         group_of: The group of each tensor.
         groups: The number of groups.
         mask: Whether each tensor has items.
-        elements: Elements of a tile.
-        most_tiles: The limit of tiles per item.
+        elements: Elements per tile.
+        most_tiles: Maximum tiles per item.
         device: The device of the tables.
-        offsets: The index of each tensor's first element; None counts on from tensor to tensor.
+        offsets: The index of each tensor's first element; None numbers all elements in order.
 
     """
     refuse_capture(device)
@@ -141,7 +141,7 @@ def _plan(
     device: torch.device,
     offsets: tuple[int, ...] | None,
 ) -> GradientPlan:
-    """The plan of the operands of one dtype; `offsets` are the same in every step."""
+    """The plan for the operands of one dtype; `offsets` are the same in every step."""
     mask = tuple(other == code for other in shapes.native.types)
     sizes = tuple(shapes.native.sizes)
     return gradient_plan(sizes, group_of, groups, mask, elements, most_tiles, device, offsets)
@@ -149,7 +149,7 @@ def _plan(
 
 @dataclass(frozen=True)
 class GradientLaunch:
-    """The arguments of every kernel over all gradients of a dtype."""
+    """The arguments of every kernel over the gradients of one dtype."""
 
     items: Tensor
     empty_groups: tuple[int, ...]
@@ -157,17 +157,17 @@ class GradientLaunch:
     table: Tensor
     """int64 [tensors, GradientCallField.GRADIENTS + tasks], addresses."""
     extra: Tensor
-    """int64, operands that were sent with the table."""
+    """int64: operands sent along with the table."""
     tasks: int
     dtype: torch.dtype
 
 
 class GpuCombine(CombineOperators):
-    """A subclass defines the tiling and the launches; an operator has one launch per dtype."""
+    """Subclasses define the tiling and the launches; each operator has one launch per dtype."""
 
     @abstractmethod
     def gradient_tiling(self, dtype: torch.dtype, tasks: int) -> tuple[int, int]:
-        """Elements of a tile, and the limit of tiles per item."""
+        """Returns the elements per tile and the maximum tiles per item."""
 
     one_tile: ClassVar[bool] = False
     """Whether the items of the weighted sum and of sign dropping have one tile each."""
@@ -176,17 +176,17 @@ class GpuCombine(CombineOperators):
     def launch_gramian(
         self, launch: GradientLaunch, counters: Tensor, products: Tensor, out: Tensor
     ) -> None:
-        """Counters int32 [groups], zeros; products float64 [items, tasks, tasks], workspace."""
+        """`counters`: int32 [groups], zeros. `products`: float64 [items, tasks, tasks], scratch."""
 
     @abstractmethod
     def launch_combine(self, launch: GradientLaunch, weights: Tensor) -> None:
-        """Weights [groups, tasks]."""
+        """`weights`: [groups, tasks]."""
 
     @abstractmethod
     def launch_drop_signs(
         self, launch: GradientLaunch, leaks: Tensor, state: int, counter: Tensor | None
     ) -> None:
-        """Leaks float64 [tasks]; the counter is added to the random state."""
+        """`leaks`: float64 [tasks]. The kernel adds the counter to the random state."""
 
     def _gradient_launches(
         self,

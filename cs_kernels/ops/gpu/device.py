@@ -1,4 +1,4 @@
-"""The device: its size, captures of CUDA graphs, and copies to it without host synchronization."""
+"""Device size, CUDA graph capture, and copies to the device without host synchronization."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -15,20 +15,21 @@ _graph_tables: ContextVar[list[object] | None] = ContextVar("graph_tables", defa
 """The list of the enclosing `captured_tables`, if any."""
 
 _capture_reserve: list[Tensor] = []
-"""Pinned memory, in one tensor: a capture can neither allocate it nor copy from other memory."""
+"""Pinned memory in one tensor. A capture can neither allocate pinned memory nor copy from pageable
+memory."""
 
 _LEAST_RESERVE = 1 << 17
-"""The minimum reserve in int64 numbers: a megabyte."""
+"""Minimum size of the reserve in int64 numbers: one megabyte."""
 
 _RESERVED_CALLS = 16
-"""The number of operator calls in a captured step for which the reserve must suffice."""
+"""The number of operator calls per captured step that the reserve must cover."""
 
 
 @contextlib.contextmanager
 def captured_tables() -> Iterator[list[object]]:
-    """Collects the tables that a CUDA graph captured in the `with` block reads.
+    """Collects the tables read by a CUDA graph that is captured in the `with` block.
 
-    Keep them as long as the graph.
+    The caller must keep the tables alive as long as the graph.
     """
     tables: list[object] = []
     token = _graph_tables.set(tables)
@@ -44,7 +45,7 @@ def _keep_for_graph(table: object) -> None:
 
 
 VECTOR_BYTES = 16
-"""The widest access of a kernel."""
+"""The widest memory access of a kernel, in bytes."""
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -74,7 +75,7 @@ class Tables(Protocol):
 
 
 def keep(tables: Tables, device: torch.device) -> None:
-    """Keeps tables alive until a launch has read them, or as long as a graph under capture."""
+    """Keeps tables alive until a launch has read them or, during capture, as long as the graph."""
     if _capturing(device):
         _keep_for_graph(tables)
     elif tables.stream != stream_of(device):
@@ -99,7 +100,7 @@ def host_buffer(numbers: int, device: torch.device) -> Tensor:
     """An int64 buffer on the host, for `send`.
 
     Raises:
-        RuntimeError: While a CUDA graph is captured, if earlier steps pinned too little memory.
+        RuntimeError: A CUDA graph is being captured and earlier steps pinned too little memory.
 
     """
     if device.type != "cuda":
@@ -108,8 +109,8 @@ def host_buffer(numbers: int, device: torch.device) -> Tensor:
     if _capturing(device):
         if numbers > left:
             raise RuntimeError(
-                f"a captured step needs pinned memory for {numbers} numbers, got {left} left of"
-                " the memory pinned before the capture: run one step before the capture"
+                f"a captured step needs pinned memory for {numbers} numbers, but only {left} are"
+                " left: run one step before the capture"
             )
         buffer, _capture_reserve[0] = _capture_reserve[0].tensor_split([numbers])
         _keep_for_graph(buffer)
@@ -120,12 +121,12 @@ def host_buffer(numbers: int, device: torch.device) -> Tensor:
 
 
 def send(buffer: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, without host synchronization."""
+    """Copies the buffer to the device without host synchronization."""
     return buffer.to(device, non_blocking=True)
 
 
 def upload(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """Int64 numbers on the device, without host synchronization."""
+    """Copies int64 numbers to the device without host synchronization."""
     return send(host_buffer(len(numbers), device).copy_(on_host(numbers)), device)
 
 
@@ -135,7 +136,7 @@ def on_host(numbers: Sequence[int]) -> Tensor:
 
 
 def numbered(prefix: Sequence[int], count: int) -> Tensor:
-    """int32 [count, ...]: each row has the prefix, then its own index."""
+    """Returns int32 [count, ...]; each row holds the prefix, then the row's index."""
     rows = torch.empty((count, len(prefix) + 1), dtype=torch.int32, device="cpu")
     rows[:, :-1] = torch.tensor(prefix, dtype=torch.int32, device="cpu")
     rows[:, -1] = torch.arange(count, dtype=torch.int32, device="cpu")

@@ -33,9 +33,9 @@ class Phase2Launch:
     table: Tensor
     """int64 [tensors, CallField.GRADIENTS + tasks], addresses."""
     ticket: Tensor
-    """int32, zero."""
+    """int32, initially zero."""
     counters: Tensor
-    """int32 [layers, counters], zeros."""
+    """int32 [layers, counters], initially zero."""
     energy: Tensor
     """float64 [rows of all layers], workspace."""
     gamma: Tensor
@@ -53,7 +53,7 @@ class Phase2Launch:
 
 @dataclass(frozen=True)
 class StrengthLaunch:
-    """The arguments of a kernel for the strengths of one layer."""
+    """The arguments of the kernel that computes the strengths of one layer."""
 
     energy: Tensor
     gamma: Tensor
@@ -74,7 +74,7 @@ def _plan(
     device: torch.device,
     kinds: tuple[ItemKind, ...],
 ) -> Phase2Plan:
-    """The plan of the operands of one dtype; the first tensors are layers."""
+    """The plan for the operands of one dtype; the first tensors are layers."""
     native = shapes.native
     layouts = native.layouts[:layers] + [(1, 1, 1, size) for size in native.sizes[layers:]]
     kernel_sizes = tuple(native.kernel_sizes[:layers])
@@ -83,7 +83,7 @@ def _plan(
 
 
 class GpuPhase2(Phase2Operators):
-    """A subclass defines the tiling and the launches."""
+    """Subclasses define the tiling and the launches."""
 
     @abstractmethod
     def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling: ...
@@ -99,15 +99,15 @@ class GpuPhase2(Phase2Operators):
     def launch_energies(
         self, plan: Phase2Plan, weight: Tensor, energy: Tensor, *, vectors: bool
     ) -> None:
-        """Eq. (4) of every channel of one layer."""
+        """Computes Eq. (4) for every channel of one layer."""
 
     @abstractmethod
     def launch_strengths(self, launch: StrengthLaunch) -> None:
-        """Eq. (6), and Eq. (7) where `normalize`, of one layer."""
+        """Computes Eq. (6), and Eq. (7) if `normalize`, for one layer."""
 
     @abstractmethod
     def launch_priority(self, strength: Tensor, priority: Tensor) -> None:
-        """Eq. (10) of one layer."""
+        """Computes Eq. (10) for one layer."""
 
     def _run(
         self,
@@ -122,11 +122,12 @@ class GpuPhase2(Phase2Operators):
 
         Args:
             operands: Updates and gradients.
-            priorities: Addresses for the first tensors: written if there are factors, else read.
+            priorities: Addresses of the first tensors' priorities, which are written if there are
+                factors, else read.
             factors: The operands of connection strength, or None if priorities are given.
             kinds: The kinds of items to launch.
-            products: d_ij [layers, K, K], output.
-            coefficients: a_i [layers, K], input for PROJECT items without SUM items.
+            products: d_ij [layers, K, K]; output.
+            coefficients: a_i [layers, K]; input for PROJECT items without SUM items.
 
         """
         tasks, native = operands.tasks, operands.native
@@ -144,7 +145,7 @@ class GpuPhase2(Phase2Operators):
         table[: len(weights), CallField.WEIGHT] = on_host([w.data_ptr() for w in weights])
         native.write_table(buffer.data_ptr(), width, CallField.ALIGNED, layers, self.whole_rows)
         table[:layers, CallField.PRIORITY] = on_host(priorities)
-        if coefficients is not None:  # PROJECT items do not wait.
+        if coefficients is not None:  # PROJECT items need not wait.
             flags = buffer[table.numel() :].view(torch.int32)[len(types) : counters]
             flags.view(layers, len(Counter))[:, Counter.COEFFICIENTS_READY] = 1
         numbers = send(buffer, device)
@@ -157,8 +158,8 @@ class GpuPhase2(Phase2Operators):
                 shapes, code, layers, None if eps is None else tuple(eps), tiling, device, kinds
             )
             keep(plan, device)
-            # Workspaces are aligned to 16 bytes: Triton compiles another kernel for any that is
-            # not.
+            # Workspaces are aligned to 16 bytes: Triton compiles a separate kernel for unaligned
+            # ones.
             sizes = (
                 plan.rows,
                 plan.sum_items * tasks**2,
@@ -200,11 +201,11 @@ class GpuPhase2(Phase2Operators):
         self._run(operands, priorities, factors, products=products)
 
     def run_products(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
-        """Launches the SUM items alone."""
+        """Launches only the SUM items."""
         self._run(operands, priorities, kinds=(ItemKind.SUM,), products=products)
 
     def run_apply(self, operands: Operands, priorities: Ints, products: Tensor) -> None:
-        """Derives a_i from d_ij and launches the PROJECT items alone."""
+        """Derives a_i from d_ij and launches only the PROJECT items."""
         d_ii = products.diagonal(dim1=1, dim2=2)
         coefficients = products.new_zeros(d_ii.shape)
         for j in range(operands.tasks):

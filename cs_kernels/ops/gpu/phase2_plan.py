@@ -1,20 +1,21 @@
 """The plan of Phase 2 on a GPU: items and tables, made once per trunk and cached on the device.
 
-Phase 2 is one launch for a whole trunk. The work is cut into items, in an order in which every item
+Phase 2 is one launch for a whole trunk. The work is cut into items, ordered so that each item
 depends only on earlier ones:
 
-    ENERGY   The energies of a few rows (output channels) of a weight. The last item of a layer to
-             finish derives the layer's priorities.
-    SUM      A few tiles of a tensor: writes the plain sum of its gradients, and the products of
-             each channel group's reference gradient G_i with all gradients. The last item of a
-             layer to finish adds them up and derives a_i.
-    PROJECT  The tiles of a few SUM items again, where a_i > 0: update += a_i * G_i.
+    ENERGY   Computes the energies of a few rows (output channels) of a weight. The layer's last
+             item to finish derives the layer's priorities.
+    SUM      Handles a few tiles of a tensor: writes the plain sum of its gradients, and the
+             products of each channel group's reference gradient G_i with all gradients. The
+             layer's last item to finish adds up the products and derives a_i.
+    PROJECT  Revisits the tiles of a few SUM items. Where a_i > 0: update += a_i * G_i.
 
-A tile is a few segments; a segment lies within one row, so within one channel group.
+A tile is a few segments; a segment lies within one row, and therefore within one channel group.
 
-Blocks draw items in order, by a ticket. An item waits only for items that running blocks have
-drawn, so no schedule of blocks deadlocks. PROJECT items follow their layer's SUM items at a
-distance at which they rarely wait and still find the gradients in the L2 cache.
+Blocks draw items in order from a ticket counter. An item waits only for items that running blocks
+have already drawn, so no block schedule can deadlock. A layer's PROJECT items come late enough
+after its SUM items that they rarely wait, and early enough that the gradients are still in the L2
+cache.
 
 Sums have a fixed order, so every run gives the same bits; only integers are added atomically.
 """
@@ -32,9 +33,9 @@ from cs_kernels.ops.gpu.device import multiprocessors, numbered, refuse_capture,
 from cs_kernels.ops.operands import ChannelLayout
 
 MOST_SUM_ITEMS = 1024
-"""Per layer: one block adds up their products while the others work on other layers."""
+"""The maximum per layer; one block adds up their products while others work on other layers."""
 
-# Kernels count these in 32 bits, and slightly past the end.
+# Kernels count segments and elements in 32 bits, and count slightly past the end.
 _MOST_SEGMENTS = 1 << 30
 _MOST_ELEMENTS = (1 << 32) - (1 << 16)
 
@@ -46,7 +47,7 @@ class ItemKind(IntEnum):
 
 
 class TensorField(IntEnum):
-    """Columns of the table of tensors; its contents depend on the tensors' layouts alone."""
+    """Columns of the tensor table, whose contents depend only on the tensors' layouts."""
 
     ROWS = 0
     LENGTH = 1
@@ -66,7 +67,7 @@ class TensorField(IntEnum):
     FIRST_ROW = 9
     """The index of the layer's first row among the rows of all layers."""
     FIRST_SUM = 10
-    """The index of the layer's first SUM item among those of all layers."""
+    """The index of the layer's first SUM item among the SUM items of all layers."""
     SUM_ITEMS = 11
     TILES = 12
     """Tiles per SUM item."""
@@ -78,7 +79,7 @@ class TensorField(IntEnum):
 
 
 class CallField(IntEnum):
-    """Columns of the table of addresses, which every call makes anew."""
+    """Columns of the address table, which is rebuilt on every call."""
 
     UPDATE = 0
     WEIGHT = 1
@@ -86,7 +87,7 @@ class CallField(IntEnum):
     ALIGNED = 3
     """Whether 16-byte accesses are allowed."""
     GRADIENTS = 4
-    """The first task's gradient; the others follow."""
+    """The first task's gradient; the other tasks' gradients follow."""
 
 
 class Counter(IntEnum):
@@ -105,18 +106,18 @@ class Tiling:
     tile_segments: int
     """Segments per tile."""
     unit: int
-    """Elements of a unit; a segment is a whole number of units."""
+    """Elements per unit; a segment is a whole number of units."""
     energy_elements: int
     """Approximate elements per ENERGY item."""
     least_energy_rows: int
     least_items: int
-    """Minimum SUM items per multiprocessor; items grow only beyond it, to keep the tail short."""
+    """Minimum SUM items per multiprocessor; items grow only above it, to keep the tail short."""
     lag: int
-    """SUM items between a layer's last one and its first PROJECT item, per multiprocessor."""
+    """SUM items per multiprocessor between a layer's last SUM and first PROJECT item."""
     most_units: int = 1
-    """The limit of units per segment."""
+    """Maximum units per segment."""
     most_tiles: int = 1
-    """The limit of tiles per SUM item, unless the layer would exceed `MOST_SUM_ITEMS`."""
+    """Maximum tiles per SUM item, unless the layer would exceed `MOST_SUM_ITEMS`."""
     project_sums: int = 1
     """SUM items per PROJECT item."""
 
@@ -125,10 +126,10 @@ class Tiling:
         return max(1, -(-(outer * inner) // self.unit))
 
     def segment(self, layout: ChannelLayout, most: int) -> int:
-        """Elements per segment, of at most `most` units.
+        """The number of elements per segment, for segments of at most `most` units.
 
-        A shorter last segment of a row costs as much as a full one, as its lanes wait. The overhead
-        of a segment is about that of two units.
+        A row's last segment costs as much as a full one even if it is shorter, because its unused
+        lanes idle. The overhead of a segment equals the cost of about two units.
         """
         units = self.row_units(layout)
         most = min(most, units, self.most_units)
@@ -149,7 +150,7 @@ class Phase2Plan:
     tensors: Tensor
     """int64 [tensors, fields]."""
     epsilon: Tensor
-    """float64 [layers, tasks]; empty where priorities are given."""
+    """float64 [layers, tasks]; empty if priorities are given."""
     rows: int
     """Rows of all layers."""
     sum_items: int
@@ -176,7 +177,7 @@ def phase2_plan(
     device: torch.device,
     kinds: tuple[ItemKind, ...] = tuple(ItemKind),
 ) -> Phase2Plan:
-    """The plan of a trunk whose first tensors are layers with prioritized channels.
+    """Makes the plan for a trunk whose first tensors are layers with prioritized channels.
 
     Args:
         layouts: One per tensor.
@@ -185,7 +186,7 @@ def phase2_plan(
         mask: Whether each tensor has items.
         tiling: The kernel's tiling.
         device: The device of the tables.
-        kinds: The kinds of items.
+        kinds: The kinds of items to include.
 
     """
     refuse_capture(device)
@@ -256,13 +257,13 @@ def phase2_plan(
 def layer_plan(
     layout: ChannelLayout, kernel_size: int, tiling: Tiling, device: torch.device
 ) -> Phase2Plan:
-    """The plan of one layer's energies, in a cache of its own, as a trunk has many layers."""
+    """The plan for one layer's energies, in its own cache because a trunk has many layers."""
     return phase2_plan((layout,), (kernel_size,), (), (True,), tiling, device, (ItemKind.ENERGY,))
 
 
 @dataclass(frozen=True)
 class Epsilon:
-    """One layer's epsilons, float64 [K], as `Tables`."""
+    """One layer's epsilons, float64 [K], with the interface of `Tables`."""
 
     on_device: tuple[Tensor, ...]
     stream: int
@@ -276,10 +277,10 @@ def layer_epsilon(eps: tuple[float, ...], device: torch.device) -> Epsilon:
 
 
 def _items(fields: Sequence[Sequence[int]], lag: int, kinds: Sequence[ItemKind]) -> Tensor:
-    """ENERGY items, then SUM items; each layer's PROJECT items follow its SUM items after the lag.
+    """Orders the items: ENERGY, then SUM; a layer's PROJECT items follow its SUM items by the lag.
 
-    Large layers come first and tensors without PROJECT items last, which shortens the wait at the
-    end.
+    Large layers come first and tensors without PROJECT items come last, which shortens the wait at
+    the end.
     """
     sum_items = [row[TensorField.SUM_ITEMS] for row in fields]
     order = sorted(
@@ -291,7 +292,7 @@ def _items(fields: Sequence[Sequence[int]], lag: int, kinds: Sequence[ItemKind])
         return numbered([kind, t], last if kind in kinds else 0)[first:]
 
     def projections(t: int) -> Tensor:
-        # In reverse: the tiles read last are still in the cache.
+        # In reverse order: the tiles read last are still in cache.
         number = -(-sum_items[t] // fields[t][TensorField.PROJECT_SUMS])
         return items(ItemKind.PROJECT, t, 0, number).flip(0)
 

@@ -1,6 +1,6 @@
-"""The operators in plain torch, on any device: the definition for the other backends.
+"""The operators in plain torch, on any device; they define the results of the other backends.
 
-Everything but sketches is computed in float64 and rounded once.
+Everything except sketches is computed in float64 and rounded once.
 """
 
 from types import SimpleNamespace

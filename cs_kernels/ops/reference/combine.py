@@ -18,7 +18,7 @@ from cs_kernels.ops.random import random_key, uniform_numbers
 
 
 def gramian(grads: Grads, group_of: Ints, groups: int, tasks: int) -> Tensor:
-    """Dot products of gradients, in float64, added up over each group's tensors."""
+    """Dot products of gradients in float64, summed over each group's tensors."""
     check_tasks(tasks)
     check_group_of(group_of, groups, len(group_of))
     present_grads = first_present(grads, len(group_of), tasks)
@@ -59,7 +59,7 @@ def drop_signs_(
     counter: Tensor | None = None,
     offsets: Ints | None = None,
 ) -> None:
-    """GradDrop (Chen et al. 2020) as a choice between two sums.
+    """GradDrop (Chen et al. 2020), as a random choice between two sums.
 
     The probability of the positive sum is its share of the sum of absolute values.
     """
@@ -77,7 +77,7 @@ def drop_signs_(
             if grad is not None:
                 wide = grad.double()
                 above = torch.where(wide > 0, wide, 0.0)
-                below = torch.where(wide > 0, 0.0, wide)  # and NaN
+                below = torch.where(wide > 0, 0.0, wide)  # includes NaN
                 positive += above
                 negative += below
                 positive_rest += (1 - leak) * above
@@ -91,7 +91,7 @@ def drop_signs_(
 
 
 def _in_memory_order(numbers: Tensor, like: Tensor) -> Tensor:
-    """The numbers in the shape of `like`, assigned in the order of its elements in memory."""
+    """The numbers in the shape of `like`, assigned in the memory order of its elements."""
     if torch.empty_like(like).stride() == like.stride():  # dense
         return numbers.as_strided(like.shape, like.stride())
     return numbers.view(like.shape)

@@ -1,7 +1,7 @@
 """Connection strength, priority and Phase 2 in plain torch.
 
-Names follow the paper: energy is the sum over q of s_pq, Eq. (4), strength S, Eq. (6), normalized
-strength S^, Eq. (7), priority nu, Eq. (10).
+Names follow the paper: energy is the sum of s_pq over q, Eq. (4); strength is S, Eq. (6);
+normalized strength is S^, Eq. (7); priority is nu, Eq. (10).
 """
 
 from math import prod
@@ -26,7 +26,7 @@ from cs_kernels.ops.checks import (
 
 
 def channel_rows(tensor: Tensor, out_channel_dim: int, groups: int) -> Tensor:
-    """[O, fan-in]: a row has the weights that produce one output channel."""
+    """Returns [O, fan-in]; a row has the weights that produce one output channel."""
     if out_channel_dim == 0:
         return tensor.flatten(1) if tensor.ndim > 1 else tensor.unsqueeze(1)
     fan_in, channels = tensor.shape[0] // groups, tensor.shape[1]
@@ -44,7 +44,7 @@ def _from_channel_rows(rows: Tensor, like: Tensor, out_channel_dim: int, groups:
 
 
 def channel_energies(weights: Tensors, out_channel_dims: Ints, groups: Ints) -> Tensor:
-    """Sums of squares, which are Eq. (4) times the size of the kernel window."""
+    """Sums of squares: Eq. (4) times the size of the kernel window."""
     check_weights(weights, out_channel_dims, groups)
     energies = [
         channel_rows(weight.double(), dim, layer_groups).square().sum(1)
@@ -56,7 +56,7 @@ def channel_energies(weights: Tensors, out_channel_dims: Ints, groups: Ints) -> 
 def _strength(
     energy: Tensor, gamma: Tensor, running_var: Tensor, eps: Floats, normalize: bool
 ) -> Tensor:
-    """Eq. (6), and Eq. (7) where `normalize`."""
+    """Eq. (6), followed by Eq. (7) if `normalize`."""
     offset = torch.tensor(eps, dtype=torch.float64, device=energy.device).unsqueeze(1)
     scale = gamma.double().square() / (running_var.double() + offset)
     strength = scale * energy
@@ -75,7 +75,7 @@ def connection_strength(
     out_channel_dim: int,
     groups: int,
 ) -> Tensor:
-    """Eq. (4) and (6), and Eq. (7) where `normalize`."""
+    """Eq. (4) and (6), followed by Eq. (7) if `normalize`."""
     check_layer(weight, gamma, running_var, eps, out_channel_dim, groups)
     kernel_size = prod(weight.shape[2:])
     energy = channel_energies([weight], [out_channel_dim], [groups]) / kernel_size
@@ -83,7 +83,7 @@ def connection_strength(
 
 
 def task_priority(strength: Tensor) -> Tensor:
-    """Eq. (10). torch.argmax would let a NaN win, and leaves ties undefined."""
+    """Eq. (10). `torch.argmax` would let a NaN win, and leaves ties undefined."""
     check_strength(strength)
     numbers = strength.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     highest = numbers.amax(0, keepdim=True)
@@ -117,7 +117,7 @@ def _check(
 
 
 def _task_grads(grads: Grads, t: int, tasks: int, like: Tensor) -> Tensor:
-    """Float64 [K, ...] of tensor t; zeros for a missing gradient."""
+    """Tensor t's gradients, float64 [K, ...]; a missing gradient is zeros."""
     zeros = torch.zeros_like(like, dtype=torch.float64)
     task_grads = grads[t * tasks : (t + 1) * tasks]
     return torch.stack([zeros if grad is None else grad.double() for grad in task_grads])
@@ -158,7 +158,7 @@ def project_conflicts_(
 ) -> None:
     """Phase 2 of Algorithm 1 for given priorities, tensor by tensor.
 
-    `products_out`, float64 [layers, K, K], receives the products of the channel groups.
+    `products_out`, float64 [layers, K, K], receives the channel groups' d_ij.
     """
     _check(updates, grads, priorities, out_channel_dims, groups, tasks)
     for t, update in enumerate(updates):
@@ -183,7 +183,7 @@ def phase2_products_(
     groups: Ints,
     tasks: int,
 ) -> Tensor:
-    """Writes the rounded plain sums; returns d_ij of every layer."""
+    """Writes the rounded plain sums; returns every layer's d_ij."""
     _check(updates, grads, priorities, out_channel_dims, groups, tasks)
     like = updates[0] if updates else torch.empty(0)
     products = like.new_zeros((len(priorities), tasks, tasks), dtype=torch.float64)
@@ -230,7 +230,7 @@ def phase2_update_(
     tasks: int,
     products: Tensor | None = None,
 ) -> Tensor:
-    """Priorities from the weights, then Phase 2."""
+    """Derives the priorities from the weights, then runs Phase 2."""
     check_gradients(updates, grads, tasks)
     channels = check_layouts(updates, out_channel_dims, groups, len(weights), "weights")
     for weight, update in zip(weights, updates, strict=False):
@@ -245,6 +245,6 @@ def phase2_update_(
     channel_groups = torch.split(priorities, channels)
     for weight, priority in zip(weights, channel_groups, strict=True):
         if not weight.numel():
-            priority.zero_()  # Kernels skip such a layer, whatever its statistics.
+            priority.zero_()  # Kernels skip layers without elements, whatever their statistics.
     project_conflicts_(updates, grads, channel_groups, out_channel_dims, groups, tasks, products)
     return priorities

@@ -1,8 +1,8 @@
-"""From Gramians [..., K, K] to task weights [..., K] in plain torch.
+"""Task weights [..., K] from Gramians [..., K, K], in plain torch.
 
-The solvers use the correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, and unknowns scaled by d, so
-gradients of very different size are no harder than others. A ridge on C's diagonal makes it
-regular. A non-finite Gramian gives weights of NaN.
+The solvers work on the correlations C_ij = G_ij / (d_i d_j), where d_i = |g_i|, and scale the
+unknowns by d, so gradients of very different lengths are no harder to solve for. A ridge on the
+diagonal makes C regular. A non-finite Gramian gives NaN weights.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ from cs_kernels.ops.solvers import (
 
 
 def _each(gramian: Tensor, solve: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Calls solve(gramian, its index) for each Gramian, on the CPU in float64."""
+    """Calls solve(gramian, index) for each Gramian, in float64 on the CPU."""
     tasks = gramian.shape[-1]
     flat = gramian.detach().to("cpu", torch.float64).reshape(-1, tasks, tasks)
     weights = torch.empty(flat.shape[:-1], dtype=torch.float64)
@@ -44,17 +44,17 @@ def _each(gramian: Tensor, solve: Callable[[Tensor, int], Tensor]) -> Tensor:
 
 
 def _correlations(g: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
-    """C of the tasks with a nonzero gradient, their lengths d and their indices."""
+    """For tasks with a nonzero gradient: the correlations C, the lengths d and the indices."""
     nonzero = (g.diagonal() > 0).nonzero().flatten()
     length = g.diagonal()[nonzero].sqrt()
     c = g[nonzero][:, nonzero] / length.unsqueeze(1) / length
-    c.clamp_(-1, 1)  # Products of 16-bit gradients are rounded by more than the ridge.
+    c.clamp_(-1, 1)  # With 16-bit gradients, rounding of the products exceeds the ridge.
     c.fill_diagonal_(1 + ridge)
     return c, length, nonzero
 
 
 def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors. Rows are sorted by size, so that small ones keep digits."""
+    """Eigenvalues and eigenvectors; rows are sorted by size so that small ones keep digits."""
     order = g.diagonal().argsort()
     values, vectors = torch.linalg.eigh(g[order][:, order], UPLO="U")
     return values, vectors[order.argsort()]
@@ -64,7 +64,7 @@ def _non_negative(c: Tensor, f: Tensor) -> Tensor:
     """The minimizer of 1/2 x'Cx - f'x over x >= 0, by Lawson and Hanson's active-set method."""
     x = torch.zeros_like(f)
     free = torch.zeros_like(f, dtype=torch.bool)
-    tried = torch.zeros_like(free)  # freed and blocked at once, since x last changed
+    tried = torch.zeros_like(free)  # freed and immediately blocked since x last changed
     for _ in range(8 * len(f) + 16):
         slope = f - c @ x
         rises = slope > SLOPE * (f.abs() + c.abs() @ x)
@@ -94,7 +94,7 @@ def _non_negative(c: Tensor, f: Tensor) -> Tensor:
 
 
 def random_order(key: int, tasks: int, i: int) -> list[int]:
-    """The order in which task i meets the others: a Fisher-Yates shuffle."""
+    """The order in which the other tasks are compared with task i: a Fisher-Yates shuffle."""
     others = [j for j in range(tasks) if j != i]
     order = []
     while others:
@@ -106,7 +106,7 @@ def random_order(key: int, tasks: int, i: int) -> list[int]:
 
 
 def pcgrad_weights(gramian: Tensor, seed: int, step: int, counter: Tensor | None = None) -> Tensor:
-    """PCGrad: each gradient is projected against the originals in conflict, in random order."""
+    """PCGrad: projects each gradient off the original gradients in conflict, in random order."""
     key = random_key(seed, step, counter)
 
     def solve(g: Tensor, n: int) -> Tensor:
@@ -133,11 +133,11 @@ def gradvac_weights(
     step: int,
     counter: Tensor | None = None,
 ) -> Tensor:
-    """GradVac: each gradient is turned toward the dissimilar originals, in random order.
+    """GradVac: turns each gradient toward dissimilar original gradients, in random order.
 
-    Where the cosine of two gradients is below its target, enough of the other original is added to
-    reach the target. The targets, `similarities`, are moving averages of the cosines, with weight
-    `rate` for the new one.
+    If the cosine of two gradients is below its target, enough of the other original gradient is
+    added to reach the target. The targets, `similarities`, are moving averages of the cosines, in
+    which the new cosine has weight `rate`.
     """
     key = random_key(seed, step, counter)
     targets = similarities.cpu().reshape(-1, *gramian.shape[-2:])
@@ -199,9 +199,9 @@ def upgrad_weights(gramian: Tensor) -> Tensor:
 
 
 def cagrad_weights(gramian: Tensor, c: float) -> Tensor:
-    """CAGrad: the greatest mu for which a combination no longer than c |g_0| gives all g_i.d >= mu.
+    """CAGrad: the largest mu such that all g_i.d >= mu for a d with |d - g_0| <= c |g_0|.
 
-    If no direction is good for all tasks, mu is at most zero.
+    If no direction descends for all tasks, mu is at most zero.
     """
 
     def solve(g: Tensor, n: int) -> Tensor:
@@ -238,9 +238,9 @@ def cagrad_weights(gramian: Tensor, c: float) -> Tensor:
 def _nash_length(shares: Tensor, decrement: Tensor) -> Tensor:
     """The length of a Newton step, `shares * v`, that roughly minimizes Nash-MTL's objective.
 
-    A damped Newton method in one dimension; all 1 - length * shares stay positive.
+    Uses a damped Newton method in one dimension, which keeps every 1 - length * shares positive.
     """
-    # step'C v and step'C step: (C + diag(v^-2)) step is the slope, C v - 1 / v.
+    # step'C v and step'C step, because (C + diag(v^-2)) step = slope = C v - 1 / v.
     linear = decrement**2 + shares.sum()
     quadratic = (decrement**2 - shares.square().sum()).clamp(min=0)
     length = 1 / (1 + decrement)
@@ -256,7 +256,7 @@ def _nash_length(shares: Tensor, decrement: Tensor) -> Tensor:
 
 
 def _bargain(c: Tensor) -> Tensor:
-    """The v with C v = 1 / v, the minimizer of 1/2 v'Cv - sum log v_i: a damped Newton method."""
+    """Solves C v = 1 / v, i.e. minimizes 1/2 v'Cv - sum log v_i, by a damped Newton method."""
     v = torch.ones(len(c), dtype=torch.float64)
     before = torch.tensor(1.0)
     for _ in range(100):
@@ -264,7 +264,7 @@ def _bargain(c: Tensor) -> Tensor:
         step = torch.linalg.solve(c + torch.diag(v**-2), slope)
         decrement = (slope @ step).clamp(min=0).sqrt()
         v = v - step * (1 if decrement < NASH_FULL else _nash_length(step / v, decrement))
-        # Full steps square the decrement, until only rounding is left.
+        # Full steps square the decrement until only rounding error is left.
         if decrement < NASH_STOP or (before < NASH_FULL and not decrement < before / 2):
             break
         before = decrement
@@ -288,7 +288,8 @@ def _fair_length(
 ) -> Tensor:
     """The length of a Newton step that roughly minimizes FairGrad's objective along the step.
 
-    There, -linear + length * quadratic + sum products * shares (1 - length * shares)^-power is 0.
+    At the minimum, 0 = -linear + length * quadratic + sum products * shares * left^-power, where
+    left = 1 - length * shares.
     """
     greatest = shares.max()
     low, high = torch.zeros(()), 1 / greatest if greatest > 0 else torch.tensor(torch.inf)
@@ -307,13 +308,13 @@ def _fair_length(
 
 
 def fair_grad_weights(gramian: Tensor, alpha: float) -> Tensor:
-    """FairGrad: w > 0 with G w = w^-p, p = 1 / alpha.
+    """FairGrad: the w > 0 with G w = w^-p, where p = 1 / alpha.
 
-    With w = v / d this is C v = b v^-p, b = d^(p-1). For p >= 1 the unknown is v, the minimizer of
-    1/2 v'Cv + sum b v^(1-p) / (p-1); for p < 1 it is s = C v, the minimizer of 1/2 s'C^-1 s + sum k
-    s^(1-alpha) / (alpha-1), k = b^alpha, whose Newton steps need no inverse. Both functions grow
-    without bound as an unknown falls to zero, so Newton's method converges fast, and NashMTL's
-    solution is a feasible start for both.
+    With w = v / d this becomes C v = b v^-p, where b = d^(p-1). For p >= 1 the unknown is v, which
+    minimizes 1/2 v'Cv + sum b v^(1-p) / (p-1). For p < 1 the unknown is s = C v, which minimizes
+    1/2 s'C^-1 s + sum k s^(1-alpha) / (alpha-1), where k = b^alpha; its Newton steps need no
+    inverse. Both objectives grow without bound as an unknown approaches zero, so Newton's method
+    converges fast, and NashMTL's solution is a feasible start for both.
     """
     solves_s = alpha > 1  # the unknown is s, else v
     power = alpha if solves_s else 1 / alpha
@@ -325,11 +326,11 @@ def fair_grad_weights(gramian: Tensor, alpha: float) -> Tensor:
             return weights
         v = _bargain(c)
         s = 1 / v
-        # Relative to the length with the greatest b.
+        # Lengths are relative to the length with the greatest b.
         unit = length.min() if solves_s else length.max()
         b = (length / unit) ** (1 - alpha if solves_s else power - 1)
         b = b.clamp(min=FAIR_LEAST)
-        # The best multiple of NashMTL's solution.
+        # Starts at the best multiple of NashMTL's solution.
         scale = ((b * (s if solves_s else v) ** (1 - power)).mean()) ** (1 / (1 + power))
         v, s = v * scale, s * scale
         before = torch.inf
@@ -368,8 +369,8 @@ def _equal_cosines(c: Tensor) -> tuple[Tensor, Tensor]:
 def config_weights(gramian: Tensor) -> Tensor:
     """ConFIG: the update has the same cosine to every gradient.
 
-    Its length is the sum of the gradients' components along it. If no direction has equal cosines,
-    the least-squares one is taken; if that vanishes too, the weights are zero.
+    The update's length is the sum of the gradients' components along it. If no direction has equal
+    cosines, the least-squares direction is used; if that vanishes too, the weights are zero.
     """
 
     def solve(g: Tensor, n: int) -> Tensor:
@@ -402,7 +403,7 @@ def imtl_g_weights(gramian: Tensor) -> Tensor:
 
 
 def aligned_mtl_weights(gramian: Tensor, scale: str) -> Tensor:
-    """Aligned-MTL: the sum, after the gradients' principal components get equal lengths."""
+    """Aligned-MTL: the sum of the gradients after their principal components get equal lengths."""
     lengths: dict[str, Callable[[Tensor], Tensor]] = {
         "min": Tensor.min,
         "median": Tensor.median,

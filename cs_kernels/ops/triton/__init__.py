@@ -1,4 +1,4 @@
-"""The backend "triton": kernels for a GPU, or for Triton's interpreter on the CPU."""
+"""The backend "triton": kernels for a GPU or, on the CPU, for Triton's interpreter."""
 
 from dataclasses import dataclass
 from struct import pack, unpack
@@ -24,13 +24,13 @@ _DTYPES = {
     torch.float16: tl.float16,
 }
 
-# Elements per tile, by itemsize and tasks: as many as fit a program's registers.
+# Elements per tile, by itemsize and tasks: as many as fit in a program's registers.
 _TILE = {
     2: {2: 2048, 4: 1024, 8: 1024, 64: 512},
     4: {2: 2048, 4: 1024, 8: 512, 64: 256},
     8: {2: 1024, 4: 512, 8: 256, 64: 128},
 }
-# Tiles per item: reading the tables takes as long as about three tiles.
+# Maximum tiles per item: reading the tables costs about as much as three tiles.
 _MOST_TILES = 8
 _MOST_GRAMIAN_TILES = 16
 _LEAST_ITEMS = 16
@@ -54,59 +54,60 @@ class Variant:
 
 
 def _options(warps: int, registers: int, *, fma: bool = True) -> dict[str, Any]:
-    """Launch options. FMA contraction improves accuracy, where lanes need not agree."""
+    """Launch options. FMA contraction improves accuracy, but lanes may then disagree."""
     options = {"num_warps": warps, "enable_fp_fusion": fma}
-    # AMD's compiler has no bound on registers.
+    # AMD's compiler has no option for the number of registers.
     return options if torch.version.hip else {**options, "maxnreg": registers}
 
 
 OPTIONS = _options(4, 168)
-"""Leaves registers for three resident programs."""
+"""Launch options that leave enough registers for three resident programs."""
 
 
 def gradient_options(tasks: int) -> dict[str, Any]:
-    """Launch options of kernels over gradients; more than 4 tasks need more registers."""
+    """Launch options for kernels over gradients; more than 4 tasks need more registers."""
     return OPTIONS if tasks <= 4 else _options(4, 255)
 
 
 def solver_options(tasks: int) -> dict[str, Any]:
-    """Launch options of a solver: a thread has 2 numbers of a [tasks, tasks] matrix, 16 if K > 32.
+    """Launch options for a solver, with 2 (16 if K > 32) numbers of a K x K matrix per thread.
 
-    It gets all registers, as by default the assembler spills for higher occupancy. FMA contraction
-    could make the lanes' copies of a sum differ, and so their loop conditions: a hang.
+    The register limit is the maximum, because by default the assembler spills to raise occupancy.
+    FMA contraction is off: it could make the lanes' copies of a sum differ, so that their loop
+    conditions differ and the program hangs.
     """
     warps = min(8, max(1, tasks * tasks // 64))
     return _options(warps, min(255, 65536 // (32 * warps)), fma=False)
 
 
 def gradient_constants(variant: Variant, dtype: torch.dtype) -> dict[str, Any]:
-    """The compile-time arguments of a kernel that reads gradients."""
+    """The compile-time arguments of kernels that read gradients."""
     return {"TASKS": variant.tasks, "ELEMENTS": variant.elements, "DTYPE": _DTYPES[dtype]}
 
 
 def _signed(word: int) -> int:
-    """64 bits as an int64."""
+    """Reinterprets 64 bits as an int64."""
     return word - (1 << 64) if word >> 63 else word
 
 
 def _in_memory(
     device: torch.device, word: int, counter: Tensor | None, rate: float = 0.0
 ) -> Tensor:
-    """Int64 [3] on the device: 64 bits, an address, a float64's bits.
+    """Returns int64 [3] on the device: 64 bits, an address, and the bits of a float64.
 
-    As scalar arguments, some values would make Triton compile specialized kernels.
+    If these were scalar arguments, Triton would compile specialized kernels for some values.
     """
     return upload([_signed(word), address_of(counter), *unpack("q", pack("d", rate))], device)
 
 
 class TritonOperators(GpuOperators):
-    """One program per item."""
+    """Runs one program per item."""
 
     whole_rows = True
     one_tile = True
 
     def tiling(self, tasks: int, dtype: torch.dtype) -> Tiling:
-        """Segments of a fixed size, so a unit is a segment."""
+        """Segments have a fixed size, so a unit is a segment."""
         return Tiling(
             tile_segments=Variant.of(tasks, dtype).elements // SEGMENT.value,
             unit=SEGMENT.value,
@@ -118,7 +119,7 @@ class TritonOperators(GpuOperators):
         )
 
     def gradient_tiling(self, dtype: torch.dtype, tasks: int) -> tuple[int, int]:
-        """As many elements as fit the registers."""
+        """Uses as many elements as fit in the registers."""
         return Variant.of(tasks, dtype).elements, _MOST_GRAMIAN_TILES
 
     def launch_phase2(self, launch: Phase2Launch) -> None:
@@ -134,7 +135,7 @@ class TritonOperators(GpuOperators):
     def launch_energies(
         self, plan: Phase2Plan, weight: Tensor, energy: Tensor, *, vectors: bool
     ) -> None:
-        """One program for ENERGY_ROWS rows."""
+        """One program per ENERGY_ROWS rows."""
         programs = -(-len(energy) // phase2.ENERGY_ROWS.value)
         vector = VECTOR_BYTES // weight.element_size() if vectors else 1
         phase2.energy_kernel[(programs,)](plan.tensors, weight, energy, VECTOR=vector, **OPTIONS)
@@ -171,7 +172,7 @@ class TritonOperators(GpuOperators):
     def launch_gramian(
         self, launch: GradientLaunch, counters: Tensor, products: Tensor, out: Tensor
     ) -> None:
-        """The last program of a group adds up its products."""
+        """The last program of a group to finish adds up the group's products."""
         self._launch(combine.gramian_kernel, launch, counters, products, out)
 
     def launch_combine(self, launch: GradientLaunch, weights: Tensor) -> None:

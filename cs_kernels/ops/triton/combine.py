@@ -1,6 +1,6 @@
-"""Gramian, weighted sum and sign dropping: one launch each for all tensors.
+"""Gramian, weighted sum and sign dropping: one launch per operator for all tensors.
 
-Memory traffic: K N elements of gradients are read once, and N elements of updates, if any, written.
+Memory traffic: reads K * N gradient elements once; writes N update elements, if there are updates.
 """
 
 import triton
@@ -30,7 +30,7 @@ UPDATE, ALIGNED, GRADIENTS = map(constexpr, GradientCallField)
 
 @triton.jit
 def _item(items, tensors, table, tasks, STEP: constexpr):
-    """A program's tensor, its addresses and size, and STEP times the item's index."""
+    """The program's tensor, its addresses, its size, and STEP times the item's index."""
     item = items + tl.program_id(0).to(tl.int64) * 2
     number = tl.load(item).to(tl.int64)
     first = tl.load(item + 1).to(tl.int64) * STEP
@@ -40,7 +40,7 @@ def _item(items, tensors, table, tasks, STEP: constexpr):
 
 @triton.jit
 def _gradients(addresses, first, task, size, tasks, T: constexpr):
-    """Elements of several tasks' gradients, [tasks, T.elements]; in bounds if T.vector > 1."""
+    """Elements of several tasks' gradients, [tasks, T.elements]; checks bounds if T.vector is 1."""
     offset = first + tl.arange(0, T.elements)[None, :]
     address = tl.load(addresses + GRADIENTS + task, task < tasks, other=0)
     exists = (address != 0)[:, None]
@@ -62,14 +62,14 @@ def _write(addresses, first, size, total, T: constexpr):
 
 @triton.jit
 def _segments(addresses, first, task, size, tasks, T: constexpr):
-    """The same elements as [tasks, segments, SEGMENT]."""
+    """The elements from `_gradients`, as [tasks, segments, SEGMENT]."""
     g = _gradients(addresses, first, task, size, tasks, T)
     return tl.reshape(g, [g.shape[0], T.elements // SEGMENT, SEGMENT])
 
 
 @triton.jit
 def _add_products(addresses, first, size, products, dots_sum, before, tasks, T: constexpr):
-    """Adds one tile's products: for K <= 8 to `dots_sum`, else to `products` where i <= j."""
+    """Adds one tile's products to `dots_sum` if K <= 8, else to `products` where i <= j."""
     task = tl.arange(0, T.block)
     if T.tasks <= 8:
         g = _segments(addresses, first, task, size, tasks, T)
@@ -104,19 +104,19 @@ def gramian_kernel(
     ELEMENTS: constexpr,
     DTYPE: constexpr,
 ):
-    """One item; the program that finishes last in a group adds up the group's products.
+    """Computes one item; the last program of a group to finish adds up the group's products.
 
     Args:
-        items: int32 [programs, 2]: tensor, index among its items. A group's items are adjacent.
+        items: int32 [programs, 2]: tensor, index among the tensor's items; adjacent per group.
         tensors: int64 [tensors, TENSOR_FIELDS].
         table: int64 [tensors, GRADIENTS + tasks], addresses.
         counters: int32 [groups], zeros.
         products: float64 [programs, tasks, tasks], workspace.
         out: float64 [groups, tasks, tasks].
         tasks: K.
-        TASKS: As in `Traits`.
-        ELEMENTS: Likewise.
-        DTYPE: Likewise.
+        TASKS: See `Traits`.
+        ELEMENTS: See `Traits`.
+        DTYPE: See `Traits`.
 
     """
     T: constexpr = traits(TASKS, ELEMENTS, DTYPE)
@@ -152,7 +152,7 @@ def gramian_kernel(
 @triton.jit
 def _combine_tile(addresses, first, size, weights, tasks, T: constexpr):
     total = tl.zeros([T.elements], T.wide)
-    # For K <= 8 the compiler sees a single turn, and can move loads across it.
+    # For K <= 8 the compiler sees a single iteration, and can move loads out of the loop.
     for first_j in range(0, tasks if T.tasks > T.block else 1, T.block):
         j = first_j + tl.arange(0, T.block)
         g = _gradients(addresses, first, j, size, tasks, T)
@@ -167,7 +167,10 @@ def _combine_tile(addresses, first, size, weights, tasks, T: constexpr):
 def combine_kernel(
     items, tensors, table, weights, tasks, TASKS: constexpr, ELEMENTS: constexpr, DTYPE: constexpr
 ):
-    """One tile of the weighted sum; weights [groups, tasks], the rest as for `gramian_kernel`."""
+    """Computes one tile of the weighted sum; `weights` is [groups, tasks].
+
+    See `gramian_kernel` for the other arguments.
+    """
     tensor, addresses, size, first = _item(items, tensors, table, tasks, ELEMENTS)
     weights += tl.load(tensor + GROUP) * tasks
     T: constexpr = traits(TASKS, ELEMENTS, DTYPE)
@@ -179,7 +182,7 @@ def combine_kernel(
 
 @triton.jit
 def _uniform_numbers(drawn, first, T: constexpr):
-    """Multiples of 2^-24 in [0, 1), for the elements of a tile from `first` on."""
+    """Multiples of 2^-24 in [0, 1) for the tile that starts at element `first`."""
     index = first.to(tl.uint32) + tl.arange(0, T.elements).to(tl.uint32)
     bits = random_words(step_key(drawn), index, first)
     return (bits >> 8).to(tl.int32).to(T.wide) * (2.0**-24)
@@ -195,13 +198,13 @@ def _drop_tile(addresses, first, first_index, size, leaks, drawn, tasks, T: cons
             g = tl.sum(_gradients(addresses, first, j, size, tasks, T), 0)
             leak = tl.load(leaks + j, j < tasks, other=0.0).to(T.wide)
             above = tl.where(g > 0, g, 0.0)
-            below = tl.where(g > 0, 0.0, g)  # and NaN
+            below = tl.where(g > 0, 0.0, g)  # includes NaN
             positive += above
             negative += below
             leaked_positive += leak * above
             leaked_negative += leak * below
     u = _uniform_numbers(drawn, first_index + first, T)
-    # Infinities and NaN are not dropped: they make this false, and the sum that it selects then
+    # Infinities and NaN survive: they make this condition false, and the sum that it then selects
     # contains them.
     chosen = u * (positive - negative) < positive
     total = tl.where(chosen, positive + leaked_negative, negative + leaked_positive)
@@ -220,7 +223,7 @@ def drop_signs_kernel(
     ELEMENTS: constexpr,
     DTYPE: constexpr,
 ):
-    """One tile; leaks float64 [tasks], `drawn` as in `step_key`."""
+    """Computes one tile; `leaks` is float64 [tasks]. See `step_key` for `drawn`."""
     tensor, addresses, size, first = _item(items, tensors, table, tasks, ELEMENTS)
     offset = tl.load(tensor + FIRST_INDEX)
     T: constexpr = traits(TASKS, ELEMENTS, DTYPE)

@@ -1,7 +1,7 @@
 """Phase 2 of a whole trunk in one launch; `ops/gpu/phase2_plan.py` describes the items.
 
-Memory traffic: weights and gradients are read once and the update is written once, (K + 2) N; rows
-in conflict are visited again, two reads and a write, in the L2 cache if the layer fits.
+Memory traffic: reads weights and gradients once and writes the update once, (K + 2) N elements in
+total. Rows in conflict are revisited with two reads and a write, in the L2 cache if the layer fits.
 """
 
 import triton
@@ -51,7 +51,7 @@ LAYER_COUNTERS = constexpr(len(Counter))
 
 @triton.jit
 def _shape(tensor):
-    """Rows, their length and segments, channels per group and contiguous elements of a row."""
+    """Rows, row length, segments per row, channels per group, and contiguous elements of a row."""
     length, segments = tl.load(tensor + LENGTH), tl.load(tensor + ROW_SEGMENTS).to(tl.int32)
     channels, inner = tl.load(tensor + CHANNELS), tl.load(tensor + INNER)
     return tl.load(tensor + ROWS), length, segments, channels, inner
@@ -59,7 +59,7 @@ def _shape(tensor):
 
 @triton.jit
 def _offset(shape, row, column):
-    """Offsets of a row's elements, for a layout [groups, outer, channels, inner]."""
+    """The offsets of a row's elements, for the layout [groups, outer, channels, inner]."""
     _, length, _, channels, inner = shape
     block = (row // channels) * (length // inner) + column // inner
     return (block * channels + row % channels) * inner + column % inner
@@ -67,9 +67,9 @@ def _offset(shape, row, column):
 
 @triton.jit
 def _tile(shape, first, T: constexpr):
-    """Rows [segments], offsets and mask [segments, SEGMENT] of the segments from `first` on.
+    """Rows [segments], offsets and mask [segments, SEGMENT] of the segments that start at `first`.
 
-    The last segment of a row may be shorter. If T.vector > 1, rows are contiguous and their lengths
+    A row's last segment may be shorter. If T.vector > 1, rows are contiguous and their lengths are
     multiples of T.vector.
     """
     rows, length, row_segments, _, _ = shape
@@ -89,7 +89,7 @@ def _tile(shape, first, T: constexpr):
 
 @triton.jit
 def row_energies(tensor, weight, first, VECTOR: constexpr):
-    """Eq. (4) of ENERGY_ROWS rows from `first` on, their indices, and whether they exist."""
+    """Eq. (4) of the ENERGY_ROWS rows from `first` on, the row indices, and whether they exist."""
     row = first + tl.arange(0, ENERGY_ROWS)
     shape = _shape(tensor)
     rows, length, _, _, _ = shape
@@ -125,7 +125,7 @@ def row_energies(tensor, weight, first, VECTOR: constexpr):
 
 @triton.jit
 def strengths(energy, gamma, variance, epsilon, rows, first, tasks, TASKS: constexpr):
-    """Eq. (6), [TASKS, 512 / TASKS], of the rows from `first` on; zero out of bounds."""
+    """Eq. (6), [TASKS, 512 / TASKS], for the rows from `first` on; zero out of bounds."""
     row = first + tl.arange(0, 512 // TASKS)
     task = tl.arange(0, TASKS)
     mask = (row < rows)[None, :] & (task < tasks)[:, None]
@@ -133,7 +133,7 @@ def strengths(energy, gamma, variance, epsilon, rows, first, tasks, TASKS: const
     scale = widened(tl.load(gamma + offset, mask, other=0.0), tl.float64)
     eps = tl.load(epsilon + task, task < tasks, other=1.0)
     spread = widened(tl.load(variance + offset, mask, other=1.0), tl.float64) + eps[:, None]
-    # Written by other programs of the same launch.
+    # Other programs of the same launch wrote these energies.
     e = tl.load(energy + row, row < rows, other=0.0)
     return tl.where(mask, scale * scale / spread * e[None, :], 0.0), row
 
@@ -187,13 +187,13 @@ def _find_priorities(tensor, addresses, energy, gamma, variance, epsilon, tasks,
 
 @triton.jit
 def _addresses(addresses, task, tasks):
-    """The addresses of several tasks' gradients; 0 if there is no such task or no gradient."""
+    """The addresses of several tasks' gradients; 0 if the task or its gradient does not exist."""
     return tl.load(addresses + GRADIENTS + task, (task >= 0) & (task < tasks), other=0)
 
 
 @triton.jit
 def _reference_gradient(address, offset, mask, T: constexpr):
-    """Elements [segments, SEGMENT] of each segment's reference gradient."""
+    """Elements of each segment's reference gradient, [segments, SEGMENT]."""
     pointer = pointers(address, T)[:, None] + offset
     return widened(tl.load(pointer, (address != 0)[:, None] & mask, other=0.0), T.wide)
 
@@ -208,10 +208,10 @@ def _gradients(address, offset, mask, T: constexpr):
 
 @triton.jit
 def _sum_and_products(tensor, addresses, index, tiles, products, tasks, T: constexpr):
-    """A SUM item: writes the plain sum and products[i, j] = <G_i, G_j> over channel group i."""
+    """Computes a SUM item: the plain sum and products[i, j] = <G_i, G_j> over channel group i."""
     NUMBER: constexpr = T.elements // SEGMENT
     shape = _shape(tensor)
-    # A tensor without prioritized channels has no groups.
+    # A tensor without prioritized channels has no channel groups.
     layer = tl.load(tensor + LAYER)
     groups, prioritized = tl.where(layer >= 0, tasks, 0), tl.where(layer >= 0, shape[0], 0)
     priorities = _priorities(addresses)
@@ -255,7 +255,10 @@ def _sum_and_products(tensor, addresses, index, tiles, products, tasks, T: const
 
 @triton.jit
 def _find_coefficients(tensor, item_products, products, coefficients, tasks, T: constexpr):
-    """Adds up d_ij; a_i = -sum over j != i with d_ij < 0 of d_ij / d_ii, where d_ii > 0; else 0."""
+    """Adds up d_ij and derives a_i.
+
+    a_i is the sum of -d_ij / d_ii over the j != i with d_ij < 0; it is 0 unless d_ii > 0.
+    """
     items = tl.load(tensor + SUM_ITEMS)
     for first_i in range(0, tasks, T.rows):
         d_i = added_up(item_products, items, first_i, tasks, T, False)
@@ -272,7 +275,7 @@ def _find_coefficients(tensor, item_products, products, coefficients, tasks, T: 
 
 @triton.jit
 def _project(tensor, addresses, index, tiles, coefficients, tasks, T: constexpr):
-    """A PROJECT item; a_i is rounded to T.wide."""
+    """Computes a PROJECT item; a_i is rounded to T.wide."""
     NUMBER: constexpr = T.elements // SEGMENT
     task = tl.arange(0, T.tasks)
     task_coefficients = tl.load(coefficients + task, task < tasks, other=0.0)
@@ -313,7 +316,7 @@ def phase2_kernel(
     ELEMENTS: constexpr,
     DTYPE: constexpr,
 ):
-    """One item.
+    """Computes one item.
 
     Args:
         items: int32 [programs, 3]: kind, tensor, index among the tensor's items of this kind.
@@ -329,9 +332,9 @@ def phase2_kernel(
         products: float64 [layers, tasks, tasks], d_ij of the channel groups.
         coefficients: float64 [layers, tasks], a_i; input if there are only PROJECT items.
         tasks: K.
-        TASKS: As in `Traits`.
-        ELEMENTS: Likewise.
-        DTYPE: Likewise.
+        TASKS: See `Traits`.
+        ELEMENTS: See `Traits`.
+        DTYPE: See `Traits`.
 
     """
     T: constexpr = traits(TASKS, ELEMENTS, DTYPE)
@@ -393,9 +396,9 @@ def energy_kernel(tensor, weight, energy, VECTOR: constexpr):
 def strength_kernel(
     energy, gamma, variance, epsilon, out, rows, tasks, NORMALIZE: constexpr, TASKS: constexpr
 ):
-    """Eq. (6) of one layer, then Eq. (7) if NORMALIZE; one program. Reads and writes K * O numbers.
+    """Eq. (6) of one layer, then Eq. (7) if NORMALIZE, in one program.
 
-    With NORMALIZE, it reads them twice.
+    Reads and writes K * O numbers; with NORMALIZE, reads them twice.
     """
     task = tl.arange(0, TASKS)
     total = tl.zeros([TASKS], tl.float64)
@@ -411,7 +414,7 @@ def strength_kernel(
 
 @triton.jit(do_not_specialize=["rows", "tasks"])
 def priority_kernel(strength, out, rows, tasks, TASKS: constexpr):
-    """Eq. (10), 512 / TASKS rows per program. Reads K * O numbers and writes O."""
+    """Eq. (10), for 512 / TASKS rows per program. Reads K * O numbers and writes O."""
     NUMBER: constexpr = 512 // TASKS
     row = tl.program_id(0) * NUMBER + tl.arange(0, NUMBER)
     task = tl.arange(0, TASKS)

@@ -1,4 +1,4 @@
-"""Device functions: conversions, addresses, synchronization of programs, sums in a fixed order."""
+"""Device functions: conversions, addresses, program synchronization, sums in a fixed order."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ import triton.language as tl
 from triton.language import constexpr
 
 SEGMENT = constexpr(32)
-"""Elements of a row that are processed together. Their products are added up in float32, in which
-32 squares of 1e18 stay finite; segments are added up in float64."""
+"""Number of row elements that are processed together. Their products are summed in float32, where
+32 squares of 1e18 stay finite; the segments' sums are added up in float64."""
 
 # The interpreter truncates to bfloat16 instead of rounding.
 _INTERPRETED = constexpr(triton.knobs.runtime.interpret)
@@ -19,24 +19,24 @@ class Traits:
     """The compile-time constants of a kernel."""
 
     tasks: constexpr
-    """A power of two, K or greater; 64 stands for all K > 8."""
+    """A power of two, at least K; 64 stands for all K > 8."""
     elements: constexpr
     """Elements per tile."""
     dtype: constexpr
     """The type of weights, gradients and updates."""
     wide: constexpr
-    """The type of sums and products within a tile: float32, or float64 for float64 gradients."""
+    """The type of sums and products within a tile: float64 for float64 gradients, else float32."""
     vector: constexpr
-    """Elements in 16 bytes; 1 if addresses are not aligned."""
+    """Elements per 16 bytes; 1 if addresses are not aligned."""
     block: constexpr
-    """Tasks whose gradients are in registers together."""
+    """The number of tasks whose gradients are in registers at the same time."""
     rows: constexpr
-    """Rows of the products [tasks, tasks] that are added up together."""
+    """The number of rows of the products [tasks, tasks] that are added up together."""
 
 
 @triton.constexpr_function
 def traits(TASKS, ELEMENTS, DTYPE, ALIGNED=True):
-    """The traits of a kernel with these arguments; by default for addresses aligned to 16 bytes."""
+    """The traits of a kernel with these arguments; ALIGNED means aligned to 16 bytes."""
     bits = DTYPE.primitive_bitwidth
     wide = tl.float64 if bits > 32 else tl.float32
     vector = 128 // bits if ALIGNED else 1
@@ -46,7 +46,7 @@ def traits(TASKS, ELEMENTS, DTYPE, ALIGNED=True):
 
 @triton.constexpr_function
 def unaligned(T, PARTS=1):
-    """A copy of the traits for unaligned addresses, with 1 / PARTS as many elements per tile."""
+    """The traits for unaligned addresses, with 1 / PARTS of the elements per tile."""
     return traits(T.tasks, T.elements // PARTS, T.dtype, False)
 
 
@@ -62,7 +62,7 @@ def widened(x, WIDE: constexpr):
 
 @triton.jit
 def narrowed(x, DTYPE: constexpr):
-    """Converts to DTYPE: round to nearest, ties to even."""
+    """Converts to DTYPE, rounding to nearest with ties to even."""
     if DTYPE == tl.bfloat16:
         x = x.to(tl.float32)
         if _INTERPRETED:
@@ -75,8 +75,8 @@ def narrowed(x, DTYPE: constexpr):
 
 @triton.jit
 def selected(x, mask):
-    """The one entry along the first axis that the mask selects; zero if there is none."""
-    # The compiler could not remove a floating-point sum's additions of zero.
+    """The entry along the first axis that the mask selects; zero if it selects none."""
+    # A floating-point sum would have additions of zero that the compiler cannot remove.
     INTEGER: constexpr = tl.uint64 if x.dtype == tl.float64 else tl.uint32
     bits = tl.where(mask, x.to(INTEGER, bitcast=True), 0)
     return tl.max(bits, 0).to(x.dtype, bitcast=True)
@@ -101,7 +101,7 @@ def lowbias32(x):
 
 @triton.jit
 def random_words(key, low, first):
-    """32 bits for each index in [first, first + 2^32), of which `low` has the low 32 bits."""
+    """Returns 32 bits per index; `low` has the low 32 bits of indices in [first, first + 2^32)."""
     key += (first >> 32).to(tl.uint64)
     of_range = tl.where(low >= first.to(tl.uint32), splitmix64(key), splitmix64(key + 1))
     bits = lowbias32(low ^ of_range.to(tl.uint32)) + (of_range >> 32).to(tl.uint32)
@@ -128,7 +128,7 @@ def pointers(address, T: constexpr):
 
 @triton.jit
 def arrive(counter, expected):
-    """Whether this program is the last to arrive; then the others' writes are visible to it."""
+    """Whether this program arrives last; if so, the others' writes are visible to it."""
     tl.debug_barrier()
     before = tl.atomic_add(counter, 1, sem="acq_rel")
     tl.debug_barrier()
@@ -137,7 +137,7 @@ def arrive(counter, expected):
 
 @triton.jit
 def publish(flag):
-    """Sets a flag; this program's writes are visible to programs that wait for it."""
+    """Sets a flag and makes this program's writes visible to programs that wait for the flag."""
     tl.debug_barrier()
     tl.atomic_add(flag, 1, sem="release")
 
@@ -151,9 +151,9 @@ def wait(flag):
 
 @triton.jit
 def added_up(products, items, first_i, tasks, T: constexpr, SYMMETRIC: constexpr):
-    """Rows [first_i, first_i + T.rows) of the sum over items of float64 [items, tasks, tasks].
+    """Rows [first_i, first_i + T.rows) of the sum of all items' products, [items, tasks, tasks].
 
-    The order of the sum is fixed. If SYMMETRIC, only entries with i <= j are read.
+    The sum has a fixed order. If SYMMETRIC, only entries with i <= j are read.
     """
     NUMBER: constexpr = 1024 // (T.rows * T.tasks)
     pair = tl.arange(0, T.rows * T.tasks)

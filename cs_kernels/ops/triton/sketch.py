@@ -1,6 +1,6 @@
 """Linear sketches: one launch per tensor.
 
-Memory traffic: N elements are read once; d bins of the sketch are read and written.
+Memory traffic: reads N elements once; reads and writes d bins of the sketch.
 """
 
 import triton
@@ -12,12 +12,12 @@ from cs_kernels.ops.triton.primitives import random_words, splitmix64, widened
 BINS = constexpr(256)
 """Bins per program."""
 _BLOCKS = constexpr(4)
-"""Elements that a thread has in flight for each of its bins."""
+"""Elements per bin that a thread has in flight."""
 
 
 @triton.jit
 def sketch_kernel(sketch, data, words, SIZE: constexpr):
-    """Adds a tensor's signed elements.
+    """Adds a tensor's elements, with their signs, to the sketch.
 
     Args:
         sketch: float32 [SIZE].

@@ -1,10 +1,10 @@
 """Task weights from Gramians: one program per Gramian, with K x K numbers in registers.
 
-The reference (`ops/reference/solvers.py`) describes the algorithms. They use the correlations
-C_ij = G_ij / (d_i d_j), d_i = |g_i|, with a ridge on their diagonal. A non-finite Gramian gives
-weights of NaN.
+The reference (`ops/reference/solvers.py`) describes the algorithms. They work on the correlations
+C_ij = G_ij / (d_i d_j), where d_i = |g_i|, with a ridge on the diagonal. A non-finite Gramian gives
+NaN weights.
 
-Memory traffic: K * K numbers are read and K written; the latency of dependent sums dominates.
+Memory traffic: reads K * K numbers and writes K; the latency of dependent sums dominates.
 """
 
 import triton
@@ -35,7 +35,7 @@ _INFINITY = constexpr(float("inf"))
 
 @triton.jit
 def _gramian(data, tasks, TASKS: constexpr):
-    """The program's Gramian, padded with zeros to [TASKS, TASKS]; and whether it is finite."""
+    """The program's Gramian, padded with zeros to [TASKS, TASKS], and whether it is finite."""
     i = tl.arange(0, TASKS)[:, None]
     j = tl.arange(0, TASKS)[None, :]
     data += tl.program_id(0).to(tl.int64) * tasks * tasks
@@ -63,7 +63,7 @@ def _diagonal(m, TASKS: constexpr):
 
 @triton.jit
 def _times(m, x):
-    """M x for a symmetric m, as sums over columns leave fewer numbers per thread."""
+    """M x for a symmetric m; sums over columns leave fewer numbers per thread."""
     return tl.sum(m * x[:, None], 0)
 
 
@@ -74,10 +74,10 @@ def _at(x, k, TASKS: constexpr):
 
 @triton.jit
 def _lengths(data, tasks, TASKS: constexpr):
-    """Lengths (1 for a zero gradient), inverses (0 for one), and whether gradients are nonzero."""
+    """Lengths and inverse lengths (1 and 0 for a zero gradient), and the nonzero mask."""
     task = tl.arange(0, TASKS)
     data += tl.program_id(0).to(tl.int64) * tasks * tasks
-    # Loaded again, as a thread then has one number, instead of many of the matrix's diagonal.
+    # Loaded again: a thread then holds one number, not many numbers of the matrix's diagonal.
     d = widened(tl.load(data + task * (tasks + 1), task < tasks, other=0.0), tl.float64)
     nonzero = d > 0
     length = tl.where(nonzero, tl.sqrt(tl.where(nonzero, d, 1.0)), 1.0)
@@ -86,22 +86,22 @@ def _lengths(data, tasks, TASKS: constexpr):
 
 @triton.jit
 def _correlations(g, data, ridge, tasks, TASKS: constexpr):
-    """C of the tasks with a nonzero gradient, else the identity; and the results of `_lengths`."""
+    """C of tasks with a nonzero gradient, the identity elsewhere; and the results of `_lengths`."""
     length, inverse, nonzero = _lengths(data, tasks, TASKS)
-    # A literal would be float32, which rounds 1 + 1e-12 to 1.
+    # The literal 1 + 1e-12 would be float32, which rounds it to 1.
     diagonal = 1 + nonzero.to(tl.float64) * ridge
     c = g * inverse[:, None] * inverse[None, :]
-    # Products of 16-bit gradients are rounded by more than the ridge.
+    # With 16-bit gradients, rounding of the products exceeds the ridge.
     c = tl.minimum(tl.maximum(c, -1.0), 1.0)
     return tl.where(_identity(TASKS), diagonal[None, :], c), length, inverse, nonzero
 
 
 @triton.jit
 def _solve(m, b, tasks, TASKS: constexpr):
-    """Solves m x = b for a symmetric positive definite m, sweeping out one task at a time.
+    """Solves m x = b for a symmetric positive definite m, by eliminating one task at a time.
 
-    This is Gauss-Jordan elimination, except that m stays symmetric: its row k is its column k. But
-    for rounding, a pivot is at least the ridge; an entry with a smaller one is zero.
+    This is Gauss-Jordan elimination, except that m stays symmetric: its row k equals its column k.
+    Pivots are at least the ridge, up to rounding; an entry with a smaller pivot is set to zero.
     """
     task = tl.arange(0, TASKS)
     for k in range(tasks):
@@ -119,7 +119,7 @@ def _solve(m, b, tasks, TASKS: constexpr):
 
 @triton.jit
 def _among(c, free, TASKS: constexpr):
-    """C of the free tasks, else the identity."""
+    """C restricted to the free tasks; the identity elsewhere."""
     both = (free[:, None] > 0) & (free[None, :] > 0)
     return tl.where(both, c, tl.where(_identity(TASKS), 1.0, 0.0))
 
@@ -128,12 +128,12 @@ def _among(c, free, TASKS: constexpr):
 def _non_negative(c, f, nonzero, tasks, TASKS: constexpr):
     """The minimizer x of 1/2 x'Cx - f'x over x >= 0, by Lawson and Hanson's active-set method.
 
-    Every turn of the loop solves once. Returns x, and which entries are free (int32).
+    Each iteration solves one linear system. Returns x, and an int32 mask of the free entries.
     """
     task = tl.arange(0, TASKS)
     x = tl.zeros([TASKS], tl.float64)
     free = tl.zeros([TASKS], tl.int32)
-    tried = tl.zeros([TASKS], tl.int32)  # freed and blocked at once, since x last changed
+    tried = tl.zeros([TASKS], tl.int32)  # freed and immediately blocked since x last changed
     entered = 0
     blocked = 0
     moved = 0
@@ -146,7 +146,7 @@ def _non_negative(c, f, nonzero, tasks, TASKS: constexpr):
         candidate = tl.where(rises, slope, -_INFINITY)
         continues = (tl.max(candidate, 0) > -_INFINITY) | (blocked > 0)
         searching = tl.where(continues & (turn < 16 * TASKS + 64), 1, 0)
-        # A new entry, unless the last step was blocked.
+        # Frees a new entry, unless the last step was blocked.
         begins = tl.where(blocked > 0, 0, searching)
         entered = tl.where(begins > 0, tl.argmax(candidate, 0), entered)
         free = tl.where(task == entered, tl.maximum(free, begins), free)
@@ -182,7 +182,7 @@ def _rotated(m, partner, cosine, sine, ROWS: constexpr, TASKS: constexpr):
 
 @triton.jit
 def _eigen(m, TASKS: constexpr):
-    """Eigenvalues and eigenvectors (columns), by TASKS / 2 disjoint Jacobi rotations at once."""
+    """Eigenvalues and eigenvectors (columns), by TASKS / 2 parallel disjoint Jacobi rotations."""
     task = tl.arange(0, TASKS)
     vectors = tl.where(_identity(TASKS), 1.0, 0.0).to(tl.float64)
     trace = tl.sum(tl.abs(_diagonal(m, TASKS)), 0)
@@ -202,7 +202,7 @@ def _eigen(m, TASKS: constexpr):
             turns = tl.abs(off) > 1e-18 * trace
             difference = tl.where(task < partner, d_partner - d, d - d_partner)
             theta = difference / tl.where(turns, 2 * off, 1.0)
-            # Beyond, theta^2 would overflow, and the tangent is 1 / (2 theta).
+            # Beyond 1e150, theta^2 would overflow, and the tangent is 1 / (2 theta).
             bounded = tl.minimum(tl.abs(theta), 1e150)
             tangent = 1 / (bounded + tl.sqrt(bounded * bounded + 1))
             tangent = tl.where(turns, tl.where(theta < 0, -tangent, tangent), 0.0)
@@ -226,7 +226,7 @@ def _components_of_ones(vectors, factor):
 
 @triton.jit
 def _begin_orders(drawn, TASKS: constexpr):
-    """The key of the Gramian's random orders, and in row i the tasks that task i is to meet."""
+    """The key of the Gramian's random orders; and in row i, the tasks other than i."""
     number = tl.program_id(0).to(tl.uint64)
     gramian_key = splitmix64(step_key(drawn) + number)
     position = tl.arange(0, TASKS)[None, :]
@@ -236,7 +236,7 @@ def _begin_orders(drawn, TASKS: constexpr):
 
 @triton.jit
 def _draw_other(gramian_key, others, left, tasks, TASKS: constexpr):
-    """The task j [TASKS] that each task meets when `left` are left, and `others` without it."""
+    """Draws each task's next task j, [TASKS], from its `left` others; returns j and the rest."""
     i = tl.arange(0, TASKS)
     position = i[None, :]
     index = splitmix64(gramian_key + (i * tasks + left).to(tl.uint64)) % left.to(tl.uint64)
@@ -248,7 +248,7 @@ def _draw_other(gramian_key, others, left, tasks, TASKS: constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def pcgrad_kernel(gramian, out, drawn, tasks, TASKS: constexpr):
-    """PCGrad. Row i is task i, which meets the others in random order; `drawn`: see `step_key`."""
+    """PCGrad. Row i projects task i off the others in random order; `drawn` is as in `step_key`."""
     g, finite = _gramian(gramian, tasks, TASKS)
     i = tl.arange(0, TASKS)
     position = tl.arange(0, TASKS)[None, :]
@@ -271,7 +271,7 @@ def pcgrad_kernel(gramian, out, drawn, tasks, TASKS: constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def gradvac_kernel(gramian, out, similarities, drawn, tasks, TASKS: constexpr):
-    """GradVac. Row i is task i; `drawn` is that of `step_key`, followed by the rate's bits."""
+    """GradVac. Row i is task i. `drawn` is as in `step_key`, followed by the bits of the rate."""
     g, finite = _gramian(gramian, tasks, TASKS)
     length, inverse, nonzero = _lengths(gramian, tasks, TASKS)
     i = tl.arange(0, TASKS)
@@ -341,9 +341,9 @@ def upgrad_kernel(gramian, out, tasks, TASKS: constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def cagrad_kernel(gramian, out, factor, tasks, TASKS: constexpr):
-    """CAGrad: the mu at which the shortest correction with all g_i.d >= mu has the allowed length.
+    """CAGrad: finds the largest mu such that all g_i.d >= mu for a d with |d - g_0| <= c |g_0|.
 
-    factor: float64 [1], c.
+    At this mu, the shortest correction d - g_0 has length c |g_0|. `factor` is float64 [1]: c.
     """
     g, finite = _gramian(gramian, tasks, TASKS)
     share = 1 / tasks.to(tl.float64)
@@ -353,7 +353,7 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: constexpr):
     c, length, inverse, nonzero = _correlations(g, gramian, _RIDGE, tasks, TASKS)
     present = tl.sum(tl.where(nonzero, 1, 0), 0)
     correction = tl.zeros([TASKS], tl.float64)
-    # The search would not end for non-finite numbers.
+    # With non-finite numbers the search would not end.
     if finite & (radius > 0) & (present > 0):
         ones = tl.where(nonzero, 1.0, 0.0).to(tl.float64)
         unit, _ = _non_negative(c, ones, nonzero, tasks, TASKS)
@@ -375,7 +375,7 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: constexpr):
             done = tl.abs(size - radius) <= 1e-12 * radius
             done = done | ((turn == 0) & (longer == 0))
             done = done | (high - low <= 1e-15 * (tl.abs(high) + tl.abs(low)))
-            # While the same entries are free, size^2 is quadratic in mu, with second derivative pp.
+            # With the same free entries, size^2 is quadratic in mu, with leading coefficient pp.
             free_p = tl.where(free > 0, inverse, 0.0)
             pp = tl.sum(_solve(_among(c, free, TASKS), free_p, tasks, TASKS) * free_p, 0)
             px = tl.sum(inverse * x, 0)
@@ -395,9 +395,9 @@ def cagrad_kernel(gramian, out, factor, tasks, TASKS: constexpr):
 def _nash_length(shares, decrement):
     """The length of a Newton step, `shares * v`, that roughly minimizes Nash-MTL's objective.
 
-    A damped Newton method in one dimension; all 1 - length * shares stay positive.
+    Uses a damped Newton method in one dimension, which keeps every 1 - length * shares positive.
     """
-    # step'C v and step'C step: (C + diag(v^-2)) step is the slope, C v - 1 / v.
+    # step'C v and step'C step, because (C + diag(v^-2)) step = slope = C v - 1 / v.
     linear = decrement * decrement + tl.sum(shares, 0)
     quadratic = tl.maximum(decrement * decrement - tl.sum(shares * shares, 0), 0.0)
     full = decrement < _NASH_FULL
@@ -417,7 +417,7 @@ def _nash_length(shares, decrement):
 
 @triton.jit
 def _bargain(c, nonzero, finite, tasks, TASKS: constexpr):
-    """The v with C v = 1 / v, the minimizer of 1/2 v'Cv - sum log v_i: a damped Newton method."""
+    """Solves C v = 1 / v, i.e. minimizes 1/2 v'Cv - sum log v_i, by a damped Newton method."""
     v = tl.zeros([TASKS], tl.float64) + 1
     before = tl.max(v, 0)
     turn = 0
@@ -431,7 +431,7 @@ def _bargain(c, nonzero, finite, tasks, TASKS: constexpr):
         decrement = tl.sqrt(tl.maximum(tl.sum(slope * step, 0), 0.0))
         v -= step * _nash_length(step * inverse_v, decrement)
         turn += 1
-        # Full steps square the decrement, until only rounding is left.
+        # Full steps square the decrement until only rounding error is left.
         falls = (before >= _NASH_FULL) | (decrement < before / 2)
         searching = (decrement >= _NASH_STOP) & falls & (turn < 100)
         before = decrement
@@ -457,7 +457,8 @@ def _power(x, exponent):
 def _fair_length(shares, products, power, linear, quadratic, searching):
     """The length of a Newton step that roughly minimizes FairGrad's objective along the step.
 
-    There, -linear + length * quadratic + sum products * shares (1 - length * shares)^-power is 0.
+    At the minimum, 0 = -linear + length * quadratic + sum products * shares * left^-power, where
+    left = 1 - length * shares.
     """
     greatest = tl.max(shares, 0)
     low = linear * 0
@@ -483,16 +484,16 @@ def _fair_length(shares, products, power, linear, quadratic, searching):
 
 @triton.jit(do_not_specialize=["tasks"])
 def fair_grad_kernel(gramian, out, fairness, tasks, SOLVES_S: constexpr, TASKS: constexpr):
-    """FairGrad: w > 0 with G w = w^-p, p = 1 / alpha; the reference explains the method.
+    """FairGrad: the w > 0 with G w = w^-p, p = 1 / alpha; the reference explains the method.
 
-    fairness: float64 [1], alpha. SOLVES_S: alpha > 1, so the unknown is s = C v.
+    `fairness` is float64 [1]: alpha. SOLVES_S is set if alpha > 1: the unknown is then s = C v.
     """
     g, finite = _gramian(gramian, tasks, TASKS)
     c, length, inverse, nonzero = _correlations(g, gramian, _NASH_RIDGE, tasks, TASKS)
     alpha = tl.load(fairness)
     v = _bargain(c, nonzero, finite, tasks, TASKS)
     s = 1 / v
-    # Relative to the length with the greatest b.
+    # Lengths are relative to the length with the greatest b.
     if SOLVES_S:
         power = alpha
         unit = tl.min(tl.where(nonzero, length, _INFINITY), 0)
@@ -508,7 +509,7 @@ def fair_grad_kernel(gramian, out, fairness, tasks, SOLVES_S: constexpr, TASKS: 
     b = tl.maximum(b, _FAIR_LEAST)
     present = tl.sum(tl.where(nonzero, 1.0, 0.0), 0)
     mean = tl.sum(tl.where(nonzero, b * begin, 0.0), 0) / tl.maximum(present, 1.0)
-    # The best multiple of NashMTL's solution.
+    # Starts at the best multiple of NashMTL's solution.
     scale = _power(tl.where(present > 0, mean, 1.0), 1 / (1 + power))
     v *= scale
     s *= scale
@@ -572,7 +573,7 @@ def _equal_cosines(g, gramian, finite, tasks, TASKS: constexpr):
 def config_kernel(gramian, out, tasks, TASKS: constexpr):
     """ConFIG: the update has the same cosine to every gradient.
 
-    Its length is the sum of the gradients' components along it.
+    The update's length is the sum of the gradients' components along it.
     """
     g, finite = _gramian(gramian, tasks, TASKS)
     y, cosines, length, inverse, nonzero = _equal_cosines(g, gramian, finite, tasks, TASKS)
@@ -589,7 +590,7 @@ def imtl_g_kernel(gramian, out, tasks, TASKS: constexpr):
     """IMTL-G: the update has equal components along all gradients; the weights sum to one."""
     g, finite = _gramian(gramian, tasks, TASKS)
     y, _, length, inverse, nonzero = _equal_cosines(g, gramian, finite, tasks, TASKS)
-    # In units of the first length, as weights that sum to one have no unit.
+    # In units of the first length: weights that sum to one have no unit.
     first = tl.argmax(tl.where(nonzero, 1, 0), 0)
     y *= _at(length, first, TASKS) * inverse
     total = tl.sum(y, 0)
@@ -600,7 +601,7 @@ def imtl_g_kernel(gramian, out, tasks, TASKS: constexpr):
 
 @triton.jit(do_not_specialize=["tasks"])
 def aligned_mtl_kernel(gramian, out, tasks, SCALE: constexpr, TASKS: constexpr):
-    """Aligned-MTL: the sum, after the gradients' principal components get equal lengths."""
+    """Aligned-MTL: the sum of the gradients after their principal components get equal lengths."""
     g, finite = _gramian(gramian, tasks, TASKS)
     values, vectors = _eigen(tl.where(finite, g, 0.0), TASKS)
     significant = values > tl.max(values, 0) * tasks * _EPSILON

@@ -30,20 +30,20 @@ CS_DEVICE unsigned char* shared_memory() {
   return memory;
 }
 
-// Waits for all threads of the block; their writes are visible.
+// Waits for all threads of the block, and makes their writes visible.
 CS_DEVICE void synchronize_block() { __syncthreads(); }
 // The same for a warp.
 CS_DEVICE void synchronize_warp() { __syncwarp(); }
 
 // The value of the thread whose index in the warp differs in the bits of the mask. All threads of
-// the warp must call it.
+// the warp must call this.
 template <class Number> CS_DEVICE Number exchanged(Number value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 // Adds 1 to a counter shared by all blocks and returns its old value.
 CS_DEVICE std::int32_t count(std::int32_t* counter) { return atomicAdd(counter, 1); }
-// The same, with acquire-release ordering: prior writes are visible to later arrivals, and theirs
-// to this thread.
+// The same, with acquire-release ordering: prior writes of this thread are visible to later
+// arrivals, and prior writes of earlier arrivals to this thread.
 CS_DEVICE std::int32_t count_in_order(std::int32_t* counter) {
   std::int32_t before;
   asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;"
@@ -79,7 +79,7 @@ template <class T> CS_DEVICE T load(const T* address) {
     return __ldg(address);
   }
 }
-// The L2 cache's policy for lines that are evicted first.
+// An L2 cache policy that evicts the loaded lines first.
 CS_DEVICE std::uint64_t policy_to_evict() {
   std::uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -101,7 +101,7 @@ CS_DEVICE Words<float> load(const Words<float>* address, std::uint64_t policy) {
   return words;
 }
 
-// The float32 of a bfloat16 number in a half of a word.
+// Converts the bfloat16 number in the low or high half of a word to float32.
 CS_DEVICE float low_bfloat16(std::uint32_t word) {
   float value;
   asm("shl.b32 %0, %1, 16;" : "=f"(value) : "r"(word));
@@ -132,13 +132,13 @@ inline const char* error_text(int status) {
   return cudaGetErrorString(static_cast<cudaError_t>(status));
 }
 
-// Whether the build has code of a kernel that the driver can load on the current device.
+// The status of loading a kernel: 0 if the build has code that the driver can load on this device.
 template <class Arguments> int loadable(void (*kernel)(Arguments)) {
   cudaFuncAttributes attributes;
   return cudaFuncGetAttributes(&attributes, kernel);
 }
 
-// More than 48 KiB must be requested on each device.
+// Dynamic shared memory above 48 KiB must be requested on each device.
 template <class Arguments>
 cudaError_t allow_shared_memory(void (*kernel)(Arguments), std::size_t bytes) {
   if (bytes <= (48u << 10))
@@ -147,7 +147,7 @@ cudaError_t allow_shared_memory(void (*kernel)(Arguments), std::size_t bytes) {
                               static_cast<int>(bytes));
 }
 
-// The number of resident blocks on the current device.
+// Sets `blocks` to the number of blocks that can be resident on the current device.
 template <class Arguments>
 int resident_blocks(void (*kernel)(Arguments), int threads, std::size_t shared_bytes,
                     std::int64_t* blocks) {

@@ -1,5 +1,5 @@
-// Gramian, weighted sum and sign dropping of K gradients, for every method but Phase 2. Plain
-// pointers and sizes, without a framework.
+// Gramian, weighted sum and sign dropping of K gradients, for every method except Phase 2. The
+// interface has plain pointers and sizes, and needs no framework.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +10,14 @@ namespace cs_kernels {
 
 constexpr std::int32_t kMaxTasks = 64; // also for the solvers
 
-// One shared tensor of the trunk. It is dense; all its arrays have the same order of elements.
+// One shared tensor of the trunk. It is dense; all its arrays have the elements in the same order.
 struct GradientTensor {
   DataType type;
   std::int64_t size;
   const void* const* gradients; // [tasks]; null for zeros
   void* update;                 // aliases no gradient; null for a Gramian
   std::int64_t group;           // index of its Gramian or of its task weights
-  std::int64_t first_index;     // of the elements, for sign dropping
+  std::int64_t first_index;     // index of the first element, for sign dropping
 };
 
 struct GradientArguments {
@@ -36,10 +36,10 @@ void gramian(const GradientArguments& arguments, double* gramian, int threads);
 // once, writes the update once.
 void combine(const GradientArguments& arguments, const double* weights, int threads);
 
-// GradDrop: per element, adds either the positive or the negative gradients; the probability of the
-// positive ones is their share of the sum of absolute values. The fraction leaks[j] of task j's
-// gradient is always added. The choice is a function of the key and the element's index, which
-// counts from the tensor's first_index in memory order. Reads every gradient once, writes the
+// GradDrop: per element, adds either the positive or the negative gradients; the probability of
+// the positive gradients is their share of the sum of absolute values. The fraction leaks[j] of
+// task j's gradient is always added. The choice is a function of the key and the element's index,
+// which counts from the tensor's first_index in memory order. Reads every gradient once, writes the
 // update once.
 void drop_signs(const GradientArguments& arguments, const double* leaks, std::uint64_t key,
                 int threads);

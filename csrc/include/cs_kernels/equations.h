@@ -13,7 +13,7 @@ CS_HOST_DEVICE_INLINE double channel_strength(double gamma, double variance, dou
   return gamma * gamma / (variance + epsilon) * energy;
 }
 
-// Eq. (7); total is the sum of the strengths of the layer's channels.
+// Eq. (7); `total` is the sum of the strengths over the layer's channels.
 CS_HOST_DEVICE_INLINE double normalized_strength(double strength, double total) {
   return total == 0 ? 0 : strength / total;
 }

@@ -6,7 +6,7 @@
 #define CS_HOST_DEVICE_INLINE __host__ __device__ __forceinline__
 #else
 #define CS_HOST_DEVICE
-// Always inline: the linker could merge copies for several instruction sets into one that this CPU
-// cannot run.
+// Always inlined: the linker could otherwise merge copies for several instruction sets into one
+// that this CPU cannot run.
 #define CS_HOST_DEVICE_INLINE inline __attribute__((always_inline))
 #endif

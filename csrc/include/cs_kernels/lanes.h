@@ -1,9 +1,9 @@
 // Linear algebra on small matrices for a team of lanes: one lane on the host, one or several warps
 // on a GPU.
 //
-// Every lane runs the whole function. A number that decides a branch is the same in every lane:
-// computed alike, or a sum or a minimum over the lanes. An element of an array has one writer
-// between two calls of `sync`. The host's team has no cost.
+// Every lane runs the whole function. A number that decides a branch is equal in all lanes: every
+// lane computes it, or it is a sum or a minimum over the lanes. An array element has one writer
+// between two calls of `sync`. The host's team has no overhead.
 #pragma once
 
 #include <cmath>
@@ -19,18 +19,18 @@ namespace cs_kernels::solvers {
 struct OneLane {
   CS_HOST_DEVICE static constexpr int lane() { return 0; }
   CS_HOST_DEVICE static constexpr int lanes() { return 1; }
-  // A part of a team is a warp, which can solve problems of its own.
+  // A part of a team is a warp, which can solve its own problems.
   CS_HOST_DEVICE static constexpr int part() { return 0; }
   CS_HOST_DEVICE static constexpr int parts() { return 1; }
   CS_HOST_DEVICE static void sync() {}
   CS_HOST_DEVICE static void sync_parts() {}
-  // Reductions over the lanes of the part; all of them get the result.
+  // Reductions over the lanes of the part; all these lanes get the result.
   CS_HOST_DEVICE static double sum(double x) { return x; }
   CS_HOST_DEVICE static double least(double x) { return x; }
 };
 
-// Memory for a solver's arrays, as a GPU thread has few registers. It is passed by value, so that a
-// function's arrays are released when it returns.
+// Memory for a solver's arrays, because a GPU thread has few registers. A workspace is passed by
+// value, so a function's arrays are released when the function returns.
 class Workspace {
 public:
   CS_HOST_DEVICE explicit Workspace(double* memory) : next_(memory) {}
@@ -49,7 +49,7 @@ private:
 // of shared memory.
 CS_INLINE_SOLVER constexpr int row_stride(int n) { return n | 1; }
 
-// The smallest number and its index, the first of equal ones; -1 without a number.
+// The smallest number and its index: the lowest index of equal numbers, or -1 without a number.
 struct Least {
   int index = -1;
   double number = INFINITY;
@@ -142,9 +142,10 @@ template <class Team> CS_INLINE_SOLVER void cholesky(const Team& team, const Mat
   }
 }
 
-// Eigenvalues (finally the diagonal of `a`) and eigenvectors (rows) of a symmetric matrix, by
-// Jacobi rotations. The rotations of a round have no row in common, as the games of a round-robin
-// tournament with n players, or n + 1 if n is odd. A group of lanes has a pair of rows.
+// Computes the eigenvalues (the final diagonal of `a`) and eigenvectors (rows) of a symmetric
+// matrix by Jacobi rotations. The rotations of a round share no row, like the games of a
+// round-robin tournament with n players, or n + 1 if n is odd. Each group of lanes has a pair of
+// rows.
 template <class Team>
 CS_INLINE_SOLVER void eigen(const Team& team, const Matrix& a, int n, const Matrix& vectors) {
   double trace = 0;

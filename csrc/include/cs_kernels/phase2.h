@@ -1,4 +1,5 @@
-// Connection strength, priority and Phase 2. Plain pointers and sizes, without a framework.
+// Connection strength, priority and Phase 2. The interface has plain pointers and sizes, and needs
+// no framework.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +8,9 @@
 
 namespace cs_kernels {
 
-// The memory of a dense tensor as an array [groups, outer, channels, inner], with the groups of a
-// convolution: channel p = group * channels + c owns [group, :, c, :]. A convolution is [1, 1, O,
-// fan_in]; a transposed one [groups, I / groups, O / groups, k * k].
+// The memory of a dense tensor as an array [groups, outer, channels, inner], where `groups` are a
+// convolution's groups. Channel p = group * channels + c owns [group, :, c, :]. A convolution is
+// [1, 1, O, fan_in]; a transposed convolution is [groups, I / groups, O / groups, k * k].
 struct ChannelLayout {
   std::int64_t groups = 1;
   std::int64_t outer = 1;
@@ -21,7 +22,7 @@ struct ChannelLayout {
   std::int64_t size() const { return rows() * row_size(); }
 };
 
-// Strength, Eq. (6), of every channel for every task; Eq. (7) if `normalize`.
+// Strength, Eq. (6), of every channel for every task; normalized by Eq. (7) if `normalize`.
 struct StrengthArguments {
   const double* energy;   // [rows]
   const double* gamma;    // [tasks, rows]
@@ -39,7 +40,7 @@ struct Phase2Tensor {
   DataType type;
   ChannelLayout layout;
   const void* const* gradients;     // [tasks]; null for zeros
-  void* update;                     // type and layout of the gradients; aliases none
+  void* update;                     // has the gradients' type and layout; aliases none of them
   std::int64_t* priority = nullptr; // [rows]
   const void* weight = nullptr;
   const double* gamma = nullptr;
@@ -67,13 +68,13 @@ void task_priority(const double* strength, std::int32_t tasks, std::int64_t rows
                    std::int64_t* priority);
 
 // Phase 2 (Algorithm 1) of all tensors. Reads each weight and gradient once and writes the update
-// once; rows of channel groups in conflict are visited again while in cache.
+// once; rows of channel groups in conflict are revisited while in cache.
 void phase2(const Phase2Arguments& arguments, int threads);
 
-// The same in two stages, for given priorities. Between them, the products can be summed over
-// devices with shards of the gradients. phase2_products writes the plain sum and the products, and
-// reads the gradients once. phase2_apply adds a_i * G_i to the rows of channel groups in conflict:
-// two reads and a write.
+// The same in two calls, for given priorities. Between the calls, the products can be summed over
+// devices that hold shards of the gradients. phase2_products reads the gradients once, and writes
+// the plain sum and the products. phase2_apply adds a_i * G_i to the rows of channel groups in
+// conflict, with two reads and a write.
 void phase2_products(const Phase2Arguments& arguments, int threads);
 void phase2_apply(const Phase2Arguments& arguments, int threads);
 

@@ -16,20 +16,20 @@ CS_HOST_DEVICE_INLINE std::uint64_t splitmix64(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// The random state of a step: splitmix64(seed) + step, plus the counter, if there is one. The
-// step's key is splitmix64 of it.
+// The random state of a step: splitmix64(seed) + step, plus the counter if there is one. The step's
+// key is splitmix64 of this state.
 CS_HOST_DEVICE_INLINE std::uint64_t advanced(std::uint64_t state, const std::int64_t* counter) {
   return counter == nullptr ? state : state + static_cast<std::uint64_t>(*counter);
 }
 
-// "lowbias32" (Wellons 2018).
+// The mixer "lowbias32" (Wellons 2018).
 CS_HOST_DEVICE_INLINE std::uint32_t lowbias32(std::uint32_t x) {
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) * 0x846ca68bu;
   return x ^ (x >> 16);
 }
 
-// The high half of the index is in the key, so that a loop over an array needs only 32-bit
+// The high half of the index is part of the key, so that a loop over an array needs only 32-bit
 // multiplications.
 struct RandomWords {
   std::uint32_t low;
@@ -44,7 +44,7 @@ struct RandomWords {
   CS_HOST_DEVICE_INLINE std::uint32_t bits(std::uint32_t low_index) const {
     return lowbias32(lowbias32(low_index ^ low) + high);
   }
-  // In [0, 1), a multiple of 2^-24.
+  // A number in [0, 1), a multiple of 2^-24.
   CS_HOST_DEVICE_INLINE float at(std::uint32_t low_index) const {
     return static_cast<float>(static_cast<std::int32_t>(bits(low_index) >> 8)) * 0x1p-24f;
   }

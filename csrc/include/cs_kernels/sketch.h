@@ -1,11 +1,11 @@
-// Linear sketches of gradients: vectors of d bins whose dot products estimate those of the
-// gradients. Plain pointers and sizes, without a framework.
+// Linear sketches of gradients: vectors of d bins whose dot products estimate the gradients' dot
+// products. The interface has plain pointers and sizes, and needs no framework.
 //
 // An element's index among all parameters determines its sign and its bin, so sketches of shards,
-// micro-batches and ranks add up. A block is d consecutive indices; it is rotated by a random
-// number, so every bin gets one element of each block, and a thread that owns a bin adds these in
-// order, without atomics. Elements of different blocks share a bin with probability 1 / d; elements
-// of one block never do.
+// micro-batches and ranks add up. A block is d consecutive indices, rotated by a random number.
+// Every bin therefore gets one element of each block, and the thread that owns a bin adds these
+// elements in order, without atomics. Elements of different blocks share a bin with probability
+// 1 / d; elements of the same block never do.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace cs_kernels {
 
-// The bin of a block's first element, modulo d, a power of two.
+// The bin of a block's first element, to be taken modulo d, a power of two.
 CS_HOST_DEVICE_INLINE std::uint32_t sketch_rotation(std::uint64_t key, std::uint64_t block) {
   return static_cast<std::uint32_t>(splitmix64(~key + block));
 }
@@ -34,7 +34,8 @@ struct SketchTensor {
 
 namespace cpu {
 
-// Adds the signed elements to sketch [bins]. Reads every element once; the sketch stays in a cache.
+// Adds the elements, with their signs, to sketch [bins]. Reads every element once; the sketch stays
+// in cache.
 void sketch(const SketchTensor& tensor, std::uint64_t key, float* sketch, std::int64_t bins,
             int threads);
 

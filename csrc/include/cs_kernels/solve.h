@@ -1,9 +1,10 @@
 // K task weights from the Gramian of K gradients: one function per solver, for the host and for a
-// GPU, run by a team of lanes (lanes.h). The caller provides the workspace. Iterations are bounded.
+// GPU, run by a team of lanes (lanes.h). The caller provides the workspace. All iterations are
+// bounded.
 //
-// The solvers take the correlations C_ij = G_ij / (d_i d_j), d_i = |g_i|, and unknowns scaled by d,
-// so that gradients of very different lengths are no harder than others. A ridge on C's diagonal
-// makes it regular. A non-finite Gramian gives weights of NaN.
+// The solvers work on the correlations C_ij = G_ij / (d_i d_j), where d_i = |g_i|, and scale the
+// unknowns by d, so gradients of very different lengths are no harder to solve for. A ridge on the
+// diagonal makes C regular. A non-finite Gramian gives NaN weights.
 #pragma once
 
 #include <cmath>
@@ -19,25 +20,24 @@ namespace cs_kernels::solvers {
 
 #define CS_INLINE_SOLVER CS_HOST_DEVICE inline
 
-// Shared by the solvers of all backends.
+// The solvers of all backends share these constants.
 constexpr double kRidge = 1e-12;     // on the diagonal of the correlations
 constexpr double kNashRidge = 1e-10; // Nash-MTL's: keeps the weights of opposed gradients finite
-constexpr double kNashStop = 1e-9;   // it stops below this Newton decrement
-constexpr double kNashFull = 0.25;   // below this decrement, Newton steps are full
-constexpr double kSlope = 1e-14;     // times the sum of absolute terms: counts as a slope of zero
-constexpr double kStationary =
-    1e10;                           // 1 / squared norm in the hull of unit gradients: none descends
-constexpr double kZeroSum = 1e-12;  // times the sum of absolute weights: they cannot sum to one
-constexpr double kNoCosine = 1e-20; // times the number of tasks: a squared length of zero
+constexpr double kNashStop = 1e-9;   // Nash-MTL stops below this Newton decrement
+constexpr double kNashFull = 0.25;   // Newton steps are full below this decrement
+constexpr double kSlope = 1e-14;     // a slope is zero up to this share of its absolute terms
+constexpr double kStationary = 1e10; // no direction descends above this 1 / |shortest in hull|^2
+constexpr double kZeroSum = 1e-12;   // a sum of weights is zero up to this share of absolute values
+constexpr double kNoCosine = 1e-20;  // a squared length is zero up to this per task
 constexpr double kEpsilon = 2.220446049250313e-16;
 constexpr double kFairStop = 1e-9;        // FairGrad stops below this relative step, times power
-constexpr double kFairFull = 0.1;         // below this relative step, Newton steps are full
+constexpr double kFairFull = 0.1;         // Newton steps are full below this relative step
 constexpr double kFairLeast = 1e-290;     // smallest right-hand side, relative to the greatest
-constexpr double kFairMost = 1e100;       // largest inverse curvature: infinite beside correlations
+constexpr double kFairMost = 1e100;       // cap on the inverse curvature, practically infinite
 constexpr double kMostSimilar = 1 - 1e-6; // GradVac's greatest target cosine
-constexpr double kVanished = 1e-7;        // of its length: GradVac stops changing such a gradient
+constexpr double kVanished = 1e-7;        // GradVac stops at this share of a gradient's length
 
-// Doubles in the workspace of a part of a team, in UPGrad: a matrix and several vectors.
+// Doubles that UPGrad needs in the workspace per part of a team: a matrix and several vectors.
 CS_INLINE_SOLVER constexpr int part_size(int tasks) {
   return tasks * row_stride(tasks) + 5 * (tasks + 1);
 }
@@ -99,17 +99,17 @@ struct Correlations {
   }
   CS_HOST_DEVICE double operator()(int i, int j) const { return matrix(i, j); }
 
-  // At most 1: products of 16-bit gradients are rounded by more than the ridge.
+  // Clamped to [-1, 1]: with 16-bit gradients, rounding of the products exceeds the ridge.
   CS_HOST_DEVICE double correlation(const Gramian& gramian, int i, int j) const {
     const double c = gramian(task[i], task[j]) / length[i] / length[j];
     return c > 1 ? 1 : c < -1 ? -1 : c;
   }
 };
 
-// min 1/2 x'Cx - f'x over x >= 0, by Lawson and Hanson's active-set method, from zero. The factor
-// of the free entries' C grows row by row, and loses a row by rotations.
+// Minimizes 1/2 x'Cx - f'x over x >= 0 by Lawson and Hanson's active-set method, starting at zero.
+// The factor of the free entries' C grows row by row, and loses a row by rotations.
 struct NonNegative {
-  int* state;   // kFixed, kFree or kTried: freed and blocked at once, since x last changed
+  int* state;   // kFixed, kFree or kTried: freed and immediately blocked since x changed
   int* indices; // of the free entries, in the order of the factor's rows
   double* z;
   Matrix factor;
@@ -121,7 +121,7 @@ struct NonNegative {
       : state(workspace.integers(size)), indices(workspace.integers(size)),
         z(workspace.numbers(size)), factor(size, workspace) {}
 
-  // Frees entry i, unless rounding makes C depend on the free entries. `z` is workspace.
+  // Frees entry i, unless rounding makes its row of C depend on the free rows. `z` is workspace.
   template <class Team> CS_HOST_DEVICE bool grow(const Team& team, const Correlations& c, int i) {
     const int n = free_entries;
     for (int k = team.lane(); k < n; k += team.lanes())
@@ -129,7 +129,7 @@ struct NonNegative {
     team.sync();
     solve_lower(team, factor, n, z);
     const double left = c(i, i) - dot(team, z, z, n);
-    if (!(left > 0.25 * kRidge)) { // at least kRidge but for rounding
+    if (!(left > 0.25 * kRidge)) { // at least kRidge, up to rounding
       if (team.lane() == 0)
         state[i] = kTried;
       team.sync();
@@ -146,11 +146,12 @@ struct NonNegative {
     return true;
   }
 
-  // Once row r is removed, every row below has one entry too many; rotations clear it.
+  // Fixes the entry of row r. Without row r, every row below has one entry too many, which
+  // rotations clear.
   template <class Team> CS_HOST_DEVICE void shrink(const Team& team, int r) {
     const int n = --free_entries;
     const int removed = indices[r];
-    for (int i = r; i < n; ++i) { // in order, as each row moves onto the previous one
+    for (int i = r; i < n; ++i) { // in order: each row moves onto the previous one
       const int moved = indices[i + 1];
       team.sync();
       for (int k = team.lane(); k <= i + 1; k += team.lanes())
@@ -237,9 +238,9 @@ struct NonNegative {
   }
 };
 
-// The sum of gradients, after each has met the other originals in random order and has changed. A
-// lane has a gradient: a row of `own`, the weights of the originals in it. `begin(i)` returns a
-// state for gradient i, with which `meet(state, i, j)` adds to own(i, j).
+// Lets the other original gradients change each gradient, in random order, and sums the results.
+// A lane has one gradient, as a row of `own`: the weights of the original gradients in it.
+// `begin(i)` returns a state for gradient i; `meet(state, i, j)` uses it and adds to own(i, j).
 template <class Team, class Begin, class Meet>
 CS_INLINE_SOLVER void in_random_order(const Team& team, const Gramian& g, std::uint64_t state,
                                       const Matrix& own, double* weights, Workspace workspace,
@@ -271,8 +272,8 @@ CS_INLINE_SOLVER void in_random_order(const Team& team, const Gramian& g, std::u
   }
 }
 
-// PCGrad (Yu et al. 2020): each gradient loses its component along every original with which it is
-// in conflict.
+// PCGrad (Yu et al. 2020): each gradient loses its component along every original gradient with
+// which it conflicts.
 template <class Team>
 CS_INLINE_SOLVER void pcgrad(const Team& team, const Gramian& g, const Options& options,
                              double* weights, Workspace workspace) {
@@ -286,8 +287,9 @@ CS_INLINE_SOLVER void pcgrad(const Team& team, const Gramian& g, const Options& 
       });
 }
 
-// GradVac (Wang et al. 2021): where the cosine of two gradients is below its target, enough of the
-// other original is added to reach the target. The targets are moving averages of the cosines.
+// GradVac (Wang et al. 2021): if the cosine of two gradients is below its target, enough of the
+// other original gradient is added to reach the target. The targets are moving averages of the
+// cosines.
 template <class Team>
 CS_INLINE_SOLVER void gradvac(const Team& team, const Gramian& g, const Options& options,
                               double* weights, Workspace workspace) {
@@ -304,7 +306,7 @@ CS_INLINE_SOLVER void gradvac(const Team& team, const Gramian& g, const Options&
         double& target = options.similarities[i * g.tasks + j];
         const double wanted = std::fmin(target, kMostSimilar);
         if (cosine < wanted) {
-          // The component across g_j stays; the one along it sets the angle.
+          // Keeps the component orthogonal to g_j and adjusts the parallel one to reach the target.
           const double across = std::sqrt((1 - cosine) * (1 + cosine));
           const double sine = std::sqrt((1 - wanted) * (1 + wanted));
           own(i, j) += length / other * (wanted * across / sine - cosine);
@@ -315,7 +317,7 @@ CS_INLINE_SOLVER void gradvac(const Team& team, const Gramian& g, const Options&
 }
 
 // MGDA (Sener and Koltun 2018): the min-norm point of the gradients' convex hull. It is x / sum x,
-// where x >= 0 minimizes 1/2 x'Gx - 1'x. A zero gradient is such a point.
+// where x >= 0 minimizes 1/2 x'Gx - 1'x. A zero gradient is the min-norm point itself.
 template <class Team>
 CS_INLINE_SOLVER void mgda(const Team& team, const Gramian& g, const Options&, double* weights,
                            Workspace workspace) {
@@ -328,7 +330,7 @@ CS_INLINE_SOLVER void mgda(const Team& team, const Gramian& g, const Options&, d
   double* f = workspace.numbers(c.size);
   double* x = workspace.numbers(c.size);
   NonNegative problem(c.size, workspace);
-  // Relative to the shortest, so that the greatest is 1.
+  // Inverse lengths, relative to the shortest gradient, so that the greatest is 1.
   double shortest = INFINITY;
   for (int i = team.lane(); i < c.size; i += team.lanes())
     shortest = std::fmin(shortest, c.length[i]);
@@ -343,7 +345,7 @@ CS_INLINE_SOLVER void mgda(const Team& team, const Gramian& g, const Options&, d
 }
 
 // UPGrad (Quinton and Rey 2024): the mean of the gradients, each projected onto the dual cone of
-// all, the vectors in conflict with none. The parts of the team take gradients in turn.
+// all gradients: the vectors that conflict with none. The parts of the team take gradients in turn.
 template <class Team>
 CS_INLINE_SOLVER void upgrad(const Team& team, const Gramian& g, const Options&, double* weights,
                              Workspace workspace) {
@@ -373,10 +375,10 @@ CS_INLINE_SOLVER void upgrad(const Team& team, const Gramian& g, const Options&,
       weights[c.task[j]] += sums[part * c.size + j];
 }
 
-// CAGrad (Liu et al. 2021): the d = g_0 + w with the greatest min_i g_i.d, for combinations w of
-// the gradients with |w| <= r = c |g_0|; g_0 is the mean. The shortest w for which that minimum is
-// at least mu is a projection onto a polyhedron. Its length is convex in mu; the solution is the mu
-// at which the length is r. If no direction is good for all tasks, mu is at most zero.
+// CAGrad (Liu et al. 2021): maximizes min_i g_i.d for d = g_0 + w, where g_0 is the mean and w is a
+// combination of the gradients with |w| <= r = c |g_0|. The shortest w for which the minimum is at
+// least mu is a projection onto a polyhedron. Its length is convex in mu; the solution is the mu at
+// which this length is r. If no direction descends for all tasks, mu is at most zero.
 template <class Team>
 CS_INLINE_SOLVER void cagrad(const Team& team, const Gramian& g, const Options& options,
                              double* weights, Workspace workspace) {
@@ -465,8 +467,8 @@ CS_INLINE_SOLVER void cagrad(const Team& team, const Gramian& g, const Options& 
 }
 
 // The length of a Newton step that roughly minimizes NashMTL's objective along the step. shares:
-// step / v; v stays positive only if 1 - length * share does, as in a damped Newton method in one
-// dimension.
+// step / v. A damped Newton method in one dimension keeps every 1 - length * share positive, and
+// therefore v.
 template <class Team>
 CS_INLINE_SOLVER double nash_length(const Team& team, const double* shares, int n,
                                     double decrement) {
@@ -476,7 +478,7 @@ CS_INLINE_SOLVER double nash_length(const Team& team, const double* shares, int 
     sum += shares[i];
     squares += shares[i] * shares[i];
   }
-  // step'C v and step'C step: (C + diag(v^-2)) step is the slope, C v - 1 / v.
+  // step'C v and step'C step, because (C + diag(v^-2)) step = slope = C v - 1 / v.
   const double linear = decrement * decrement + team.sum(sum);
   const double quadratic = std::fmax(decrement * decrement - team.sum(squares), 0.0);
   double length = 1 / (1 + decrement);
@@ -498,9 +500,9 @@ CS_INLINE_SOLVER double nash_length(const Team& team, const double* shares, int 
   return length;
 }
 
-// The v > 0 with C v = 1 / v, the minimizer of 1/2 v'Cv - sum log v_i. The function is
-// self-concordant: damped Newton steps converge from any start. With the best lengths along them,
-// linearly dependent gradients take a fifth of the rounds.
+// Solves C v = 1 / v for v > 0, i.e. minimizes 1/2 v'Cv - sum log v_i. The function is
+// self-concordant, so damped Newton steps converge from any start. With the best length of each
+// step, linearly dependent gradients take a fifth of the rounds.
 template <class Team>
 CS_INLINE_SOLVER void bargain(const Team& team, const Correlations& c, double* v,
                               const Matrix& hessian, Workspace workspace) {
@@ -531,14 +533,14 @@ CS_INLINE_SOLVER void bargain(const Team& team, const Correlations& c, double* v
     for (int i = team.lane(); i < n; i += team.lanes())
       v[i] -= length * step[i];
     team.sync();
-    // Full steps square the decrement, until only rounding is left.
+    // Full steps square the decrement until only rounding error is left.
     if (decrement < kNashStop || (before < kNashFull && !(decrement < before / 2)))
       break;
     before = decrement;
   }
 }
 
-// NashMTL (Navon et al. 2022): G a = 1 / a, a > 0. The weight of a task without a gradient is zero.
+// NashMTL (Navon et al. 2022): the a > 0 with G a = 1 / a. A task without a gradient has weight 0.
 template <class Team>
 CS_INLINE_SOLVER void nash_mtl(const Team& team, const Gramian& g, const Options&, double* weights,
                                Workspace workspace) {
@@ -551,8 +553,8 @@ CS_INLINE_SOLVER void nash_mtl(const Team& team, const Gramian& g, const Options
     weights[c.task[i]] = v[i] / c.length[i];
 }
 
-// The length of a Newton step that roughly minimizes FairGrad's objective along the step. There,
-// -linear + length * quadratic + sum parts * shares (1 - length * shares)^-power is zero.
+// The length of a Newton step that roughly minimizes FairGrad's objective along the step. At the
+// minimum, -linear + length * quadratic + sum parts * shares (1 - length * shares)^-power is zero.
 template <class Team>
 CS_INLINE_SOLVER double fair_length(const Team& team, const double* shares, const double* parts,
                                     int n, double power, double linear, double quadratic) {
@@ -583,12 +585,12 @@ CS_INLINE_SOLVER double fair_length(const Team& team, const double* shares, cons
   return length;
 }
 
-// FairGrad (Ban and Ji 2024): w > 0 with G w = w^-p, p = 1 / alpha. With w = v / d this is C v = b
-// v^-p, b = d^(p-1). For p >= 1 the unknown is v, the minimizer of 1/2 v'Cv + sum b v^(1-p) /
-// (p-1); for p < 1 it is s = C v, the minimizer of 1/2 s'C^-1 s + sum k s^(1-alpha) / (alpha-1), k
-// = b^alpha, whose Newton steps need no inverse. Both functions grow without bound as an unknown
-// falls to zero, so Newton's method converges fast, and NashMTL's solution is a feasible start for
-// both.
+// FairGrad (Ban and Ji 2024): the w > 0 with G w = w^-p, where p = 1 / alpha. With w = v / d this
+// becomes C v = b v^-p, where b = d^(p-1). For p >= 1 the unknown is v, which minimizes
+// 1/2 v'Cv + sum b v^(1-p) / (p-1). For p < 1 the unknown is s = C v, which minimizes
+// 1/2 s'C^-1 s + sum k s^(1-alpha) / (alpha-1), where k = b^alpha; its Newton steps need no
+// inverse. Both objectives grow without bound as an unknown approaches zero, so Newton's method
+// converges fast, and NashMTL's solution is a feasible start for both.
 template <class Team>
 CS_INLINE_SOLVER void fair_grad(const Team& team, const Gramian& g, const Options& options,
                                 double* weights, Workspace workspace) {
@@ -607,7 +609,7 @@ CS_INLINE_SOLVER void fair_grad(const Team& team, const Gramian& g, const Option
   double* step = workspace.numbers(n);
   double* image = workspace.numbers(n); // C step
   bargain(team, c, v, hessian, workspace);
-  // Relative to the length with the greatest b.
+  // Lengths are relative to the length with the greatest b.
   double unit = INFINITY;
   for (int i = team.lane(); i < n; i += team.lanes())
     unit = std::fmin(unit, of_sums ? c.length[i] : -c.length[i]);
@@ -625,7 +627,7 @@ CS_INLINE_SOLVER void fair_grad(const Team& team, const Gramian& g, const Option
   }
   square = team.sum(square);
   sum = team.sum(sum);
-  // The best multiple of NashMTL's solution.
+  // Starts at the best multiple of NashMTL's solution.
   const double scale = n > 0 ? std::pow(sum / square, 1 / (1 + power)) : 1;
   team.sync();
   for (int i = team.lane(); i < n; i += team.lanes()) {
@@ -693,7 +695,7 @@ CS_INLINE_SOLVER void add_component_of_ones(const Team& team, const Matrix& vect
     out[i] += vectors(k, i) * part * factor;
 }
 
-// Eigenvalues up to this count as zero.
+// Eigenvalues up to this tolerance count as zero.
 CS_INLINE_SOLVER double rank_tolerance(const Matrix& diagonal, int n) {
   double greatest = 0;
   for (int i = 0; i < n; ++i)
@@ -701,8 +703,8 @@ CS_INLINE_SOLVER double rank_tolerance(const Matrix& diagonal, int n) {
   return greatest * n * kEpsilon;
 }
 
-// y = C^+ 1 and, unless null, cosines = C y, which are all ones if C is regular. C is overwritten
-// by its eigenvalues.
+// Computes y = C^+ 1 and, unless `cosines` is null, cosines = C y, which are all ones if C is
+// regular. C is overwritten by its eigenvalues.
 template <class Team>
 CS_INLINE_SOLVER void equal_cosines(const Team& team, const Correlations& c, double* y,
                                     double* cosines, Workspace workspace) {
@@ -723,7 +725,7 @@ CS_INLINE_SOLVER void equal_cosines(const Team& team, const Correlations& c, dou
 
 // ConFIG (Liu et al. 2024): the update has the same cosine to every gradient, and its length is the
 // sum of the gradients' components along it. If no direction has equal cosines, the least-squares
-// one is taken; if that vanishes too, the weights are zero.
+// direction is used; if that vanishes too, the weights are zero.
 template <class Team>
 CS_INLINE_SOLVER void config(const Team& team, const Gramian& g, const Options&, double* weights,
                              Workspace workspace) {
@@ -778,9 +780,9 @@ CS_INLINE_SOLVER void imtl_g(const Team& team, const Gramian& g, const Options&,
 
 enum class AlignedScale : std::uint64_t { kMin = 0, kMedian = 1, kRmse = 2 };
 
-// Aligned-MTL (Senushkin et al. 2023): the sum, after the gradients' principal components are
-// scaled to one length (the smallest, the lower median or the root mean square of their lengths).
-// If all gradients are zero, the weights are ones.
+// Aligned-MTL (Senushkin et al. 2023): the sum of the gradients, after their principal components
+// are scaled to one length: the smallest, the lower median or the root mean square of the
+// components' lengths. If all gradients are zero, the weights are ones.
 template <class Team>
 CS_INLINE_SOLVER void aligned_mtl(const Team& team, const Gramian& g, const Options& options,
                                   double* weights, Workspace workspace) {
@@ -822,7 +824,7 @@ CS_INLINE_SOLVER void aligned_mtl(const Team& team, const Gramian& g, const Opti
       add_component_of_ones(team, vectors, n, k, std::sqrt(length / a(k, k)), weights);
 }
 
-// Solves one Gramian with a function from above; NaN if the Gramian is not finite.
+// Solves one Gramian with one of the functions above; NaN weights if the Gramian is not finite.
 template <class Team, class Function>
 CS_INLINE_SOLVER void solve_one(const Team& team, const SolverArguments& arguments, std::int64_t n,
                                 double* memory, const Function& function) {

@@ -6,7 +6,7 @@
 
 namespace cs_kernels {
 
-// Every solver, by the name of its function in solve.h and of its operator.
+// All solvers, by the name of their function in solve.h and of their operator.
 #define CS_SOLVERS(solver)                                                                         \
   solver(pcgrad) solver(cagrad) solver(mgda) solver(aligned_mtl) solver(nash_mtl) solver(imtl_g)   \
       solver(upgrad) solver(fair_grad) solver(config) solver(gradvac)
@@ -25,7 +25,7 @@ struct SolverArguments {
   std::int64_t count;
   std::int32_t tasks;
   double* weights;
-  std::uint64_t option; // a random state, the bits of a number (c, alpha), Aligned-MTL's scale
+  std::uint64_t option;        // a random state, the bits of c or alpha, or Aligned-MTL's scale
   const std::int64_t* counter; // steps to add to the random state; null for none
   double rate;                 // GradVac's weight of a new cosine in the targets
   double* similarities;        // [count, tasks, tasks], GradVac's targets, updated; null for none

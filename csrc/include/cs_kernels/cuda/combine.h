@@ -18,7 +18,7 @@ GradientTiling gradient_tiling(DataType type);
 // Bytes of shared memory per block.
 std::size_t gramian_memory(std::int32_t tasks);
 
-// A row of the table of tensors, which the caller makes once per trunk.
+// A row of the tensor table, which the caller makes once per trunk.
 struct PlannedGradient {
   std::int64_t size; // in elements
   std::int64_t group;

@@ -12,7 +12,7 @@ using Status = int;   // a cudaError_t; 0 is success
 
 const char* status_message(Status status);
 
-// Whether the current device can run these kernels.
+// 0 if the current device can run these kernels, else an error.
 Status available();
 
 // An array of any type.

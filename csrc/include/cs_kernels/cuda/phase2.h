@@ -1,6 +1,6 @@
-// Phase 2, connection strength and priority on a GPU: structs of device addresses, a stream and a
-// status. The caller provides the workspace. No call synchronizes with the host, so all can be
-// captured in a CUDA graph.
+// Phase 2, connection strength and priority on a GPU. Calls take a struct of device addresses and a
+// stream, and return a status. The caller provides the workspace. No call synchronizes with the
+// host, so every call can be captured in a CUDA graph.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ struct Phase2Tiling {
   std::int64_t energy_elements;   // per ENERGY item, approximately
   std::int64_t least_energy_rows; // per ENERGY item
   std::int64_t least_items;       // SUM items per multiprocessor before items grow
-  std::int64_t lag; // SUM items per multiprocessor between a layer's last and its PROJECT items
+  std::int64_t lag; // SUM items per multiprocessor from a layer's last one to its PROJECT items
   std::int64_t project_sums; // SUM items per PROJECT item
 };
 Phase2Tiling phase2_tiling(DataType type);
@@ -26,8 +26,8 @@ Phase2Tiling phase2_tiling(DataType type);
 // Bytes of shared memory per block.
 std::size_t phase2_memory(std::int32_t tasks);
 
-// A row of the table of tensors, which the caller makes once per trunk. Elements are in memory
-// order; dimensions are those of ChannelLayout.
+// A row of the tensor table, which the caller makes once per trunk. Elements are in memory order;
+// the dimensions are as in ChannelLayout.
 struct PlannedTensor {
   std::int64_t rows;
   std::int64_t length;   // of a row
@@ -38,8 +38,8 @@ struct PlannedTensor {
   std::int64_t size;         // in segments
   std::int64_t kernel_size;
   std::int64_t layer;     // -1 for a tensor without prioritized channels
-  std::int64_t first_row; // index of the layer's first row among those of all layers
-  std::int64_t first_sum; // index of the layer's first SUM item among those of all layers
+  std::int64_t first_row; // index of the layer's first row among all layers' rows
+  std::int64_t first_sum; // index of the layer's first SUM item among all layers' SUM items
   std::int64_t sum_items;
   std::int64_t tiles; // per SUM item
   std::int64_t energy_items;
@@ -47,7 +47,7 @@ struct PlannedTensor {
   std::int64_t project_sums; // SUM items per PROJECT item
 };
 
-// A row of a call's table of addresses. The gradients of all tasks are last, 0 for zeros.
+// A row of a call's address table. The gradients of all tasks come last; 0 stands for zeros.
 enum CallField : std::int32_t { kUpdate, kWeight, kPriority, kAligned, kGradients };
 
 enum class ItemKind : std::int32_t { kEnergy = 0, kSum = 1, kProject = 2 };
@@ -87,8 +87,8 @@ struct Phase2Launch {
   double* coefficients;  // [layers, tasks]: a_i; input if there are only PROJECT items
 };
 
-// Reads every weight and gradient once and writes the update once, (K + 2) N. PROJECT items visit
-// rows in conflict again, two reads and a write.
+// Reads every weight and gradient once and writes the update once, (K + 2) N elements. PROJECT
+// items revisit rows in conflict, with two reads and a write.
 Status phase2(const Phase2Launch& launch, Stream stream);
 
 // Eq. (4) of every row of one layer. Reads the weight once.
@@ -102,7 +102,7 @@ struct EnergyLaunch {
 };
 Status energies(const EnergyLaunch& launch, Stream stream);
 
-// Eq. (6) and, normalized, Eq. (7) of one layer.
+// Eq. (6) of one layer, followed by Eq. (7) if `normalize`.
 struct StrengthLaunch {
   const double* energy; // [rows]
   Numbers gamma;        // [tasks, rows]
