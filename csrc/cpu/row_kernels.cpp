@@ -473,50 +473,15 @@ template <class Type> CS_INLINE Floats load_floats(const typename Type::Element*
   }
 }
 
-<<<<<<< HEAD
-// Elements of several runs at once: the sums stay in registers.
+// Adds several runs at once, with the sums in registers.
 template <class Type, int kRuns>
 void add_signed_runs(const typename Type::Element* const* x, const SignWords* words,
                      const std::uint64_t* index, std::int64_t n, float* out) {
-  constexpr int kWords = 16; // whose signs are computed together
+  constexpr int kWords = 16; // words whose signs are computed together
   // A run begins anywhere in a word, so 32 of its elements have their signs in two words.
   std::uint32_t signs[kRuns][kWords + 1];
   for (int run = 0; run < kRuns; ++run)
     signs[run][kWords] = words[run].bits(static_cast<std::uint32_t>(index[run] / kSignWord));
-=======
-template <class Type>
-CS_INLINE void add_word(const typename Type::Element* x, std::uint32_t signs, float* out) {
-  unrolled<2>([&](std::ptrdiff_t half) CS_LAMBDA_INLINE {
-    const std::ptrdiff_t first = half * Floats::kLanes;
-    Floats v = load_floats<Type>(x + first);
-    v.negate(signs >> first);
-    Floats sum = Floats::load(out + first);
-    sum += v;
-    sum.store(out + first);
-  });
-}
-
-// Adds n of the elements that share a word, from the word's element `first` on.
-template <class Type>
-void add_part_of_word(const typename Type::Element* x, std::uint32_t signs, std::int64_t first,
-                      std::int64_t n, float* out) {
-  typename Type::Element padded[kSignWord] = {};
-  float sums[kSignWord] = {};
-  const auto count = static_cast<std::size_t>(n);
-  std::memcpy(padded + first, x, count * sizeof *x);
-  std::memcpy(sums + first, out, count * sizeof *out);
-  add_word<Type>(padded, signs, sums);
-  std::memcpy(out, sums + first, count * sizeof *out);
-}
-
-template <class Type>
-void add_signed(const void* x, std::uint64_t key, std::int64_t index, std::int64_t n, float* out) {
-  constexpr int kWords = 8; // words whose signs are computed together
-  const auto* const elements = static_cast<const typename Type::Element*>(x);
-  const std::int64_t first = index % kSignWord;
-  auto word = static_cast<std::uint64_t>(index / kSignWord);
-  const SignWords words(key, word);
->>>>>>> english
   std::int64_t i = 0;
   while (i < n) {
     for (int run = 0; run < kRuns; ++run) {

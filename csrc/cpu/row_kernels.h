@@ -41,18 +41,11 @@ struct RowKernels {
   void (*add_scaled)(const void* sum, const void* x, double scale, std::int64_t n, bool stream,
                      void* out);
 
-<<<<<<< HEAD
   // out[i] += x[0][i], then x[1][i] and so on, for at most kSignedRuns runs; or -= where the sign
-  // of element index[run] + i for this key is minus. A run is in one range of 2^37 elements. Reads
-  // (runs + 1) n, writes n.
+  // of element index[run] + i for this key is minus. A run must lie in one aligned range of 2^37
+  // indices. Reads (runs + 1) n, writes n.
   void (*add_signed)(const void* const* x, int runs, std::uint64_t key, const std::int64_t* index,
                      std::int64_t n, float* out);
-=======
-  // out[i] += x[i], or -= if the sign of element index + i for this key is minus. All elements
-  // must lie in one aligned range of 2^37 indices. Reads 2 n, writes n.
-  void (*add_signed)(const void* x, std::uint64_t key, std::int64_t index, std::int64_t n,
-                     float* out);
->>>>>>> english
 };
 
 struct InstructionSet {
