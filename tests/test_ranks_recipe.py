@@ -12,8 +12,9 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
-from ranks import Pools, Ranks
+from ranks import DEVICE, Pools, Ranks
 
 import cs_kernels as cs
 
@@ -47,6 +48,7 @@ def _losses(out: str) -> Losses:
 def _on_a_rank(rank: int, arguments: list[str]) -> str:
     """What the recipe prints; the group is the one that this process has."""
     with (
+        torch.device("cpu"),  # The recipe says itself which tensors are on its device.
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
         mock.patch.object(sys, "argv", arguments),
@@ -79,7 +81,9 @@ def test_as_torchrun_starts_it(straight: Runs, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "sharded")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     arguments = _arguments(tmp_path / "sharded", *KINDS["sharded"])
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if DEVICE == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     environment["PYTHONPATH"] = str(Path(cs.__file__).parent.parent)
     done = subprocess.run(
         [*torchrun, *arguments], env=environment, capture_output=True, text=True, timeout=1200
