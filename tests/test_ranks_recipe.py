@@ -84,7 +84,8 @@ def test_as_torchrun_starts_it(straight: Runs, tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if DEVICE == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    environment["PYTHONPATH"] = str(Path(cs.__file__).parent.parent)
+    paths = [str(Path(cs.__file__).parent.parent), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     done = subprocess.run(
         [*torchrun, *arguments], env=environment, capture_output=True, text=True, timeout=1200
     )
