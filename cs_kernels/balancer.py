@@ -179,6 +179,7 @@ class GradientBalancer:
         self._factors = () if self._weights is None else self._weights[:, self._active].unbind()
         try:
             yield
+            self._sketches.add_small()
             if loss is None:
                 self._with_loss.discard(task)
             elif self._solves:

@@ -257,6 +257,44 @@ def test_parameters_frozen_before_their_pass_are_left_out() -> None:
     torch.testing.assert_close(training.balancer.gramian[0, 0], expected, rtol=1e-6, atol=0)
 
 
+class _Kept(torch.autograd.Function):
+    """Multiplies a weight by 1, and returns its gradient in one buffer from every pass."""
+
+    buffer = torch.zeros(40, 6, dtype=torch.float64)
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _Kept.buffer.copy_(grad)
+
+
+@pytest.mark.parametrize(("small", "most"), [(0, 64), (500, 64), (500, 3), (4096, 64)])
+def test_small_gradients_are_sketched_together(monkeypatch: Any, small: int, most: int) -> None:
+    """Also from memory that the next pass of the block overwrites."""
+    monkeypatch.setattr("cs_kernels.balancing.sketches._SMALL", small)
+    monkeypatch.setattr("cs_kernels.balancing.sketches._MOST_SMALL", most)
+    training = Training(cs.UPGrad())
+    network, rows = training.network, []
+    for task in TASKS:
+        xs = training.batch(0, task), training.batch(1, task)
+        losses = [network(x, task) for x in xs]
+        shared = [*network.trunk.parameters()]
+        rows.append(torch.cat([g.flatten() for g in torch.autograd.grad(sum(losses), shared)]))
+        with training.balancer.task(task):
+            for x in xs:
+                first = network.trunk[0]
+                h = nn.functional.linear(x, _Kept.apply(first.weight), first.bias)
+                z = network.trunk[1:](h)
+                scale = TASKS.index(task)
+                ((network.heads[task](z) - scale).square().mean() * 10**scale).backward()
+    training.adam.step()
+    expected = torch.stack(rows) @ torch.stack(rows).T
+    torch.testing.assert_close(training.balancer.gramian, expected, rtol=1e-5, atol=1e-8)
+
+
 def test_losses_for_the_method() -> None:
     training = Training(cs.DBMTL())
     for step in range(3):

@@ -112,8 +112,7 @@ class _Arrival:
             return None
         if total is not None and _adds_in_place(total, grad, self._leaf):
             # A weighted copy would need fresh memory, which would dominate the time.
-            with torch.no_grad():
-                total.addcmul_(grad, weight)
+            total.addcmul_(grad, weight)
             return (None,)
         if grad.dtype.itemsize == 2:  # The weight would be rounded too, or overflow.
             return ((grad.float() * weight).to(grad.dtype),)

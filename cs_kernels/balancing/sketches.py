@@ -48,6 +48,8 @@ class Sketches:
         numbers = sum(self.sizes) + 2
         self._values = torch.zeros(tasks, numbers, dtype=torch.float32, device=device)
         self._of_modules = [row[:-2].split(self.sizes) for row in self._values]
+        self._small: dict[tuple[int, int], tuple[list[Tensor], list[int]]] = {}
+        """By task and module: copies of small gradients of this block, and their offsets."""
         self._stream: torch.cuda.Stream | None = None
         """The last stream on which a gradient was added."""
         self.is_empty = True
@@ -55,6 +57,7 @@ class Sketches:
 
     def begin(self, step: int) -> None:
         """Begins a step's sketches: drops the last ones, and draws new signs and bins."""
+        self._small.clear()
         if not self.is_empty:
             self._values.zero_()
             self.is_empty = True
@@ -62,18 +65,39 @@ class Sketches:
 
     def add(self, task: int, parameter: int, grad: Tensor) -> None:
         """Adds a gradient, which is read once; micro-batches add up."""
-        sketch = self._of_modules[task][self._module_of[parameter]]
-        offset = self._offsets[parameter]
-        if sketch.is_cuda:  # Backward passes may use several streams.
-            stream = torch.cuda.current_stream(sketch.device)
+        if self._values.is_cuda:  # Backward passes may use several streams.
+            stream = torch.cuda.current_stream(self._values.device)
             if self._stream is not None and self._stream != stream:
                 stream.wait_stream(self._stream)
             self._stream = stream
-        torch.ops.cs_kernels.sketch_.default(sketch, [as_real(grad.detach())], [offset], self._key)
         self.is_empty = False
+        module, offset = self._module_of[parameter], self._offsets[parameter]
+        grad = as_real(grad.detach())
+        if grad.numel() > _SMALL:
+            self._run(task, module, [grad], [offset])
+            return
+        grads, offsets = self._small.setdefault((task, module), ([], []))
+        grads.append(grad.clone())  # A later pass may write into the gradient's memory.
+        offsets.append(offset)
+        if len(grads) == _MOST_SMALL:
+            self.add_small()
+
+    def add_small(self) -> None:
+        """Adds the small gradients of a block, for which one call each would take longer."""
+        for (task, module), (grads, offsets) in self._small.items():
+            if self._values.is_cuda:
+                for grad in grads:  # Its memory may be another stream's.
+                    grad.record_stream(torch.cuda.current_stream(grad.device))
+            self._run(task, module, grads, offsets)
+        self._small.clear()
+
+    def _run(self, task: int, module: int, grads: list[Tensor], offsets: list[int]) -> None:
+        sketch = self._of_modules[task][module]
+        torch.ops.cs_kernels.sketch_.default(sketch, grads, offsets, self._key)
 
     def spoil(self) -> None:
         """Makes the products of this step NaN, on all ranks."""
+        self._small.clear()
         self._values.fill_(torch.nan)
         self.is_empty = False
 
@@ -113,6 +137,8 @@ class Sketches:
         return torch.tensor(entries, dtype=torch.float64, device=self._values.device)
 
 
+_SMALL, _MOST_SMALL = 4096, 64
+"""The elements of a small gradient, and how many are copied before their sketches are made."""
 _MODULE_BITS = 40
 """Indices of a module's elements have so many bits."""
 
