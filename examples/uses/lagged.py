@@ -1,9 +1,9 @@
 """Task weights from sketches of the step before, against exact weights of the same step.
 
 `GradientBalancer` takes the place of `MultiTaskOptimizer` in the other uses: same initial weights,
-same batches, same torch optimizer. With the default sketch of 65,536 numbers, products are exact in
-networks of fewer shared parameters (all but that of fine-tuning), so a difference is due to the
-lag. With 1,024 numbers, a cosine has a standard error of about 0.03, as in a hard case.
+same batches, same torch optimizer. Their networks have fewer shared parameters than the default
+sketch of 65,536 numbers, so its dot products are exact, and a difference is due to the lag. With
+1,024 numbers, a cosine has a standard error of about 0.03, as in a hard case.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
