@@ -1,6 +1,6 @@
 """Gradients of `backward(update=False)` that wait for their update.
 
-An exception in `backward` drops all of them, and the next call says so.
+An exception in `backward` drops all of them, and the next call warns.
 """
 
 import contextlib
@@ -26,15 +26,15 @@ class Accumulation:
         self.step: Step | None = None
         """The step that the first call has begun."""
         self._calls = 0
-        """The calls whose gradients wait."""
+        """The number of calls whose gradients wait for the update."""
         self._dropped = ""
-        """The gradients that an exception has dropped, until a call says so."""
+        """A description of the gradients that an exception dropped, until the next call warns."""
         self._gradients = gradients
         self._optimizers = optimizers
         self._marks: list[tuple[nn.Parameter, Tensor | None, int]] = []
         """All parameters, their gradients in `.grad`, and the gradients' versions."""
         self._lent: nn.Parameter | None = None
-        """The first of them, if its gradient is in the rows too."""
+        """The first parameter, if its gradient is in the rows too."""
 
     def clear(self) -> None:
         """Forgets gradients that wait for their update."""
@@ -43,7 +43,7 @@ class Accumulation:
         self._marks = []
 
     def forget_dropped(self) -> None:
-        """Forgets that an exception dropped gradients, as another update was made since."""
+        """Cancels the warning about dropped gradients, since another update was made."""
         self._dropped = ""
 
     def begin(self) -> None:

@@ -1,9 +1,8 @@
 """Training steps in CUDA graphs: what is captured, when it is captured again, and its replay.
 
-A replay repeats the kernels of the captured step on the same addresses. What Python decides is
-asked before each replay (the phase, the number of the step, checks), or lies in device memory (the
-counter of draws, the state of methods and weightings), or is compared with its value in the
-capture.
+A replay repeats the kernels of the captured step on the same addresses. Decisions in Python are
+made before each replay (phase, step number, checks), read from device memory (the counter of draws,
+the states of methods and weightings), or compared with those of the capture.
 """
 
 from collections import Counter
@@ -49,10 +48,10 @@ class CapturedStep:
         self._tasks = engine.chosen(tasks)
         self._warmup = checked_integer("warmup", warmup, 1)
         self._modules: tuple[object, list[nn.Module]] = None, []
-        """The versions for which modules were found, and these modules (`_modules_that_run`)."""
+        """The cache of `_modules_that_run`: the versions that it was built for, and the modules."""
         self._recordings: dict[Phase, _Recording] = {}
         self._warm: Counter[Phase] = Counter()
-        """Steps of each phase since its last capture."""
+        """The eager steps of each phase since its last capture."""
         device = engine.trunk.device
         refuse_capture(device)
         engine.check_ready()
@@ -68,10 +67,10 @@ class CapturedStep:
         """The counter's value."""
 
     def __call__(self) -> dict[str, Tensor]:
-        """One training step, eager, captured or replayed.
+        """Makes one training step: eager, captured or replayed.
 
-        After an exception in the capture, parameters, states and running statistics are as they
-        were, and gradients are None.
+        After an exception in the capture, parameters, states and running statistics are
+        unchanged, and gradients are None.
 
         Returns:
             The loss of each task, detached and unweighted: copies, which no replay overwrites.
@@ -147,14 +146,14 @@ class CapturedStep:
         return {task: recording.losses[task].clone() for task in self._tasks}
 
     def _is_current(self, recording: _Recording, phase: Phase) -> bool:
-        """Whether a recording still does what a step would."""
+        """Whether a replay would still do what an eager step would."""
         values, tensors = self._facts(phase)
         known = recording.tensors
         same = len(tensors) == len(known) and all(map(is_, tensors, known))
         return same and values == recording.values
 
     def _facts(self, phase: Phase) -> tuple[list[object], list[Tensor]]:
-        """The values, and the tensors by identity, that a recording depends on."""
+        """The values, and the tensors (by identity), that a recording depends on."""
         engine = self._engine
         trunk, optimizers = engine.trunk, engine.optimizers
         held = trunk.held()
@@ -211,7 +210,7 @@ def _check_autocast(device: torch.device) -> None:
 
 
 def _check_replays(engine: Engine) -> None:
-    """Raises ValueError if replays would go wrong on any device."""
+    """Raises ValueError if replays would be wrong, whatever the device."""
     for name, module in engine.trunk.module.named_modules():
         averages = isinstance(module, _NormBase) and module.track_running_stats
         if averages and module.momentum is None:
@@ -224,7 +223,7 @@ def _check_replays(engine: Engine) -> None:
 
 
 def _check_on_device(engine: Engine, device: torch.device) -> None:
-    """Raises ValueError if a graph of the device cannot have the optimizer's step."""
+    """Raises ValueError if a graph on the device cannot contain the optimizer's step."""
     for parameter in engine.trunk.held():
         if parameter.device != device:
             raise ValueError(

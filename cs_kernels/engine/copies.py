@@ -45,7 +45,7 @@ class Copyable:
         return self._saved()
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """Builds a copy; at its first use, if its trunk contains it and is still incomplete."""
+        """Builds the copy; on first use if its trunk contains the copy and is still incomplete."""
         self.__dict__["_copied"] = saved
         if hasattr(saved["trunk"], "_modules"):
             self._restore(self.__dict__.pop("_copied"))
@@ -53,7 +53,7 @@ class Copyable:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """The first use of a copy that is not built yet."""
+            """Builds a copy on its first use."""
             if "_copied" not in self.__dict__:
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
             self._restore(self.__dict__.pop("_copied"))
@@ -61,7 +61,7 @@ class Copyable:
 
 
 def _check_copyable(engine: Engine) -> None:
-    """Raises for a training loop that a copy could not go on from."""
+    """Raises if a copy could not continue the training loop."""
     if engine.accumulation.is_open():
         raise RuntimeError(
             "MultiTaskOptimizer cannot be copied or pickled while gradients of"

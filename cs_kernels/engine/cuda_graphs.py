@@ -13,7 +13,7 @@ from cs_kernels.ops.gpu.device import captured_tables
 
 
 class Graphs(Protocol):
-    """What a device has to record and replay a step."""
+    """A device's way to record and replay a step."""
 
     def __init__(self, device: torch.device) -> None: ...
 

@@ -1,6 +1,6 @@
 """The engine: the parts of a training loop, and the operations that all kinds of steps share.
 
-`steps.py` has the ways, and is the page to read first.
+Read `steps.py` first; it has the ways to make a step.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -42,8 +42,8 @@ class Engine:
         optimizers: The torch optimizers.
         ranks: The processes that train together, perhaps only this one.
         method: Makes the joint update.
-        schedule: Says when there is one.
-        weighting: Weighs the losses.
+        schedule: Gives each step its phase.
+        weighting: Gives each loss its weight.
         scaler: Scales the losses and steps the optimizers, if there is one.
         backward: Runs backward passes, if it is given.
         check_passes: Whether the first passes are checked.
@@ -164,13 +164,13 @@ class Engine:
         more: bool = False,
         counter: Tensor | None = None,
     ) -> Step:
-        """The facts of a step that begins.
+        """Begins a step, and returns its facts.
 
         Args:
             tasks: The tasks that are known to take part.
             phase: Its phase.
             at_features: Whether methods combine gradients of features, not of parameters.
-            more: Whether a later call may bring others.
+            more: Whether a later call may add tasks.
             counter: In a capture, the number of the step on the device.
 
         """
@@ -273,7 +273,7 @@ class Engine:
         """Steps the torch optimizers for the last time in a step; returns the losses.
 
         Everything that can fail comes earlier, and is undone after an exception. Only assignments
-        follow it.
+        follow the optimizers' step.
         """
         losses = self.ranks.returned(step.losses, tasks)
         commit = self.prepared(step, phase)
@@ -342,7 +342,7 @@ class Engine:
             self.epoch = number
 
     def chosen(self, tasks: Iterable[str] | None) -> tuple[str, ...]:
-        """The argument `tasks` of a step, checked."""
+        """Checks the argument `tasks` of a step, and returns it as a tuple."""
         known = self.trunk.tasks
         if tasks is None:
             return known
@@ -355,7 +355,7 @@ class Engine:
         return chosen
 
     def in_order(self, tasks: Iterable[str]) -> tuple[str, ...]:
-        """Some tasks in the order of the rows."""
+        """Sorts tasks into the order of the rows."""
         taking_part = set(tasks)
         return tuple(task for task in self.trunk.tasks if task in taking_part)
 
@@ -367,7 +367,7 @@ class Engine:
         self.optimizers.check_step_now()
 
     def forget_passes(self) -> None:
-        """Forgets what passes have shown."""
+        """Forgets all discoveries from passes."""
         self.trunk.forget()
         self.graph.forget()
         self.pass_checks.forget()

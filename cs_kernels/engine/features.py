@@ -30,10 +30,10 @@ _NO_LAYERS = Layout((), Coverage({}, {}, {}, {}))
 
 
 class FeatureGradients(TaskGradients):
-    """K rows of gradients, a tensor or None for every feature; of this rank's samples.
+    """K rows of gradients, a tensor or None for every feature, for this rank's samples.
 
-    Unlike a parameter, a feature that only one loss reaches is no task's own: shared parameters
-    have led to it.
+    Unlike a parameter, a feature that only one loss reaches is not that task's own: it depends on
+    shared parameters.
     """
 
     def __init__(self, features: Sequence[Tensor], tasks: Sequence[str], ranks: Ranks) -> None:
@@ -46,7 +46,7 @@ class FeatureGradients(TaskGradients):
         """By index of the feature: the combination of its gradients."""
 
     def put_features(self, task: str, gradients: Sequence[Tensor | None]) -> None:
-        """Assigns gradients to a task's row."""
+        """Assigns the gradients of a task's row."""
         self.rows[self.tasks.index(task)] = [None if g is None else self._own(g) for g in gradients]
         self.collected.add(task)
 
@@ -67,7 +67,7 @@ class FeatureGradients(TaskGradients):
                 self.put_one(task, i, torch.zeros_like(self.parameters[i], requires_grad=False))
 
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:
-        """The tensors for the updates of some features; dense, also where a feature is not."""
+        """Allocates dense tensors for the updates of some features."""
         for i in parameters:
             if self._updates[i] is None:
                 self._updates[i] = torch.empty_like(self.parameters[i], requires_grad=False)
@@ -155,12 +155,12 @@ class Features:
     """The features of one call of `backward`, and the passes of its heads and its trunk.
 
     Args:
-        features: The features of this rank's samples; without losses, any of their number.
+        features: The features of this rank's samples. Without losses, only their number counts.
         losses: The loss of each task; none where only other ranks have labels.
         tasks: The names of all tasks.
         shared: The shared parameters of the trunk, by their leaf in a graph.
         names_of: Names parameters in errors.
-        ranks: They add up products of gradients.
+        ranks: Adds up products of gradients.
 
     Raises:
         ValueError: The features do not separate the losses from the shared parameters; the message
@@ -206,7 +206,7 @@ class Features:
             raise ValueError(f"features must be on one device, got some on {found}")
 
     def _graph_of_trunk(self) -> set[Any]:
-        """The nodes that have led to the features."""
+        """Walks the graph from which the features were computed, and returns its nodes."""
         nodes: set[Any] = set()
         for (node, _), i in self._edges.items():
             reached = walk(node.next_functions, self._edges.keys(), nodes)
@@ -243,7 +243,7 @@ class Features:
         return reached
 
     def _described(self, leaves: Set[Tensor]) -> str:
-        """One of some leaves, a parameter if there is one."""
+        """Describes one of some leaves, a parameter if there is one."""
         wholes = self._shared  # After `fully_shard`, a whole parameter has its shard's name.
         parameters = [wholes.get(leaf, leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)]
         if parameters:
@@ -267,8 +267,8 @@ class Features:
     def head_passes(self, losses: Mapping[str, Tensor], checks: PassChecks) -> None:
         """A backward pass from each weighted loss to the features.
 
-        The parameters on the way get its gradient, where two losses reach one, both: during the
-        pass, as `fully_shard` sends it then.
+        Gradients of the parameters on the way add up in `.grad` during the pass, since
+        `fully_shard` reduces them then.
 
         Raises:
             ValueError: A weighting's part of a loss reaches the trunk past the features; or no
@@ -325,7 +325,7 @@ class Features:
     def check_reached(self) -> None:
         """Raises ValueError if the trunk's pass has reached no shared parameter.
 
-        Unless the graph hides parameters, that was checked before.
+        The graph was checked before; this sees parameters that it hides.
         """
         if all(p.grad is None for p in self._shared.values() if p not in self._behind):
             raise _without_trunk(self._combined[0], self._features[self._combined[0]])

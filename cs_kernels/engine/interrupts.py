@@ -1,4 +1,4 @@
-"""Ctrl-C waits for the end of a step, which must not be left half done."""
+"""Delays Ctrl-C to the end of a step, so that no step is left half done."""
 
 import contextlib
 import signal
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 _delays = False
-"""Whether a Ctrl-C is delayed now; in the main thread alone."""
+"""Whether a Ctrl-C is delayed now. Only the main thread uses it."""
 
 
 @contextlib.contextmanager
@@ -38,5 +38,5 @@ def held_back() -> Iterator[None]:
     finally:
         _delays = False
         signal.signal(signal.SIGINT, handler)
-        if pending:  # Also beside another exception, which it may have caused.
+        if pending:  # Also after another exception, which the interrupt may have caused.
             handler(*pending[0])

@@ -15,7 +15,7 @@ class Kept:
     def __init__(self, weights: KeptWeights | None = None, method: Method | None = None) -> None:
         self._weights = weights
         self._method = method
-        """The method that has solved for them; None after a checkpoint."""
+        """The method that solved for the weights; None if they come from a checkpoint."""
 
     @property
     def since(self) -> int | None:
@@ -35,7 +35,7 @@ class Kept:
         return kept if fits and 0 < step.number - kept.number < method.update_every else None
 
     def after(self, step: Step, method: Method, trains: Sequence[bool], *, unknown: bool) -> "Kept":
-        """The cached weights after a joint step; a step that has solved waits for the device.
+        """The cached weights after a joint step. A step that solved synchronizes with the device.
 
         Discarded if any weight is non-finite or any task's gradient is zero: some methods give such
         a task the weight 0, others give it all the weight.
@@ -68,7 +68,7 @@ class Kept:
         return Kept(KeptWeights(*facts, weights, unchanged), method)
 
     def forget(self) -> None:
-        """Solves anew in the next joint step."""
+        """Makes the next joint step solve again."""
         self._weights = self._method = None
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -77,7 +77,7 @@ class Kept:
 
     @staticmethod
     def check_state(state: Mapping[str, Any] | None, tasks: Sequence[str]) -> None:
-        """Raises ValueError for weights that would not be used, or used wrongly."""
+        """Raises ValueError for weights that would be ignored or misused."""
         if state is None:
             return
         found, layers, weights = state["tasks"], state["layers"], state["weights"]
@@ -89,7 +89,7 @@ class Kept:
             raise ValueError(f"state must keep finite weights of shape {shape}, got {weights!r}")
 
     def load_state_dict(self, state: Mapping[str, Any] | None, trains: Sequence[bool]) -> None:
-        """Goes on with the weights of a `state_dict`.
+        """Loads the weights of a `state_dict`.
 
         Args:
             state: The `state_dict`; None for no weights.

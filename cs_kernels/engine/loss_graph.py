@@ -1,4 +1,4 @@
-"""From a task's loss to its gradients: what its graph must reach, its weight, its backward pass."""
+"""From a task's loss to its gradients: the check of its graph, its weight, its backward pass."""
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
@@ -25,16 +25,16 @@ from cs_kernels.weightings import Weighting
 Backward = Callable[..., object]
 
 _CHECKED_EVERY = 32
-"""Steps between two checks of graphs. `backward` does not see the modules behind its losses: if one
-is unfrozen, only the graph shows it."""
+"""Steps between two checks of graphs. `backward` does not see the modules behind its losses, so a
+module that was unfrozen shows in the graph alone."""
 
 
 class LossGraph:
-    """Checks the graph of a loss, weighs the loss, and runs its backward pass.
+    """Checks the graph of a loss, applies the loss's weight, and runs the backward pass.
 
     Args:
         trunk: The shared module.
-        ranks: Each has a share of the loss.
+        ranks: The processes, each of which has a share of the loss.
         scaler: Scales losses, if there is one.
         backward: Runs backward passes in place of `loss.backward()`, if it is given.
         pass_checks: Watches the first pass of every task.
@@ -59,16 +59,16 @@ class LossGraph:
         self._checked: set[str] = set()
         """The tasks whose graph was checked."""
         self._known: set[str] = set()
-        """The tasks that have ever reached the trunk, even if it has been frozen since."""
+        """The tasks that have ever reached the trunk, even if it is frozen now."""
         self._in_foreign_memory: set[nn.Parameter] = set()
         """The parameters whose gradients a later pass may overwrite."""
         self._looks_at_memory = False
-        """Whether to search the gradients of a pass for such ones; it is slow."""
+        """Whether to look for such gradients after a pass, which is slow."""
         self.version = 0
-        """Increases when graphs are to be checked again."""
+        """Increases whenever graphs must be checked again."""
 
     def begin_step(self, steps: int) -> None:
-        """Checks graphs again from time to time."""
+        """Schedules new checks of all graphs every `_CHECKED_EVERY` steps."""
         if steps % _CHECKED_EVERY == 0:
             self.forget()
 
@@ -78,7 +78,7 @@ class LossGraph:
         self.version += 1
 
     def known_scale(self) -> Tensor | None:
-        """The scaler's factor, if it is known before a step: with `backward=`, a pass shows it."""
+        """The scaler's factor, if it is known before a pass; with `backward=`, it is not."""
         if self.backward is not None or self.scaler is None or not self.scaler.is_enabled():
             return None
         return self.scaler.scale(torch.ones((), device=self._trunk.device))
@@ -86,12 +86,12 @@ class LossGraph:
     def check(
         self, task: str, loss: Tensor, *, shows_reach: bool = False, alone: bool = False
     ) -> None:
-        """Checks the graph of a task's loss, unless that of an earlier pass was.
+        """Checks the graph of a task's loss, unless an earlier pass's graph was checked.
 
         Args:
             task: The task.
             loss: Its loss.
-            shows_reach: Whether only its graph shows what the task reaches, as gradients add up.
+            shows_reach: Whether only the graph shows which parameters the task reaches.
             alone: Whether its pass is for this task alone, so that hooks may make gradients.
 
         Raises:
@@ -117,11 +117,11 @@ class LossGraph:
                 self._trunk.reach.note_graph(task, reached)
 
     def passed(self, *tasks: str) -> None:
-        """Notes that the passes of some tasks, whose graphs were checked, have not failed."""
+        """Notes that passes of tasks with checked graphs have succeeded."""
         self._checked.update(tasks)
 
     def checked_held(self, task: str, reached: list[nn.Parameter]) -> list[nn.Parameter]:
-        """The parameters of a task's graph, sharded ones as such.
+        """The parameters of a task's graph; for `fully_shard`, the sharded ones.
 
         Raises:
             ValueError: The optimizer does not hold one.

@@ -177,7 +177,7 @@ class PassChecks:
             )
 
     def end_passes(self) -> None:
-        """After the passes of a stage."""
+        """Called after the passes of a stage."""
         self._arrived.clear()
 
     def check_repeatable(

@@ -64,7 +64,7 @@ def _run(engine: Engine, passes: Passes, task: str, closures: Sequence[Closure])
 def observe_again(
     engine: Engine, step: Step, tasks: Sequence[str], closures: Sequence[Closure]
 ) -> None:
-    """Recomputes the losses after a step, by the same closures, if the weighting asks for it."""
+    """Recomputes the losses after a step with the same closures, for weightings that ask for it."""
     trunk, weighting = engine.trunk, engine.weighting
 
     def evaluate(task: str) -> Tensor:
@@ -130,7 +130,7 @@ def checked_closures(closure: object) -> list[Closure]:
 
 
 def _what_it_reads(function: object) -> object:
-    """Equal for two functions with the same code and the same variables; None if unknown."""
+    """A value that is equal for two functions with the same code and variables; None if unknown."""
     if isinstance(function, partial):
         inner = _what_it_reads(function.func)
         bound = *function.args, *function.keywords.values()

@@ -41,7 +41,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
         raise ValueError(
             f"state must be a whole state_dict, but loading raised {error!r}"
         ) from error
-    # Graphs that were checked may show what this state has not noted.
+    # Graphs that were checked may show parameters that this state does not know.
     engine.graph.forget()
     if engine.accumulation.step is not None:
         engine.transaction.clear(engine.trunk.held())
@@ -69,7 +69,7 @@ def _check(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 def _check_values(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Checks the entries that are there, before any is taken."""
+    """Checks all entries before any is loaded."""
     tasks = engine.trunk.tasks
     checked_integer("steps", state["steps"], 0, 1 << 63)
     check_epoch(state["epoch"])

@@ -1,10 +1,10 @@
 """Every way to make a step, from the call to the torch optimizers: the page to read first.
 
-A call checks its arguments, and ranks agree on it (`begin`). Backward passes then leave each task's
-gradients in a row, or add them up in `.grad`, stage by stage (`stage.py`); the method combines the
-rows (`surgery`); everything that can fail is computed before the torch optimizers step (`finish`).
-An exception undoes the stage in which it is raised. `step_together` is in `stacked/`, and captured
-steps, which record `run_step`, in `captured.py`.
+A call checks its arguments, and the ranks agree on the call (`begin`). Backward passes then leave
+each task's gradients in a row, or add them up in `.grad`, stage by stage (`stage.py`); the method
+combines the rows (`surgery`); everything that can fail is computed before the torch optimizers step
+(`finish`). An exception undoes the stage in which it is raised. `step_together` is in `stacked/`,
+and captured steps, which record `run_step`, in `captured.py`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -89,14 +89,14 @@ def run_step(
 
 
 def _stages(engine: Engine, step: Step, tasks: Sequence[str], phase: Phase) -> list[Passes]:
-    """In Phase 1 a stage per task, in Phase 2 one for all."""
+    """One stage per task in Phase 1, and one for all tasks in Phase 2."""
     if phase == 1:
         return [Passes(step, (task,), Stage.TURN) for task in tasks]
     return [Passes(step, tuple(tasks), Stage.JOINT, separate=engine.separates(step))]
 
 
 def _after(passes: Passes, tasks: Sequence[str]) -> AbstractContextManager[None]:
-    """Adds a note to an exception: the updates that stay."""
+    """Adds a note to an exception: the updates that were made before it."""
     made = [*tasks[: tasks.index(passes.tasks[0])]]
     return noted(f"in Phase 1, the updates of {made} have been made" if made else "")
 
@@ -107,7 +107,7 @@ def backward(engine: Engine, losses: object, *, update: bool) -> dict[str, Tenso
     Args:
         engine: Makes the update.
         losses: The loss of each task that this rank has labels for.
-        update: Whether to make the update; else the gradients wait for those of a later call.
+        update: Whether to make the update; otherwise the gradients wait for a later call.
 
     """
     with engine.together(), engine.accumulation.dropped_on_error(engine.transaction.drop):
@@ -122,7 +122,7 @@ def backward(engine: Engine, losses: object, *, update: bool) -> dict[str, Tenso
 
 
 def _made(engine: Engine, passes: Passes, losses: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The passes of losses, and the update if there is no later call."""
+    """Makes the passes of losses, and the update unless a later call makes it."""
     step = passes.step
     with engine.passing(passes) as parameters:
         passes_of_losses(engine, passes, losses)
@@ -162,7 +162,9 @@ def backward_at_features(
             tasks = engine.begin(chosen, 2, stage, passes=needed, features=found.number)
             with engine.undone_on_error("cs_kernels.backward"):
                 step = engine.new_step(tasks, 2, at_features=True)
-                if not engine.method.separate_gradients:  # A plain sum needs no stop between.
+                if (
+                    not engine.method.separate_gradients
+                ):  # A plain sum needs no stop at the features.
                     return _made(engine, Passes(step, tasks, stage), given)
                 heads = Passes(step, tasks, Stage.HEADS)
                 with engine.passing(heads) as parameters:

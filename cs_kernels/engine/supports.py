@@ -31,7 +31,7 @@ class Feature:
     name: str
     """For the documentation."""
     found: Callable[["Engine"], object]
-    """What a loop has of it; None or False for nothing."""
+    """What a loop has of the feature; None or False if it does not use it."""
     refused: Mapping[str, str]
     """By way: the error's message, in which `found` and `loop` can be quoted."""
     error: type[Exception] = ValueError
@@ -190,7 +190,7 @@ TABLE = (
         RuntimeError,
     ),
 )
-"""The features, in the order in which they are looked for."""
+"""The features, in the order of the checks."""
 
 
 def check(way: str, loop: "Engine") -> None:

@@ -1,8 +1,9 @@
 """Backward passes with task weights known in advance: gradients add up, without K rows.
 
-The gradients of shared parameters are weighted by task; those of other parameters, as of heads, are
-not, so the gradient of a weighted loss would be wrong for them. A gradient gets its weight where it
-enters the part of the graph that several tasks have in common, or at the shared parameters.
+Gradients of shared parameters are weighted by task, but gradients of other parameters, such as
+heads, are not, so a weighted loss would give heads a wrong gradient. A gradient gets its weight
+where it enters the part of the graph that several tasks have in common, or at the shared
+parameters.
 """
 
 from collections import defaultdict
@@ -28,8 +29,8 @@ _HIDE_NOTHING = {
     "RegisterPostBackwardFunctionBackward",
     "_DDPSinkBackward",
 }
-"""Functions of torch (`torch.compile`, `fully_shard`, DistributedDataParallel): the graph shows all
-parameters behind them."""
+"""Functions of torch (`torch.compile`, `fully_shard`, DistributedDataParallel) that hide no
+parameter from the graph."""
 
 
 def at_leaves(shared: Iterable[Tensor], weight: Tensor, arrived: set[Tensor]) -> Hooks:

@@ -17,7 +17,7 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
 
     @classmethod
     def of(cls, optimizer: object) -> "TorchOptimizers":
-        """The argument `optimizer`, checked.
+        """Checks the argument `optimizer`, and returns all torch optimizers in it.
 
         Raises:
             TypeError: An entry is not a torch optimizer.
@@ -51,11 +51,11 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
         return optimizers
 
     def held(self) -> list[nn.Parameter]:
-        """The parameters of all."""
+        """The parameters of all torch optimizers."""
         return [parameter for one in self for parameter in held_by(one)]
 
     def options(self) -> Iterator[tuple[int, str, object]]:
-        """The options of each group of parameters, such as learning rates: its number and names."""
+        """The options of each parameter group, such as learning rates: group, name, value."""
         groups = (group for one in self for group in one.param_groups)
         for n, group in enumerate(groups):
             yield from ((n, name, value) for name, value in group.items() if name != "params")
@@ -70,19 +70,19 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
         return found
 
     def state(self) -> Iterator[tuple[str, object]]:
-        """The entries of their states, by name."""
+        """The entries of the torch optimizers' states, by name."""
         for one in self:
             for of_parameter in one.state.values():
                 yield from of_parameter.items()
 
     def hooks(self) -> Iterator[object]:
-        """The hooks of their steps, which may clip gradients."""
+        """The hooks of the torch optimizers' steps, which may clip gradients."""
         for one in self:
             yield from getattr(one, "_optimizer_step_pre_hooks", {}).values()
             yield from getattr(one, "_optimizer_step_post_hooks", {}).values()
 
     def step(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Makes the step of each; a scaler skips it if a gradient is not finite."""
+        """Steps each torch optimizer; a scaler skips the step if a gradient is non-finite."""
         if scaler is None:
             for one in self:
                 one.step()
@@ -96,7 +96,7 @@ class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
         torch.clear_autocast_cache()
 
     def check_scales(self) -> None:
-        """A scaler cannot unscale sharded and other gradients together."""
+        """Raises if a scaler would have to unscale sharded and other gradients together."""
         for one in self:
             sharded = sum(map(is_sharded, held_by(one)))
             others = len(held_by(one)) - sharded

@@ -1,4 +1,4 @@
-"""All or nothing: what is set before the passes of a step, and undone after an exception."""
+"""All or nothing: prepares the passes of a step, and undoes them after an exception."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ class Transaction:
     ) -> Iterator[list[nn.Parameter]]:
         """Wraps the passes of some tasks and their update.
 
-        The gradients of the last step are not kept: they would take the memory of one more row.
+        The last step's gradients are not kept, which would take the memory of one more row.
 
         Args:
             tasks: The tasks of the passes.

@@ -13,8 +13,8 @@ Edge = tuple[Any, int]
 
 
 Hooks = Iterable[tuple[Any, Callable[..., Any]]]
-"""Tensors or nodes of autograd's graph, and a hook to register with each; the hook of a leaf's node
-runs before the gradient is accumulated, once for each time that it is."""
+"""Tensors or nodes of autograd's graph, and a hook to register with each. The hook of a leaf's node
+runs before each accumulation of a gradient."""
 
 
 def current_pass() -> int:

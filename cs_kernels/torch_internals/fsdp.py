@@ -1,4 +1,4 @@
-"""What is used of `fully_shard` (FSDP2) and of DTensor beyond their documentation, all in one file.
+"""Undocumented parts of `fully_shard` (FSDP2) and DTensor, all in one file.
 
 Tried with torch 2.10 to 2.14: `DTensor._local_tensor`; `FSDPModule._get_fsdp_state` with its group
 of parameters, or, in 2.13 and 2.14, a list of them; their `fsdp_params`, each with a

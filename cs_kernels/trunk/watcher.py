@@ -64,8 +64,8 @@ def _channels(tensor: Tensor, dim: int) -> tuple[object, ...]:
 
 
 _MOST_FRUITLESS = 3
-"""Stop re-watching after this many passes that taught nothing, as in a network that is different in
-each pass, or compiled in a function."""
+"""Stop re-watching after this many passes that showed nothing new, as in a network that differs in
+each pass, or is compiled inside a function."""
 
 
 def _may_equal(run: Run, watched: Run) -> bool:
@@ -170,13 +170,13 @@ class Watcher:
         self._before_rewatch: tuple[object, object] | None = None
         """`norms` and `other_channels` before a pass that differed, until another is watched."""
         self._fruitless = 0
-        """How many times in a row such a pass was followed by a watched one that taught nothing."""
+        """How often in a row such a pass led to a watched one that showed nothing new."""
         self._is_compiled = False
         """Whether a module is compiled; then runs cannot be compared."""
         self._find_modules()
 
     def _find_modules(self) -> None:
-        """Finds the modules of the trunk, which may have been exchanged."""
+        """Collects the trunk's modules again, since some may have been replaced."""
         named = list(self._trunk.named_modules())
         self._layers = {n: m for n, m in named if isinstance(m, LAYERS)}
         self._norms = {n: m for n, m in named if isinstance(m, TaskBatchNorm)}
@@ -249,7 +249,7 @@ class Watcher:
         self.norms_ran |= norms_ran
 
     def forget(self) -> None:
-        """Watches the next pass of each task again, and learns its layers anew."""
+        """Watches the next pass of each task again, and records its layers anew."""
         self._fruitless, self._is_compiled, self._before_rewatch = 0, False, None
         self._rewatch()
 
@@ -260,7 +260,7 @@ class Watcher:
         self._find_modules()
 
     def _compare(self, run: Run) -> None:
-        """Rewatches all tasks after a pass with other normalizations than the watched passes."""
+        """Watches all tasks again if a pass runs other normalizations than the watched passes."""
         if self._is_whole:
             if self._before_rewatch is not None:
                 same = self._before_rewatch == (self.norms, self.other_channels)

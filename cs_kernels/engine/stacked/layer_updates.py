@@ -1,8 +1,8 @@
 """The updates of a stacked pass, made for a few layers at a time.
 
-The backward passes of layers hand over the gradients of all tasks. They wait until another layer's
-gradients would not fit beside them; then the method combines the waiting gradients. So memory holds
-at most K gradients of the largest layer, and small layers share one call of an operator.
+The backward pass of a layer hands over the gradients of all tasks. Gradients wait until another
+layer's would not fit beside them; then the method combines the waiting ones. So memory holds at
+most K gradients of the largest layer, and small layers share one call of an operator.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -86,7 +86,7 @@ class LayerUpdates:
         return len(self._step.tasks) * sum(sizes)
 
     def make_room(self, parameters: Sequence[Tensor]) -> None:
-        """Makes the waiting updates if a layer's gradients would not fit beside theirs."""
+        """Flushes waiting gradients if a layer's gradients would not fit beside them."""
         size = self._size(parameters)
         if self._bytes + size > self._limit:
             self.flush()
@@ -111,7 +111,7 @@ class LayerUpdates:
                 self._gradients.release_own()
                 self._combine()
                 self._gradients.publish()
-            if self._step.surgery.rows:  # None if all that waited were one task's own.
+            if self._step.surgery.rows:  # None if every waiting gradient was one task's own.
                 self._surgeries.append((self._waiting, self._step.surgery))
         self._waiting, self._bytes = [], 0
 

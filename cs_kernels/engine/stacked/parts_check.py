@@ -1,4 +1,4 @@
-"""Shows in forward passes whether the tasks' parts of stacked tensors stay apart."""
+"""Checks by forward passes that the tasks' parts of stacked tensors stay independent."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class PartsCheck:
-    """Finds out by forward passes whether a part of any tensor depends on other parts.
+    """Checks by three forward passes whether a part of any tensor depends on other parts.
 
     The first pass is unmodified. The second changes all parts but the first, in inputs and behind
     normalizations; the third changes all but the last. The unchanged part must be the same
@@ -26,12 +26,12 @@ class PartsCheck:
         self._kept, self._next = kept, 0
 
     def changed(self, x: Tensor) -> Tensor:
-        """A normalized tensor with changed numbers in the other parts."""
+        """Changes the numbers in the other parts of a normalized tensor."""
         scale, offset = (0.5, 1.0) if self._kept == 0 else (2.0, -1.0)
         return self._with(x, lambda part: part * scale + offset)
 
     def changed_input(self, x: Tensor) -> Tensor:
-        """An input with changed numbers in the other parts; signs and dtypes stay."""
+        """Changes the numbers in the other parts of an input; signs and dtypes stay."""
         if x.is_floating_point():
             return self._with(x, lambda part: part * 0.5)
         return self._with(x, lambda part: part.flip(0))
@@ -46,7 +46,7 @@ class PartsCheck:
         return x.chunk(self._parts)
 
     def keeps(self, x: Tensor) -> bool:
-        """Whether the part that was not changed is the same in this tensor."""
+        """Whether the unchanged part of this tensor is the same as in the first pass."""
         first, *_, last = self._split(x)
         if self._kept is None:
             self._first_pass.append((first.clone(), last.clone()))

@@ -4,10 +4,10 @@ In a stacked pass, dimension 0 of a tensor holds the tasks' batches, concatenate
 computes the gradients of its weight and bias for every task from that task's part, and hands them
 to `LayerUpdates`; those that need no surgery are autograd's.
 
-A subclass of tensor stands for such a weight in the module (`TaskWeight`), since only it sees every
-function that takes the weight. What is used of torch beyond its documentation, tried with 2.10 to
+A tensor subclass (`TaskWeight`) stands for such a weight in the module, since only a subclass sees
+every function that takes the weight. It relies on undocumented parts of torch, tried with 2.10 to
 2.14: a tensor subclass in `Module._parameters`, `DisableTorchFunctionSubclass`, `_backward_cls`,
-and that reading the facts in `_FACTS` goes through `__torch_function__`.
+and `__torch_function__` for every attribute in `_FACTS`.
 
 Memory traffic: forward and input-gradient kernels read the weight once for all tasks; the
 weight-gradient kernels of all tasks together read inputs and output gradients once.
@@ -45,17 +45,17 @@ class Stack:
     """The number of tasks that take part."""
     updates: LayerUpdates
     problem_of: Callable[[Tensor, str], Exception | None]
-    """Called with the input and the name of a layer: an error if its parts are not the tasks'."""
+    """Takes the input and the name of a layer; returns an error unless its parts are the tasks'."""
     runs: bool = False
     """Whether the trunk runs on the batches of all tasks."""
     inputs: dict[int, tuple[Tensor, int, Tensor, int]] = field(default_factory=dict)
-    """By `id` of a repeated input of the trunk: this, what was repeated, and their versions."""
+    """By `id` of a repeated input: it, its version, the original input, and that one's version."""
     layers: list[tuple[nn.Parameter, ...]] = field(default_factory=list)
     """The parameters, weight or bias or both, of the layers that ran."""
     other_uses: dict[nn.Parameter, str] = field(default_factory=dict)
     """The parameters that were used outside of layers, and how."""
     problems: dict[nn.Parameter, Exception] = field(default_factory=dict)
-    """The parameters of layers whose inputs have no parts of the tasks."""
+    """The parameters of layers whose inputs do not consist of the tasks' parts."""
 
 
 class TaskWeight(Tensor):
@@ -72,7 +72,7 @@ class TaskWeight(Tensor):
     @staticmethod
     def of(parameter: nn.Parameter, label: str, stack: Stack) -> "TaskWeight":
         """The stand-in of a parameter with a name."""
-        # Stays in the graph, as some functions, such as scripted ones, do not ask a subclass.
+        # Stays in the graph, since some functions, such as scripted ones, ignore the subclass.
         with torch.enable_grad():
             weight = parameter.as_subclass(TaskWeight)
         weight.parameter, weight.label, weight.stack = parameter, label, stack
@@ -161,7 +161,7 @@ def _convolution(dims: int) -> Callable[..., Tensor]:
         if padding == "same":
             totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
             padding = tuple(total // 2 for total in totals)
-            if any(total % 2 for total in totals):  # One more at the end.
+            if any(total % 2 for total in totals):  # An odd total pads one more at the end.
                 x = functional.pad(x, [n for total in reversed(totals) for n in (0, total % 2)])
         padding = _sizes(0 if padding == "valid" else padding, dims)
         kind = Kind(_sizes(stride, dims), padding, dilation, False, (0,) * dims, groups)
@@ -224,7 +224,7 @@ def _run(x: Tensor, weight: Tensor, bias: Tensor | None, kind: Kind | None) -> T
 
 
 class _TaskLayer(torch.autograd.Function):
-    """A layer; `once` says that the tasks have the same input, which was not repeated."""
+    """Runs a layer; with `once`, all tasks have the same input, which was not repeated."""
 
     @staticmethod
     def forward(
@@ -238,7 +238,7 @@ class _TaskLayer(torch.autograd.Function):
         dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # From `save_for_backward`, checkpointing would hand over a copy of the parameter.
+        # With `save_for_backward`, checkpointing would return a copy of the parameter.
         ctx.weight, ctx.bias, ctx.version = weight, bias, weight._version
         ctx.kind, ctx.stack, ctx.once, ctx.dtype = kind, stack, once, dtype
         cast_weight = weight if dtype is None else weight.to(dtype)
@@ -294,7 +294,7 @@ _apply = cast("Callable[..., Tensor]", _TaskLayer.apply)
 
 
 def is_task_layer(node: object) -> bool:
-    """Whether a node of autograd's graph is such a layer."""
+    """Whether a node of autograd's graph is a `_TaskLayer`."""
     return isinstance(node, _TaskLayer._backward_cls)
 
 
@@ -305,7 +305,7 @@ def _of_weight(grad: Tensor, x: Tensor, weight: Tensor, kind: Kind | None) -> Te
 
 
 def _backward(grad: Tensor, x: Tensor, weight: Tensor, kind: Kind, which: int) -> Tensor:
-    """The gradient of a convolution with respect to its input, 0, or weight, 1."""
+    """The gradient of a convolution with respect to its input (0) or weight (1)."""
     mask = [which == 0, which == 1, False]
     found: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
         grad, x, weight, None, *kind, mask

@@ -21,7 +21,7 @@ from cs_kernels.step import Step
 from cs_kernels.trunk.watcher import LAYERS, eager
 
 RunTrunk = Callable[..., dict[str, Any]]
-"""Takes the arguments of the trunk, and gives each task its output."""
+"""Takes the arguments of the trunk; returns the output for each task."""
 Forward = Callable[[RunTrunk], Mapping[str, Tensor]]
 """Makes the losses of the tasks from the outputs."""
 
@@ -36,13 +36,13 @@ class Reached(NamedTuple):
     owners: dict[int, str]
     """The indices of the shared parameters that only one task has ever reached, and that task."""
     shared: list[int]
-    """The indices of the others that are reached."""
+    """The indices of all other reached shared parameters."""
     unknown: bool
     """Whether tasks may reach different parameters, and the graph does not show which."""
 
 
 class KnownPasses:
-    """The parameters that earlier passes have reached, by the pattern of the pass."""
+    """The parameters that earlier passes reached, by the pattern of the pass."""
 
     def __init__(self) -> None:
         self.parts_checked = -1
@@ -72,7 +72,7 @@ def step_together(
         forward: Makes the losses from the outputs of the trunk.
         tasks: The tasks of the step; None for all.
         trunk: The trunk as the caller runs it, perhaps compiled.
-        known: What earlier passes have shown.
+        known: The discoveries of earlier passes.
 
     """
     with engine.together():
@@ -145,10 +145,10 @@ class _Together:
             graph.run_backward(weighted, step, last=True)
         self._updates.flush()
         for parameter in reached.unreached:
-            parameter.grad = None  # None instead of zeros, to which an optimizer would react.
+            parameter.grad = None  # An optimizer would apply its momentum to zeros, but skips None.
         trunk.watcher.learned(*tasks)
         known[pattern] = reached
-        if len(tasks) > 1:  # The part of one task alone shows nothing.
+        if len(tasks) > 1:  # With one task, there are no other parts to depend on.
             self._known.parts_checked = trunk.generation
 
     def _losses(self, passes: TrunkPass, tasks: Sequence[str]) -> dict[str, Tensor]:
@@ -160,7 +160,9 @@ class _Together:
 
             def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
                 nonlocal checks
-                if checks:  # Only in the first call: later, it would change what that one saved.
+                if (
+                    checks
+                ):  # Only in the first call: a later one would change tensors that it saved.
                     checks = False
                     unseen = partial(self.engine.transaction.without_traces, tasks)
                     passes.check_parts(unseen, *args, **kwargs)
@@ -187,7 +189,7 @@ class _Together:
             )
 
     def _reached_by(self, passes: TrunkPass, pattern: Pattern) -> Reached:
-        """Checks the graph of a pass, and notes which task reaches what."""
+        """Checks the graph of a pass, and records which parameters each task reaches."""
         trunk = self.engine.trunk
         leaves, hidden = passes.reached_by_tasks(pattern)
         by_task: dict[str, set[Tensor]] = {}
@@ -278,7 +280,7 @@ def _loss_alone(forward: Forward, trunk: nn.Module, task: str) -> Tensor:
 
 @contextlib.contextmanager
 def _hint_at_step() -> Iterator[None]:
-    """Tasks' outputs are views of one tensor: torch only says that such views must not change."""
+    """Explains torch's error for outputs changed in place, which are views of one tensor."""
     try:
         yield
     except RuntimeError as error:
