@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import GRAMIAN_METHODS
+from networks import GRAMIAN_METHODS, Injects
 from plain_training import in_float64
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -196,8 +196,8 @@ def test_one_pass_between_the_steps_that_solve() -> None:
         assert passes == [6, 7, 8, 11, 12][step]  # The first step checks passes by three more.
 
 
-class Injects(nn.Module):
-    """An auxiliary loss of a layer, whose gradient is one in every backward pass."""
+class WithAuxiliaryLoss(nn.Module):
+    """A layer that injects the gradient of an auxiliary loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,22 +205,12 @@ class Injects(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.layer(x)
-        return _Inject.apply(output, output.square().mean())
-
-
-class _Inject(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, auxiliary: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, grad.new_ones(())
+        return Injects.apply(output, output.square().mean())
 
 
 def test_passes_through_one_graph_must_be_repeatable() -> None:
     """An injected gradient would count three times; the message says what to do."""
-    training = Training(cs.UPGrad(), Injects())
+    training = Training(cs.UPGrad(), WithAuxiliaryLoss())
     network = training.network
 
     def losses() -> dict[str, Tensor]:
@@ -235,7 +225,7 @@ def test_passes_through_one_graph_must_be_repeatable() -> None:
     assert all(p.grad is None for p in network.parameters())
     training.step(0)
     assert len(training.balancer.backward({"a": losses()["a"]})) == 1
-    unchecked = Training(cs.UPGrad(), Injects(), check_passes=False)
+    unchecked = Training(cs.UPGrad(), WithAuxiliaryLoss(), check_passes=False)
     z = unchecked.network.trunk(unchecked.batch(0, "a"))
     unchecked.balancer.backward({t: unchecked.network.heads[t](z).mean() for t in TASKS})
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.utils.checkpoint
-from networks import AB, sgd_of
+from networks import AB, Injects, sgd_of
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -25,18 +25,6 @@ class Ones(cs.GramianMethod):
 
     def weights(self, gramian: Tensor, step: cs.Step | None = None) -> Tensor:
         return torch.ones_like(gramian[..., 0])
-
-
-class Injects(torch.autograd.Function):
-    """An auxiliary loss whose gradient is one in every backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, auxiliary: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, grad.new_ones(())
 
 
 class Overwrites(torch.autograd.Function):
