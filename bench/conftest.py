@@ -1,4 +1,4 @@
-"""Prints the cases of a run, and keeps them as records."""
+"""Prints the cases of a run, and appends them to the records."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Records how a run of tests ended, from an XML report of pytest and its exit status.
+"""Records the outcome of a test run, from pytest's XML report and its exit status.
 
 python bench/outcome.py NAME REPORT STATUS
 """
@@ -12,7 +12,7 @@ from harness import records
 
 
 def outcome(report: Path) -> dict[str, Any]:
-    """Counts and seconds of a run of pytest."""
+    """The counts and the duration in seconds of a pytest run."""
     suites = ElementTree.parse(report).getroot().findall("testsuite")
     counts = {
         key: sum(int(suite.get(key, 0)) for suite in suites)

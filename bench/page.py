@@ -3,8 +3,8 @@
     python bench/page.py [--check]
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. With `--check`, nothing is
-written, and the exit status is 1 if a page differs. Only the plots need more than the standard
-library.
+written, and the exit status is 1 if a page differs from the records. Only the plots need more than
+the standard library.
 """
 
 import json
@@ -62,7 +62,8 @@ TABLES = {
         all-gather={all-gather:.3f} | all-reduce={all-reduce:.3f} | control, bytes={control:.0f}
         peak={peak:.2f} | kept={kept:.2f}""",
 }
-"""`header=cell` of each column; a case of a record fills in the first form that it has all of."""
+"""`header=cell` per column; a cell may have several forms, and a case fills in the first for which
+it has all fields."""
 NETWORKS = {"resnet18": "ResNet-18", "small": "small"}
 MARKS = {
     "cs_kernels": ("cs_kernels", "o", True),
@@ -71,7 +72,7 @@ MARKS = {
     "textbook": ("textbook", "^", True),
     "reference": ("cs_kernels", "o", False),
 }
-"""The library, the marker and whether it is filled."""
+"""By label: the library, the marker, and whether the marker is filled."""
 WAYS = {
     "UPGrad, exact": ("cs_kernels", "o-", "cs_kernels, exact"),
     "UPGrad, update_every=10": ("cs_kernels", "s-", "cs_kernels, update_every=10"),
@@ -90,14 +91,14 @@ torchjd {versions[torchjd]}."""
 
 
 def in_millions(value: Any, name: str = "") -> Any:
-    """Bytes as MB, elements as millions."""
+    """Converts bytes to MB, and numbers of elements to millions."""
     if isinstance(value, dict):
         return {k: in_millions(v, f"{name} {k}") for k, v in value.items()}
     return value / 1e6 if re.search("[ _]bytes| numel", name) else value
 
 
 def last(name: str, network: str | None = None) -> dict[str, Any]:
-    """The last record of a clean checkout, of those with a network."""
+    """The last record of a clean checkout that has the network."""
     text = (RESULTS / f"{name}.jsonl").read_text().replace('"textbook PCGrad": {', '"textbook": {')
     records = [json.loads(line) for line in text.splitlines()]
     for record in records:
@@ -117,11 +118,11 @@ FRONT = {
     "LibMTL's way, PCGrad": ("LibMTL", "PCGrad", None),
     "textbook PCGrad": ("textbook", "PCGrad", "textbook"),
 }
-"""By step of `price`: the library, the words, and the peer in `methods`, "" for ours."""
+"""By step of `price`: the library, the label, and the peer in `methods` ("" for cs_kernels)."""
 
 
 def front(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What ResNet-18 with 4 tasks costs in each library: step, memory, surgery."""
+    """The cost of ResNet-18 with 4 tasks in each library: step, memory, surgery."""
     cases = [c for c in cases if c["network"] == "resnet18" and c["tasks"] == 4]
     surgeries = {c["method"]: c for c in cases if "method" in c}
     (phase2,) = (c for c in cases if c.get("dtype") == "float32")
@@ -141,7 +142,7 @@ def front(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def contents(name: str) -> list[str]:
-    """A table and the records that it comes from."""
+    """A table, and the sources of its records."""
     several = {
         "front": [
             *(("methods", "resnet18"), ("phase2", "resnet18")),
@@ -195,7 +196,7 @@ def main_cases(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cell(forms: str, case: dict[str, Any]) -> str:
-    """A cell, or "-" for what a case does not have."""
+    """The first form of which the case has all fields, filled in; "-" if there is none."""
     for form in forms.split("/"):
         with suppress(KeyError):
             return form.format_map(case)
@@ -203,7 +204,7 @@ def cell(forms: str, case: dict[str, Any]) -> str:
 
 
 def table(columns: dict[str, str], cases: list[dict[str, Any]]) -> str:
-    """In columns of even width; those of numbers are aligned at the right."""
+    """A table with padded columns; columns of numbers are right-aligned."""
     texts = []
     for header, form in columns.items():
         cells = [cell(form, case) for case in cases]
@@ -215,7 +216,10 @@ def table(columns: dict[str, str], cases: list[dict[str, Any]]) -> str:
 
 
 def panels_of_times(name: str) -> dict[str, dict[str, dict[str, float]]]:
-    """By panel, row and label: Phase 2 in each case, by dtype, or all methods in the main case."""
+    """Times by panel, row and label: Phase 2 in all cases, or all methods in the main case.
+
+    A panel of Phase 2 is a dtype.
+    """
     cases = [c for c in last("phase2")["cases"] if c["network"] in NETWORKS]
     if name == "methods":
         (of_phase2,) = map(times, main_cases(cases))
@@ -230,7 +234,7 @@ def panels_of_times(name: str) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def draw_times(name: str) -> None:
-    """Our time and the peers' in that of the limit's copy."""
+    """Plots our time and the peers', relative to the time of the limit's copy."""
     import style
 
     panels = panels_of_times(name)
@@ -261,11 +265,11 @@ def draw_times(name: str) -> None:
 
 
 def times(case: dict[str, Any]) -> dict[str, float]:
-    """Our time and the peers', as multiples of that of the limit."""
+    """Our time and the peers', relative to the time of the limit's copy."""
     ours, limit = case["milliseconds"], case["times_the_limit"]
     found = {"cs_kernels": limit}
     for label, peer in case["peers"].items():
-        # In records of methods, our time beside "TorchJD matrix" is another one.
+        # In records of methods, "TorchJD matrix" is compared with our time on a matrix.
         factor = (
             ours["matrix"] / ours["step"] if label == "TorchJD matrix" and "step" in ours else 1
         )
@@ -274,7 +278,7 @@ def times(case: dict[str, Any]) -> dict[str, float]:
 
 
 def draw_price() -> None:
-    """Whole steps and their memory by the number of tasks, a line for each way."""
+    """Plots whole steps and their memory by the number of tasks, with one line per way."""
     import style
 
     of_ways: dict[str, dict[int, dict[str, Any]]] = {}
@@ -309,7 +313,7 @@ OFFSET: dict[str, Any] = {"textcoords": "offset points", "fontsize": 10}
 
 
 def draw_front() -> None:
-    """The surgery alone, whole steps and their memory, for 4 tasks of ResNet-18."""
+    """Plots whole steps, their memory, and the surgery alone, for 4 tasks of ResNet-18."""
     import style
 
     names = ("methods", "phase2", "price", "limits", "balancer")
@@ -322,7 +326,7 @@ def draw_front() -> None:
         figure, axes = style.plt.subplots(1, 3, sharey=True, figsize=(style.WIDTH, 3.1))
         for ax, (key, (title, digits)) in zip(axes, panels.items(), strict=True):
             values = [row[key] for row in rows if key in row]
-            room = (max(values) / min(values)) ** 0.6  # For the last number.
+            room = (max(values) / min(values)) ** 0.6  # Space for the last number.
             limits = (min(values) / room**0.2, max(values) * room)
             ax.set(title=title, xscale="log", xlim=limits)
             ax.hlines(labels, *limits, color=style.GREY, alpha=0.4, linewidth=0.7)

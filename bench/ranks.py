@@ -1,14 +1,14 @@
-"""Counts, without timing, the bytes that a step on many ranks sends, and its gradients' memory.
+"""Counts the bytes that a step on many ranks sends, and its gradients' memory, without timing.
 
     python bench/ranks.py [--quick]
 
-ResNet-18 with 4 tasks, on 1, 2 and 4 processes of this machine with gloo: replicated ranks, those
-of `fully_shard`, and the textbook way, in which the whole gradient of every task is all-reduced.
-Before anything is counted, the ranks hold the same bits, and the updates are those of the textbook
-way. At features, with a trunk that is not converted, the textbook way adds up the products of
-their gradients over the ranks, and all-reduces the one gradient that it takes through the trunk.
-Kept task weights are those of the first step.
-`--quick` has a narrow network and 2 processes, and keeps no record.
+The benchmark trains ResNet-18 with 4 tasks, on 1, 2 and 4 processes of this machine with gloo. It
+compares replicated ranks, ranks with `fully_shard`, and the textbook way, which all-reduces the
+whole gradient of every task. All ranks must have the same bits, and updates must agree with the
+textbook way. At features, where the trunk is not converted, the textbook way sums the Gramian of
+the features' gradients over the ranks, and all-reduces the trunk's single gradient. Kept task
+weights are from the first step. `--quick` takes a narrow network and 2 processes, and writes no
+record.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
 }
 WAYS = ("textbook", "replicated", "fully_shard")
 STEPS = 4
-"""The first one learns the passes, the third one's memory and the fourth one's bytes count."""
+"""The first step learns the passes; memory is measured in the third, and bytes in the fourth."""
 TOLERANCE = 1e-5
-"""The largest difference, relative to the largest element of each tensor's update."""
+"""The largest difference allowed, relative to the largest element of each tensor's update."""
 
 
 def smooth_resnet18(width: int) -> nn.Module:
-    """ResNet-18 whose units rounding cannot turn on or off; its stages begin with `width`."""
+    """ResNet-18 with smooth activations, which rounding cannot switch; its stem has `width`."""
     channels = tuple(width << n for n in range(4))
     options = {"num_classes": 0, "global_pool": "", "act_layer": nn.SiLU, "channels": channels}
     trunk: nn.Module = timm_model("resnet18", **options)
@@ -60,7 +60,7 @@ def smooth_resnet18(width: int) -> nn.Module:
 
 
 def average(parameters: Iterable[nn.Parameter]) -> None:
-    """The mean of some gradients over the ranks, by one all-reduce."""
+    """Averages gradients over the ranks with one all-reduce."""
     grads = [p.grad for p in parameters if p.grad is not None]
     flat = torch.cat([grad.flatten() for grad in grads])
     dist.all_reduce(flat)
@@ -79,7 +79,7 @@ class Training:
         self.trunk = smooth_resnet18(width)
         if method != AT_FEATURES:
             cs.nn.convert_task_batchnorm(self.trunk, TASKS)
-        self.trunk.eval()  # Fixed statistics: a batch's own would be those of two pictures.
+        self.trunk.eval()  # Fixed statistics, because a rank's batch has only two pictures.
         for norm in self.trunk.modules():
             if isinstance(norm, nn.BatchNorm2d):
                 nn.init.uniform_(norm.weight, 0.5, 1.5)
@@ -137,7 +137,7 @@ class Training:
                 self.opt.backward(losses, features=z)
             self.opt.optimizer.step()
         else:
-            if self.way == "textbook":  # It keeps no buffer of the update.
+            if self.way == "textbook":  # The textbook way keeps no buffer of the update.
                 state, self.opt = self.opt.state_dict(), self.made()
                 self.opt.load_state_dict(state)
                 gc.collect()
@@ -145,7 +145,7 @@ class Training:
         self.number += 1
 
     def textbook_at_features(self, z: Tensor, losses: dict[str, Tensor]) -> None:
-        """The gradients of all parameters, in plain torch."""
+        """Computes the gradients of all parameters in plain torch."""
         self.opt.optimizer.zero_grad()
         rows, ranks = [], dist.get_world_size()
         for task, loss in losses.items():
@@ -163,7 +163,7 @@ class Training:
         average(self.heads.parameters())
 
     def counted_step(self) -> dict[str, dict[str, tuple[int, float]]]:
-        """A step's collectives, as many as the groups themselves have counted."""
+        """A step's collectives; their number must agree with the process groups' own counts."""
 
         def made() -> int:
             return sum(g._get_sequence_number_for_group() for g in dist.distributed_c10d._pg_map)
@@ -184,19 +184,19 @@ class Training:
 
 
 def whole(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Tensors without the shards of ranks."""
+    """The tensors, with shards gathered from all ranks."""
     return [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
 
 
 def case(
     way: str, method: str, rank: int, size: int, width: int, expected: list[Tensor]
 ) -> dict[str, Any]:
-    """The counts of one rank; `expected` has the textbook way's updates, and gets them from it."""
+    """The counts of one rank; the textbook way fills `expected` with its updates for the others."""
     training = Training(way, method, rank, size, width)
     nbytes = 4 * training.numel
     training.step()
     with GradientMemory(training.parameters) as memory:
-        training.step()  # Shows which of the memory that is kept from step to step has gradients.
+        training.step()  # Shows which of the buffers that persist between steps hold gradients.
         memory.start()
         training.step()
         peak, kept = memory.peak, memory.now()
@@ -223,8 +223,8 @@ def case(
 
 
 def cases(rank: int, size: int, width: int, methods: Sequence[str]) -> list[dict[str, Any]]:
-    """Every way and some methods."""
-    torch.use_deterministic_algorithms(False)  # New memory is not filled: it would be for nothing.
+    """The counts of every way with each of the methods."""
+    torch.use_deterministic_algorithms(False)  # Else torch would fill new memory, needlessly.
     result = []
     for method in methods:
         expected: list[Tensor] = []
@@ -235,9 +235,9 @@ def cases(rank: int, size: int, width: int, methods: Sequence[str]) -> list[dict
 
 
 def on_ranks(size: int, width: int, methods: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The counts of some ranks: the same on each, which all hold the same bits."""
+    """The counts of several ranks, which must be equal, as must the bits of all parameters."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from ranks import Ranks  # Not this file, which is __main__.
+    from ranks import Ranks  # From tests/; this file is __main__.
 
     pool = Ranks(size)
     try:
@@ -252,7 +252,7 @@ def on_ranks(size: int, width: int, methods: Sequence[str]) -> Iterator[dict[str
 
 
 def check_formulas(c: dict[str, Any]) -> None:
-    """Compares counts with the formulas of docs/benchmarks.md, to 3 % for what is small."""
+    """Compares counts with the formulas of docs/benchmarks.md, which leave out up to 3 %."""
     ring = 4 * c["numel"] * (c["ranks"] - 1) / c["ranks"]
     expected = {"all-reduce": 2 * c["tasks"] * ring}
     if c["method"] == AT_FEATURES or (c["way"], c["method"]) == ("replicated", KEPT):
@@ -264,7 +264,7 @@ def check_formulas(c: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Counts, prints and keeps a record."""
+    """Counts and prints all cases, and appends a record."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="narrow, 2 ranks, no record")
     quick = parser.parse_args().quick

@@ -2,7 +2,7 @@
 
     CS_KERNELS_REPORT=1 pip install -v . 2>&1 | tee build.log; python bench/registers.py build.log
 
-Ends with 1 if a kernel has a stack or spills, or if there is no kernel.
+The exit status is 1 if a kernel has a stack or spills, or if there is no kernel.
 """
 
 import re
@@ -19,7 +19,7 @@ KERNEL = re.compile(
     r" (?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
     re.DOTALL,
 )
-# Parts of demangled names.
+# What is removed from demangled names.
 NAMESPACES_AND_ARGUMENTS = r"cs_kernels::cuda::|\(anonymous namespace\)::|^void |\(int\)|\(\w+\)$"
 
 if __name__ == "__main__":

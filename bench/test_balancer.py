@@ -1,8 +1,8 @@
-"""GradientBalancer: sketches over reading gradients once, and steps over the same plain passes.
+"""GradientBalancer: sketches relative to reading gradients once, steps relative to plain passes.
 
-A plain step has the same passes without a balancer: a forward and a backward pass per task on a
-batch of its own, whose gradients add up; or one of each for all tasks. Memory is that of all
-tensors that come into being after the forward pass, beside a plain step's.
+A plain step makes the same passes without a balancer: either a forward and a backward pass per task
+on that task's batch, whose gradients add up; or one forward and one backward pass for all tasks.
+Memory counts all tensors allocated after the forward pass, and is compared with a plain step's.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ EVERY = 10
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sketch(report: Any, quick: bool, dtype: torch.dtype, threads: int) -> None:
-    """Gradients of 4 M elements each, as a layer has, that no cache holds."""
+    """Gradients of 4 M elements each, the size of a layer; together they exceed every cache."""
     torch.set_num_threads(threads)
     count, numel = (2, 1 << 12) if quick else (6, 1 << 22)
     grads = [torch.randn(numel).to(dtype) for _ in range(count)]
@@ -61,7 +61,7 @@ def test_sketch(report: Any, quick: bool, dtype: torch.dtype, threads: int) -> N
 
 
 class _Balanced(WholeStep):
-    """Passes that somebody else makes."""
+    """A step with a GradientBalancer, or a plain step; `own` makes a pass per task."""
 
     def __init__(
         self, network: str, tasks: int, every: int, batch: int, *, own: bool, plain: bool
@@ -74,7 +74,7 @@ class _Balanced(WholeStep):
             self.balancer = cs.GradientBalancer(*given, every=every)
 
     def passes(self) -> None:
-        """The passes of a step, without the optimizer's step."""
+        """Makes the passes of a step, without the optimizer's step."""
         if not self.own:
             self.backward(*self.forward())
             return
@@ -103,9 +103,9 @@ class _Balanced(WholeStep):
         return memory.peak
 
     def check(self) -> None:
-        """The second step weighs the gradients by what the first one has found."""
+        """The second step weighs the gradients by the task weights from the first one."""
         if not self.plain:
-            self.trunk.eval()  # Passes leave the statistics alone.
+            self.trunk.eval()  # Passes must not change the statistics.
             self.step()
             weights = torch.stack([*self.balancer.weights.values()])
             expected = weights @ self.rows()

@@ -1,8 +1,8 @@
-"""`backward(losses)` against `backward(losses, features=z)`: ResNet-18 with a head a task.
+"""`backward(losses)` against `backward(losses, features=z)`: ResNet-18 with one head per task.
 
-The call is timed without the forward pass: K backward passes through heads and trunk, or K
-through the heads and one through the trunk, and the method in between. Plain
-`sum(losses).backward()` is the least that a step takes.
+The call is timed without the forward pass: K backward passes through heads and trunk, or K through
+the heads and one through the trunk, with the method in between. Plain `sum(losses).backward()` is
+the lower bound of a step's time.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ WAYS = ("plain", "all", "features")
 
 
 def _head(channels: int) -> nn.Module:
-    """512 channels at a 32nd of the size to maps of a quarter of it."""
+    """Turns 512 channels at 1/32 of the input size into maps at 1/4 of it."""
     return nn.Sequential(
         nn.Conv2d(512, 64, 1),
         nn.ReLU(),
@@ -48,7 +48,7 @@ def test_features(report: Any, quick: bool, tasks: int) -> None:
     shared = [*training.trunk.parameters()]
 
     def call(way: str) -> Callable[[], object]:
-        """The call after a forward pass."""
+        """Makes a forward pass; returns the call to time."""
         training.optimizer.zero_grad()
         z = training.trunk(training.x)
         losses = training.losses(dict.fromkeys(training.heads, z))
@@ -57,7 +57,7 @@ def test_features(report: Any, quick: bool, tasks: int) -> None:
         return lambda: training.opt.backward(losses, features=z if way == "features" else None)
 
     def check(way: str) -> None:
-        """The shared update is the gradient of the losses with MGDA's weights in float64."""
+        """The shared update is the gradient of the losses weighted by MGDA in float64."""
         call(way)()
         found = [p.grad for p in shared if p.grad is not None]
         z = training.trunk(training.x)

@@ -1,8 +1,8 @@
-"""Fused Phase 2 on a GPU against a copy of as many bytes, just before, and against the peers.
+"""Fused Phase 2 on a GPU against the peers, and against a copy of as many bytes just before.
 
-A step is timed twice by events of the device: replayed from a CUDA graph, which is the time that
-the kernels take, and launched from Python, which is the time that a caller sees when nothing else
-is queued. Peers are launched from Python.
+A step is timed by device events in two ways: replayed from a CUDA graph, which shows the time of
+the kernels, and launched from Python, which shows the time that a caller sees when nothing else is
+queued. Peers are launched from Python.
 """
 
 import random
@@ -22,7 +22,7 @@ BACKENDS = [name for name in ("triton", "cuda") if cs.available_backends()[name]
 
 
 def captured(problem: Problem) -> Callable[[], None]:
-    """A CUDA graph of Phase 2; two replays give the bits of a step from Python."""
+    """A CUDA graph of Phase 2; two replays must give the same bits as a step from Python."""
     problem.phase2()
     expected = [update.clone() for update in problem.updates]
     stream = torch.cuda.Stream()
@@ -67,7 +67,7 @@ def test_gpu(
         finally:
             torch.cuda.set_sync_debug_mode("default")
         replay = captured(problem)
-        # A copy is queued before what is timed, so that no launch is waited for.
+        # A copy is queued before each timed run, so that the device never waits for a launch.
         runs = {
             "copy": timed(copy, "cuda", copy),
             "replayed": timed(replay, "cuda", copy),

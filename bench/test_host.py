@@ -1,9 +1,9 @@
-"""The host's part of a step's surgery on a GPU: all but the kernels.
+"""The host time of a step's surgery on a GPU: everything except the kernels.
 
-The CUDA backend's front end runs on tensors of the CPU, and its launches do nothing; neither is
-memory pinned or anything sent. The running statistics that a step keeps until it has ended,
-whatever the method, are copied here; a GPU has kernels for it. HRNet-18's convolutions with 4
-tasks: so many and so small that a GPU can be expected to wait for the host.
+The CUDA backend's front end runs on CPU tensors, and its launches do nothing; no memory is pinned,
+and nothing is transferred. With every method, a step saves the running statistics until it ends;
+they are copied here, while a GPU has kernels for it. The network is HRNet-18 with 4 tasks: its
+convolutions are so many and so small that a GPU can be expected to wait for the host.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ TASKS = list(HRNET18.channels)
 
 
 class Recorder(cs.ConnectionStrength):
-    """Keeps the layout and the parameters that an optimizer hands to its method."""
+    """Keeps the layout and the parameters that an optimizer passes to its method."""
 
     def combine(self, gradients: cs.TaskGradients, layout: cs.Layout, step: cs.Step) -> None:
         self.parameters = dict(zip(gradients.names, gradients.parameters, strict=True))
@@ -31,7 +31,7 @@ class Recorder(cs.ConnectionStrength):
 
 
 class _NoKernels:
-    """Tells its tilings, and launches nothing."""
+    """Returns the kernels' tilings, and launches nothing."""
 
     def __init__(self, kernels: Any) -> None:
         self._kernels = kernels
@@ -52,7 +52,7 @@ def test_host(report: Any, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None
         lambda task: sum(z.mean() for z in trunk(torch.randn(2, 3, 32, 32)))
     )
     sgd.zero_grad()
-    # The CUDA backend computes on the CPU, and computes nothing.
+    # The CUDA backend accepts CPU tensors, and its kernels do nothing.
     monkeypatch.setattr(cuda, "_kernels", _NoKernels(cuda._kernels))
     here = backends.Backend("cs_kernels.ops.cuda", ("cpu",), lambda: None)
     monkeypatch.setitem(backends._BACKENDS, "cuda", here)
@@ -68,7 +68,7 @@ def test_host(report: Any, quick: bool, monkeypatch: pytest.MonkeyPatch) -> None
         spent = 0.0
         for task in TASKS:
             for parameter in recorder.parameters.values():
-                # Not filled: a GPU's gradients do not go through the host's caches.
+                # Left uninitialized, because a GPU's gradients do not pass through host caches.
                 parameter.grad = torch.empty_like(parameter)
             spent += timed(lambda: gradients.collect(task))()
         return spent

@@ -1,8 +1,8 @@
-"""Every method against a copy, TorchJD and the textbook, from K x `.grad` to `.grad`.
+"""Every method against a copy, TorchJD and the textbook loops, from K x `.grad` to `.grad`.
 
 "step" starts from the gradients that K backward passes have left in the parameters' `.grad` and
-ends with the update in `.grad`; "matrix" starts from a K x N matrix that is already there and ends
-with a vector.
+ends with the update in `.grad`; "matrix" starts from an existing K x N matrix and ends with a
+vector.
 """
 
 import random
@@ -54,7 +54,7 @@ def test_methods(report: Any, quick: bool, network: str, tasks: int) -> None:
             ratios[peer] = {"ratio": median(run, 15, 0 if quick else 3) / ours}
             if peer == "TorchJD step":
                 synchronizations["TorchJD"] = host_synchronizations(run)
-            if peer == "textbook" and network == "small":  # They are the same for every size.
+            if peer == "textbook" and network == "small":  # The count is the same for every size.
                 synchronizations["textbook"] = host_synchronizations(run)
         report(
             "methods",
@@ -70,7 +70,7 @@ def test_methods(report: Any, quick: bool, network: str, tasks: int) -> None:
 
 @pytest.mark.parametrize("tasks", [2, 4, 8, 16, 40])
 def test_solvers(report: Any, quick: bool, tasks: int) -> None:
-    """From the Gramian to the weights: the slower of a regular and a singular one."""
+    """Times the weights from the Gramian: the slower of a regular and a singular Gramian."""
     torch.manual_seed(0)
     microseconds = {}
     for name, make in {**METHODS, "NTKMTL": cs.NTKMTL}.items():

@@ -1,9 +1,10 @@
-"""Whole training steps over the plain step: one forward pass, one backward pass of the summed loss.
+"""Whole training steps relative to the plain step, which makes one forward and one backward pass.
 
-Beside the peers in `test_price`, and in `test_limits` beside the least that exact gradients take:
-K backward passes after one forward pass cost (1 + 2K) / 3 of a plain step where a forward pass, one
-for the gradients of inputs and one for those of weights cost alike. Every round begins with the
-plain step, and a ratio is the median of those of the rounds.
+The plain step's backward pass is of the summed loss. `test_price` compares with the peers,
+`test_limits` with the least time that exact gradients take: K backward passes after one forward
+pass cost (1 + 2K) / 3 plain steps, if the forward pass, the gradients of inputs and the gradients
+of weights cost the same. Every round begins with the plain step. A ratio is the median over the
+rounds.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,7 @@ import cs_kernels as cs
 THREADS = 2
 EVERY = 10
 CYCLE = 2 * EVERY
-"""The steps of a run with `update_every`; some of every two cycles, wherever it begins."""
+"""The steps of a run with `update_every`: two whole intervals, wherever the run begins."""
 KEEPING = ("PCGrad", "CAGrad", "UPGrad", "NashMTL")
 EXACT = ("PCGrad", "UPGrad")
 PEERS: dict[str, Callable[[str, int], WholeStep]] = {
@@ -47,9 +48,9 @@ PEERS: dict[str, Callable[[str, int], WholeStep]] = {
 
 
 def _keeping(name: str) -> cs.Method | None:
-    """A method that solves in every tenth step, if this version has such."""
+    """A method that solves in every tenth step; None if this version has no `update_every`."""
     try:
-        cs.PCGrad(update_every=EVERY)  # NashMTL has had another option of this name.
+        cs.PCGrad(update_every=EVERY)  # NashMTL had an older option of this name.
         return getattr(cs, name)(update_every=EVERY)
     except TypeError:
         return None
@@ -60,13 +61,13 @@ def _check(row: WholeStep, expected: Tensor, tolerance: float = 1e-4) -> None:
 
 
 def _check_kept(row: WholeStep, weights: Tensor) -> None:
-    """A step between has the weights of the first one."""
+    """The next step reuses the weights of the first one."""
     row.optimizer.step()
     _check(row, weights @ row.rows())
 
 
 def _rows(network: str, tasks: int) -> dict[str, WholeStep]:
-    """The plain step, ours and the peers', after a check of each in float64."""
+    """The plain step, our steps and the peers' steps, each checked in float64."""
     plain = WholeStep(network, tasks)
     rows, gradients = {"plain": plain}, plain.rows()
     weights = {name: plain.weights(getattr(cs, name)(), gradients) for name in KEEPING}
@@ -90,7 +91,7 @@ def _rows(network: str, tasks: int) -> dict[str, WholeStep]:
             continue
         rows[name] = row = make(network, tasks)
         if of_torchjd:
-            _check(row, updates["UPGrad"], 1e-2)  # It regularizes the Gramian.
+            _check(row, updates["UPGrad"], 1e-2)  # TorchJD regularizes the Gramian.
         elif tasks == 2:
             _check(row, updates["PCGrad"])
         else:  # The order of the projections is random.
@@ -99,7 +100,7 @@ def _rows(network: str, tasks: int) -> dict[str, WholeStep]:
 
 
 def _run(name: str, row: WholeStep) -> Callable[[], float]:
-    """Gives the milliseconds of a step; with `update_every`, their mean over whole cycles."""
+    """Times a step in milliseconds; with `update_every`, the mean over whole cycles."""
     if "update_every" not in name:
         return timed(row.step)
 
@@ -111,7 +112,7 @@ def _run(name: str, row: WholeStep) -> Callable[[], float]:
 
 
 def _peaks(name: str, row: WholeStep) -> dict[str, int]:
-    """The memory of a step that solves, and of the least one of a cycle, which is between."""
+    """The memory of a step that solves, and with `update_every` of a step that reuses weights."""
     if "update_every" not in name:
         return {"peak_bytes": row.peak()}
     peaks = [row.peak() for _ in range(EVERY)]
@@ -119,7 +120,7 @@ def _peaks(name: str, row: WholeStep) -> dict[str, int]:
 
 
 def _measured(rows: dict[str, WholeStep], quick: bool, seconds: float) -> dict[str, dict[str, Any]]:
-    """Times and memory of every row."""
+    """The times of every row."""
     runs = {name: _run(name, row) for name, row in rows.items()}
     times = in_turns(runs, 1 if quick else 11, seconds)
     milliseconds = medians(times)
@@ -145,7 +146,7 @@ def _network(name: str, tasks: int, quick: bool) -> str:
     return "small"
 
 
-# Attention's backward pass has no rule for `torch.vmap`: TorchJD makes it a task at a time.
+# Attention's backward pass has no rule for `torch.vmap`, so TorchJD makes it task by task.
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("tasks", [2, 4, 8])
 @pytest.mark.parametrize("name", ["resnet18", "vit"])
@@ -178,7 +179,7 @@ def test_limits(report: Any, quick: bool, name: str, tasks: int) -> None:
 
 
 def _per_task(network: str, tasks: int) -> OursPerTask:
-    """Phase 2 with task-specific normalization, whose first update is that of the reference."""
+    """Phase 2 with task-specific normalization; its first update must equal the reference's."""
     updates = []
     for backend in ("reference", None):
         row = OursPerTask(network, tasks, cs.ConnectionStrength(), convert=True)

@@ -1,8 +1,8 @@
 """Whole training steps: the paper's training-time table.
 
-In the demo's network on the CPU, in HRNet-18 with four tasks on a GPU. A row's surgery is what lies
-between the backward passes and the optimizer: on a GPU the time from the event before it to the
-event after it, whether the device works or waits for the host.
+The network is the demo's on the CPU, and HRNet-18 with four tasks on a GPU. A row's surgery is all
+work between the backward passes and the optimizer. On a GPU, it is the time between two events,
+whether the device works or waits for the host.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import cs_kernels as cs
 
 
 class _Peer(cs.Method):
-    """A peer's method on the gradients of our step; it may write `.grad` itself."""
+    """A peer's method, applied to the gradients of our step; it may write `.grad` itself."""
 
     def __init__(self, combine: Callable[..., Any]) -> None:
         self._combine = combine
@@ -39,8 +39,8 @@ class _Peer(cs.Method):
 
 
 def _torchjd(name: str) -> cs.Method:
-    """Its method as it comes, after the stack to `.jac` that this takes."""
-    method = aggregator(name, 0)  # Not one that asks for the number of tasks.
+    """TorchJD's method with default options, after the gradients are stacked to `.jac`."""
+    method = aggregator(name, 0)  # Only for methods that do not need the number of tasks.
     return _Peer(lambda parameters, rows: torchjd_step(method, parameters, stacked(rows)))
 
 
@@ -57,7 +57,7 @@ ROWS: dict[str, Callable[[], cs.Method]] = {
 
 
 class Row(Training):
-    """A row of the table: what trains, and the marks around its surgery."""
+    """A row of the table: its training, and the time marks around its surgery."""
 
     def __init__(self, name: str, setting: Setting) -> None:
         schedule = cs.Sequential() if name == "Phase 1" else cs.Joint()
@@ -91,7 +91,7 @@ class Row(Training):
         return run
 
     def check(self) -> None:
-        """A step whose update is that of the reference; a peer's is at least finite."""
+        """Compares a step's update with the reference's; a peer's must at least be finite."""
         combine, method = self.opt.method.combine, self.opt.method
 
         def compared(gradients: cs.TaskGradients, layout: cs.Layout, step: cs.Step) -> None:
@@ -116,7 +116,7 @@ class Row(Training):
         method.combine = combine
 
     def times(self) -> tuple[float, float, float]:
-        """Milliseconds of a step, of its surgery, and of the latter by the host's clock."""
+        """Milliseconds of a step, of its surgery, and of its surgery by the host's clock."""
         self.marks, self.host = [], 0.0
         before = torch.cuda.synchronize if self.device == "cuda" else None
         whole = timed(self.step, self.device, before)()
@@ -135,10 +135,10 @@ def test_training_steps(report: Any, quick: bool, setting: Setting) -> None:
         if not quick:
             pytest.skip("there is no GPU")
         setting = replace(setting, device="cpu")
-        names = ["Phase 1", "Phase 2"]  # Far enough to see that it runs.
+        names = ["Phase 1", "Phase 2"]  # Enough to see that it runs.
     backends = cs.available_backends()
     if setting.device == "cpu" or backends["triton"] or backends["cuda"]:
-        names = [name for name in names if not name.endswith("triton")]  # It would be no other.
+        names = [name for name in names if not name.endswith("triton")]  # Same as "Phase 2".
     if find_spec("torchjd") is None:
         names = [name for name in names if not name.startswith("TorchJD")]
     rows = {name: Row(name, setting) for name in names}

@@ -1,8 +1,9 @@
 """`step_together` against `step`: time at several batch sizes, and memory.
 
-A step is whole: passes, surgery and an optimizer without state. Memory: of gradients as torch's
-dispatcher sees them (of convolutions' weights; the trunk of linear layers has none of these), and
-the growth of the resident memory of a fresh process in three steps, activations, gradients and all.
+A step includes the passes, the surgery and an optimizer without state. Memory is measured in two
+ways: the gradients of convolutions' weights, as torch's dispatcher sees them (the trunk of linear
+layers has none), and the growth of a fresh process's resident memory in three steps, which includes
+activations and gradients.
 """
 
 import json
@@ -38,7 +39,7 @@ GPU_CASES = [
 
 
 class Flat(nn.Module):
-    """All maps of the trunk as one."""
+    """Flattens and concatenates all feature maps of the trunk."""
 
     def forward(self, z: Tensor | list[Tensor]) -> Tensor:
         return torch.cat([m.flatten(1) for m in (z if isinstance(z, list) else [z])], 1)
@@ -58,7 +59,7 @@ def _trunk(name: str) -> nn.Module:
 def training_of(
     name: str, tasks: int, batch: int, device: str = "cpu", size: int = 64, **options: Any
 ) -> Training:
-    """A trunk whose outputs are the predictions."""
+    """The training of a trunk whose outputs are the predictions."""
     return Training(
         Setting(
             name=name,
@@ -74,7 +75,7 @@ def training_of(
 
 
 def check(training: Training) -> None:
-    """The updates are alike, in float64."""
+    """Both ways make the same update, in float64."""
     updates = []
     state = {key: value.clone() for key, value in training.trunk.state_dict().items()}
     for way in WAYS:
@@ -86,7 +87,7 @@ def check(training: Training) -> None:
 
 
 def resident(way: str, *case: Any) -> int:
-    """The growth of a fresh process in three steps, in bytes."""
+    """The growth of a fresh process's resident memory in three steps, in bytes."""
     command = [sys.executable, __file__, way, *map(str, case)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return int(json.loads(done.stdout))

@@ -1,4 +1,4 @@
-"""Counts by torch's dispatcher: host synchronizations, gradients' memory, collectives."""
+"""Counts through torch's dispatcher: host synchronizations, gradients' memory, collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Each needs a number or a shape from the device; decompositions and inverses check for success.
+# Each reads a number or a shape from the device; decompositions and inverses check for success.
 _WAITING = {
     "_local_scalar_dense",
     "equal",
@@ -54,7 +54,7 @@ class _Functions(TorchFunctionMode):
 
 
 def host_synchronizations(run: Callable[[], object]) -> int:
-    """The host synchronizations of a run on the CPU, if its tensors were on a GPU."""
+    """The host synchronizations that a run on the CPU would make if its tensors were on a GPU."""
     with _Operators() as operators, _Functions() as functions:
         run()
     return operators.count + functions.count
@@ -63,15 +63,16 @@ def host_synchronizations(run: Callable[[], object]) -> int:
 class GradientMemory(TorchDispatchMode):
     """Adds up the live allocations that hold gradients of convolutions' weights.
 
-    These are the weight gradients that `convolution_backward` returns, and whatever an operator has
-    written with such an allocation among its inputs: `.grad`, buckets, rows, updates, temporaries.
-    Each counts with its whole size, until it is freed. Not seen are buffers inside of an operator
-    or of a backend of torch.distributed.
+    These are the weight gradients that `convolution_backward` returns, and everything that an
+    operator writes with such an allocation among its inputs: `.grad`, buckets, rows, updates,
+    temporaries. Each allocation counts with its whole size until it is freed. Buffers inside an
+    operator or inside a backend of torch.distributed are not seen.
 
     Args:
-        parameters: What the optimizer writes with gradients, and is no gradient.
-        everything: Whether every allocation counts that an operator makes, and what it writes:
-            after a forward pass, gradients of weights of all kinds and of activations.
+        parameters: Tensors that are not gradients, although operators write them from gradients,
+            such as the optimizer's parameters.
+        everything: Whether to count every allocation that an operator makes or writes to. After a
+            forward pass, these are the gradients of all weights and of activations.
 
     """
 
@@ -84,7 +85,7 @@ class GradientMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # It calls the operators of its shards, which come here.
+            return NotImplemented  # DTensor calls operators on its shards, which are counted here.
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._everything:
@@ -98,7 +99,7 @@ class GradientMemory(TorchDispatchMode):
         return result
 
     def _take_new(self, result: object, given: Iterable[object]) -> None:
-        """Takes the results that are no views of what an operator was given."""
+        """Counts the results that are not views of the operator's inputs."""
         known = {_storage(leaf)._cdata for leaf in given if isinstance(leaf, Tensor)}
         tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self._take(t for t in tensors if _storage(t)._cdata not in known)
@@ -121,12 +122,12 @@ class GradientMemory(TorchDispatchMode):
                     self.peak = max(self.peak, self.now())
 
     def now(self) -> int:
-        """Bytes that hold gradients."""
+        """The bytes that hold gradients now."""
         self._live = {key: held for key, held in self._live.items() if not held[0].expired()}
         return sum(nbytes for _, nbytes in self._live.values())
 
     def start(self) -> None:
-        """Begins a new peak."""
+        """Resets the peak."""
         self.peak = self.now()
 
 
@@ -140,14 +141,15 @@ _COLLECTIVES = {
     "c10d::_allgather_base_": ("all-gather", 0, 1),
     "c10d::allgather_": ("all-gather", 0, 1),
 }
-"""The kind; the argument with the whole tensor, or all its parts; how often a ring sends it."""
+"""The kind; the index of the argument with the whole tensor or all its parts; and how many times a
+ring sends it."""
 
 
 class Collectives(TorchDispatchMode):
     """Counts collectives, and the bytes that each rank of a ring sends for them.
 
-    `by_kind` has the number and the bytes of each kind between the "devices", and of the messages
-    between the hosts ("control"), whose tensors have no floating-point numbers.
+    `by_kind` has the number and the bytes of each kind of collective, for collectives between
+    "devices" and for messages between hosts ("control"), whose tensors are not floating-point.
     """
 
     def __init__(self) -> None:
@@ -158,7 +160,7 @@ class Collectives(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if func.namespace == "c10d":
-            kind, whole, times = _COLLECTIVES[func._schema.name]  # Another has no known cost.
+            kind, whole, times = _COLLECTIVES[func._schema.name]  # KeyError if its cost is unknown.
             tensors = [t for t in tree_leaves(args[whole]) if isinstance(t, Tensor)]
             ranks = next(
                 dist.ProcessGroup.unbox(arg).size()

@@ -1,4 +1,4 @@
-"""Times of runs that take turns, on the CPU or between events of a GPU."""
+"""Times runs that take turns, with the host's clock or with GPU events."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ Run = Callable[[], object]
 
 
 def mark(device: str) -> Any:
-    """The present time; on a GPU, when the device gets there."""
+    """The current time; on a GPU, an event that records when the device reaches it."""
     if device == "cpu":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -30,7 +30,7 @@ def elapsed(start: Any, stop: Any) -> float:
 
 
 def timed(run: Run, device: str = "cpu", before: Run | None = None) -> Callable[[], float]:
-    """Gives the milliseconds of a run; `before` runs first and is not timed."""
+    """Returns a function that times a run in milliseconds; `before` runs first, untimed."""
 
     def milliseconds() -> float:
         if before is not None:
@@ -45,10 +45,10 @@ def timed(run: Run, device: str = "cpu", before: Run | None = None) -> Callable[
 def in_turns(
     runs: dict[str, Callable[[], Any]], rounds: int, seconds: float = math.inf
 ) -> dict[str, list[Any]]:
-    """The results of each run in every round; runs take turns, so all see the same machine.
+    """The results of each run in every round.
 
-    The first round warms up. After some seconds no other round begins, and if the first one has
-    taken as long, it counts.
+    Runs take turns, so all see the same state of the machine. The first round is a warm-up. After
+    `seconds`, no other round begins; if the first round has taken that long, its results count.
     """
     found: dict[str, list[Any]] = {name: [] for name in runs}
     end = time.monotonic() + seconds
@@ -61,7 +61,7 @@ def in_turns(
 
 
 def median(run: Run, rounds: int, seconds: float = math.inf, device: str = "cpu") -> float:
-    """The median of the milliseconds of a run."""
+    """The median time of a run in milliseconds."""
     return statistics.median(in_turns({"": timed(run, device)}, rounds, seconds)[""])
 
 
@@ -70,7 +70,7 @@ def medians(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """The median of the ratios of the rounds."""
+    """The median of the rounds' ratios."""
     return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
@@ -80,14 +80,14 @@ def quantiles(times: Sequence[float]) -> dict[str, float]:
 
 
 def copy_of(moved: int, device: str = "cpu") -> Run:
-    """A copy that moves a number of bytes, half of them read and half written."""
+    """A copy that moves this number of bytes, half of them read and half written."""
     source = torch.ones(moved // 8, device=device)
     target = torch.zeros_like(source)
     return lambda: target.copy_(source)
 
 
 def on_device(step: Run) -> dict[str, int]:
-    """A step's memory beyond what stays after it, its launches, and how often the host waits."""
+    """A step's temporary peak memory, its kernel launches, and its host synchronizations."""
     step()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

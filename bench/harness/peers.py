@@ -1,7 +1,8 @@
 """The peers: TorchJD, and the loops that are copied from repository to repository.
 
-TorchJD's Nash-MTL is the authors' own, and UPGrad comes from it. The copied loops, "textbook",
-flatten the gradients in plain torch and solve the small problem on the host.
+TorchJD's Nash-MTL is the authors' own code, and UPGrad was published with TorchJD. The copied
+loops, called "textbook", flatten the gradients in plain torch and solve the small problem on the
+host.
 """
 
 import copy
@@ -29,7 +30,7 @@ def stacked(rows: Rows) -> list[Tensor]:
 
 
 def _pcgrad(rows: Rows) -> Tensor:
-    """Pair by pair in random order; masks tell which elements are shared."""
+    """Projects pair by pair in random order; masks mark the shared elements."""
     flat = [torch.cat([g.flatten() for g in row]) for row in rows]
     reached = [torch.cat([torch.ones_like(g).flatten() for g in row]) for row in rows]
     shared = torch.stack(reached).prod(0).bool()
@@ -47,7 +48,7 @@ def _pcgrad(rows: Rows) -> Tensor:
 
 
 def _mgda(rows: Rows) -> Tensor:
-    """Products pair by pair, then at most 250 Frank-Wolfe steps."""
+    """Computes products pair by pair, then makes at most 250 Frank-Wolfe steps."""
     flat = flattened(rows)
     tasks = len(flat)
     gram = np.zeros((tasks, tasks))
@@ -67,7 +68,7 @@ def _mgda(rows: Rows) -> Tensor:
 
 
 def _cagrad(rows: Rows) -> Tensor:
-    """The Gramian to the host, SLSQP from the uniform weights, the direction from g_w."""
+    """Copies the Gramian to the host, runs SLSQP from uniform weights, and corrects along g_w."""
     import scipy.optimize
 
     flat = flattened(rows)
@@ -85,7 +86,7 @@ def _cagrad(rows: Rows) -> Tensor:
 
 
 def _aligned_mtl(rows: Rows) -> Tensor:
-    """An eigendecomposition of the Gramian; the balanced gradients, then their sum."""
+    """Decomposes the Gramian into eigenvectors, balances the gradients, and adds them."""
     flat = flattened(rows)
     values, vectors = torch.linalg.eigh(flat @ flat.t())
     kept = values > values.max() * len(flat) * torch.finfo(flat.dtype).eps
@@ -95,7 +96,7 @@ def _aligned_mtl(rows: Rows) -> Tensor:
 
 
 def _imtl_g(rows: Rows) -> Tensor:
-    """The closed form with differences of gradients and of unit gradients."""
+    """Solves the closed form with differences of gradients and of unit gradients."""
     flat = flattened(rows)
     unit = flat / flat.norm(dim=1, keepdim=True)
     d, u = flat[0:1] - flat[1:], unit[0:1] - unit[1:]
@@ -105,7 +106,7 @@ def _imtl_g(rows: Rows) -> Tensor:
 
 
 def _graddrop(rows: Rows) -> Tensor:
-    """Sign purity and masks, task by task."""
+    """Computes the sign purity, then masks the gradients task by task."""
     flat = flattened(rows)
     purity = 0.5 * (1 + flat.sum(0) / (flat.abs().sum(0) + 1e-8))
     uniform = torch.rand_like(purity)
@@ -132,7 +133,7 @@ def textbook(name: str, rows: Rows) -> list[Tensor]:
 
 
 def aggregator(name: str, tasks: int) -> Any:
-    """TorchJD's method, with the options that ours has by default."""
+    """TorchJD's method, with the same options as our defaults."""
     from torchjd import aggregation
 
     options = {"CAGrad": (0.4,), "FairGrad": (1.0,), "NashMTL": (tasks,)}
@@ -161,17 +162,18 @@ def peers(
     *,
     prepared: bool = False,
 ) -> dict[str, Callable[[], object]]:
-    """The steps of TorchJD and of the textbook, as far as they exist, on some gradients.
+    """The steps of TorchJD and of the textbook loops for these gradients, where they exist.
 
-    TorchJD's step begins with its `.jac` and its default options if they are `prepared`, else with
-    the gradients one by one and its faster option, the Gramian without the whole matrix. "TorchJD
-    matrix" is its method alone, on a K x N matrix that is already there.
+    If `prepared`, TorchJD's step starts from existing `.jac` fields and uses its default options.
+    Otherwise it starts from separate gradients and uses its faster option, which computes the
+    Gramian without the whole matrix. "TorchJD matrix" is its method alone, on an existing K x N
+    matrix.
     """
     found: dict[str, Callable[[], object]] = {}
     try:
         method = aggregator(name, len(rows))
         from torchjd.aggregation import GramianWeightedAggregator as Gramian
-    except ImportError:  # TorchJD, or what its method needs.
+    except ImportError:  # TorchJD or a dependency of its method is missing.
         pass
     else:
         faster = {"optimize_gramian_computation": True} if isinstance(method, Gramian) else {}

@@ -1,4 +1,4 @@
-"""Shapes of networks' layers, and random weights, normalizations and gradients of these."""
+"""The layer shapes of networks, with random weights, normalizations and gradients."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -58,14 +58,14 @@ NETWORKS: dict[str, list[Shape]] = {
 
 
 def shapes_of(network: str) -> list[Shape]:
-    """The shapes of HRNet-18, 305 convolutions of its stem and stages, come from timm."""
+    """A network's shapes; HRNet-18's, 305 convolutions of its stem and stages, come from timm."""
     if network == "hrnet18":
         return [tuple(p.shape) for p in HRNET18.trunk().parameters() if p.dim() == 4]
     return NETWORKS[network]
 
 
 def phase2_cases(*networks: str, tasks: Sequence[int]) -> Any:
-    """Every network with some numbers of tasks in both types."""
+    """Parametrizes by network, number of tasks, and both dtypes."""
     cases = [
         pytest.param(name, number, dtype, id=f"{name}-K{number}-{str(dtype).partition('.')[2]}")
         for name in networks
@@ -82,7 +82,7 @@ def phase2(
     gamma: Tensor,
     running_var: Tensor,
 ) -> Tensor:
-    """Phase 2 of a trunk; the priorities of one layer after the other."""
+    """Runs Phase 2 of a trunk; returns the concatenated priorities of all layers."""
     layers = len(weights)
     tasks = len(grads) // layers
     eps, out_channel_dims, groups = [1e-5] * len(grads), [0] * layers, [1] * layers
@@ -93,13 +93,13 @@ def phase2(
 
 
 def assert_close(found: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
-    """The largest error of each tensor, relative to its largest element, is within a tolerance."""
+    """Checks that each tensor's largest error is within a tolerance of its largest element."""
     for one, other in zip(found, expected, strict=True):
         assert (one.double() - other.double()).abs().max() <= tolerance * other.abs().max()
 
 
 class Problem:
-    """A network's layers and K random gradients: half of all pairs conflict."""
+    """A network's layers and K random gradients, of which half of all pairs conflict."""
 
     def __init__(
         self, network: str, tasks: int, dtype: torch.dtype = torch.float32, quick: bool = False
@@ -133,7 +133,7 @@ class Problem:
             self.phase2()
 
     def phase2_facts(self, steps: list[float], copies: list[float]) -> dict[str, Any]:
-        """A record's entries of Phase 2, whose peers start from gradients that are prepared."""
+        """A record's entries for Phase 2; the peers start from prepared gradients."""
         milliseconds, moved = quantiles(steps), self.phase2_bytes()
         runs = peers("PCGrad", self.parameters, self.rows, prepared=True)
         runs["reference"] = self.reference
@@ -152,11 +152,11 @@ class Problem:
         }
 
     def phase2_bytes(self) -> int:
-        """Each gradient and weight read once, the update written once."""
+        """The bytes moved if each gradient and weight is read once and the update written once."""
         return (len(self.tasks) + 2) * self.numel * self.itemsize
 
     def check_phase2(self) -> None:
-        """The update and the priorities are those of the reference in float64."""
+        """Compares the update and the priorities with the reference in float64."""
         priorities = self.phase2()
         exact = [[t.double() for t in ts] for ts in (self.updates, self._operands, self.weights)]
         with cs.use_backend("reference"):
@@ -164,7 +164,7 @@ class Problem:
         assert_close(self.updates, exact[0], 2 * torch.finfo(self.updates[0].dtype).eps)
 
     def combine(self, method: cs.Method) -> None:
-        """From the gradients that K backward passes have left in `.grad` to the update there."""
+        """Makes the update in `.grad` from the gradients that K backward passes have left there."""
         for task, row in zip(self.tasks, self.rows, strict=True):
             for parameter, grad in zip(self.parameters, row, strict=True):
                 parameter.grad = grad
@@ -172,12 +172,12 @@ class Problem:
         method.combine(self._gradients, NO_LAYERS, cs.Step(tasks=tuple(self.tasks)))
 
     def combine_bytes(self, name: str) -> int:
-        """Gradients read for the Gramian and for the sum, or once; the update written."""
+        """The bytes moved: gradients are read for the Gramian and the sum, or just once."""
         reads = len(self.tasks) * (1 if name == "GradDrop" else 2)
         return (reads + 1) * self.numel * self.itemsize
 
     def check_combine(self, make: Callable[[], cs.Method]) -> None:
-        """The update is that of the reference, which multiplies and adds in float32."""
+        """Compares the update with the reference, which multiplies and adds in float32."""
         self.combine(make())
         found = [p.grad.clone() for p in self.parameters if p.grad is not None]
         with cs.use_backend("reference"):

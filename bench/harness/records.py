@@ -1,4 +1,4 @@
-"""Records of runs: lines of JSON under `bench/results/`, or where CS_KERNELS_RESULTS says."""
+"""Records of runs: lines of JSON in the folder CS_KERNELS_RESULTS, by default `bench/results/`."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from cs_kernels import _C
 
 
 def line(case: dict[str, Any]) -> str:
-    """A case as text, with four digits of each number."""
+    """A case as text, with four digits per number."""
     parts = []
     for key, value in case.items():
         if isinstance(value, dict):
@@ -25,7 +25,7 @@ def line(case: dict[str, Any]) -> str:
 
 
 def append(name: str, record: dict[str, Any]) -> Path:
-    """Adds a line to a table's records; returns where they are."""
+    """Appends a line to a table's records; returns the path of the file."""
     folder = Path(os.environ.get("CS_KERNELS_RESULTS") or Path(__file__).parents[1] / "results")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.jsonl"
@@ -35,7 +35,7 @@ def append(name: str, record: dict[str, Any]) -> Path:
 
 
 def origin() -> dict[str, Any]:
-    """When, where and of what a run is."""
+    """A run's time, commit, machine and versions."""
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit() or os.environ.get("CS_KERNELS_COMMIT", ""),
@@ -52,7 +52,7 @@ def origin() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """The commit, with "-dirty" if anything but what benchmarks write differs from it."""
+    """The commit, with "-dirty" if a file differs that benchmarks do not write."""
     commit = _git("rev-parse", "--short", "HEAD")
     written = [f":(top,exclude){path}" for path in ("bench/results", "docs/benchmarks.md")]
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", *written)

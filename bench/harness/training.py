@@ -1,4 +1,4 @@
-"""Whole training steps: a trunk, a head a task, and a batch of pictures."""
+"""Whole training steps: a trunk, one head per task, and a batch of pictures."""
 
 import sys
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import torchvision_operators
 
 
 def timm_model(name: str, **options: Any) -> Any:
-    """A network of timm, which does without torchvision here."""
+    """A network of timm, without the need for torchvision."""
     torchvision_operators.define()
     import timm
 
@@ -27,7 +27,7 @@ def timm_model(name: str, **options: Any) -> Any:
 
 @dataclass(frozen=True)
 class Setting:
-    """The networks and the batch of a training."""
+    """The networks and the batch of a training run."""
 
     name: str
     trunk: Callable[[], nn.Module]
@@ -40,7 +40,7 @@ class Setting:
     device: str = "cpu"
 
     def facts(self) -> dict[str, Any]:
-        """The entries of a record."""
+        """The setting's entries of a record."""
         tasks, size = len(self.channels), self.shape[-1]
         return {"network": self.name, "tasks": tasks, "batch": self.batch, "size": size}
 
@@ -51,10 +51,10 @@ class Training:
     Args:
         setting: What to train.
         method: As in `MultiTaskOptimizer`.
-        schedule: The same.
-        adam: Whether the torch optimizer has a state.
-        convert: Whether normalization is task-specific.
-        dtype: Of everything.
+        schedule: As in `MultiTaskOptimizer`.
+        adam: Whether to use Adam, which has a state, in place of SGD.
+        convert: Whether to make normalization task-specific.
+        dtype: The dtype of all parameters and inputs.
 
     """
 
@@ -74,7 +74,7 @@ class Training:
         self.trunk = setting.trunk()
         if convert:
             cs.nn.convert_task_batchnorm(self.trunk, tasks)
-        for norm in cs.nn.task_norms(self.trunk):  # Else rounding decides between the tasks.
+        for norm in cs.nn.task_norms(self.trunk):  # Else rounding would decide the priorities.
             for child in norm.children():
                 nn.init.uniform_(child.weight, 0.5, 1.5)
         self.heads = nn.ModuleDict({t: setting.head(n) for t, n in setting.channels.items()})
@@ -91,13 +91,13 @@ class Training:
                 self.targets[task] = torch.randn_like(head(self.trunk(self.x)))
 
     def loss(self, task: str, z: Any = None) -> Tensor:
-        """The loss of an output of the trunk, or of a pass of it."""
+        """A task's loss, from an output of the trunk or from a new forward pass."""
         output = self.heads[task](self.trunk(self.x) if z is None else z)
         loss: Tensor = (output - self.targets[task]).abs().mean()
         return loss
 
     def losses(self, of_tasks: dict[str, Any]) -> dict[str, Tensor]:
-        """The losses of the trunk's output for each task."""
+        """The losses, from the trunk's output for each task."""
         return {task: self.loss(task, z) for task, z in of_tasks.items()}
 
     def step(self) -> None:
@@ -108,7 +108,7 @@ class Training:
 
 
 class FusedHead(nn.Module):
-    """One task's output from HRNet's four maps, brought to the finest one's size."""
+    """One task's output from HRNet's four maps, resized to the finest map's size."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Whole training steps of a trunk with a linear head a task: the plain one, ours and the peers'.
+"""Whole training steps of a trunk with one linear head per task: plain, ours and the peers'.
 
-A step sets gradients to None, makes a forward pass and losses, takes gradients its own way, and
-ends with the step of a torch optimizer without state. What TorchJD computes is the update of ours
-with UPGrad; it gets its faster option, the Gramian without the whole matrix.
+A step sets gradients to None, makes a forward pass and the losses, computes gradients in its own
+way, and ends with the step of a torch optimizer without state. TorchJD computes the same update as
+our UPGrad, with its faster option: the Gramian without the whole matrix.
 """
 
 import random
@@ -25,7 +25,7 @@ Losses = Mapping[str, Tensor]
 
 
 def _small() -> nn.Module:
-    """A trunk that is fast enough for a look at whether everything runs."""
+    """A fast trunk, for checking that everything runs."""
     layers = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
     return nn.Sequential(*layers, nn.Flatten())
 
@@ -39,7 +39,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], int]] = {
         192,
     ),
 }
-"""Trunks that end with pooled features, and the number of these; vit has 6 blocks."""
+"""Trunks that end with pooled features, and the number of features; vit has 6 blocks."""
 
 
 def setting_of(network: str, tasks: int) -> Setting:
@@ -60,8 +60,8 @@ class WholeStep(Training):
 
     Args:
         network: A name in `NETWORKS`.
-        tasks: Their number.
-        method: Of our step.
+        tasks: The number of tasks.
+        method: The method of our step.
         batch: The number of pictures.
         options: As in `Training`.
 
@@ -80,7 +80,7 @@ class WholeStep(Training):
         self.shared, self.own = [*self.trunk.parameters()], [*self.heads.parameters()]
 
     def forward(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The features, and the losses."""
+        """Makes a forward pass; returns the features and the losses."""
         self.optimizer.zero_grad()
         z = self.trunk(self.x)
         return z, self.losses(dict.fromkeys(self.heads, z))
@@ -95,9 +95,9 @@ class WholeStep(Training):
         self.optimizer.step()
 
     def peak(self) -> int:
-        """The most memory that a step's gradients take, of weights and activations alike.
+        """The peak memory of a step's gradients, including gradients of activations.
 
-        It is that of all tensors which come into being after the forward pass.
+        It counts all tensors that are allocated after the forward pass.
         """
         graph = self.forward()
         kept = [*self.parameters, *self.trunk.buffers()]
@@ -114,13 +114,13 @@ class WholeStep(Training):
         return torch.stack([_flat(of_task) for of_task in grads])
 
     def weights(self, method: Any, rows: Tensor) -> Tensor:
-        """The task weights of a method's first step for some gradients, by the reference."""
+        """The task weights of a method's first step for these gradients, from the reference."""
         with cs.use_backend("reference"):
             weights: Tensor = method.weights(rows @ rows.T, cs.Step(tasks=tuple(self.heads)))
         return weights
 
     def found(self) -> Tensor:
-        """The update of the shared parameters; heads have the plain gradients of the losses."""
+        """The update of the shared parameters; checks that heads get the plain gradients."""
         z, losses = self.forward()
         heads = torch.autograd.grad(_total(losses), self.own, retain_graph=True)
         self.backward(z, losses)
@@ -129,7 +129,7 @@ class WholeStep(Training):
 
 
 def _flat(tensors: Iterable[Tensor | None]) -> Tensor:
-    """One vector: some gradients are zero but for rounding, as those of the keys' biases."""
+    """One vector, because some gradients alone are only rounding, such as those of key biases."""
     return torch.cat([t.flatten().double() for t in tensors if t is not None])
 
 
@@ -138,7 +138,7 @@ def _total(losses: Losses) -> Tensor:
 
 
 class Ours(WholeStep):
-    """`backward(losses)`: K passes, or one in a step between two of `update_every`."""
+    """`backward(losses)`: K passes, or one pass in a step that reuses task weights."""
 
     def backward(self, z: Tensor, losses: Losses) -> None:
         del z
@@ -146,26 +146,26 @@ class Ours(WholeStep):
 
 
 class OursAtFeatures(WholeStep):
-    """`backward(losses, features=z)`: K passes of the heads, one of the trunk."""
+    """`backward(losses, features=z)`: K passes through the heads, one through the trunk."""
 
     def backward(self, z: Tensor, losses: Losses) -> None:
         self.opt.backward(losses, features=z)
 
 
 class OursPerTask(WholeStep):
-    """`step`: a forward and a backward pass a task, through normalization of its own."""
+    """`step`: a forward and a backward pass per task, with task-specific normalization."""
 
     def step(self) -> None:
         Training.step(self)
 
 
 class TorchJD(WholeStep):
-    """`torchjd.autojac.backward`, `.jac` of all parameters and `jac_to_grad`.
+    """`torchjd.autojac.backward`, which fills the `.jac` of all parameters, then `jac_to_grad`.
 
     Args:
         network: A name in `NETWORKS`.
-        tasks: Their number.
-        chunk: The number of losses in a backward pass; None for all, by `torch.vmap`.
+        tasks: The number of tasks.
+        chunk: The number of losses per backward pass; None for all at once, with `torch.vmap`.
 
     """
 
@@ -184,7 +184,7 @@ class TorchJD(WholeStep):
         autojac.jac_to_grad(self.own, self.sum)
 
     def jac_to_grad(self) -> None:
-        """The update of the shared parameters."""
+        """Makes the update of the shared parameters."""
         from torchjd import autojac
 
         with warnings.catch_warnings():
@@ -193,7 +193,7 @@ class TorchJD(WholeStep):
 
 
 class TorchJDAtFeatures(TorchJD):
-    """`torchjd.autojac.mtl_backward`: heads get plain gradients, the trunk K at once."""
+    """`torchjd.autojac.mtl_backward`: heads get plain gradients, the trunk gets K at once."""
 
     def backward(self, z: Tensor, losses: Losses) -> None:
         from torchjd import autojac
@@ -239,7 +239,7 @@ class Textbook(WholeStep):
 
 
 class OneMatrix(WholeStep):
-    """PCGrad as LibMTL describes it: gradients in one K x N matrix, a second one of projections.
+    """PCGrad as LibMTL describes it, with a K x N matrix of gradients and one of projections.
 
     Heads get their gradients in the same K passes.
     """

@@ -1,4 +1,4 @@
-"""Checks a GradientBalancer's arguments, and finds the ranks of its parameters."""
+"""Checks a GradientBalancer's arguments, and determines the process groups of its parameters."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
@@ -81,7 +81,7 @@ def checked_parameters(
 def groups_of(
     parameters: list[nn.Parameter], group: "dist.ProcessGroup | None"
 ) -> tuple[list[object], int]:
-    """The process groups over which to average sketches in turn, and the number of all ranks."""
+    """The process groups over which to average sketches in turn, and the total number of ranks."""
     meshes = [cast("Any", p).device_mesh for p in parameters if is_sharded(p)]
     if meshes:
         if group is not None:
@@ -96,7 +96,7 @@ def groups_of(
 
 
 def check_agreement(groups: Sequence[Any], facts: object) -> None:
-    """Raises ValueError if ranks differ, as sketches of different tasks would be added."""
+    """Raises ValueError if ranks differ, because sketches of different tasks would be added."""
     for group in groups:
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, facts, group=group)

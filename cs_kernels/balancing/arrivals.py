@@ -16,18 +16,18 @@ from cs_kernels.torch_internals.fsdp import (
 )
 
 Take = Callable[[int, Tensor], Tensor | None]
-"""Takes the number of a parameter, a gradient, and whether `.grad` is None; returns the gradient's
-weight, or None to leave it."""
+"""Takes a parameter's number and its gradient; returns the gradient's weight, or None to leave the
+gradient unchanged."""
 
 
 class Arrivals:
     """Hooks at the nodes that accumulate the gradients of parameters.
 
-    They are not attached to parameters, so copies of a network have none.
+    The hooks are not attached to the parameters, so copies of a network have none.
 
     Args:
         parameters: The parameters.
-        take: A bound method, called for each gradient that is accumulated, and not kept alive.
+        take: A bound method, called for each accumulated gradient and referenced weakly.
 
     """
 
@@ -35,7 +35,7 @@ class Arrivals:
         self._take = weakref.WeakMethod(take)
         self._parameters = parameters
         self._nodes: dict[int, tuple[Any, ...]] = {}
-        """By parameter: its dtype and device at that time, its node, and the hook's handle."""
+        """By parameter: its dtype and device when hooked, its node, and the hook's handle."""
         self._sharding = modules_that_shard(parameters)
         groups = [group for module in self._sharding for group in groups_of(module)]
         known = {p.sharded_param for group in groups for p in group.fsdp_params}
@@ -44,13 +44,13 @@ class Arrivals:
                 "parameters must be sharded by fully_shard alone, got others on a device mesh, such"
                 " as those of tensor parallelism"
             )
-        # Whole parameters are made in the first forward pass.
+        # FSDP makes the whole parameters in the first forward pass.
         self._handles = [
             module.register_forward_hook(lambda *_: self.connect()) for module in self._sharding
         ]
 
     def connect(self) -> None:
-        """Adds missing hooks: for parameters that were converted or sharded before."""
+        """Adds missing hooks, such as for parameters that have been converted or sharded since."""
         whole: dict[Tensor, Tensor] | None = None
         for n, p in enumerate(self._parameters):
             kind = p.dtype, p.device
@@ -67,7 +67,7 @@ class Arrivals:
                 self._nodes[n] = (*kind, node, handle)
 
     def left_in_grad(self, numbers: Iterable[int]) -> list[int]:
-        """The parameters among some whose `.grad` is not None; those of `fully_shard` left out."""
+        """The given parameters whose `.grad` is not None, without sharded ones."""
         chosen = ((n, self._parameters[n]) for n in numbers)
         return [n for n, p in chosen if not is_sharded(p) and p.grad is not None]
 
@@ -84,7 +84,7 @@ class Arrivals:
 
 
 def _node_of(leaf: Tensor) -> Any:
-    """The node that accumulates a leaf's gradient; a frozen one, thawed later, has the same."""
+    """The node that accumulates a leaf's gradient; a frozen leaf has the same one when unfrozen."""
     trains = leaf.requires_grad
     try:
         with torch.inference_mode(False), torch.enable_grad():
@@ -104,7 +104,7 @@ class _Arrival:
 
     def __call__(self, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None] | None:
         take, (grad,) = self._take(), grads
-        # The node of a parameter that was frozen after the forward pass still runs.
+        # The node still runs if the parameter was frozen after the forward pass.
         if take is None or grad is None or not self._leaf.requires_grad:
             return None
         weight, total = take(self._number, grad), self._leaf.grad
@@ -114,15 +114,15 @@ class _Arrival:
             # A weighted copy would need fresh memory, which would dominate the time.
             total.addcmul_(grad, weight)
             return (None,)
-        if grad.dtype.itemsize == 2:  # The weight would be rounded too, or overflow.
+        if grad.dtype.itemsize == 2:  # In half precision, the weight would be rounded or overflow.
             return ((grad.float() * weight).to(grad.dtype),)
         return ((grad * weight).to(grad.dtype),)
 
 
 def _adds_in_place(total: Tensor, grad: Tensor, leaf: Tensor) -> bool:
-    """Whether autograd would add a gradient in place, and call no hook of the parameter then."""
+    """Whether autograd would add a gradient in place, and then call no hook of the parameter."""
     alike = total.dtype is grad.dtype and total.shape == grad.shape
     dense = total.layout is torch.strided is grad.layout
     hooked_after = getattr(leaf, "_post_accumulate_grad_hooks", None)
-    exact = grad.dtype.itemsize > 2  # Else the weight would be rounded too.
+    exact = grad.dtype.itemsize > 2  # In half precision, the weight would be rounded too.
     return alike and dense and exact and not hooked_after and not torch.is_grad_enabled()

@@ -11,11 +11,11 @@ from cs_kernels.torch_internals.autograd import hooked, reached_parameters
 
 
 class OneGraph:
-    """Checks that passes through one graph are repeatable, and replaces them by one if it can.
+    """Checks that passes through one graph are repeatable, and replaces them by one if possible.
 
     Args:
         named: The shared parameters by name.
-        optimizer: The torch optimizer that holds all parameters, if it is known.
+        optimizer: The torch optimizer that holds all parameters, or None.
         checks: Whether to check at all.
 
     """
@@ -31,16 +31,16 @@ class OneGraph:
         self._optimizer = optimizer
         self._checks = checks
         self._checked: set[frozenset[str]] = set()
-        """The sets of tasks whose passes were seen to be repeatable."""
+        """The sets of tasks whose passes have been found repeatable."""
 
     def _held(self) -> list[nn.Parameter]:
-        """The parameters whose gradients passes may leave: the optimizer's too, if it is known."""
+        """The parameters to which passes may add gradients: the shared and the optimizer's."""
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         held = [p for _, p in self._named] + [p for group in groups for p in group["params"]]
         return [*dict.fromkeys(held)]
 
     def check(self, losses: Mapping[str, Tensor]) -> None:
-        """Checks the passes of tasks that have not come together before, by three more passes.
+        """Checks the passes of a new combination of tasks, with three more passes.
 
         Raises:
             RuntimeError: A pass is not repeatable.
@@ -58,18 +58,18 @@ class OneGraph:
         self._checked.add(tasks)
 
     def one_pass(self, losses: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
-        """Makes one weighted pass, if that gives the gradients of a pass per task.
+        """Makes one weighted pass, if it gives the same gradients as one pass per task.
 
         Args:
             losses: The loss of each task.
             weights: The weight of each task's gradients of the shared parameters.
 
         Returns:
-            Whether it was made.
+            Whether the pass was made.
 
         """
         shared = {p for _, p in self._named if p.requires_grad}
-        # A function may hide parameters of heads, and only an optimizer lists these.
+        # A function may hide the heads' parameters, and only an optimizer lists them.
         if self._optimizer is None and any(reached_parameters(x).hidden for x in losses.values()):
             return False
         found = find_one_pass(losses, shared, self._held(), trusts_functions=False)

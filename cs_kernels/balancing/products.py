@@ -24,18 +24,18 @@ class Products:
         self.losses = torch.full((tasks,), torch.nan, dtype=torch.float32, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
         self.usable = self.finite
-        """Whether the last step is one to solve for task weights."""
+        """Whether the last step's products can be solved for task weights."""
         self.counts = torch.zeros(shape[1:], dtype=torch.int64, device=device)
         self.steps = torch.zeros_like(self.counts)
         self.all_known = False
-        """Whether every task was seen to have a gradient."""
+        """Whether every task is known to have had a gradient."""
 
     def add(self, products: Tensor, losses: Tensor) -> Tensor:
         """Adds a step's products, [modules, K, K]; returns the merged ones, or NaN to keep weights.
 
-        Weights are kept after a step with a non-finite gradient, and after one without gradients. A
-        task without a gradient, or with a zero one, keeps its last norm and loss; a pair keeps its
-        cosine if one of its tasks is absent.
+        Weights are kept after a step with a non-finite gradient or without any gradient. A task
+        whose gradient is missing or zero keeps its last norm and loss. A pair of tasks keeps its
+        cosine if one of the two is absent.
         """
         energies = products.diagonal(dim1=-2, dim2=-1)
         present = ~(energies == 0)
@@ -56,7 +56,7 @@ class Products:
         return torch.where(self.usable, merged, torch.nan)
 
     def known(self) -> list[int]:
-        """The tasks that have had a gradient; waits for the device until all have."""
+        """The tasks that have had a gradient; synchronizes with the device until all have."""
         tasks = self.gramian.shape[-1]
         if not self.all_known:
             seen = self.together.diagonal(dim1=-2, dim2=-1).any(0).tolist()
@@ -71,7 +71,7 @@ class Products:
         return {name: getattr(self, name).clone() for name in self._SAVED}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError for tensors of another shape or dtype."""
+        """Raises ValueError for tensors of a wrong shape or dtype."""
         for name in self._SAVED:
             own, found = getattr(self, name), state[name]
             if not isinstance(found, Tensor) or found.shape != own.shape:

@@ -1,4 +1,4 @@
-"""A linear sketch of each task's gradient, from which the dot products of the tasks follow."""
+"""A linear sketch of each task's gradient, from which the dot products are estimated."""
 
 from collections.abc import Sequence
 
@@ -12,16 +12,16 @@ from cs_kernels.ranks.collectives import all_reduce
 
 
 class Sketches:
-    """The sketches of K tasks in one tensor: [K, sketch], or several of smaller modules.
+    """The sketches of K tasks in one tensor, with one row per task and one sketch per module.
 
     Args:
         tasks: K.
-        numels: The elements of each parameter, real numbers.
-        module_of: The index of each parameter's module. Each module has a sketch of its own.
-        size: The elements of a sketch, a power of two. A module with fewer elements has a smaller
-            sketch that holds all of them, so its dot products are exact.
+        numels: The number of elements of each parameter, counted as real numbers.
+        module_of: The index of each parameter's module. Each module has its own sketch.
+        size: The number of elements of a sketch, a power of two. A module with fewer elements has a
+            smaller sketch that holds all of them, so its dot products are exact.
         device: The device of the gradients.
-        seed: The seed of signs and bins, new in every step.
+        seed: The seed of the signs and bins, which are drawn anew in every step.
 
     """
 
@@ -37,12 +37,12 @@ class Sketches:
         self._tasks, self._module_of, self._seed = tasks, module_of, seed
         of_modules = [0] * (1 + max(module_of))
         self._offsets = []
-        """The index of each parameter's first element; modules lie apart, or would share signs."""
+        """The index of each parameter's first element; modules have disjoint indices and signs."""
         for numel, module in zip(numels, module_of, strict=True):
             self._offsets.append((module << _MODULE_BITS) + of_modules[module])
             of_modules[module] += numel
         self.sizes = [min(size, _power_of_two(numel)) for numel in of_modules]
-        # The blocks that a module's elements fill; two elements of one block never share a bin.
+        # The number of blocks per module; two elements of one block never share a bin.
         self.blocks = [-(-numel // d) for numel, d in zip(of_modules, self.sizes, strict=True)]
         # The last two numbers of each row are the task's loss and the number of its summands.
         numbers = sum(self.sizes) + 2
@@ -113,7 +113,7 @@ class Sketches:
         return torch.where(self._values[:, -1] > 0, self._values[:, -2], torch.nan)
 
     def average(self, groups: Sequence[object], ranks: int) -> None:
-        """Averages over the ranks of each process group in turn; a rank sends K d numbers."""
+        """Averages over the ranks of each process group in turn; each rank sends K sketches."""
         for group in groups:
             all_reduce(self._values, group=group)
         if groups:
@@ -121,7 +121,7 @@ class Sketches:
             self.is_empty = False
 
     def products(self) -> Tensor:
-        """Float64 [modules, K, K]."""
+        """The dot products of the tasks' gradients, float64 [modules, K, K]."""
         modules = range(len(self.sizes))
         rows = [self._of_modules[task][module] for module in modules for task in range(self._tasks)]
         products: Tensor = torch.ops.cs_kernels.gramian(
@@ -140,7 +140,7 @@ class Sketches:
 _SMALL, _MOST_SMALL = 4096, 64
 """The elements of a small gradient, and how many are copied before their sketches are made."""
 _MODULE_BITS = 40
-"""Indices of a module's elements have so many bits."""
+"""The number of bits in the index of a module's element."""
 
 
 def _power_of_two(numel: int) -> int:

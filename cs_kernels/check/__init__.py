@@ -1,5 +1,5 @@
-"""`python -m cs_kernels check`: finds out whether the kernels are right on this machine.
+"""`python -m cs_kernels check`: tests whether the kernels are correct on this machine.
 
-`cases` has the checks, which run in child processes (`child`) under a watchdog (`watchdog`);
+`cases` defines the checks, which run in child processes (`child`) under a watchdog (`watchdog`);
 `record` makes the table, the advice and the JSON file.
 """

@@ -19,14 +19,14 @@ from cs_kernels.ops.backends import use_backend
 K = 4
 """Tasks."""
 _LAYERS = [((48, 40), 0, 1), ((24, 16, 3, 3), 0, 1), ((16, 12, 2, 2), 1, 4)]
-"""Shape, dimension of the output channels and groups of weights."""
+"""The shape, output channel dimension and groups of each weight."""
 _VECTOR = (70_003,)
-"""The shape of a tensor without channel groups, of many blocks and an odd length."""
+"""The shape of a tensor without channel groups; its odd length spans many blocks."""
 LIMITS = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""The greatest error of a result by its dtype, relative to the greatest magnitude in it. Products
+"""The largest allowed error of a result by dtype, relative to the largest magnitude in it. Products
 in float64 are made of float32 sums, and projections in bfloat16 are rounded twice."""
 STEP_LIMIT = 1e-8
-"""The greatest relative error of a float64 parameter after a training."""
+"""The largest allowed relative error of a float64 parameter after training."""
 _STEPS = 4
 
 
@@ -35,11 +35,11 @@ class WrongError(Exception):
 
 
 Check = Callable[[str], float]
-"""Takes a device type; returns the greatest error over its limit or, for times, their ratio."""
+"""Takes a device type; returns the largest error over its limit, or a ratio of two times."""
 
 
 def _arguments(name: str, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Arguments of an operator on the CPU; updates are filled with NaN."""
+    """An operator's arguments on the CPU; updates are filled with NaN."""
     torch.manual_seed(1)
     shapes = [shape for shape, _, _ in _LAYERS]
     dims, groups = [dim for _, dim, _ in _LAYERS], [groups for *_, groups in _LAYERS]
@@ -101,7 +101,7 @@ def _in_float64(leaf: Tensor) -> Tensor:
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:
-    """The greatest difference, relative to the greatest magnitude; infinite for NaN."""
+    """The largest difference, relative to the largest magnitude; infinite for NaN."""
     difference = (actual.cpu().double() - expected.double()).abs().max()
     error = float(difference / expected.double().abs().max().clamp(min=1e-300))
     return error if error == error else float("inf")
@@ -120,7 +120,7 @@ def _without_synchronization(device: str) -> Iterator[None]:
 
 
 def _operator(name: str, device: str) -> float:
-    """An operator against the float64 reference.
+    """Compares an operator with the float64 reference.
 
     Three runs must give the same bits; the second and third must not synchronize with the host.
     """

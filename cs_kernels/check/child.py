@@ -1,7 +1,7 @@
-"""Runs checks in a process of its own: `python -m cs_kernels.check.child BACKEND DEVICE NAME...`.
+"""Runs checks in a separate process: `python -m cs_kernels.check.child BACKEND DEVICE NAME...`.
 
-It writes a line of JSON when it is ready, and one after each check. The first failure ends it,
-because after an error on a GPU everything else fails.
+The process writes a line of JSON when it is ready, and one after each check. It ends after the
+first failure, because after an error on a GPU everything else fails.
 """
 
 import faulthandler
@@ -18,7 +18,7 @@ def _say(**line: object) -> None:
 
 
 def main(backend: str, device: str, *names: str) -> None:
-    """Runs these checks, up to the first that fails."""
+    """Runs these checks until one fails."""
     faulthandler.enable()  # The watchdog's SIGABRT shows where a check hangs.
     _say(ready=True)
     for name in names:

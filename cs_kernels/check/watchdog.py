@@ -1,4 +1,4 @@
-"""Runs checks in child processes, so that a hang or a crash is a result."""
+"""Runs checks in child processes, so that a hang or a crash is reported as a result."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from cs_kernels.ops import backends
 
 CHILD = (sys.executable, "-m", "cs_kernels.check.child")
 START = 120.0
-"""Seconds for a child's imports and its GPU context."""
+"""The seconds that a child may take for its imports and its GPU context."""
 _MOST_LOST = 2
 """After this many hangs and crashes, a backend's remaining checks are skipped."""
 
@@ -28,7 +28,7 @@ class Result:
     outcome: str
     """"ok", "wrong", "hang", "crash" or "not run"."""
     value: float | None = None
-    """The greatest error over its limit, or a ratio of times."""
+    """The largest error over its limit, or a ratio of two times."""
     detail: str = ""
     seconds: float = 0.0
 
@@ -39,10 +39,10 @@ class _Child:
         self._errors = errors
 
     async def line(self, seconds: float) -> dict[str, Any] | None:
-        """The next line of JSON; None at the end.
+        """The next line of JSON; None at the end of the output.
 
         Raises:
-            asyncio.TimeoutError: No line came within this time.
+            asyncio.TimeoutError: No line arrived within this time.
 
         """
         assert self._process.stdout is not None
@@ -54,7 +54,7 @@ class _Child:
         return None
 
     async def end(self, sign: signal.Signals | None = None) -> int | None:
-        """The exit status; None if the process cannot be killed, as within a driver."""
+        """The exit status; None if the process cannot be killed, such as inside a driver call."""
         for signal_to_send in (sign, signal.SIGKILL):
             if signal_to_send is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -78,7 +78,7 @@ async def examine(
     seconds: float,
     command: Sequence[str] = CHILD,
 ) -> list[Result]:
-    """Runs checks of `cases` one after the other, in a new process after each that failed.
+    """Runs checks of `cases` one after another, with a new process after each failure.
 
     A check that takes longer than `seconds` is a hang. `command` starts a child.
     """
@@ -105,7 +105,7 @@ async def examine(
 async def _outcomes(
     child: _Child, names: Sequence[str], seconds: float
 ) -> list[tuple[str, float | None, str, float]]:
-    """The results of one process, up to its end: outcome, value, detail, seconds."""
+    """The results of one process until it ends: outcome, value, detail, seconds."""
     outcomes: list[tuple[str, float | None, str, float]] = []
     try:
         for number in range(len(names) + 1):
@@ -147,7 +147,7 @@ def run(
     bench: bool = False,
     command: Sequence[str] = CHILD,
 ) -> list[Result]:
-    """All checks of these backends, in parallel; then the times, one after the other."""
+    """Runs all checks of these backends in parallel, then the times one after another."""
 
     async def run_all() -> list[Result]:
         by_backend = await asyncio.gather(

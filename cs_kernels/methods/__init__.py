@@ -1,4 +1,4 @@
-"""Methods, which make one update of K gradients: one file per method."""
+"""Methods, which turn K gradients into one update: one file per method."""
 
 from cs_kernels.methods.aligned_mtl import AlignedMTL
 from cs_kernels.methods.cagrad import CAGrad

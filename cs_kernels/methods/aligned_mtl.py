@@ -12,8 +12,8 @@ from cs_kernels.step import Step
 class AlignedMTL(GramianMethod):
     """Independent component alignment (Senushkin et al., 2023).
 
-    It gives the gradients' principal components equal lengths, which removes conflict and
-    dominance, then adds the gradients.
+    The gradients' principal components are rescaled to equal length, which removes conflict and
+    dominance. Then the gradients are added.
 
     Args:
         scale: The common length: the "min", "median" or root mean square ("rmse") of the lengths.
@@ -21,7 +21,7 @@ class AlignedMTL(GramianMethod):
         update_every: As in `GramianMethod`.
 
     Raises:
-        ValueError: An option has another value.
+        ValueError: An option has an invalid value.
 
     """
 

@@ -14,17 +14,17 @@ class CAGrad(GramianMethod):
     """Conflict-averse gradient descent (Liu et al., 2021).
 
     The update maximizes the smallest gain of any task, over all directions within c |g_0| of the
-    mean gradient g_0. If no direction is good for all tasks, the update is bad for none.
+    mean gradient g_0. If no direction improves all tasks, this smallest gain is at most zero.
 
     Args:
-        c: The radius, relative to |g_0|; below 1, it converges to a minimum of the mean loss.
-        rescale: 0 takes the direction itself, 1 divides it by 1 + c^2, as the authors do, and 2 by
+        c: The radius, relative to |g_0|; below 1, training converges to a minimum of the mean loss.
+        rescale: 0 leaves the update unscaled, 1 divides it by 1 + c^2, as the authors do, and 2 by
             1 + c.
         groups: "all" or "layer".
         update_every: As in `GramianMethod`.
 
     Raises:
-        ValueError: `c` is negative or not finite, or another option has another value.
+        ValueError: `c` is negative or not finite, or another option has an invalid value.
 
     """
 

@@ -1,4 +1,4 @@
-"""Clips each task's gradient before another method sees it."""
+"""Clips each task's gradient before another method is applied."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,11 +16,11 @@ class Clipped(GramianMethod):
     """Clips each task's gradient to a maximum norm, then applies another method.
 
     A task's gradient of the shared parameters is scaled to `max_norm` if its norm is larger; the
-    gradients of its head and its normalization are unchanged. Norms are on the diagonal of the
-    Gramian, and the factors go into the task weights, so clipping reads and writes no gradient. It
-    applies to every kind of step: to each module's gradient with groups="layer", to the gradient of
-    z with `features=z`, and to the mean over the ranks on many ranks. Reports have the norms and
-    cosines of the unclipped gradients.
+    gradients of its head and its normalization are unchanged. The squared norms are the diagonal of
+    the Gramian, and the factors go into the task weights, so clipping neither reads nor writes a
+    gradient. It works in every kind of step: with groups="layer", it clips each module's gradient;
+    with `features=z`, the gradient with respect to z; on many ranks, the mean over the ranks.
+    Reports show the norms and cosines of the unclipped gradients.
 
     Args:
         method: A Gramian method, or `Sum()`. Its `groups` and `update_every` apply.
@@ -56,14 +56,14 @@ class Clipped(GramianMethod):
         return self.method.layerwise
 
     def check(self, tasks: Sequence[str]) -> None:
-        """Makes the inner method's checks."""
+        """Runs the inner method's checks."""
         self.method.check(tasks)
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
         """The task weights of the clipped gradients, times the factors."""
         norms = gramian.diagonal(dim1=-2, dim2=-1).sqrt()
         limits = self.max_norm(norms) if callable(self.max_norm) else self.max_norm
-        # A zero gradient is unchanged; a non-finite one makes the Gramian, so the weights, NaN.
+        # A zero gradient is unchanged. A non-finite one makes the Gramian and the weights NaN.
         factors = torch.where(norms > limits, limits / norms, 1.0)
         scaled = gramian * factors.unsqueeze(-1) * factors.unsqueeze(-2)
         return factors * self.method.weights(scaled, step)

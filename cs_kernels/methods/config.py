@@ -10,9 +10,9 @@ from cs_kernels.step import Step
 class ConFIG(GramianMethod):
     """Conflict-free inverse gradients (Liu et al., 2024).
 
-    The update has the same cosine to every gradient, and its length is the sum of the gradients'
-    components along it. If no direction has equal cosines, the least-squares one takes its place;
-    if that vanishes too, as for opposed gradients, the update is zero.
+    The update has the same cosine with every gradient, and its length is the sum of the gradients'
+    components along it. If no such direction exists, the least-squares direction takes its place.
+    If that is zero too, as for opposed gradients, the update is zero.
 
     Args:
         groups: "all" or "layer".

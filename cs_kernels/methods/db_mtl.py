@@ -12,10 +12,10 @@ _LEAST_LOSS = 1e-8
 class DBMTL(GramianMethod):
     """Dual-balancing (Lin et al., 2023), without its moving average.
 
-    The update adds the gradients of the losses' logarithms, all scaled to the length of the longest
-    one. Losses are the weighted ones plus 1e-8. If one is negative, it has no logarithm, and all
-    task weights are NaN. A task with a non-finite loss does not count for the longest length. The
-    weight of a task with a zero gradient is zero.
+    The update is the sum of the gradients of the losses' logarithms, all scaled to the length of
+    the longest one. The losses are the weighted losses plus 1e-8. A negative loss has no logarithm,
+    so all task weights are then NaN. A task with a non-finite loss is ignored in the search for the
+    longest gradient. The weight of a task with a zero gradient is zero.
 
     Parameters outside the trunk, such as heads, get the gradients of the losses themselves.
 

@@ -20,13 +20,13 @@ class FairGrad(GramianMethod):
 
     Args:
         alpha: The fairness, in [1/16, 16]. Near 0, the update is the plain sum; 1 is proportional
-            fairness, the condition of Nash-MTL without its `max_norm`; the larger, the more the
-            task that gains least counts.
+            fairness, which is Nash-MTL's condition without its `max_norm`; larger values favor the
+            task that gains least.
         groups: "all" or "layer".
         update_every: As in `GramianMethod`.
 
     Raises:
-        ValueError: `alpha` is out of range, or another option has another value.
+        ValueError: `alpha` is out of range, or another option has an invalid value.
 
     """
 

@@ -19,12 +19,12 @@ class GradDrop(Method):
     with a probability equal to their share of the sum of absolute values. The expected update is
     the plain sum.
 
-    The choice is a function of the seed, the number of the step and the element's index: equal on
-    all ranks and for any number of threads.
+    The choice depends only on the seed, the step number and the element's index, so it is the same
+    on all ranks and for any number of threads.
 
     Args:
         leak: The fraction of each gradient that is always added: one number, or one per task.
-        seed: The seed of the choices.
+        seed: The seed of the random choices.
 
     Raises:
         ValueError: A leak is outside [0, 1], or the seed outside [0, 2^63).
@@ -51,7 +51,7 @@ class GradDrop(Method):
             )
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
-        """Reads and writes once."""
+        """Makes one operator call, which reads each gradient once and writes each update once."""
         leaks = [self._leak(gradients.tasks.index(task)) for task in step.tasks]
         parameters = gradients.reached()
         if not parameters:

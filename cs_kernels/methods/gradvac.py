@@ -12,11 +12,11 @@ from cs_kernels.step import Step
 
 
 class GradVac(GramianMethod):
-    """Gradient vaccine (Wang et al., 2021): PCGrad with a target for every cosine in place of zero.
+    """Gradient vaccine (Wang et al., 2021): PCGrad with a target other than zero for each cosine.
 
     Each task's gradient is compared with the original gradients of the other tasks in a random
     order. If the cosine of a pair is below its target, enough of the other gradient is added to
-    reach the target. Then all are added.
+    reach the target. Then the changed gradients are added.
 
     Targets are moving averages of the observed cosines, starting at zero. They do not change
     for tasks that take no part in a step, or for any task if a gradient is not finite. A target is
@@ -25,13 +25,13 @@ class GradVac(GramianMethod):
     Args:
         target: One fixed target for all pairs, in [-1, 1); None for moving averages.
         beta: The weight of a step in the moving averages, in [0, 1].
-        seed: The seed of the orders, which also depend on the number of the step.
-        groups: "all", or "layer" with targets for each layer, as in the paper.
+        seed: The seed of the orders, which also depend on the step number.
+        groups: "all", or "layer" for separate targets in each layer, as in the paper.
         update_every: As in `GramianMethod`.
 
     Raises:
         ValueError: `target` or `beta` is out of range, the seed is outside [0, 2^63), or another
-            option has another value.
+            option has an invalid value.
 
     """
 
@@ -54,14 +54,14 @@ class GradVac(GramianMethod):
         self._tasks: tuple[str, ...] = ()
         self._layers: tuple[str, ...] = ()
         self._targets: Tensor | None = None
-        """Float64 [layers, tasks, tasks], of all tasks and layers so far."""
+        """Float64 [layers, tasks, tasks], for all tasks and layers that have occurred so far."""
         self._indices: dict[tuple[tuple[str, ...], ...], tuple[Tensor, ...]] = {}
-        """By tasks and layers: their indices in the targets, on the device of the targets."""
+        """Indices into the targets by tasks and layers, on the device of the targets."""
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
         """The task weights of the changed gradients; every step draws new orders.
 
-        Without a step, the targets are those of a first step, and moving averages are unchanged.
+        Without a step, the targets are the initial ones, and the moving averages are unchanged.
         """
         number, counter = (0, None) if step is None else step.draw
         averages, index = None, None
@@ -84,7 +84,7 @@ class GradVac(GramianMethod):
         return weights
 
     def _averages(self, gramian: Tensor, step: Step) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """All moving averages, and a step's indices of tasks and layers; None for all of them."""
+        """All moving averages, and the step's indices into them; None if it uses all of them."""
         tasks = step.tasks or tuple(map(str, range(gramian.shape[-1])))
         numbers = tuple(map(str, range(gramian.shape[:-2].numel())))
         layers = step.layers or (numbers if gramian.ndim > 2 else ("",))
@@ -118,7 +118,7 @@ class GradVac(GramianMethod):
         return targets
 
     def state_dict(self) -> dict[str, Any]:
-        """The moving averages, their tasks and layers."""
+        """The moving averages, with their tasks and layers."""
         targets = None if self._targets is None else self._targets.clone()
         return {
             "groups": self.groups,

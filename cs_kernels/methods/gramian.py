@@ -1,4 +1,4 @@
-"""The base of methods that need only the gradients' Gramian."""
+"""The base class of methods that need only the gradients' Gramian."""
 
 import inspect
 from abc import abstractmethod
@@ -25,25 +25,24 @@ def nan_unless_finite(weights: Tensor, gramian: Tensor) -> Tensor:
 
 
 class GramianMethod(Method):
-    """The update is a weighted sum of the gradients, with task weights from their K x K products.
+    """A method whose update is a weighted sum of gradients, with weights from their K x K Gramian.
 
     The gradients are read once for the Gramian and once for the sum. Tasks that take no part in a
     step have no row in its Gramian.
 
-    With `update_every` above 1, the steps that follow reuse the task weights of the step that
-    solved for them. They need no separate gradients: the weighted gradients of all tasks add up in
-    `.grad`, in one backward pass if the losses come from one forward pass. Task weights are reused
-    only in steps with the same tasks; they are discarded if any is non-finite or any gradient is
-    zero.
+    With `update_every` above 1, one step solves for the task weights, and the following steps reuse
+    them. Steps that reuse task weights need no separate gradients: the weighted gradients of all
+    tasks add up in `.grad`, in one backward pass if the losses come from one forward pass. Task
+    weights are reused only in steps with the same tasks; they are discarded if any is non-finite or
+    any gradient is zero.
 
     Args:
         groups: "all" for one Gramian and one set of task weights for the whole trunk; "layer" for
             one of each per module, as if every module were a trunk of its own.
-        update_every: The number of steps, in both phases, from one that solves for task weights to
-            the next.
+        update_every: The interval, in steps of both phases, at which task weights are solved for.
 
     Raises:
-        ValueError: `groups` has another value, or `update_every` is below 1.
+        ValueError: `groups` is neither "all" nor "layer", or `update_every` is below 1.
 
     """
 
@@ -59,16 +58,16 @@ class GramianMethod(Method):
 
     @property
     def layerwise(self) -> bool:
-        """True with groups="layer". A subclass with `weights` of its own has to override this."""
+        """True with groups="layer". A subclass that overrides `weights` must override this too."""
         built_in = type(self).weights.__module__.startswith("cs_kernels.")
         return self.groups == "layer" and built_in
 
     def check(self, tasks: Sequence[str]) -> None:
-        """Checks the number of tasks, and that `weights` takes a step.
+        """Checks the number of tasks, and that `weights` accepts a step.
 
         Raises:
             ValueError: There are too many tasks.
-            TypeError: `weights` does not take a step.
+            TypeError: `weights` does not accept a step.
 
         """
         super().check(tasks)
@@ -85,12 +84,12 @@ class GramianMethod(Method):
         """The task weights of the update.
 
         Args:
-            gramian: Float64 [K, K], the products of the gradients; with groups="layer"
-                [layers, K, K]. It is non-finite if a gradient is: the weights must then be NaN.
+            gramian: The dot products of the gradients, float64 [K, K], or [layers, K, K] with
+                groups="layer". It is non-finite if a gradient is; the weights must then be NaN.
                 `step_together` makes several calls per step, each with zeros for the layers of the
                 other calls.
-            step: The tasks of the Gramian's rows, their losses, the number of the step; None
-                outside a training loop, where equal Gramians have equal weights.
+            step: The tasks of the Gramian's rows, their losses and the step number. It is None
+                outside a training loop, where equal Gramians must give equal weights.
 
         Returns:
             [K] or [layers, K].

@@ -14,28 +14,29 @@ class Method(Stateful, ABC):
     """Turns the gradients of all tasks into one update, in a joint step (Phase 2)."""
 
     separate_gradients: bool = True
-    """Whether it needs each task's gradients; else they add up in `.grad`."""
+    """Whether it needs each task's gradients separately; else they add up in `.grad`."""
 
     prioritizes: ClassVar[bool] = False
     """Whether it needs layers with a task-specific normalization behind them."""
 
     has_gramian: bool = False
-    """Whether its steps leave the Gramian of the gradients in `step.surgery`."""
+    """Whether its steps store the Gramian of the gradients in `step.surgery`."""
 
     takes_complex: ClassVar[bool] = True
     """Whether it can treat a complex gradient as pairs of real numbers."""
 
     update_every: int = 1
-    """The number of steps from one that solves for task weights to the next."""
+    """The interval, in steps, at which task weights are solved for."""
 
     most_tasks: int | None = None
-    """The maximum number of tasks, if there is one."""
+    """The maximum number of tasks; None for no limit."""
 
     @property
     def layerwise(self) -> bool:
-        """Whether the updates of a module depend on its own gradients alone.
+        """Whether the updates of a module depend only on that module's gradients.
 
-        `step_together` then calls `combine` several times per step, each time for other modules.
+        `step_together` then calls `combine` several times per step, each time for different
+        modules.
         """
         return False
 
@@ -46,7 +47,7 @@ class Method(Stateful, ABC):
             type.__setattr__(cls, "layerwise", False)
 
     def check(self, tasks: Sequence[str]) -> None:
-        """Raises ValueError if the method does not fit the tasks."""
+        """Raises ValueError if the method cannot handle these tasks."""
         if self.most_tasks is not None and len(tasks) > self.most_tasks:
             raise ValueError(
                 f"tasks must be at most {self.most_tasks} for {self!r}, got {len(tasks)}"
@@ -54,14 +55,14 @@ class Method(Stateful, ABC):
 
     @abstractmethod
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
-        """Writes the update of every shared parameter that a task has reached.
+        """Writes the update of every shared parameter that any task has reached.
 
         Args:
             gradients: For the parameters of `gradients.reached()`, `of` returns the tasks'
-                gradients, `updates` the tensors to write to, and `assign` puts these in `.grad`.
-                Complex gradients are pairs of real numbers, of shape [..., 2].
+                gradients, `updates` returns the tensors to write to, and `assign` puts these in
+                `.grad`. Complex gradients are pairs of real numbers, of shape [..., 2].
             layout: The layers whose output channels are prioritized.
-            step: The tasks that take part, their losses, the number of the step.
+            step: The tasks that take part, their losses, and the step number.
 
         """
 

@@ -12,20 +12,20 @@ Normalization = Literal["l2", "loss", "loss+"]
 
 
 class MGDA(GramianMethod):
-    """The min-norm point of the gradients' convex hull (Sener and Koltun, 2018), exactly.
+    """The exact min-norm point of the gradients' convex hull (Sener and Koltun, 2018).
 
-    Every loss falls along the update, unless the update is zero, because no such direction exists
-    or one gradient is zero.
+    Every loss falls along the update. If no such direction exists or one gradient is zero, the
+    update is zero.
 
     Args:
-        normalize: The divisor of the gradients in the solver: None, their norms ("l2"), the
+        normalize: What the solver divides the gradients by: nothing (None), their norms ("l2"), the
             absolute values of the weighted losses ("loss") or both ("loss+"). The resulting weights
-            apply to the gradients themselves.
+            apply to the original gradients.
         groups: "all" or "layer".
         update_every: As in `GramianMethod`.
 
     Raises:
-        ValueError: An option has another value.
+        ValueError: An option has an invalid value.
 
     """
 

@@ -11,19 +11,19 @@ from cs_kernels.step import Step
 class NashMTL(GramianMethod):
     """Multi-task learning as a bargaining game (Navon et al., 2022), solved to convergence.
 
-    The task weights a > 0 solve G a = 1 / a: the update's product with each gradient is the inverse
-    of its weight. A ridge of 1e-10 on the gradients' correlations keeps the weights of opposed
-    gradients finite. Without `max_norm`, the update's norm is sqrt(K). The weight of a task with a
-    zero gradient is zero.
+    The task weights a > 0 solve G a = 1 / a: the dot product of the update and each gradient is the
+    inverse of that gradient's weight. A ridge of 1e-10 on the gradients' correlations keeps the
+    weights of opposed gradients finite. Without `max_norm`, the update's norm is sqrt(K). The
+    weight of a task with a zero gradient is zero.
 
     Args:
         update_every: As in `GramianMethod`.
         max_norm: A longer update is scaled to this norm; 0 for no limit. With `update_every`,
             reused task weights keep the factor of the step that solved for them.
-        groups: "all", or "layer" with a norm per layer.
+        groups: "all", or "layer" to limit the norm of each layer's update.
 
     Raises:
-        ValueError: `max_norm` is negative or not finite, or another option has another value.
+        ValueError: `max_norm` is negative or not finite, or another option has an invalid value.
 
     """
 

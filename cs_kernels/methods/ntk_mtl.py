@@ -8,10 +8,11 @@ from cs_kernels.step import Step
 
 
 class NTKMTL(GramianMethod):
-    """Balances convergence by neural tangent kernels (Qin et al., 2025), with one sample.
+    """Balances convergence with neural tangent kernels of one sample (Qin et al., 2025).
 
-    The weight of task i is sqrt(tr G / G_ii), so gradients are added with equal lengths: the root
-    of the sum of their squared lengths. The weight of a task with a zero gradient is zero.
+    The weight of task i is sqrt(tr G / G_ii), so all gradients are scaled to the same length before
+    they are added: the root of the sum of their squared lengths. The weight of a task with a zero
+    gradient is zero.
 
     Args:
         groups: "all" or "layer".

@@ -14,19 +14,19 @@ class PCGrad(GramianMethod):
     """Projects conflicting gradients (Yu et al., "Gradient Surgery for Multi-Task Learning", 2020).
 
     Each task's gradient is compared with the original gradients of the other tasks in a random
-    order, and loses its component along each one with which it is in conflict. Then all are added.
+    order, and loses its component along each one that it conflicts with. Then the projected
+    gradients are added.
 
-    The orders are a function of the seed and the number of the step, so they are equal on all
-    ranks.
+    The orders depend only on the seed and the step number, so they are the same on all ranks.
 
     Args:
         reduction: "sum" of the projected gradients, or their "mean".
         seed: The seed of the orders.
-        groups: "all", or "layer" for projections layer by layer.
+        groups: "all", or "layer" for separate projections in each layer.
         update_every: As in `GramianMethod`.
 
     Raises:
-        ValueError: The seed is outside [0, 2^63), or another option has another value.
+        ValueError: The seed is outside [0, 2^63), or another option has an invalid value.
 
     """
 

@@ -12,11 +12,11 @@ from cs_kernels.trunk.layers import Layout
 class Sum(Method):
     """Plain gradient descent on the sum of the losses: the baseline, at its true cost.
 
-    The tasks' gradients add up in `.grad` during the backward passes; there are no K gradients.
+    The tasks' gradients add up in `.grad` during the backward passes and are not kept separate.
 
     Args:
         separate: Whether to keep the tasks' gradients separate and add them with the kernels of the
-            Gramian methods: reports then have norms and cosines, and `GradNorm` works.
+            Gramian methods. Reports then show norms and cosines, and `GradNorm` works.
 
     Raises:
         ValueError: `separate` is neither True nor False.
@@ -35,7 +35,7 @@ class Sum(Method):
             self.most_tasks = self._ones.most_tasks
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
-        """Adds separate gradients; else autograd has already added them."""
+        """Adds separate gradients; without `separate`, autograd has already added them."""
         if self._ones is not None:
             self._ones.combine(gradients, layout, step)
 
@@ -47,5 +47,5 @@ class Ones(GramianMethod):
     """The plain sum as a Gramian method."""
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """Ones."""
+        """A weight of 1 per task."""
         return gramian.new_ones(gramian.shape[:-1])

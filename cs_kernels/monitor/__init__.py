@@ -1,1 +1,1 @@
-"""What people watch during training: reports of steps, and conflict counts over the steps."""
+"""Diagnostics of a training run: reports of single steps, and conflict counts over all steps."""

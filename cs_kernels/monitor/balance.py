@@ -12,13 +12,13 @@ from cs_kernels.monitor.conflicts import cosines_of
 class BalanceReport:
     """The tasks' gradients as a GradientBalancer sees them, made by `GradientBalancer.report`.
 
-    Products are estimates from sketches. K is the number of tasks, L the number of modules with
-    groups="layer"; otherwise, tensors lack that dimension. Tensors are copies on the gradients'
-    device: reading one synchronizes with it.
+    Products are estimated from sketches. K is the number of tasks. With groups="layer", L is the
+    number of modules; otherwise, tensors lack that dimension. Tensors are copies on the gradients'
+    device: reading one synchronizes with the device.
     """
 
     step: int
-    """The steps that have ended."""
+    """The number of finished steps."""
     method: str
     """The method's `repr`."""
     tasks: tuple[str, ...]
@@ -26,20 +26,20 @@ class BalanceReport:
     layers: tuple[str, ...]
     """The modules, with groups="layer"."""
     gramian: Tensor
-    """The products of the gradients, float64 [K, K] or [L, K, K]: for each pair, those of the last
-    step that had a gradient of both; 0 for a pair that was never together."""
+    """The products of the gradients, float64 [K, K] or [L, K, K]: for each pair, from the last step
+    that had a gradient of both tasks; 0 for a pair that has never been in one step."""
     weights: Tensor
     """The task weights of the next step, [K] or [L, K]; 1 for a task without a gradient so far."""
     together: Tensor
-    """Whether a step had a gradient of both tasks, bool, shaped like `gramian`. Other pairs are
-    taken as orthogonal."""
+    """Whether any step had a gradient of both tasks, bool, shaped like `gramian`. All other pairs
+    are assumed to be orthogonal."""
     finite: Tensor
-    """Whether the gradients of the last step were finite, a bool scalar; else products and weights
-    are those before it."""
+    """Whether the gradients of the last step were finite, a bool scalar; if not, products and
+    weights are from before that step."""
     counts: Tensor
-    """Steps in which the products of two tasks over all modules were negative, int64 [K, K]."""
+    """The number of steps with a negative product of two tasks over all modules, int64 [K, K]."""
     steps: Tensor
-    """Steps that had a gradient of both tasks, int64 [K, K]."""
+    """The number of steps that had a gradient of both tasks, int64 [K, K]."""
     _variance: Tensor
 
     @cached_property
@@ -49,18 +49,18 @@ class BalanceReport:
 
     @cached_property
     def cosines(self) -> Tensor:
-        """The cosines between gradients, shaped like `gramian`; 0 for tasks never seen together."""
+        """The gradients' cosines, shaped like `gramian`; 0 for tasks never in one step."""
         return cosines_of(self.gramian)
 
     @cached_property
     def cosine_errors(self) -> Tensor:
-        """The standard errors of the cosines, shaped like them; 0 where sketches are exact."""
+        """The standard errors of `cosines`, of the same shape; 0 where sketches are exact."""
         variance = self._variance if self.layers else self._variance[0]
         return (1 - self.cosines.square()) * variance.sqrt().reshape(-1, 1, 1).squeeze(0)
 
     @cached_property
     def conflict_share(self) -> Tensor:
-        """The share of steps in which two tasks were in conflict, [K, K]; NaN without a step."""
+        """`counts / steps`, the share of steps with a conflict, [K, K]; NaN where `steps` is 0."""
         return self.counts / self.steps.double()
 
     def scalars(self) -> dict[str, float]:
@@ -68,7 +68,7 @@ class BalanceReport:
 
         "task_weight/TASK" (with groups="layer", the mean over the modules), "gradient_norm/TASK",
         and "cosine/TASK,TASK", "cosine_error/TASK,TASK" and "conflict_share/TASK,TASK" for pairs
-        that were together. Norms and cosines are taken over all modules.
+        that have been in one step. Norms and cosines are over all modules.
         """
         whole = self._whole
         weights = self.weights.reshape(-1, len(self.tasks)).mean(0).tolist()
@@ -89,12 +89,12 @@ class BalanceReport:
 
     @property
     def _whole(self) -> "BalanceReport":
-        """A report with all modules as one vector, for norms and cosines."""
+        """A report that treats all modules as one vector, for norms and cosines."""
         if not self.layers:
             return self
         energies = self.gramian.diagonal(dim1=-2, dim2=-1)
         total = energies.sum(0)
-        # The variances of the modules' products add up; a product is at most the energies' product.
+        # The modules' variances add up; a squared product is at most the product of its energies.
         share = (energies.square().sum(-1) * self._variance).sum() / total.square().sum()
         return replace(
             self,
@@ -106,7 +106,7 @@ class BalanceReport:
         )
 
     def __str__(self) -> str:
-        """A line per task and per pair; it synchronizes with the device."""
+        """One line per task and per pair; synchronizes with the device."""
         numbers = self.scalars()
         lines = [f"step {self.step}, {self.method}" + ("" if self.finite else ", not finite")]
         width = max(map(len, self.tasks))

@@ -1,7 +1,7 @@
 """Counts, for every shared parameter, the steps in which the gradients of two tasks conflict.
 
-Counting reads the gradients once more per step, for a Gramian of each parameter. The rest is small
-tensors on the gradients' device, without host synchronization until a number is read.
+Counting reads the gradients once more per step, for a Gramian of each parameter. Everything else is
+small tensors on the gradients' device, without host synchronization until a number is read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,34 +25,35 @@ _MOST_LINES = 10
 class Conflicts:
     """The conflicts of each shared parameter, made by `MultiTaskOptimizer.conflicts`.
 
-    P is the number of `names`, K that of `tasks`. Tensors are symmetric in the tasks. They are
-    copies that later steps do not change, and stay on the gradients' device: reading one
-    synchronizes with it. Gradients are those of the weighted losses; on many ranks, means over the
-    ranks.
+    P is the number of `names`, K the number of `tasks`. Tensors are symmetric in the tasks. They
+    are copies that later steps do not change, and stay on the gradients' device: reading one
+    synchronizes with the device. The gradients belong to the weighted losses; on many ranks, they
+    are means over the ranks.
     """
 
     threshold: float
     """Two gradients are in conflict if their cosine is below it."""
     tasks: tuple[str, ...]
     names: tuple[str, ...]
-    """The parameters, or the modules after `by_module`, in the order of the trunk. Parameters that
-    only one task reaches are that task's own and are left out."""
+    """The parameters, or the modules after `by_module`, in the order of the trunk. A parameter that
+    only one task reaches is left out."""
     gramians: Tensor
     """The products of the last joint step's gradients, without the factor of a scaler or of
     `backward=`, float64 [P, K, K]; NaN where a task had no gradient or took no part."""
     counts: Tensor
-    """Steps in which the cosine was below the threshold, int64 [P, K, K]; 0 on the diagonal."""
+    """The number of steps with a cosine below the threshold, int64 [P, K, K]; 0 on the diagonal."""
     steps: Tensor
-    """Steps in which both tasks had a gradient, int64 [P, K, K]. A step with a non-finite gradient
-    of any shared parameter counts neither here nor in `counts`, as when a scaler skips it."""
+    """The number of steps in which both tasks had a gradient, int64 [P, K, K]. A step with a
+    non-finite gradient of any shared parameter, such as one that a scaler skips, counts neither
+    here nor in `counts`."""
     _modules: "Conflicts | None" = None
 
     @cached_property
     def cosines(self) -> Tensor:
         """The cosines between the gradients of the last joint step, float64 [P, K, K].
 
-        0 for a zero gradient, which is thus in conflict if the threshold is positive; NaN where
-        `gramians` is NaN and for non-finite gradients.
+        A zero gradient has cosine 0, and is thus in conflict if the threshold is positive. Entries
+        are NaN where `gramians` is NaN and for non-finite gradients.
         """
         return cosines_of(self.gramians)
 
@@ -64,14 +65,14 @@ class Conflicts:
     def by_module(self) -> "Conflicts":
         """The conflicts of each module, with all its parameters' gradients as one vector.
 
-        They cannot be derived from the counts per parameter, and were counted in the same steps.
+        These counts cannot be derived from the counts per parameter. They are from the same steps.
         """
         return self if self._modules is None else self._modules
 
     def scores(self) -> dict[str, int]:
         """The sum of `counts` over all pairs of tasks, by name, highest first.
 
-        It synchronizes with the device, once. With `by_module`, these are the S-conflict scores of
+        Synchronizes with the device once. With `by_module`, these are the S-conflict scores of
         Recon (Shi et al., "Recon: Reducing Conflicting Gradients from the Root for Multi-Task
         Learning", 2023, https://arxiv.org/abs/2302.11289), with S as the threshold. Recon turns the
         layers with the highest scores into task-specific ones.
@@ -86,7 +87,7 @@ class Conflicts:
         return sorted(entries, key=lambda entry: -entry[1])
 
     def __str__(self) -> str:
-        """The highest scores, one per line; it synchronizes with the device."""
+        """The highest scores, one per line; synchronizes with the device."""
         ranked = self._ranked()
         first = ranked[:_MOST_LINES]
         head = f"cosines below {self.threshold:g}, over all steps and pairs of tasks"
@@ -131,7 +132,7 @@ class ConflictCounter:
         for parameter, module in enumerate(self._module_of):
             members[module].append(parameter)
         most = max(map(len, members), default=0)
-        # The parameters of each module, padded with the index of a row of zeros after the last one.
+        # The parameters of each module, padded with the index of an extra last row of zeros.
         padded = [indices + [self._parameters] * (most - len(indices)) for indices in members]
         tasks, device = len(gradients.tasks), gradients.parameters[0].device
         shape = (self._parameters + len(members), tasks, tasks)
@@ -143,10 +144,10 @@ class ConflictCounter:
         """Whether a CUDA graph may read the tensors."""
         self._cached_masks: dict[tuple[bytes, ...], _Masks] = {}
         self._measurement: tuple[Step, Tensor | None, tuple[bytes, ...]] | None = None
-        """The Gramians and the pattern of a step that has not ended."""
+        """The unfinished step, its Gramians, and its pattern of present gradients."""
 
     def measure(self, step: Step) -> None:
-        """Takes the Gramians of a step's gradients, before its method consumes them."""
+        """Computes the Gramians of a step's gradients, before its method consumes them."""
         gradients = self._gradients
         pattern = tuple(bytes(grad is not None for grad in row) for row in gradients.rows)
         reachable = gradients.reached()
@@ -163,7 +164,7 @@ class ConflictCounter:
         self._measurement = step, gramians, pattern
 
     def count(self, step: Step) -> Callable[[], None]:
-        """Counts a joint step; returns a function that commits the counts once it has been made."""
+        """Counts a joint step; the returned function commits the counts when the step is done."""
         measurement, self._measurement = self._measurement, None
         if measurement is None or measurement[0] is not step:
             return lambda: None
@@ -190,14 +191,14 @@ class ConflictCounter:
         return lambda: None
 
     def _commit(self, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
-        if not self._is_captured:  # Nothing can fail after the torch optimizer's step.
+        if not self._is_captured:  # The torch optimizer has stepped; an assignment cannot fail.
             self._gramians, self._counts, self._steps = tensors
             return
         for tensor, value in zip(self.captured_state(), tensors, strict=True):
             tensor.copy_(value)
 
     def _follow(self, device: torch.device) -> None:
-        """Moves to the device of a trunk that was moved."""
+        """Moves the tensors to a device, in case the trunk was moved."""
         if self._counts.device != device:
             self._members, self._gramians, self._counts, self._steps = (
                 tensor.to(device)
@@ -206,7 +207,7 @@ class ConflictCounter:
             self._cached_masks.clear()
 
     def _masks(self, pattern: tuple[bytes, ...], *, captured: bool) -> _Masks:
-        """The masks of a pattern; new ones in a capture, as replays write them."""
+        """The masks of a pattern; a capture gets new ones, because replays write to them."""
         if captured:
             return self._new_masks(pattern)
         if pattern not in self._cached_masks:
@@ -234,7 +235,7 @@ class ConflictCounter:
         return _Masks(torch.cat(ranges), pairs, pairs & ~same)
 
     def conflicts(self) -> Conflicts:
-        """Copies of the counts, without parameters that are one task's own."""
+        """Copies of the counts, without parameters that only one task reaches."""
         own = self._gradients.reach.owners()
         shared = [i for i in range(self._parameters) if i not in own]
         modules = sorted({self._parameters + self._module_of[i] for i in shared})
@@ -268,10 +269,12 @@ class ConflictCounter:
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continues from a `state_dict`; None, or a parameter that it lacks, starts at zero.
+        """Continues from a `state_dict`.
+
+        Counts start at zero if the state is None, and for parameters that it lacks.
 
         Raises:
-            ValueError: It has another threshold or other parameters.
+            ValueError: The state has another threshold or other parameters.
 
         """
         counts, steps = torch.zeros_like(self._counts), torch.zeros_like(self._steps)
@@ -305,10 +308,10 @@ class ConflictCounter:
 
 
 def cosines_of(products: Tensor) -> Tensor:
-    """[..., K, K], 0 for zero gradients."""
+    """The cosines, [..., K, K]; 0 for zero gradients."""
     norms = products.diagonal(dim1=-2, dim2=-1).sqrt()
     scale = norms.unsqueeze(-1) * norms.unsqueeze(-2)
-    # Rounding may exceed the range.
+    # Rounding may make a cosine exceed the range.
     return torch.where(scale == 0, 0.0, products / scale).clamp(-1.0, 1.0)
 
 

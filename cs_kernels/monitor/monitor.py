@@ -1,4 +1,4 @@
-"""What the loop records of its steps for reports, conflict counts and warnings."""
+"""Records facts of the loop's steps for reports, conflict counts and warnings."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from cs_kernels.step import Step
 from cs_kernels.weightings import Weighting
 
 _ZERO_CHECKS = 8
-"""The first joint steps search for zero gradients; the first conclusive one ends the search."""
+"""The most joint steps that search for zero gradients; a conclusive step ends the search."""
 
 
 class Monitor:
@@ -24,7 +24,7 @@ class Monitor:
 
     def __init__(self) -> None:
         self.done: Done | None = None
-        """The last step, if there was one."""
+        """The last step; None before the first one."""
         self.counter: ConflictCounter | None = None
         """None unless conflicts are counted."""
         self._reported = False
@@ -40,12 +40,12 @@ class Monitor:
         return Elapsed(device, wanted=self._reported and eager)
 
     def measure(self, step: Step) -> None:
-        """Measures the gradients before the method consumes them, unless task weights are kept."""
+        """Measures the gradients before the method consumes them, unless weights are reused."""
         if self.counter is not None and step.kept is None:
             self.counter.measure(step)
 
     def look_for_zeros(self, gradients: TaskGradients, step: Step) -> None:
-        """Warns of zero gradients, in the first step in which they show."""
+        """Warns of zero gradients, in the first step that shows them."""
         if self._zero_checks and step.counter is None:
             conclusive = warn_of_zero_gradients(gradients, step)
             self._zero_checks = 0 if conclusive else self._zero_checks - 1
@@ -61,7 +61,7 @@ class Monitor:
         return report_of(self.done, method, weighting)
 
     def count(self, threshold: float | None, gradients: TaskGradients, method: Method) -> None:
-        """Starts to count conflicts, from zero; None stops."""
+        """Starts to count conflicts, from zero; a threshold of None stops counting."""
         if threshold is None:
             self.counter = None
             return

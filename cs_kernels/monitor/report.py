@@ -1,7 +1,7 @@
 """Reports: what one training step did, for people who watch a training run.
 
-A step keeps the few tensors from which its method made the update. A report computes the rest on
-the device on request; there is no host synchronization until a number is read.
+A step keeps the few tensors from which its method made the update. A report computes everything
+else on the device on request, without host synchronization until a number is read.
 """
 
 from collections.abc import Mapping
@@ -33,9 +33,10 @@ class Done(NamedTuple):
 class Report:
     """What one step did, made by `MultiTaskOptimizer.report`.
 
-    Gradients are those of the weighted losses, without the factor of a scaler or of `backward=`; on
-    many ranks, they are means over the ranks. L is the number of layers, K that of `rows`. Tensors
-    stay on the gradients' device: reading one synchronizes with it, making the report does not.
+    The gradients belong to the weighted losses, without the factor of a scaler or of `backward=`;
+    on many ranks, they are means over the ranks. L is the number of layers, K the number of `rows`.
+    Tensors stay on the gradients' device: reading one synchronizes with the device, but making the
+    report does not.
     """
 
     step: int
@@ -48,21 +49,21 @@ class Report:
     tasks: tuple[str, ...]
     """The tasks that took part."""
     losses: Mapping[str, Tensor]
-    """By task, detached scalars; unweighted."""
+    """By task, detached scalars before weighting."""
     weighted_losses: Mapping[str, Tensor]
     """By task, after weighting; empty without a weighting."""
     rows: tuple[str, ...] = ()
     """The tasks in the order of the rows of all tensors below."""
     layers: tuple[str, ...] = ()
     """The layers of the tensors below: the prioritized layers for `ConnectionStrength`, the modules
-    for groups="layer"; empty if the tensors are those of the whole trunk."""
+    for groups="layer"; empty if the tensors describe the whole trunk."""
     gramian: Tensor | None = None
     """Gramian methods: the products of the gradients, float64 [K, K], or [L, K, K]."""
     task_weights: Tensor | None = None
-    """Gramian methods: the update is this weighted sum of the gradients; [K] or [L, K]."""
+    """Gramian methods: the weights of the gradients in the update, [K] or [L, K]."""
     weights_from: int | None = None
     """Gramian methods: the step, counted like `step`, that solved for the task weights. With
-    `update_every` above 1, it may be an earlier step; this one then has no Gramian."""
+    `update_every` above 1, it may be an earlier step; this report then has no Gramian."""
     priorities: tuple[Tensor, ...] = ()
     """`ConnectionStrength`: the top-priority task of each channel, int64 [O] per layer."""
     products: Tensor | None = None
@@ -72,7 +73,7 @@ class Report:
 
     @cached_property
     def cosines(self) -> Tensor | None:
-        """Gramian methods: cosines between gradients, shaped like `gramian`; 0 for zero ones."""
+        """Gramian methods: the gradients' cosines, shaped like `gramian`; 0 for a zero gradient."""
         return None if self.gramian is None else cosines_of(self.gramian)
 
     @cached_property
@@ -84,14 +85,14 @@ class Report:
     def update_norm(self) -> Tensor | None:
         """Gramian methods: the norm of the update, a scalar or [L].
 
-        It comes from the Gramian, so where gradients cancel, its error is up to 1e-8 of their
+        It is computed from the Gramian, so if gradients cancel, its error is up to 1e-8 of their
         norms.
         """
         if self.gramian is None or self.task_weights is None:
             return None
         weights = self.task_weights.to(self.gramian)
         squared = (weights.unsqueeze(-2) @ self.gramian @ weights.unsqueeze(-1))[..., 0, 0]
-        # Rounding may make it negative; NaN stays NaN.
+        # Rounding may make the square negative; NaN stays NaN.
         return torch.where(squared < 0, 0.0, squared).sqrt()
 
     @cached_property
@@ -105,10 +106,10 @@ class Report:
 
     @cached_property
     def conflicts(self) -> Tensor | None:
-        """Bool; entry [i, j] tells whether task j's gradient is in conflict with task i's.
+        """Whether task j's gradient is in conflict with task i's, bool, in entry [i, j].
 
-        `ConnectionStrength`: over the channel group CG_i of each layer, [L, K, K]; there it was
-        projected. Gramian methods: over all parameters, shaped like `gramian`.
+        `ConnectionStrength`: over the channel group CG_i of each layer, where conflicts lead to
+        projections, [L, K, K]. Gramian methods: over all parameters, shaped like `gramian`.
         """
         if self.products is not None:
             return (self.products < 0) & (self._reference_energies > 0)
@@ -116,7 +117,7 @@ class Report:
 
     @cached_property
     def removed(self) -> Tensor | None:
-        """`ConnectionStrength`: the energy that projections took from gradients, [L, K, K].
+        """`ConnectionStrength`: the energy that projections removed from gradients, [L, K, K].
 
         Entry [i, j] is d_ij^2 / d_ii, the squared norm of task j's component along the reference
         gradient G_i, if the two are in conflict; else 0.
@@ -133,7 +134,7 @@ class Report:
         return self.products.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
 
     def scalars(self) -> dict[str, float]:
-        """Numbers of the whole trunk by name, for a logger; synchronizes with the device, once.
+        """Numbers of the whole trunk by name, for a logger; synchronizes with the device once.
 
         Always: "phase", "loss/TASK", and with a weighting "weighted_loss/TASK".
 
@@ -141,12 +142,12 @@ class Report:
         steps that solve for the weights, "gradient_norm/TASK", "cosine/TASK,TASK", "update_norm".
 
         `ConnectionStrength`: "channel_share/TASK", the fraction of the prioritized channels with
-        this top-priority task. For the tasks that take part: "conflict_share", the fraction in
-        conflict among all pairs of a channel group and another task; "removed_norm/TASK", the norm
-        of what projections took from the task's gradient.
+        this top-priority task. For the tasks that take part: "conflict_share", the fraction of
+        conflicts among all pairs of a channel group and another task; "removed_norm/TASK", the norm
+        of the components that projections removed from the task's gradient.
 
-        In joint steps: "surgery_ms", milliseconds from the gradients to the update (on a GPU, from
-        the step after the first report on).
+        In joint steps: "surgery_ms", milliseconds from the gradients to the update (on a GPU, only
+        after the first report).
         """
         tensors: dict[str, Tensor] = {f"loss/{task}": x for task, x in self.losses.items()}
         tensors |= {f"weighted_loss/{task}": x for task, x in self.weighted_losses.items()}
@@ -194,7 +195,7 @@ class Report:
         return scalars
 
     def __str__(self) -> str:
-        """The numbers of `scalars`, one line per task; it synchronizes with the device."""
+        """The numbers of `scalars`, one line per task; synchronizes with the device."""
         scalars = self.scalars()
         epoch = "" if self.epoch is None else f"epoch {self.epoch}, "
         head = [f"step {self.step}, {epoch}phase {self.phase}"]
@@ -223,7 +224,7 @@ class Report:
 
 
 def report_of(done: Done, method: Method, weighting: Weighting) -> Report:
-    """The report of a step, with copies of its tensors, which a graph's replay overwrites."""
+    """The report of a step, with copies of its tensors, which CUDA graph replays overwrite."""
     step = done.step
     surgery, scale = step.surgery, step.loss_scale
     solver_step = done.number if step.kept is None else step.kept.number

@@ -16,8 +16,8 @@ def warn_of_zero_gradients(gradients: TaskGradients, step: Step) -> bool:
     once and synchronizes with the device.
 
     Returns:
-        Whether the step was conclusive. It is not if all gradients of a task are zero, as without
-        labels.
+        Whether the step was conclusive. It is not if all gradients of a task are zero, such as for
+        a batch without labels.
 
     """
     parameters = gradients.reached()

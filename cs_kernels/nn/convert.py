@@ -33,11 +33,11 @@ def _copied(norm: nn.Module) -> nn.Module:
 def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module:
     """Replaces every batch normalization by one copy per task.
 
-    Each copy starts with the weight, bias and statistics of the original, such as pretrained ones,
-    and has its class, which may be a subclass of torch's. Batch normalization can be turned into
-    SyncBatchNorm before or after the conversion. A module that is used several times stays one
-    module. Convert before building the optimizer, because the copies have new parameters. A
-    checkpoint from before the conversion can still be loaded: every task gets its values.
+    Each copy has the class of the original, which may be a subclass of torch's, and starts with the
+    original's weight, bias and statistics, for example pretrained ones. Batch normalization can be
+    turned into SyncBatchNorm before or after the conversion. A module that is used several times
+    stays one module. Convert before building the optimizer, because the copies have new parameters.
+    A checkpoint from before the conversion can still be loaded: every task gets its values.
 
     Args:
         module: A network, or a batch normalization itself.
@@ -47,8 +47,8 @@ def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module
         The module, changed in place, or its replacement.
 
     Raises:
-        ValueError: `tasks` is invalid, the module has no batch normalization or a lazy module that
-            has not run, or it is already converted for other tasks.
+        ValueError: `tasks` is invalid, or the module has no batch normalization, contains a lazy
+            module that has not run, or is already converted for other tasks.
         TypeError: `tasks` is not a sequence of strings.
 
     """
@@ -87,7 +87,7 @@ def _check_convertible(module: nn.Module, tasks: tuple[str, ...]) -> None:
                 f" {type(child).__name__} at {name or 'module'!r}, which reads its normalization"
                 " itself: convert first, and fuse what extract_task returns"
             )
-        # Also true in a TaskBatchNorm, of a module that is already converted for these tasks.
+        # Also true inside a TaskBatchNorm, if the module is already converted for these tasks.
         has_batch_norm = has_batch_norm or isinstance(child, _BatchNorm)
         if isinstance(child, LazyModuleMixin) and child.has_uninitialized_params():  # type: ignore[misc]
             raise ValueError(
@@ -110,15 +110,15 @@ def _check_convertible(module: nn.Module, tasks: tuple[str, ...]) -> None:
 
 
 def add_task(module: nn.Module, task: str, *, like: str) -> list[nn.Parameter]:
-    """Adds a task to every task-specific normalization, as a copy of another task's.
+    """Adds a task to every task-specific normalization, with a copy of another task's module.
 
-    Use it when a trained trunk has to learn one more task: hand the new parameters to the torch
+    Use it when a trained trunk has to learn one more task: pass the new parameters to the torch
     optimizer, and build a new `MultiTaskOptimizer` with all tasks.
 
     Args:
         module: A network with task-specific normalization.
         task: The name of the new task.
-        like: The task to copy, with its weights, statistics and frozen parameters.
+        like: The task to copy, including its weights, statistics and frozen parameters.
 
     Returns:
         The new parameters, for `optimizer.add_param_group({"params": ...})`.
@@ -149,8 +149,8 @@ def add_task(module: nn.Module, task: str, *, like: str) -> list[nn.Parameter]:
 def extract_task(module: nn.Module, task: str) -> nn.Module:
     """Copies a network for one task, with that task's plain normalizations.
 
-    The copy is a plain torch network, as before `convert_task_batchnorm`, for predictions of one
-    task, checkpoints and export. The module itself is unchanged.
+    The copy is a plain torch network, as before `convert_task_batchnorm`. Use it for one task's
+    predictions, checkpoints and export. The module itself is unchanged.
 
     Args:
         module: A network with task-specific normalization.
@@ -179,16 +179,16 @@ def extract_task(module: nn.Module, task: str) -> nn.Module:
 def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
     """Recomputes the running statistics of one task over a data set.
 
-    Use it for averaged weights, or after training with too small batches. It is
-    `torch.optim.swa_utils.update_bn` for one task; torch's resets the statistics of all tasks.
-    Batch normalization in `eval()` is frozen and keeps its statistics, unless the whole trunk is in
-    `eval()`: then all statistics of the task are recomputed.
+    Use it for averaged weights, or after training with batches that were too small. It is
+    `torch.optim.swa_utils.update_bn` for one task; torch's function resets all tasks' statistics.
+    Batch normalization in `eval()` mode is frozen and keeps its statistics. If the whole trunk is
+    in `eval()` mode, all statistics of the task are recomputed.
 
     Args:
-        loader: Yields inputs of the trunk, or lists and tuples that begin with one, on the trunk's
+        loader: Yields inputs of the trunk, or lists or tuples that begin with one, on the trunk's
             device.
         trunk: A network with task-specific normalization.
-        task: The task, which is active meanwhile; the other tasks' statistics are unchanged.
+        task: The task, which is active during the call; other tasks' statistics are unchanged.
 
     Raises:
         ValueError: The trunk has no task-specific normalization, one lacks the task, all are
@@ -224,7 +224,7 @@ def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
             norm.eval()
         for norm in norms:
             norm.reset_running_stats()
-            norm.momentum = None  # The mean over all batches.
+            norm.momentum = None  # Statistics are means over all batches.
         with active_task(trunk, task):
             for batch in loader:
                 trunk(batch[0] if isinstance(batch, list | tuple) else batch)

@@ -1,4 +1,4 @@
-"""Task-specific batch normalization: one plain torch BatchNorm per task, of which one is active."""
+"""Task-specific batch normalization: one torch BatchNorm per task, one of which is active."""
 
 import contextlib
 import copy
@@ -35,7 +35,7 @@ class TaskBatchNorm(nn.Module):
     """One normalization per task, in a child module named by the task; only the active one runs.
 
     The children are ordinary torch modules, each with its own weight, bias and statistics: the
-    state dict has `bn1.depth.weight`, and one task's normalization is frozen or inspected as in
+    state dict has `bn1.depth.weight`, and one task's normalization can be frozen or inspected as in
     plain torch.
 
     Args:
@@ -69,7 +69,7 @@ class TaskBatchNorm(nn.Module):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The tasks, in their order."""
+        """The tasks, in order."""
         return tuple(self._modules)
 
     def of(self, task: str) -> nn.Module:
@@ -117,7 +117,7 @@ class TaskBatchNorm(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # A checkpoint from before the conversion has one value for all tasks.
+        # In a checkpoint from before the conversion, all tasks share one value.
         grandchildren = {name for norm in self.children() for name in norm._modules}
         for key in [key for key in state_dict if key.startswith(prefix)]:
             name = key[len(prefix) :]
@@ -132,14 +132,14 @@ class TaskBatchNorm(nn.Module):
 
 Run = tuple[tuple[int, object], ...]
 """The normalizations that ran, in order: the id of each, and the type of the autograd node that
-produced its input; None if that is unknown."""
+produced its input, or None if the type is unknown."""
 
 _recording = threading.local()
 
 
 @contextlib.contextmanager
 def recorded_norms() -> Iterator[list[tuple[int, object]]]:
-    """Records the entries of a `Run` in this thread, within the `with`; not in compiled code."""
+    """Records a `Run` of this thread within the `with` block; compiled code is not recorded."""
     outer = getattr(_recording, "entries", None)
     _recording.entries = []
     try:
@@ -177,19 +177,19 @@ class _FromFeatures(TaskBatchNorm):
 
 
 class TaskBatchNorm1d(_FromFeatures):
-    """One `torch.nn.BatchNorm1d` per task: its arguments, with `tasks` after the first."""
+    """One `torch.nn.BatchNorm1d` per task; takes its arguments, with `tasks` after the first."""
 
     _norm = nn.BatchNorm1d
 
 
 class TaskBatchNorm2d(_FromFeatures):
-    """One `torch.nn.BatchNorm2d` per task: its arguments, with `tasks` after the first."""
+    """One `torch.nn.BatchNorm2d` per task; takes its arguments, with `tasks` after the first."""
 
     _norm = nn.BatchNorm2d
 
 
 class TaskBatchNorm3d(_FromFeatures):
-    """One `torch.nn.BatchNorm3d` per task: its arguments, with `tasks` after the first."""
+    """One `torch.nn.BatchNorm3d` per task; takes its arguments, with `tasks` after the first."""
 
     _norm = nn.BatchNorm3d
 
@@ -202,7 +202,7 @@ def task_norms(module: nn.Module) -> list[TaskBatchNorm]:
 
 
 def some_task_norms(module: nn.Module) -> list[TaskBatchNorm]:
-    """`task_norms`, at least one."""
+    """`task_norms`, or ValueError if there are none."""
     norms = task_norms(module)
     if not norms:
         raise ValueError(
@@ -229,8 +229,8 @@ def modules_outside_norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def set_task(module: nn.Module, task: str) -> None:
     """Makes a task active in every task-specific normalization of a module.
 
-    For a network that is compiled for more than eight tasks, use `active_task`, which raises
-    torch.compile's recompilation limit meanwhile.
+    For a network that is compiled for more than eight tasks, use `active_task`, which increases
+    torch.compile's recompilation limit inside its `with` block.
 
     Raises:
         ValueError: A normalization lacks the task; all are unchanged.
@@ -260,7 +260,7 @@ def active(norms: Iterable[TaskBatchNorm], task: str) -> Iterator[None]:
 
 
 def active_task(module: nn.Module, task: str) -> contextlib.AbstractContextManager[None]:
-    """Makes a task active in a module within the `with` block; then restores the previous one.
+    """Makes a task active in a module within the `with` block, then restores the previous task.
 
     Raises:
         ValueError: A task-specific normalization in the module lacks the task.

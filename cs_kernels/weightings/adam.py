@@ -8,17 +8,17 @@ BETAS, EPS = (0.9, 0.999), 1e-8
 
 
 def start(like: Tensor, value: float) -> Tensor:
-    """The initial Adam state for a number: float64 [4], on a loss's device."""
+    """The initial Adam state of a number: float64 [4], on the device of `like`."""
     state = torch.zeros(4, dtype=torch.float64, device=like.device)
     state[0] = value
     return state
 
 
 def adam_step(states: Tensor, gradients: Tensor, lr: float, weight_decay: float = 0.0) -> Tensor:
-    """The states after a step, as by `torch.optim.Adam`.
+    """The states after one step with the update rule of `torch.optim.Adam`.
 
     Args:
-        states: [K, 4]: each task's number, first and second moment, and count of steps.
+        states: [K, 4]: each task's number, first and second moment, and step count.
         gradients: [K].
         lr: The learning rate.
         weight_decay: The L2 penalty.

@@ -19,7 +19,7 @@ class DynamicWeightAverage(Weighting):
 
     r_i is the mean loss of task i in the last epoch, divided by its mean in the epoch before. The
     weight of task i is `K exp(r_i / T) / sum_j exp(r_j / T)`, and 1 in the first two epochs.
-    Non-finite losses do not count.
+    Non-finite losses are ignored.
 
     Args:
         temperature: T.
@@ -35,7 +35,7 @@ class DynamicWeightAverage(Weighting):
         self.temperature = temperature
         self._epoch: int | None = None
         self._totals: dict[str, Tensor] = {}
-        """The sum and number of this epoch's losses, on their device: no host synchronization."""
+        """The sum and number of this epoch's losses, on their device without synchronization."""
         self._means: dict[str, list[float]] = {}
         """The mean losses of the last two epochs in which the task had a loss."""
         self._weights: dict[str, float] = {}
@@ -59,7 +59,7 @@ class DynamicWeightAverage(Weighting):
         return weighed(loss, factor)
 
     def start_epoch(self, epoch: int) -> None:
-        """Updates the weights from the epoch that ends.
+        """Updates the weights from the epoch that has just ended.
 
         Does nothing if `epoch` is already the current one.
         """
@@ -73,7 +73,7 @@ class DynamicWeightAverage(Weighting):
             total.zero_()
         if self._means and all(len(means) == 2 and means[0] > 0 for means in self._means.values()):
             rates = {task: last / before for task, (before, last) in self._means.items()}
-            # Relative to the greatest, so that no exponential overflows.
+            # Rates are relative to the largest one, so that no exponential overflows.
             top = max(rates.values())
             shares = {task: exp((rate - top) / self.temperature) for task, rate in rates.items()}
             norm = sum(shares.values())

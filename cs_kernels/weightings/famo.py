@@ -21,33 +21,35 @@ _TINY = 1e-8
 class FAMO(LastLosses):
     """Makes all losses fall at the same rate, by fast adaptive optimization (Liu et al., 2023).
 
-    Each task of a step has a logit; z is their softmax, and D_i = L_i - min_i + 1e-8. The weight of
-    task i is `(z_i / D_i) / sum_j (z_j / D_j)`. The logits learn from the effect of a step: they
-    take one step of Adam along the gradient of `sum_i z_i log(D_i before / D_i after)`, so a task
-    whose loss has fallen by less than the mean gets more weight.
+    Each task of a step has a logit; z is the softmax of the logits, and D_i = L_i - min_i + 1e-8.
+    The weight of
+    task i is `(z_i / D_i) / sum_j (z_j / D_j)`. The logits learn from the effect of a
+    step: they take one Adam step along the gradient of `sum_i z_i log(D_i before / D_i after)`, so
+    a task whose loss has fallen by less than the mean gets more weight.
 
     With `reevaluate=True`, as published, `MultiTaskOptimizer.step` computes the losses again after
-    the step, by the same closures, without gradients: one more forward pass per task. Buffers and
-    torch's default generators are restored. Do not use it with a closure that draws its own
-    batches, because the losses would be those of other batches, or with one that needs gradients,
-    as for a gradient penalty, because it would raise. If a closure raises in this evaluation, the
-    step has been made and counts, and the logits are unchanged. With `reevaluate=False`, the losses
-    after a step are those of the task's next step: needed for `backward`, on many ranks and in
-    captured steps.
+    the step, with the same closures and without gradients. This takes one more forward pass per
+    task. Buffers and torch's default generators are restored afterwards. Do not use it with a
+    closure that draws its own batches, because the new losses would come from other batches, or
+    with a closure that needs gradients, such as for a gradient penalty, because it would raise. If
+    a closure raises in this evaluation, the step still counts, and the logits are unchanged. With
+    `reevaluate=False`, the loss in a task's next step stands for its loss after this one. Calls of
+    `backward`, many ranks and captured steps need `reevaluate=False`.
 
     In `backward` in one process with one batch, the weights use the losses of this step, after the
-    logits have learned from them; in `step`, they use this step's loss for the task itself. All
-    other losses are those of the task's last step, also on many ranks and with micro-batches. A
-    task without any loss so far counts as equal.
+    logits have learned from them. In `step`, the weight of a task uses this step's loss of the task
+    itself and the other tasks' last losses. On many ranks and with micro-batches, all losses are
+    the tasks' last ones. A task that has had no loss yet counts with the loss that is being
+    weighed.
 
-    The weight of a loss below its minimum is NaN. A non-finite loss excludes its task from the
+    The weight of a loss below its minimum is NaN. A task with a non-finite loss is left out of the
     update of the logits.
 
     Args:
         lr: The learning rate of the logits.
         decay: The weight decay of the logits.
         reevaluate: Whether to compute the losses again after a step.
-        minima: The least value of each task's loss; 0 for a task without an entry.
+        minima: The smallest possible value of each task's loss; 0 for a task without an entry.
 
     Raises:
         ValueError: `lr` is not positive and finite, `decay` is negative or not finite, or a minimum
@@ -78,7 +80,7 @@ class FAMO(LastLosses):
         self.reevaluates = bool(reevaluate)
         self.minima = dict(minima or {})
         self._logits: dict[str, Tensor] = {}
-        """Each task's logit with its state of Adam, float64 [4]."""
+        """Each task's logit with its Adam state, float64 [4]."""
 
     def check(self, tasks: Sequence[str]) -> None:
         """Checks that every minimum belongs to a task."""
@@ -90,7 +92,7 @@ class FAMO(LastLosses):
         """(z / D) / sum(z / D), float64 [K]."""
         logits = self._states(step.tasks, losses)
         if not self.reevaluates and set(step.known) >= set(step.tasks):
-            # `observe` will do the same to the state, unless the step fails.
+            # `observe` will apply the same update to the state, unless the step fails.
             after = torch.stack([step.known[task].to(losses) for task in step.tasks])
             logits = self._learned(logits, step.tasks, self._lasts(step.tasks, losses), after)
         gaps = self._gaps(losses, step.tasks)
@@ -126,7 +128,7 @@ class FAMO(LastLosses):
         return torch.where(valid.unsqueeze(1), updated, logits)
 
     def observe(self, step: Step) -> None:
-        """Updates the logits, in place, and keeps the losses."""
+        """Updates the logits in place, and stores the losses."""
         tasks = [task for task in step.tasks if task in step.losses]
         has_losses = not self.reevaluates or set(step.losses_after) >= set(tasks)
         if tasks and has_losses:

@@ -10,10 +10,10 @@ from cs_kernels.weightings.weighting import Weighting, check_mapping
 
 
 class FixedWeights(Weighting):
-    """Multiplies every loss by a number, such as the manually tuned ones in the paper's tables.
+    """Multiplies each loss by a fixed weight, such as those tuned by hand in the paper's tables.
 
     Args:
-        weights: A number for every task.
+        weights: One number per task.
 
     Raises:
         ValueError: A weight is not finite.

@@ -1,4 +1,4 @@
-"""The base of weightings that need the losses of all tasks."""
+"""The base class of weightings that need the losses of all tasks."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from cs_kernels.weightings.weighting import Weighting, weighed
 
 
 def on_device(states: dict[str, Tensor], task: str, device: torch.device) -> Tensor | None:
-    """Moves a task's state to a device; a checkpoint may have been loaded to another one."""
+    """A task's state, moved to the device if a checkpoint was loaded to another one."""
     state = states.get(task)
     if state is not None and state.device != device:
         state = states[task] = state.to(device)
@@ -34,26 +34,26 @@ def add_losses(totals: dict[str, Tensor], losses: Mapping[str, Tensor]) -> None:
 
 
 class LastLosses(Weighting):
-    """Weighs by the losses of all tasks of a step.
+    """Weighs each loss by the losses of all tasks of the step.
 
     A loss that is unknown before a backward pass is replaced by the task's last loss. In `step`,
-    this concerns the other tasks; on many ranks and with micro-batches, all tasks. A task without a
-    last loss counts with the loss that is being weighed. A non-finite loss is replaced by the last
-    one; if there is none, by the mean of the others.
+    the other tasks' losses are unknown; on many ranks and with micro-batches, all losses are. A
+    task without a last loss counts with the loss that is being weighed. A non-finite loss is
+    replaced by the task's last loss or, if there is none, by the mean of the other losses.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, Tensor] = {}
-        """Each task's last finite loss, float64 on its device; infinite before it."""
+        """Each task's last finite loss, float64 on its device; infinite until there is one."""
         self._cached_weights: tuple[dict[str, Tensor], Tensor] | None = None
-        """`step.known`, if it has all tasks of the step, and the weights from it."""
+        """`step.known`, if it has all tasks of the step, and the weights computed from it."""
 
     @abstractmethod
     def weights(self, losses: Tensor, step: Step) -> Tensor:
         """The weights of a step's tasks from their losses: both float64 [K]."""
 
     def losses_of(self, loss: Tensor, step: Step) -> Tensor:
-        """The losses of the step's tasks, float64 [K]: known, else last, else `loss`."""
+        """The losses of the step's tasks, float64 [K]: this step's, else the last, else `loss`."""
         own = loss.detach().double()
         last = [self._last_of(other, own) for other in step.tasks]
         pairs = zip(step.tasks, last, strict=True)
@@ -76,12 +76,12 @@ class LastLosses(Weighting):
             return weighed(loss, self._cached_weights[1][number].to(loss.device))
         with torch.no_grad():
             weights = self.weights(self.losses_of(loss, step), step)
-        if set(step.known) >= set(step.tasks):  # Then `loss` has no influence.
+        if set(step.known) >= set(step.tasks):  # The weights do not depend on `loss`.
             self._cached_weights = step.known, weights
         return weighed(loss, weights[number])
 
     def observe(self, step: Step) -> None:
-        """Keeps the losses, in place."""
+        """Stores the losses in place."""
         self._cached_weights = None
         for task, loss in step.losses.items():
             value = loss.double()

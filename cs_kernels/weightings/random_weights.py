@@ -16,15 +16,15 @@ class RandomWeights(Weighting):
     """Draws new weights in each step: random loss weighting (Lin et al., 2021).
 
     The weights of a step's tasks are the softmax of standard normal numbers and sum to one, as in
-    the paper. They are a function of the seed, the number of the step and the names of its tasks:
-    equal on all ranks and for all micro-batches, without a state. A CUDA graph would repeat them,
-    so a captured step refuses this weighting.
+    the paper. They depend only on the seed, the step number and the names of the step's tasks, so
+    they are the same on all ranks and for all micro-batches, and need no state. A CUDA graph would
+    repeat the same weights, so a captured step rejects this weighting.
 
     Args:
         seed: The seed of the draws.
 
     Raises:
-        ValueError: The seed lies outside [0, 2^63).
+        ValueError: The seed is outside [0, 2^63).
         TypeError: The seed is not an integer.
 
     """
@@ -32,13 +32,13 @@ class RandomWeights(Weighting):
     def __init__(self, seed: int = 0) -> None:
         self.seed = checked_seed(seed)
         self._drawn: tuple[tuple[int, tuple[str, ...]], dict[str, float]] | None = None
-        """A step's number and tasks, and their weights, as `weigh` is called task by task."""
+        """A step's number, tasks and weights, cached because `weigh` is called once per task."""
 
     def _normal(self, task: str, number: int) -> float:
         """A standard normal number, which depends on the task's name but not on its index."""
         key = random_key(self.seed, number)
         bits = splitmix64(reduce(lambda x, byte: splitmix64(x ^ byte), task.encode(), key))
-        # 52 bits plus one half: never 0 nor, by rounding, 1.
+        # 52 bits plus one half: never 0, and never rounded to 1.
         return NormalDist().inv_cdf(((bits >> 12) + 0.5) * 2.0**-52)
 
     def weigh(self, task: str, loss: Tensor, step: Step) -> Tensor:
@@ -51,10 +51,10 @@ class RandomWeights(Weighting):
         return loss * self._drawn[1][task]
 
     def captured_state(self) -> list[Tensor]:
-        """Refuses a captured step.
+        """Rejects captured steps.
 
         Raises:
-            ValueError: Always, as the weights change on the host.
+            ValueError: Always, because the weights are drawn on the host.
 
         """
         raise ValueError(

@@ -24,20 +24,20 @@ class SmoothTchebycheff(LastLosses):
     log sum_i exp(log(L_i / n_i) / mu)` over the K tasks of a step, so the weight of task i is `K
     softmax_i(log(L_i / n_i) / mu) / L_i`.
 
-    A task has no nadir if it had no loss in that epoch, or if its mean is not positive. It counts
-    with L_i = n_i, until a later epoch with a positive mean gives its nadir. Non-finite losses are
-    left out of the means. The weight of a negative loss, which has no logarithm, is NaN; the weight
-    of a zero loss is 1e20.
+    A task has no nadir if it had no loss in that epoch, or if its mean loss is not positive. Until
+    a later epoch with a positive mean sets its nadir, it counts as if L_i = n_i. Non-finite losses
+    are left out of the means. The weight of a negative loss, which has no logarithm, is NaN; the
+    weight of a zero loss is 1e20.
 
-    In `backward` in one process with one batch, the weights use the losses of this step; in `step`,
-    they use this step's loss for the task itself. All other losses are those of the task's last
-    step, also on many ranks and with micro-batches. In the very first step, each rank and
-    micro-batch thus weighs by its own loss: if n micro-batches have 1 / n of the mean loss each,
-    their sum has n times the weight.
+    In `backward` in one process with one batch, the weights use the losses of this step. In `step`,
+    the weight of a task uses this step's loss of the task itself and the other tasks' last losses.
+    On many ranks and with micro-batches, all losses are the tasks' last ones. In the very first
+    step, each rank and micro-batch thus weighs by its own loss: if each of n micro-batches has 1 /
+    n of the mean loss, their sum has n times the weight.
 
     Args:
-        mu: How smooth the maximum is; towards 0 it becomes the largest loss alone.
-        warmup: The epoch of the nadirs, counted from 0.
+        mu: How smooth the maximum is; near 0, it is just the largest loss.
+        warmup: The epoch whose mean losses are the nadirs, counted from 0.
 
     Raises:
         ValueError: `mu` is not positive and finite, or `warmup` is negative.
@@ -78,10 +78,10 @@ class SmoothTchebycheff(LastLosses):
         return torch.where(losses < 0, nan, shares / (losses + _TINY))
 
     def start_epoch(self, epoch: int) -> None:
-        """Once the warm-up is over, sets missing nadirs from the epoch that ends.
+        """After the warm-up, sets missing nadirs from the epoch that has just ended.
 
-        Does nothing if `epoch` is already the current one. Going back into the warm-up discards the
-        nadirs.
+        Does nothing if `epoch` is already the current one. Returning to an epoch of the warm-up
+        discards the nadirs.
         """
         if epoch == self._epoch:
             return
@@ -98,7 +98,7 @@ class SmoothTchebycheff(LastLosses):
             total.zero_()
 
     def observe(self, step: Step) -> None:
-        """Keeps the losses, and adds them to the means of this epoch."""
+        """Stores the losses, and adds them to the means of this epoch."""
         super().observe(step)
         add_losses(self._totals, step.losses)
         for task in step.losses:

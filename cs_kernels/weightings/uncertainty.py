@@ -14,17 +14,17 @@ from cs_kernels.weightings.weighting import Weighting, check_mapping
 class UncertaintyWeights(Weighting):
     """Learns to weigh each loss by the task's homoscedastic uncertainty (Kendall et al., 2018).
 
-    The weighted loss is `L / (2 sigma^2) + log sigma` for a regression, `L / sigma^2 + log sigma`
-    for a classification. The learned parameters are log sigma; give `parameters()` to the torch
-    optimizer. For the gradient of log sigma, a loss of NaN, such as a mean over no labels, counts
-    as zero.
+    The weighted loss is `L / (2 sigma^2) + log sigma` for regression and `L / sigma^2 + log sigma`
+    for classification. The learned parameters are the tasks' log sigma; pass `parameters()` to the
+    torch optimizer. In the gradient of log sigma, a loss of NaN, such as a mean over no labels,
+    counts as zero.
 
     Args:
         tasks: For each task, "regression" or "classification".
         device: The device of the parameters.
 
     Raises:
-        ValueError: A task's kind is neither.
+        ValueError: A task's kind is neither "regression" nor "classification".
 
     """
 
@@ -43,7 +43,7 @@ class UncertaintyWeights(Weighting):
         self.log_sigma = {task: nn.Parameter(torch.zeros((), device=device)) for task in tasks}
 
     def check(self, tasks: Sequence[str]) -> None:
-        """Checks that the kinds have the names of the tasks."""
+        """Checks that there is a kind for every task, and for no other name."""
         if set(self.tasks) != set(tasks):
             raise ValueError(
                 f"weighting must have exactly the tasks {list(tasks)}, got {list(self.tasks)}"
@@ -57,7 +57,7 @@ class UncertaintyWeights(Weighting):
         return weight.detach() * loss + (weight - weight.detach()) * value
 
     def regularizer(self, task: str) -> Tensor:
-        """Log sigma."""
+        """The term log sigma of the weighted loss."""
         return self.log_sigma[task]
 
     def parameters(self) -> list[nn.Parameter]:
@@ -80,7 +80,7 @@ class UncertaintyWeights(Weighting):
         check_same_tasks({"log_sigma": names, "tasks": set(self.tasks)})
 
     def captured_state(self) -> list[Tensor]:
-        """Empty, as the torch optimizer updates the parameters, in place."""
+        """Empty, because the torch optimizer updates the parameters in place."""
         return []
 
     def __repr__(self) -> str:

@@ -31,8 +31,8 @@ class Weighting(Stateful, ABC):
         Args:
             task: The task.
             loss: Its loss, with its graph.
-            step: The tasks that take part, the number of the step. On many ranks, the losses are
-                this rank's own; `observe` gets their means.
+            step: The tasks that take part, and the step number. On many ranks, the losses are this
+                rank's own; `observe` gets their means.
 
         """
 
@@ -45,7 +45,7 @@ class Weighting(Stateful, ABC):
         return []
 
     def is_undone(self) -> bool:
-        """Whether a failed step restores the state; parameters are the torch optimizer's."""
+        """Whether a failed step restores the state; parameters belong to the torch optimizer."""
         return super().is_undone() and not self.parameters()
 
     def start_epoch(self, epoch: int) -> None:
@@ -53,7 +53,7 @@ class Weighting(Stateful, ABC):
         del epoch
 
     def observe(self, step: Step) -> None:
-        """Called once per step; `step.losses` are the unweighted losses of its tasks.
+        """Called once per step; `step.losses` has the unweighted losses of its tasks.
 
         These losses are means over the ranks and sums over the micro-batches. The call comes before
         the torch optimizers' step or, if the weighting `reevaluates`, after the losses were

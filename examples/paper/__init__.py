@@ -1,4 +1,4 @@
-"""The paper's experiments: `make paper TABLE=...`, or `python -m paper` in the folder above."""
+"""The paper's experiments: `make paper TABLE=...`, or `python -m paper` in the parent folder."""
 
 import torchvision_operators
 

@@ -1,4 +1,4 @@
-"""What a use is, and how its runs are trained, resumed and put into a table."""
+"""Defines a use; trains and resumes its runs, and writes their table."""
 
 import json
 import multiprocessing
@@ -20,38 +20,38 @@ from scipy import stats
 from table import markdown, show
 
 Result = dict[str, Any]
-"""Of one run: numbers by the names of the columns, and whatever a picture needs."""
+"""The result of one run: numbers by column name, and whatever a picture needs."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A number of every result, and how it is printed."""
+    """A number in every result, and how to print it."""
 
     key: str
     title: str
     digits: int
     factor: float = 1.0
     median: bool = False
-    """Whether a table has the median over seeds and the range, for numbers with outliers."""
+    """Whether to show the median over seeds and the range, for numbers with outliers."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """A problem, the rows of its table, and how one of them is trained."""
+    """A problem, the rows of its table, and a function that trains a row."""
 
     name: str
     title: str
     rows: Sequence[str]
-    """By name; those with a "/" have a part of the problem in front of it."""
+    """The names of the rows; in a name with a "/", the first part names a part of the problem."""
     train: Callable[[str, int, bool], Result]
-    """The result of a row and a seed; quick runs show that the code works, and no more."""
+    """Trains a row with a seed; quick runs only show that the code works."""
     columns: Sequence[Column]
     draw: Callable[[Mapping[str, list[Result]], Path], None]
-    """Pictures into a folder, from the results of each row, a seed each."""
+    """Draws pictures into a folder, from each row's results, one per seed."""
 
 
 def seeded(seed: int) -> torch.Generator:
-    """A generator on the device of the run."""
+    """A seeded generator on the default device."""
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
@@ -79,7 +79,7 @@ def run_all(
     console: Console,
     device: str = "cpu",
 ) -> dict[str, list[Result]]:
-    """Trains what has no result yet, `jobs` runs at once, and reads all results."""
+    """Trains the runs without a result, `jobs` at once, and reads all results."""
     files = {(row, seed): _file(folder, row, seed) for row in use.rows for seed in seeds}
     missing = [key for key, file in files.items() if not file.exists()]
     columns = (
@@ -122,7 +122,7 @@ def delta_m(
     tasks: Sequence[str],
     lower: Sequence[str] = (),
 ) -> float:
-    """The mean relative gain over the baseline in percent; lower is better for some tasks."""
+    """The mean relative gain over the baseline in percent; `lower` tasks are better if lower."""
     gains = [(values[task] / baseline[task] - 1) * (-1 if task in lower else 1) for task in tasks]
     return 100 * statistics.mean(gains)
 
@@ -142,7 +142,7 @@ def _cell(column: Column, results: list[Result]) -> str:
 
 
 def draw_gains(ax: Axes, rows: Mapping[str, Sequence[float]]) -> None:
-    """The mean of each row's values with its interval, one below the other, and a line at 0."""
+    """Draws each row's mean with its interval, one below another, and a line at 0."""
     for y, (row, values) in enumerate(rows.items()):
         mean, half = interval(values)
         marker = "s" if row.endswith("random") else "o"
@@ -154,7 +154,7 @@ def draw_gains(ax: Axes, rows: Mapping[str, Sequence[float]]) -> None:
 
 
 def write(use: Use, results: Mapping[str, list[Result]], folder: Path, console: Console) -> None:
-    """The table, in the terminal and in Markdown, and the pictures."""
+    """Prints the table, writes it in Markdown, and draws the pictures."""
     head = [use.title, *(column.title for column in use.columns)]
     rows = [
         [row, *(_cell(column, of_row) for column in use.columns)] for row, of_row in results.items()
@@ -172,5 +172,5 @@ def write(use: Use, results: Mapping[str, list[Result]], folder: Path, console: 
 
 
 def default_jobs() -> int:
-    """A process a core."""
+    """One process per core."""
     return os.cpu_count() or 1
