@@ -1,4 +1,4 @@
-"""Trains three tasks of one photograph with each schedule of the phases, and prints the table.
+"""Trains three tasks of one photograph with every phase of the method, and prints the table.
 
     python examples/demo.py [--quick] [--methods NAME ...|all] [--seeds 0 1 ...] [--device cuda]
         [--out FOLDER]
@@ -6,11 +6,11 @@
     torchrun --standalone --nproc-per-node=2 examples/demo.py ...
 
 Every row has the same network, initial weights, crops, number of batches and learning rate. As in
-the paper, Phase 1 makes one optimizer step per task, and Phase 2 makes one for all tasks.
+the paper, Phase 1 has an optimizer step a task, and Phase 2 one for all tasks.
 
-With torchrun, every process trains on its part of each batch that a single process would draw, and
-the first process prints and writes. Batch normalization, and the shares of known pixels and of
-edges in the losses, depend on that part alone, so the results differ from a single process's.
+With torchrun, every process trains on its part of each batch that one process would draw, and the
+first one prints and writes. Batch normalization, and the shares of known pixels and of edges in the
+losses, are those of a part, so the results differ from those of one process.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Silences the profiler's messages.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # The profiler's own messages.
 
 import plots
 import torch
@@ -43,7 +43,7 @@ import cs_kernels as cs
 
 @dataclass(frozen=True)
 class Settings:
-    """The length, the input sizes and the learning rate of the training."""
+    """The length and the input sizes of the training."""
 
     epochs: int = 20
     steps: int = 8
@@ -109,7 +109,7 @@ ROWS = {**ABLATION, **OTHERS}
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes that train one network together, and this process's rank."""
+    """The processes that train one network together, and which of them this one is."""
 
     rank: int = 0
     size: int = 1
@@ -117,7 +117,7 @@ class Ranks:
 
 
 def start_ranks(device: str) -> Ranks:
-    """The processes that torchrun started, or this process alone; sets the default device."""
+    """The processes that torchrun started, or this process alone, on their devices."""
     torch.set_default_device(device)
     if "WORLD_SIZE" not in os.environ:
         return Ranks()
@@ -166,17 +166,17 @@ class Run:
         self.crops = Crops(scene, settings.crop, settings.batch, seed, ranks.rank, ranks.size)
         self.losses: dict[str, list[float]] = {task: [] for task in tasks}
         self.priority: list[dict[str, list[int]]] = []
-        """By epoch and layer, the number of channels for which each task has priority."""
+        """By epoch and layer, the number of channels with each task as their top-priority task."""
         self.conflicts: list[dict[str, float]] = []
-        """By epoch and layer, the share of pairs of channel group and other task in conflict."""
+        """By layer, the share of channel groups and other tasks in conflict, in joint steps."""
         self.modules: list[dict[str, float]] = []
-        """By epoch and module, the share of steps and pairs of tasks in conflict."""
+        """By module, the share of steps and pairs of tasks in conflict, in joint steps."""
         self.cosines: list[dict[str, float]] = []
-        """By epoch and pair of tasks, for Gramian methods."""
+        """By pair of tasks, of Gramian methods."""
         self.phases: list[int] = []
 
     def step(self, opt: cs.MultiTaskOptimizer) -> dict[str, torch.Tensor]:
-        """Makes one step on a new batch of crops."""
+        """One step on a new batch of crops."""
         batch = self.crops.draw()
 
         def closure(task: str) -> torch.Tensor:
@@ -186,7 +186,7 @@ class Run:
         return opt.step(closure)
 
     def train(self, name: str, progress: Progress) -> None:
-        """Trains all epochs, with a progress bar."""
+        """All epochs, with a bar."""
         bar = progress.add_task(name, total=self.settings.epochs * self.settings.steps, status="")
         for epoch in range(self.settings.epochs):
             self.opt.start_epoch(epoch)
@@ -216,7 +216,7 @@ class Run:
             self.rate.step()
 
     def watch(self, reports: list[cs.Report]) -> None:
-        """Records means over the steps of an epoch, which are all in the same phase."""
+        """Means over the steps of an epoch, which are all of one phase."""
         conflicts, cosines = {}, {}
         if reports[0].products is not None:
             pairs = len(self.tasks) - 1
@@ -239,7 +239,7 @@ class Run:
         self.cosines.append(cosines)
 
     def conflict_shares(self) -> dict[str, float]:
-        """The shares of conflicts in this epoch's joint steps, by module; empty without any."""
+        """The shares in this epoch's steps with gradients task by task; empty without any."""
         found = self.opt.conflicts().by_module()
         a, b = torch.triu_indices(len(self.tasks), len(self.tasks), 1)
         shares = found.share[:, a, b].mean(1)
@@ -247,7 +247,7 @@ class Run:
 
     @torch.no_grad()
     def evaluate(self, scene: Scene) -> dict[str, dict[str, float]]:
-        """The metrics of every task on the whole evaluation part of the photograph."""
+        """The metrics of every task on the whole evaluation part."""
         self.trunk.eval()
         batch = stack([scene])
         result = {}
@@ -266,11 +266,11 @@ class Run:
         return result
 
     def time(self, steps: int) -> dict[str, float]:
-        """Milliseconds of a step in the last phase, and of its parts, after training.
+        """Milliseconds of a step of the last phase and of its parts, after training.
 
-        The step is timed by the clock. The times of surgery, which includes moving the gradients,
-        and of the optimizer come from a profile of further steps. They include the profiler's
-        overhead; on a GPU, they are host times.
+        The step is timed by the clock. The times of surgery (moving the gradients included) and of
+        the optimizer are from a profile of further steps, and include the profiler's own cost; on a
+        GPU they are the host's.
         """
         schedule = cs.Joint() if self.phases[-1] == 2 else cs.Sequential()
         opt = cs.MultiTaskOptimizer(
@@ -308,7 +308,7 @@ class Run:
 def train_all(
     settings: Settings, names: list[str], seed: int, console: Console, ranks: Ranks
 ) -> dict[str, Any]:
-    """Trains single-task networks and every row with one seed; the first rank gets the results."""
+    """Single-task networks and every row, for one seed; nothing on ranks other than the first."""
     train, test = load()
     results: dict[str, Any] = {}
     columns = (
@@ -360,9 +360,9 @@ def train_all(
 
 
 def table_rows(runs: list[dict[str, Any]], *, gains: bool) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows: means over seeds, with the deviation if there are several.
+    """Headings and rows; a mean over seeds, with the deviation where there are several.
 
-    `gains` adds the comparison with single-task networks.
+    Without gains, there is no comparison with single-task networks.
     """
     head = ["method", *(measure.title for measure in MEASURES)]
     head += ["Δm %↑"] * gains + ["fwd+bwd ms", "surgery ms", "surgery %"]
@@ -382,7 +382,7 @@ def table_rows(runs: list[dict[str, Any]], *, gains: bool) -> tuple[list[str], l
 
 
 def draw(runs: dict[str, Any], out: Path) -> None:
-    """Draws the pictures of one seed."""
+    """The pictures of one seed."""
     tasks, names = list(TASKS), [name for name in runs if name != "Single-task"]
     plots.losses(runs, tasks, out / "losses.svg")
     pair = [name for name in ("Phase 1 only", "Mixed") if name in runs] or names[:2]
@@ -397,11 +397,11 @@ def draw(runs: dict[str, Any], out: Path) -> None:
 
 
 def main() -> None:
-    """Trains, prints the table, and writes the results."""
+    """Trains, prints and writes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="takes a minute: to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a minute: to see that it runs")
     parser.add_argument(
         "--methods",
         nargs="+",
@@ -413,7 +413,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
-    parser.add_argument("--draw", type=Path, help="redraws the pictures of a results.json")
+    parser.add_argument("--draw", type=Path, help="draws the pictures of a results.json again")
     options = parser.parse_args()
     if options.draw:
         draw(json.loads(options.draw.read_text())["runs"][-1], options.out)
@@ -429,7 +429,7 @@ def main() -> None:
     if ranks.rank > 0:
         return
 
-    # In a quick run, the single-task networks are barely trained, so gains over them mean nothing.
+    # The single-task networks of a quick run have not been trained: nothing is a gain over them.
     head, rows = table_rows(runs, gains=not options.quick)
     title = "Evaluation part; disparity in pixels, normals in degrees and %, edges in %"
     show(console, title, head, rows)

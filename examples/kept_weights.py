@@ -2,13 +2,12 @@
 
     python examples/kept_weights.py [--quick] [--seeds 0 1 ...] [--draw FILE] [--out FOLDER]
 
-It draws the training losses, and writes final losses and metrics. It also compares the differences
-due to kept weights with those between seeds. All rows of a seed have the same initial weights and
-crops; PCGrad draws its orders with the same seed.
+It draws the training losses, and writes final losses and metrics, with the differences that keeping
+makes beside those between seeds. All rows of a seed have the same initial weights and crops; PCGrad
+draws its orders by the same seed.
 
-It does not show the time that kept weights save. Task-specific normalization needs `step`, which
-makes a forward and a backward pass per task even with kept weights, while `backward` would make one
-pass for all tasks.
+It does not show the time that kept weights save: task-specific normalization needs `step`, which
+makes a forward and a backward pass a task either way, where `backward` would make one pass for all.
 """
 
 import argparse
@@ -37,8 +36,8 @@ EVERY = (1, 5, 20)
 Key = tuple[str, int]
 """A row: the method, and its `update_every`."""
 Runs = dict[Key, list[dict[str, Any]]]
-"""By row, one run per seed: "losses" by task and epoch, "metrics" by task and name, "cosines" by
-epoch and pair of tasks."""
+"""By row, a run a seed: "losses" by task and epoch, "metrics" by task and name, "cosines" by epoch
+and pair of tasks."""
 
 SUM: Key = ("Sum", 1)
 
@@ -69,7 +68,7 @@ def label(key: Key) -> str:
 
 
 def train_all(settings: demo.Settings, seeds: list[int], console: Console) -> Runs:
-    """Trains every row with every seed."""
+    """Every row for every seed."""
     train, test = load()
     runs: Runs = {}
     columns = (
@@ -93,13 +92,13 @@ def train_all(settings: demo.Settings, seeds: list[int], console: Console) -> Ru
 
 
 def figures(run: dict[str, Any]) -> list[float]:
-    """A run's numbers in the tables: the losses of the last epoch, and the primary metrics."""
+    """The numbers of a run in the tables: losses of the last epoch, primary metrics."""
     losses = [run["losses"][task][-1] for task in TASKS]
     return losses + [run["metrics"][measure.task][measure.name] for measure in PRIMARY]
 
 
 def final_rows(runs: Runs) -> list[list[str]]:
-    """The means over seeds, with the deviation if there are several."""
+    """The means over seeds, with the deviation where there are several."""
     return [
         [name, "" if (name, every) == SUM else str(every), *_cells(map(figures, of_row))]
         for (name, every), of_row in runs.items()
@@ -107,7 +106,7 @@ def final_rows(runs: Runs) -> list[list[str]]:
 
 
 def difference_rows(runs: Runs) -> list[list[str]]:
-    """Each method's deviation between seeds, and the differences between rows of the same seed."""
+    """Each method's deviation between seeds, and differences between rows of one seed."""
     found = []
     for name in METHODS:
         first = [figures(run) for run in runs[name, 1]]
@@ -131,14 +130,14 @@ def _cells(of_seeds: Any, sign: str = "") -> list[str]:
 
 
 def main() -> None:
-    """Trains, prints the tables, and writes the results."""
+    """Trains, prints and writes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="half a minute: to see that it runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out")
-    parser.add_argument("--draw", type=Path, help="rewrites the outputs of a kept_weights.json")
+    parser.add_argument("--draw", type=Path, help="writes all from a kept_weights.json again")
     options = parser.parse_args()
     if options.draw:
         found = json.loads(options.draw.read_text())["runs"]
@@ -161,7 +160,7 @@ def main() -> None:
 
 
 def write(runs: Runs, out: Path, console: Console) -> None:
-    """Writes the tables and the picture."""
+    """The tables and the picture."""
     seeds = f"seeds: {len(runs[SUM])}"
     tables = {
         f"Last epoch's training losses, metrics of the evaluation part; {seeds}": final_rows(runs),

@@ -1,4 +1,4 @@
-"""A shared convolutional encoder-decoder with batch normalization, and one head per task."""
+"""A shared convolutional encoder-decoder with batch normalization, and one head a task."""
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ class Residual(nn.Module):
         self.norm = nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
+        """[B, C, H, W] -> the same."""
         return torch.relu(x + self.norm(self.second(self.first(x))))
 
 

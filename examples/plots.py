@@ -1,4 +1,4 @@
-"""Plots of training runs, for the demo and the paper's experiments."""
+"""Pictures of training runs: of the demo and of the paper's experiments."""
 
 from collections.abc import Mapping
 from itertools import combinations
@@ -20,7 +20,7 @@ def _epochs(ax: Axes) -> None:
 
 
 def losses(runs: dict[str, Any], tasks: list[str], path: Path, network: str = DEMO) -> None:
-    """Plots each task's training loss by epoch: one row per method, with the others in grey."""
+    """Training loss of each task over epochs: a row a method, with the others in grey."""
 
     def draw() -> Figure:
         size = (len(runs), len(tasks))
@@ -45,10 +45,9 @@ def losses(runs: dict[str, Any], tasks: list[str], path: Path, network: str = DE
 def losses_over_seeds(
     runs: Mapping[str, Mapping[str, list[Any]]], tasks: list[str], path: Path, network: str = DEMO
 ) -> None:
-    """Plots each task's training loss by epoch: the mean over seeds, with the range as a band.
+    """Training loss of each task over epochs: the mean over seeds as a line, the range as a band.
 
-    `runs[row][line]` has one run per seed. All rows have the same lines, and each task has one
-    scale.
+    `runs[row][line]` has a run a seed; all rows have the same lines, and a task has one scale.
     """
     looks = [("-", style.GREY), ("--", style.BLUE), ("-.", style.RED), (":", style.GREEN)]
 
@@ -79,9 +78,9 @@ def losses_over_seeds(
 def priority(
     runs: dict[str, Any], tasks: list[str], names: list[str], path: Path, network: str = DEMO
 ) -> None:
-    """Plots the share of channels that each task has priority over: by epoch, and by final layer.
+    """The share of channels that each task has priority over: by epoch, and by layer at the end.
 
-    `runs[name]["priority"]` has, by epoch and layer, the number of channels per task.
+    `runs[name]["priority"]` has, by epoch and layer, the number of channels of each task.
     """
     layers = list(runs[names[0]]["priority"][-1])
     few = len(layers) <= 40
@@ -120,7 +119,7 @@ def _shares(counts: np.ndarray) -> np.ndarray:
 
 
 def _stack(ax: Axes, counts: list[Any], tasks: list[str]) -> None:
-    """Stacks the tasks' shares over the epochs."""
+    """Shares of the tasks over the epochs."""
     shares, colors = _shares(np.array(counts)), style.tasks(tasks)
     ax.stackplot(range(len(shares)), shares.T, colors=colors.values(), labels=tasks)
     ax.set(xlim=(0, max(1, len(shares) - 1)), ylim=(0, 100))
@@ -129,7 +128,7 @@ def _stack(ax: Axes, counts: list[Any], tasks: list[str]) -> None:
 def priority_by_layer(
     run: Any, tasks: list[str], path: Path, network: str = DEMO, layers: int = 12
 ) -> None:
-    """Plots the share of channels by top-priority task and epoch, for evenly spaced layers."""
+    """The share of channels by top-priority task over the epochs, of layers at equal distances."""
     names = list(run["priority"][-1])
     chosen = [names[i] for i in np.linspace(0, len(names) - 1, layers).astype(int)]
 
@@ -151,7 +150,7 @@ def priority_by_layer(
 def final_losses(
     finals: Mapping[str, Mapping[str, list[float]]], tasks: list[str], path: Path, network: str
 ) -> None:
-    """Plots the last epoch's training loss of each task and the tasks' mean: one dot per method."""
+    """The last epoch's training loss of each task and their mean: a dot a method, over seeds."""
     names, columns = list(finals), 3
     means = {name: np.mean([run[t] for t in tasks], axis=0) for name, run in finals.items()}
 
@@ -178,10 +177,9 @@ def final_losses(
 
 
 def heat_maps(runs: dict[str, Any], key: str, label: str, path: Path, network: str = DEMO) -> None:
-    """Draws heat maps of a share by layer and epoch.
+    """Heat maps of a share by layer, epoch by epoch.
 
-    Epochs without the share, such as epochs in Phase 1, are empty. Nothing is drawn if no run has
-    it.
+    Epochs without it, such as those in Phase 1, are empty. Nothing is drawn if no run has it.
     """
     chosen = {name: run[key] for name, run in runs.items() if any(run.get(key, []))}
     if not chosen:
@@ -209,7 +207,7 @@ def heat_maps(runs: dict[str, Any], key: str, label: str, path: Path, network: s
 
 
 def cosines(runs: dict[str, Any], path: Path, network: str = DEMO) -> None:
-    """Plots the cosines between the tasks' gradients by epoch, for runs with a Gramian method."""
+    """Cosines between the tasks' gradients over the epochs, of the runs with a Gramian method."""
     chosen = {name: run["cosines"] for name, run in runs.items() if any(run.get("cosines", []))}
     if not chosen:
         return
@@ -236,14 +234,14 @@ def cosines(runs: dict[str, Any], path: Path, network: str = DEMO) -> None:
 
 
 def loss_correlation(losses: dict[str, list[float]]) -> np.ndarray:
-    """The Pearson correlations between tasks of the losses' changes from epoch to epoch."""
+    """Pearson correlation between tasks of the losses' changes from epoch to epoch."""
     return np.corrcoef(np.diff(np.array(list(losses.values())), axis=1))
 
 
 def correlation(
     runs: dict[str, Any], tasks: list[str], names: list[str], path: Path, network: str = DEMO
 ) -> None:
-    """Plots how much two tasks' losses fall together: one row per pair, one dot per run."""
+    """How much the losses of two tasks fall together: a row a pair, a dot a run."""
     pairs = list(combinations(range(len(tasks)), 2))
 
     def draw() -> Figure:

@@ -1,11 +1,11 @@
-"""Training on several processes, replicated or sharded, with checkpoints; a template to copy.
+"""Training on several processes, to be copied: replicated or sharded, with checkpoints.
 
     torchrun --standalone --nproc-per-node=2 examples/ranks.py [--sharded] [--steps N]
         [--checkpoint FOLDER] [--fixed-statistics]
 
-A checkpoint is written every ten steps and at the end. Training continues from the last one in
-FOLDER, on any number of ranks, and with or without --sharded. The batches do not depend on the
-number of ranks; with fixed statistics, the losses do not either, except for rounding.
+A checkpoint is written every ten steps and at the end. Training goes on from the last one in
+FOLDER: on any number of ranks, and with or without --sharded. All numbers of ranks take the same
+batches; with fixed statistics, their losses are the same but for rounding.
 """
 
 import argparse
@@ -26,25 +26,25 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import cs_kernels as cs
 
 TASKS = ["sum", "product"]
-BATCH = 32  # The total of all ranks.
+BATCH = 32  # Of all ranks together.
 SAVE_EVERY = 10
 
 
 def make_data() -> TensorDataset:
-    """Pictures of two channels, with the mean over pixels of the channels' sum and product."""
+    """Pictures of two channels, and the mean over the pixels of their sum and of their product."""
     x = torch.randn(256, 2, 8, 8, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, x.sum(1).mean((1, 2)), x.prod(1).mean((1, 2)))
 
 
 def make_network(device: torch.device, *, sharded: bool) -> nn.ModuleDict:
-    """A trunk, and one head per task."""
-    torch.manual_seed(0)  # Every rank starts from the same values.
+    """A trunk and a head for each task."""
+    torch.manual_seed(0)  # Every rank begins with the same values.
     trunk = nn.Sequential(
         *(nn.Conv2d(2, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
         *(nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
         nn.AdaptiveAvgPool2d(1),
     )
-    cs.nn.convert_task_batchnorm(trunk, TASKS)  # Before fully_shard, as it makes new parameters.
+    cs.nn.convert_task_batchnorm(trunk, TASKS)  # Makes new parameters, so before fully_shard.
     heads = nn.ModuleDict({t: nn.Sequential(nn.Flatten(), nn.Linear(16, 1)) for t in TASKS})
     network = nn.ModuleDict({"trunk": trunk, "heads": heads}).to(device)
     if sharded:
@@ -68,10 +68,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--sharded", action="store_true", help="by fully_shard")
-    parser.add_argument("--steps", type=int, default=40, help="including steps before a checkpoint")
+    parser.add_argument("--steps", type=int, default=40, help="with those before a checkpoint")
     parser.add_argument("--checkpoint", type=Path, help="a folder that all ranks can read")
     parser.add_argument(
-        "--fixed-statistics", action="store_true", help="do not normalize by a rank's batch"
+        "--fixed-statistics", action="store_true", help="no normalization by the batch of a rank"
     )
     options = parser.parse_args()
     device = torch.device("cpu")
@@ -86,7 +86,7 @@ def main() -> None:
     network = make_network(device, sharded=options.sharded)
     trunk, heads = network["trunk"], network["heads"]
     trunk.train(not options.fixed_statistics)
-    # All ranks' parts make up one batch, which is the same for any number of ranks.
+    # The parts of all ranks are one batch, the same for any number of them.
     sampler = DistributedSampler(data := make_data(), seed=0)
     loader = DataLoader(data, BATCH // ranks, sampler=sampler)
     adam = torch.optim.Adam(network.parameters(), lr=3e-3)
@@ -101,7 +101,7 @@ def main() -> None:
 
     step, folder = 0, options.checkpoint
     if folder is not None:
-        # Metadata is written last, so a folder without it comes from an interrupted write.
+        # The metadata are written last: a folder without them is of an interrupted write.
         step = max((int(path.parent.name) for path in folder.glob("*/.metadata")), default=0)
     if step:
         state = parts(network, adam, opt)

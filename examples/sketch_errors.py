@@ -1,10 +1,10 @@
-"""The errors of updates whose task weights come from sketches, for docs/balancer.md.
+"""The error of updates whose task weights come from sketches, for docs/balancer.md.
 
     python examples/sketch_errors.py
 
-For each network, number of tasks and sketch size, it takes the gradients of K tasks in an untrained
-network. Every Gramian method computes task weights from exact products and from products of
-sketches. The error is the norm of the difference of the two updates, relative to the exact update.
+For each network, number of tasks and size of a sketch: the gradients of K tasks in an untrained
+network, the task weights of every Gramian method from exact products and from those of sketches,
+and the norm of the difference of the updates, relative to the exact one.
 """
 
 import statistics
@@ -28,7 +28,7 @@ METHODS = [
 
 
 class Transformer(nn.Module):
-    """A transformer of four layers of width 192."""
+    """Four layers of width 192."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class Transformer(nn.Module):
         self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, words] -> [batch, 192]."""
+        """[batch, 192]."""
         y: Tensor = self.layers(self.words(x)).mean(1)
         return y
 
 
 def networks() -> Iterator[tuple[str, nn.Module, int, Tensor]]:
-    """The networks: names, trunks, output sizes, and batches."""
+    """Names, trunks, the sizes of their outputs, and batches."""
     torchvision_operators.define()
     from torchvision.models import resnet18
 
@@ -56,7 +56,7 @@ def networks() -> Iterator[tuple[str, nn.Module, int, Tensor]]:
 def balanced(
     trunk: nn.Module, losses: dict[str, Tensor], method: cs.Method, size: int, seed: int
 ) -> cs.GradientBalancer:
-    """A balancer that has made one step."""
+    """A balancer after one step."""
     balancer = cs.GradientBalancer(trunk.parameters(), losses, method, sketch=size, seed=seed)
     for task, loss in losses.items():
         with balancer.task(task, loss):
@@ -67,7 +67,7 @@ def balanced(
 
 
 def errors(trunk: nn.Module, losses: dict[str, Tensor], size: int) -> list[float]:
-    """The errors of all methods with all seeds."""
+    """The errors of all methods and seeds."""
     exact = torch.stack(
         [
             torch.cat(

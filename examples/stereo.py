@@ -1,15 +1,14 @@
 """Three dense tasks from one stereo photograph: Middlebury's 'Motorcycle', with scanned disparity.
 
-scikit-image includes the photograph. The left picture is the input; the targets are
+scikit-image ships it. The left picture is the input; the targets are
 
-- disparity, in pixels divided by 32, where the scan has a value (kind "depth", which grows towards
-  the camera);
-- surface normals: (-dx, -dy, 1) divided by its length, where dx and dy are 4 times the slopes of
-  the smoothed disparity in pixels per pixel, and where the scan is dense;
+- disparity, in pixels divided by 32, where the scan has it (kind "depth", which grows towards us);
+- surface normals: (-dx, -dy, 1) divided by its length, from the slopes of the smoothed disparity in
+  pixels a pixel times 4, where the scan is dense;
 - edges: where disparity jumps by more than 2 pixels within 3 x 3.
 
-Training crops come from the left part of the picture, and evaluation uses the right part. The
-columns between the parts keep the targets' filters apart.
+Training crops come from the left part of the picture, evaluation uses the right part. The columns
+between them separate the filters of the targets.
 """
 
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ DISPARITY_SCALE = 32.0
 
 @dataclass
 class Scene:
-    """A picture [3, H, W], and each task's target [C, H, W], which is 255 where it is unknown."""
+    """A picture [3, H, W], and for each task its target [C, H, W], 255 where it is unknown."""
 
     picture: Tensor
     targets: dict[str, Tensor]
@@ -54,7 +53,7 @@ class Scene:
 
 
 def stack(scenes: list[Scene]) -> Scene:
-    """Stacks scenes of one size to a batch, with a leading dimension."""
+    """Scenes of one size as a batch, with a leading dimension."""
     return Scene(
         torch.stack([scene.picture for scene in scenes]),
         {task: torch.stack([scene.targets[task] for scene in scenes]) for task in TASKS},
@@ -65,7 +64,7 @@ def read() -> tuple[np.ndarray, Scene]:
     """The whole photograph, uint8 [H, W, 3], and its scene."""
     left, _, disparity = stereo_motorcycle()
     scanned = np.isfinite(disparity)
-    # Holes are filled with the nearest scanned pixel, because filters need a value everywhere.
+    # The nearest scanned pixel fills a hole: filters need a value everywhere.
     holes, nearest = ndimage.distance_transform_edt(~scanned, return_indices=True)
     filled = disparity[tuple(nearest)]
 
@@ -87,7 +86,7 @@ def read() -> tuple[np.ndarray, Scene]:
         {
             "disparity": maps(filled / DISPARITY_SCALE, scanned),
             "normals": maps(normals, ndimage.binary_erosion(scanned, iterations=2)),
-            # Holes lie next to jumps, so an edge counts as known up to two pixels into a hole.
+            # Holes follow the jumps, so an edge counts as known up to two pixels into a hole.
             "edges": maps(jump > 2, holes <= 2),
         },
     )
@@ -95,7 +94,7 @@ def read() -> tuple[np.ndarray, Scene]:
 
 
 def load() -> tuple[Scene, Scene]:
-    """The part for training and the part for evaluation."""
+    """The part to train on and the part to evaluate on."""
     _, scene = read()
     return scene.crop(ROWS, TRAIN_COLUMNS), scene.crop(ROWS, TEST_COLUMNS)
 
@@ -104,11 +103,11 @@ class Crops:
     """Random training crops, the same for every method with the same seed.
 
     Args:
-        scene: The scene to crop.
-        size: The height and width of a crop.
-        batch: The number of crops in a batch of all ranks together.
-        seed: The seed of the crops, the same on all ranks.
-        rank: The part of every batch to take.
+        scene: Where they come from.
+        size: Their height and width.
+        batch: Their number in a batch of all ranks together.
+        seed: The same on all ranks.
+        rank: Which part of every batch to take.
         ranks: The number of parts.
 
     Raises:
@@ -133,7 +132,7 @@ class Crops:
         return int(torch.randint(end, (), generator=self._generator, device="cpu"))
 
     def draw(self) -> Scene:
-        """This rank's part of a batch; every rank draws the whole batch's corners."""
+        """The part of a batch on this rank; every rank draws the whole of it."""
         _, height, width = self.scene.picture.shape
         corners = [
             [

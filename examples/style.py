@@ -1,7 +1,7 @@
-"""The style of all pictures, with one colour per library, method and task.
+"""The look of every picture, with one colour for each library, method and task.
 
-`save(path, draw)` writes NAME.svg for light pages and NAME-dark.svg for dark pages. Pictures are
-6.4 inches wide with 11-point letters, so that they are legible at half their width.
+`save(path, draw)` writes NAME.svg for light pages and NAME-dark.svg for dark ones. Pictures are 6.4
+inches wide with letters of 11 points, so that they can be read at half of their width.
 """
 
 import re
@@ -20,7 +20,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 WIDTH = 6.4
 """Inches."""
 
-# Each colour has a contrast of at least 3 with white and with the dark pages' background.
+# Each has a contrast of at least 3 with white and with the dark pages' background.
 BLUE, ORANGE, GREEN, RED, PURPLE = "#2f7ed8", "#d9701f", "#2e9e5b", "#d6453d", "#9061d6"
 TEAL, PINK, BROWN, OLIVE, GREY = "#1497a3", "#d6569a", "#a8763e", "#8a8f1f", "#7f8790"
 
@@ -51,10 +51,10 @@ METHODS = {
     "GradDrop": "#7a9440",
 }
 TASKS = (TEAL, ORANGE, PURPLE, OLIVE, PINK)
-"""Colours in the order of the tasks."""
+"""In the order of the tasks."""
 
 MODES = {"": ("#1f2328", "#d0d7de"), "-dark": ("#dfe2e7", "#4a505b")}
-"""By the suffix of the file's name: the colours of letters and of grid lines."""
+"""By the ending of the file's name: the colours of letters and of grid lines."""
 
 
 def tasks(names: Iterable[str]) -> dict[str, str]:
@@ -73,7 +73,7 @@ def panels(rows: int, columns: int, height: float, **options: Any) -> tuple[Figu
 
 
 def log(ax: Axes, axis: str, subs: Iterable[float] = (1, 2, 5)) -> None:
-    """Makes an axis logarithmic, with plain numbers at these multiples of powers of ten."""
+    """A logarithmic axis with plain numbers, at these multiples of the powers of ten."""
     ax.set(**{f"{axis}scale": "log"})
     of_axis = getattr(ax, f"{axis}axis")
     of_axis.set_major_locator(LogLocator(subs=tuple(subs)))
@@ -82,13 +82,13 @@ def log(ax: Axes, axis: str, subs: Iterable[float] = (1, 2, 5)) -> None:
 
 
 def legend_below(figure: Figure, ax: Axes, columns: int, **options: Any) -> None:
-    """Puts one panel's legend below all panels."""
+    """The legend of one of the panels, below all of them."""
     shown = ax.get_legend_handles_labels()
     figure.legend(*shown, loc="outside lower center", ncols=columns, **options)
 
 
 def save(path: Path, draw: Callable[[], Figure]) -> None:
-    """Draws and writes a figure for light pages to `path`, and one for dark pages beside it."""
+    """Writes what `draw` returns for light pages to `path`, and for dark ones beside it."""
     for ending, (letters, lines) in MODES.items():
         look = {
             "font.size": 11,
@@ -117,7 +117,7 @@ def save(path: Path, draw: Callable[[], Figure]) -> None:
             figure = draw()
             target = path.with_name(f"{path.stem}{ending}{path.suffix}")
             figure.savefig(target, metadata={"Date": None})
-            # Hundredths of a point are enough. Numbers below 1, such as scales, stay unrounded.
+            # Hundredths of a point are enough. Numbers below 1, such as scales, are kept.
             text = re.sub(r"([1-9]\d*\.\d\d)\d+", r"\1", target.read_text())
             target.write_text(text)
             plt.close(figure)

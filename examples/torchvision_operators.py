@@ -1,7 +1,7 @@
-"""Lets torchvision be imported with a CPU build of torch.
+"""Lets torchvision be imported beside a CPU build of torch.
 
-The registry has no CPU build of torchvision. The compiled operators of its other builds do not
-load, and its Python part refers to two of them on import. timm and Lightning's metrics import it.
+There is no such build of torchvision in the registry: its compiled operators do not load, and its
+Python part names two of them when it is imported. timm and Lightning's metrics import it.
 """
 
 import torch
@@ -10,7 +10,7 @@ _library: torch.library.Library | None = None
 
 
 def define() -> None:
-    """Defines the two operators; call it before the first import of torchvision."""
+    """Before the first import of torchvision."""
     global _library
     if _library is None and torch.version.cuda is None:
         _library = torch.library.Library("torchvision", "DEF")

@@ -2,11 +2,10 @@
 
     python examples/toy.py [--out FILE]
 
-The problem is from CAGrad (Liu et al., 2021, appendix), in the version of Nash-MTL (Navon et al.,
-2022), in which the first loss is multiplied by 0.1. In the upper half, each loss has a narrow
-valley, where one gradient is many times as long as the other. In the lower half, each loss has a
-bowl, and the Pareto front lies there. Each method makes 100,000 steps of Adam from each of five
-starting points, with a learning rate of 0.001.
+The problem is that of CAGrad (Liu et al., 2021, appendix) as Nash-MTL (Navon et al., 2022) draws
+it, with a tenth of the first loss: each loss has a narrow valley in the upper half, where one
+gradient is many times as long as the other, and a bowl in the lower half, where the Pareto front
+is. Five points start at once, and make 100,000 steps of Adam at a rate of 0.001.
 
 DB-MTL needs positive losses and connection strength needs channels, so they are not drawn.
 """
@@ -36,10 +35,10 @@ FIRST = 0.1
 RATE = 0.001
 STEPS = 100_000
 KEPT = 200
-"""The interval, in steps, at which points are kept for the picture."""
+"""Every so many steps, the points are kept for the picture."""
 REACHED = 0.5
-"""A path has reached the front if no point of the front is better by more than this in both losses,
-the first without its factor. Both losses fall from about 7 to -20."""
+"""A path has reached the front if no point of the front is better in both losses by more, the first
+loss without its factor: both fall from about 7 to -20."""
 
 _LEAST = 5e-6
 
@@ -83,16 +82,16 @@ def losses_and_gradients(points: Array) -> tuple[Array, Array]:
 
 
 def pareto_front() -> Array:
-    """Points of the front, [P, 2]: for each x between the bowls, the y on the front."""
+    """Points of the front [P, 2]: for every x between the bowls, the y where no loss can fall."""
     x, y = np.linspace(-7, 7, 281), np.linspace(-9, -7, 2001)
     losses = losses_and_gradients(np.stack(np.meshgrid(x, y, indexing="ij"), -1))[0]
-    # The bowls' slopes along x cancel in this weighted sum, so the front is where it is least in y.
+    # The slopes of the bowls along x cancel in this weighted sum, so the front is its least y.
     weights = np.stack([(7 + x) / FIRST, 7 - x], -1)[:, None]
     return np.stack([x, y[(losses * weights).sum(-1).argmin(1)]], 1)
 
 
 def have_reached(points: Array) -> Array:
-    """Whether each point is on the front or near it, [P]."""
+    """Whether each of some points is near the front or on it, [P]."""
     front = losses_and_gradients(pareto_front())[0]
     losses = losses_and_gradients(points)[0]
     better: Array = ((losses[:, None] - front[None]) / [FIRST, 1]).min(-1)  # in both losses
@@ -114,14 +113,14 @@ class Paths:
 
 
 def _weights(method: cs.Method, step: cs.Step, gramians: Array) -> Array | float:
-    """The task weights of every point, [P, 2]; each point has its own Gramian."""
+    """The task weights of every point, [P, 2]: each point has a Gramian of its own."""
     if not isinstance(method, cs.GramianMethod):
         return 1.0  # The plain sum.
     return method.weights(torch.from_numpy(gramians), step).numpy()
 
 
 def _drop_signs(method: cs.GradDrop, step: cs.Step, gradients: Array) -> Array:
-    """GradDrop's update of every point, [P, 2], which is not a weighted sum."""
+    """GradDrop's update of every point, [P, 2], which is no weighted sum."""
     rows = [torch.from_numpy(np.ascontiguousarray(gradients[:, i])) for i in range(2)]
     update = torch.empty_like(rows[0])
     torch.ops.cs_kernels.drop_signs_([update], rows, [0.0, 0.0], method.seed, step.number, 2)
@@ -129,7 +128,7 @@ def _drop_signs(method: cs.GradDrop, step: cs.Step, gradients: Array) -> Array:
 
 
 def follow(names: Sequence[str], steps: int = STEPS) -> list[Paths]:
-    """The paths of several methods with Adam from all starting points, computed all at once."""
+    """The paths of some methods by Adam, all at once, from all starting points."""
     torch.set_num_threads(1)
     methods = [METHODS[name]() for name in names]
     points = np.stack([STARTS] * len(names))
@@ -156,7 +155,7 @@ def follow(names: Sequence[str], steps: int = STEPS) -> list[Paths]:
 
 
 def draw(paths: list[Paths], file: Path) -> None:
-    """Draws one panel per method: contours of the mean loss, the front, and the paths."""
+    """A sheet with a panel a method: contours of the mean loss, the front, the paths."""
     x, y = np.linspace(-10, 10, 160), np.linspace(-10, 10, 160)
     grid = np.stack(np.meshgrid(x, y), -1)
     mean = losses_and_gradients(grid)[0].mean(-1)
@@ -174,7 +173,7 @@ def draw(paths: list[Paths], file: Path) -> None:
         for ax in axes.flat[len(paths) :]:
             ax.axis("off")
         contours = axes[0, 0].contour(x, y, mean, levels=6)
-        contours.remove()  # Drawn again as one simplified line, which makes a smaller file.
+        contours.remove()  # As one line, which is simplified, they make a smaller file.
         pieces = [piece for of_level in contours.allsegs for piece in of_level]
         lines = np.concatenate([[*piece, [np.nan, np.nan]] for piece in pieces])
         for ax, of_method in zip(axes.flat, paths, strict=False):
@@ -194,7 +193,7 @@ def draw(paths: list[Paths], file: Path) -> None:
             "Pareto front": Line2D([], [], color=style.GREY, linewidth=5, alpha=0.6),
             "contours of the mean loss": Line2D([], [], color=style.GREY, linewidth=0.6),
         }
-        beside = len(paths) % columns  # The last row has space for the legend.
+        beside = len(paths) % columns  # The last row has room for the legend.
         place = {"loc": "center left", "bbox_to_anchor": (0.15, 0.5)}
         axes[-1, beside].legend(shown.values(), shown, **place).set_in_layout(False)
         figure.get_layout_engine().set(h_pad=0.06)
@@ -205,7 +204,7 @@ def draw(paths: list[Paths], file: Path) -> None:
 
 
 def main() -> None:
-    """Follows all methods, divided among processes, and draws the picture."""
+    """Follows all methods, some in each process, and draws the sheet."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

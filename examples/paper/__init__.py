@@ -1,4 +1,4 @@
-"""The paper's experiments: `make paper TABLE=...`, or `python -m paper` in the parent folder."""
+"""The paper's experiments: `make paper TABLE=...`, or `python -m paper` in the folder above."""
 
 import torchvision_operators
 

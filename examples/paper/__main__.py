@@ -1,10 +1,10 @@
-"""Trains the missing runs of one of the paper's tables, and prints the table.
+"""Runs what is missing of one of the paper's tables, and prints it.
 
     python -m paper TABLE [--data ROOT] [--seeds 0 1 2] [--jobs N] [--out FOLDER] ...
 
-ROOT contains the folders NYUD_MT, PASCAL_MT or cityscapes. Without ROOT, a small data set in the
-same layout is made from one stereo photograph. FOLDER/runs has one folder per run. Interrupted runs
-continue from their last epoch, and tables share runs.
+ROOT contains the folders NYUD_MT, PASCAL_MT or cityscapes. Without it, a small set in the same
+layout is made from one stereo photograph. FOLDER/runs has a folder for each run: interrupted ones
+go on from their last epoch, and tables share them.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from paper.timing import STEPS, estimate, time_rows, timed_runs
 
 
 def prepare(data: Path | None, parts: list[Part], out: Path) -> Path:
-    """The folder of the data sets; without one, small data sets are made."""
+    """The folder of the data sets; small ones are made where none is given."""
     if data is not None:
         return data
     root = out / "data"
@@ -56,28 +56,28 @@ def _options() -> argparse.Namespace:
         "--seeds",
         type=_at_least(0),
         nargs="+",
-        help="default: 0 1 2, but only 0 for scaling and order on the small set",
+        help="default: 0 1 2, and 0 alone for scaling and order on the small set",
     )
     parser.add_argument("--only", help="a part of scaling, such as nyud/resnet18")
-    parser.add_argument("--out", type=Path, help="default: examples/out/paper, or its small/")
+    parser.add_argument("--out", type=Path, help="default: examples/out/paper, or .../small there")
     parser.add_argument(
         "--jobs", type=_at_least(1), help="runs at once; default: 1 on GPUs, else the cores"
     )
-    parser.add_argument("--ranks", type=_at_least(1), help="processes, or GPUs, per run")
-    parser.add_argument("--epochs", type=_at_least(1), help="default: as published")
+    parser.add_argument("--ranks", type=_at_least(1), help="processes, or GPUs, of each run")
+    parser.add_argument("--epochs", type=_at_least(1), help="other than published")
     parser.add_argument(
-        "--workers", type=_at_least(0), help="processes per run that read pictures"
+        "--workers", type=_at_least(0), help="processes that read pictures, for each run"
     )
     parser.add_argument("--amp", choices=["bfloat16", "float16"], help="mixed precision")
     parser.add_argument("--compile", action="store_true", help="torch.compile of the trunk")
     parser.add_argument(
-        "--plan", action="store_true", help="print the missing runs and an estimate of their time"
+        "--plan", action="store_true", help="print what is missing and about how long it takes"
     )
     return parser.parse_args()
 
 
 def main() -> None:
-    """Trains the missing runs, then writes and prints the table."""
+    """Trains what is missing, then writes and prints the table."""
     options = _options()
     console = Console()
     small = options.data is None
@@ -94,7 +94,7 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     jobs = options.jobs or (1 if cuda else os.cpu_count() or 1)
     if options.table == "time":
-        jobs = 1  # The timed steps take turns in this process.
+        jobs = 1  # Its steps take turns in this process.
     threads = max(1, (os.cpu_count() or 1) // (jobs * (options.ranks or 1)))
 
     def make(name: str) -> list[Part]:
@@ -124,7 +124,7 @@ def main() -> None:
         elif runs:
             run_all(runs, place, jobs, console)
     except (OSError, ValueError, FailedRunsError) as error:
-        # Wrong arguments, wrong data or a killed run need no traceback.
+        # The arguments, the data or a killed run: no traceback.
         raise SystemExit(str(error)) from error
     if options.table == "time":
         tables.write_time(rows, parts[0], out, console, small=small)

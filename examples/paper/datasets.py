@@ -1,10 +1,10 @@
 """NYUD-v2, PASCAL-Context and Cityscapes in the layouts of their multi-task archives.
 
-The repositories in `SOURCES` describe the archives:
+The archives are described by the repositories that `SOURCES` names:
 
 - NYUD_MT/: images/{id}.jpg, segmentation/{id}.png, depth/{id}.npy, normals/{id}.npy, edge/{id}.npy,
   gt_sets/{train,val}.txt;
-- PASCAL_MT/: JPEGImages/{id}.jpg, semseg/VOC12/{id}.png or semseg/pascal-context/{id}.png,
+- PASCAL_MT/: JPEGImages/{id}.jpg, semseg/VOC12/{id}.png or else semseg/pascal-context/{id}.png,
   human_parts/{id}.mat, normals_distill/{id}.png, sal_distill/{id}.png,
   pascal-context/trainval/{id}.mat, ImageSets/Context/{train,val}.txt;
 - cityscapes/{train,val}/: image/{i}.npy, label_7/{i}.npy, depth/{i}.npy, channels last.
@@ -47,7 +47,7 @@ IMAGENET_MEAN = torch.tensor([0.485, 0.456, 0.406]).reshape(3, 1, 1)
 IMAGENET_STD = torch.tensor([0.229, 0.224, 0.225]).reshape(3, 1, 1)
 
 PERSON = 15
-"""The class index of a person in the part annotations."""
+"""The class index of a person in the annotations of parts."""
 
 _GROUPS = (
     ("hair", "head", "lear", "lebrow", "leye", "mouth", "nose", "rear", "rebrow", "reye"),
@@ -62,9 +62,9 @@ PARTS = {part: group for group, parts in enumerate(_GROUPS, 1) for part in parts
 
 CONTEXT_CLASSES = 459
 
-# The classes of PASCAL-Context that are also classes of NYUD by name, except "unknown", plus
-# tvmonitor: see data/db_info/{context,nyu}_classes.json in the archive's repository. The normals
-# were predicted by a network trained on NYUD, so they are valid only on these classes.
+# The classes of PASCAL-Context whose names are classes of NYUD too, without "unknown", and
+# tvmonitor: data/db_info/{context,nyu}_classes.json in the repository of the archive. A network
+# trained on NYUD predicted the normals, so they count on these classes only.
 # fmt: off
 NORMALS_CLASSES = (
     3, 4, 6, 9, 10, 11, 13, 15, 17, 18, 22, 23, 29, 30, 33, 34, 36, 37, 38, 39, 41, 43, 46, 49,
@@ -82,7 +82,7 @@ NORMALS_CLASSES = (
 
 @dataclass(frozen=True)
 class Window:
-    """The sampled part of a picture, in pixels of the file, and the factor of its enlargement."""
+    """The part of a picture that is sampled, in pixels of the file, and how much it is enlarged."""
 
     top: float
     left: float
@@ -95,7 +95,7 @@ def nearest(start: float, length: float, out: int, limit: int) -> np.ndarray:
     """The indices of the pixels that contain the centres of `out` equal parts, int64 [out].
 
     Args:
-        start: The start of the sampled part, in pixels.
+        start: Where the sampled part begins, in pixels.
         length: The length of the sampled part, in pixels.
         out: The number of indices.
         limit: The number of pixels.
@@ -111,7 +111,7 @@ def _centres(start: float, length: float, out: int) -> np.ndarray:
 def _interpolated(
     maps: Tensor, window: Window, size: tuple[int, int], mode: Literal["bilinear", "bicubic"]
 ) -> Tensor:
-    """The window of maps, float32 [C, H, W], resampled to `size`."""
+    """The window of float32 [C, H, W], resampled to `size`."""
     height, width = maps.shape[1:]
     y = torch.from_numpy(2 * _centres(window.top, window.height, size[0]) / height - 1)
     x = torch.from_numpy(2 * _centres(window.left, window.width, size[1]) / width - 1)
@@ -122,11 +122,11 @@ def _interpolated(
 
 
 class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
-    """Pictures with one target per task; `open_dataset` makes a data set.
+    """Pictures with a target for each task; `open_dataset` makes one.
 
-    An item has "picture", float32 [3, H, W], and each task's target in the format of
-    `paper.tasks.Task`, with 255 where it is unknown. Known depth is below 255 in every file; larger
-    values are rejected.
+    An item has "picture", float32 [3, H, W], and for each task its target as `paper.tasks.Task`
+    says, with 255 where it is unknown. Depth that is known is below 255 in every file; a larger
+    value is refused.
 
     Attributes:
         names: The id of each picture.
@@ -147,15 +147,15 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
         self.size = SIZES[self.name] if size is None else (size[0], size[1])
         self.augment = augment
         self.seed = seed
-        # Persistent workers have copies of everything except shared memory.
+        # Workers that persist have a copy of everything but shared memory.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self._require(self.folder)
         self.names: list[str] = self._find()
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the augmentation; call it before the epoch's first batch.
+        """Set the epoch of the augmentation, before its first batch is asked for.
 
-        The workers of a DataLoader see the epoch, including persistent workers.
+        It reaches the workers of a DataLoader, persistent ones too.
         """
         self._epoch.fill_(epoch)
 
@@ -167,7 +167,7 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
         """One picture and its targets.
 
         Raises:
-            ValueError: A file is corrupt, or its size, dtype or values are not as published.
+            ValueError: A file is corrupt, or its size, dtype or values are not the published ones.
 
         """
         if not -len(self) <= index < len(self):
@@ -183,17 +183,17 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
 
     @abstractmethod
     def _find(self) -> list[str]:
-        """The ids of the split, after checking that all files of each exist."""
+        """The ids of the split, after a check that all files of each exist."""
 
     @abstractmethod
     def _read(self, name: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """A picture, float32 [H, W, 3] in [0, 1], and its targets: [H, W], normals [H, W, 3]."""
 
     def _window(self, scale: float, height: int, width: int, draws: np.random.Generator) -> Window:
-        """A zoom about the centre, as in the paper for both NYUD and PASCAL.
+        """A zoom about the centre, as the paper has it for NYUD and PASCAL alike.
 
-        MTI-Net's published code instead rotates PASCAL's pictures by up to 20 degrees and scales
-        them by a factor in [0.75, 1.25].
+        The published code of MTI-Net rotates PASCAL by up to 20 degrees and scales it by a factor
+        in [0.75, 1.25] instead.
         """
         return Window(
             (height - height / scale) / 2,
@@ -218,7 +218,7 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
     def _sample(
         self, picture: np.ndarray, arrays: dict[str, np.ndarray], window: Window, flip: bool
     ) -> dict[str, Tensor]:
-        """The window at the item's size; one resampling does both the zoom and the resizing."""
+        """The window at the item's size: one resampling for the zoom and the resizing together."""
         height, width = picture.shape[:2]
         whole = window == Window(0, 0, *self.size)
         rows = nearest(window.top, window.height, self.size[0], height)
@@ -229,7 +229,7 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
 
         pixels = torch.from_numpy(np.ascontiguousarray(picture.transpose(2, 0, 1)))
         if not whole:
-            # Bicubic interpolation overshoots.
+            # Bicubic weights overshoot.
             pixels = _interpolated(pixels, window, self.size, self.picture_mode).clamp(0, 1)
         item = {"picture": mirrored(pixels)}
         for name, task in self.tasks.items():
@@ -248,14 +248,14 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
                     maps = torch.from_numpy(vectors.transpose(2, 0, 1).astype(np.float32))
                     target = _interpolated(maps, window, self.size, "bilinear")
                     length = target.norm(dim=0)
-                    known &= length > 1e-6  # Opposite normals cancel.
+                    known &= length > 1e-6  # Opposite normals leave no direction.
                     target = target / length.clamp(min=1e-6)
                 if flip:
                     target = target * torch.tensor([-1.0, 1.0, 1.0]).reshape(3, 1, 1)
                 item[name] = mirrored(target.masked_fill(~known, IGNORE)).contiguous()
                 continue
             if task.kind == "depth":
-                # An object that is enlarged by the scale is nearer by the same factor.
+                # An object enlarged by the scale is nearer by the same factor.
                 target = torch.where(target == IGNORE, target, target / window.scale)
             item[name] = mirrored(target[None]).contiguous()
         return item
@@ -277,7 +277,7 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
         return names
 
     def _files(self, folder: Path) -> set[str]:
-        """The names in a folder, from one listing instead of one stat per file."""
+        """The names in a folder: one listing instead of a stat for each file."""
         self._require(folder)
         with os.scandir(folder) as entries:
             return {entry.name for entry in entries}
@@ -290,7 +290,7 @@ class MultiTaskDataset(Dataset[dict[str, Tensor]], ABC):
 
 
 class NYUD(MultiTaskDataset):
-    """NYUD-v2: 795 pictures for training and 654 for evaluation."""
+    """NYUD-v2: 795 pictures to train on and 654 to evaluate on."""
 
     name = "nyud"
 
@@ -313,7 +313,7 @@ class NYUD(MultiTaskDataset):
         path = self.folder / "segmentation" / f"{name}.png"
         labels = _whole_numbers(path, _load(path, _image), shape)
         _check_range(path, labels, 0, self.tasks["semseg"].channels)
-        # 0 means no class.
+        # 0 is no class.
         semseg = np.where(labels == 0, IGNORE, labels - 1)
 
         path = self.folder / "depth" / f"{name}.npy"
@@ -323,7 +323,7 @@ class NYUD(MultiTaskDataset):
         normals = _floats(path, _load(path, np.load), (*shape, 3))
         _check_range(path, normals, -1.001, 1.001)
 
-        # In the published loss, values from 0.5 on are edges.
+        # The published loss takes an edge for one from 0.5 on.
         path = self.folder / "edge" / f"{name}.npy"
         edge = _load(path, np.load)
         _check_shape(path, edge, shape)
@@ -338,7 +338,7 @@ class NYUD(MultiTaskDataset):
 
 
 class PASCAL(MultiTaskDataset):
-    """PASCAL-Context: 4998 pictures for training and 5105 for evaluation."""
+    """PASCAL-Context: 4998 pictures to train on and 5105 to evaluate on."""
 
     name = "pascal"
 
@@ -380,7 +380,7 @@ class PASCAL(MultiTaskDataset):
         path = self.folder / "pascal-context" / "trainval" / f"{name}.mat"
         labels = _whole_numbers(path, _load(path, lambda file: loadmat(file)["LabelMap"]), shape)
         _check_range(path, labels, 0, CONTEXT_CLASSES)
-        # The 3 x 3 Laplacian with 4 in the middle; border pixels are not repeated.
+        # The 3 x 3 Laplacian with 4 in the middle, and the border pixel not repeated.
         edge = thin(ndimage.laplace(labels.astype(np.float64), mode="mirror") != 0)
 
         path = self.folder / "normals_distill" / f"{name}.png"
@@ -407,7 +407,7 @@ class PASCAL(MultiTaskDataset):
         }
 
     def _finish(self, item: dict[str, Tensor]) -> dict[str, Tensor]:
-        # As in the published code, pictures without parts after the zoom have no loss.
+        # As in the published code: pictures without parts, also after the zoom, have no loss.
         if not item["human_parts"].any():
             item["human_parts"].fill_(IGNORE)
         return super()._finish(item)
@@ -416,17 +416,17 @@ class PASCAL(MultiTaskDataset):
 class Cityscapes(MultiTaskDataset):
     """Cityscapes with seven classes and inverse depth: 2975 and 500 pictures.
 
-    As in the literature, pictures are in [0, 1] and not normalized. Augmentation follows CAGrad's
-    published code: a random crop of 1 / scale of each side, enlarged bilinearly, with depth divided
-    by the scale although it is inverse depth, and a random flip. CAGrad's code aligns the corners
-    of the crop; here, the centres of the pixels are aligned, as for the other data sets.
+    Its literature does not normalize the pictures, which are in [0, 1]. Augmentation is that of
+    CAGrad's published code: a random crop of 1 / scale of each side, enlarged bilinearly, with
+    depth divided by the scale although it is inverse depth, and a flip. That code aligns the
+    corners of the crop; here the centres of the pixels are aligned, as for the other data sets.
     """
 
     name = "cityscapes"
     picture_mode = "bilinear"
 
     def picture_file(self, name: str) -> Path:
-        """A NumPy file."""
+        """An array file."""
         return self.folder / self.split / "image" / f"{name}.npy"
 
     def _find(self) -> list[str]:
@@ -459,7 +459,7 @@ class Cityscapes(MultiTaskDataset):
         _check_shape(path, depth, (*shape, 1))
         return picture.astype(np.float32).clip(0, 1), {
             "semseg": np.where(labels == -1, IGNORE, labels),
-            # As in the published code, only 0 is invalid; an inverse depth may be negative.
+            # As in the published code, only 0 is invalid; an inverse depth may be below it.
             "depth": _depth(path, depth[..., 0], shape, low=-1),
         }
 
@@ -487,7 +487,7 @@ def open_dataset(
     augment: bool = False,
     seed: int = 0,
 ) -> MultiTaskDataset:
-    """Opens a data set of the paper.
+    """A data set of the paper.
 
     The same (seed, epoch, index) gives the same item, in any process and in any order.
 
@@ -495,14 +495,13 @@ def open_dataset(
         name: "nyud", "pascal" or "cityscapes".
         root: The folder that contains NYUD_MT, PASCAL_MT or cityscapes.
         split: "train" or "val".
-        size: Height and width to which pictures and targets are resized; None for the published
-            size.
+        size: Height and width to which pictures and targets are resized; None is the published one.
         augment: Whether pictures are enlarged by 1, 1.2 or 1.5 and mirrored with probability 0.5.
-        seed: The non-negative seed of the augmentation.
+        seed: The seed of the augmentation, not negative.
 
     Raises:
         FileNotFoundError: A folder, the split's file, or a file of one of its pictures is missing.
-        ValueError: The name, split, size or seed is invalid, or the split is empty.
+        ValueError: The name, split, size or seed is none of these, or the split is empty.
 
     """
     if name not in DATASETS:
@@ -517,7 +516,7 @@ def open_dataset(
 
 
 def fingerprint(name: str, root: Path) -> str:
-    """A hash of both splits' ids and picture sizes in bytes, which differs for different data.
+    """A hash of the ids and picture sizes in bytes of both splits: other data have another one.
 
     Raises:
         FileNotFoundError: As `open_dataset`.
@@ -537,7 +536,7 @@ def _load(path: Path, reader: Callable[[Path], Any]) -> Any:
         return reader(path)
     except FileNotFoundError:
         raise
-    except Exception as error:  # Each reader raises its own errors for a corrupt file.
+    except Exception as error:  # Each reader has its own errors for a corrupt file.
         raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
@@ -557,8 +556,8 @@ def _picture(path: Path) -> np.ndarray:
 def _parts(path: Path) -> list[tuple[np.ndarray, int]]:
     """The masks of human parts, bool [H, W], each with its group.
 
-    The file has a structure `anno` (name, objects). An object has the fields class, class index,
-    mask and parts; a part has a name and a mask. Fields are read by position.
+    The file has a structure `anno` (name, objects); an object has the fields class, class index,
+    mask and parts, a part has a name and a mask. Fields are read by position.
     """
     parts = []
     for thing in loadmat(path)["anno"].ravel()[0][1].ravel():
@@ -573,7 +572,7 @@ def _parts(path: Path) -> list[tuple[np.ndarray, int]]:
 
 
 def _check_shape(path: Path, array: np.ndarray, shape: tuple[int, ...]) -> None:
-    # Published code resizes such labels, but every label in these archives has its picture's size.
+    # Published code resizes such labels; in these archives every label has its picture's size.
     if array.shape != shape:
         raise ValueError(
             f"{path} has shape {list(array.shape)}, expected {list(shape)} for a picture of "
@@ -600,7 +599,7 @@ def _check_range(
 
 
 def _whole_numbers(path: Path, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Labels as int64; Cityscapes also has labels in floating point."""
+    """Labels as int64: Cityscapes has them in floating point too."""
     _check_shape(path, array, shape)
     _check_dtype(path, array, "iuf")
     broken = array != np.floor(array)  # True for NaN.
@@ -616,13 +615,13 @@ def _floats(path: Path, array: np.ndarray, shape: tuple[int, ...]) -> np.ndarray
 
 
 def _depth(path: Path, array: np.ndarray, shape: tuple[int, ...], low: float = 0) -> np.ndarray:
-    """Depth with 255 where the file has 0; known depth must be below 255 to remain distinct."""
+    """Depth with 255 where the file has 0; a known depth of 255 or more would be taken for that."""
     depth = _floats(path, array, shape)
     _check_range(path, depth, low, np.nextafter(np.float32(IGNORE), np.float32(0)))
     return np.where(depth == 0, np.float32(IGNORE), depth)
 
 
 def _unit(normals: np.ndarray) -> np.ndarray:
-    """Normals of length 1; 255 where the length is 0."""
+    """Normals of length 1, and 255 where the length is 0."""
     length = np.linalg.norm(normals, axis=-1, keepdims=True)
     return np.where(length == 0, np.float32(IGNORE), normals / np.where(length == 0, 1, length))

@@ -1,4 +1,4 @@
-"""The runs of the paper's tables: networks, methods, weightings, task orders and lengths."""
+"""The runs of each of the paper's tables: networks, methods, weightings, orders and lengths."""
 
 import json
 from collections.abc import Mapping
@@ -13,24 +13,24 @@ PUBLISHED: dict[str, dict[str, list[float]]] = json.loads(
     Path(__file__).with_name("published.json").read_text()
 )
 """The paper's numbers: by data/network/weighting, "order", "ablation" or "time", then by row.
-The columns are MEASURES and Delta_m, and for Cityscapes also the parameters in MiB."""
+Columns are those of MEASURES and Delta_m, for Cityscapes also the parameters in MiB."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that all rows of a table share."""
+    """Everything that is the same in all rows of a table."""
 
     epochs: int
     batch: int = 8
-    """Pictures per step, over all ranks."""
+    """Pictures in a step, over all ranks."""
     ranks: int = 1
     """Processes that train one network together."""
     rate: float = 1e-4
     decay: Literal["poly", "halved"] = "poly"
-    """(1 - e/E)^0.9, or a learning rate that is halved in the middle of the training."""
+    """(1 - e/E)^0.9, or half of it from the middle on."""
     weight_decay: float = 1e-4
     size: tuple[int, int] | None = None
-    """The size to which pictures are resized; None for the published size."""
+    """Pictures are resized to it; None: as published."""
     width: float = 1.0
     """A factor on the network's channels; see `make_network`."""
     pretrained: bool = True
@@ -38,48 +38,48 @@ class Settings:
     compile: bool = False
     workers: int = 4
     evaluate_every: int = 10
-    """The interval of evaluations, in epochs; the last epoch is always evaluated."""
+    """Epochs; the last one is always evaluated."""
 
 
 REAL = {
     "nyud/hrnet18": Settings(epochs=200),
-    # The paper does not say how MTI-Net is built on a ResNet. With a pyramid of 256 channels, as
-    # MTI-Net's authors use for ResNet-50, a step takes 27 times as many operations as HRNet-18.
+    # The paper does not say how MTI-Net is put on a ResNet. With a pyramid of 256 channels, as its
+    # authors have it for ResNet-50, a step takes 27 times as many operations as with HRNet-18.
     "nyud/resnet18": Settings(epochs=200, width=1 / 4),
     "pascal/hrnet18": Settings(epochs=50),
     "cityscapes/segnet": Settings(
         epochs=200, rate=5e-5, decay="halved", weight_decay=0.0, pretrained=False
     ),
 }
-"""The published settings (appendix D of the paper), by data set and network."""
+"""As published (appendix D of the paper); by data set and network."""
 
 _SMALL = Settings(
     epochs=8, batch=4, rate=1e-3, size=(64, 64), pretrained=False, workers=0, evaluate_every=100
 )
 SMALL = {
     "nyud/hrnet18": _SMALL,
-    # A sixteenth of the pyramid's channels, with the whole backbone.
+    # A sixteenth of the channels of the pyramid; the backbone is whole.
     "nyud/resnet18": replace(_SMALL, epochs=3, width=1 / 16),
     "pascal/hrnet18": replace(_SMALL, epochs=3),
     "cityscapes/segnet": replace(
         _SMALL, epochs=16, decay="halved", weight_decay=0.0, size=(64, 128), width=0.25
     ),
 }
-"""Settings that take minutes on two cores."""
+"""Minutes on two cores."""
 SMALL_PICTURES = {"train": 12, "val": 12}
 
 
 @dataclass(frozen=True)
 class Row:
-    """The training of one row of a table."""
+    """How one row of a table is trained."""
 
     method: type[cs.Method] | None = cs.Sum
     schedule: Literal["joint", "phase 1", "switch", "mixed"] = "joint"
     options: Mapping[str, object] = field(default_factory=dict)
     network: str | None = None
-    """A network that replaces the table's."""
+    """In place of the table's."""
     recon: bool = False
-    """Whether layers with many conflicts in the run of row GD become task-specific."""
+    """Layers with many conflicts in the run of the row GD are made task-specific."""
 
 
 _CONNECTION = {
@@ -96,7 +96,7 @@ _GRADIENTS = {
     "Aligned-MTL": Row(cs.AlignedMTL),
 }
 _CITYSCAPES = {
-    # Recon counts conflicts between the gradients of plain gradient descent.
+    # Recon counts the conflicts between the gradients of plain gradient descent.
     "GD": Row(cs.Sum, options={"separate": True}),
     "MGDA": Row(cs.MGDA),
     "GradDrop": Row(cs.GradDrop),
@@ -113,7 +113,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "Mixed": Row(cs.ConnectionStrength, "mixed"),
     },
 }
-"""Rows by name; "Ours" in the paper's tables is "Mixed" here."""
+"""By name; "Ours" in the paper's tables is "Mixed" here."""
 
 SINGLE = "Single-task"
 WEIGHTINGS = ("tuned", "equal", "dwa", "uncertainty")
@@ -128,14 +128,14 @@ class Run:
     network: str
     row: str
     tasks: tuple[str, ...]
-    """The tasks in the order of Phase 1."""
+    """In the order of Phase 1."""
     weighting: str
     seed: int
     settings: Settings
 
     @property
     def name(self) -> str:
-        """The run's folder, relative to the folder of all runs."""
+        """The run's folder, below that of all runs."""
         parts = [self.data, self.network, self.weighting, self.row]
         if self.row == SINGLE:
             parts[2:] = [self.row, *self.tasks]
@@ -154,15 +154,14 @@ class Run:
     def task_norm(self) -> bool:
         """Whether batch normalization is task-specific.
 
-        It is in all rows on NYUD-v2 and PASCAL-Context, where the paper compares methods on the
-        same network.
+        On NYUD-v2 and PASCAL-Context in all rows: the paper compares methods on the same network.
         """
         if self.row == SINGLE:
             return False
         return self.data != "cityscapes" or self.how.method is cs.ConnectionStrength
 
     def needs(self) -> "Run | None":
-        """The run whose conflicts this run needs."""
+        """The run whose conflicts this one builds on."""
         return replace(self, row="GD") if self.how.recon else None
 
     def to_json(self) -> str:
@@ -170,7 +169,7 @@ class Run:
         return json.dumps(asdict(self), indent=1)
 
     def differences(self, other: "Run") -> str:
-        """The fields in which another run differs, except fields that change no number."""
+        """The fields in which another run differs, without those that change no number."""
         pairs = [(self, other), (self.settings, other.settings)]
         return ", ".join(
             f"{name} {getattr(a, name)!r} and {getattr(b, name)!r}"
@@ -195,16 +194,16 @@ class Run:
 
 @dataclass(frozen=True)
 class Part:
-    """One table: its rows, each row's runs, and the key of the published numbers."""
+    """One table: its rows, the runs of each, and where the paper prints its numbers."""
 
     title: str
     data: str
     published: str
     rows: dict[str, list[Run]]
-    """By row, one run per seed; for single tasks, one run per task and seed."""
+    """By row and then by seed; for single tasks, the runs of all tasks and seeds."""
     measures: list[Measure]
     extra: Literal["parameters", "loss"] | None = None
-    """The last column: parameters in MiB of float32, or the mean of the tasks' training losses."""
+    """A last column: parameters in MiB of float32, or the mean of the tasks' training losses."""
 
     def runs(self) -> list[Run]:
         """All runs of the table."""
@@ -239,7 +238,7 @@ def _part(
     settings: Settings,
     published: str | None = None,
 ) -> Part:
-    """Makes a part; `rows` has, by name in the table, the row and the order of its tasks."""
+    """`rows`: by name in the table, the row and the order of its tasks."""
     measured = {measure.task for measure in MEASURES[data]}
     single = [task for task in TASKS[data] if task in measured]
     runs = {
@@ -250,7 +249,7 @@ def _part(
         ]
     }
     for name, (row, tasks) in rows.items():
-        # RotoGrad computes its gradients itself, in one process.
+        # RotoGrad takes its gradients itself.
         alone = replace(settings, ranks=1, amp=None) if row == "RotoGrad" else settings
         runs[name] = [Run(data, network, row, tasks, weighting, seed, alone) for seed in seeds]
     title = f"{_NAMES[data]}, {_NAMES[network]}, {_NAMES[weighting]}"
@@ -259,7 +258,7 @@ def _part(
 
 
 def _main(data: str, network: str, weighting: str, seeds: list[int], settings: Settings) -> Part:
-    """A part with plain gradient descent, the published methods and ours."""
+    """Plain gradient descent, the published methods and ours."""
     tasks = tuple(TASKS[data])
     rows = {name: (name, tasks) for name in _GRADIENTS}
     rows["Ours"] = ("Mixed", tasks)

@@ -1,6 +1,6 @@
 """The metrics of each kind of task, pooled over all pixels and ranks, and the paper's Delta_m.
 
-A metric is a torchmetrics.Metric: call `update` for each batch, then `compute` once. Under
+A metric is a torchmetrics.Metric: `update` with a batch, then `compute` once. Under
 torch.distributed, `compute` adds up the ranks.
 """
 
@@ -16,11 +16,11 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassJaccardInd
 from paper.tasks import IGNORE, Measure, Task
 
 Values = Mapping[str, Mapping[str, float]]
-"""Values by task and by the metric's name."""
+"""By task and by name of the metric."""
 
 
 class _Sums(Metric):
-    """Sums in float64 over all known pixels or pictures."""
+    """Sums in float64 over everything that is known."""
 
     def __init__(self, shapes: Mapping[str, int], **options: Any) -> None:
         super().__init__(**options)
@@ -29,12 +29,12 @@ class _Sums(Metric):
             self.add_state(name, zero, dist_reduce_fx="sum")
 
     def set_dtype(self, dst_type: Any) -> "_Sums":
-        """Does nothing, so that sums stay float64 if the network is cast."""
+        """Keeps float64, whatever the network is cast to."""
         return self
 
 
 class Classes(MetricCollection):
-    """The classes' mean intersection over union and mean recall, and pixel accuracy, in percent.
+    """Mean intersection over union and mean recall of the classes, and pixel accuracy, in percent.
 
     Classes that occur neither in predictions nor in targets are left out of the means.
     """
@@ -51,7 +51,7 @@ class Classes(MetricCollection):
         )
 
     def update(self, prediction: Tensor, target: Tensor) -> None:
-        """Adds a batch: scores [B, C, H, W] and class indices [B, H, W]."""
+        """Scores [B, C, H, W] and class numbers [B, H, W]."""
         super().update(prediction.argmax(1), target)
 
     def compute(self) -> dict[str, float]:
@@ -60,13 +60,13 @@ class Classes(MetricCollection):
 
 
 class Depth(_Sums):
-    """Root mean square and mean absolute error in the target's unit, and mean |error| / truth."""
+    """Root mean square and mean absolute error, in the target's unit, and mean |error| / truth."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__({"sums": 3, "count": 1}, **options)
 
     def update(self, prediction: Tensor, target: Tensor) -> None:
-        """Adds a batch: prediction and target, [B, 1, H, W] each."""
+        """[B, 1, H, W] each."""
         known = target != IGNORE
         truth = target[known].double()
         error = prediction[known].double() - truth
@@ -84,7 +84,7 @@ class Depth(_Sums):
 class Normals(_Sums):
     """Angles between normals in degrees: mean, median, and the share below thresholds in percent.
 
-    The median is of angles rounded to a thousandth of a degree, because keeping all angles takes
+    The median is that of angles rounded to a thousandth of a degree: to keep them all takes
     gigabytes on the real data sets.
     """
 
@@ -96,7 +96,7 @@ class Normals(_Sums):
         super().__init__({**shapes, "histogram": 180 * self._BINS_A_DEGREE + 1}, **options)
 
     def update(self, prediction: Tensor, target: Tensor) -> None:
-        """Adds a batch: prediction and target, [B, 3, H, W] each; predictions of any length."""
+        """[B, 3, H, W] each; the prediction of any length."""
         known = target[:, 0] != IGNORE
         cosine = (functional.normalize(prediction, dim=1) * target).sum(1)[known].clamp(-1, 1)
         angle = torch.rad2deg(torch.arccos(cosine)).double().nan_to_num(torch.inf)
@@ -120,16 +120,16 @@ class Normals(_Sums):
 
 
 class Saliency(_Sums):
-    """The best mean IoU and the best F score of the means over 15 thresholds, in percent.
+    """The best over 15 thresholds of the mean IoU, and of the F score of the means, in percent.
 
-    Means are over pictures. An empty prediction for an empty target has an IoU of 1.
+    Means are over pictures. An empty prediction of an empty target has an IoU of 1.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__({"iou": 15, "precision": 15, "recall": 15, "count": 1}, **options)
 
     def update(self, prediction: Tensor, target: Tensor) -> None:
-        """Adds a batch: logits, and targets of 0 or 1, [B, 1, H, W] each."""
+        """Logits and 0 or 1, [B, 1, H, W] each."""
         known = (target != IGNORE).flatten(1)
         some = known.any(1)
         prediction, target, known = prediction[some], target[some], known[some]
@@ -160,7 +160,7 @@ class Edges(_Sums):
         super().__init__({"both": 1, "either": 1}, **options)
 
     def update(self, prediction: Tensor, target: Tensor) -> None:
-        """Adds a batch: logits, and targets of 0 or 1, [B, 1, H, W] each."""
+        """Logits and 0 or 1, [B, 1, H, W] each."""
         known = target != IGNORE
         found, edge = (prediction > 0) & known, (target > 0) & known
         self.both += (found & edge).sum()
@@ -175,9 +175,9 @@ def make_metric(task: Task, *, all_ranks: bool = True) -> Metric | MetricCollect
     """The metrics of a task.
 
     Args:
-        task: The task to measure.
-        all_ranks: Under torch.distributed, whether `compute` is called on all ranks and adds them
-            up, or covers only this rank.
+        task: What is measured.
+        all_ranks: Under torch.distributed: whether `compute` is called on all ranks and adds them
+            up, or is of this one.
 
     """
     if task.kind == "classes":
@@ -187,7 +187,7 @@ def make_metric(task: Task, *, all_ranks: bool = True) -> Metric | MetricCollect
 
 
 def delta_m(values: Values, baseline: Values, measures: Iterable[Measure]) -> float:
-    """(1/T) sum_i (-1)^{l_i} (M_m,i - M_b,i) / M_b,i in percent; l_i = 1 if lower is better.
+    """(1/T) sum_i (-1)^{l_i} (M_m,i - M_b,i) / M_b,i in percent; l_i = 1 where lower is better.
 
     The sum is over the measures that count.
     """

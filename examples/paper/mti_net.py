@@ -12,15 +12,16 @@ from paper.network import Network, narrowed, resized
 from paper.tasks import Task
 
 PYRAMID = 256
-"""The channels of a ResNet's pyramid at width 1."""
+"""Channels of a ResNet's pyramid at width 1."""
 _REDUCTION = 16
 """The factor by which a squeeze-and-excitation reduces channels."""
 
 
 class HRNet(nn.Module):
-    """The HRNet-18 of the published MTI-Net: 4 maps at strides 4 to 32.
+    """HRNet-18 of the published MTI-Net: 4 maps at strides 4 to 32.
 
-    It is timm's `hrnet_w18_small_v2`, without the layers that widen the maps for classification.
+    timm has it as `hrnet_w18_small_v2`. The layers that widen the maps for classification are left
+    out.
     """
 
     channels = (18, 36, 72, 144)
@@ -32,7 +33,7 @@ class HRNet(nn.Module):
             pretrained=pretrained,
             features_only=True,
             feature_location="",
-            out_indices=(1, 2, 3, 4),  # Without the stem's map.
+            out_indices=(1, 2, 3, 4),  # Without the stem's.
         )
 
     def forward(self, picture: Tensor) -> list[Tensor]:
@@ -41,7 +42,7 @@ class HRNet(nn.Module):
 
 
 class ResNetPyramid(nn.Module):
-    """ResNet-18 with a feature pyramid: 4 maps at strides 4 to 32 with equal channels."""
+    """ResNet-18 with a feature pyramid: 4 maps at strides 4 to 32, of as many channels each."""
 
     def __init__(self, *, width: float = 1.0, pretrained: bool = False) -> None:
         super().__init__()
@@ -59,13 +60,13 @@ class ResNetPyramid(nn.Module):
 
 
 def _residual(inputs: int, channels: int) -> BasicBlock:
-    """Two 3 x 3 convolutions with a skip connection, which is projected if channels change."""
+    """Two 3 x 3 convolutions with a skip connection, projected where channels change."""
     skip = nn.Sequential(nn.Conv2d(inputs, channels, 1, bias=False), nn.BatchNorm2d(channels))
     return BasicBlock(inputs, channels, downsample=None if inputs == channels else skip)
 
 
 class InitialPredictions(nn.Module):
-    """At one scale, each task's features and its initial prediction from them."""
+    """At one scale: features of each task, and its initial prediction from them."""
 
     def __init__(self, tasks: Mapping[str, Task], inputs: int, channels: int) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class InitialPredictions(nn.Module):
     def forward(
         self, maps: Tensor, coarser: Mapping[str, Tensor] | None
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Features and predictions by task, from the maps and the next coarser scale's features."""
+        """Features and predictions by task, also from the features of the next coarser scale."""
         features = {}
         for task, refine in self.refine.items():
             x = maps
@@ -103,12 +104,12 @@ class SqueezeExcitation(nn.Module):
         )
 
     def forward(self, maps: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
+        """[B, C, H, W] -> the same."""
         return maps * self.factors(maps.mean((2, 3)))[:, :, None, None]
 
 
 class Propagation(nn.Module):
-    """Feature propagation from all tasks' features of one scale to the next finer scale."""
+    """Feature propagation: from all tasks' features of one scale, to the next finer one."""
 
     def __init__(self, tasks: Sequence[str], channels: int) -> None:
         super().__init__()
@@ -122,10 +123,10 @@ class Propagation(nn.Module):
         self.excite = nn.ModuleDict({task: SqueezeExcitation(channels) for task in tasks})
 
     def forward(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Features by task -> features of the same shapes."""
+        """Features by task -> the same shapes."""
         together = torch.cat([features[task] for task in self.excite], 1)
         # The published network takes the softmax over K neighboring channels of the concatenation,
-        # not over the tasks. Its results, and the paper's, come from that softmax.
+        # not over the tasks; its results, and the paper's, are of that.
         mask = self.attend(together).unflatten(1, (-1, len(features))).softmax(2).flatten(1, 2)
         shared = self.reduce(mask * together)
         return {task: excite(shared) + features[task] for task, excite in self.excite.items()}
@@ -140,12 +141,12 @@ class Gate(nn.Module):
         self.value = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
 
     def forward(self, maps: Tensor) -> Tensor:
-        """[B, C, H, W] -> [B, C, H, W]."""
+        """[B, C, H, W] -> the same."""
         return self.value(maps) * self.mask(maps).sigmoid()
 
 
 class Distillation(nn.Module):
-    """At one scale, each task's features plus all other tasks' features, each through a gate."""
+    """At one scale: each task's features, plus what a gate lets through of every other task's."""
 
     def __init__(self, tasks: Sequence[str], channels: int) -> None:
         super().__init__()
@@ -157,7 +158,7 @@ class Distillation(nn.Module):
         )
 
     def forward(self, features: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Features by task -> features of the same shapes."""
+        """Features by task -> the same shapes."""
         distilled = {}
         for task, gates in self.gates.items():
             others = [gate(features[other]) for other, gate in gates.items()]
@@ -181,7 +182,7 @@ class MTINet(nn.Module):
         self.distill = nn.ModuleList(Distillation(names, own) for own in channels)
 
     def forward(self, picture: Tensor) -> dict[str, tuple[list[Tensor], list[Tensor]]]:
-        """Each task's distilled features and initial predictions, both at strides 4 to 32."""
+        """For each task its distilled features and initial predictions, both at strides 4 to 32."""
         maps = self.backbone(picture)
         features: list[dict[str, Tensor]] = [{}] * len(maps)
         predictions: list[dict[str, Tensor]] = [{}] * len(maps)
@@ -210,12 +211,12 @@ class Head(nn.Sequential):
         )
 
     def forward(self, maps: Sequence[Tensor], initial: Sequence[Tensor] = ()) -> list[Tensor]:
-        """The unchanged initial predictions, then the final prediction."""
+        """The initial predictions as they are, and the final one."""
         size = maps[0].shape[-2:]
         return [*initial, super().forward(torch.cat([resized(x, size) for x in maps], 1))]
 
 
 def make_mti_net(backbone: HRNet | ResNetPyramid, tasks: Mapping[str, Task]) -> Network:
-    """MTI-Net for several tasks; for one task, the backbone with the same kind of head."""
+    """MTI-Net for several tasks; for one, the backbone with the same kind of head."""
     heads = {name: Head(backbone.channels, task.channels) for name, task in tasks.items()}
     return Network(backbone if len(tasks) == 1 else MTINet(backbone, tasks), heads)

@@ -24,20 +24,19 @@ def make_network(
     width: float = 1.0,
     task_norm: bool = False,
 ) -> Network:
-    """A network for the tasks; with one task, the single-task network of the tables.
+    """A network for some tasks; with one task, the single-task network of the tables.
 
     Args:
-        name: "hrnet18" and "resnet18" are MTI-Net with these backbones; "segnet" is one SegNet for
-            all tasks; "cross-stitch" has one SegNet per task; "rotograd" is a SegNet with one
-            rotation per task.
-        tasks: The tasks by name, in order.
-        pretrained: Whether the backbone is pretrained on ImageNet (timm downloads it).
-        width: In (0, 1], for small machines; scales the channels of "resnet18"'s pyramid and the
-            filters of SegNet. "hrnet18" has only one width.
+        name: "hrnet18" and "resnet18": MTI-Net with these backbones; "segnet": one for all tasks;
+            "cross-stitch": a SegNet a task; "rotograd": SegNet with a rotation a task.
+        tasks: By name, in their order.
+        pretrained: Whether the backbone has been trained on ImageNet (timm downloads it).
+        width: In (0, 1], for small machines: scales the channels of the pyramid of "resnet18", and
+            the filters of SegNet. "hrnet18" has one width.
         task_norm: Whether the trunk gets task-specific batch normalization.
 
     Raises:
-        ValueError: An argument is invalid.
+        ValueError: An argument does not fit.
 
     """
     if name not in NAMES:
@@ -51,7 +50,7 @@ def make_network(
     if pretrained and name not in _PRETRAINED:
         raise ValueError(f"pretrained must be False for {name!r}, got {pretrained!r}")
     if task_norm and name == "rotograd":
-        # RotoGrad's trunk runs once for all tasks.
+        # Its trunk runs once for all tasks.
         raise ValueError(f"task_norm must be False for 'rotograd', got {task_norm!r}")
     network: Network
     if name == "hrnet18":

@@ -1,8 +1,8 @@
 """Recon: Reducing Conflicting Gradients from the Root (Shi et al., ICLR 2023).
 
-Training starts with the shared network and counts conflicts with `opt.count_conflicts(S)`. The
-layers with the highest scores, `opt.conflicts().by_module().scores()`, then become task-specific,
-and training starts again.
+Training begins with the shared network and counts conflicts, `opt.count_conflicts(S)`. The layers
+with the highest scores, `opt.conflicts().by_module().scores()`, then become task-specific, and
+training starts anew.
 """
 
 import copy
@@ -14,21 +14,21 @@ import cs_kernels as cs
 from paper.network import Network
 
 LAYERS = 40
-"""The authors' number of layers that become task-specific."""
+"""As many of the highest scores as the authors take."""
 SHARE = 0.2
-"""The fraction of epochs in which conflicts are counted: 40 of 200, as in the authors' code."""
+"""The part of the epochs in which conflicts are counted: the authors' 40 of 200."""
 THRESHOLD = 0.0
-"""Two gradients conflict if their cosine is below this: S in S-conflict."""
+"""Two gradients conflict where their cosine is below it: S in S-conflict."""
 
 
 def choose(scores: Mapping[str, int], layers: int = LAYERS) -> list[str]:
     """The modules that become task-specific, the highest score first.
 
-    A module with score 0 is never chosen. Modules with equal scores keep the order of `scores`.
+    A module with score 0 is never taken. Equal scores go in the order of `scores`.
 
     Args:
-        scores: Scores by module of the trunk, from `opt.conflicts().by_module().scores()`.
-        layers: The maximum number of modules.
+        scores: By name of a module in the trunk: `opt.conflicts().by_module().scores()`.
+        layers: The largest number of modules.
 
     """
     ranked = sorted(scores, key=lambda name: -scores[name])
@@ -36,18 +36,18 @@ def choose(scores: Mapping[str, int], layers: int = LAYERS) -> list[str]:
 
 
 class TaskModule(cs.nn.TaskBatchNorm):
-    """One copy of a layer per task; only the active task's copy runs.
+    """One copy of a layer a task; only the active task's runs.
 
-    The layer need not be a normalization: `MultiTaskOptimizer.step`, `cs.nn.active_task` and
-    `cs.nn.extract_task` select the copy in the same way as a task's normalization.
+    Any layer will do, not only a normalization: `MultiTaskOptimizer.step`, `cs.nn.active_task` and
+    `cs.nn.extract_task` choose the copy as they choose the normalization of a task.
     """
 
 
 def specialize(network: Network, layers: Sequence[str], tasks: Sequence[str]) -> Network:
-    """Replaces layers of the trunk by one copy per task, in place.
+    """Replaces layers of the trunk by a copy for each task, in place.
 
-    Build the optimizer afterwards, because the copies have new parameters. The trunk then runs once
-    per task, with that task active.
+    Build the optimizer afterwards: the copies have new parameters. The trunk then runs once for
+    each task, which is active meanwhile.
 
     Args:
         network: The shared network.

@@ -11,14 +11,14 @@ from paper.segnet import SegNet, heads
 from paper.tasks import Task
 
 SIZE = 1024
-"""The rows of a rotation at width 1; two rotations take 8 MiB, as in the paper's table."""
+"""Rows of a rotation at width 1; two rotations take 8 MiB, as in the paper's table."""
 
 
 class Rotation(nn.Module):
-    """A learned rotation, initially the identity."""
+    """A learned rotation, at first the identity."""
 
     matrix: Tensor
-    """[size, size], the matrix exponential of a skew-symmetric matrix."""
+    """[size, size], the matrix exponential of a skew-symmetric one."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Rotation(nn.Module):
 
 
 def _rotated(maps: Tensor, matrix: Tensor) -> Tensor:
-    """Rotates the first entries of each flattened sample: [B, ...] -> the same shape."""
+    """Rotates the first entries of each sample, flattened: [B, ...] -> the same shape."""
     flat = maps.flatten(1)
     size = len(matrix)
     rotated = torch.cat([flat[:, :size] @ matrix.T, flat[:, size:]], 1)
@@ -35,31 +35,31 @@ def _rotated(maps: Tensor, matrix: Tensor) -> Tensor:
 
 
 class RotoGrad(Network):
-    """A network that rotates the shared feature z for each task: task k's head sees R_k z.
+    """A network that rotates the shared feature z for each task: its head sees R_k z.
 
-    `backward` computes the gradients of one step of the paper's algorithm. G_k is the gradient of
-    task k's loss with respect to z, for the whole batch, and G_k^0 is G_k in the first step.
+    `backward` computes the gradients of one step of the paper's algorithm. With G_k the gradient of
+    task k's loss with respect to z, for the whole batch, and G_k^0 that of the first step:
 
     - Scale: the trunk gets C sum_k U_k with U_k = G_k / ||G_k||. Here C = sum_k alpha_k ||G_k||,
       and alpha_k is the convergence ratio ||G_k|| / ||G_k^0|| over the sum of these ratios.
     - Rotate: R_k minimizes - sum_n <R_k^T g_nk, v_n>, where g_nk is the gradient of sample n with
-      respect to R_k z, and v_n = 1/K sum_k u_nk. Both are constants from this step, before any
+      respect to R_k z, and v_n = 1/K sum_k u_nk. Both are constants, from this step, before any
       parameter changes.
 
-    Heads get the unscaled gradients of their own losses. The authors' library differs in two
-    points: it measures the norms of G_k^0 again after 20 steps, and rotations minimize the batch
-    mean of ||R_k w_n - g_nk||^2, where w_n is v_n at the scale of the mean gradient. Since R_k is
-    orthogonal, the gradient is the same except for a factor.
+    Heads get the gradients of their own losses, not scaled. The authors' library differs in two
+    points: it takes the norms G_k^0 anew after 20 steps, and rotations minimize the batch mean of
+    ||R_k w_n - g_nk||^2, where w_n is v_n at the scale of the mean gradient. As R_k is orthogonal,
+    this is the same gradient but for a factor.
 
     Args:
         trunk: Returns the shared feature, a tensor [B, ...].
-        heads: The heads by task.
-        size: The number of entries of a sample's flattened feature that are rotated.
+        heads: By task.
+        size: How many entries of the flattened feature of a sample are rotated.
 
     """
 
     initial_norms: Tensor
-    """||G_k^0|| by task, NaN before the first step; in the state dict, for resumed runs."""
+    """||G_k^0|| by task, NaN before the first step; in the state dict, so a resumed run goes on."""
 
     def __init__(self, trunk: nn.Module, heads: Mapping[str, nn.Module], size: int) -> None:
         super().__init__(trunk, heads)
@@ -67,7 +67,7 @@ class RotoGrad(Network):
         self.register_buffer("initial_norms", torch.full((len(heads),), torch.nan))
 
     def predict(self, shared: Tensor, task: str, size: Sequence[int]) -> list[Tensor]:
-        """The predictions of one task from the rotated shared feature."""
+        """The predictions of one task from the shared feature, which is rotated first."""
         matrix: Tensor = self.rotation[task].matrix
         return super().predict(_rotated(shared, matrix.detach()), task, size)
 
@@ -76,7 +76,7 @@ class RotoGrad(Network):
     ) -> dict[str, Tensor]:
         """Sets `.grad` of trunk, heads and rotations for one optimizer step.
 
-        Previous gradients are discarded.
+        Gradients from before are forgotten.
 
         Args:
             picture: [B, 3, H, W].
@@ -111,7 +111,7 @@ class RotoGrad(Network):
 
     @torch.no_grad()
     def _scaled(self, gradients: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """The U_k of all tasks, and C."""
+        """U_k of each task, and C."""
         norms = torch.stack([gradient.norm() for gradient in gradients])
         norms = norms.clamp_min(torch.finfo(norms.dtype).tiny)
         first = self.initial_norms.isnan()

@@ -1,4 +1,4 @@
-"""Trains the runs of a table that have no result yet, several at a time."""
+"""Trains the runs of a table that have no result yet, several at once."""
 
 import json
 import multiprocessing
@@ -26,27 +26,27 @@ from paper.train import columns
 EXAMPLES = Path(__file__).parents[1]
 CONTEXT = multiprocessing.get_context("forkserver")
 ONE_THREAD = threading.Lock()
-"""`start` also polls the exit codes of other processes, and a code can be read only once."""
+"""`start` also asks for the exit codes of other processes, and a code can be read once only."""
 
 
 class FailedRunsError(RuntimeError):
-    """Runs failed in their processes; the message has the ends of their logs."""
+    """Runs have failed in their processes; the message has the ends of their logs."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """The folders of data sets and runs, and how to start runs."""
+    """Where data sets and runs are, and how runs are started."""
 
     data: Path
     runs: Path
     threads: int = 1
-    """The CPU threads of each process."""
+    """CPU threads of each process."""
     _fingerprints: dict[str, str] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def fingerprint(self, data: str) -> str:
-        """The fingerprint of a data set; its folders are listed only once."""
+        """The fingerprint of a data set, whose folders are listed once."""
         if data not in self._fingerprints:
             self._fingerprints[data] = fingerprint(data, self.data)
         return self._fingerprints[data]
@@ -56,12 +56,12 @@ class Place:
         return self.runs / run.name
 
     def is_done(self, run: Run) -> bool:
-        """Whether a run has a result.
+        """Whether it has a result.
 
         Raises:
-            FileNotFoundError: The data is missing.
-            ValueError: The folder has a checkpoint or a result that is damaged, or that belongs to
-                other settings or other data.
+            FileNotFoundError: The data are missing.
+            ValueError: The folder has a checkpoint or a result of other settings or other data, or
+                a damaged one.
 
         """
         folder = self.folder(run)
@@ -87,11 +87,11 @@ class Place:
         return result.exists()
 
     def train(self, run: Run, gpu: str | None = None) -> float:
-        """Trains a run in a separate process that writes to log.txt; returns the seconds.
+        """Trains it in a process of its own, with its output in log.txt; the seconds it took.
 
         Args:
             run: A run without a result.
-            gpu: The only GPU that the process sees, as in CUDA_VISIBLE_DEVICES; None for all.
+            gpu: The only one that the process sees, as in CUDA_VISIBLE_DEVICES; None: all.
 
         Raises:
             RuntimeError: The process failed.
@@ -115,7 +115,7 @@ class Place:
                 ended = subprocess.run([sys.executable, *command], stdout=file, stderr=file)
             code = ended.returncode
         else:
-            # The fork server has imported the modules, which takes longer than a small run.
+            # Its modules are already imported, which takes longer than a small run.
             process = CONTEXT.Process(target=_train_here, args=(arguments, log, self.threads, gpu))
             with ONE_THREAD:
                 process.start()
@@ -140,25 +140,25 @@ def _train_here(arguments: list[str], log: Path, threads: int, gpu: str | None) 
 
 
 def missing(parts: list[Part], place: Place) -> list[Run]:
-    """The runs without a result, each once, after the runs that they need.
+    """The runs without a result, each once, after those that they need.
 
     Raises:
-        FileNotFoundError: The data is missing.
+        FileNotFoundError: The data are missing.
         ValueError: As `Place.is_done`.
 
     """
     for data in {part.data for part in parts}:
-        place.fingerprint(data)  # Fails here if data is missing, before any run starts.
+        place.fingerprint(data)  # Before any run is started.
     runs = dict.fromkeys(run for part in parts for run in part.runs())
     needed = dict.fromkeys(run.needs() for run in runs if run.needs() is not None)
     return [run for run in {**needed, **runs} if not place.is_done(run)]
 
 
 def run_all(runs: list[Run], place: Place, jobs: int, console: Console) -> None:
-    """Trains runs, `jobs` at once; runs that need another run's conflicts are trained last.
+    """Trains them, `jobs` at once; those that need another's conflicts after all others.
 
     Raises:
-        FailedRunsError: A run failed; all other runs have been trained.
+        FailedRunsError: One has failed; the others have been trained.
 
     """
     os.environ["OMP_NUM_THREADS"] = str(place.threads)
@@ -194,7 +194,7 @@ def run_all(runs: list[Run], place: Place, jobs: int, console: Console) -> None:
                     else:
                         console.print(f"{started[future].name}: {future.result():.0f} s")
             except BaseException:
-                # After Ctrl-C, no further run starts.
+                # Runs that have not begun do not begin after Ctrl-C.
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
     if failures:

@@ -1,4 +1,4 @@
-"""SegNet with one head per task: the network of the Cityscapes experiments.
+"""SegNet, with one head a task: the network of the experiments with Cityscapes.
 
 Badrinarayanan et al., "SegNet: A Deep Convolutional Encoder-Decoder Architecture for Image
 Segmentation", 2017, in the split form of Liu et al., "End-to-End Multi-Task Learning with
@@ -15,10 +15,10 @@ from paper.tasks import Task
 
 FILTERS = (64, 128, 256, 512, 512)
 CONVOLUTIONS = (2, 2, 3, 3, 3)
-"""The convolutions in each stage's block, in both encoder and decoder."""
+"""In the block of each stage, of the encoder as of the decoder."""
 PUBLISHED_EXTRAS = 3
-"""The published network has this many scalars that no output uses, the logarithms of loss weights.
-The paper's count of 95.43 MiB is the same with and without them."""
+"""Scalars of the published network that no output uses, logarithms of loss weights. The paper's
+count of 95.43 MiB is the same with and without them."""
 
 
 def _block(inputs: int, channels: int, convolutions: int) -> nn.Sequential:
@@ -54,13 +54,13 @@ class SegNet(nn.Module):
         _initialize(self)
 
     def encode(self, maps: Tensor, stage: int) -> tuple[Tensor, Tensor]:
-        """Runs one stage of the encoder; returns pooled maps, and the indices of the maxima."""
+        """One stage of the encoder, from 0: its pooled maps, and the indices of the maxima."""
         pooled, indices = functional.max_pool2d(self.encoder[stage](maps), 2, return_indices=True)
         return pooled, indices
 
     def decode(self, maps: Tensor, indices: Tensor, stage: int) -> Tensor:
-        """Runs one stage of the decoder, which puts maps back where the maxima were."""
-        # Does the same as max_unpool2d, which has no deterministic implementation in torch.
+        """One stage of the decoder, from 0, which puts maps back where the maxima were."""
+        # As max_unpool2d, for which torch has no deterministic implementation.
         height, width = maps.shape[-2:]
         empty = maps.new_zeros(*maps.shape[:2], 4 * height * width)
         unpooled = empty.scatter(2, indices.flatten(2), maps.flatten(2))
@@ -68,7 +68,7 @@ class SegNet(nn.Module):
         return decoded
 
     def forward(self, maps: Tensor) -> Tensor:
-        """Runs all five stages of the encoder, then of the decoder."""
+        """Five stages down, and five up."""
         places = []
         for stage in range(len(self.encoder)):
             maps, indices = self.encode(maps, stage)
@@ -86,19 +86,19 @@ class Head(nn.Sequential):
         _initialize(self)
 
     def forward(self, maps: Tensor) -> list[Tensor]:
-        """The final prediction, in a list of one."""
+        """The final prediction, alone in a list."""
         return [super().forward(maps)]
 
 
 def heads(inputs: int, tasks: Mapping[str, Task]) -> dict[str, Head]:
-    """One head per task."""
+    """A head for each task."""
     return {name: Head(inputs, task.channels) for name, task in tasks.items()}
 
 
 def make_segnet(tasks: Mapping[str, Task], width: float = 1.0) -> Network:
     """One SegNet for all tasks.
 
-    With 7 + 1 outputs, it has 25,017,672 parameters, as many as the published network without
+    With 7 + 1 outputs it has 25,017,672 parameters: the published one without its
     `PUBLISHED_EXTRAS`.
     """
     trunk = SegNet(width)

@@ -1,7 +1,7 @@
-"""A small real data set in the layout of each archive, from the demo's stereo photograph.
+"""A small real data set in the layout of each archive, from the stereo photograph of the demo.
 
-It is not a substitute for the paper's data. It lets a whole experiment run with targets that were
-measured rather than drawn at random. `stereo.py` describes their origin.
+It is no substitute for the data of the paper: it lets the whole of an experiment run, with targets
+that were measured and not drawn at random. `stereo.py` says where they come from.
 """
 
 import json
@@ -22,14 +22,14 @@ from paper.datasets import DATASETS, FOLDERS, IGNORE, NORMALS_CLASSES, PARTS, PE
 BANDS = 6
 SHORT_SIDE = 128
 UNKNOWN_CLASS = 360
-"""The sky, a class of PASCAL-Context without valid normals."""
+"""A class of PASCAL-Context without valid normals: the sky."""
 BOTTLE = 5
 MOST_DISPARITY = 60 / DISPARITY_SCALE
-"""A bound; the photograph's disparity is at most 59.9 pixels."""
+"""The photograph has up to 59.9 pixels."""
 COLUMNS = {"train": (slice(0, 230), slice(510, 740)), "val": (slice(250, 490),)}
-"""Parts of the photograph; the columns between them keep the targets' filters apart."""
+"""Parts of the photograph; the columns between them separate the filters of the targets."""
 VERSION = 2
-"""Changes whenever the same settings write different files."""
+"""Another number when the same settings write other files."""
 
 
 @dataclass
@@ -39,17 +39,17 @@ class _Maps:
     picture: np.ndarray
     """uint8"""
     disparity: np.ndarray
-    """Disparity in pixels divided by 32; 0 where unknown."""
+    """In pixels divided by 32; 0 where unknown."""
     band: np.ndarray
-    """From 0, the farthest, to 5, the nearest; -1 where disparity is unknown."""
+    """0, the farthest, to 5, the nearest; -1 where disparity is unknown."""
     normals: np.ndarray
-    """Unit normals; 0 where unknown."""
+    """0 where unknown."""
     edge: np.ndarray
     low: np.ndarray
     """Whether a pixel is in the lowest fifth of the photograph."""
 
     def crop(self, top: int, left: int, side: tuple[int, int], size: tuple[int, int]) -> "_Maps":
-        """A part of `side` pixels, reduced to `size`; the picture is filtered, maps are sampled."""
+        """A part of `side` pixels, reduced to `size`: the picture filtered, the maps sampled."""
         part = (slice(top, top + side[0]), slice(left, left + side[1]))
         rows = nearest(0, side[0], size[0], side[0])
         columns = nearest(0, side[1], size[1], side[1])
@@ -61,32 +61,32 @@ class _Maps:
 def make_small(
     root: Path, name: str, *, train: int = 32, val: int = 12, size: tuple[int, int] = (64, 64)
 ) -> None:
-    """Writes a small data set that `open_dataset(name, root, ...)` opens.
+    """Write a small data set that `open_dataset(name, root, ...)` opens.
 
-    The crops have the proportions of `size` and a short side of 128 pixels, or less if the part of
-    the photograph is narrower. Training crops come from its two sides in turn, evaluation crops
-    from its middle. A second call with the same settings changes nothing. Disparity, in pixels
-    divided by 32, is divided into six bands of equal area. The targets are
+    The crops have the proportions of `size` and a short side of 128 pixels, or less where the part
+    of the photograph is narrower. Training crops are from its two sides in turn, the others from
+    its middle. A second call with the same settings changes nothing. Disparity, in pixels divided
+    by 32, is divided into six bands of equal area; the targets are
 
-    - nyud: depth is the disparity itself, which is not in metres and grows towards the camera;
-      classes are the bands; normals and edges are the demo's;
-    - pascal: classes are the bands, with the farthest as background; the two nearest bands are
-      salient; "human parts" are six directions of the nearest band's slope, with none in every
-      fourth picture and where that band is absent; normals are the demo's; edges are between the
-      bands and around unknown pixels;
-    - cityscapes: classes are the bands, and one class for the lowest fifth of the photograph;
-      inverse depth is the disparity, scaled to [0, 0.5].
+    - nyud: as depth the disparity itself, which is not metres and grows towards the camera; as
+      classes the bands; normals and edges as the demo has them;
+    - pascal: as classes the bands, with the farthest as background; as salient the two nearest
+      bands; as "human parts" six directions of the slope of the nearest band, none in every fourth
+      picture and where that band is absent; normals; edges between the bands and around what is
+      unknown;
+    - cityscapes: as classes the bands, and one for the lowest fifth of the photograph; as inverse
+      depth the disparity, scaled to [0, 0.5].
 
     Args:
         root: The folder in which the data set's folder is made.
         name: "nyud", "pascal" or "cityscapes".
         train: The number of training pictures.
-        val: The number of evaluation pictures.
-        size: The height and width of the pictures.
+        val: The number of pictures for evaluation.
+        size: Their height and width.
 
     Raises:
         FileExistsError: The folder exists and was not written with these settings.
-        ValueError: The name is none of the three, or a number is not positive.
+        ValueError: The name is none of these, or a number is not positive.
 
     """
     if name not in DATASETS:
@@ -98,7 +98,7 @@ def make_small(
     if _exists(folder, settings):
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # No reader looks for this name, and an interrupted write leaves nothing else behind.
+    # A name that no reader looks for; an interrupted write leaves nothing else behind.
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         whole = temporary / folder.name
@@ -162,7 +162,7 @@ def _measure() -> _Maps:
         np.where(scanned, disparity, 0),
         np.where(scanned, np.searchsorted(limits, disparity), -1),
         np.where(normals != IGNORE, normals, 0),
-        # The file cannot mark unknown pixels, so they count as pixels without edges.
+        # The file has no label for unknown: edges are marked where they are known.
         scene.targets["edges"][0].numpy() == 1,
         low,
     )
@@ -219,7 +219,7 @@ def _write_pascal(folder: Path, split: str, index: int, number: int, maps: _Maps
 
 
 def _slopes(maps: _Maps, mask: np.ndarray) -> list[tuple[str, np.ndarray]]:
-    """Divides the mask by slope direction into six sectors, with one part name per group."""
+    """Parts of the mask by the direction of the slope, in six sectors; one part of each group."""
     names = {group: part for part, group in PARTS.items()}
     angle = np.arctan2(maps.normals[..., 1], maps.normals[..., 0])  # In [-pi, pi].
     sector = np.clip(np.floor((angle + np.pi) / (2 * np.pi) * 6), 0, 5).astype(int) + 1
@@ -232,7 +232,7 @@ def _slopes(maps: _Maps, mask: np.ndarray) -> list[tuple[str, np.ndarray]]:
 
 
 def _structs(fields: tuple[str, ...], rows: list[tuple[object, ...]]) -> np.ndarray:
-    """A structured array [1, rows], as `savemat` expects."""
+    """A structure array [1, rows], as `savemat` takes it."""
     return np.array([rows], [(field, object) for field in fields])
 
 

@@ -1,4 +1,4 @@
-"""Makes the paper's tables and figures from folders of runs, next to the published numbers."""
+"""From folders of runs to the paper's tables and figures, the paper's numbers beside ours."""
 
 import json
 import statistics
@@ -29,7 +29,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one row with one seed; for the single-task row, of all its networks."""
+    """One row with one seed; of the single-task row, all its networks."""
 
     metrics: Values
     delta: float
@@ -39,11 +39,11 @@ class Result:
 
     @property
     def loss(self) -> float:
-        """The mean over tasks of the last epoch's unweighted training losses."""
+        """The mean over the tasks of the last epoch's training losses, unweighted."""
         return statistics.mean(self.history[-1]["losses"].values())
 
     def losses(self) -> dict[str, list[float]]:
-        """The training losses by task and epoch."""
+        """By task, over the epochs."""
         return {task: [epoch["losses"][task] for epoch in self.history] for task in self.tasks}
 
 
@@ -86,7 +86,7 @@ def _read(run: Run, folder: Path) -> dict[str, Any]:
 
 
 def table_rows(part: Part, found: Found) -> tuple[list[str], list]:
-    """Headings, and two rows per method: ours, then the paper's."""
+    """Headings and rows, two a method: ours, then the paper's."""
     head = ["method", "", *(measure.title for measure in part.measures)]
     head += ["Δm %↑"]
     digits = [measure.digits for measure in part.measures] + [2]
@@ -108,7 +108,7 @@ def table_rows(part: Part, found: Found) -> tuple[list[str], list]:
         rows.append(row)
         printed = PUBLISHED[part.published].get(name)
         if printed is not None:
-            # Delta_m is printed with its sign, as in our rows.
+            # The sign of Delta_m is printed as in our rows.
             at = len(part.measures)
             texts = [
                 f"{value:{'+' if i == at else ''}.{digits[i]}f}" for i, value in enumerate(printed)
@@ -118,7 +118,7 @@ def table_rows(part: Part, found: Found) -> tuple[list[str], list]:
 
 
 def describe(run: Run, *, small: bool) -> str:
-    """The differences from the published settings, for the head of a table."""
+    """The difference from the published settings, for the head of a table."""
     parts = []
     if small:
         parts.append(
@@ -158,13 +158,13 @@ def write(
     """Prints all parts of a table, and writes them and its figures to `out`.
 
     Args:
-        name: The name of the table.
-        parts: All or some of its parts.
+        name: The table.
+        parts: Its parts, or some of them.
         folder: The folder of all runs.
-        out: The folder of the written files.
-        console: The console on which to print the table.
-        small: Whether the data is the small set.
-        stem: The name of the file without its suffix; by default, the name of the table.
+        out: The folder of the files.
+        console: Where it is printed.
+        small: Whether the data are the small set.
+        stem: The name of the file, without its ending; that of the table by default.
 
     """
     text = ""
@@ -189,7 +189,7 @@ def write(
 def write_time(
     rows: Mapping[str, float], part: Part, out: Path, console: Console, *, small: bool
 ) -> None:
-    """Prints and writes the table of seconds per epoch."""
+    """The table of seconds an epoch."""
     head = ["", *rows]
     printed = PUBLISHED["time"]
     lines = [
@@ -206,26 +206,26 @@ def write_time(
 
 
 def correlation(result: Result) -> float:
-    """The correlation of two tasks' loss changes between epochs, averaged over pairs of tasks."""
+    """The mean over pairs of tasks of the correlation of the losses' changes between epochs."""
     matrix = plots.loss_correlation(result.losses())
     return float(np.mean([matrix[i, j] for i, j in combinations(range(len(matrix)), 2)]))
 
 
 def shares(epoch: Mapping[str, Any]) -> np.ndarray:
-    """The percentage of channels for which each task has priority."""
+    """The percentage of channels with each task as their top-priority task."""
     total = np.array(list(epoch["shares"].values())).sum(0)
     return 100 * total / total.sum()
 
 
 def _compared(ours: Mapping[int, float], others: Mapping[int, float]) -> str:
-    """The mean difference, its deviation, and the number of seeds in which it is positive."""
+    """Mean difference, its deviation, and in how many seeds it is positive."""
     differences = [ours[seed] - others[seed] for seed in ours]
     wins = sum(difference > 0 for difference in differences)
     return f"{cell(differences, 2, '+')}, higher in {wins} of {len(differences)} seeds"
 
 
 def findings(name: str, parts: list[Part], results: list[Found]) -> Iterator[str]:
-    """Our results on the paper's claims about a table."""
+    """The paper's claims about a table, as they come out here."""
     if name in ("nyud", "pascal", "cityscapes"):
         yield from _found_of_methods(results[0], losses=name != "cityscapes")
     elif name == "ablation":
@@ -285,7 +285,7 @@ def _found_of_phases(found: Found) -> Iterator[str]:
 
 
 def _moved(history: list[dict[str, Any]]) -> float:
-    """The mean net percentage of channels whose priority moves to another task per epoch."""
+    """The mean percentage of channels that change hands between tasks from epoch to epoch, net."""
     steps = [np.abs(shares(b) - shares(a)).sum() / 2 for a, b in pairwise(history)]
     return float(np.mean(steps)) if steps else 0.0
 
@@ -318,7 +318,7 @@ def _found_of_orders(found: Found) -> Iterator[str]:
 
 
 def _draw(name: str, parts: list[Part], results: list[Found], out: Path) -> None:
-    """Draws the paper's figures into the table's folder; most show the first seed."""
+    """The paper's figures of the first seed, beside the table."""
     tasks, title = list(TASKS[parts[0].data]), parts[0].title
     first = {row: next(iter(seeds.values())) for row, seeds in results[0].items() if row != SINGLE}
     runs = {

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 IGNORE = 255
-"""Marks unknown pixels in every target, which count in no loss and no metric."""
+"""In every target, where it is unknown: no loss, no metric."""
 
 Kind = Literal["classes", "depth", "normals", "edges", "saliency"]
 
@@ -13,8 +13,8 @@ Kind = Literal["classes", "depth", "normals", "edges", "saliency"]
 class Task:
     """One output of the network.
 
-    A target of kind "classes" is int64 [H, W]. All other targets are float32 [channels, H, W]:
-    depth in the data set's unit, unit normals, and edges and saliency as 0 or 1.
+    A target of kind "classes" is int64 [H, W]; the others are float32 [channels, H, W]: depth in
+    the data set's unit, unit normals, edges and saliency as 0 or 1.
     """
 
     kind: Kind
@@ -22,7 +22,7 @@ class Task:
     weight: float = 1.0
     """The loss weight in the tables with weights tuned by hand."""
     edge_weight: float | None = None
-    """The weight of pixels on edges; all other pixels have 1 minus this weight."""
+    """The weight of the pixels on edges; the others have 1 minus it."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Measure:
 
     @property
     def title(self) -> str:
-        """The heading of the column, with a star if the metric counts."""
+        """The heading of its column, with a star where it counts."""
         name, arrow = self.heading[:-1], self.heading[-1]
         return f"{name}{'*' if self.counts else ''}{arrow}"
 
@@ -54,7 +54,7 @@ ANGLES = [
 ]
 
 TASKS: dict[str, dict[str, Task]] = {
-    # Tasks are in the order of Phase 1 in the paper's main results.
+    # The order of the paper's main results in Phase 1.
     "nyud": {
         "semseg": Task("classes", 40),
         "depth": Task("depth", 1),
@@ -98,4 +98,4 @@ MEASURES: dict[str, list[Measure]] = {
         Measure("depth", "abs_rel", "rel err↓", 2, lower=True, counts=True),
     ],
 }
-"""The columns of the paper's tables, in order. Edges have a loss but no metric."""
+"""The columns of the paper's tables, in their order. Edges have a loss and no metric."""

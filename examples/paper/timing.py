@@ -1,4 +1,4 @@
-"""Measures a run's seconds per step and per epoch on this machine."""
+"""Seconds a step and an epoch of a run, measured on this machine."""
 
 import statistics
 import tempfile
@@ -15,12 +15,11 @@ from paper.runner import Place
 from paper.train import Training
 
 ROWS = tuple(PUBLISHED["time"])
-"""The columns of the paper's table of training times."""
+"""Columns of the paper's table of training times."""
 STEPS = 14
-"""The steps of each run in that table; the first two are not counted."""
+"""Steps of each row of that table; the first two are not counted."""
 SIDES = (64, 192)
-"""The sides of the pictures on which `estimate` times steps; published sizes take minutes on a
-CPU."""
+"""Of the pictures that `estimate` times steps on: the published sizes take minutes on a CPU."""
 
 
 def _timed_step(training: Training, batch: dict[str, torch.Tensor]) -> float:
@@ -40,13 +39,13 @@ def _start(run: Run, folder: str, data: Path) -> Training:
 
 
 def timed_runs(part: Part) -> list[Run]:
-    """One run per method on one network."""
+    """A run of each method on one network."""
     example = next(run for run in part.runs() if run.row == "GD")
     return [replace(example, row=row) for row in ROWS]
 
 
 def time_rows(part: Part, data: Path, steps: int = STEPS) -> dict[str, float]:
-    """Seconds per epoch of each method on one network, from the median of steps in turns."""
+    """Seconds an epoch of each method on one network: the median of steps that take turns."""
     with tempfile.TemporaryDirectory() as folder:
         trainings = {run.row: _start(run, folder, data) for run in timed_runs(part)}
         first = next(iter(trainings.values()))
@@ -73,10 +72,10 @@ def _random_batch(
 
 
 def _step_seconds(training: Training, threads: int) -> float:
-    """An estimate of the seconds of one step of a run.
+    """About the seconds of one step of a run.
 
-    On a CPU, a step takes a fixed time, plus a time per pixel. Only one thread is timed, because
-    the CPU time of several threads includes their waiting.
+    On a CPU, a step takes some time whatever the pictures, and some for each pixel. One thread is
+    timed, as the processor's time of several has their waiting in it.
     """
     pictures, size = training.settings.batch, training.train_set.size
     if training.device.type == "cuda":
@@ -91,7 +90,7 @@ def _step_seconds(training: Training, threads: int) -> float:
 
 
 def _processor_seconds(training: Training, side: int) -> float:
-    """The CPU seconds of a step on one square picture, which other processes do not affect."""
+    """Of a step on one square picture, as if the machine had no other work."""
     batch = _random_batch(training, 1, (side, side))
     start = time.process_time()
     training.step(batch)
@@ -99,7 +98,7 @@ def _processor_seconds(training: Training, side: int) -> float:
 
 
 def _kind(run: Run) -> tuple[object, ...]:
-    """A key that is equal for runs whose steps make the same forward and backward passes."""
+    """Equal for runs whose steps have the same forward and backward passes."""
     by_task = run.task_norm or run.how.recon
     return run.data, run.network, run.how.network, len(run.tasks), by_task
 
@@ -107,16 +106,17 @@ def _kind(run: Run) -> tuple[object, ...]:
 def estimate(
     runs: Sequence[Run], place: Place, jobs: int, console: Console, steps: int | None = None
 ) -> None:
-    """Prints an estimate of the training time with one process per run, by kind of run.
+    """Prints about how long training takes in one process a run, by kinds of runs.
 
-    Pictures are not read. Evaluation and the finished epochs of interrupted runs are ignored.
+    Pictures are not read. Evaluation, and epochs that interrupted runs have behind them, are not
+    considered.
 
     Args:
         runs: The runs to train.
-        place: The folders of data and runs.
-        jobs: The number of runs that are trained at once.
-        console: Gets one line per kind.
-        steps: The steps of a run; by default, the steps of all its epochs.
+        place: Where their data are.
+        jobs: How many runs are trained at once.
+        console: Gets a line for each kind.
+        steps: The steps of a run; by default, those of all its epochs.
 
     """
     total = 0.0
@@ -125,8 +125,8 @@ def estimate(
         kinds.setdefault(_kind(run), []).append(run)
     for alike in kinds.values():
         run = alike[0]
-        # Recon's layers are not known yet, but "Mixed" makes the same passes. Pretrained weights
-        # would be downloaded, and compilation takes minutes.
+        # Recon's layers are not known yet, but ours has the same passes. Weights for the backbone
+        # would be downloaded, and compiling takes minutes.
         settings = replace(run.settings, pretrained=False, compile=False, workers=0)
         timed = replace(run, row="Mixed" if run.how.recon else run.row, settings=settings)
         with tempfile.TemporaryDirectory() as folder:

@@ -1,11 +1,10 @@
 """Trains one network: `python -m paper.train FOLDER --data ROOT`, also under torchrun.
 
-FOLDER contains the run as `run.json`, and receives
+FOLDER has the run as `run.json`, and gets
 
-- `checkpoint.pt` after every epoch; a training that resumes from it ends with the same bits as an
-  uninterrupted one;
-- `tensorboard/`: losses, task weights, conflicts, priority shares, and metrics;
-- `result.json` at the end: metrics, the history by epoch, the number of parameters, and seconds.
+- `checkpoint.pt` after every epoch: training goes on from it, to the same bits as without a break;
+- `tensorboard/`: losses, task weights, conflicts and shares of priority, metrics;
+- `result.json` at the end: metrics, the history by epoch, the number of parameters, seconds.
 """
 
 import argparse
@@ -45,11 +44,11 @@ from paper.networks import make_network
 from paper.tasks import IGNORE, TASKS, Task
 
 LOG_EVERY = 20
-"""The interval, in steps, of reports in TensorBoard."""
+"""Steps between reports in TensorBoard."""
 
 
 def make_weighting(name: str, tasks: Mapping[str, Task], device: torch.device) -> cs.Weighting:
-    """One of the paper's four weightings (appendix C)."""
+    """One of the paper's four (appendix C)."""
     if name == "tuned":
         return cs.FixedWeights({name: task.weight for name, task in tasks.items()})
     if name == "dwa":
@@ -64,7 +63,7 @@ def make_weighting(name: str, tasks: Mapping[str, Task], device: torch.device) -
 
 
 def make_schedule(name: str, epochs: int, seed: int) -> cs.Schedule:
-    """The schedule of a row."""
+    """The phases of a row."""
     if name == "phase 1":
         return cs.Sequential()
     if name == "switch":
@@ -73,17 +72,17 @@ def make_schedule(name: str, epochs: int, seed: int) -> cs.Schedule:
 
 
 class Training:
-    """The training of one network, which continues from its last checkpoint.
+    """The training of one network, from its last checkpoint on.
 
     Args:
         run: The run to train.
-        folder: The folder for checkpoints, logs and the result.
+        folder: Receives checkpoints, logs and the result.
         root: The folder that contains the data sets.
-        conflicts: For Recon, the modules' scores in the run whose conflicts this run needs.
+        conflicts: For Recon: the modules' scores in the run that it builds on.
 
     Raises:
-        ValueError: The run needs another number of processes, the batch is larger than the data
-            set, or the run needs conflicts and has none.
+        ValueError: The run does not fit the number of processes, the batch is larger than the data,
+            or the run needs conflicts and has none.
 
     """
 
@@ -103,11 +102,11 @@ class Training:
             )
         torch.manual_seed(run.seed)
         self.tasks = {task: TASKS[run.data][task] for task in run.tasks}
-        """The tasks in the order of Phase 1."""
-        # Ranks compare their labels on the CPU, where loaders put batches, without the GPU.
+        """In the order of Phase 1."""
+        # A loader's batch on the processor tells every rank who has labels, without the GPU.
         self.hosts = dist.new_group(backend="gloo") if self.ranks > 1 else None
         self.data = fingerprint(run.data, root)
-        """The data set's fingerprint, stored in checkpoints and in the result."""
+        """Kept in checkpoints and the result: they are of these data."""
         self._make_network(conflicts)
         self._make_optimizer()
         self._make_loaders(root)
@@ -120,7 +119,7 @@ class Training:
         run, how = self.run, self.run.how
         network = make_network(
             how.network or run.network,
-            # The order does not depend on Phase 1's, so that initial weights are the same.
+            # In the same order whatever that of Phase 1, so that initial weights are the same.
             {name: task for name, task in TASKS[run.data].items() if name in self.tasks},
             pretrained=self.settings.pretrained,
             width=self.settings.width,
@@ -134,12 +133,12 @@ class Training:
             network = recon.specialize(network, recon.choose(conflicts), list(self.tasks))
         self.network = network.to(self.device)
         self.has_copies = run.task_norm or how.recon
-        """Whether layers of the trunk have one copy per task."""
+        """Whether layers of the trunk have a copy a task."""
         # With one task, `step` also averages the statistics of its head over the ranks.
         self.by_task = self.has_copies or len(self.tasks) == 1
-        """Whether every task needs its own forward pass."""
+        """Whether every task takes a forward pass of its own."""
         if self.settings.compile:
-            # Each task, training and evaluation, and a smaller last batch need separate graphs.
+            # A graph for each task, training and evaluation, and for a smaller last batch.
             torch._dynamo.config.recompile_limit = 4 * len(self.tasks) + 4
             self.network.run_trunk = torch.compile(self.network.trunk)
 
@@ -179,7 +178,7 @@ class Training:
         elif self.ranks > 1 or settings.amp:
             raise ValueError(f"{run.row} runs in one process, without mixed precision")
         self.counted_epochs = 0
-        """The number of first epochs in which conflicts are counted for Recon."""
+        """The first epochs of a run in which conflicts are counted for Recon."""
         if how.method is cs.Sum and how.options.get("separate") and not how.recon:
             self.counted_epochs = max(1, round(recon.SHARE * settings.epochs))
 
@@ -188,8 +187,8 @@ class Training:
         self.train_set = open_dataset(
             run.data, root, "train", size=settings.size, augment=True, seed=run.seed
         )
-        # An epoch has the same order on any number of ranks. Seeds are far apart because the
-        # sampler adds the epoch to its seed, so neighbouring seeds would share orders.
+        # An epoch has the same order on any number of ranks. The sampler adds the epoch to its
+        # seed: neighbouring seeds would share their orders.
         self.sampler = DistributedSampler(
             self.train_set, self.ranks, self.rank, seed=1_000_003 * run.seed, drop_last=True
         )
@@ -197,7 +196,7 @@ class Training:
             "num_workers": settings.workers,
             "persistent_workers": settings.workers > 0,
             "pin_memory": self.device.type == "cuda",
-            # Workers' seeds must not come from torch's default generator, which training uses.
+            # Seeds of workers: not from torch's own generator, which belongs to the training.
             "generator": torch.Generator(),
         }
         batch = settings.batch // self.ranks
@@ -213,7 +212,7 @@ class Training:
         self.val_loader = DataLoader(part, batch, **options)
 
     def train(self, progress: Progress | None = None) -> dict[str, Any]:
-        """Trains the remaining epochs; returns the result, and writes it to `result.json`."""
+        """All epochs that are left; the result, also in `result.json`."""
         steps = len(self.loader)
         bar = None
         if progress is not None:
@@ -272,7 +271,7 @@ class Training:
             self._log(writer, record)
 
     def step(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Makes a step with the tasks for which the batch has labels; returns detached losses."""
+        """One step on the tasks that the batch has labels for; their losses, detached."""
         labelled = [task for task in self.tasks if bool((batch[task] != IGNORE).any())]
         if not self._anywhere(bool(labelled)):
             return {}
@@ -301,7 +300,7 @@ class Training:
         return losses
 
     def _anywhere(self, here: bool) -> bool:
-        """Whether `here` is true on any rank."""
+        """Whether it is true on any rank."""
         if self.hosts is None:
             return here
         found = torch.tensor(here, dtype=torch.int32)
@@ -318,9 +317,9 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """The metrics of every task on the whole evaluation set, pooled over the ranks.
+        """The metrics of every task on the whole of the evaluation part, pooled over the ranks.
 
-        All metrics of a task are NaN if a prediction is not finite, or if no target is known.
+        All metrics of a task are NaN if a prediction is not finite, or nothing is known.
         """
         self.network.eval()
         diverged = dict.fromkeys(self.tasks, torch.zeros((), dtype=torch.bool, device=self.device))
@@ -346,7 +345,7 @@ class Training:
         return result
 
     def _shares(self) -> dict[str, list[int]]:
-        """By layer, the number of channels for which each task has priority."""
+        """By layer, the channels with each task as their top-priority task."""
         if self.opt is None or not isinstance(self.opt.method, cs.ConnectionStrength):
             return {}
         return {
@@ -396,7 +395,7 @@ class Training:
             return
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # The reader raises many kinds of errors for a damaged file.
+        except Exception as error:  # The reader has many errors for a damaged file.
             raise ValueError(f"{path} cannot be read: delete it to begin anew") from error
         if state["data"] != self.data:
             raise ValueError(
@@ -411,7 +410,7 @@ class Training:
         torch.set_rng_state(state["random"])
 
     def _write_conflicts(self) -> None:
-        """Writes the conflict scores, and stops counting."""
+        """Ends counting."""
         scores = self.opt.conflicts().by_module().scores()
         self.opt.count_conflicts(None)
         if self.rank == 0:
@@ -445,7 +444,7 @@ def _place() -> tuple[int, int, torch.device]:
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        # The timeout covers an evaluation and a checkpoint, during which ranks wait.
+        # Ranks wait for each other through an evaluation and a checkpoint.
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=1))
     return dist.get_rank(), dist.get_world_size(), device
@@ -474,7 +473,7 @@ def _end_with(process: int) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains the run in a folder; arguments come from the command line by default."""
+    """Trains the run in a folder; the arguments are those of the command line by default."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -482,7 +481,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder of the data sets")
     parser.add_argument("--conflicts", type=Path, help="for Recon: conflicts.json of another run")
     parser.add_argument(
-        "--ends-with", type=int, help="the id of a process; this one ends when it ends"
+        "--ends-with", type=int, help="a process: when it ends, however, so does this one"
     )
     options = parser.parse_args(arguments)
     if options.ends_with is not None:

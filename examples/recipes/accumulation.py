@@ -1,6 +1,6 @@
 """Gradient accumulation: surgery happens once, on the gradients of all micro-batches.
 
-In float64, parameters and running statistics agree with a plain loop's to 1e-12.
+In float64, parameters and running statistics equal those of a plain loop to 1e-12.
 """
 
 from functools import partial
@@ -15,12 +15,12 @@ MICRO_BATCHES = 2
 
 
 def batch_loss(network: Network, images: Tensor, targets: dict[str, Tensor], task: str) -> Tensor:
-    """The loss of a micro-batch, divided so that the sum over micro-batches is their mean."""
+    """The loss of a micro-batch, divided so that the sum over them is their mean."""
     return loss_of(task, network(images, task), targets[task]) / MICRO_BATCHES
 
 
 def train(epochs: int = 4) -> tuple[Network, list]:
-    """Trains with task-specific normalization: `step` takes one closure per micro-batch."""
+    """With task-specific normalization: a list of closures, one for each micro-batch."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
@@ -31,7 +31,7 @@ def train(epochs: int = 4) -> tuple[Network, list]:
         opt.start_epoch(epoch)
         batches = make_batches(6)
         for first in range(0, len(batches), MICRO_BATCHES):
-            # Use partial, because lambdas in a loop would all see the last micro-batch.
+            # By partial: lambdas in a loop would all see the last micro-batch.
             closures = [
                 partial(batch_loss, network, images, targets)
                 for images, targets in batches[first : first + MICRO_BATCHES]
@@ -41,7 +41,7 @@ def train(epochs: int = 4) -> tuple[Network, list]:
 
 
 def train_unnormalized(epochs: int = 4) -> tuple[Network, list]:
-    """Trains without it: one forward pass for all tasks, `update=False` until the last one."""
+    """Without it: one forward pass for all tasks, and `update=False` until the last one."""
     network = make_network(normalized=False)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, cs.PCGrad())

@@ -1,7 +1,7 @@
-"""Activation checkpointing in the trunk: its activations are recomputed for each backward pass.
+"""Activation checkpointing in the trunk: its activations are computed again for each backward pass.
 
-In float64, parameters and running statistics agree with a plain loop's to 1e-12, if that loop
-updates the statistics twice per pass, as torch does when it recomputes activations.
+In float64, parameters and running statistics equal those of a plain loop to 1e-12 where that
+updates the statistics twice, as torch does when it recomputes.
 """
 
 import torch
@@ -13,19 +13,19 @@ import cs_kernels as cs
 
 
 class Checkpointed(nn.Module):
-    """A module that keeps only its input for the backward pass."""
+    """A module that keeps its input alone for the backward pass."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, x: Tensor) -> Tensor:
-        """Checkpoints without reentry, so that MultiTaskOptimizer sees parameters in the graph."""
+        """Non-reentrant: the graph shows the parameters, which MultiTaskOptimizer checks."""
         return checkpoint(self.module, x, use_reentrant=False)
 
 
 def train(epochs: int = 4) -> tuple[Network, list]:
-    """Trains two epochs in Phase 1, then in Phase 2."""
+    """Two epochs of Phase 1, then Phase 2."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     network.trunk = Checkpointed(network.trunk)
@@ -36,7 +36,7 @@ def train(epochs: int = 4) -> tuple[Network, list]:
     for epoch in range(epochs):
         opt.start_epoch(epoch)
         for images, targets in make_batches():
-            # The task is active until its backward pass ends, so recomputation uses it too.
+            # The task is active until its backward pass ends, so the recomputed part uses it too.
             losses = opt.step(lambda task: loss_of(task, network(images, task), targets[task]))
             history.append(losses)
     return network, history

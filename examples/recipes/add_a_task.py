@@ -1,6 +1,6 @@
 """A new task in the middle of training: its normalization, its head, and a new MultiTaskOptimizer.
 
-In float64, parameters and running statistics agree with a plain loop's to 1e-12.
+In float64, parameters and running statistics equal those of a plain loop to 1e-12.
 """
 
 import copy
@@ -17,17 +17,17 @@ ADDED = 3
 
 
 def with_normals(targets: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Adds targets of a third task."""
+    """Targets of a third task."""
     return {**targets, "normals": -targets["depth"]}
 
 
 def train(epochs: int = EPOCHS) -> tuple[Network, list]:
-    """Trains two tasks, then three."""
+    """Two tasks, then three."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
-    # The schedule depends on the epoch alone, so the next MultiTaskOptimizer can continue it. Its
-    # steps count from 0 again, so with draw="step", and in methods that draw, draws would repeat.
+    # A function of the epoch alone, so the next MultiTaskOptimizer goes on with it. (Its steps are
+    # counted from 0 again: with draw="step", and in methods that draw, the draws would repeat.)
     schedule = cs.Mixed(epochs=EPOCHS, seed=9)
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, schedule=schedule)
 
@@ -37,8 +37,8 @@ def train(epochs: int = EPOCHS) -> tuple[Network, list]:
             new = cs.nn.add_task(network.trunk, "normals", like="depth")
             network.heads["normals"] = copy.deepcopy(network.heads["depth"])
             new += network.heads["normals"].parameters()
-            # The torch optimizer stays and keeps the moments of all other parameters. A
-            # MultiTaskOptimizer's state belongs to its tasks, so the new one cannot load the old.
+            # The same torch optimizer: the moments of all other parameters are kept. A state of
+            # MultiTaskOptimizer has its tasks, so that of two cannot be loaded for three.
             adam.add_param_group({"params": new})
             tasks = [*TASKS, "normals"]
             opt = cs.MultiTaskOptimizer(network.trunk, adam, tasks, schedule=schedule)

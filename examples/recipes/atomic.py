@@ -1,4 +1,4 @@
-"""Atomic writes: after a crash, a file has either its old or its new contents."""
+"""Files that a killed process leaves whole: the old one or the new one."""
 
 import os
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ from typing import BinaryIO
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """Opens a new file for writing, which replaces `path` once all of it is on disk."""
-    new = path.with_name(f"{path.name}.new")  # A fixed name, so that leftovers are overwritten.
+    """A file to write, which replaces `path` at the end, once the disk has all of it."""
+    new = path.with_name(f"{path.name}.new")  # One name: the next write reuses what a kill leaves.
     with new.open("wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)
     folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # Makes the rename durable.
+    os.fsync(folder)  # The rename itself.
     os.close(folder)

@@ -1,7 +1,7 @@
 """Many processes with DistributedDataParallel or fully_shard, each with its part of every batch.
 
-Start it with torchrun --nproc-per-node=2 balanced_ranks.py [--sharded]. Parameters agree to 1e-4
-with a single process's on whole batches, and the task weights of all ranks are bit-equal.
+Started by torchrun --nproc-per-node=2 balanced_ranks.py [--sharded]. Parameters equal those of one
+process on whole batches to 1e-4, and the task weights of all ranks are bit-equal.
 """
 
 import argparse
@@ -16,11 +16,11 @@ from toy import TASKS, loss_of, make_batches, make_network
 
 import cs_kernels as cs
 
-BATCH = 4  # The total of all ranks.
+BATCH = 4  # Of all ranks together.
 
 
 def make_loader() -> DataLoader:
-    """Yields this rank's part of every batch."""
+    """The parts of this rank."""
     samples = [
         (images[n], {task: target[n] for task, target in targets.items()})
         for images, targets in make_batches(size=BATCH)
@@ -31,13 +31,13 @@ def make_loader() -> DataLoader:
 
 
 def train(epochs: int = 4, *, sharded: bool = False) -> tuple[torch.nn.Module, list]:
-    """Trains with one pass per task; ranks exchange gradients in a step's last pass."""
+    """A pass for each task; ranks exchange the gradients in the last one of a step."""
     network = make_network(normalized=False)
     if sharded:
         for module in (network.trunk, network):
             fully_shard(module)
     else:
-        # A pass reaches only its own task's head.
+        # A pass reaches the head of its task alone.
         network = DistributedDataParallel(network, find_unused_parameters=True)
     plain = network if sharded else network.module
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
@@ -62,7 +62,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sharded", action="store_true")
     options = parser.parse_args()
-    # On GPUs, use "nccl", and put the network and the batches on device LOCAL_RANK.
+    # On GPUs: "nccl", the network and the batches on device LOCAL_RANK.
     dist.init_process_group("gloo")
     history = train(sharded=options.sharded)[1]
     if dist.get_rank() == 0:

@@ -1,7 +1,7 @@
 """The Trainer of transformers with task weights: one method is wrapped, and no step is replaced.
 
-In float64, parameters agree to 1e-7 with a plain loop's, which weighs each task's exact gradient of
-the trunk by the weights from the previous step. A resumed run is bit-equal to an uninterrupted one.
+Parameters equal those of a plain loop to 1e-7 in float64, which weighs each task's exact gradient
+of the trunk by the weights of the step before. A resumed run is bit-equal to an uninterrupted one.
 """
 
 import tempfile
@@ -13,11 +13,11 @@ from transformers import BertConfig, BertModel, Trainer, TrainerCallback, Traini
 
 import cs_kernels as cs
 
-TASKS = ["topic", "order"]  # Classes of the whole text, and of every word.
+TASKS = ["topic", "order"]  # A class of the whole text, and one of every word.
 
 
 class Network(nn.Module):
-    """BERT with one head per task; returns the loss of one task."""
+    """BERT and a head for each task: the loss of one."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Network(nn.Module):
 
 
 class BalancedTrainer(Trainer):
-    """Makes the Trainer's own steps; each batch has texts of one task."""
+    """The steps are the Trainer's own; a batch has texts of one task."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *others: Any) -> Tensor:
         with self.balancer.task(inputs["task"]):
@@ -42,7 +42,7 @@ class BalancedTrainer(Trainer):
 
 
 class SaveBalancer(TrainerCallback):
-    """Saves the balancer's state in the Trainer's checkpoints."""
+    """Puts its state in the Trainer's checkpoints."""
 
     def on_save(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
         folder = f"{arguments.output_dir}/checkpoint-{state.global_step}"
@@ -51,11 +51,11 @@ class SaveBalancer(TrainerCallback):
 
 
 def train(folder: str, resume: str | None = None, dropout: float = 0.1, **options: Any) -> Trainer:
-    """Trains three epochs of three steps: two of three batches, and one of the remaining two."""
+    """Three epochs of three steps: of three batches twice, and of the two that are left."""
     torch.manual_seed(0)
     config = BertConfig(vocab_size=30, hidden_size=24, intermediate_size=48, num_hidden_layers=2)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
-    batches = []  # One task per batch. Words are numbers; "order" compares neighbors.
+    batches = []  # Of one task each. Words are numbers, which may exceed the one before.
     for x in torch.randint(30, (4, 8, 8)):
         batches.append({"input_ids": x, "labels": x[:, 0] // 10, "task": "topic"})
         batches.append({"input_ids": x, "labels": (x > x.roll(1, 1)).long(), "task": "order"})
@@ -66,7 +66,7 @@ def train(folder: str, resume: str | None = None, dropout: float = 0.1, **option
     balancer = cs.GradientBalancer(network.bert.parameters(), TASKS, optimizer=adam)
     if resume is not None:
         balancer.load_state_dict(torch.load(f"{resume}/balancer.pt"))
-    # Each of the Trainer's samples is a whole batch here.
+    # A sample of the Trainer is a batch here.
     given = network, arguments, lambda samples: samples[0], batches
     callback = SaveBalancer()
     trainer = BalancedTrainer(*given, callbacks=[callback], optimizers=(adam, None))

@@ -1,7 +1,7 @@
-"""torch.compile of the trunk: one graph per task, from the second step on.
+"""torch.compile of the trunk: one graph a task, from the second step on.
 
-In float64, parameters and running statistics agree to 1e-12 with a plain loop's that is not
-compiled.
+In float64, parameters and running statistics equal those of a plain loop that is not compiled to
+1e-12.
 """
 
 import argparse
@@ -14,11 +14,11 @@ import cs_kernels as cs
 
 
 def train(epochs: int = 4, backend: str = "inductor") -> tuple[Network, list]:
-    """Trains two epochs in Phase 1, then in Phase 2."""
+    """Two epochs of Phase 1, then Phase 2."""
     network = make_network()
-    cs.nn.convert_task_batchnorm(network.trunk, TASKS)  # Before compilation.
-    # Call `trunk` in place of network.trunk. network.trunk.compile() would not compile its
-    # convolutions, because torch does not compile an nn.Sequential in place.
+    cs.nn.convert_task_batchnorm(network.trunk, TASKS)  # Before it is compiled.
+    # Called in place of network.trunk. (In place, torch does not compile an nn.Sequential:
+    # network.trunk.compile() would leave its convolutions as they are.)
     trunk = torch.compile(network.trunk, backend=backend, fullgraph=True)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, schedule=cs.Switch(2))

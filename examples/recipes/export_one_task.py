@@ -1,7 +1,7 @@
-"""Export of one task with torch.export: its network without task-specific normalization.
+"""Export of one task: its network without task-specific normalization, by torch.export.
 
-In float64, the exported program's outputs agree to 1e-12 with the converted network's, with that
-task active. The state dict has the same keys as the trunk before its conversion.
+In float64, outputs of the exported program equal those of the converted network with that task
+active to 1e-12. The state dict is that of the trunk before its conversion.
 """
 
 import torch
@@ -12,7 +12,7 @@ import cs_kernels as cs
 
 
 def train(epochs: int = 2) -> tuple[Network, list]:
-    """Trains one epoch in Phase 1, then in Phase 2."""
+    """An epoch of Phase 1, then Phase 2."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
@@ -28,10 +28,10 @@ def train(epochs: int = 2) -> tuple[Network, list]:
 
 
 def export(network: Network, task: str) -> torch.export.ExportedProgram:
-    """Exports one task's trunk and head, for batches of any size."""
+    """The trunk of one task with its head, for batches of any size."""
     plain = nn.Sequential(cs.nn.extract_task(network.trunk, task), network.heads[task]).eval()
     images = make_batches()[0][0]
-    batch = torch.export.Dim("batch", min=1, max=65535)  # The largest batch CUDA can normalize.
+    batch = torch.export.Dim("batch", min=1, max=65535)  # The most that CUDA normalizes.
     return torch.export.export(plain, (images,), dynamic_shapes=({0: batch},))
 
 

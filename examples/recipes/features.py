@@ -1,7 +1,7 @@
 """Surgery at the features: the trunk runs forward once and backward once, with any number of tasks.
 
-In float64, parameters and running statistics agree to 1e-12 with a plain loop's that projects the
-gradients of the features.
+In float64, parameters and running statistics equal those of a plain loop that projects the
+gradients of the features to 1e-12.
 """
 
 import torch
@@ -11,7 +11,7 @@ import cs_kernels as cs
 
 
 def train(epochs: int = 4) -> tuple[Network, list]:
-    """Trains a trunk that may have plain batch normalization; it is not converted."""
+    """The trunk may have plain batch normalization; it is not converted."""
     network = make_network()
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, cs.PCGrad())
@@ -21,8 +21,8 @@ def train(epochs: int = 4) -> tuple[Network, list]:
         for images, targets in make_batches():
             features = network.trunk(images)
             losses = {t: loss_of(t, network.heads[t](features), targets[t]) for t in TASKS}
-            # The tasks' passes end at the features. PCGrad projects the gradients there, and one
-            # pass takes the result through the trunk. A list of features works too.
+            # The passes of the tasks end at the features. PCGrad projects these gradients, and one
+            # pass takes the result through the trunk. A list of features does as well.
             history.append(opt.backward(losses, features=features))
             adam.step()
     return network, history

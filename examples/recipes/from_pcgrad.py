@@ -1,7 +1,7 @@
 """The same training twice: with PCGrad written by hand, and with cs_kernels in its place.
 
-With two tasks, PCGrad's random order has no effect. In float64, the two loops' parameters agree
-to 1e-12.
+With two tasks PCGrad's random order has no effect: in float64, parameters of the two loops are
+equal to 1e-12.
 """
 
 import torch
@@ -11,7 +11,7 @@ import cs_kernels as cs
 
 
 def train_by_hand(epochs: int = 4) -> tuple[Network, list]:
-    """Makes a backward pass per task, projects flat gradients, and writes them to `.grad`."""
+    """A backward pass a task, flat gradients, projections, and back into `.grad`."""
     network = make_network(normalized=False)
     shared = list(network.trunk.parameters())
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
@@ -45,7 +45,7 @@ def train_by_hand(epochs: int = 4) -> tuple[Network, list]:
 
 
 def train(epochs: int = 4) -> tuple[Network, list]:
-    """Does the same with `backward`, which frees the graph and makes no flat copies."""
+    """The same with `backward`, which frees the graph and keeps no flat copies."""
     network = make_network(normalized=False)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, cs.PCGrad())

@@ -1,7 +1,7 @@
 """Mixed precision: autocast inside the closure, and a GradScaler for float16.
 
-Parameters and running statistics agree to 1e-6 with a plain loop's, with the same autocast and
-scaler.
+Parameters and running statistics equal those of a plain loop with the same autocast and scaler to
+1e-6.
 """
 
 import argparse
@@ -15,7 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def train(epochs: int = 4, dtype: torch.dtype = torch.float16) -> tuple[Network, list]:
-    """Trains two epochs in Phase 1, then in Phase 2."""
+    """Two epochs of Phase 1, then Phase 2."""
     network = make_network().to(DEVICE)
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     sgd = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
@@ -31,8 +31,8 @@ def train(epochs: int = 4, dtype: torch.dtype = torch.float16) -> tuple[Network,
             targets = {task: target.to(DEVICE) for task, target in targets.items()}
 
             def loss(task: str) -> torch.Tensor:
-                # Autocast must be here, not around opt.step. Torch caches cast weights until
-                # autocast ends, so in Phase 1 the second task would use outdated weights.
+                # Here, not around opt.step: torch caches the weights that it has cast until
+                # autocast ends, and the second task of Phase 1 would get those of the first.
                 with torch.autocast(DEVICE, dtype):
                     prediction = network(images, task)
                 return loss_of(task, prediction.float(), targets[task])

@@ -1,8 +1,8 @@
 """Many processes, each with its part of every batch.
 
-Start it with torchrun --nproc-per-node=2 on_many_ranks.py. In float64, parameters and running
-statistics agree to 1e-12 with a plain loop's that processes every part separately and averages the
-gradients. All ranks end with the same values.
+Started by torchrun --nproc-per-node=2 on_many_ranks.py. Parameters and running statistics equal
+those of a plain loop to 1e-12 in float64, which takes every part for itself and the mean gradients
+of all; and all ranks end with the same ones.
 """
 
 import torch
@@ -12,11 +12,11 @@ from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
 
 import cs_kernels as cs
 
-BATCH = 4  # The total of all ranks.
+BATCH = 4  # Of all ranks together.
 
 
 def make_loader() -> DataLoader:
-    """Yields this rank's part of every batch."""
+    """The parts of this rank."""
     batches = make_batches(size=BATCH)
     samples = [
         (images[n], {task: target[n] for task, target in targets.items()})
@@ -28,7 +28,7 @@ def make_loader() -> DataLoader:
 
 
 def train(epochs: int = 4) -> tuple[Network, list]:
-    """Trains as in a single process, except for one argument: the process group."""
+    """One line differs from a single process: the group."""
     network = make_network()  # From the same seed on all ranks, or from a checkpoint.
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
@@ -40,14 +40,14 @@ def train(epochs: int = 4) -> tuple[Network, list]:
         loader.sampler.set_epoch(epoch)
         opt.start_epoch(epoch)
         for images, targets in loader:
-            # The returned losses are means over the ranks.
+            # The losses that it returns are means over the ranks.
             losses = opt.step(lambda task: loss_of(task, network(images, task), targets[task]))
             history.append(losses)
     return network, history
 
 
 if __name__ == "__main__":
-    # On GPUs, use "nccl", and put the network and the batches on device LOCAL_RANK.
+    # On GPUs: "nccl", the network and the batches on device LOCAL_RANK.
     dist.init_process_group("gloo")
     trained, history = train()
     if dist.get_rank() == 0:

@@ -1,6 +1,6 @@
-"""Batches with labels for some tasks; all other tasks' parameters, momentum and statistics stay.
+"""Batches with labels for some tasks: the others' parameters, momentum and statistics stay.
 
-In float64, parameters and running statistics agree with a plain loop's to 1e-12.
+In float64, parameters and running statistics equal those of a plain loop to 1e-12.
 """
 
 import torch
@@ -13,7 +13,7 @@ LABELED = [["depth", "edges"], ["edges"], ["depth"]]
 
 
 def train(epochs: int = 4) -> tuple[Network, list]:
-    """Trains two epochs in Phase 1, then in Phase 2."""
+    """Two epochs of Phase 1, then Phase 2."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2, weight_decay=0.01)
@@ -27,7 +27,7 @@ def train(epochs: int = 4) -> tuple[Network, list]:
             losses = opt.step(
                 lambda task: loss_of(task, network(images, task), targets[task]), tasks=targets
             )
-            history.append(losses)  # Only of the labeled tasks.
+            history.append(losses)  # Of the labeled tasks.
     return network, history
 
 

@@ -1,7 +1,7 @@
 """A training loop: conversion, two phases, a checkpoint, and predictions of one task.
 
-In float64, parameters and running statistics agree with a plain loop's to 1e-12, whether or not the
-run was resumed.
+In float64, parameters and running statistics equal those of a plain loop to 1e-12, whether or not
+the run was resumed.
 """
 
 import argparse
@@ -16,11 +16,11 @@ import cs_kernels as cs
 
 
 def train(epochs: int = 4, checkpoint: Path | None = None) -> tuple[Network, list]:
-    """Trains up to an epoch; resumes from the checkpoint if there is one, and writes it."""
+    """Trains up to an epoch; goes on from the checkpoint, if there is one, and writes it."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)  # Before the optimizer is built.
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
-    # All epochs, including those of a resumed run, because Phase 2 becomes more frequent over them.
+    # All epochs, also those that a resumed run will train: Phase 2 becomes more frequent with them.
     schedule = cs.Mixed(epochs=4, seed=0, draw="step")
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, schedule=schedule)
     first = 0

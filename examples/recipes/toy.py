@@ -1,4 +1,4 @@
-"""The small problem with two tasks that the recipes train: data, network, losses."""
+"""A small problem with two tasks, which the recipes train: data, network, losses."""
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,13 @@ def make_batches(count: int = 3, size: int = 4) -> list[Batch]:
 
 
 def make_task_batches(count: int = 3) -> list[tuple[str, Tensor, Tensor]]:
-    """The same batches, each for one task: its name, images and targets."""
+    """The same, for one task at a time: its name, images and targets."""
     batches = make_batches(count)
     return [(task, images, targets[task]) for images, targets in batches for task in TASKS]
 
 
 class Network(nn.Module):
-    """A shared trunk, and one head per task."""
+    """A shared trunk, and a head for each task."""
 
     def __init__(self, tasks: list[str], *, normalized: bool = True) -> None:
         super().__init__()
@@ -58,5 +58,5 @@ def loss_of(task: str, prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def numbers(losses: dict[str, Tensor]) -> dict[str, float]:
-    """The losses as numbers, for printing."""
+    """Losses to be printed."""
     return {task: round(loss.item(), 4) for task, loss in losses.items()}

@@ -1,7 +1,7 @@
 """TensorBoard: what each step did, from `opt.report()`.
 
-Reports change nothing: in float64, parameters and running statistics agree with a plain loop's
-to 1e-12. Then run: tensorboard --logdir runs
+Reports change nothing: parameters and running statistics equal those of a plain loop to 1e-12 in
+float64. Afterwards: tensorboard --logdir runs
 """
 
 import argparse
@@ -13,11 +13,11 @@ from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
 
 import cs_kernels as cs
 
-EVERY = 2  # In a real run, about 50, because reading a report synchronizes with the device.
+EVERY = 2  # Reading a report's numbers waits for the device; in a real run, every 50 steps or so.
 
 
 def train(epochs: int = 4, folder: Path = Path("runs")) -> tuple[Network, list]:
-    """Logs losses, channel shares and conflicts every few steps, and histograms every epoch."""
+    """Writes losses, shares of channels and conflicts every few steps, histograms in each epoch."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)

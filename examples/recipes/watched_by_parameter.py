@@ -1,6 +1,6 @@
 """Every parameter in TensorBoard or Weights & Biases: the tasks' gradients, and what surgery does.
 
-Watching changes nothing: in float64, parameters agree with a plain loop's to 1e-12. Then run:
+Watching changes nothing: in float64, parameters equal those of a plain loop to 1e-12. Afterwards:
 tensorboard --logdir runs, or wandb sync runs/wandb/offline-run-...
 """
 
@@ -14,16 +14,16 @@ from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
 
 import cs_kernels as cs
 
-EVERY = 2  # In a real run, about 50, because reading the numbers synchronizes with the device.
+EVERY = 2  # Reading the numbers waits for the device; in a real run, every 50 steps or so.
 
 
 @contextmanager
 def logger(kind: str, folder: Path) -> Iterator[Callable[[int, dict[str, float]], object]]:
-    """Yields a function `log(step, numbers)`."""
+    """A function `log(step, numbers)`."""
     if kind == "wandb":
         import wandb
 
-        folder.mkdir(parents=True, exist_ok=True)  # Else W&B would use another folder.
+        folder.mkdir(parents=True, exist_ok=True)  # W&B would take another one.
         with wandb.init(project="recipes", mode="offline", dir=folder) as run:
             yield lambda step, values: run.log(values, step)
     else:
@@ -36,13 +36,13 @@ def logger(kind: str, folder: Path) -> Iterator[Callable[[int, dict[str, float]]
 def by_parameter(opt: cs.MultiTaskOptimizer) -> dict[str, float]:
     """Norms and cosines of the tasks' gradients, and the share of their sum that is removed."""
     conflicts, report = opt.conflicts(), opt.report()
-    if report.phase == 1:  # The tasks took turns.
+    if report.phase == 1:  # The tasks have taken turns.
         return {}
     rows = [conflicts.tasks.index(task) for task in report.tasks]  # Tasks with labels.
     gramians = conflicts.gramians[:, rows][..., rows]  # [parameters, tasks, tasks].
     weights, values = report.task_weights, {}
     if weights is not None and weights.ndim == 1:  # A Gramian method, groups="all".
-        both = torch.ones_like(weights), 1 - weights  # The plain sum, and the part removed from it.
+        both = torch.ones_like(weights), 1 - weights  # The plain sum, and what it loses.
         whole, removed = ((w @ gramians @ w).clamp(min=0).sqrt() for w in both)
         values = {f"removed/{n}": x for n, x in zip(conflicts.names, removed / whole, strict=True)}
     for p, name in enumerate(conflicts.names):
@@ -50,16 +50,16 @@ def by_parameter(opt: cs.MultiTaskOptimizer) -> dict[str, float]:
             values[f"gradient_norm/{name}/{task}"] = gramians[p, i, i].sqrt()
             for j, other in zip(rows[:i], report.tasks, strict=False):
                 values[f"cosine/{name}/{other},{task}"] = conflicts.cosines[p, rows[i], j]
-    floats = torch.stack([*values.values()]).tolist()  # Synchronizes with the device once.
-    return {n: x for n, x in zip(values, floats, strict=True) if x == x}  # NaN if frozen.
+    floats = torch.stack([*values.values()]).tolist()  # Waits for the device, once.
+    return {n: x for n, x in zip(values, floats, strict=True) if x == x}  # Frozen ones have NaN.
 
 
 def train(kind: str = "tensorboard", folder: Path = Path("runs")) -> tuple[Network, list]:
-    """Trains, and logs every few steps."""
+    """Logs every few steps."""
     network = make_network(normalized=False)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, cs.PCGrad())
-    opt.count_conflicts()  # From now on, each joint step measures the gradients per parameter.
+    opt.count_conflicts()  # From now on, each joint step measures the gradients by parameter.
     history = []
     with logger(kind, folder) as log:
         for step, (images, targets) in enumerate(4 * make_batches()):

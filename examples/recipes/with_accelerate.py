@@ -1,7 +1,7 @@
 """Accelerate with gradient accumulation: MultiTaskOptimizer gets every micro-batch of an update.
 
-Parameters and running statistics agree with a plain loop's on all the data to 1e-12 in float64. In
-mixed precision, they agree to 1e-6 with a plain loop's with the same autocast.
+Parameters and running statistics equal those of a plain loop on all the data to 1e-12 in float64,
+and in mixed precision to 1e-6 those of one with the same autocast.
 """
 
 from functools import partial
@@ -18,17 +18,17 @@ MICRO_BATCHES = 2
 
 
 def batch_loss(network: Network, images: Tensor, targets: dict[str, Tensor], task: str) -> Tensor:
-    """The undivided loss: accelerator.backward divides by gradient_accumulation_steps."""
+    """Undivided: accelerator.backward divides by gradient_accumulation_steps."""
     return loss_of(task, network(images, task), targets[task])
 
 
 def loader_of(batches: int) -> torch.utils.data.DataLoader:
-    """A loader that an accelerator prepares, which moves the batches to its device."""
+    """An accelerator prepares it, and moves the batches to its device."""
     return torch.utils.data.DataLoader(make_batches(batches), batch_size=None)
 
 
 def train(epochs: int = 4, batches: int = 6, **options: Any) -> tuple[Network, list]:
-    """Trains with task-specific normalization: `step` takes all micro-batches of an update."""
+    """With task-specific normalization: `step` takes all micro-batches, without `accumulate`."""
     accelerator = Accelerator(gradient_accumulation_steps=MICRO_BATCHES, **options)
     plain = make_network()
     cs.nn.convert_task_batchnorm(plain.trunk, TASKS)
@@ -51,7 +51,7 @@ def train(epochs: int = 4, batches: int = 6, **options: Any) -> tuple[Network, l
 
 
 def train_unnormalized(epochs: int = 4, batches: int = 6, **options: Any) -> tuple[Network, list]:
-    """Trains without it: each micro-batch calls `backward` inside `accumulate`."""
+    """Without it: `backward` in each micro-batch, inside `accumulate`."""
     accelerator = Accelerator(gradient_accumulation_steps=MICRO_BATCHES, **options)
     plain = make_network(normalized=False)
     adam = torch.optim.Adam(plain.parameters(), lr=1e-2)

@@ -1,7 +1,7 @@
-"""Lightning Fabric, which places the network, handles mixed precision and runs backward passes.
+"""Lightning Fabric: it places the network, casts for mixed precision and runs the backward pass.
 
-Parameters and running statistics agree with a plain loop's to 1e-12 in float64. In mixed precision,
-they agree to 1e-6 with a plain loop's with the same autocast.
+Parameters and running statistics equal those of a plain loop to 1e-12 in float64, and in mixed
+precision to 1e-6 those of one with the same autocast.
 """
 
 import argparse
@@ -17,14 +17,14 @@ import cs_kernels as cs
 def train(
     epochs: int = 4, precision: Any = "32-true", accelerator: str = "auto"
 ) -> tuple[Network, list]:
-    """Trains two epochs in Phase 1, then in Phase 2."""
+    """Two epochs of Phase 1, then Phase 2."""
     fabric = Fabric(accelerator=accelerator, devices=1, precision=precision)
     plain = make_network()
     cs.nn.convert_task_batchnorm(plain.trunk, TASKS)
     adam = torch.optim.Adam(plain.parameters(), lr=1e-2)
     network, adam = fabric.setup(plain, adam)
     loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(make_batches(), batch_size=None))
-    # Pass Fabric's optimizer and backward function, which handle the precision.
+    # Fabric's optimizer and its backward pass: they know the precision.
     opt = cs.MultiTaskOptimizer(
         plain.trunk, adam, TASKS, schedule=cs.Switch(2), backward=fabric.backward
     )

@@ -1,7 +1,7 @@
 """Lightning with manual optimization: precision, checkpoints, and training for a number of batches.
 
-Parameters and running statistics agree with a plain loop's to 1e-12 in float64, whether or not the
-run was resumed. In mixed precision, they agree to 1e-6 with a plain loop's with the same autocast.
+Parameters and running statistics equal those of a plain loop to 1e-12 in float64, resumed or not,
+and in mixed precision to 1e-6 those of one with the same autocast.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import cs_kernels as cs
 
 
 class Module(lightning.LightningModule):
-    """The network and its MultiTaskOptimizer, which train for a number of batches."""
+    """The network and its MultiTaskOptimizer, to be trained for a number of batches."""
 
     def __init__(self, batches: int) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class Module(lightning.LightningModule):
         return torch.optim.Adam(self.network.parameters(), lr=1e-2)
 
     def on_train_start(self) -> None:
-        # Lightning's optimizer and backward function handle the precision. With the torch
-        # optimizer, Lightning would count no steps and so write no checkpoints.
+        # Lightning's optimizer and backward pass know the precision. With the torch optimizer, as
+        # in configure_optimizers, it would count no steps and so write no checkpoints.
         given = self.network.trunk, self.optimizers(), TASKS, None, cs.Switch(2)
         self.opt = cs.MultiTaskOptimizer(*given, backward=self.manual_backward)
         if self.opt_state is not None:
@@ -49,20 +49,19 @@ class Module(lightning.LightningModule):
         self.history.append(self.opt.step(loss))
 
     def on_train_batch_end(self, *_: Any) -> None:
-        # Trainer(max_steps=...) would count torch optimizer steps, of which Phase 1 has one per
-        # task. total_batch_idx counts batches over all epochs.
-        if self.trainer.fit_loop.epoch_loop.total_batch_idx + 1 >= self.batches:
+        # Trainer(max_steps=...) would count the torch optimizer's steps: in Phase 1, one a task.
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx + 1 >= self.batches:  # Of all epochs.
             self.trainer.should_stop = True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["opt"] = self.opt.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.opt_state = checkpoint["opt"]  # Loaded once there is an optimizer.
+        self.opt_state = checkpoint["opt"]  # There is no optimizer yet.
 
 
 def train(batches: int = 12, resume: str | None = None, **options: Any) -> tuple[Module, Any]:
-    """Trains two epochs in Phase 1, with a torch optimizer step per task, then in Phase 2."""
+    """Two epochs of Phase 1, with a step of the torch optimizer for each task; then Phase 2."""
     module = Module(batches)
     loader = torch.utils.data.DataLoader(make_batches(), batch_size=None)
     trainer = lightning.Trainer(max_epochs=-1, **options)

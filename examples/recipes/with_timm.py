@@ -1,6 +1,6 @@
 """A timm backbone with an exponential moving average of its weights and a timm scheduler.
 
-In float64, parameters, running statistics and their averages agree with a plain loop's to 1e-12.
+In float64, parameters, running statistics and their averages equal those of a plain loop to 1e-12.
 """
 
 import timm
@@ -14,7 +14,7 @@ import cs_kernels as cs
 
 
 class Network(nn.Module):
-    """The first stage of a small backbone, and one head per task."""
+    """The first stage of a small backbone, and a head for each task."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,10 +29,10 @@ class Network(nn.Module):
 
 
 def train(epochs: int = 4) -> tuple[Network, list, Network]:
-    """Trains two epochs in Phase 1, then in Phase 2; also returns the averaged network."""
+    """Two epochs of Phase 1, then Phase 2; also returns the network of averages."""
     torch.manual_seed(0)
     network = Network()
-    cs.nn.convert_task_batchnorm(network.trunk, TASKS)  # Before ModelEmaV3 copies the network.
+    cs.nn.convert_task_batchnorm(network.trunk, TASKS)  # Before the average copies the network.
     ema = ModelEmaV3(network, decay=0.9)
     adamw = torch.optim.AdamW(network.parameters(), lr=1e-2)
     scheduler = CosineLRScheduler(adamw, t_initial=epochs, warmup_t=1, warmup_lr_init=1e-3)
@@ -51,7 +51,7 @@ def train(epochs: int = 4) -> tuple[Network, list, Network]:
 
 @torch.no_grad()
 def predict(network: Network, images: Tensor, task: str) -> Tensor:
-    """Predicts one task; the averaged network has its own trunk, in which the task is active."""
+    """The averaged network has a trunk of its own: the task is activated in that one."""
     network.eval()
     with cs.nn.active_task(network.trunk, task):
         return network(images, task)

@@ -2,7 +2,7 @@
 
     python -m uses NAME [--seeds 0 1 2 3 4] [--quick] [--jobs N] [--device cuda] [--out FOLDER]
 
-An interrupted run starts again from the beginning; finished runs are kept in FOLDER/NAME/runs.
+A run that was stopped begins anew; those before it are kept, in FOLDER/NAME/runs.
 """
 
 import argparse
@@ -28,7 +28,7 @@ NAMES = (
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains, prints the table, and writes the results."""
+    """Trains, prints and writes."""
     parser = argparse.ArgumentParser(
         prog="python -m uses",
         description=__doc__,
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
         given = options.seeds, options.quick, options.jobs
         results = run_all(use, *given, folder, console, options.device)
     except KeyboardInterrupt:
-        console.print("stopped: run the same command again to train the unfinished runs")
+        console.print("stopped: the same command goes on with the runs that are not finished")
         sys.exit(130)
     write(use, results, folder, console)
     console.print(f"written to {folder} after {time.perf_counter() - start:.0f} s")

@@ -1,20 +1,19 @@
 """Which digits are these? Two or three overlap in a picture, and each is a task.
 
 This is MultiMNIST (Sabour et al. 2017; as tasks, Sener and Koltun 2018) with the 1,797 handwritten
-digits of scikit-learn, which need no download. The digits are divided into a training and a test
-set before pictures are made; each seed divides them differently.
+digits of scikit-learn, which need no download. Digits are divided into those for training and those
+for testing before pictures are made of them; each seed divides anew.
 
-All rows see the same batches in the same order, with the same optimizer and learning rate, which
-was tuned for none of them. But Phase 1 makes one optimizer step per task and batch, so "Phase 1"
-makes K times as many optimizer steps as other rows, and "Mixed" about (K + 1) / 2 times as many.
-Two rows show effects that are not due to surgery: "Sum+steps" trains for K times as many epochs,
-and so makes as many optimizer steps as "Phase 1"; "Sum+BN" has the same task-specific batch
-normalization as "Phase 1", "Phase 2" and "Mixed", which needs a forward pass per task. All other
-methods train as published, on a plain trunk with one forward pass (`opt.backward`).
+All rows see the same batches in the same order, with the same optimizer and rate, which was tuned
+for none of them. But Phase 1 makes an optimizer step a task for each batch, so "Phase 1" makes K
+times as many optimizer steps as other rows, and "Mixed" about (K + 1) / 2 times as many. Two rows
+show what is not due to surgery: "Sum+steps" trains for K times as many epochs, and so has as many
+optimizer steps as "Phase 1"; "Sum+BN" has the task-specific batch normalization of "Phase 1",
+"Phase 2" and "Mixed", which needs a forward pass a task. All other methods train as published, on
+a plain trunk with one forward pass (`opt.backward`).
 
-A step has a conflict if the gradients of any two tasks in all shared parameters have a negative
-product. Seconds include the time of counting conflicts. Without it, "Sum" would take one backward
-pass.
+In a step with conflict, the gradients of any two tasks in all shared parameters have a negative
+product. Seconds include counting these. Without it, "Sum" would take one backward pass.
 """
 
 import time
@@ -34,16 +33,16 @@ import cs_kernels as cs
 from uses.use import Column, Result, Use, draw_gains, seeded
 
 SIDE = 14
-"""The width and height of a digit in a picture; scikit-learn's digits have 8 x 8 pixels."""
+"""Of a digit in a picture; those of scikit-learn have 8 x 8 pixels."""
 HEIGHT = 20
 APART = 5
-"""Pixels between the left sides of two neighbours; random shifts add or subtract up to one."""
+"""Pixels between the left sides of two neighbours, one more or less with the shifts."""
 TEST_DIGITS = 600
 BATCH = 64
 RATE = 2e-3
-"""Adam's initial learning rate, which falls linearly to 0 over the epochs."""
+"""Of Adam at first; it falls to 0 by the epoch."""
 BINS = 12
-"""The number of equal parts of the training, for the picture of conflicts."""
+"""Equal parts of the training, for the picture of conflicts."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,9 @@ class Part:
     pictures: int = 2048
     epochs: int = 12
     width: int = 16
-    """The channels of the first layer."""
+    """Channels of the first layer."""
     factors: Mapping[str, float] | None = None
-    """The factors by which losses are multiplied, by task."""
+    """By which losses are multiplied."""
 
 
 PARTS = {
@@ -72,7 +71,7 @@ SCHEDULES: dict[str, Callable[[int, int], cs.Schedule]] = {
     "Phase 2": lambda epochs, seed: cs.Joint(),
     "Mixed": lambda epochs, seed: cs.Mixed(epochs, seed),
 }
-"""The schedules of connection strength, from the number of epochs and the seed."""
+"""Of connection strength, by the number of epochs and the seed."""
 CONVERTED = ("Sum+BN", *SCHEDULES)
 """Rows with task-specific batch normalization."""
 PUBLISHED = ("PCGrad", "CAGrad", "MGDA", "NashMTL", "UPGrad", "FairGrad", "ConFIG", "AlignedMTL")
@@ -81,17 +80,17 @@ ROWS = ("Single-task", "Sum", "Sum+steps", *CONVERTED, *PUBLISHED, "IMTLG")
 
 @dataclass(frozen=True)
 class Pictures:
-    """Pictures [N, 1, H, W] with values in [0, 1], and the digits that they show."""
+    """Pictures [N, 1, H, W] with values in [0, 1], and which digits they show."""
 
     images: Tensor
     labels: Tensor
-    """[N, K], the labels of the digits from left to right."""
+    """[N, K], of the digits from the left to the right."""
     digits: Tensor
-    """[N, K], the digits' indices in scikit-learn's data set."""
+    """[N, K], which of scikit-learn's digits they are."""
 
 
 def _draw_pictures(number: int, count: int, usable: Tensor, generator: torch.Generator) -> Pictures:
-    """Draws `number` pictures, each with `count` of the usable digits."""
+    """So many pictures, with `count` of the usable digits each."""
     data = load_digits()
     small = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
     large = F.interpolate(small, size=(SIDE, SIDE), mode="bilinear")[:, 0]
@@ -107,7 +106,7 @@ def _draw_pictures(number: int, count: int, usable: Tensor, generator: torch.Gen
 
 
 def make_pictures(part: Part, seed: int) -> tuple[Pictures, Pictures]:
-    """Pictures for training and 2,000 pictures for testing, from disjoint digits."""
+    """Pictures for training and 2,000 for testing, of different digits."""
     generator = seeded(seed)
     order = torch.randperm(1797, generator=generator)
     count = len(part.tasks)
@@ -120,7 +119,7 @@ def make_trunk(
     planes: Callable[[int], nn.Module] = nn.BatchNorm2d,
     values: Callable[[int], nn.Module] = nn.BatchNorm1d,
 ) -> nn.Sequential:
-    """Two convolutions and a linear layer, each followed by a normalization."""
+    """Two convolutions and a linear layer, each with a normalization of its output channels."""
     return nn.Sequential(
         *(nn.Conv2d(1, width, 3, padding=1, bias=False), planes(width)),
         *(nn.ReLU(), nn.MaxPool2d(2)),
@@ -134,12 +133,12 @@ def _make_method(row: str, seed: int) -> cs.Method:
     if row in SCHEDULES:
         return cs.ConnectionStrength()
     if row == "Single-task" or row.startswith("Sum"):
-        return cs.Sum(separate=True)  # Counting conflicts needs separate gradients.
+        return cs.Sum(separate=True)  # Conflicts are counted in separate gradients.
     return cs.PCGrad(seed=seed) if row == "PCGrad" else getattr(cs, row)()
 
 
 class Run:
-    """A trunk with one head per task, and its training."""
+    """A trunk with a head for each of some tasks, and its training."""
 
     def __init__(
         self,
@@ -173,7 +172,7 @@ class Run:
         return bool((products < 0).any())
 
     def train(self, pictures: Pictures, seed: int) -> list[bool | None]:
-        """Trains; returns whether each step had a conflict, or None for steps in Phase 1."""
+        """Whether each step had a conflict; None in Phase 1, which has no joint gradients."""
         generator = seeded(seed)
         decay = torch.optim.lr_scheduler.LambdaLR(self.adam, lambda e: 1 - e / self.part.epochs)
         conflicts: list[bool | None] = []
@@ -207,7 +206,7 @@ def _share(flags: list[bool | None]) -> float | None:
 def _train(row: str, seed: int, quick: bool) -> Result:
     name, row = row.split("/")
     part = PARTS[name]
-    if quick:  # The picture of conflicts needs at least one batch per bin.
+    if quick:  # The picture of conflicts needs a batch for each of its bins.
         part = replace(part, pictures=6 * BATCH, epochs=2, width=4)
     if row == "Sum+steps":
         part = replace(part, epochs=len(part.tasks) * part.epochs)
@@ -237,7 +236,7 @@ def _train(row: str, seed: int, quick: bool) -> Result:
 
 
 def over_sum(results: Sequence[Result], sums: Sequence[Result]) -> list[float]:
-    """Mean accuracies minus Sum's with the same seed, in percentage points."""
+    """Mean accuracies less those of the same seed, in percentage points."""
     return [100 * (run["mean"] - of_sum["mean"]) for run, of_sum in zip(results, sums, strict=True)]
 
 
@@ -259,7 +258,7 @@ def _draw(results: Mapping[str, list[Result]], folder: Path) -> None:
     def gains() -> Figure:
         figure, axes = style.panels(2, 2, 7.5, sharey=True)
         for ax, (part, rows) in zip(axes.flat, of_parts, strict=True):
-            # Gains are per seed, because each seed has other digits, which may be harder.
+            # Seeds differ in their digits, and so in what is possible.
             draw_gains(ax, {row: over_sum(results, rows["Sum"]) for row, results in rows.items()})
             ax.set_title(part.title)
         figure.suptitle("Test accuracy, mean over tasks, less that of Sum")
@@ -270,7 +269,7 @@ def _draw(results: Mapping[str, list[Result]], folder: Path) -> None:
         figure, axes = style.panels(2, 2, 5, sharex=True, sharey=True)
         for ax, of_part in zip(axes.flat, of_parts, strict=True):
             _conflicts(ax, *of_part)
-        for ax in axes[-1]:  # The legend would cover a label of the figure.
+        for ax in axes[-1]:  # A label of the figure would lie under the legend.
             ax.set_xlabel("% of the training")
         figure.supylabel("steps with conflict, %", fontsize=11)
         style.legend_below(figure, axes[0, 0], 3)

@@ -1,14 +1,14 @@
 """Fine-tuning: a network that classifies digits learns to detect and to segment them.
 
-A residual network of timm is pretrained on single digits, then trained with one head for detection
+A residual network of timm is pretrained on single digits, then trained with a head for detection
 and one for segmentation on few pictures of several digits. scikit-learn's 1,797 handwritten digits
-need no download. With `DOWNLOADED = True`, timm's own weights replace the pretraining, and
-everything else is unchanged.
+need no download. With `DOWNLOADED = True`, timm's own weights take the place of the pretraining,
+and the rest stays as it is.
 
 Rows with "+BN", "Phase 1", "Phase 2" and "Mixed" have task-specific batch normalization, which
-starts from the pretrained scales and statistics. "frozen" keeps the pretrained stem and first stage
-unchanged; "unfrozen" trains them after a third of the epochs. "Phase 1" makes two optimizer steps
-per batch, and "Mixed" makes one and a half on average; "Sum+steps" makes as many as "Phase 1".
+begins with the pretrained scales and statistics. "frozen" keeps the stem and the first stage as
+they were pretrained, "unfrozen" trains them from a third of the epochs on. "Phase 1" makes two
+optimizer steps for each batch, and "Mixed" one and a half; "Sum+steps" has as many as "Phase 1".
 """
 
 import time
@@ -37,13 +37,13 @@ TASKS = ("boxes", "pixels")
 CLASSES = 10
 HEIGHT, WIDTH, STRIDE = 32, 64, 4
 SIZES = 14, 22
-"""The range of digits' sizes in a picture, in pixels."""
+"""Of digits in a picture, in pixels."""
 TEST_DIGITS, TEST_PICTURES = 600, 500
 NOISE, MOST = 0.08, 3
 PICTURES, BATCH = 384, 16
 PRETRAINING_EPOCHS, EPOCHS = 12, 20
 RATE, HEAD_RATE = 1e-3, 4e-3
-"""AdamW's learning rates for the backbone and the heads; both fall to 0 along half a cosine."""
+"""Of AdamW, for the backbone and the heads; both fall to 0 along half a cosine."""
 SCHEDULES = ("Phase 1", "Phase 2", "Mixed", "Mixed, unfrozen")
 CONVERTED = ("Sum+BN", *SCHEDULES)
 """Rows with task-specific batch normalization."""
@@ -64,13 +64,13 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Scenes:
-    """Pictures [N, 1, H, W], and the tasks' targets."""
+    """Pictures [N, 1, H, W], and what the tasks are to find in them."""
 
     images: Tensor
     boxes: list[Tensor]
-    """Per picture, [digits, 5]: left, top, right, bottom in pixels, and the class."""
+    """Of each picture, [digits, 5]: left, top, right, bottom in pixels, and the class."""
     pixels: Tensor
-    """[N, H, W]: 0 for the background, 1 + class for digits."""
+    """[N, H, W], 0 for the background, 1 + class in digits."""
 
     def __getitem__(self, index: Tensor) -> "Scenes":
         boxes = [self.boxes[i] for i in index.tolist()]
@@ -78,7 +78,7 @@ class Scenes:
 
 
 def _noisy(images: Tensor, generator: torch.Generator) -> Tensor:
-    """The images with random contrast, brightness and noise per picture."""
+    """With contrast, brightness and noise of its own for each picture."""
     contrast, brightness = torch.rand(2, len(images), 1, 1, 1, generator=generator)
     noise = NOISE * torch.randn(images.shape, generator=generator)
     return images * (0.5 + contrast / 2) + brightness / 2 + noise
@@ -91,13 +91,13 @@ def _digits(usable: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split(seed: int) -> tuple[Tensor, Tensor]:
-    """The indices of the digits for training, and for testing."""
+    """Which digits are for training, and which for testing."""
     order = torch.randperm(1797, generator=seeded(seed))
     return order[TEST_DIGITS:], order[:TEST_DIGITS]
 
 
 def make_scenes(count: int, usable: Tensor, generator: torch.Generator) -> Scenes:
-    """Draws pictures with a few of the usable digits, which may overlap."""
+    """Pictures with a few of the usable digits, which may overlap."""
     digits, labels = _digits(usable)
     images, pixels = torch.zeros(count, 1, HEIGHT, WIDTH), torch.zeros(count, HEIGHT, WIDTH).long()
     boxes = []
@@ -131,14 +131,14 @@ class Head(nn.Module):
         self.outputs = nn.Conv2d(32, outputs, 1)
 
     def forward(self, features: Sequence[Tensor]) -> Tensor:
-        """The two feature maps -> [N, outputs, H / 4, W / 4]."""
+        """[N, outputs, H / 4, W / 4]."""
         fine, coarse = features
         coarse = functional.interpolate(coarse, fine.shape[-2:], mode="bilinear")
         return self.outputs(self.mixed(torch.cat([fine, coarse], 1)).relu())
 
 
 class Network(nn.Module):
-    """The trunk, which may be converted for the tasks, and one head per task."""
+    """The trunk, whose statistics may be those of tasks, and a head for each task."""
 
     def __init__(self, tasks: Iterable[str], downloaded: bool = False) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Network(nn.Module):
         outputs = {"boxes": CLASSES + 4, "pixels": CLASSES + 1}
         channels = self.trunk.feature_info.channels()
         self.heads = nn.ModuleDict({task: Head(channels, outputs[task]) for task in tasks})
-        if "boxes" in self.heads:  # Most positions have no digit.
+        if "boxes" in self.heads:  # Few places have a digit.
             nn.init.constant_(self.heads["boxes"].outputs.bias[:CLASSES], -4.0)
 
     @property
@@ -157,7 +157,7 @@ class Network(nn.Module):
 
 
 def freeze(network: Network, frozen: bool) -> None:
-    """Freezes the early layers with their statistics, or trains everything."""
+    """Freezes the early layers, with their statistics, or trains everything."""
     network.train()
     for part in network.early:
         part.requires_grad_(not frozen).train(not frozen)
@@ -190,7 +190,7 @@ def pretrained(seed: int, quick: bool) -> dict[str, Tensor]:
 
 
 def _corners(output: Tensor) -> Tensor:
-    """The box that each position predicts from its distances to the sides, [N, H / 4, W / 4, 4]."""
+    """The box [N, H / 4, W / 4, 4] that each place predicts, by its distances to the four sides."""
     y, x = torch.meshgrid(*(torch.arange(n) for n in output.shape[-2:]), indexing="ij")
     center = STRIDE * (torch.stack([x, y], -1) + 0.5)
     distances = 8 * output[:, CLASSES:].permute(0, 2, 3, 1).clamp(-4, 4).exp()
@@ -198,7 +198,7 @@ def _corners(output: Tensor) -> Tensor:
 
 
 def loss_of_boxes(output: Tensor, scenes: Scenes) -> Tensor:
-    """A focal loss of the classes, which are 1 at digits' centers, plus the boxes' GIoU there."""
+    """A focal loss of the classes, 1 at the digits' centers, and the GIoU of the boxes there."""
     picture = torch.cat([torch.full((len(b),), i) for i, b in enumerate(scenes.boxes)])
     corners, classes = torch.cat(scenes.boxes).split((4, 1), -1)
     x, y = ((corners[:, :2] + corners[:, 2:]) / (2 * STRIDE)).long().unbind(-1)
@@ -219,9 +219,9 @@ LOSSES = {"boxes": loss_of_boxes, "pixels": loss_of_pixels}
 
 
 def average_precision(output: Tensor, boxes: Sequence[Tensor]) -> float:
-    """The average precision over all pictures; a hit needs the right class and an IoU >= 0.5.
+    """Of all boxes in all pictures: right with the right class and an IoU of at least 0.5.
 
-    A box is predicted at each position where a class's score exceeds its eight neighbors'.
+    A box is predicted where a class has its largest score among the eight places around it.
     """
     scores = output[:, :CLASSES].sigmoid()
     peaks = scores * (scores == functional.max_pool2d(scores, 3, 1, padding=1))
@@ -232,10 +232,10 @@ def average_precision(output: Tensor, boxes: Sequence[Tensor]) -> float:
         classes, y, x = torch.unravel_index(place, of_picture.shape)
         overlap = ops.box_iou(boxes_here[y, x], truth[:, :4])
         overlap[classes[:, None] != truth[:, 4]] = 0
-        for score, row in zip(best.tolist(), overlap, strict=True):  # In descending order of score.
+        for score, row in zip(best.tolist(), overlap, strict=True):  # By falling score.
             iou, which = row.max(0)
             matches.append((score, bool(iou >= 0.5)))
-            overlap[:, which] *= float(iou < 0.5)  # Each digit counts once.
+            overlap[:, which] *= float(iou < 0.5)  # Each digit is found once.
     right = torch.tensor([hit for _, hit in sorted(matches, reverse=True)]).double()
     precision = right.cumsum(0) / torch.arange(1, len(right) + 1)
     highest = precision.flip(0).cummax(0).values.flip(0)
@@ -243,7 +243,7 @@ def average_precision(output: Tensor, boxes: Sequence[Tensor]) -> float:
 
 
 def mean_iou(output: Tensor, pixels: Tensor) -> float:
-    """The mean IoU of the classes and the background, over all pictures."""
+    """Of the classes and the background, over all pictures."""
     found = functional.interpolate(output, scale_factor=STRIDE, mode="bilinear").argmax(1)
     pairs = torch.bincount((pixels * (CLASSES + 1) + found).flatten(), minlength=(CLASSES + 1) ** 2)
     matrix = pairs.reshape(CLASSES + 1, CLASSES + 1).double()
@@ -253,7 +253,7 @@ def mean_iou(output: Tensor, pixels: Tensor) -> float:
 
 @torch.no_grad()
 def evaluate(network: Network, tasks: Sequence[str], scenes: Scenes) -> dict[str, float]:
-    """The average precision of boxes and the mean IoU of pixels, for the tasks."""
+    """Average precision, and the mean intersection over union."""
     values = {}
     network.eval()
     for task in tasks:
@@ -270,7 +270,7 @@ def evaluate(network: Network, tasks: Sequence[str], scenes: Scenes) -> dict[str
 def make_optimizer(
     row: str, network: Network, tasks: Sequence[str], seed: int, epochs: int
 ) -> cs.MultiTaskOptimizer:
-    """A row's MultiTaskOptimizer, with an AdamW that makes smaller steps for the trunk."""
+    """AdamW with smaller steps for the trunk, and the surgery of a row."""
     groups = [
         {"params": [*network.trunk.parameters()]},
         {"params": [*network.heads.parameters()], "lr": HEAD_RATE},
@@ -285,7 +285,7 @@ def make_optimizer(
 
 
 def step(row: str, opt: cs.MultiTaskOptimizer, network: Network, scenes: Scenes) -> None:
-    """Makes one step; with task-specific normalization, each task needs its own forward pass."""
+    """With task-specific normalization, each task needs a forward pass of its own."""
 
     def loss(task: str, features: Sequence[Tensor]) -> Tensor:
         return LOSSES[task](network.heads[task](features), scenes)
@@ -299,7 +299,7 @@ def step(row: str, opt: cs.MultiTaskOptimizer, network: Network, scenes: Scenes)
 
 
 def fit(row: str, tasks: Sequence[str], seed: int, quick: bool) -> tuple[Network, Result]:
-    """Trains a network for the tasks; returns it with its metrics and the seconds."""
+    """A network that was trained for some tasks, with its metrics and the seconds."""
     count, epochs = (2 * BATCH, 3) if quick else (PICTURES, EPOCHS)
     epochs *= len(TASKS) if row == "Sum+steps" else 1
     generator = seeded(seed)
@@ -328,7 +328,7 @@ def fit(row: str, tasks: Sequence[str], seed: int, quick: bool) -> tuple[Network
 
 
 def export(network: Network, task: str) -> torch.export.ExportedProgram:
-    """Exports the trunk with one task's normalization and head, for any number of pictures."""
+    """The trunk with one task's normalization and its head, for any number of pictures."""
 
     class Alone(nn.Module):
         def __init__(self) -> None:
@@ -346,21 +346,21 @@ def export(network: Network, task: str) -> torch.export.ExportedProgram:
 
 @cache
 def single_tasks(seed: int, quick: bool) -> Result:
-    """The metrics of one network per task, and their total seconds."""
+    """The metrics of a network for each task, and the seconds of all."""
     parts = {task: fit("Single-task", [task], seed, quick)[1] for task in TASKS}
     metrics = {task: part[task] for task, part in parts.items()}
     return {**metrics, "seconds": sum(part["seconds"] for part in parts.values())}
 
 
 def train(row: str, seed: int, quick: bool) -> Result:
-    """The result of a row of the table."""
+    """A row of the table."""
     baseline = single_tasks(seed, quick)
     result = baseline if row == "Single-task" else fit(row, TASKS, seed, quick)[1]
     return {**result, "delta_m": delta_m(result, baseline, TASKS)}
 
 
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
-    """Draws both metrics minus Sum's with the same seed."""
+    """Both metrics less those of Sum with the same seed."""
 
     def gains(row: str, task: str) -> list[float]:
         pairs = zip(results[row], results["Sum"], strict=True)

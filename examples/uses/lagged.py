@@ -1,4 +1,4 @@
-"""Task weights from sketches of the previous step, against exact weights of the same step.
+"""Task weights from sketches of the step before, against exact weights of the same step.
 
 `GradientBalancer` takes the place of `MultiTaskOptimizer` in the other uses: same initial weights,
 same batches, same torch optimizer. Their networks have fewer shared parameters than the default
@@ -31,7 +31,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows of another use, and the number in their results to compare, in percent."""
+    """Rows of another use, and the number of their results that is compared, in percent."""
 
     use: ModuleType
     prefix: str
@@ -56,7 +56,7 @@ PROBLEMS = {
 
 
 class Balanced:
-    """The part of `MultiTaskOptimizer`'s interface that the uses call, with a balancer."""
+    """The part of `MultiTaskOptimizer` that the uses call, on a `GradientBalancer`."""
 
     phase = 2
 
@@ -74,22 +74,22 @@ class Balanced:
         self.balancer = cs.GradientBalancer(shared, self.tasks, method, optimizer, sketch=sketch)
 
     def start_epoch(self, epoch: int) -> None:
-        """Does nothing, because there is no schedule."""
+        """No schedule."""
 
     def count_conflicts(self) -> None:
-        """Does nothing, because a balancer always has its products."""
+        """The balancer's products are always there."""
 
     def conflicts(self) -> Any:
-        """The products of the last step."""
+        """Of the last step."""
         return SimpleNamespace(gramians=self.balancer.gramian[None])
 
     def backward(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Makes the backward passes of one forward pass's losses."""
+        """Losses of one forward pass."""
         self.optimizer.zero_grad()
         return self.balancer.backward(losses)
 
     def step(self, closure: Callable[[str], Tensor], tasks: Iterable[str] | None = None) -> None:
-        """Makes a step with one forward pass per task."""
+        """A forward pass per task."""
         self.optimizer.zero_grad()
         for task in tasks or self.tasks:
             with cs.nn.active_task(self.trunk, task), self.balancer.task(task):
@@ -98,7 +98,7 @@ class Balanced:
 
 
 def _score(problem: Problem, method: str, seed: int, quick: bool, sketch: int | None) -> float:
-    """Trains once, with exact weights if `sketch` is None; returns the number to compare."""
+    """The result of a training, exact without a sketch."""
     exact = cs.MultiTaskOptimizer
 
     def make(
@@ -122,7 +122,7 @@ def _score(problem: Problem, method: str, seed: int, quick: bool, sketch: int | 
 
 
 def train(row: str, seed: int, quick: bool) -> Result:
-    """Trains three times from the same initial weights; returns what lag and sketch change."""
+    """Three trainings from the same initial weights, and what the lag and the sketch change."""
     name, method = row.split("/")
     exact, lagged, small = (
         _score(PROBLEMS[name], method, seed, quick, sketch)
@@ -132,7 +132,7 @@ def train(row: str, seed: int, quick: bool) -> Result:
 
 
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
-    """Draws the differences from exact weights, with one panel per sketch size."""
+    """Differences from exact weights, a panel per sketch."""
 
     def differences() -> Figure:
         figure, axes = style.panels(1, 2, 6.5, sharey=True)

@@ -1,12 +1,12 @@
-"""Three facts about a marriage from a survey, where most labels are missing.
+"""Three facts of a marriage from a survey, for which most labels are missing.
 
-Fair's table of 1978 (6,366 married women, in statsmodels) has three targets of different kinds that
-can be predicted from the other columns: the years of marriage (regression), the number of children
-(a count), and whether there was an affair (a class). They describe the same marriage: the longer it
-has lasted, the more children and affairs there are. So a task with few labels may gain from the
-representation of a task with many. The women's rating of the marriage is an input, since it can
-hardly be predicted from the other columns. RAND's table of health insurance has more rows, but they
-describe the same people in several years, and the table does not identify the people.
+Fair's table of 1978 (6,366 married women, in statsmodels) is the one with targets of different
+kinds that can be predicted from the rest: the years of marriage (regression), the number of
+children (a count), and whether there was an affair (a class). They are facts of one marriage: the
+longer it has lasted, the more children and affairs there are. So a task with few labels may gain
+from the representation of one with many. The women's rating of the marriage is an input, since it
+can hardly be predicted from the others. RAND's table of health insurance has more rows, but these
+are of the same people in several years, and nothing in it says which.
 
 All multi-task rows have the same network with task-specific normalization, so that only the method
 differs between them.
@@ -32,13 +32,13 @@ import cs_kernels as cs
 from uses.use import Column, Result, Use, delta_m, draw_gains, seeded
 
 TASKS = ("years", "kids", "affair")
-"""A task cannot be called "children", because modules have a method of that name."""
+"""No task may be called "children": modules have a method of that name."""
 KEPT = {"years": 1.0, "kids": 0.03, "affair": 0.3}
-"""The share of training rows that have a label of the task."""
+"""The share of the training rows that have a label of the task."""
 LOWER = ("kids",)
-"""The tasks whose metric is better if it is lower."""
+"""The tasks whose metric is better where it is lower."""
 TRAINED, BATCH, WIDTH, RATE, DECAY = 4000, 64, 64, 2e-3, 1.0
-"""Chosen with seeds 100 and 101: with so few labels, more epochs or a weaker decay overfit."""
+"""With so few labels, more epochs or a weaker decay overfit. Chosen with seeds 100 and 101."""
 EPOCHS, QUICK_EPOCHS = 15, 2
 
 METHODS = {
@@ -56,14 +56,14 @@ ROWS = ("Single-task", *METHODS)
 
 
 class Rows(NamedTuple):
-    """Rows of the table: inputs [N, D], and by task targets [N] and whether they are known [N]."""
+    """Some women: inputs [N, D], and by task the targets [N] and whether they are known [N]."""
 
     inputs: Tensor
     targets: dict[str, Tensor]
     known: dict[str, Tensor]
 
     def __getitem__(self, index: Any) -> "Rows":
-        """A selection of the rows."""
+        """Some of the rows."""
         targets, known = (
             {task: values[index] for task, values in by_task.items()}
             for by_task in (self.targets, self.known)
@@ -71,24 +71,24 @@ class Rows(NamedTuple):
         return Rows(self.inputs[index], targets, known)
 
     def labeled(self, tasks: Sequence[str]) -> list[str]:
-        """The tasks for which at least one row has a label."""
+        """Those of the tasks that a row has a label for."""
         return [task for task in tasks if self.known[task].any()]
 
 
 def split(seed: int) -> tuple[Tensor, Tensor]:
-    """The indices of the training rows, and of the held-out rows."""
+    """The numbers of the rows to train on, and of those held out."""
     order = torch.randperm(6366, generator=seeded(seed))
     return order[:TRAINED], order[TRAINED:]
 
 
 def load(seed: int) -> tuple[Rows, Rows]:
-    """Training rows with only some of their labels, and held-out rows with all labels."""
+    """Rows to train on, a part of whose labels is kept, and held-out rows with all labels."""
     table = fair.load_pandas().data
     numbers = torch.tensor(table[["age", "religious", "educ", "rate_marriage"]].to_numpy()).float()
     jobs = torch.tensor(table[["occupation", "occupation_husb"]].to_numpy()).long() - 1
     years = torch.tensor(table["yrs_married"].to_numpy()).float()
     train, test = split(seed)
-    # Everything is scaled by statistics of the training rows.
+    # Everything is scaled by what may be known in training.
     numbers = (numbers - numbers[train].mean(0)) / numbers[train].std(0)
     rows = Rows(
         torch.cat([numbers, functional.one_hot(jobs, 6).flatten(1)], 1),
@@ -105,7 +105,7 @@ def load(seed: int) -> tuple[Rows, Rows]:
 
 
 class Network(nn.Module):
-    """Two hidden layers with batch normalization, and one linear head per task."""
+    """Two hidden layers with batch normalization, and a linear head for each task."""
 
     def __init__(self, inputs: int, tasks: Sequence[str]) -> None:
         super().__init__()
@@ -116,12 +116,12 @@ class Network(nn.Module):
         self.heads = nn.ModuleDict({task: nn.Linear(WIDTH, 1) for task in tasks})
 
     def forward(self, inputs: Tensor, task: str) -> Tensor:
-        """[N]: the mean of a value, the logarithm of a count's mean, or the logit of a class."""
+        """[N]: the mean, the logarithm of the mean of a count, or the logit of a class."""
         return self.heads[task](self.trunk(inputs)).squeeze(1)
 
 
 def masked_loss(task: str, outputs: Tensor, targets: Tensor, known: Tensor) -> Tensor:
-    """The mean loss over rows with a label; without any label, it would be NaN."""
+    """The mean over the rows with a label; there must be one, or the mean would be NaN."""
     outputs, targets = outputs[known], targets[known]
     if task == "years":
         return functional.mse_loss(outputs, targets)
@@ -133,11 +133,11 @@ def masked_loss(task: str, outputs: Tensor, targets: Tensor, known: Tensor) -> T
 def make_optimizer(
     row: str, network: Network, tasks: Sequence[str], seed: int, epochs: int
 ) -> cs.MultiTaskOptimizer:
-    """A row's MultiTaskOptimizer; single tasks use the plain sum."""
+    """The method of a row; single tasks have nothing but a plain sum."""
     method, schedule = METHODS.get(row, METHODS["Sum"])
     weighting = None
     if "UncertaintyWeights" in row:
-        # A Poisson loss, like a classification loss, is a likelihood without a scale parameter.
+        # A Poisson loss is a likelihood without a scale of its own, as is that of a class.
         kinds = {task: "regression" if task == "years" else "classification" for task in tasks}
         weighting = cs.UncertaintyWeights(kinds)
     groups: list[dict[str, Any]] = [{"params": list(network.parameters())}]
@@ -154,9 +154,9 @@ def make_optimizer(
 
 
 def step(opt: cs.MultiTaskOptimizer, network: Network, batch: Rows) -> dict[str, Tensor]:
-    """Makes a step with the tasks for which the batch has labels; returns their losses.
+    """A step with the tasks that the batch has labels for, and their losses.
 
-    Rows without a label count for the batch normalization, but not for the loss.
+    Rows without a label count in the batch normalization, but not in the loss.
     """
     labeled = batch.labeled(opt.tasks)
     if not labeled:
@@ -171,7 +171,7 @@ def step(opt: cs.MultiTaskOptimizer, network: Network, batch: Rows) -> dict[str,
 
 @torch.no_grad()
 def evaluate(network: Network, tasks: Sequence[str], rows: Rows) -> dict[str, float]:
-    """The R2 of years, the mean deviance of kids, and the area under the ROC curve of affair."""
+    """R2 of the years, mean deviance of the children, area under the curve of affairs."""
     metrics = {"years": r2_score, "kids": mean_poisson_deviance, "affair": roc_auc_score}
     values = {}
     network.eval()
@@ -185,10 +185,10 @@ def evaluate(network: Network, tasks: Sequence[str], rows: Rows) -> dict[str, fl
 
 
 def fit(row: str, tasks: Sequence[str], seed: int, quick: bool) -> Result:
-    """Trains a network; returns its metrics, its seconds, and each task's channels."""
+    """Trains a network for some tasks: the metrics, seconds, and the channels of each task."""
     train_rows, test_rows = load(seed)
     epochs = QUICK_EPOCHS if quick else EPOCHS
-    # Several rows train the single-task networks of a seed, which must be the same each time.
+    # The single-task networks of a seed are trained beside other rows too, and must be the same.
     torch.manual_seed(seed)
     network = Network(train_rows.inputs.shape[1], tasks)
     opt = make_optimizer(row, network, tasks, seed, epochs)
@@ -208,14 +208,14 @@ def fit(row: str, tasks: Sequence[str], seed: int, quick: bool) -> Result:
 
 @cache
 def single_tasks(seed: int, quick: bool) -> Result:
-    """The metrics of one network per task, and their total seconds."""
+    """The metrics of a network for each task, and the seconds of all."""
     parts = [fit("Single-task", [task], seed, quick) for task in TASKS]
     metrics = {task: part[task] for task, part in zip(TASKS, parts, strict=True)}
     return {**metrics, "seconds": sum(part["seconds"] for part in parts)}
 
 
 def train(row: str, seed: int, quick: bool) -> Result:
-    """The result of a row of the table."""
+    """A row of the table."""
     baseline = single_tasks(seed, quick)
     if row == "Single-task":
         return baseline
@@ -224,7 +224,7 @@ def train(row: str, seed: int, quick: bool) -> Result:
 
 
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
-    """Draws Mixed's channels by top-priority task and epoch, and each row's Delta m."""
+    """The channels by top-priority task over the epochs of Mixed, and Delta m of each row."""
 
     def of_priority(ax: Axes) -> None:
         counts = np.array([result["priority"] for result in results["Mixed"]], dtype=float)

@@ -1,4 +1,4 @@
-"""Defines a use; trains and resumes its runs, and writes their table."""
+"""What a use is, and how its runs are trained, resumed and put into a table."""
 
 import json
 import multiprocessing
@@ -20,38 +20,38 @@ from scipy import stats
 from table import markdown, show
 
 Result = dict[str, Any]
-"""The result of one run: numbers by column name, and whatever a picture needs."""
+"""Of one run: numbers by the names of the columns, and whatever a picture needs."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A number in every result, and how to print it."""
+    """A number of every result, and how it is printed."""
 
     key: str
     title: str
     digits: int
     factor: float = 1.0
     median: bool = False
-    """Whether to show the median over seeds and the range, for numbers with outliers."""
+    """Whether a table has the median over seeds and the range, for numbers with outliers."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """A problem, the rows of its table, and a function that trains a row."""
+    """A problem, the rows of its table, and how one of them is trained."""
 
     name: str
     title: str
     rows: Sequence[str]
-    """The names of the rows; in a name with a "/", the first part names a part of the problem."""
+    """By name; those with a "/" have a part of the problem in front of it."""
     train: Callable[[str, int, bool], Result]
-    """Trains a row with a seed; quick runs only show that the code works."""
+    """The result of a row and a seed; quick runs show that the code works, and no more."""
     columns: Sequence[Column]
     draw: Callable[[Mapping[str, list[Result]], Path], None]
-    """Draws pictures into a folder, from each row's results, one per seed."""
+    """Pictures into a folder, from the results of each row, a seed each."""
 
 
 def seeded(seed: int) -> torch.Generator:
-    """A seeded generator on the default device."""
+    """A generator on the device of the run."""
     return torch.Generator(torch.get_default_device()).manual_seed(seed)
 
 
@@ -79,7 +79,7 @@ def run_all(
     console: Console,
     device: str = "cpu",
 ) -> dict[str, list[Result]]:
-    """Trains the runs without a result, `jobs` at once, and reads all results."""
+    """Trains what has no result yet, `jobs` runs at once, and reads all results."""
     files = {(row, seed): _file(folder, row, seed) for row in use.rows for seed in seeds}
     missing = [key for key, file in files.items() if not file.exists()]
     columns = (
@@ -122,7 +122,7 @@ def delta_m(
     tasks: Sequence[str],
     lower: Sequence[str] = (),
 ) -> float:
-    """The mean relative gain over the baseline in percent; `lower` tasks are better if lower."""
+    """The mean relative gain over the baseline in percent; lower is better for some tasks."""
     gains = [(values[task] / baseline[task] - 1) * (-1 if task in lower else 1) for task in tasks]
     return 100 * statistics.mean(gains)
 
@@ -142,7 +142,7 @@ def _cell(column: Column, results: list[Result]) -> str:
 
 
 def draw_gains(ax: Axes, rows: Mapping[str, Sequence[float]]) -> None:
-    """Draws each row's mean with its interval, one below another, and a line at 0."""
+    """The mean of each row's values with its interval, one below the other, and a line at 0."""
     for y, (row, values) in enumerate(rows.items()):
         mean, half = interval(values)
         marker = "s" if row.endswith("random") else "o"
@@ -154,7 +154,7 @@ def draw_gains(ax: Axes, rows: Mapping[str, Sequence[float]]) -> None:
 
 
 def write(use: Use, results: Mapping[str, list[Result]], folder: Path, console: Console) -> None:
-    """Prints the table, writes it in Markdown, and draws the pictures."""
+    """The table, in the terminal and in Markdown, and the pictures."""
     head = [use.title, *(column.title for column in use.columns)]
     rows = [
         [row, *(_cell(column, of_row) for column in use.columns)] for row, of_row in results.items()
@@ -172,5 +172,5 @@ def write(use: Use, results: Mapping[str, list[Result]], folder: Path, console: 
 
 
 def default_jobs() -> int:
-    """One process per core."""
+    """A process a core."""
     return os.cpu_count() or 1
