@@ -266,8 +266,8 @@ class Engine:
 
     def apply(self) -> None:
         """Steps the torch optimizers."""
-        self.optimizers.step(self.scaler)
-        self.guard.note_steps()
+        with self.guard.stepping():
+            self.optimizers.step(self.scaler)
 
     def finish(self, step: Step, tasks: Sequence[str], phase: Phase) -> dict[str, Tensor]:
         """Steps the torch optimizers for the last time in a step; returns the losses.

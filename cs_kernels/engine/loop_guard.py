@@ -22,6 +22,8 @@ _MARK = "_cs_kernels_mark"
 has used; in a gradient, its version stands beside the mark. (A weak reference would keep
 `Module.to` from exchanging a gradient, and another one may get the same address.)"""
 
+_UNMARKED = (None, 0)
+
 
 class _Mark:
     """A mark on a torch optimizer and its gradients; `owner`'s update waits for the step.
@@ -52,6 +54,8 @@ def _mark_on(optimizer: Any) -> _Mark:
 
 def _version_of(grad: Tensor) -> int:
     """A gradient's version counter; additions to a DTensor count in its local tensor."""
+    if type(grad) is Tensor:
+        return grad._version
     return int(getattr(grad, "_local_tensor", grad)._version)
 
 
@@ -99,6 +103,8 @@ class LoopGuard:
         """Whether gradients are those of a CUDA graph, which no mark knows."""
         self._passes = False
         """Whether passes of `MultiTaskOptimizer.step` run."""
+        self._steps = False
+        """Whether `MultiTaskOptimizer.step` steps the torch optimizers."""
         self._notice_steps()
         self._mark()
 
@@ -109,8 +115,14 @@ class LoopGuard:
         for mark in map(_mark_on, self._optimizers):
             mark.owner = None if mark.owner is self._owner else mark.owner
 
-    def note_steps(self) -> None:
-        """Notes that `MultiTaskOptimizer.step` has stepped the torch optimizers."""
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Wraps the step of the torch optimizers in `MultiTaskOptimizer.step`."""
+        self._steps = True
+        try:
+            yield
+        finally:
+            self._steps = False
         self._accumulation.forget_dropped()
         self._updated.update(range(len(self._optimizers)))
         self._mark()
@@ -128,8 +140,9 @@ class LoopGuard:
         mark, held = _Mark(owner), held_by(self._optimizers[n])
         setattr(_inner(self._optimizers[n]), _MARK, mark)
         for parameter in held:
-            if parameter.grad is not None:
-                setattr(parameter.grad, _MARK, (mark, _version_of(parameter.grad)))
+            grad = parameter.grad
+            if grad is not None:
+                setattr(grad, _MARK, (mark, _version_of(grad)))
         self._kinds[n] = _kind_of(held)
 
     @contextlib.contextmanager
@@ -195,24 +208,21 @@ class LoopGuard:
         held = held_by(self._optimizers[n])
         if self._kinds[n] != _kind_of(held):
             return []  # `Module.to` has replaced the gradients, so their marks are gone.
-        waits, found = _mark_on(self._optimizers[n]).owner is self._owner, []
+        last, found = _mark_on(self._optimizers[n]), []
+        waits = last.owner is self._owner
         for parameter in held:
             grad = parameter.grad
             if grad is not None:
-                version = self._version_at_mark(n, grad)
-                if version is None or not (waits or version == _version_of(grad)):
+                mark, version = getattr(grad, _MARK, _UNMARKED)
+                if mark is not last or not (waits or version == _version_of(grad)):
                     found.append(parameter)
         return found
 
-    def _version_at_mark(self, n: int, grad: Tensor) -> int | None:
-        """The version of a gradient when it was marked; `None` if it was not."""
-        mark, version = getattr(grad, _MARK, (None, 0))
-        return int(version) if mark is _mark_on(self._optimizers[n]) else None
-
     def _is_there(self, n: int) -> bool:
         """Whether a gradient that was marked is still in `.grad`."""
-        grads = (grad for grad in _gradients_of(self._optimizers[n]) if grad is not None)
-        return any(self._version_at_mark(n, grad) is not None for grad in grads)
+        last = _mark_on(self._optimizers[n])
+        grads = _gradients_of(self._optimizers[n])
+        return any(getattr(grad, _MARK, _UNMARKED)[0] is last for grad in grads)
 
     def _check_update_used(self) -> None:
         unused, self._unused = self._unused, {}
@@ -260,8 +270,9 @@ class LoopGuard:
                 this._updated.add(n)
             else:
                 this._updated.discard(n)
-            this._mark_one(n)
-            this._accumulation.forget_dropped()
+            if not this._steps:  # `stepping` marks the gradients of all optimizers.
+                this._mark_one(n)
+                this._accumulation.forget_dropped()
 
         for n, optimizer in enumerate(self._optimizers):
             inner = _inner(optimizer)
