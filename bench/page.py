@@ -62,8 +62,8 @@ TABLES = {
         all-gather={all-gather:.3f} | all-reduce={all-reduce:.3f} | control, bytes={control:.0f}
         peak={peak:.2f} | kept={kept:.2f}""",
 }
-"""`header=cell` per column; a cell may have several forms, and a case fills in the first for which
-it has all fields."""
+"""`header=cell` per column; a cell may have several forms, of which the first is used that has all
+its fields in the case."""
 NETWORKS = {"resnet18": "ResNet-18", "small": "small"}
 MARKS = {
     "cs_kernels": ("cs_kernels", "o", True),
@@ -98,7 +98,7 @@ def in_millions(value: Any, name: str = "") -> Any:
 
 
 def last(name: str, network: str | None = None) -> dict[str, Any]:
-    """The last record of a clean checkout that has the network."""
+    """The last record from a clean checkout that contains the network."""
     text = (RESULTS / f"{name}.jsonl").read_text().replace('"textbook PCGrad": {', '"textbook": {')
     records = [json.loads(line) for line in text.splitlines()]
     for record in records:
@@ -196,7 +196,7 @@ def main_cases(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def cell(forms: str, case: dict[str, Any]) -> str:
-    """The first form of which the case has all fields, filled in; "-" if there is none."""
+    """The first form whose fields are all in the case, filled in; "-" if there is none."""
     for form in forms.split("/"):
         with suppress(KeyError):
             return form.format_map(case)
@@ -234,7 +234,7 @@ def panels_of_times(name: str) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def draw_times(name: str) -> None:
-    """Plots our time and the peers', relative to the time of the limit's copy."""
+    """Plots our and the peers' times, relative to a copy of as many bytes."""
     import style
 
     panels = panels_of_times(name)
@@ -265,7 +265,7 @@ def draw_times(name: str) -> None:
 
 
 def times(case: dict[str, Any]) -> dict[str, float]:
-    """Our time and the peers', relative to the time of the limit's copy."""
+    """Our and the peers' times, relative to a copy of as many bytes."""
     ours, limit = case["milliseconds"], case["times_the_limit"]
     found = {"cs_kernels": limit}
     for label, peer in case["peers"].items():

@@ -7,7 +7,7 @@ compares replicated ranks, ranks with `fully_shard`, and the textbook way, which
 whole gradient of every task. All ranks must have the same bits, and updates must agree with the
 textbook way. At features, where the trunk is not converted, the textbook way sums the Gramian of
 the features' gradients over the ranks, and all-reduces the trunk's single gradient. Kept task
-weights are from the first step. `--quick` takes a narrow network and 2 processes, and writes no
+weights are from the first step. `--quick` uses a narrow network and 2 processes, and writes no
 record.
 """
 
@@ -224,7 +224,7 @@ def case(
 
 def cases(rank: int, size: int, width: int, methods: Sequence[str]) -> list[dict[str, Any]]:
     """The counts of every way with each of the methods."""
-    torch.use_deterministic_algorithms(False)  # Else torch would fill new memory, needlessly.
+    torch.use_deterministic_algorithms(False)  # Otherwise torch would needlessly fill new memory.
     result = []
     for method in methods:
         expected: list[Tensor] = []

@@ -61,7 +61,7 @@ def test_sketch(report: Any, quick: bool, dtype: torch.dtype, threads: int) -> N
 
 
 class _Balanced(WholeStep):
-    """A step with a GradientBalancer, or a plain step; `own` makes a pass per task."""
+    """A step with a GradientBalancer, or a plain step; with `own`, it makes a pass per task."""
 
     def __init__(
         self, network: str, tasks: int, every: int, batch: int, *, own: bool, plain: bool
@@ -103,7 +103,7 @@ class _Balanced(WholeStep):
         return memory.peak
 
     def check(self) -> None:
-        """The second step weighs the gradients by the task weights from the first one."""
+        """The second step multiplies gradients by the task weights of the first step."""
         if not self.plain:
             self.trunk.eval()  # Passes must not change the statistics.
             self.step()

@@ -1,7 +1,7 @@
-"""The peers: TorchJD, and the loops that are copied from repository to repository.
+"""The peers: TorchJD, and the loops that many repositories copy.
 
 TorchJD's Nash-MTL is the authors' own code, and UPGrad was published with TorchJD. The copied
-loops, called "textbook", flatten the gradients in plain torch and solve the small problem on the
+loops, called "textbook", flatten the gradients in plain torch and solve the K x K problem on the
 host.
 """
 

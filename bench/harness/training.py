@@ -74,7 +74,7 @@ class Training:
         self.trunk = setting.trunk()
         if convert:
             cs.nn.convert_task_batchnorm(self.trunk, tasks)
-        for norm in cs.nn.task_norms(self.trunk):  # Else rounding would decide the priorities.
+        for norm in cs.nn.task_norms(self.trunk):  # Otherwise rounding would decide the priorities.
             for child in norm.children():
                 nn.init.uniform_(child.weight, 0.5, 1.5)
         self.heads = nn.ModuleDict({t: setting.head(n) for t, n in setting.channels.items()})

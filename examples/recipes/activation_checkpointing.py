@@ -1,7 +1,7 @@
-"""Activation checkpointing in the trunk: its activations are computed again for each backward pass.
+"""Activation checkpointing in the trunk: each backward pass recomputes its activations.
 
-In float64, parameters and running statistics equal those of a plain loop to 1e-12 where that
-updates the statistics twice, as torch does when it recomputes.
+In float64, parameters and running statistics equal those of a plain loop to 1e-12, if this loop
+also updates the statistics twice, as torch does when it recomputes.
 """
 
 import torch
@@ -13,7 +13,7 @@ import cs_kernels as cs
 
 
 class Checkpointed(nn.Module):
-    """A module that keeps its input alone for the backward pass."""
+    """A module that saves only its input for the backward pass."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

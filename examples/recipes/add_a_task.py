@@ -26,8 +26,8 @@ def train(epochs: int = EPOCHS) -> tuple[Network, list]:
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
-    # A function of the epoch alone, so the next MultiTaskOptimizer goes on with it. (Its steps are
-    # counted from 0 again: with draw="step", and in methods that draw, the draws would repeat.)
+    # A function of the epoch alone, so the next MultiTaskOptimizer can continue with it. (But its
+    # steps start from 0: with draw="step", or a method with random numbers, draws would repeat.)
     schedule = cs.Mixed(epochs=EPOCHS, seed=9)
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, schedule=schedule)
 
@@ -37,8 +37,8 @@ def train(epochs: int = EPOCHS) -> tuple[Network, list]:
             new = cs.nn.add_task(network.trunk, "normals", like="depth")
             network.heads["normals"] = copy.deepcopy(network.heads["depth"])
             new += network.heads["normals"].parameters()
-            # The same torch optimizer: the moments of all other parameters are kept. A state of
-            # MultiTaskOptimizer has its tasks, so that of two cannot be loaded for three.
+            # The torch optimizer stays the same, and keeps the moments of all other parameters.
+            # The state of the old MultiTaskOptimizer, with two tasks, cannot be loaded for three.
             adam.add_param_group({"params": new})
             tasks = [*TASKS, "normals"]
             opt = cs.MultiTaskOptimizer(network.trunk, adam, tasks, schedule=schedule)

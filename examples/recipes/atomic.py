@@ -1,4 +1,4 @@
-"""Files that a killed process leaves whole: the old one or the new one."""
+"""Atomic writes: after a kill, the file is either the complete old one or the complete new one."""
 
 import os
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ from typing import BinaryIO
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which replaces `path` at the end, once the disk has all of it."""
-    new = path.with_name(f"{path.name}.new")  # One name: the next write reuses what a kill leaves.
+    """A file to write to, which replaces `path` at the end, after all of it is on the disk."""
+    new = path.with_name(f"{path.name}.new")  # A fixed name: the next write overwrites leftovers.
     with new.open("wb") as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
     new.replace(path)
     folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # The rename itself.
+    os.fsync(folder)  # Makes the rename durable.
     os.close(folder)

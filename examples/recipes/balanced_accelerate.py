@@ -1,7 +1,7 @@
-"""Accelerate with gradient accumulation: one line more, which names the task of a micro-batch.
+"""Accelerate with gradient accumulation: one more line, which names the task of a micro-batch.
 
-Parameters equal those of a plain loop to 1e-7 in float64, which weighs each task's exact gradient
-of the trunk by the weights of the step before.
+In float64, parameters equal to 1e-7 those of a plain loop that multiplies each task's exact
+gradient of the trunk by the previous step's weights.
 """
 
 from typing import Any
@@ -14,13 +14,13 @@ import cs_kernels as cs
 
 
 def train(epochs: int = 4, **options: Any) -> tuple[Network, list]:
-    """Two steps an epoch: of four micro-batches, and of the two that are left."""
+    """Two steps per epoch: with four micro-batches, and with the remaining two."""
     accelerator = Accelerator(gradient_accumulation_steps=4, **options)
     plain = make_network(normalized=False)
     adam = torch.optim.Adam(plain.parameters(), lr=1e-2)
     loader = torch.utils.data.DataLoader(make_task_batches(), batch_size=None)
     network, adam, loader = accelerator.prepare(plain, adam, loader)
-    given = {"optimizer": adam, "scaler": accelerator.scaler}  # A scaler for float16, else None.
+    given = {"optimizer": adam, "scaler": accelerator.scaler}  # Scaler: float16 only.
     balancer = cs.GradientBalancer(plain.trunk.parameters(), TASKS, **given)
 
     history = []

@@ -1,7 +1,7 @@
-"""Lightning with automatic optimization: task weights in a loop that stays Lightning's own.
+"""Lightning with automatic optimization: task weights in Lightning's own loop.
 
-Parameters equal those of a plain loop to 1e-7 in float64, resumed or not, which weighs each task's
-exact gradient of the trunk by the weights of the step before.
+In float64, resumed or not, parameters equal to 1e-7 those of a plain loop that multiplies each
+task's exact gradient of the trunk by the previous step's weights.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ import cs_kernels as cs
 
 
 class Module(lightning.LightningModule):
-    """The network and its GradientBalancer. A batch is of one task, and names it."""
+    """The network and its GradientBalancer. A batch belongs to one task, and names it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,11 +45,11 @@ class Module(lightning.LightningModule):
         checkpoint["balancer"] = self.balancer.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.balancer_state = checkpoint["balancer"]  # There is no optimizer yet.
+        self.balancer_state = checkpoint["balancer"]  # The optimizer does not exist yet.
 
 
 def train(epochs: int = 4, resume: str | None = None, **options: Any) -> tuple[Module, Any]:
-    """Two steps an epoch: of four batches, and of the two that are left."""
+    """Two steps per epoch: with four batches, and with the remaining two."""
     module = Module()
     loader = torch.utils.data.DataLoader(make_task_batches(), batch_size=None)
     trainer = lightning.Trainer(max_epochs=epochs, accumulate_grad_batches=4, **options)

@@ -1,7 +1,7 @@
-"""A plain loop with a data loader for each task: task weights, a log, and a checkpoint.
+"""A plain loop with a data loader per task: task weights, a log, and a checkpoint.
 
-Parameters equal those of a plain loop to 1e-7 in float64, which weighs each task's exact gradient
-of the trunk by the weights of the step before. A resumed run is bit-equal to an uninterrupted one.
+In float64, parameters equal to 1e-7 those of a loop that multiplies each task's exact gradient of
+the trunk by the previous step's weights. A resumed run is bit-equal to an uninterrupted one.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def make_loader(task: str) -> DataLoader:
 
 
 def train(epochs: int = 4, checkpoint: Path | None = None) -> tuple[Network, list]:
-    """Trains up to an epoch; goes on from the checkpoint, if there is one, and writes it."""
+    """Trains up to an epoch; resumes from the checkpoint, if there is one, and writes it."""
     network = make_network(normalized=False)
     adam = torch.optim.AdamW(network.parameters(), lr=1e-2)
     balancer = cs.GradientBalancer(network.trunk.parameters(), TASKS, cs.UPGrad(), adam)

@@ -1,6 +1,6 @@
 """Many processes with DistributedDataParallel or fully_shard, each with its part of every batch.
 
-Started by torchrun --nproc-per-node=2 balanced_ranks.py [--sharded]. Parameters equal those of one
+Start it by torchrun --nproc-per-node=2 balanced_ranks.py [--sharded]. Parameters equal those of one
 process on whole batches to 1e-4, and the task weights of all ranks are bit-equal.
 """
 
@@ -16,11 +16,11 @@ from toy import TASKS, loss_of, make_batches, make_network
 
 import cs_kernels as cs
 
-BATCH = 4  # Of all ranks together.
+BATCH = 4  # Over all ranks.
 
 
 def make_loader() -> DataLoader:
-    """The parts of this rank."""
+    """Loads this rank's parts of the batches."""
     samples = [
         (images[n], {task: target[n] for task, target in targets.items()})
         for images, targets in make_batches(size=BATCH)
@@ -31,13 +31,13 @@ def make_loader() -> DataLoader:
 
 
 def train(epochs: int = 4, *, sharded: bool = False) -> tuple[torch.nn.Module, list]:
-    """A pass for each task; ranks exchange the gradients in the last one of a step."""
+    """Makes a pass per task; ranks exchange gradients in the last pass of a step."""
     network = make_network(normalized=False)
     if sharded:
         for module in (network.trunk, network):
             fully_shard(module)
     else:
-        # A pass reaches the head of its task alone.
+        # A pass only reaches its own task's head.
         network = DistributedDataParallel(network, find_unused_parameters=True)
     plain = network if sharded else network.module
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)

@@ -1,7 +1,7 @@
 """The Trainer of transformers with task weights: one method is wrapped, and no step is replaced.
 
-Parameters equal those of a plain loop to 1e-7 in float64, which weighs each task's exact gradient
-of the trunk by the weights of the step before. A resumed run is bit-equal to an uninterrupted one.
+In float64, parameters equal to 1e-7 those of a loop that multiplies each task's exact gradient of
+the trunk by the previous step's weights. A resumed run is bit-equal to an uninterrupted one.
 """
 
 import tempfile
@@ -13,11 +13,11 @@ from transformers import BertConfig, BertModel, Trainer, TrainerCallback, Traini
 
 import cs_kernels as cs
 
-TASKS = ["topic", "order"]  # A class of the whole text, and one of every word.
+TASKS = ["topic", "order"]  # A class per text, and a class per word.
 
 
 class Network(nn.Module):
-    """BERT and a head for each task: the loss of one."""
+    """BERT and a head per task; returns one task's loss."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Network(nn.Module):
 
 
 class BalancedTrainer(Trainer):
-    """The steps are the Trainer's own; a batch has texts of one task."""
+    """Keeps the Trainer's own steps; a batch has texts of one task."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *others: Any) -> Tensor:
         with self.balancer.task(inputs["task"]):
@@ -42,7 +42,7 @@ class BalancedTrainer(Trainer):
 
 
 class SaveBalancer(TrainerCallback):
-    """Puts its state in the Trainer's checkpoints."""
+    """Saves the balancer's state in the Trainer's checkpoints."""
 
     def on_save(self, arguments: Any, state: Any, control: Any, **_: Any) -> None:
         folder = f"{arguments.output_dir}/checkpoint-{state.global_step}"
@@ -51,11 +51,11 @@ class SaveBalancer(TrainerCallback):
 
 
 def train(folder: str, resume: str | None = None, dropout: float = 0.1, **options: Any) -> Trainer:
-    """Three epochs of three steps: of three batches twice, and of the two that are left."""
+    """Three epochs of three steps: two with three batches, and one with the remaining two."""
     torch.manual_seed(0)
     config = BertConfig(vocab_size=30, hidden_size=24, intermediate_size=48, num_hidden_layers=2)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
-    batches = []  # Of one task each. Words are numbers, which may exceed the one before.
+    batches = []  # One task each. Words are numbers; labels tell which exceed the word before.
     for x in torch.randint(30, (4, 8, 8)):
         batches.append({"input_ids": x, "labels": x[:, 0] // 10, "task": "topic"})
         batches.append({"input_ids": x, "labels": (x > x.roll(1, 1)).long(), "task": "order"})
@@ -66,7 +66,7 @@ def train(folder: str, resume: str | None = None, dropout: float = 0.1, **option
     balancer = cs.GradientBalancer(network.bert.parameters(), TASKS, optimizer=adam)
     if resume is not None:
         balancer.load_state_dict(torch.load(f"{resume}/balancer.pt"))
-    # A sample of the Trainer is a batch here.
+    # A sample of the Trainer is a whole batch here.
     given = network, arguments, lambda samples: samples[0], batches
     callback = SaveBalancer()
     trainer = BalancedTrainer(*given, callbacks=[callback], optimizers=(adam, None))

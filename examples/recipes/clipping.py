@@ -1,8 +1,8 @@
 """Gradient clipping: of each task's gradient before surgery, or of the update after it.
 
 Clip before surgery if one task's outliers should not decide the direction of the update, and after
-it if the update's length needs a bound: with `clip_grad_norm_` behind `opt.backward`, and with a
-hook where `opt.step` steps the torch optimizer itself.
+it if the update's length needs a bound: by `clip_grad_norm_` after `opt.backward`, or by a hook
+with `opt.step`, which steps the torch optimizer itself.
 
 In float64, parameters and running statistics equal those of plain loops to 1e-12.
 """
@@ -24,7 +24,7 @@ def loss_with_outliers(step: int, task: str, prediction: Tensor, target: Tensor)
 
 
 def train(*, before: bool, epochs: int = 4) -> tuple[Network, list]:
-    """With `backward`: clips before surgery or after it."""
+    """With `backward`: clips either before or after surgery."""
     network = make_network(normalized=False)
     sgd = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     method = cs.Clipped(cs.PCGrad(), MAX_NORM) if before else cs.PCGrad()
@@ -37,7 +37,7 @@ def train(*, before: bool, epochs: int = 4) -> tuple[Network, list]:
         losses = {t: loss_with_outliers(step, t, predictions[t], targets[t]) for t in TASKS}
         history.append(opt.backward(losses))
         if before:
-            # Clipped clips only the trunk's gradients; those of the heads have the outliers too.
+            # Clipped only clips the trunk's gradients, but the heads' gradients have outliers too.
             for head in network.heads.values():
                 clip_grad_norm_(head.parameters(), MAX_NORM)
         else:
@@ -47,16 +47,16 @@ def train(*, before: bool, epochs: int = 4) -> tuple[Network, list]:
 
 
 def train_with_hook(epochs: int = 4) -> tuple[Network, list]:
-    """With `step`: clips the update, in Phase 1 that of each task."""
+    """With `step`: clips the update; in Phase 1, each task's update."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     sgd = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
 
-    def clip(*_: object) -> None:  # What a hook returns would replace the step's arguments.
+    def clip(*_: object) -> None:  # Must return None, or it replaces the step's arguments.
         clip_grad_norm_(network.parameters(), MAX_NORM)
 
     sgd.register_step_pre_hook(clip)
-    # ConnectionStrength, the default, can be clipped after surgery alone.
+    # ConnectionStrength, the default, can only be clipped after surgery.
     opt = cs.MultiTaskOptimizer(network.trunk, sgd, TASKS, schedule=cs.Switch(2))
 
     history, batches = [], make_batches()

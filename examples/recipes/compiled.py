@@ -1,7 +1,6 @@
-"""torch.compile of the trunk: one graph a task, from the second step on.
+"""torch.compile of the trunk: one graph per task, from the second step on.
 
-In float64, parameters and running statistics equal those of a plain loop that is not compiled to
-1e-12.
+In float64, parameters and running statistics equal those of an uncompiled plain loop to 1e-12.
 """
 
 import argparse
@@ -16,9 +15,9 @@ import cs_kernels as cs
 def train(epochs: int = 4, backend: str = "inductor") -> tuple[Network, list]:
     """Two epochs of Phase 1, then Phase 2."""
     network = make_network()
-    cs.nn.convert_task_batchnorm(network.trunk, TASKS)  # Before it is compiled.
-    # Called in place of network.trunk. (In place, torch does not compile an nn.Sequential:
-    # network.trunk.compile() would leave its convolutions as they are.)
+    cs.nn.convert_task_batchnorm(network.trunk, TASKS)  # Before compilation.
+    # Call it instead of network.trunk. (network.trunk.compile() would not compile the
+    # convolutions, because torch does not compile an nn.Sequential in place.)
     trunk = torch.compile(network.trunk, backend=backend, fullgraph=True)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, schedule=cs.Switch(2))

@@ -1,7 +1,7 @@
 """Surgery at the features: the trunk runs forward once and backward once, with any number of tasks.
 
-In float64, parameters and running statistics equal those of a plain loop that projects the
-gradients of the features to 1e-12.
+In float64, parameters and running statistics equal to 1e-12 those of a plain loop that projects
+the gradients of the features.
 """
 
 import torch
@@ -21,8 +21,8 @@ def train(epochs: int = 4) -> tuple[Network, list]:
         for images, targets in make_batches():
             features = network.trunk(images)
             losses = {t: loss_of(t, network.heads[t](features), targets[t]) for t in TASKS}
-            # The passes of the tasks end at the features. PCGrad projects these gradients, and one
-            # pass takes the result through the trunk. A list of features does as well.
+            # The tasks' passes end at the features. PCGrad projects the gradients there, and one
+            # pass propagates the result through the trunk. A list of features works too.
             history.append(opt.backward(losses, features=features))
             adam.step()
     return network, history

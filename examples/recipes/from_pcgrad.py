@@ -1,6 +1,6 @@
-"""The same training twice: with PCGrad written by hand, and with cs_kernels in its place.
+"""The same training twice: with PCGrad written by hand, and with cs_kernels instead.
 
-With two tasks PCGrad's random order has no effect: in float64, parameters of the two loops are
+With two tasks, PCGrad's random order has no effect: in float64, parameters of the two loops are
 equal to 1e-12.
 """
 
@@ -11,7 +11,7 @@ import cs_kernels as cs
 
 
 def train_by_hand(epochs: int = 4) -> tuple[Network, list]:
-    """A backward pass a task, flat gradients, projections, and back into `.grad`."""
+    """A backward pass per task, flat gradients, projections, and a copy back into `.grad`."""
     network = make_network(normalized=False)
     shared = list(network.trunk.parameters())
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
@@ -45,7 +45,7 @@ def train_by_hand(epochs: int = 4) -> tuple[Network, list]:
 
 
 def train(epochs: int = 4) -> tuple[Network, list]:
-    """The same with `backward`, which frees the graph and keeps no flat copies."""
+    """The same training with `backward`, which frees the graph and makes no flat copies."""
     network = make_network(normalized=False)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, cs.PCGrad())

@@ -1,7 +1,7 @@
-"""The same training twice: with TorchJD, and with cs_kernels in its place.
+"""The same training twice: with TorchJD, and with cs_kernels instead.
 
 TorchJD adds a small number (reg_eps, 1e-4) to the diagonal of the normalized Gramian, cs_kernels
-nothing: in float64, parameters of the two loops are equal to 1e-3, with reg_eps=1e-12 to 1e-10.
+does not: in float64, parameters of the two loops are equal to 1e-3, with reg_eps=1e-12 to 1e-10.
 """
 
 import torch
@@ -13,7 +13,7 @@ import cs_kernels as cs
 
 
 def train_torchjd(epochs: int = 4, aggregator: Aggregator | None = None) -> tuple[Network, list]:
-    """Jacobians of the trunk in `.jac`, then UPGrad makes `.grad` from them."""
+    """Computes Jacobians of the trunk in `.jac`, from which UPGrad makes `.grad`."""
     network = make_network(normalized=False)
     sgd = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     aggregator = UPGrad() if aggregator is None else aggregator
@@ -32,7 +32,7 @@ def train_torchjd(epochs: int = 4, aggregator: Aggregator | None = None) -> tupl
 
 
 def train(epochs: int = 4) -> tuple[Network, list]:
-    """`backward` does all three: zero_grad, the backward passes, and the aggregation."""
+    """`backward` does everything: zero_grad, the backward passes, and the aggregation."""
     network = make_network(normalized=False)
     sgd = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
     opt = cs.MultiTaskOptimizer(network.trunk, sgd, TASKS, cs.UPGrad())

@@ -31,8 +31,8 @@ def train(epochs: int = 4, dtype: torch.dtype = torch.float16) -> tuple[Network,
             targets = {task: target.to(DEVICE) for task, target in targets.items()}
 
             def loss(task: str) -> torch.Tensor:
-                # Here, not around opt.step: torch caches the weights that it has cast until
-                # autocast ends, and the second task of Phase 1 would get those of the first.
+                # Not around opt.step: torch caches cast weights until autocast ends, so in
+                # Phase 1, the second task would get the weights from before the first update.
                 with torch.autocast(DEVICE, dtype):
                     prediction = network(images, task)
                 return loss_of(task, prediction.float(), targets[task])

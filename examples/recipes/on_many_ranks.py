@@ -1,8 +1,8 @@
 """Many processes, each with its part of every batch.
 
-Started by torchrun --nproc-per-node=2 on_many_ranks.py. Parameters and running statistics equal
-those of a plain loop to 1e-12 in float64, which takes every part for itself and the mean gradients
-of all; and all ranks end with the same ones.
+Start it by torchrun --nproc-per-node=2 on_many_ranks.py. In float64, parameters and running
+statistics equal to 1e-12 those of a plain loop that runs every part separately and averages the
+gradients. All ranks end with the same parameters and statistics.
 """
 
 import torch
@@ -12,11 +12,11 @@ from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
 
 import cs_kernels as cs
 
-BATCH = 4  # Of all ranks together.
+BATCH = 4  # Over all ranks.
 
 
 def make_loader() -> DataLoader:
-    """The parts of this rank."""
+    """Loads this rank's parts of the batches."""
     batches = make_batches(size=BATCH)
     samples = [
         (images[n], {task: target[n] for task, target in targets.items()})
@@ -28,7 +28,7 @@ def make_loader() -> DataLoader:
 
 
 def train(epochs: int = 4) -> tuple[Network, list]:
-    """One line differs from a single process: the group."""
+    """Only one line differs from a single process: the group."""
     network = make_network()  # From the same seed on all ranks, or from a checkpoint.
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
@@ -40,7 +40,7 @@ def train(epochs: int = 4) -> tuple[Network, list]:
         loader.sampler.set_epoch(epoch)
         opt.start_epoch(epoch)
         for images, targets in loader:
-            # The losses that it returns are means over the ranks.
+            # The returned losses are means over the ranks.
             losses = opt.step(lambda task: loss_of(task, network(images, task), targets[task]))
             history.append(losses)
     return network, history

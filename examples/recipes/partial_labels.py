@@ -1,4 +1,4 @@
-"""Batches with labels for some tasks: the others' parameters, momentum and statistics stay.
+"""Batches with labels for some tasks: other tasks' parameters and statistics stay unchanged.
 
 In float64, parameters and running statistics equal those of a plain loop to 1e-12.
 """
@@ -9,7 +9,7 @@ from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
 import cs_kernels as cs
 
 LABELED = [["depth", "edges"], ["edges"], ["depth"]]
-"""The tasks that each batch has labels for."""
+"""The tasks with labels, for each batch."""
 
 
 def train(epochs: int = 4) -> tuple[Network, list]:
@@ -27,7 +27,7 @@ def train(epochs: int = 4) -> tuple[Network, list]:
             losses = opt.step(
                 lambda task: loss_of(task, network(images, task), targets[task]), tasks=targets
             )
-            history.append(losses)  # Of the labeled tasks.
+            history.append(losses)  # Only labeled tasks.
     return network, history
 
 

@@ -16,11 +16,11 @@ import cs_kernels as cs
 
 
 def train(epochs: int = 4, checkpoint: Path | None = None) -> tuple[Network, list]:
-    """Trains up to an epoch; goes on from the checkpoint, if there is one, and writes it."""
+    """Trains up to an epoch; resumes from the checkpoint, if there is one, and writes it."""
     network = make_network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)  # Before the optimizer is built.
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
-    # All epochs, also those that a resumed run will train: Phase 2 becomes more frequent with them.
+    # All epochs, including those of a resumed run: Phase 2 becomes more frequent with the epochs.
     schedule = cs.Mixed(epochs=4, seed=0, draw="step")
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, schedule=schedule)
     first = 0

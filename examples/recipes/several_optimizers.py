@@ -19,7 +19,7 @@ EPOCHS = 4
 
 
 class Network(nn.Module):
-    """A trunk of linear layers, and a head for each task."""
+    """A trunk of linear layers, and a head per task."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Network(nn.Module):
 
 
 def make_optimizers(network: Network) -> tuple[torch.optim.Muon, torch.optim.AdamW]:
-    """Every parameter is in one of them; torch's Muon refuses all but matrices."""
+    """Puts every parameter into one of two optimizers; torch's Muon only takes matrices."""
     matrices = [p for p in network.trunk.parameters() if p.ndim == 2]
     of_muon = set(matrices)
     others = [p for p in network.parameters() if p not in of_muon]
@@ -44,7 +44,7 @@ def make_optimizers(network: Network) -> tuple[torch.optim.Muon, torch.optim.Ada
 
 
 def train(epochs: int = EPOCHS, checkpoint: Path | None = None) -> tuple[Network, list]:
-    """Trains up to an epoch; goes on from the checkpoint, if there is one, and writes it."""
+    """Trains up to an epoch; resumes from the checkpoint, if there is one, and writes it."""
     torch.manual_seed(0)
     network = Network()
     cs.nn.convert_task_batchnorm(network.trunk, TASKS)

@@ -1,4 +1,4 @@
-"""A small problem with two tasks, which the recipes train: data, network, losses."""
+"""The recipes' small problem with two tasks: data, network, losses."""
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ Batch = tuple[Tensor, dict[str, Tensor]]
 
 
 def make_batches(count: int = 3, size: int = 4) -> list[Batch]:
-    """Images and the targets of each task, always the same."""
+    """Images and each task's targets, always the same."""
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(count):
@@ -21,13 +21,13 @@ def make_batches(count: int = 3, size: int = 4) -> list[Batch]:
 
 
 def make_task_batches(count: int = 3) -> list[tuple[str, Tensor, Tensor]]:
-    """The same, for one task at a time: its name, images and targets."""
+    """The same data, for one task at a time: its name, images and targets."""
     batches = make_batches(count)
     return [(task, images, targets[task]) for images, targets in batches for task in TASKS]
 
 
 class Network(nn.Module):
-    """A shared trunk, and a head for each task."""
+    """A shared trunk, and a head per task."""
 
     def __init__(self, tasks: list[str], *, normalized: bool = True) -> None:
         super().__init__()
@@ -58,5 +58,5 @@ def loss_of(task: str, prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def numbers(losses: dict[str, Tensor]) -> dict[str, float]:
-    """Losses to be printed."""
+    """Losses as numbers, for printing."""
     return {task: round(loss.item(), 4) for task, loss in losses.items()}

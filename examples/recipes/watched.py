@@ -13,7 +13,7 @@ from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
 
 import cs_kernels as cs
 
-EVERY = 2  # Reading a report's numbers waits for the device; in a real run, every 50 steps or so.
+EVERY = 2  # Reading a report synchronizes with the device: in a real run, log every 50 steps or so.
 
 
 def train(epochs: int = 4, folder: Path = Path("runs")) -> tuple[Network, list]:

@@ -1,4 +1,4 @@
-"""Every parameter in TensorBoard or Weights & Biases: the tasks' gradients, and what surgery does.
+"""Gradients and surgery of every parameter in TensorBoard or Weights & Biases.
 
 Watching changes nothing: in float64, parameters equal those of a plain loop to 1e-12. Afterwards:
 tensorboard --logdir runs, or wandb sync runs/wandb/offline-run-...
@@ -14,7 +14,7 @@ from toy import TASKS, Network, loss_of, make_batches, make_network, numbers
 
 import cs_kernels as cs
 
-EVERY = 2  # Reading the numbers waits for the device; in a real run, every 50 steps or so.
+EVERY = 2  # Reading numbers synchronizes with the device: in a real run, log every 50 steps or so.
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def logger(kind: str, folder: Path) -> Iterator[Callable[[int, dict[str, float]]
     if kind == "wandb":
         import wandb
 
-        folder.mkdir(parents=True, exist_ok=True)  # W&B would take another one.
+        folder.mkdir(parents=True, exist_ok=True)  # By default, W&B chooses its own.
         with wandb.init(project="recipes", mode="offline", dir=folder) as run:
             yield lambda step, values: run.log(values, step)
     else:
@@ -34,15 +34,15 @@ def logger(kind: str, folder: Path) -> Iterator[Callable[[int, dict[str, float]]
 
 
 def by_parameter(opt: cs.MultiTaskOptimizer) -> dict[str, float]:
-    """Norms and cosines of the tasks' gradients, and the share of their sum that is removed."""
+    """Norms and cosines of the tasks' gradients, and the removed share of their sum."""
     conflicts, report = opt.conflicts(), opt.report()
-    if report.phase == 1:  # The tasks have taken turns.
+    if report.phase == 1:  # The tasks were updated in turn.
         return {}
     rows = [conflicts.tasks.index(task) for task in report.tasks]  # Tasks with labels.
     gramians = conflicts.gramians[:, rows][..., rows]  # [parameters, tasks, tasks].
     weights, values = report.task_weights, {}
     if weights is not None and weights.ndim == 1:  # A Gramian method, groups="all".
-        both = torch.ones_like(weights), 1 - weights  # The plain sum, and what it loses.
+        both = torch.ones_like(weights), 1 - weights  # The plain sum, and the removed part.
         whole, removed = ((w @ gramians @ w).clamp(min=0).sqrt() for w in both)
         values = {f"removed/{n}": x for n, x in zip(conflicts.names, removed / whole, strict=True)}
     for p, name in enumerate(conflicts.names):
@@ -50,12 +50,12 @@ def by_parameter(opt: cs.MultiTaskOptimizer) -> dict[str, float]:
             values[f"gradient_norm/{name}/{task}"] = gramians[p, i, i].sqrt()
             for j, other in zip(rows[:i], report.tasks, strict=False):
                 values[f"cosine/{name}/{other},{task}"] = conflicts.cosines[p, rows[i], j]
-    floats = torch.stack([*values.values()]).tolist()  # Waits for the device, once.
-    return {n: x for n, x in zip(values, floats, strict=True) if x == x}  # Frozen ones have NaN.
+    floats = torch.stack([*values.values()]).tolist()  # Synchronizes once.
+    return {n: x for n, x in zip(values, floats, strict=True) if x == x}  # Not if frozen (NaN).
 
 
 def train(kind: str = "tensorboard", folder: Path = Path("runs")) -> tuple[Network, list]:
-    """Logs every few steps."""
+    """Trains, and logs every few steps."""
     network = make_network(normalized=False)
     adam = torch.optim.Adam(network.parameters(), lr=1e-2)
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, cs.PCGrad())

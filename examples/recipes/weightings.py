@@ -1,7 +1,7 @@
-"""Loss weightings: two that change during training, what to log of them, and checkpoints.
+"""Loss weightings: two that change during training, logs of their weights, and checkpoints.
 
-In float64, parameters equal those of a plain loop to 1e-12, and those of a resumed run bit for bit
-those of one that was not interrupted.
+In float64, parameters equal those of a plain loop to 1e-12. A resumed run is bit-equal to an
+uninterrupted one.
 """
 
 import argparse
@@ -16,24 +16,24 @@ import cs_kernels as cs
 
 
 def make_weighting(name: str) -> cs.Weighting:
-    """By how fast the mean loss of an epoch falls, or learned with the parameters."""
+    """Weights from how fast each epoch's mean loss falls, or learned with the parameters."""
     if name == "dynamic":
         return cs.DynamicWeightAverage(temperature=1.0)
     return cs.UncertaintyWeights({"depth": "regression", "edges": "classification"})
 
 
 def weights_of(report: cs.Report) -> dict[str, Tensor]:
-    """What the weighting multiplied each loss by; `report.task_weights` are the method's."""
+    """The weighting's factor of each loss; `report.task_weights` are the method's."""
     return {task: report.weighted_losses[task] / report.losses[task] for task in report.tasks}
 
 
 def train(
     name: str, epochs: int = 5, checkpoint: Path | None = None
 ) -> tuple[Network, list, cs.MultiTaskOptimizer]:
-    """Trains up to an epoch; goes on from the checkpoint, if there is one, and writes it."""
+    """Trains up to an epoch; resumes from the checkpoint, if there is one, and writes it."""
     network = make_network(normalized=False)
     weighting = make_weighting(name)
-    # DynamicWeightAverage has no parameters; those of UncertaintyWeights must be trained.
+    # UncertaintyWeights has parameters to train; DynamicWeightAverage has none.
     adam = torch.optim.Adam([*network.parameters(), *weighting.parameters()], lr=1e-2)
     opt = cs.MultiTaskOptimizer(network.trunk, adam, TASKS, cs.PCGrad(), weighting=weighting)
     first = 0
@@ -41,12 +41,12 @@ def train(
         state = torch.load(checkpoint, weights_only=True)
         network.load_state_dict(state["network"])
         adam.load_state_dict(state["adam"])
-        opt.load_state_dict(state["opt"])  # The weighting's state is in it.
+        opt.load_state_dict(state["opt"])  # Contains the weighting's state.
         first = state["epoch"]
 
     history = []
     for epoch in range(first, epochs):
-        opt.start_epoch(epoch)  # DynamicWeightAverage weighs anew.
+        opt.start_epoch(epoch)  # New weights of DynamicWeightAverage.
         for images, targets in make_batches():
             features = network.trunk(images)
             predictions = {task: network.heads[task](features) for task in TASKS}

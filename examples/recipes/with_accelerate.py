@@ -1,7 +1,7 @@
 """Accelerate with gradient accumulation: MultiTaskOptimizer gets every micro-batch of an update.
 
-Parameters and running statistics equal those of a plain loop on all the data to 1e-12 in float64,
-and in mixed precision to 1e-6 those of one with the same autocast.
+Parameters and running statistics equal those of a plain loop on all the data: in float64 to 1e-12,
+and in mixed precision, with the same autocast, to 1e-6.
 """
 
 from functools import partial
@@ -18,12 +18,12 @@ MICRO_BATCHES = 2
 
 
 def batch_loss(network: Network, images: Tensor, targets: dict[str, Tensor], task: str) -> Tensor:
-    """Undivided: accelerator.backward divides by gradient_accumulation_steps."""
+    """Not divided here, because accelerator.backward divides by gradient_accumulation_steps."""
     return loss_of(task, network(images, task), targets[task])
 
 
 def loader_of(batches: int) -> torch.utils.data.DataLoader:
-    """An accelerator prepares it, and moves the batches to its device."""
+    """A data loader; the accelerator that prepares it moves the batches to its device."""
     return torch.utils.data.DataLoader(make_batches(batches), batch_size=None)
 
 

@@ -1,7 +1,7 @@
 """Lightning Fabric: it places the network, casts for mixed precision and runs the backward pass.
 
-Parameters and running statistics equal those of a plain loop to 1e-12 in float64, and in mixed
-precision to 1e-6 those of one with the same autocast.
+Parameters and running statistics equal those of a plain loop: in float64 to 1e-12, and in mixed
+precision, with the same autocast, to 1e-6.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def train(
     adam = torch.optim.Adam(plain.parameters(), lr=1e-2)
     network, adam = fabric.setup(plain, adam)
     loader = fabric.setup_dataloaders(torch.utils.data.DataLoader(make_batches(), batch_size=None))
-    # Fabric's optimizer and its backward pass: they know the precision.
+    # Fabric's optimizer and its backward pass handle the precision.
     opt = cs.MultiTaskOptimizer(
         plain.trunk, adam, TASKS, schedule=cs.Switch(2), backward=fabric.backward
     )

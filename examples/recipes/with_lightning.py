@@ -1,7 +1,7 @@
 """Lightning with manual optimization: precision, checkpoints, and training for a number of batches.
 
-Parameters and running statistics equal those of a plain loop to 1e-12 in float64, resumed or not,
-and in mixed precision to 1e-6 those of one with the same autocast.
+Resumed or not, parameters and running statistics equal those of a plain loop: in float64 to 1e-12,
+and in mixed precision, with the same autocast, to 1e-6.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import cs_kernels as cs
 
 
 class Module(lightning.LightningModule):
-    """The network and its MultiTaskOptimizer, to be trained for a number of batches."""
+    """The network and its MultiTaskOptimizer, for a given number of training batches."""
 
     def __init__(self, batches: int) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class Module(lightning.LightningModule):
         return torch.optim.Adam(self.network.parameters(), lr=1e-2)
 
     def on_train_start(self) -> None:
-        # Lightning's optimizer and backward pass know the precision. With the torch optimizer, as
-        # in configure_optimizers, it would count no steps and so write no checkpoints.
+        # Lightning's optimizer and backward pass handle the precision. With the torch optimizer of
+        # configure_optimizers, Lightning would count no steps, and so write no checkpoints.
         given = self.network.trunk, self.optimizers(), TASKS, None, cs.Switch(2)
         self.opt = cs.MultiTaskOptimizer(*given, backward=self.manual_backward)
         if self.opt_state is not None:
@@ -49,19 +49,19 @@ class Module(lightning.LightningModule):
         self.history.append(self.opt.step(loss))
 
     def on_train_batch_end(self, *_: Any) -> None:
-        # Trainer(max_steps=...) would count the torch optimizer's steps: in Phase 1, one a task.
-        if self.trainer.fit_loop.epoch_loop.total_batch_idx + 1 >= self.batches:  # Of all epochs.
+        # Trainer(max_steps=...) would count the torch optimizer's steps: in Phase 1, one per task.
+        if self.trainer.fit_loop.epoch_loop.total_batch_idx + 1 >= self.batches:  # Over all epochs.
             self.trainer.should_stop = True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["opt"] = self.opt.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.opt_state = checkpoint["opt"]  # There is no optimizer yet.
+        self.opt_state = checkpoint["opt"]  # The optimizer does not exist yet.
 
 
 def train(batches: int = 12, resume: str | None = None, **options: Any) -> tuple[Module, Any]:
-    """Two epochs of Phase 1, with a step of the torch optimizer for each task; then Phase 2."""
+    """Two epochs of Phase 1, with a torch optimizer step per task; then Phase 2."""
     module = Module(batches)
     loader = torch.utils.data.DataLoader(make_batches(), batch_size=None)
     trainer = lightning.Trainer(max_epochs=-1, **options)

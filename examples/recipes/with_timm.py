@@ -14,7 +14,7 @@ import cs_kernels as cs
 
 
 class Network(nn.Module):
-    """The first stage of a small backbone, and a head for each task."""
+    """The first stage of a small backbone, and a head per task."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,10 +29,10 @@ class Network(nn.Module):
 
 
 def train(epochs: int = 4) -> tuple[Network, list, Network]:
-    """Two epochs of Phase 1, then Phase 2; also returns the network of averages."""
+    """Two epochs of Phase 1, then Phase 2; also returns the averaged network."""
     torch.manual_seed(0)
     network = Network()
-    cs.nn.convert_task_batchnorm(network.trunk, TASKS)  # Before the average copies the network.
+    cs.nn.convert_task_batchnorm(network.trunk, TASKS)  # Before the copy for the average.
     ema = ModelEmaV3(network, decay=0.9)
     adamw = torch.optim.AdamW(network.parameters(), lr=1e-2)
     scheduler = CosineLRScheduler(adamw, t_initial=epochs, warmup_t=1, warmup_lr_init=1e-3)
@@ -51,7 +51,7 @@ def train(epochs: int = 4) -> tuple[Network, list, Network]:
 
 @torch.no_grad()
 def predict(network: Network, images: Tensor, task: str) -> Tensor:
-    """The averaged network has a trunk of its own: the task is activated in that one."""
+    """A prediction; the averaged network has its own trunk, in which the task is activated."""
     network.eval()
     with cs.nn.active_task(network.trunk, task):
         return network(images, task)

@@ -1,7 +1,7 @@
 """The Trainer of transformers, with the gradients of MultiTaskOptimizer.
 
-Parameters equal those of a plain loop to 1e-12 in float64, and in mixed precision, with SGD, to
-1e-6 those of one with the same autocast. A resumed run is bit-equal to an uninterrupted one.
+Parameters equal those of a plain loop: in float64 to 1e-12, and in mixed precision, with SGD and
+the same autocast, to 1e-6. A resumed run is bit-equal to an uninterrupted one.
 """
 
 import tempfile
@@ -13,11 +13,11 @@ from transformers import BertConfig, BertModel, BertPreTrainedModel, Trainer, Tr
 
 import cs_kernels as cs
 
-TASKS = ["topic", "order"]  # A class of the whole text, and one of every word.
+TASKS = ["topic", "order"]  # A class per text, and a class per word.
 
 
 class Network(BertPreTrainedModel):
-    """BERT and a head for each task: the losses, and their sum for the Trainer's evaluation."""
+    """BERT and a head per task; returns the losses, and their sum for the Trainer's evaluation."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
@@ -33,10 +33,10 @@ class Network(BertPreTrainedModel):
 
 
 class MultiTaskTrainer(Trainer):
-    """Clipping, optimizer steps, schedule, checkpoints and evaluation are the Trainer's own."""
+    """Keeps the Trainer's clipping, optimizer steps, schedule, checkpoints and evaluation."""
 
     def _prepare_for_training(self, steps: int, loader: Any, checkpoint: str | None) -> Any:
-        # Here the Trainer makes its optimizer, and on many ranks wraps the network.
+        # Here the Trainer creates its optimizer and, on many ranks, wraps the network.
         model, loader = super()._prepare_for_training(steps, loader, checkpoint)
         given = model, self.optimizer, TASKS, cs.PCGrad()
         self.opt = cs.MultiTaskOptimizer(*given, backward=self.accelerator.backward)
@@ -55,16 +55,16 @@ class MultiTaskTrainer(Trainer):
         return sum(self.opt.backward(losses, update=self.accelerator.sync_gradients).values())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        # Those of an evaluation and of the end of training have no "loss".
+        # Logs of an evaluation and of the end of training have no "loss".
         super().log(logs | (self.opt.report().scalars() if "loss" in logs else {}), start_time)
 
 
 def train(folder: str, resume: str | None = None, dropout: float = 0.1, **options: Any) -> Trainer:
-    """Three epochs of two updates: of two batches, and of the one that is left."""
+    """Three epochs of two updates: with two batches, and with the remaining one."""
     torch.manual_seed(0)
     config = BertConfig(vocab_size=30, hidden_size=24, intermediate_size=48, num_hidden_layers=2)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
-    texts = [  # Their words are numbers, and each may be larger than the one before.
+    texts = [  # Words are numbers; labels tell which exceed the word before.
         {"input_ids": x, "topic_labels": x[0] // 10, "order_labels": (x > x.roll(1)).long()}
         for x in torch.randint(30, (20, 8))
     ]

@@ -1,1 +1,1 @@
-"""Real uses of the package, each over several seeds: `make uses USE=NAME`."""
+"""Uses of the package on real problems, each over several seeds: `make uses USE=NAME`."""

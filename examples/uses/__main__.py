@@ -1,8 +1,8 @@
-"""Trains the runs of a use that have no result yet, and writes its table and pictures.
+"""Makes the missing runs of a use, and writes its table and pictures.
 
     python -m uses NAME [--seeds 0 1 2 3 4] [--quick] [--jobs N] [--device cuda] [--out FOLDER]
 
-A run that was stopped begins anew; those before it are kept, in FOLDER/NAME/runs.
+An interrupted run starts again; finished runs are stored in FOLDER/NAME/runs.
 """
 
 import argparse

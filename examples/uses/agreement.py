@@ -1,13 +1,13 @@
 """Beyond the paper: what the priorities of `uses/priorities.py` depend on, and what they change.
 
-Each row trains networks that begin with the same weights: by Phase 2; by Phase 2 with another order
-of the batches; and, where the normalization is another one, by Phase 2 with BatchNorm. Two of them
-agree in a channel if it has the same top-priority task. Chance is the agreement of priorities that
-are shuffled within each layer.
+Each row trains networks with the same initial weights: by Phase 2; by Phase 2 with another order of
+the batches; and, unless the row's normalization is BatchNorm, by Phase 2 with BatchNorm. Two
+networks agree in a channel if it has the same top-priority task in both. Chance is the agreement of
+priorities that are shuffled within each layer.
 
-In every 16th step, the update of the prioritized weights is compared with others from the same
-gradients: with shuffled priorities, and with the expected update of PCGrad layer by layer. What a
-method removes is its update less the plain sum.
+In every 16th step, the update of the prioritized weights is compared with two other updates from
+the same gradients: with shuffled priorities, and the expected update of PCGrad layer by layer. The
+removed part of a method is its update minus the plain sum.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ EVERY = 16
 def removed(
     gradients: TaskGradients, lists: LayerLists, priorities: Sequence[Tensor]
 ) -> list[Tensor]:
-    """What Phase 2 with these priorities removes of the sum, flat, a layer each."""
+    """The part of the sum that Phase 2 with these priorities removes: one flat tensor per layer."""
     grads, number = gradients.of(lists.weight_indices), len(gradients.tasks)
     updates = [torch.empty_like(weight) for weight in lists.weights]
     options = (lists.out_channel_dims, lists.groups, number)
@@ -49,7 +49,7 @@ def removed(
 def compare(
     gradients: TaskGradients, lists: LayerLists, random: Sequence[Tensor]
 ) -> dict[str, float]:
-    """Phase 2, with its priorities or with random ones, and PCGrad on the same gradients."""
+    """Phase 2, with its own and with random priorities, and PCGrad on the same gradients."""
     rows = [
         torch.stack([g.flatten() for g in gradients.of([n])]).double() for n in lists.weight_indices
     ]
@@ -76,7 +76,7 @@ def compare(
 
 
 class Compared(cs.ConnectionStrength):
-    """Phase 2, with comparisons of its updates."""
+    """Phase 2 that compares its updates with others."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Compared(cs.ConnectionStrength):
 
 
 def agreement(one: Sequence[Tensor], other: Sequence[Tensor], tasks: int) -> tuple[float, float]:
-    """The share of channels with the same top-priority task, and that of shuffled priorities."""
+    """The share of channels with the same top-priority task, and the share by chance."""
     same = chance = 0.0
     for a, b in zip(one, other, strict=True):
         counts = [torch.bincount(p, minlength=tasks).double() for p in (a, b)]
@@ -103,7 +103,7 @@ def agreement(one: Sequence[Tensor], other: Sequence[Tensor], tasks: int) -> tup
 
 
 def rank_correlation(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    """Spearman's, of the tasks' shares [K, O] in the channels; the mean over layers and tasks."""
+    """Spearman's correlation of the tasks' shares [K, O]; the mean over layers and tasks."""
 
     def centered_ranks(shares: Tensor) -> Tensor:
         ranks = shares.argsort(-1).argsort(-1).double()
@@ -115,7 +115,7 @@ def rank_correlation(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
 
 
 def shares(run: digits.Run) -> list[Tensor]:
-    """The tasks' shares in the connection strength of each channel, [K, O] a layer."""
+    """The tasks' shares in the connection strength of each channel, [K, O] per layer."""
     found = []
     for layer, norm in pairwise(run.trunk):
         if isinstance(norm, cs.nn.TaskBatchNorm):
@@ -134,7 +134,7 @@ def shares(run: digits.Run) -> list[Tensor]:
 
 
 def train(row: str, seed: int, quick: bool) -> Result:
-    """Three networks, and what they have in common."""
+    """Trains the networks of a row, and compares their priorities."""
     name, norm = row.split("/")
     part = part_of(name, quick)
     pictures, _ = digits.make_pictures(part, seed)

@@ -1,19 +1,19 @@
 """Which digits are these? Two or three overlap in a picture, and each is a task.
 
 This is MultiMNIST (Sabour et al. 2017; as tasks, Sener and Koltun 2018) with the 1,797 handwritten
-digits of scikit-learn, which need no download. Digits are divided into those for training and those
-for testing before pictures are made of them; each seed divides anew.
+digits of scikit-learn, which need no download. The digits are split into training and test digits
+before pictures are made of them; each seed makes a new split.
 
-All rows see the same batches in the same order, with the same optimizer and rate, which was tuned
-for none of them. But Phase 1 makes an optimizer step a task for each batch, so "Phase 1" makes K
-times as many optimizer steps as other rows, and "Mixed" about (K + 1) / 2 times as many. Two rows
-show what is not due to surgery: "Sum+steps" trains for K times as many epochs, and so has as many
-optimizer steps as "Phase 1"; "Sum+BN" has the task-specific batch normalization of "Phase 1",
-"Phase 2" and "Mixed", which needs a forward pass a task. All other methods train as published, on
-a plain trunk with one forward pass (`opt.backward`).
+All rows see the same batches in the same order, with the same optimizer and learning rate, which
+was not tuned for any of them. But Phase 1 makes one optimizer step per task and batch, so "Phase 1"
+makes K times as many optimizer steps as other rows, and "Mixed" about (K + 1) / 2 times as many.
+Two rows show effects that are not due to surgery: "Sum+steps" trains for K times as many epochs, so
+it makes as many optimizer steps as "Phase 1"; "Sum+BN" has the task-specific batch normalization of
+"Phase 1", "Phase 2" and "Mixed", which needs a forward pass per task. All other methods train as
+published, on a plain trunk with one forward pass (`opt.backward`).
 
-In a step with conflict, the gradients of any two tasks in all shared parameters have a negative
-product. Seconds include counting these. Without it, "Sum" would take one backward pass.
+A step has a conflict if two tasks' gradients in all shared parameters have a negative product.
+Seconds include counting conflicts. Without counting, "Sum" would need only one backward pass.
 """
 
 import time
@@ -33,16 +33,16 @@ import cs_kernels as cs
 from uses.use import Column, Result, Use, draw_gains, seeded
 
 SIDE = 14
-"""Of a digit in a picture; those of scikit-learn have 8 x 8 pixels."""
+"""The size of a digit in a picture, in pixels; scikit-learn's digits have 8 x 8."""
 HEIGHT = 20
 APART = 5
-"""Pixels between the left sides of two neighbours, one more or less with the shifts."""
+"""Pixels between the left sides of two neighbours, before random shifts by one pixel."""
 TEST_DIGITS = 600
 BATCH = 64
 RATE = 2e-3
-"""Of Adam at first; it falls to 0 by the epoch."""
+"""Adam's initial learning rate, which falls to 0 epoch by epoch."""
 BINS = 12
-"""Equal parts of the training, for the picture of conflicts."""
+"""The number of equal parts of the training in the picture of conflicts."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Part:
     width: int = 16
     """Channels of the first layer."""
     factors: Mapping[str, float] | None = None
-    """By which losses are multiplied."""
+    """Factors of the losses."""
 
 
 PARTS = {
@@ -71,7 +71,7 @@ SCHEDULES: dict[str, Callable[[int, int], cs.Schedule]] = {
     "Phase 2": lambda epochs, seed: cs.Joint(),
     "Mixed": lambda epochs, seed: cs.Mixed(epochs, seed),
 }
-"""Of connection strength, by the number of epochs and the seed."""
+"""Connection strength's schedules, from the number of epochs and the seed."""
 CONVERTED = ("Sum+BN", *SCHEDULES)
 """Rows with task-specific batch normalization."""
 PUBLISHED = ("PCGrad", "CAGrad", "MGDA", "NashMTL", "UPGrad", "FairGrad", "ConFIG", "AlignedMTL")
@@ -84,13 +84,13 @@ class Pictures:
 
     images: Tensor
     labels: Tensor
-    """[N, K], of the digits from the left to the right."""
+    """[N, K], the classes of the digits from left to right."""
     digits: Tensor
-    """[N, K], which of scikit-learn's digits they are."""
+    """[N, K], indices into scikit-learn's digits."""
 
 
 def _draw_pictures(number: int, count: int, usable: Tensor, generator: torch.Generator) -> Pictures:
-    """So many pictures, with `count` of the usable digits each."""
+    """Pictures with `count` of the usable digits each."""
     data = load_digits()
     small = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
     large = F.interpolate(small, size=(SIDE, SIDE), mode="bilinear")[:, 0]
@@ -138,7 +138,7 @@ def _make_method(row: str, seed: int) -> cs.Method:
 
 
 class Run:
-    """A trunk with a head for each of some tasks, and its training."""
+    """A trunk with a head per task, and its training."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ def _share(flags: list[bool | None]) -> float | None:
 def _train(row: str, seed: int, quick: bool) -> Result:
     name, row = row.split("/")
     part = PARTS[name]
-    if quick:  # The picture of conflicts needs a batch for each of its bins.
+    if quick:  # The picture of conflicts needs a batch per bin.
         part = replace(part, pictures=6 * BATCH, epochs=2, width=4)
     if row == "Sum+steps":
         part = replace(part, epochs=len(part.tasks) * part.epochs)
@@ -236,7 +236,7 @@ def _train(row: str, seed: int, quick: bool) -> Result:
 
 
 def over_sum(results: Sequence[Result], sums: Sequence[Result]) -> list[float]:
-    """Mean accuracies less those of the same seed, in percentage points."""
+    """Mean accuracies minus Sum's with the same seed, in percentage points."""
     return [100 * (run["mean"] - of_sum["mean"]) for run, of_sum in zip(results, sums, strict=True)]
 
 
@@ -258,7 +258,7 @@ def _draw(results: Mapping[str, list[Result]], folder: Path) -> None:
     def gains() -> Figure:
         figure, axes = style.panels(2, 2, 7.5, sharey=True)
         for ax, (part, rows) in zip(axes.flat, of_parts, strict=True):
-            # Seeds differ in their digits, and so in what is possible.
+            # Seeds have different digits, and so different attainable accuracies.
             draw_gains(ax, {row: over_sum(results, rows["Sum"]) for row, results in rows.items()})
             ax.set_title(part.title)
         figure.suptitle("Test accuracy, mean over tasks, less that of Sum")
@@ -269,7 +269,7 @@ def _draw(results: Mapping[str, list[Result]], folder: Path) -> None:
         figure, axes = style.panels(2, 2, 5, sharex=True, sharey=True)
         for ax, of_part in zip(axes.flat, of_parts, strict=True):
             _conflicts(ax, *of_part)
-        for ax in axes[-1]:  # A label of the figure would lie under the legend.
+        for ax in axes[-1]:  # A label of the figure would be hidden by the legend.
             ax.set_xlabel("% of the training")
         figure.supylabel("steps with conflict, %", fontsize=11)
         style.legend_below(figure, axes[0, 0], 3)

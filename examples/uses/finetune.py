@@ -1,14 +1,13 @@
-"""Fine-tuning: a network that classifies digits learns to detect and to segment them.
+"""Fine-tuning: a network that classifies digits learns to detect and to segment digits.
 
 A residual network of timm is pretrained on single digits, then trained with a head for detection
 and one for segmentation on few pictures of several digits. scikit-learn's 1,797 handwritten digits
-need no download. With `DOWNLOADED = True`, timm's own weights take the place of the pretraining,
-and the rest stays as it is.
+need no download. With `DOWNLOADED = True`, timm's own weights replace the pretraining.
 
 Rows with "+BN", "Phase 1", "Phase 2" and "Mixed" have task-specific batch normalization, which
-begins with the pretrained scales and statistics. "frozen" keeps the stem and the first stage as
-they were pretrained, "unfrozen" trains them from a third of the epochs on. "Phase 1" makes two
-optimizer steps for each batch, and "Mixed" one and a half; "Sum+steps" has as many as "Phase 1".
+starts with the pretrained scales and statistics. "frozen" freezes the stem and the first stage,
+"unfrozen" trains them after a third of the epochs. "Phase 1" makes two optimizer steps per batch,
+and "Mixed" one and a half on average; "Sum+steps" makes as many as "Phase 1".
 """
 
 import time
@@ -37,13 +36,13 @@ TASKS = ("boxes", "pixels")
 CLASSES = 10
 HEIGHT, WIDTH, STRIDE = 32, 64, 4
 SIZES = 14, 22
-"""Of digits in a picture, in pixels."""
+"""Sizes of digits in a picture, in pixels."""
 TEST_DIGITS, TEST_PICTURES = 600, 500
 NOISE, MOST = 0.08, 3
 PICTURES, BATCH = 384, 16
 PRETRAINING_EPOCHS, EPOCHS = 12, 20
 RATE, HEAD_RATE = 1e-3, 4e-3
-"""Of AdamW, for the backbone and the heads; both fall to 0 along half a cosine."""
+"""AdamW's learning rates of backbone and heads; both fall to 0 along half a cosine."""
 SCHEDULES = ("Phase 1", "Phase 2", "Mixed", "Mixed, unfrozen")
 CONVERTED = ("Sum+BN", *SCHEDULES)
 """Rows with task-specific batch normalization."""
@@ -64,13 +63,13 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Scenes:
-    """Pictures [N, 1, H, W], and what the tasks are to find in them."""
+    """Pictures [N, 1, H, W], and the tasks' targets."""
 
     images: Tensor
     boxes: list[Tensor]
-    """Of each picture, [digits, 5]: left, top, right, bottom in pixels, and the class."""
+    """Per picture, [digits, 5]: left, top, right, bottom in pixels, and the class."""
     pixels: Tensor
-    """[N, H, W], 0 for the background, 1 + class in digits."""
+    """[N, H, W]: 0 in the background, 1 + class in a digit."""
 
     def __getitem__(self, index: Tensor) -> "Scenes":
         boxes = [self.boxes[i] for i in index.tolist()]
@@ -78,7 +77,7 @@ class Scenes:
 
 
 def _noisy(images: Tensor, generator: torch.Generator) -> Tensor:
-    """With contrast, brightness and noise of its own for each picture."""
+    """Gives each picture random contrast, brightness and noise."""
     contrast, brightness = torch.rand(2, len(images), 1, 1, 1, generator=generator)
     noise = NOISE * torch.randn(images.shape, generator=generator)
     return images * (0.5 + contrast / 2) + brightness / 2 + noise
@@ -91,7 +90,7 @@ def _digits(usable: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def split(seed: int) -> tuple[Tensor, Tensor]:
-    """Which digits are for training, and which for testing."""
+    """The indices of the digits for training and for testing."""
     order = torch.randperm(1797, generator=seeded(seed))
     return order[TEST_DIGITS:], order[:TEST_DIGITS]
 
@@ -138,7 +137,7 @@ class Head(nn.Module):
 
 
 class Network(nn.Module):
-    """The trunk, whose statistics may be those of tasks, and a head for each task."""
+    """The trunk, with or without task-specific statistics, and a head per task."""
 
     def __init__(self, tasks: Iterable[str], downloaded: bool = False) -> None:
         super().__init__()
@@ -147,7 +146,7 @@ class Network(nn.Module):
         outputs = {"boxes": CLASSES + 4, "pixels": CLASSES + 1}
         channels = self.trunk.feature_info.channels()
         self.heads = nn.ModuleDict({task: Head(channels, outputs[task]) for task in tasks})
-        if "boxes" in self.heads:  # Few places have a digit.
+        if "boxes" in self.heads:  # Few positions have a digit.
             nn.init.constant_(self.heads["boxes"].outputs.bias[:CLASSES], -4.0)
 
     @property
@@ -190,7 +189,7 @@ def pretrained(seed: int, quick: bool) -> dict[str, Tensor]:
 
 
 def _corners(output: Tensor) -> Tensor:
-    """The box [N, H / 4, W / 4, 4] that each place predicts, by its distances to the four sides."""
+    """Each position's predicted box [N, H / 4, W / 4, 4], from its distances to the four sides."""
     y, x = torch.meshgrid(*(torch.arange(n) for n in output.shape[-2:]), indexing="ij")
     center = STRIDE * (torch.stack([x, y], -1) + 0.5)
     distances = 8 * output[:, CLASSES:].permute(0, 2, 3, 1).clamp(-4, 4).exp()
@@ -219,9 +218,9 @@ LOSSES = {"boxes": loss_of_boxes, "pixels": loss_of_pixels}
 
 
 def average_precision(output: Tensor, boxes: Sequence[Tensor]) -> float:
-    """Of all boxes in all pictures: right with the right class and an IoU of at least 0.5.
+    """Average precision over all pictures; the class must be correct, and the IoU at least 0.5.
 
-    A box is predicted where a class has its largest score among the eight places around it.
+    A box is predicted where a class's score is larger than at the eight neighbouring positions.
     """
     scores = output[:, :CLASSES].sigmoid()
     peaks = scores * (scores == functional.max_pool2d(scores, 3, 1, padding=1))
@@ -232,10 +231,10 @@ def average_precision(output: Tensor, boxes: Sequence[Tensor]) -> float:
         classes, y, x = torch.unravel_index(place, of_picture.shape)
         overlap = ops.box_iou(boxes_here[y, x], truth[:, :4])
         overlap[classes[:, None] != truth[:, 4]] = 0
-        for score, row in zip(best.tolist(), overlap, strict=True):  # By falling score.
+        for score, row in zip(best.tolist(), overlap, strict=True):  # By decreasing score.
             iou, which = row.max(0)
             matches.append((score, bool(iou >= 0.5)))
-            overlap[:, which] *= float(iou < 0.5)  # Each digit is found once.
+            overlap[:, which] *= float(iou < 0.5)  # Each digit counts once.
     right = torch.tensor([hit for _, hit in sorted(matches, reverse=True)]).double()
     precision = right.cumsum(0) / torch.arange(1, len(right) + 1)
     highest = precision.flip(0).cummax(0).values.flip(0)
@@ -243,7 +242,7 @@ def average_precision(output: Tensor, boxes: Sequence[Tensor]) -> float:
 
 
 def mean_iou(output: Tensor, pixels: Tensor) -> float:
-    """Of the classes and the background, over all pictures."""
+    """The mean IoU of the classes and the background, over all pictures."""
     found = functional.interpolate(output, scale_factor=STRIDE, mode="bilinear").argmax(1)
     pairs = torch.bincount((pixels * (CLASSES + 1) + found).flatten(), minlength=(CLASSES + 1) ** 2)
     matrix = pairs.reshape(CLASSES + 1, CLASSES + 1).double()
@@ -285,7 +284,7 @@ def make_optimizer(
 
 
 def step(row: str, opt: cs.MultiTaskOptimizer, network: Network, scenes: Scenes) -> None:
-    """With task-specific normalization, each task needs a forward pass of its own."""
+    """A step; with task-specific normalization, it makes a forward pass per task."""
 
     def loss(task: str, features: Sequence[Tensor]) -> Tensor:
         return LOSSES[task](network.heads[task](features), scenes)
@@ -299,7 +298,7 @@ def step(row: str, opt: cs.MultiTaskOptimizer, network: Network, scenes: Scenes)
 
 
 def fit(row: str, tasks: Sequence[str], seed: int, quick: bool) -> tuple[Network, Result]:
-    """A network that was trained for some tasks, with its metrics and the seconds."""
+    """Trains a network for some tasks; returns it with its metrics and seconds."""
     count, epochs = (2 * BATCH, 3) if quick else (PICTURES, EPOCHS)
     epochs *= len(TASKS) if row == "Sum+steps" else 1
     generator = seeded(seed)
@@ -346,7 +345,7 @@ def export(network: Network, task: str) -> torch.export.ExportedProgram:
 
 @cache
 def single_tasks(seed: int, quick: bool) -> Result:
-    """The metrics of a network for each task, and the seconds of all."""
+    """The metrics of one network per task, and their total seconds."""
     parts = {task: fit("Single-task", [task], seed, quick)[1] for task in TASKS}
     metrics = {task: part[task] for task, part in parts.items()}
     return {**metrics, "seconds": sum(part["seconds"] for part in parts.values())}
@@ -360,7 +359,7 @@ def train(row: str, seed: int, quick: bool) -> Result:
 
 
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
-    """Both metrics less those of Sum with the same seed."""
+    """Plots both metrics minus Sum's with the same seed."""
 
     def gains(row: str, task: str) -> list[float]:
         pairs = zip(results[row], results["Sum"], strict=True)

@@ -1,9 +1,9 @@
-"""Task weights from sketches of the step before, against exact weights of the same step.
+"""Task weights from sketches of the previous step, against exact weights of the same step.
 
-`GradientBalancer` takes the place of `MultiTaskOptimizer` in the other uses: same initial weights,
-same batches, same torch optimizer. Their networks have fewer shared parameters than the default
-sketch of 65,536 numbers, so its dot products are exact, and a difference is due to the lag. With
-1,024 numbers, a cosine has a standard error of about 0.03, as in a hard case.
+`GradientBalancer` replaces `MultiTaskOptimizer` in the other uses, with the same initial weights,
+batches and torch optimizer. Their networks have fewer shared parameters than the default sketch has
+numbers (65,536), so its dot products are exact, and the lag causes any difference. With 1,024
+numbers, a cosine has a standard error of about 0.03.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """Rows of another use, and the number of their results that is compared, in percent."""
+    """Rows of another use, and the result, in percent, in which they are compared."""
 
     use: ModuleType
     prefix: str
@@ -56,7 +56,7 @@ PROBLEMS = {
 
 
 class Balanced:
-    """The part of `MultiTaskOptimizer` that the uses call, on a `GradientBalancer`."""
+    """The interface of `MultiTaskOptimizer` that the uses call, on a `GradientBalancer`."""
 
     phase = 2
 
@@ -74,22 +74,22 @@ class Balanced:
         self.balancer = cs.GradientBalancer(shared, self.tasks, method, optimizer, sketch=sketch)
 
     def start_epoch(self, epoch: int) -> None:
-        """No schedule."""
+        """Does nothing: there is no schedule."""
 
     def count_conflicts(self) -> None:
-        """The balancer's products are always there."""
+        """Does nothing: the balancer always has its products."""
 
     def conflicts(self) -> Any:
-        """Of the last step."""
+        """The conflicts of the last step."""
         return SimpleNamespace(gramians=self.balancer.gramian[None])
 
     def backward(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Losses of one forward pass."""
+        """Makes backward passes for the losses of one forward pass."""
         self.optimizer.zero_grad()
         return self.balancer.backward(losses)
 
     def step(self, closure: Callable[[str], Tensor], tasks: Iterable[str] | None = None) -> None:
-        """A forward pass per task."""
+        """Makes a forward pass per task."""
         self.optimizer.zero_grad()
         for task in tasks or self.tasks:
             with cs.nn.active_task(self.trunk, task), self.balancer.task(task):
@@ -98,7 +98,7 @@ class Balanced:
 
 
 def _score(problem: Problem, method: str, seed: int, quick: bool, sketch: int | None) -> float:
-    """The result of a training, exact without a sketch."""
+    """The result of a training run; with exact weights if no sketch is given."""
     exact = cs.MultiTaskOptimizer
 
     def make(
@@ -122,7 +122,7 @@ def _score(problem: Problem, method: str, seed: int, quick: bool, sketch: int | 
 
 
 def train(row: str, seed: int, quick: bool) -> Result:
-    """Three trainings from the same initial weights, and what the lag and the sketch change."""
+    """Three runs from the same initial weights: the effects of the lag and of the sketch."""
     name, method = row.split("/")
     exact, lagged, small = (
         _score(PROBLEMS[name], method, seed, quick, sketch)
@@ -132,7 +132,7 @@ def train(row: str, seed: int, quick: bool) -> Result:
 
 
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
-    """Differences from exact weights, a panel per sketch."""
+    """Plots differences from exact weights, with a panel per sketch."""
 
     def differences() -> Figure:
         figure, axes = style.panels(1, 2, 6.5, sharey=True)

@@ -1,8 +1,8 @@
 """Beyond the paper: priorities against random ones on the photograph of `demo.py`.
 
-Three tasks (disparity, surface normals, edges) on crops of one part of a photograph, tested on
-another, by an encoder-decoder with BatchNorm or with GroupNorm in its place. Rows, the null and the
-tracked variance are those of `uses/priorities.py`.
+An encoder-decoder with BatchNorm or GroupNorm learns three tasks (disparity, surface normals,
+edges) on crops of one part of a photograph, and is tested on another part. Rows, random priorities
+and the tracked variance are the same as in `uses/priorities.py`.
 """
 
 import time
@@ -30,7 +30,7 @@ LOWER = ("disparity", "normals")
 
 
 def with_group_norm(module: nn.Module, tasks: Sequence[str]) -> nn.Module:
-    """The module with eight groups of channels in the place of each batch normalization."""
+    """Replaces each batch normalization by a GroupNorm with eight groups."""
     for name, child in module.named_children():
         if isinstance(child, nn.BatchNorm2d):
             setattr(module, name, task_copies(TrackedGroupNorm(8, child.num_features), tasks))
@@ -40,15 +40,15 @@ def with_group_norm(module: nn.Module, tasks: Sequence[str]) -> nn.Module:
 
 
 class Run(demo.Run):
-    """Without the demo's numbers by epoch, which are not made for cosines by layer."""
+    """The demo's run without its numbers by epoch, which do not support cosines by layer."""
 
     def watch(self, reports: Sequence[cs.Report]) -> None:
-        """Reads nothing."""
+        """Does nothing."""
 
 
 @cache
 def scenes() -> tuple[Scene, Scene]:
-    """The parts to train on and to test on."""
+    """The parts of the photograph for training and for testing."""
     return load()
 
 
@@ -68,7 +68,7 @@ def train(row: str, seed: int, quick: bool) -> Result:
 
 
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
-    """The mean relative gain over Sum with the same normalization and seed."""
+    """Plots the mean relative gain over Sum with the same normalization and seed."""
 
     def gains(norm: str, kind: str) -> list[float]:
         pairs = zip(results[f"{norm}/{kind}"], results[f"{norm}/Sum"], strict=True)

@@ -1,9 +1,9 @@
 """Physics-informed networks: the equation, its conditions and data are the tasks.
 
-A network is trained until its derivatives satisfy an equation, and its values the conditions at the
-boundary (Raissi et al., 2019). The tasks share all parameters. All solutions are known. Published
-results take 10 to 100 times as many steps, or L-BFGS. ConFIG's tutorial, which is of this size,
-has one hidden layer more, 2,000 points and 5,000 steps for Burgers' equation:
+A network is trained until its derivatives satisfy an equation, and its values satisfy the boundary
+conditions (Raissi et al., 2019). The tasks share all parameters. All solutions are known. Published
+results use 10 to 100 times as many steps, or L-BFGS. ConFIG's tutorial on Burgers' equation has a
+similar size: one hidden layer more, 2,000 points and 5,000 steps:
 https://github.com/tum-pbs/ConFIG/blob/main/docs/examples/pinn_burgers.ipynb
 """
 
@@ -27,19 +27,19 @@ from uses.use import Column, Result, Use
 VISCOSITY = 0.01 / math.pi
 DIFFUSION, REACTION = 0.01, 6.0
 MEASURED, NOISE = 100, 0.05
-"""Points with data, and the standard deviation of its noise; the solution is between 0 and 1."""
+"""The number of data points, and the standard deviation of the noise on values in [0, 1]."""
 POINTS, EDGE_POINTS = 500, 100
-"""Points that every step draws inside the domain, and for each of its conditions."""
+"""The number of points that every step draws in the domain, and for each condition."""
 LATTICE = 0.7548777, 0.5698403
-"""The step of the points that are drawn, in two dimensions what the golden ratio is in one."""
+"""The lattice's step in each dimension: the two-dimensional analogue of the golden ratio."""
 RATE, DECAY = 5e-3, 0.01
-"""Adam's learning rate at first, and what is left of it at the end of an exponential decay."""
+"""Adam's initial learning rate, and the fraction that remains after an exponential decay."""
 EVALUATIONS = 40
-"""How often a run is compared with the solution."""
+"""The number of times that a run is compared with the solution."""
 
 
 class Network(nn.Module):
-    """Four hidden layers of 50 with tanh; the logarithm of a coefficient, where one is sought."""
+    """Four hidden layers of width 50 with tanh and, if wanted, the logarithm of a coefficient."""
 
     def __init__(self, coefficient: bool = False) -> None:
         super().__init__()
@@ -64,10 +64,10 @@ class Problem(ABC):
     high: tuple[float, float]
     steps: int
     weights: ClassVar[dict[str, float]]
-    """The tuned ones, by task, from two or three tries with one seed: 10 or 100 for Burgers'
+    """Tuned loss weights by task, from two or three tries with one seed: 10 or 100 for Burgers'
     conditions, 100 or 1000 for Helmholtz' boundary, 10 for Fisher's start, its data or both."""
     coefficient: float | None = None
-    """The true one that the network seeks."""
+    """The true value of the unknown coefficient."""
 
     @abstractmethod
     def solution(self, points: Tensor) -> Tensor:
@@ -75,20 +75,20 @@ class Problem(ABC):
 
     @abstractmethod
     def losses(self, network: Network) -> dict[str, Tensor]:
-        """Mean squares, a task each, at new points."""
+        """Mean squared residuals at new points, one per task."""
 
     def draw(self, count: int) -> Tensor:
         """Points in the domain: a lattice with a random shift, as even as a grid.
 
-        Independent points make the losses' gradients so noisy that no method learns Helmholtz'
-        equation in these steps.
+        Independent points make the losses' gradients so noisy that no method learns the
+        Helmholtz equation in this number of steps.
         """
         low, high = torch.tensor(self.low), torch.tensor(self.high)
         lattice = torch.arange(count)[:, None] * torch.tensor(LATTICE)
         return low + (high - low) * ((torch.rand(2) + lattice) % 1)
 
     def grid(self) -> Tensor:
-        """101 x 101 points to compare on."""
+        """101 x 101 points for the comparison with the solution."""
         axes = [torch.linspace(*ends, 101) for ends in zip(self.low, self.high, strict=True)]
         return torch.cartesian_prod(*axes)
 
@@ -100,16 +100,16 @@ class Burgers(Problem):
     weights: ClassVar = {"equation": 1.0, "boundary": 10.0, "start": 10.0}
 
     def solution(self, points: Tensor, nodes: int = 100) -> Tensor:
-        """By the transform of Cole and Hopf, with Gauss-Hermite quadrature."""
+        """The Cole-Hopf transform, with Gauss-Hermite quadrature."""
         z, weights = map(torch.tensor, np.polynomial.hermite.hermgauss(nodes))
         t, x = points.double().split(1, -1)
         y = x - (4 * VISCOSITY * t).sqrt() * z
-        # The integrands exceed the range of float64, but not the share that each node has in them.
+        # The integrands exceed the range of float64, but each node's share does not.
         shares = (weights.log() - (math.pi * y).cos() / (2 * math.pi * VISCOSITY)).softmax(-1)
         return -(shares * (math.pi * y).sin()).sum(-1).to(points.dtype)
 
     def losses(self, network: Network) -> dict[str, Tensor]:
-        """Of the equation, of u(t, -1) = u(t, 1) = 0, and of u(0, x)."""
+        """Losses of the equation, of u(t, -1) = u(t, 1) = 0, and of u(0, x)."""
         u, (u_t, u_x), (_, u_xx) = derivatives(network, self.draw(POINTS))
         edge, start = self.draw(EDGE_POINTS), self.draw(EDGE_POINTS)
         edge[:, 1].sign_()
@@ -128,12 +128,12 @@ class Helmholtz(Problem):
     weights: ClassVar = {"equation": 1.0, "boundary": 1000.0}
 
     def solution(self, points: Tensor) -> Tensor:
-        """Four times as fast along y as along x."""
+        """A product of sines, with four times the frequency along y."""
         x, y = points.unbind(-1)
         return (math.pi * x).sin() * (4 * math.pi * y).sin()
 
     def losses(self, network: Network) -> dict[str, Tensor]:
-        """Of the equation, and of u = 0 on all four sides."""
+        """Losses of the equation, and of u = 0 on all four sides."""
         points, edge = self.draw(POINTS), self.draw(EDGE_POINTS)
         u, _, (u_xx, u_yy) = derivatives(network, points, both=True)
         source = (1 - 17 * math.pi**2) * self.solution(points)
@@ -146,7 +146,7 @@ class Helmholtz(Problem):
 
 
 class Fisher(Problem):
-    """u_t = 0.01 u_xx + r u (1 - u), a front that moves; r is sought from noisy data."""
+    """u_t = 0.01 u_xx + r u (1 - u), a moving front; r is estimated from noisy data."""
 
     low, high, steps = (0.0, -1.0), (1.0, 1.0), 4000
     weights: ClassVar = {"equation": 1.0, "start": 10.0, "data": 10.0}
@@ -163,7 +163,7 @@ class Fisher(Problem):
         return (-front).sigmoid().square()
 
     def losses(self, network: Network) -> dict[str, Tensor]:
-        """Of the equation, of u(0, x), and of the data, which are the same in every step."""
+        """Losses of the equation, of u(0, x), and of the data, which are the same in every step."""
         u, (u_t, _), (_, u_xx) = derivatives(network, self.draw(POINTS))
         start = self.draw(EDGE_POINTS)
         start[:, 0] = 0
@@ -187,15 +187,15 @@ METHODS: dict[str, Callable[[int], cs.Method]] = {
     "NashMTL": lambda seed: cs.NashMTL(),
     "ConFIG, every 10": lambda seed: cs.ConFIG(update_every=10),
 }
-"""By row, from the seed."""
+"""The method of each row, from the seed."""
 
 
 def derivatives(
     network: Network, points: Tensor, both: bool = False
 ) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The values, the first derivatives, and the second ones in each direction.
+    """The values, the first derivatives, and the second derivatives in each direction.
 
-    The second derivative in the first direction is left out (zero) unless `both` are needed.
+    Unless `both` are needed, the second derivative in the first direction is zero.
     """
     points.requires_grad_()
     values = network(points)
@@ -206,7 +206,7 @@ def derivatives(
 
 
 def _gradient(values: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
-    # Each value depends on its own point alone.
+    # Each value depends only on its own point.
     (found,) = torch.autograd.grad(values.sum(), points, create_graph=True)
     return found[:, 0], found[:, 1]
 
@@ -214,7 +214,7 @@ def _gradient(values: Tensor, points: Tensor) -> tuple[Tensor, Tensor]:
 def optimizers(
     network: Network, problem: Problem, method: str, seed: int
 ) -> tuple[torch.optim.Adam, cs.MultiTaskOptimizer]:
-    """Adam, and the surgery before it."""
+    """Adam, and the MultiTaskOptimizer of a row."""
     adam = torch.optim.Adam(network.parameters(), lr=RATE)
     weighting = cs.FixedWeights(problem.weights) if method == "tuned weights" else None
     tasks = list(problem.weights)
@@ -224,7 +224,7 @@ def optimizers(
 
 
 def train(row: str, seed: int, quick: bool) -> Result:
-    """One network; seconds are those of the processor in training, without the comparisons."""
+    """Trains one network; seconds are processor time of the training, without comparisons."""
     name, method = row.split("/")
     problem = PROBLEMS[name]()
     network = Network(coefficient=problem.coefficient is not None)
@@ -257,7 +257,7 @@ def train(row: str, seed: int, quick: bool) -> Result:
 
 
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
-    """The errors over steps and over seconds: the median of the seeds, a panel a problem."""
+    """Plots errors over steps and over seconds: medians of the seeds, one panel per problem."""
     dashed = {"tuned weights": "Sum", "ConFIG, every 10": "ConFIG"}
 
     def picture() -> Figure:

@@ -1,14 +1,14 @@
 """Beyond the paper: priorities against random ones, and without batch normalization.
 
-The problem is that of three digits in `uses/digits.py`, with equal losses or with losses of unequal
-scale. The trunk is normalized by BatchNorm, by GroupNorm with four groups, or by LayerNorm over all
-channels. Each task has its own scale and shift, and the variance of every channel before the
-normalization is tracked as BatchNorm does, so that the paper's Eq. (4) to (10) can be applied.
+The problem is three digits of `uses/digits.py`, with losses of equal or of unequal scale. The trunk
+is normalized by BatchNorm, by GroupNorm with four groups, or by LayerNorm over all channels. Each
+task has its own scale and shift, and the variance of every channel before the normalization is
+tracked as in BatchNorm, so that the paper's Eq. (4) to (10) can be applied.
 
-"random" is the null: Phase 2 with the priorities of a layer shuffled among its channels, by a
-permutation that is drawn once. Groups of channels keep their sizes, and change as slowly. "PCGrad"
+"random" is the baseline: Phase 2 with the priorities of a layer shuffled among its channels, by a
+permutation that is drawn once. Channel groups keep their sizes, and change as slowly. "PCGrad"
 projects layer by layer. All rows have task-specific normalization. "Mixed" rows make about twice as
-many optimizer steps as the others, so compare them with each other.
+many optimizer steps as the others, so compare them only with each other.
 """
 
 import copy
@@ -46,7 +46,7 @@ class TrackedGroupNorm(nn.GroupNorm):
         self.register_buffer("running_var", torch.ones(num_channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The input [N, C, ...], normalized; in training, its variance is noted."""
+        """Normalizes the input [N, C, ...]; in training, tracks its variance."""
         if self.training:
             with torch.no_grad():
                 variance = x.transpose(0, 1).flatten(1).var(1)
@@ -60,16 +60,16 @@ NORMS: dict[str, tuple[Maker, Maker]] = {
     "GroupNorm": (partial(TrackedGroupNorm, 4),) * 2,
     "LayerNorm": (partial(TrackedGroupNorm, 1),) * 2,
 }
-"""Of planes [N, C, H, W] and of values [N, C], by the number of channels."""
+"""Normalizations of planes [N, C, H, W] and of values [N, C], from the number of channels."""
 
 
 def task_copies(norm: nn.Module, tasks: Sequence[str]) -> cs.nn.TaskBatchNorm:
-    """A copy for each task."""
+    """A task-specific normalization with a copy per task."""
     return cs.nn.TaskBatchNorm({task: copy.deepcopy(norm) for task in tasks})
 
 
 def make_trunk(norm: str, part: digits.Part) -> nn.Module:
-    """With a normalization of its own for each task."""
+    """A trunk with task-specific normalization."""
     trunk = digits.make_trunk(part.width, *NORMS[norm])
     for n, child in enumerate(trunk):
         if isinstance(child, TrackedGroupNorm):
@@ -78,19 +78,19 @@ def make_trunk(norm: str, part: digits.Part) -> nn.Module:
 
 
 class Shuffled(cs.ConnectionStrength):
-    """The null: Phase 2 with the priorities of each layer shuffled among its channels."""
+    """The baseline: Phase 2 with each layer's priorities shuffled among its channels."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed = seed
 
     def shuffle(self, priorities: Sequence[Tensor]) -> list[Tensor]:
-        """By the same permutations in every step."""
+        """Shuffles priorities by the same permutations in every step."""
         generator = seeded(self.seed)
         return [p[torch.randperm(len(p), generator=generator)] for p in priorities]
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
-        """As `ConnectionStrength.combine`, operator by operator."""
+        """Like `ConnectionStrength.combine`, but operator by operator."""
         reached = gradients.reached()
         lists = layout.lists_of(reached)
         order = list(dict.fromkeys([*lists.weight_indices, *reached]))
@@ -117,7 +117,7 @@ def make_method(kind: str, seed: int) -> cs.Method:
 def make_run(
     part: digits.Part, norm: str, method: cs.Method, seed: int, schedule: cs.Schedule | None = None
 ) -> digits.Run:
-    """The networks of a seed begin with the same weights, whatever their normalization."""
+    """A run; all networks of a seed have the same initial weights, with any normalization."""
     torch.manual_seed(seed)
     return digits.Run(part, part.tasks, make_trunk(norm, part), method, schedule)
 
@@ -144,7 +144,7 @@ def train(row: str, seed: int, quick: bool) -> Result:
 
 
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
-    """Accuracies less those of Sum with the same problem, normalization and seed."""
+    """Plots accuracies minus Sum's with the same problem, normalization and seed."""
 
     def gains(problem: str, kind: str) -> list[float]:
         return digits.over_sum(results[f"{problem}/{kind}"], results[f"{problem}/Sum"])

@@ -1,12 +1,12 @@
 """Three facts of a marriage from a survey, for which most labels are missing.
 
-Fair's table of 1978 (6,366 married women, in statsmodels) is the one with targets of different
-kinds that can be predicted from the rest: the years of marriage (regression), the number of
-children (a count), and whether there was an affair (a class). They are facts of one marriage: the
-longer it has lasted, the more children and affairs there are. So a task with few labels may gain
-from the representation of one with many. The women's rating of the marriage is an input, since it
-can hardly be predicted from the others. RAND's table of health insurance has more rows, but these
-are of the same people in several years, and nothing in it says which.
+Fair's table of 1978 (6,366 married women, in statsmodels) has targets of different kinds that can
+be predicted from the other columns: the years of marriage (regression), the number of children (a
+count), and whether there was an affair (a class). The targets are related: the longer a marriage
+has lasted, the more children and affairs there are. So a task with few labels may gain from the
+representation of a task with many. The women's rating of the marriage is an input, since it can
+hardly be predicted from the other columns. RAND's table of health insurance has more rows, but has
+the same people in several years without identifying them.
 
 All multi-task rows have the same network with task-specific normalization, so that only the method
 differs between them.
@@ -34,11 +34,11 @@ from uses.use import Column, Result, Use, delta_m, draw_gains, seeded
 TASKS = ("years", "kids", "affair")
 """No task may be called "children": modules have a method of that name."""
 KEPT = {"years": 1.0, "kids": 0.03, "affair": 0.3}
-"""The share of the training rows that have a label of the task."""
+"""The share of training rows with a label for the task."""
 LOWER = ("kids",)
-"""The tasks whose metric is better where it is lower."""
+"""The tasks whose metric should be low."""
 TRAINED, BATCH, WIDTH, RATE, DECAY = 4000, 64, 64, 2e-3, 1.0
-"""With so few labels, more epochs or a weaker decay overfit. Chosen with seeds 100 and 101."""
+"""Chosen with seeds 100 and 101: with so few labels, more epochs or a weaker decay overfit."""
 EPOCHS, QUICK_EPOCHS = 15, 2
 
 METHODS = {
@@ -56,7 +56,7 @@ ROWS = ("Single-task", *METHODS)
 
 
 class Rows(NamedTuple):
-    """Some women: inputs [N, D], and by task the targets [N] and whether they are known [N]."""
+    """Rows of the table: inputs [N, D], and per task targets [N] and masks of labels [N]."""
 
     inputs: Tensor
     targets: dict[str, Tensor]
@@ -71,24 +71,24 @@ class Rows(NamedTuple):
         return Rows(self.inputs[index], targets, known)
 
     def labeled(self, tasks: Sequence[str]) -> list[str]:
-        """Those of the tasks that a row has a label for."""
+        """The tasks for which at least one row has a label."""
         return [task for task in tasks if self.known[task].any()]
 
 
 def split(seed: int) -> tuple[Tensor, Tensor]:
-    """The numbers of the rows to train on, and of those held out."""
+    """The indices of the training rows and of the held-out rows."""
     order = torch.randperm(6366, generator=seeded(seed))
     return order[:TRAINED], order[TRAINED:]
 
 
 def load(seed: int) -> tuple[Rows, Rows]:
-    """Rows to train on, a part of whose labels is kept, and held-out rows with all labels."""
+    """Training rows with a part of their labels, and held-out rows with all labels."""
     table = fair.load_pandas().data
     numbers = torch.tensor(table[["age", "religious", "educ", "rate_marriage"]].to_numpy()).float()
     jobs = torch.tensor(table[["occupation", "occupation_husb"]].to_numpy()).long() - 1
     years = torch.tensor(table["yrs_married"].to_numpy()).float()
     train, test = split(seed)
-    # Everything is scaled by what may be known in training.
+    # Scaled by statistics of the training rows.
     numbers = (numbers - numbers[train].mean(0)) / numbers[train].std(0)
     rows = Rows(
         torch.cat([numbers, functional.one_hot(jobs, 6).flatten(1)], 1),
@@ -105,7 +105,7 @@ def load(seed: int) -> tuple[Rows, Rows]:
 
 
 class Network(nn.Module):
-    """Two hidden layers with batch normalization, and a linear head for each task."""
+    """Two hidden layers with batch normalization, and a linear head per task."""
 
     def __init__(self, inputs: int, tasks: Sequence[str]) -> None:
         super().__init__()
@@ -133,11 +133,11 @@ def masked_loss(task: str, outputs: Tensor, targets: Tensor, known: Tensor) -> T
 def make_optimizer(
     row: str, network: Network, tasks: Sequence[str], seed: int, epochs: int
 ) -> cs.MultiTaskOptimizer:
-    """The method of a row; single tasks have nothing but a plain sum."""
+    """The MultiTaskOptimizer of a row; single-task networks use the plain sum."""
     method, schedule = METHODS.get(row, METHODS["Sum"])
     weighting = None
     if "UncertaintyWeights" in row:
-        # A Poisson loss is a likelihood without a scale of its own, as is that of a class.
+        # A Poisson loss is a likelihood without a scale parameter, like a classification loss.
         kinds = {task: "regression" if task == "years" else "classification" for task in tasks}
         weighting = cs.UncertaintyWeights(kinds)
     groups: list[dict[str, Any]] = [{"params": list(network.parameters())}]
@@ -154,7 +154,7 @@ def make_optimizer(
 
 
 def step(opt: cs.MultiTaskOptimizer, network: Network, batch: Rows) -> dict[str, Tensor]:
-    """A step with the tasks that the batch has labels for, and their losses.
+    """Makes a step with the tasks that have labels in the batch; returns their losses.
 
     Rows without a label count in the batch normalization, but not in the loss.
     """
@@ -171,7 +171,7 @@ def step(opt: cs.MultiTaskOptimizer, network: Network, batch: Rows) -> dict[str,
 
 @torch.no_grad()
 def evaluate(network: Network, tasks: Sequence[str], rows: Rows) -> dict[str, float]:
-    """R2 of the years, mean deviance of the children, area under the curve of affairs."""
+    """R2 of the years, mean deviance of the children, and AUC of affairs."""
     metrics = {"years": r2_score, "kids": mean_poisson_deviance, "affair": roc_auc_score}
     values = {}
     network.eval()
@@ -188,7 +188,7 @@ def fit(row: str, tasks: Sequence[str], seed: int, quick: bool) -> Result:
     """Trains a network for some tasks: the metrics, seconds, and the channels of each task."""
     train_rows, test_rows = load(seed)
     epochs = QUICK_EPOCHS if quick else EPOCHS
-    # The single-task networks of a seed are trained beside other rows too, and must be the same.
+    # Other rows also train a seed's single-task networks, which must be the same.
     torch.manual_seed(seed)
     network = Network(train_rows.inputs.shape[1], tasks)
     opt = make_optimizer(row, network, tasks, seed, epochs)
@@ -208,7 +208,7 @@ def fit(row: str, tasks: Sequence[str], seed: int, quick: bool) -> Result:
 
 @cache
 def single_tasks(seed: int, quick: bool) -> Result:
-    """The metrics of a network for each task, and the seconds of all."""
+    """The metrics of one network per task, and their total seconds."""
     parts = [fit("Single-task", [task], seed, quick) for task in TASKS]
     metrics = {task: part[task] for task, part in zip(TASKS, parts, strict=True)}
     return {**metrics, "seconds": sum(part["seconds"] for part in parts)}
@@ -224,7 +224,7 @@ def train(row: str, seed: int, quick: bool) -> Result:
 
 
 def draw(results: Mapping[str, list[Result]], folder: Path) -> None:
-    """The channels by top-priority task over the epochs of Mixed, and Delta m of each row."""
+    """Plots channels by top-priority task over the epochs of Mixed, and Delta m of each row."""
 
     def of_priority(ax: Axes) -> None:
         counts = np.array([result["priority"] for result in results["Mixed"]], dtype=float)

@@ -1,4 +1,4 @@
-"""What a use is, and how its runs are trained, resumed and put into a table."""
+"""The definition of a use; trains and resumes its runs, and writes its table."""
 
 import json
 import multiprocessing
@@ -20,34 +20,34 @@ from scipy import stats
 from table import markdown, show
 
 Result = dict[str, Any]
-"""Of one run: numbers by the names of the columns, and whatever a picture needs."""
+"""A run's numbers by column name, and the data of its pictures."""
 
 
 @dataclass(frozen=True)
 class Column:
-    """A number of every result, and how it is printed."""
+    """A number of every result, and its format."""
 
     key: str
     title: str
     digits: int
     factor: float = 1.0
     median: bool = False
-    """Whether a table has the median over seeds and the range, for numbers with outliers."""
+    """Whether to print the median over seeds and the range, for numbers with outliers."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """A problem, the rows of its table, and how one of them is trained."""
+    """A problem, the rows of its table, and the training of a row."""
 
     name: str
     title: str
     rows: Sequence[str]
-    """By name; those with a "/" have a part of the problem in front of it."""
+    """Names of the rows; in names with a "/", the text before it is a part of the problem."""
     train: Callable[[str, int, bool], Result]
-    """The result of a row and a seed; quick runs show that the code works, and no more."""
+    """The result of a row and a seed; quick runs only show that the code works."""
     columns: Sequence[Column]
     draw: Callable[[Mapping[str, list[Result]], Path], None]
-    """Pictures into a folder, from the results of each row, a seed each."""
+    """Draws pictures into a folder, from the results of each row (one per seed)."""
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -79,7 +79,7 @@ def run_all(
     console: Console,
     device: str = "cpu",
 ) -> dict[str, list[Result]]:
-    """Trains what has no result yet, `jobs` runs at once, and reads all results."""
+    """Makes the missing runs, `jobs` at once, and reads all results."""
     files = {(row, seed): _file(folder, row, seed) for row in use.rows for seed in seeds}
     missing = [key for key, file in files.items() if not file.exists()]
     columns = (
@@ -142,7 +142,7 @@ def _cell(column: Column, results: list[Result]) -> str:
 
 
 def draw_gains(ax: Axes, rows: Mapping[str, Sequence[float]]) -> None:
-    """The mean of each row's values with its interval, one below the other, and a line at 0."""
+    """Draws the mean of each row's values with its interval, row below row, and a line at 0."""
     for y, (row, values) in enumerate(rows.items()):
         mean, half = interval(values)
         marker = "s" if row.endswith("random") else "o"
@@ -154,7 +154,7 @@ def draw_gains(ax: Axes, rows: Mapping[str, Sequence[float]]) -> None:
 
 
 def write(use: Use, results: Mapping[str, list[Result]], folder: Path, console: Console) -> None:
-    """The table, in the terminal and in Markdown, and the pictures."""
+    """Writes the table, in the terminal and in Markdown, and the pictures."""
     head = [use.title, *(column.title for column in use.columns)]
     rows = [
         [row, *(_cell(column, of_row) for column in use.columns)] for row, of_row in results.items()
@@ -172,5 +172,5 @@ def write(use: Use, results: Mapping[str, list[Result]], folder: Path, console: 
 
 
 def default_jobs() -> int:
-    """A process a core."""
+    """One process per core."""
     return os.cpu_count() or 1
