@@ -33,7 +33,7 @@ def begin_update(engine: Engine, *, update: bool) -> Stage:
 
 
 def passes_needed(engine: Engine, losses: Mapping[str, Tensor]) -> int:
-    """The number of passes, if all ranks must make the same number."""
+    """The number of passes where all ranks must make the same number; otherwise 1."""
     counts = engine.ranks.passes_are_counted and engine.kept.since is not None
     return engine.graph.passes(losses) if counts else 1
 
