@@ -110,7 +110,7 @@ class Replicated(Distributed):
         return [part_of(i, parts) if i in slots else None for i in range(len(self.parameters))]
 
     def fingerprint(self) -> int:
-        """Makes the buckets, which must be equal on all ranks."""
+        """Also makes the buckets, which must be equal on all ranks."""
         self._make_buckets()
         return super().fingerprint()
 

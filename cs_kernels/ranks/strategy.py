@@ -159,7 +159,7 @@ class Ranks(Storage):
         return self.reach.note_gradients(task)
 
     def skip(self, task: str) -> None:
-        """Replaces the passes of a task for which only other ranks have labels."""
+        """Called in place of the passes of a task for which only other ranks have labels."""
 
     def average(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
         """Averages gradients, losses and statistics over the ranks.
