@@ -111,7 +111,7 @@ def all_sharded_modules() -> list[nn.Module]:
 
 
 def modules_that_shard(parameters: Iterable[Tensor]) -> list[nn.Module]:
-    """The modules that have sharded some parameters; slow, as roots may be anywhere."""
+    """The modules that have sharded some parameters; slow, since it searches the whole process."""
     wanted = {p for p in parameters if is_sharded(p)}
     return [
         module
@@ -140,7 +140,7 @@ def rows_of(parameter: Tensor) -> tuple[int, int]:
 
 
 def shards_of(tensors: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
-    """For each vector, this rank's elements and the index of the first."""
+    """For each vector, the index of this rank's first element, and this rank's elements."""
     found = []
     for tensor in tensors:
         if is_sharded(tensor):
