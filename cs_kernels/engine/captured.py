@@ -122,7 +122,7 @@ class CapturedStep:
             self._counter.add_(1)
 
         held = engine.trunk.held()
-        engine.transaction.clear(held)  # No block of the eager steps is freed in the capture.
+        engine.transaction.clear(held)  # Else, eager steps' memory would be freed in the capture.
         try:
             replay = graphs.capture(run)
         finally:

@@ -47,7 +47,7 @@ class Copyable:
     def __setstate__(self, saved: dict[str, Any]) -> None:
         """Builds the copy, but only on its first use if its trunk is still incomplete.
 
-        A trunk that contains the optimizer is copied around it.
+        This happens if the trunk contains the optimizer.
         """
         self.__dict__["_copied"] = saved
         if hasattr(saved["trunk"], "_modules"):

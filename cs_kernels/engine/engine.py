@@ -121,7 +121,7 @@ class Engine:
             tasks: This rank's tasks.
             phase: The phase of the step.
             stage: The first stage of the call.
-            passes: The number of micro-batches.
+            passes: The number of micro-batches; in `backward`, of passes (`passes_needed`).
             features: The number of features.
 
         """
@@ -135,7 +135,7 @@ class Engine:
 
     @contextmanager
     def undone_on_error(self, label: str, *, eager: bool = True) -> Iterator[None]:
-        """Wraps a step: a failed step changes no state, and its passes teach nothing.
+        """Wraps a step: after a failure, states are restored, and graphs are checked again.
 
         Args:
             label: The name of the step in a profile.

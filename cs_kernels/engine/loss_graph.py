@@ -297,7 +297,7 @@ class LossGraph:
         self._own_memory()
 
     def _own_memory(self) -> None:
-        """Copies gradients that a later pass may overwrite; with many ranks, they are copies."""
+        """Copies gradients that a later pass may overwrite; with many ranks, others copy them."""
         if self._ranks.is_distributed:
             return
         if self._looks_at_memory:

@@ -10,7 +10,7 @@ from cs_kernels.stage import Passes, Stage
 
 
 def checked_call(engine: Engine, losses: object) -> dict[str, Tensor]:
-    """The losses of `backward`.
+    """Checks the losses of `backward`, and returns them by task.
 
     Raises:
         ValueError: There are no losses, and no other rank could have any.

@@ -162,7 +162,7 @@ class _Together:
                 nonlocal checks
                 if (
                     checks
-                ):  # Only in the first call: later, the check would change tensors saved by it.
+                ):  # Only in the first call, whose saved tensors a later check would change.
                     checks = False
                     unseen = partial(self.engine.transaction.without_traces, tasks)
                     passes.check_parts(unseen, *args, **kwargs)
