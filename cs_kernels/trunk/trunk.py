@@ -124,7 +124,7 @@ class Trunk:
             self.end_step()
 
     def end_trace(self) -> None:
-        """Reshards the trunk after passes without gradients, which leave it unsharded."""
+        """Ends a trace: reshards the trunk, which its forward passes alone have left unsharded."""
         self.reach.has_new = False
         reshard(self.module)
         self.end_step()
