@@ -115,7 +115,7 @@ class Replicated(Distributed):
         return super().fingerprint()
 
     def forget_passes(self) -> None:
-        """Forgets the order of every task's gradients."""
+        """Also forgets how often earlier passes accumulated each gradient."""
         super().forget_passes()
         if self._trains is not None:
             self._overlap.forget()

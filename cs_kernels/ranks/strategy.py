@@ -102,7 +102,7 @@ class Ranks(Storage):
         """Checks that all ranks have the same setup; keeps the facts to compare in each step."""
 
     def close(self) -> None:
-        """Stops messages, and re-enables the reductions of DistributedDataParallel wrappers."""
+        """Re-enables the reductions of DistributedDataParallel wrappers."""
         self.wrappers.release()
 
     # --- a step ---
