@@ -34,7 +34,7 @@ def mesh_of(parameters: Mapping[str, Tensor]) -> Any:
     """The mesh of sharded parameters; None if none is sharded.
 
     Raises:
-        ValueError: Some are sharded and some are not, or in another way than `fully_shard` does.
+        ValueError: Only some are sharded, or differently from `fully_shard`, or on several meshes.
 
     """
     first = next((name for name, p in parameters.items() if is_sharded(p)), None)
