@@ -465,7 +465,7 @@ def test_a_hook_that_changes_gradients(how: str, method: type[cs.Method], place:
     weight = network.trunk["first"].weight
     node = _node_of(weight)
     CHANGING[place](weight, lambda p: setattr(p, "grad", p.grad + p.detach()))
-    with pytest.raises(RuntimeError, match=r"changed those of first.weight and 0 others.*register_hook"):
+    with pytest.raises(RuntimeError, match=r"hook has changed those of first.weight.*register_hook"):
         network.make(how)
     assert all(p.grad is None for p in network.trunk.parameters())
 
@@ -830,7 +830,7 @@ def test_kept_weights_of_functions_that_write_in_graphs_of_their_own() -> None:
 
     network.opt.backward(losses())
     network.sgd.zero_grad()
-    with pytest.raises(RuntimeError, match=r"update_every must be 1 .* the gradient of last.weight"):
+    with pytest.raises(RuntimeError, match=r"update_every must be 1 .* gradient of last.weight"):
         network.opt.backward(losses())
 
 
