@@ -160,7 +160,7 @@ class LossGraph:
         weighted = weighting.weigh(task, loss, step)
         if not isinstance(weighted, Tensor) or not weighted.requires_grad:
             raise ValueError(
-                f"weighting must weigh a loss to one with a graph, got {weighted!r} from"
+                f"weighting must return a weighted loss with a graph, got {weighted!r} from"
                 f" {weighting!r} for {task!r}"
             )
         first = task not in step.losses

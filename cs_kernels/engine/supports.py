@@ -127,7 +127,7 @@ TABLE = (
         lambda loop: loop.ranks.is_distributed and isinstance(loop.method, GradDrop),
         {
             FEATURES: "method must not draw a number for each element for backward with features on"
-            " many ranks, which have elements of their own, got {loop.method!r}",
+            " many ranks, where each rank has other elements, got {loop.method!r}",
             **_ONE_PROCESS,
         },
     ),

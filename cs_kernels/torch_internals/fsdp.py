@@ -86,8 +86,8 @@ def groups_of(module: Any) -> list[Any]:
             _ = group.reshard_after_backward, [p.sharded_param for p in group.fsdp_params]
     except AttributeError as error:
         raise RuntimeError(
-            f"fully_shard of torch {torch.__version__} keeps its parameters in another way than"
-            f" that of 2.10 to 2.14, which cs_kernels reads: {error}"
+            f"fully_shard of torch {torch.__version__} keeps its parameters differently from torch"
+            f" 2.10 to 2.14, which cs_kernels supports: {error}"
         ) from error
     return found
 
