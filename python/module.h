@@ -1,4 +1,4 @@
-// Definitions of the parts of the module.
+// Functions that define the parts of the module.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -551,7 +551,7 @@ def test_micro_batches() -> None:
     match = "update must be True.*got False"
     assert_refused(opt, (network.losses(z), z), match, update=False)
     opt.backward(network.losses(z), update=False)
-    with pytest.raises(RuntimeError, match="features must be None in a call that ends those with"):
+    with pytest.raises(RuntimeError, match="features must be None in a call that ends micro-batch"):
         network.backward(opt)
     with pytest.warns(UserWarning, match="RuntimeError in backward has dropped the gradients"):
         network.backward(opt)

@@ -270,7 +270,7 @@ def test_one_object_for_a_step(schedule: cs.Schedule) -> None:
         (
             cs.PCGrad(),
             _own(cs.Weighting, weigh=lambda self, task, loss, step: loss.detach()),
-            *(ValueError, "weighting must weigh a loss to one with a graph"),
+            *(ValueError, "weighting must return a weighted loss with a graph"),
         ),
     ],
 )

@@ -1,1 +1,1 @@
-"""How a step is made: one walk (`engine.py`), and the ways to make gradients, a module each."""
+"""How a step is made; `steps.py` is the page to read first."""

@@ -18,8 +18,8 @@ from cs_kernels.step import Step
 class Accumulation:
     """The gradients that calls of `backward(update=False)` have left for a later one.
 
-    It is open from the first such call on (`wait`) until the update (`clear`), an exception
-    (`dropped_on_error`), or until gradients are set to zero, which `is_open` sees.
+    It is open from the first such call (`wait`) until the update (`clear`), an exception
+    (`dropped_on_error`), or a `zero_grad()`, which `is_open` detects.
     """
 
     def __init__(self, gradients: TaskGradients, optimizers: TorchOptimizers) -> None:

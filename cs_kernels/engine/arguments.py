@@ -21,7 +21,7 @@ def check_kinds(
     scaler: object,
     backward: object,
 ) -> None:
-    """Raises TypeError for classes, names or options in place of objects."""
+    """Raises TypeError for an argument of the wrong kind, such as a class in place of an object."""
     for name, value, kind, example in (
         ("method", method, Method, "a method such as cs.PCGrad()"),
         ("schedule", schedule, Schedule, "a schedule such as cs.Mixed(epochs=200)"),
@@ -45,7 +45,7 @@ def check_layers(layers: Mapping[str, str | None], method: Method) -> None:
 
 
 def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
-    """Raises unless the trunk's normalizations, which the method may need, know the tasks."""
+    """Raises if the trunk is scripted, or lacks normalizations that know the tasks."""
     for name, norm in trunk.named_modules():
         if isinstance(norm, torch.jit.ScriptModule):
             raise ValueError(
@@ -67,7 +67,7 @@ def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
 
 
 def check_weighting(weighting: Weighting, method: Method, ranks: Ranks) -> None:
-    """Raises unless the method and the ranks have what the weighting reads after a step."""
+    """Raises if the weighting cannot get what it needs after a step."""
     if weighting.needs_gramian and not method.has_gramian:
         raise ValueError(
             f"method must be a Gramian method for {weighting!r}, got {method!r}: for the plain sum,"

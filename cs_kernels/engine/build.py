@@ -95,7 +95,7 @@ def build_engine(
     except BaseException:
         ranks.close()
         raise
-    weakref.finalize(engine, ranks.close).atexit = False  # The default group may be gone.
+    weakref.finalize(engine, ranks.close).atexit = False  # At exit, process groups may be gone.
     return engine
 
 

@@ -62,9 +62,9 @@ class CapturedStep:
             _check_on_device(engine, device)
             self._graphs = DEVICES[device.type](device)
         self._counter = torch.zeros(1, dtype=torch.int64, device=device)
-        """The number of steps made before; each replay adds one."""
+        """The number of steps made before, on the device; each replay adds one."""
         self._counted = 0
-        """The counter's value."""
+        """The value of `_counter`, on the host."""
 
     def __call__(self) -> dict[str, Tensor]:
         """Makes one training step: eager, captured or replayed.
@@ -122,7 +122,7 @@ class CapturedStep:
             self._counter.add_(1)
 
         held = engine.trunk.held()
-        engine.transaction.clear(held)  # No block of the eager steps is freed in the capture.
+        engine.transaction.clear(held)  # Else, eager steps' memory would be freed in the capture.
         try:
             replay = graphs.capture(run)
         finally:
@@ -165,7 +165,7 @@ class CapturedStep:
         candidates = [*held, *trunk.shared, *options, *buffers, *state]
         tensors = [value for value in candidates if isinstance(value, Tensor)]
         values = [
-            # Kernels take a number on the host as an argument, even from a tensor.
+            # A number on the host, even in a tensor, is baked into the graph as a kernel argument.
             value.tolist() if isinstance(value, Tensor) else value
             for value in options
             if not (isinstance(value, Tensor) and value.device == self._counter.device)

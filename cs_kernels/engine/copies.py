@@ -45,7 +45,10 @@ class Copyable:
         return self._saved()
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """Builds the copy; on first use if its trunk contains the copy and is still incomplete."""
+        """Builds the copy, but only on its first use if its trunk is still incomplete.
+
+        This happens if the trunk contains the optimizer.
+        """
         self.__dict__["_copied"] = saved
         if hasattr(saved["trunk"], "_modules"):
             self._restore(self.__dict__.pop("_copied"))

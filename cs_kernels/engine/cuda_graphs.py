@@ -22,7 +22,7 @@ class Graphs(Protocol):
         """Whether any code is capturing a graph now."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """A context for the warm-up steps before a capture, ordered with the work outside."""
+        """A context for the warm-up steps before a capture, ordered with the work around it."""
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Records `run` without executing it; returns a function that replays it."""
@@ -47,7 +47,7 @@ class CudaGraphs:
         self._stream.wait_stream(outside)
         try:
             with torch.cuda.stream(self._stream), warnings.catch_warnings():
-                # Torch cannot know that a capture follows.
+                # Torch warns that no capture is running, and cannot know that one follows.
                 warnings.filterwarnings("ignore", "This instance was constructed with capturable")
                 yield
         finally:

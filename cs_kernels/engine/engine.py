@@ -38,19 +38,19 @@ class Engine:
     """Owns the parts of a training loop.
 
     Args:
-        trunk: The shared module, with the discoveries of its passes.
+        trunk: The shared module, and what its passes have shown.
         optimizers: The torch optimizers.
         ranks: The processes that train together, perhaps only this one.
         method: Makes the joint update.
         schedule: Gives each step its phase.
         weighting: Gives each loss its weight.
         scaler: Scales the losses and steps the optimizers, if there is one.
-        backward: Runs backward passes, if it is given.
-        check_passes: Whether the first passes are checked.
+        backward: Runs backward passes in place of `loss.backward()`, if given.
+        check_passes: Whether each task's first passes are checked.
 
     """
 
-    # Declared for `supports`, which asks for them and which this module imports.
+    # Declared for type checkers: `supports` reads them, and the two modules import each other.
     trunk: Trunk
     ranks: Ranks
     method: Method
@@ -90,7 +90,7 @@ class Engine:
         self.steps = 0
         """The number of steps made."""
 
-    # --- what every step calls, in this order ---
+    # --- called by every step, in this order ---
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -100,7 +100,7 @@ class Engine:
             yield
 
     def check(self, way: str, tasks: Iterable[str] | None) -> tuple[str, ...]:
-        """Checks that a way to make gradients is supported here; returns the call's tasks."""
+        """Checks that this loop supports a way to make gradients; returns the call's tasks."""
         chosen = self.chosen(tasks)
         refuse_capture(self.trunk.device)
         supports.check(way, self)
@@ -115,13 +115,13 @@ class Engine:
         passes: int = 1,
         features: int = 0,
     ) -> tuple[str, ...]:
-        """The tasks of all ranks, which agree that they begin the same call.
+        """Checks that all ranks begin the same call; returns the tasks of all ranks.
 
         Args:
             tasks: This rank's tasks.
             phase: The phase of the step.
             stage: The first stage of the call.
-            passes: The number of micro-batches.
+            passes: The number of micro-batches; in `backward`, of passes (`passes_needed`).
             features: The number of features.
 
         """
@@ -135,10 +135,10 @@ class Engine:
 
     @contextmanager
     def undone_on_error(self, label: str, *, eager: bool = True) -> Iterator[None]:
-        """Wraps a step: a failed one changes no state, and nothing is learned from its passes.
+        """Wraps a step: after a failure, states are restored, and graphs are checked again.
 
         Args:
-            label: Its name in a profile.
+            label: The name of the step in a profile.
             eager: False in a capture, which only records changes.
 
         """
@@ -168,10 +168,10 @@ class Engine:
 
         Args:
             tasks: The tasks that are known to take part.
-            phase: Its phase.
+            phase: The step's phase.
             at_features: Whether methods combine gradients of features, not of parameters.
             more: Whether a later call may add tasks.
-            counter: In a capture, the number of the step on the device.
+            counter: In a capture, a device tensor with the step's number.
 
         """
         self.graph.begin_step(self.steps)
@@ -189,7 +189,7 @@ class Engine:
         return step
 
     def separates(self, step: Step) -> bool:
-        """Whether joint passes keep each task's gradients."""
+        """Whether joint passes keep the tasks' gradients apart."""
         weights_are_known = step.kept is not None and not step.kept.layers
         return self.method.separate_gradients and not weights_are_known
 
@@ -197,7 +197,7 @@ class Engine:
     def passing(
         self, passes: Passes, *, restores: bool = False
     ) -> Iterator[Sequence[nn.Parameter]]:
-        """Wraps the passes of a stage and what follows; an exception undoes all of it.
+        """Wraps a stage, from its passes to its update; an exception undoes all of it.
 
         Args:
             passes: The passes.
@@ -255,7 +255,7 @@ class Engine:
         step.elapsed = timer if eager else None
 
     def combine(self, step: Step) -> None:
-        """Calls the method for the gradients in the rows, and empties the rows."""
+        """Calls the method on the rows of gradients, and empties the rows."""
         gradients = self.ranks.gradients
         try:
             self.method.combine(gradients, self.trunk.layout(), step)
@@ -297,7 +297,7 @@ class Engine:
         if not self.weighting.reevaluates:
             self.weighting.observe(step)
         done = Done(step, self.steps, self.epoch, phase)
-        # Where methods combine gradients of features, it does not matter who reaches what.
+        # For gradients of features, it does not matter which task reaches which parameter.
         unknown = not step.at_features and self.trunk.reach.has_unknown_gradient()
         trains = self.trunk.requires_grad() if step.trains else ()
         kept = self.kept.after(step, self.method, trains, unknown=unknown) if phase == 2 else None
@@ -313,7 +313,7 @@ class Engine:
 
         return commit
 
-    # --- what a step begins from ---
+    # --- settings and checks before a step ---
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -360,14 +360,14 @@ class Engine:
         return tuple(task for task in self.trunk.tasks if task in taking_part)
 
     def check_ready(self) -> None:
-        """Raises a RuntimeError if `step` would lose gradients that `backward` has left."""
+        """Raises a RuntimeError if `step` would lose gradients, or cannot step the optimizers."""
         if self.accumulation.is_open():
             raise RuntimeError(supports.WOULD_FORGET)
         self.guard.check_gradients()
         self.optimizers.check_step_now()
 
     def forget_passes(self) -> None:
-        """Forgets all discoveries from passes."""
+        """Forgets everything that passes have shown."""
         self.trunk.forget()
         self.graph.forget()
         self.pass_checks.forget()

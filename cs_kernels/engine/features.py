@@ -26,7 +26,7 @@ from cs_kernels.torch_internals.autograd import (
 from cs_kernels.trunk.layers import Coverage, Layout
 
 _NO_LAYERS = Layout((), Coverage({}, {}, {}, {}))
-"""A combination of gradients of features knows no layers."""
+"""The layout for gradients of features, which have no layers."""
 
 
 class FeatureGradients(TaskGradients):
@@ -51,7 +51,7 @@ class FeatureGradients(TaskGradients):
         self.collected.add(task)
 
     def _own(self, grad: Tensor) -> Tensor:
-        # A function may return one buffer from every pass, which the next pass overwrites.
+        # A function may return the same buffer from every pass, and overwrite it in the next.
         return grad.clone() if self._ranks.scale == 1 else grad * self._ranks.scale
 
     def reached_here(self) -> tuple[bool, ...]:
@@ -115,7 +115,7 @@ def _check_computed(features: Iterable[Tensor]) -> None:
 
 @contextlib.contextmanager
 def _without_hooks(features: Iterable[Tensor]) -> Iterator[None]:
-    """Leaves the features' hooks, such as `fully_shard`'s, to the trunk's pass."""
+    """Disables the features' hooks, such as `fully_shard`'s, which belong to the trunk's pass."""
     hooks = [(z._backward_hooks, dict(z._backward_hooks)) for z in features if z._backward_hooks]
     for of_feature, _ in hooks:
         of_feature.clear()  # In place: the graph has this dictionary.
@@ -235,15 +235,15 @@ class Features:
         if past:
             leaves = {node.variable for node in past if is_leaf(node)}
             raise ValueError(
-                "losses must depend on what leads to features through features alone, or a part of"
-                f" its gradient would not be weighed: that of {task!r} depends on"
-                f" {self._described(leaves)} past them: hand over every output of the trunk that a"
-                " loss depends on, and for a tied weight call backward without features"
+                "losses must depend on the trunk through features alone, or part of a gradient"
+                f" would not be weighted, but the loss of {task!r} depends on"
+                f" {self._described(leaves)} past the features: pass every output of the trunk that"
+                " a loss depends on; for a tied weight, call backward without features"
             )
         return reached
 
     def _described(self, leaves: Set[Tensor]) -> str:
-        """Describes one of some leaves, a parameter if there is one."""
+        """Describes one of the leaves, preferably a parameter."""
         wholes = self._shared  # After `fully_shard`, a whole parameter has its shard's name.
         parameters = [wholes.get(leaf, leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)]
         if parameters:
@@ -252,7 +252,7 @@ class Features:
         return (shapes or ["an output of trunk"])[0]
 
     def _check_shared(self, heads: Mapping[str, Reached]) -> None:
-        """Raises if several tasks reach a shared parameter behind the features."""
+        """Raises if several tasks reach a shared parameter without passing the features."""
         found: dict[Tensor, str] = {}
         for task, reached in heads.items():
             for leaf in self._shared.keys() & reached.leaves.keys():
@@ -271,9 +271,9 @@ class Features:
         `fully_shard` reduces them then.
 
         Raises:
-            ValueError: A weighting's part of a loss reaches the trunk past the features; or no
-                gradient gets to the features.
-            RuntimeError: Nodes that several losses share behind the features cannot run twice.
+            ValueError: A term that the weighting added reaches the trunk past the features; or no
+                gradient reaches the features.
+            RuntimeError: A node between the features and several losses cannot run twice.
 
         """
         heads = {task: self._reached_by(task, loss) for task, loss in losses.items()}
@@ -283,7 +283,7 @@ class Features:
         inner = {task: head.inner for task, head in heads.items()}
         for task, loss in losses.items():
             nodes = inner.pop(task)
-            # Frees nodes that no other head needs; those of the trunk do not run.
+            # Frees nodes that no other head needs; the trunk's nodes do not run.
             retains = any(not nodes.isdisjoint(others) for others in inner.values())
             leaves = {v: node for v, node in heads[task].leaves.items() if v.requires_grad}
             with _without_hooks(self._features), hooked(_accumulating(loss, leaves)):
@@ -325,7 +325,7 @@ class Features:
     def check_reached(self) -> None:
         """Raises ValueError if the trunk's pass has reached no shared parameter.
 
-        The graph was checked before; this sees parameters that it hides.
+        The graph was checked before the pass, but it may hide parameters.
         """
         if all(p.grad is None for p in self._shared.values() if p not in self._behind):
             raise _without_trunk(self._combined[0], self._features[self._combined[0]])

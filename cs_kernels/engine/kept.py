@@ -37,14 +37,14 @@ class Kept:
     def after(self, step: Step, method: Method, trains: Sequence[bool], *, unknown: bool) -> "Kept":
         """The cached weights after a joint step. A step that solved synchronizes with the device.
 
-        Discarded if any weight is non-finite or any task's gradient is zero: some methods give such
-        a task the weight 0, others give it all the weight.
+        Weights are discarded if any is non-finite or any task's gradient is zero: some methods give
+        such a task the weight 0, others give it all the weight.
 
         Args:
             step: The step.
             method: The method that made its update.
             trains: As `Step.trains`, at the end of the step.
-            unknown: Whether `.grad` has a gradient that no task was seen to reach.
+            unknown: Whether a parameter that no task is known to reach has a gradient in `.grad`.
 
         """
         if step.kept is not None:

@@ -1,8 +1,8 @@
 """Watches the torch optimizers: every gradient is used once, and only when it is complete.
 
-An optimizer step before the update of `backward(..., update=False)` raises; so does a missing one
-after the update, one that would use an update again, and a call that would drop a gradient which is
-neither an update nor used, such as the gradient of a loss that is not a task's.
+Four mistakes raise: an optimizer step before the update of `backward(..., update=False)`, a missing
+optimizer step after an update, a second one with the same update, and a call that would drop an
+unused gradient from elsewhere, such as that of a loss that is not a task's.
 """
 
 import contextlib
@@ -18,17 +18,18 @@ from cs_kernels.engine.torch_optimizers import TorchOptimizers, held_by
 from cs_kernels.gradients import TaskGradients
 
 _MARK = "_cs_kernels_mark"
-"""The attribute of a torch optimizer, and of the gradients that an update has left or a step of it
-has used; in a gradient, its version stands beside the mark. (A weak reference would keep
-`Module.to` from exchanging a gradient, and another one may get the same address.)"""
+"""The attribute for marks: on a torch optimizer, and on gradients that an update has left or an
+optimizer step has used, where the gradient's version stands beside the mark. (Weak references to
+gradients would keep `Module.to` from exchanging them, and addresses may be reused.)"""
 
 _UNMARKED = (None, 0)
 
 
 class _Mark:
-    """A mark on a torch optimizer and its gradients; `owner`'s update waits for the step.
+    """A mark on a torch optimizer and its gradients.
 
-    Every guard of the torch optimizer replaces the mark, so each sees the others' updates.
+    `owner` stands for the guard whose update waits for the optimizer's step; None if no update
+    waits. Guards that share an optimizer replace each other's marks, and so see others' updates.
     """
 
     def __init__(self, owner: object | None) -> None:
@@ -36,12 +37,12 @@ class _Mark:
 
 
 def _inner(optimizer: Any) -> Any:
-    """The torch optimizer inside of a wrapper."""
+    """The torch optimizer inside a wrapper, if it has one."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _values(grads: Iterable[Tensor | None]) -> Iterator[Tensor]:
-    """Gradients; for a sparse one, its values."""
+    """The gradients that are not None; for a sparse gradient, its values."""
     for grad in grads:
         if grad is not None:
             yield grad.coalesce().values() if grad.is_sparse else grad
@@ -88,19 +89,20 @@ class LoopGuard:
         self._optimizers = optimizers
         self._accumulation = accumulation
         self._unused: dict[int, tuple[nn.Parameter, int]] = {}
-        """By index of an optimizer that has not stepped since: a parameter with an update of
-        `backward` in `.grad`, and the parameter's version."""
+        """By index of an optimizer that has not used the last update of `backward`: a parameter
+        with this update in `.grad`, and the parameter's version."""
         self._owner = object()
-        """Stands for this in the marks of its updates."""
+        """Stands for this guard in the marks of its updates."""
         self._kinds: dict[int, object] = {}
-        """By index of an optimizer: the types and devices of its parameters at the last mark."""
+        """By index of an optimizer: the dtype and device of its first and last parameter at the
+        last mark."""
         self._updated: set[int] = set()
         """The indices of the optimizers whose last step has used an update."""
         self._shared = set(gradients.parameters)
         self._seen: list[int] = []
-        """The indices of the optimizers whose steps are noticed."""
+        """The indices of the optimizers with our step hooks."""
         self._replayed = False
-        """Whether gradients are those of a CUDA graph, which no mark knows."""
+        """Whether a CUDA graph has written the gradients, which then have no marks."""
         self._passes = False
         """Whether passes of `MultiTaskOptimizer.step` run."""
         self._steps = False
@@ -156,7 +158,7 @@ class LoopGuard:
 
     def note_update(self) -> None:
         """Notes that the update is in `.grad`, for the torch optimizers to use."""
-        # A single optimizer whose steps are not noticed may still change parameter versions.
+        # A single optimizer without our hooks still changes its parameters' versions in a step.
         for n in self._seen if len(self._optimizers) > 1 else [0]:
             held = held_by(self._optimizers[n])
             updated = (p for p in held if p.grad is not None and p in self._shared)
@@ -166,10 +168,10 @@ class LoopGuard:
         self._mark(self._owner)
 
     def check_gradients(self) -> None:
-        """Raises if the last update of `backward` or a gradient of the caller's own would be lost.
+        """Checks that no gradient would be lost.
 
         Raises:
-            RuntimeError: It is still in `.grad`.
+            RuntimeError: An update, or a gradient of the caller's own, is still in `.grad`.
 
         """
         own = [p for n in self._seen for p in self._unused_by(n)] if not self._replayed else []
@@ -201,7 +203,7 @@ class LoopGuard:
             )
 
     def _unused_by(self, n: int) -> list[nn.Parameter]:
-        """The parameters whose gradient is another tensor, or was changed, since the last mark.
+        """The parameters whose gradient was replaced or changed since the last mark.
 
         An update that waits for its step may be changed in place.
         """
@@ -239,7 +241,7 @@ class LoopGuard:
             )
 
     def _notice_steps(self) -> None:
-        """Notes optimizer steps, also those that write into `.data` and change no version."""
+        """Hooks the optimizers' steps, since a step that writes into `.data` changes no version."""
         this = weakref.proxy(self)  # The optimizer must not keep the guard alive.
 
         def refuse(n: int) -> None:

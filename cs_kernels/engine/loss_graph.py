@@ -25,8 +25,8 @@ from cs_kernels.weightings import Weighting
 Backward = Callable[..., object]
 
 _CHECKED_EVERY = 32
-"""Steps between two checks of graphs. `backward` does not see the modules behind its losses, so a
-module that was unfrozen shows in the graph alone."""
+"""Steps between two checks of graphs. `backward` does not see the modules behind its losses, so
+only the graph shows that one was unfrozen."""
 
 
 class LossGraph:
@@ -86,17 +86,17 @@ class LossGraph:
     def check(
         self, task: str, loss: Tensor, *, shows_reach: bool = False, alone: bool = False
     ) -> None:
-        """Checks the graph of a task's loss, unless an earlier pass's graph was checked.
+        """Checks the graph of a task's loss, unless an earlier graph of the task was checked.
 
         Args:
             task: The task.
             loss: Its loss.
             shows_reach: Whether only the graph shows which parameters the task reaches.
-            alone: Whether its pass is for this task alone, so that hooks may make gradients.
+            alone: Whether the pass is for this task alone, so that hooks may make gradients.
 
         Raises:
-            ValueError: It depends on a parameter that the optimizer does not hold, or on none of
-                the trunk.
+            ValueError: The loss depends on a parameter that the optimizer does not hold, or on no
+                parameter of the trunk.
 
         """
         if task not in self._checked:
@@ -124,7 +124,7 @@ class LossGraph:
         """The parameters of a task's graph; for `fully_shard`, the sharded ones.
 
         Raises:
-            ValueError: The optimizer does not hold one.
+            ValueError: The optimizer does not hold one of them.
 
         """
         held, watcher = self._trunk.held(), self._trunk.watcher
@@ -139,10 +139,10 @@ class LossGraph:
         if unheld:
             names = sorted(watcher.names_of(unheld))
             raise ValueError(
-                f"optimizer must hold every parameter that a loss depends on: that of {task!r}"
-                f" depends on {names[0]} and {len(unheld) - 1} others that it does not hold; freeze"
-                " them by requires_grad_(False) if they are only read, as a discriminator in the"
-                " step of its generator, or hand them to it if this loss should train them"
+                f"optimizer must hold every parameter that a loss depends on, but the loss of"
+                f" {task!r} depends on {names[0]} and {len(unheld) - 1} others that it lacks:"
+                " freeze them by requires_grad_(False) if this loss only reads them, like a"
+                " discriminator in the step of its generator; else add them to the optimizer"
             )
         return reached
 
@@ -151,16 +151,16 @@ class LossGraph:
         return sharded_parameters((*self._modules, *self._trunk.watcher.outside))
 
     def weigh(self, task: str, loss: Tensor, step: Step, weighting: Weighting) -> Tensor:
-        """The loss after weighting, times this rank's share; noted in the step.
+        """Weights a loss, records it in the step, and returns it times this rank's share.
 
         Raises:
-            ValueError: The weighting has cut its graph.
+            ValueError: The weighting returned a loss without a graph.
 
         """
         weighted = weighting.weigh(task, loss, step)
         if not isinstance(weighted, Tensor) or not weighted.requires_grad:
             raise ValueError(
-                f"weighting must weigh a loss to one with a graph, got {weighted!r} from"
+                f"weighting must return a weighted loss with a graph, got {weighted!r} from"
                 f" {weighting!r} for {task!r}"
             )
         first = task not in step.losses
@@ -190,8 +190,8 @@ class LossGraph:
             step: Their step.
             last: Whether this is the last pass of these tasks.
             retain_graph: Whether a pass of another task through the same graph follows.
-            apart: Whether each loss gets its own pass if task weights are cached, as one may be
-                wrong.
+            apart: Whether each loss gets its own pass with cached task weights, because a single
+                pass would be wrong on some rank.
 
         """
         ends = [*losses][-1] if last else None
@@ -209,7 +209,7 @@ class LossGraph:
         apart: bool,
     ) -> None:
         kept = step.kept
-        if kept is None or kept.layers:  # Weights of layers need the tasks' gradients one by one.
+        if kept is None or kept.layers:  # The method applies layer weights to separate gradients.
             self._pass([*losses.values()], step, ends, retain_graph)
             return
         weights = dict(zip(kept.tasks, kept.weights.to(self._trunk.device), strict=True))
@@ -232,7 +232,7 @@ class LossGraph:
         """Wraps a pass with cached task weights.
 
         Raises:
-            RuntimeError: A gradient has come into `.grad` without a hook that could weigh it.
+            RuntimeError: A gradient has reached `.grad` without a hook that weights it.
 
         """
         parameters = [] if self._ranks.is_distributed else self._trunk.combined()
@@ -247,9 +247,10 @@ class LossGraph:
                 names: dict[Tensor, str]
                 names = dict(zip(self._trunk.shared, self._trunk.names, strict=True))
                 raise RuntimeError(
-                    "update_every must be 1 where kept task weights cannot weigh a gradient, such"
-                    f" as that of {names[p]} from a function in the pass of {task!r}, in .grad"
-                    " itself: return it from the function's backward pass, or use update_every=1"
+                    f"update_every must be 1 because a function in the backward pass of {task!r}"
+                    f" writes the gradient of {names[p]} into .grad itself, where kept task weights"
+                    " cannot weight it: return it from the function's backward, or use"
+                    " update_every=1"
                 )
 
     def passes(self, losses: Mapping[str, Tensor]) -> int:
@@ -258,7 +259,7 @@ class LossGraph:
 
     def _find_one_pass(self, losses: Mapping[str, Tensor]) -> OnePass | None:
         combined = self._trunk.combined()
-        # Shared parameters that no task has ever reached are not hidden in the graph.
+        # Leaves out shared parameters that no task has ever reached: no graph hides them.
         held = (set(self._trunk.held()) - set(self._trunk.shared)) | set(combined)
         return find_one_pass(
             losses,
@@ -270,7 +271,7 @@ class LossGraph:
     def _pass(
         self, terms: Sequence[Tensor], step: Step, ends: str | None, retain_graph: bool = False
     ) -> None:
-        """One backward pass of a sum; the last pass of task `ends`, if given."""
+        """Runs one backward pass of the sum of `terms`: the last pass of task `ends`, if given."""
         with torch.enable_grad():
             weighted = sum(terms[1:], terms[0])
         if ends is not None:
@@ -296,7 +297,7 @@ class LossGraph:
         self._own_memory()
 
     def _own_memory(self) -> None:
-        """Copies the gradients that a later pass may overwrite; ranks copy them into buckets."""
+        """Copies gradients that a later pass may overwrite; with many ranks, others copy them."""
         if self._ranks.is_distributed:
             return
         if self._looks_at_memory:
@@ -321,13 +322,13 @@ def checked_loss(
     source: str = "closure must return",
     without: str = "pass only the others: step(closure, tasks=[...])",
 ) -> Tensor:
-    """The loss as a scalar, if it is one real number with a graph.
+    """Checks that a loss is one real number with a graph, and returns it as a scalar.
 
     Args:
         loss: The loss.
         task: Its task.
-        source: The beginning of a message.
-        without: What to do in a batch without labels.
+        source: The beginning of an error message.
+        without: The advice of the message for a batch without labels.
 
     """
     if not isinstance(loss, Tensor):
@@ -346,7 +347,7 @@ def checked_loss(
 
 
 def checked_losses(losses: object) -> dict[str, Tensor]:
-    """The loss of each task."""
+    """Checks the argument `losses`, and returns the loss of each task."""
     if not isinstance(losses, Mapping):
         hint = ": with a closure, call step(closure)" if callable(losses) else ""
         raise TypeError(f"losses must be a mapping {{task: loss}}, got {described(losses)}{hint}")
@@ -362,7 +363,7 @@ def checked_losses(losses: object) -> dict[str, Tensor]:
 
 def _made_by_hook(task: str) -> ValueError:
     return ValueError(
-        f"losses must have a graph to the trunk, but that of {task!r} gets its gradient from the"
-        " hook of a leaf, as cached contrastive losses do: use step(closure), which has a pass per"
-        " task"
+        f"losses must have a graph to the trunk, but the loss of {task!r} gets its gradient from a"
+        " hook on a leaf, as cached contrastive losses do: use step(closure), which makes a pass"
+        " per task"
     )

@@ -10,7 +10,7 @@ from cs_kernels.stage import Passes, Stage
 
 
 def checked_call(engine: Engine, losses: object) -> dict[str, Tensor]:
-    """The losses of `backward`.
+    """Checks the losses of `backward`, and returns them by task.
 
     Raises:
         ValueError: There are no losses, and no other rank could have any.
@@ -33,7 +33,7 @@ def begin_update(engine: Engine, *, update: bool) -> Stage:
 
 
 def passes_needed(engine: Engine, losses: Mapping[str, Tensor]) -> int:
-    """The number of passes, if all ranks must make the same number."""
+    """The number of passes where all ranks must make the same number; otherwise 1."""
     counts = engine.ranks.passes_are_counted and engine.kept.since is not None
     return engine.graph.passes(losses) if counts else 1
 

@@ -1,7 +1,7 @@
 """Checks the first backward passes of every task; later passes are not checked.
 
 Parts of a network that act once per backward pass break a method that makes several: auxiliary
-losses whose gradient is injected, functions that overwrite what they have saved, optimizers in
+losses whose gradient is injected, functions that overwrite their saved tensors, optimizers in
 hooks, hooks that move gradients elsewhere.
 """
 
@@ -31,12 +31,12 @@ from cs_kernels.torch_internals.fsdp import is_sharded
 from cs_kernels.trunk.trunk import Trunk
 
 _TOLERANCE, _FLOOR = 0.01, 1e-4
-"""The difference that atomic additions on a GPU may make, relative to a gradient's norm, and to the
-largest norm: a gradient may cancel out, as that of a bias before a normalization does."""
+"""The difference that atomic additions on a GPU may make, relative to a gradient's norm and to the
+largest norm: a gradient may cancel out, as a bias's does before a normalization."""
 _HALF_TOLERANCE, _HALF_FLOOR = 0.1, 0.05
-"""The same where numbers of 16 bits are added."""
+"""The same where 16-bit numbers are added."""
 _MOST_CHECKS = 4
-"""How often passes are checked anew: parameters may be frozen in turn, in every step."""
+"""How many times passes may be checked again: a loop may freeze other parameters in every step."""
 
 _OFF = "; check_passes=False leaves this check out"
 _WAYS_OUT = (
@@ -46,7 +46,7 @@ _WAYS_OUT = (
 
 
 class PassChecks:
-    """Checks that backward passes leave gradients in `.grad`, and nothing else.
+    """Checks that backward passes leave gradients in `.grad`, and change nothing else.
 
     Args:
         trunk: The shared module.
@@ -62,11 +62,11 @@ class PassChecks:
         self._tasks: set[str] = set()
         """The tasks whose first passes have been watched."""
         self._arrived: dict[str, set[int]] = {}
-        """By task whose first passes were made now: the shared parameters that got a gradient."""
+        """By task with its first pass in this stage: the shared parameters that got a gradient."""
         self._left = _MOST_CHECKS
-        """How often passes are still checked anew."""
+        """How many more times passes may be checked again."""
         self._together: dict[str, set[str]] = {}
-        """By task: those whose passes through one graph with it were seen to be repeatable."""
+        """By task: the tasks with which passes through one graph have proved repeatable."""
 
     def forget(self) -> None:
         """Checks the next passes of every task."""
@@ -82,11 +82,11 @@ class PassChecks:
 
         Args:
             tasks: The tasks.
-            as_made: Whether gradients are to arrive in `.grad` as the pass has made them.
+            as_made: Whether gradients must arrive in `.grad` unmodified.
 
         Raises:
-            RuntimeError: It has changed a shared parameter, a tensor that is an attribute of one,
-                or its gradient in `.grad`.
+            RuntimeError: The pass has changed a shared parameter or a tensor that is an attribute
+                of one, or a hook has moved or changed a gradient.
 
         """
         new = [task for task in tasks if task not in self._tasks]
@@ -119,8 +119,8 @@ class PassChecks:
             raise RuntimeError(
                 f"a backward pass must not change parameters, but {changed[0]} and"
                 f" {len(changed) - 1} others changed during that of {new[0]!r}: hooks must not step"
-                " an optimizer, as the one that was handed over does; remove the hook, and load the"
-                f" last checkpoint{_OFF}"
+                " an optimizer, since the one passed as optimizer does; remove the hook, and load"
+                f" the last checkpoint{_OFF}"
             )
         self._check_left(new[0], expected)
         now = _attributes(names)
@@ -150,18 +150,18 @@ class PassChecks:
         ]
         if changed:
             raise RuntimeError(
-                "a backward pass must leave gradients in .grad as it has made them, but a hook of"
-                f" {changed[0]} and {len(changed) - 1} others has changed it in that of {task!r}:"
-                " it acts in the pass of every task, where passes add up on their sum; use"
-                " register_hook, which sees the gradient of a pass, or a hook of the torch"
+                "a backward pass must leave gradients in .grad as it has made them, but in the pass"
+                f" of {task!r} a hook has changed those of {changed[0]} and {len(changed) - 1}"
+                " others: the hook runs in every task's pass, and sees sums where gradients add up;"
+                " use register_hook, which sees the gradient of one pass, or a hook of the torch"
                 f" optimizer, which sees the update{_OFF}"
             )
 
     def collected(self, task: str, unreached: Iterable[int]) -> None:
-        """After the passes of one task, whose gradients were collected.
+        """Checks the gradients that were collected after the passes of one task.
 
         Raises:
-            RuntimeError: A gradient has arrived, and was not in `.grad`.
+            RuntimeError: A gradient has arrived, but was not in `.grad`.
 
         """
         arrived = self._arrived.pop(task, set())
@@ -177,22 +177,22 @@ class PassChecks:
             )
 
     def end_passes(self) -> None:
-        """Called after the passes of a stage."""
+        """Forgets which gradients have arrived, after the passes of a stage."""
         self._arrived.clear()
 
     def check_repeatable(
         self, losses: Mapping[str, Tensor], features: Sequence[Tensor] = ()
     ) -> None:
-        """Before several passes through one graph: runs its shared part thrice, once with zeros.
+        """Checks that a graph allows several passes, unless it was checked for the same tasks.
 
-        This is done for tasks that have not come together before.
+        Runs the part that several tasks share three times, once with zeros.
 
         Args:
             losses: The loss of each task.
             features: Where the passes end, if not at the leaves.
 
         Raises:
-            RuntimeError: The passes differ, or one of a zero loss has gradients, or fails.
+            RuntimeError: The passes differ, one with zeros makes gradients, or a second one fails.
 
         """
         tasks, unseen = set(losses), set[str]()
@@ -225,10 +225,10 @@ def check_shared_part(
         names: The names of the parameters and features whose gradients are compared.
         held: The parameters whose `.grad` must not change.
         features: Where the passes end, if not at the leaves.
-        ways_out: What messages recommend.
+        ways_out: The remedy that messages recommend.
 
     Raises:
-        RuntimeError: The passes differ, or one of a zero loss has gradients, or fails.
+        RuntimeError: The passes differ, one with zeros makes gradients, or a second one fails.
 
     """
     part = _shared_part(losses, features)
@@ -237,7 +237,7 @@ def check_shared_part(
 
 
 def _attributes(names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-    """By name: the attributes of parameters that are tensors of their shape, as `main_grad` is."""
+    """By name: attributes of parameters that are tensors of the same shape, such as `main_grad`."""
     return {
         f"{name}.{key}": value
         for p, name in names.items()
@@ -255,13 +255,13 @@ def _is_like(value: Tensor, p: Tensor) -> bool:
 
 
 class _SharedPart(NamedTuple):
-    """The part of a graph that passes of several tasks walk."""
+    """The part of a graph that passes of several tasks visit."""
 
     starts: dict[str, set[Edge]]
-    """By task, where its pass enters; without the tasks that would walk no more than those before
-    them."""
+    """By task: the edges by which its pass enters. Tasks that add no nodes to those of earlier
+    tasks are left out."""
     is_half: bool
-    """Whether there are numbers of 16 bits in it."""
+    """Whether any gradient in it has 16 bits."""
 
 
 def _shared_part(losses: Mapping[str, Tensor], features: Sequence[Tensor]) -> _SharedPart:
@@ -269,7 +269,7 @@ def _shared_part(losses: Mapping[str, Tensor], features: Sequence[Tensor]) -> _S
     nodes = {task: walk([edge_of(loss)], ends).nodes for task, loss in losses.items()}
     visits = Counter(node for of_task in nodes.values() for node in of_task)
     shared = {node for node, number in visits.items() if number > 1}
-    # `torch.autograd.grad` leaves `.grad` alone, and does not go through reentrant checkpointing.
+    # `torch.autograd.grad`, which leaves `.grad` alone, cannot pass reentrant checkpointing.
     if any(map(is_reentrant, shared)):
         warnings.warn(
             "reentrant checkpointing hides what backward passes do, so parts that act once per pass"
@@ -358,7 +358,7 @@ def _gradients(
 ) -> list[Tensor | None]:
     """The gradients of a pass that begins at some edges, and leaves `.grad` unchanged.
 
-    A pass from a loss would also walk its task's nodes, and these may run only once.
+    A pass from a loss would also run the nodes of its task alone, which may run only once.
     """
     starts = [_any_gradient(edge) * factor for edge in edges]
     before = [p.grad for p in held]
@@ -391,7 +391,7 @@ def _fingerprint(grad: Tensor) -> Tensor:
 
 
 def _norm(grad: Tensor | None, nan: float | None = None) -> float:
-    """The norm of a gradient, after non-finite elements are replaced."""
+    """The norm of a gradient; `nan`, if given, replaces non-finite elements."""
     if grad is None:
         return 0.0
     grad = torch.view_as_real(grad) if grad.is_complex() else grad

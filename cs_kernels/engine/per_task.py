@@ -74,7 +74,7 @@ def observe_again(
 
     note = (
         f"the step has been made: {weighting!r} computes losses again after it, without gradients;"
-        " with reevaluate=False, it takes those of the next step"
+        " with reevaluate=False, it takes the losses of the next step"
     )
     with noted(note):
         try:
@@ -150,7 +150,7 @@ def unchanged_gradients(parameters: Sequence[nn.Parameter], task: str) -> Iterat
         RuntimeError: The closure has changed a gradient in `.grad`.
 
     """
-    # The version shows changes in place.
+    # Version counters show changes in place.
     grads = [parameter.grad for parameter in parameters]
     versions = [grad._version for grad in grads if grad is not None]
     yield

@@ -12,9 +12,9 @@ from cs_kernels.weightings import Weighting
 
 
 def state_of(engine: Engine) -> dict[str, Any]:
-    """As `MultiTaskOptimizer.state_dict`."""
-    # Distributed checkpoints store a tuple as a whole, but a dictionary entry by entry, and would
-    # need the same entries in the dictionary into which they are loaded.
+    """Implements `MultiTaskOptimizer.state_dict`."""
+    # Distributed checkpoints store a tuple whole, but a dictionary entry by entry, and load it only
+    # into a dictionary with the same entries.
     state = {
         "tasks": list(engine.trunk.tasks),
         "epoch": engine.epoch,
@@ -30,7 +30,7 @@ def state_of(engine: Engine) -> dict[str, Any]:
 
 
 def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
-    """As `MultiTaskOptimizer.load_state_dict`."""
+    """Implements `MultiTaskOptimizer.load_state_dict`."""
     _check(engine, state)
     before = state_of(engine)
     try:
@@ -41,7 +41,7 @@ def load_state(engine: Engine, state: Mapping[str, Any]) -> None:
         raise ValueError(
             f"state must be a whole state_dict, but loading raised {error!r}"
         ) from error
-    # Graphs that were checked may show parameters that this state does not know.
+    # The loaded state may not know all parameters that earlier graphs have shown: check them again.
     engine.graph.forget()
     if engine.accumulation.step is not None:
         engine.transaction.clear(engine.trunk.held())

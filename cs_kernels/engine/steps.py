@@ -38,7 +38,7 @@ def step(engine: Engine, closure: object, tasks: Iterable[str] | None = None) ->
 
     Args:
         engine: Makes the step.
-        closure: A function from a task to its loss, or one for each micro-batch.
+        closure: A function from a task to its loss, or one per micro-batch.
         tasks: The tasks of the step; None for all.
 
     """
@@ -65,8 +65,8 @@ def run_step(
         engine: Makes the step.
         tasks: The tasks of all ranks.
         phase: The phase of the step.
-        closures: A function from a task to its loss for each micro-batch.
-        counter: In a capture, the number of the step on the device.
+        closures: One function from a task to its loss per micro-batch.
+        counter: In a capture, a device tensor with the step's number.
 
     """
     eager = counter is None
@@ -96,7 +96,7 @@ def _stages(engine: Engine, step: Step, tasks: Sequence[str], phase: Phase) -> l
 
 
 def _after(passes: Passes, tasks: Sequence[str]) -> AbstractContextManager[None]:
-    """Adds a note to an exception: the updates that were made before it."""
+    """Adds a note to an exception: which tasks were updated before it."""
     made = [*tasks[: tasks.index(passes.tasks[0])]]
     return noted(f"in Phase 1, the updates of {made} have been made" if made else "")
 
@@ -122,7 +122,7 @@ def backward(engine: Engine, losses: object, *, update: bool) -> dict[str, Tenso
 
 
 def _made(engine: Engine, passes: Passes, losses: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Makes the passes of losses, and the update unless a later call makes it."""
+    """Runs the losses' backward passes, and makes the update unless a later call does."""
     step = passes.step
     with engine.passing(passes) as parameters:
         passes_of_losses(engine, passes, losses)
@@ -144,7 +144,7 @@ def backward_at_features(
     Args:
         engine: Makes the update.
         losses: As in `backward`.
-        features: A tensor that the trunk has returned, or a sequence of them.
+        features: A tensor that the trunk has returned, or a sequence of such tensors.
         update: As in `backward`; it must be True.
 
     """
@@ -169,7 +169,7 @@ def backward_at_features(
                 heads = Passes(step, tasks, Stage.HEADS)
                 with engine.passing(heads) as parameters:
                     passes_to_features(engine, heads, given, found)
-                    # Ranks know the losses before the method, and whether one has failed.
+                    # Before the method runs, ranks share losses and learn if any rank has failed.
                     engine.average(heads, parameters)
                     combine_features(engine, heads, found)
                 trunk = Passes(step, tasks, Stage.TRUNK)

@@ -31,9 +31,9 @@ class Feature:
     name: str
     """For the documentation."""
     found: Callable[["Engine"], object]
-    """What a loop has of the feature; None or False if it does not use it."""
+    """Returns the loop's use of the feature, which messages can quote; None or False if none."""
     refused: Mapping[str, str]
-    """By way: the error's message, in which `found` and `loop` can be quoted."""
+    """By unsupported way: the error message, a format string of `found` and `loop`."""
     error: type[Exception] = ValueError
 
 
@@ -103,7 +103,7 @@ TABLE = (
         lambda loop: loop.method if loop.method.prioritizes else None,
         {
             FEATURES: "method must take gradients of any tensors for backward with features, got"
-            " {found!r}, which takes those of weights"
+            " {found!r}, which takes only gradients of layer weights"
         },
     ),
     Feature(
@@ -127,7 +127,7 @@ TABLE = (
         lambda loop: loop.ranks.is_distributed and isinstance(loop.method, GradDrop),
         {
             FEATURES: "method must not draw a number for each element for backward with features on"
-            " many ranks, which have elements of their own, got {loop.method!r}",
+            " many ranks, where each rank has other elements, got {loop.method!r}",
             **_ONE_PROCESS,
         },
     ),
@@ -164,9 +164,9 @@ TABLE = (
         "micro-batches",
         lambda loop: loop.accumulation.is_open(),
         {
-            FEATURES: "features must be None in a call that ends those with update=False, whose"
-            " gradients are dropped now: end them without features, or call optimizer.zero_grad()"
-            " first",
+            FEATURES: "features must be None in a call that ends micro-batches with update=False,"
+            " whose gradients are dropped now: end them without features, or call"
+            " optimizer.zero_grad() first",
             TOGETHER: WOULD_FORGET,
         },
         RuntimeError,

@@ -42,8 +42,8 @@ def at_leaves(shared: Iterable[Tensor], weight: Tensor, arrived: set[Tensor]) ->
         arrived: Receives the parameters that got a gradient.
 
     """
-    # At the nodes: a function may ask for gradients of parameters in its backward pass, and return
-    # them, which a hook of the parameter would see twice.
+    # The hooks are on nodes: a function may compute gradients of parameters in its backward pass
+    # and return them; a hook on the parameter would see these twice.
     nodes = [(get_gradient_edge(p).node, p) for p in shared if p.requires_grad]
 
     def weigh(p: Tensor, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -93,7 +93,8 @@ def find_one_pass(
         losses: By task.
         shared: The parameters whose gradients are weighted, as the graph has them.
         held: All parameters of the torch optimizers that may be in the graph.
-        trusts_functions: Whether a function of one task hides no parameter that the graph shows.
+        trusts_functions: Whether to assume that a function of one task hides no parameter that the
+            graph shows elsewhere.
 
     """
     roots: dict[str, Any] = {task: loss.grad_fn for task, loss in losses.items()}
@@ -130,7 +131,7 @@ def find_one_pass(
 def _tasks_of_nodes(
     roots: Mapping[str, Any],
 ) -> tuple[dict[Any, str | None], dict[Any, list[Any]]]:
-    """Each node's task, or None for several; and the nodes that pass gradients to it."""
+    """Each node's task, or None for several; and the nodes that pass gradients to each node."""
     tasks: dict[Any, str | None] = {}  # Keeps the nodes alive, and so their identity.
     parents: dict[Any, list[Any]] = defaultdict(list)
     for task, root in roots.items():

@@ -13,7 +13,7 @@ from cs_kernels.torch_internals.fsdp import is_sharded
 
 
 class TorchOptimizers(tuple[torch.optim.Optimizer, ...]):
-    """One torch optimizer, or several that share the parameters."""
+    """One torch optimizer, or several without a common parameter."""
 
     @classmethod
     def of(cls, optimizer: object) -> "TorchOptimizers":

@@ -24,7 +24,7 @@ def _copied(state: Any) -> Any:
 
 
 class Transaction:
-    """Undoes a failed stage: gradients are None, as before it, and running statistics restored."""
+    """Undoes a failed stage: sets gradients to None, and restores running statistics."""
 
     def __init__(
         self, trunk: Trunk, ranks: Ranks, accumulation: Accumulation, guard: LoopGuard
@@ -40,13 +40,13 @@ class Transaction:
     ) -> Iterator[list[nn.Parameter]]:
         """Wraps the passes of some tasks and their update.
 
-        The last step's gradients are not kept, which would take the memory of one more row.
+        The last step's gradients are not restored: a copy would take the memory of one more row.
 
         Args:
             tasks: The tasks of the passes.
             clears: Whether to set gradients to None first.
-            restores: Whether to restore running statistics after an exception. A capture only
-                records what would change them.
+            restores: Whether to restore running statistics after an exception; False in a capture,
+                which only records changes.
 
         Yields:
             The parameters of the torch optimizers.
@@ -103,5 +103,5 @@ class Transaction:
             self._trunk.unchanged(tasks, always=True),
         ):
             yield
-        # Weights may change before the next pass, and this pass may have had no graph.
+        # Cached casts may have no graph, and weights may change before the next pass.
         torch.clear_autocast_cache()

@@ -16,7 +16,7 @@ MOST_TASKS = 64
 """The limit of the Gramian kernels and solvers, on every device."""
 
 LEAST_SKETCH, MOST_SKETCH = 256, 1 << 30
-"""Limits on a sketch's number of bins: the bins of one program, and what 32-bit numbers allow."""
+"""Limits on a sketch's number of bins: a Triton program has 256, and bin numbers have 32 bits."""
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The supported dtypes, in the order of the kernels' type numbers."""

@@ -1,4 +1,4 @@
-"""Collectives for every torch version; complex numbers are sent as pairs because of NCCL."""
+"""Collectives for every torch version; complex numbers are sent as pairs of real numbers."""
 
 from typing import Any
 

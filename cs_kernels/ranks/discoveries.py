@@ -1,4 +1,4 @@
-"""Shares what each rank's passes discover with all ranks: layers and reached parameters."""
+"""Shares the discoveries of each rank's passes with all ranks: layers and reached parameters."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence

@@ -68,7 +68,7 @@ class Distributed(Ranks):
         self._planned: Callable[[], dict[str, list[object]]] = dict
         self._factor_is_hidden = False
         self._remaining: Sequence[nn.Parameter] = ()
-        """The parameters whose gradients have no other reduction."""
+        """The parameters whose gradients nothing else reduces."""
         self._loss_dtypes: dict[str, torch.dtype] = {}
         """The dtype of each task's loss; mean losses are kept in float64."""
         self.version = 0
@@ -112,7 +112,7 @@ class Distributed(Ranks):
         return self.messages.together()
 
     def begin(self, tasks: Sequence[str], call: Call) -> tuple[str, ...]:
-        """Union of all ranks' tasks, in order of first appearance."""
+        """Checks that all ranks begin the same call; returns the union of their tasks."""
         self.messages.begin(tasks, call)
         self.passes = self.facts.passes
         return self.facts.tasks
@@ -243,7 +243,7 @@ class Distributed(Ranks):
 
     def priorities(self, lists: LayerLists) -> list[Tensor]:
         """The top-priority task of each layer's output channels, int64 [O]."""
-        # Not averaged: a user may call this on one rank alone, and a step has made variances equal.
+        # No averaging: users may call this on one rank alone, and steps make the variances equal.
         of_all = task_priorities(self, lists, averaged=True)
         return list(torch.split(of_all, lists.channels))
 

@@ -110,12 +110,12 @@ class Replicated(Distributed):
         return [part_of(i, parts) if i in slots else None for i in range(len(self.parameters))]
 
     def fingerprint(self) -> int:
-        """Makes the buckets, which must be equal on all ranks."""
+        """Also makes the buckets, which must be equal on all ranks."""
         self._make_buckets()
         return super().fingerprint()
 
     def forget_passes(self) -> None:
-        """Forgets the order of every task's gradients."""
+        """Also forgets how often earlier passes accumulated each gradient."""
         super().forget_passes()
         if self._trains is not None:
             self._overlap.forget()

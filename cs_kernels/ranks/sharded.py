@@ -68,7 +68,7 @@ class Sharded(Distributed):
         self._resharded: list[tuple[Any, bool]] = []
         """The groups whose parameters stay unsharded for now, and the user's settings."""
         self._kept: dict[nn.Parameter, Tensor] = {}
-        """The gradients of the normalizations that have their own memory."""
+        """The normalizations' gradients that have memory of their own."""
 
     # --- agreement: all ranks must run the same passes ---
 

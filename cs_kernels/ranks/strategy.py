@@ -102,7 +102,7 @@ class Ranks(Storage):
         """Checks that all ranks have the same setup; keeps the facts to compare in each step."""
 
     def close(self) -> None:
-        """Stops messages, and re-enables the reductions of DistributedDataParallel wrappers."""
+        """Re-enables the reductions of DistributedDataParallel wrappers."""
         self.wrappers.release()
 
     # --- a step ---
@@ -159,7 +159,7 @@ class Ranks(Storage):
         return self.reach.note_gradients(task)
 
     def skip(self, task: str) -> None:
-        """Replaces the passes of a task for which only other ranks have labels."""
+        """Called in place of the passes of a task for which only other ranks have labels."""
 
     def average(self, passes: Passes, held: Sequence[nn.Parameter]) -> None:
         """Averages gradients, losses and statistics over the ranks.

@@ -62,7 +62,7 @@ class Transport:
         self.numbers = list(numbers)
         self.rank = self.numbers.index(dist.get_rank())
         self.size = len(self.numbers)
-        # A failed rank waits here while the other ranks still wait for it in their collectives.
+        # A failed rank waits in these groups while others still wait for it in their collectives.
         self._timeout = 2 * timeout_of(group, device) + timedelta(seconds=10)
         self._made: list[dist.ProcessGroup] = []
         _check_names(group, device)

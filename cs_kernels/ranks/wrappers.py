@@ -36,7 +36,7 @@ class Wrappers:
 
     They do not reduce a second backward pass through one forward pass, and surgery before the
     reduction would be a different algorithm. Their reductions and broadcasts are therefore switched
-    off until the last `Wrappers` object around them is gone.
+    off until the last `Wrappers` object that holds them is gone.
     """
 
     def __init__(self) -> None:

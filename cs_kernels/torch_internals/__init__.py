@@ -1,5 +1,5 @@
 """Uses of undocumented parts of torch: look here when a new version of torch comes out.
 
-`tests/test_torch_internals.py` names those that are gone. Two undocumented features are used
-everywhere: the version counter of a tensor, and a module's dictionaries of parts.
+`tests/test_torch_internals.py` reports what is gone. Two undocumented features are used everywhere:
+the version counter of a tensor, and a module's dictionaries, such as `_parameters`.
 """

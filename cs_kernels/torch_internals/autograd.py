@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 Edge = tuple[Any, int]
-"""A node of autograd's graph, and the index of one of its outputs: one tensor."""
+"""A node of autograd's graph, and the index of one of its outputs; it identifies a tensor."""
 
 
 Hooks = Iterable[tuple[Any, Callable[..., Any]]]
@@ -74,7 +74,7 @@ def walk(roots: Iterable[Edge], features: Set[Edge], known: Set[Any] = frozenset
         if edge in features:
             reached.features.add(edge)
         elif edge[0] is not None and edge[0] not in reached.nodes:
-            # The set keeps nodes alive: each has one Python object, however often it is reached.
+            # The set keeps nodes alive, so that a node reached again is the same Python object.
             reached.nodes.add(edge[0])
             if edge[0] not in known:
                 edges.extend(edge[0].next_functions)
@@ -87,9 +87,9 @@ class Parameters(NamedTuple):
     found: list[nn.Parameter]
     """The parameters in its graph."""
     hidden: bool
-    """Whether a `torch.autograd.Function` may hide others: reentrant checkpointing does."""
+    """Whether a `torch.autograd.Function` may hide others, as reentrant checkpointing does."""
     hooked: bool
-    """Whether the hook of a leaf may make the gradients of others: cached contrastive losses."""
+    """Whether a leaf's hook may make the gradients of others, as in cached contrastive losses."""
 
 
 def reached_parameters(loss: Tensor) -> Parameters:

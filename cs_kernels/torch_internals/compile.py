@@ -1,4 +1,4 @@
-"""torch.compile: the modules that it wraps, and its limits of graphs."""
+"""torch.compile: the modules that it wraps, and its recompilation limits."""
 
 import contextlib
 import sys

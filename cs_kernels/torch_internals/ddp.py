@@ -1,4 +1,4 @@
-"""DistributedDataParallel, whose reductions are switched off, and FSDP1, refused."""
+"""DistributedDataParallel, whose reductions can be switched off, and FSDP1, which is refused."""
 
 import sys
 from typing import Any

@@ -34,7 +34,7 @@ def mesh_of(parameters: Mapping[str, Tensor]) -> Any:
     """The mesh of sharded parameters; None if none is sharded.
 
     Raises:
-        ValueError: Some are sharded and some are not, or in another way than `fully_shard` does.
+        ValueError: Only some are sharded, or differently from `fully_shard`, or on several meshes.
 
     """
     first = next((name for name, p in parameters.items() if is_sharded(p)), None)
@@ -86,8 +86,8 @@ def groups_of(module: Any) -> list[Any]:
             _ = group.reshard_after_backward, [p.sharded_param for p in group.fsdp_params]
     except AttributeError as error:
         raise RuntimeError(
-            f"fully_shard of torch {torch.__version__} keeps its parameters in another way than"
-            f" that of 2.10 to 2.14, which cs_kernels reads: {error}"
+            f"fully_shard of torch {torch.__version__} keeps its parameters differently from torch"
+            f" 2.10 to 2.14, which cs_kernels supports: {error}"
         ) from error
     return found
 
@@ -111,7 +111,7 @@ def all_sharded_modules() -> list[nn.Module]:
 
 
 def modules_that_shard(parameters: Iterable[Tensor]) -> list[nn.Module]:
-    """The modules that have sharded some parameters; slow, as roots may be anywhere."""
+    """The modules that have sharded some parameters; slow, since it searches the whole process."""
     wanted = {p for p in parameters if is_sharded(p)}
     return [
         module
@@ -140,7 +140,7 @@ def rows_of(parameter: Tensor) -> tuple[int, int]:
 
 
 def shards_of(tensors: Iterable[Tensor]) -> list[tuple[int, Tensor]]:
-    """For each vector, this rank's elements and the index of the first."""
+    """For each vector, the index of this rank's first element, and this rank's elements."""
     found = []
     for tensor in tensors:
         if is_sharded(tensor):

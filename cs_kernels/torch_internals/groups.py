@@ -16,9 +16,9 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
 def names_are_counted(ranks: int) -> bool:
     """Whether a new group of some ranks gets a name that no group before it has had.
 
-    Torch numbers groups of all ranks. Before 2.14, any other group's name depends on the number of
-    existing groups: a new group may reuse a destroyed group's name, and find its entries in the
-    store.
+    Torch numbers the groups that all ranks make together. Before 2.14, any other group's name
+    depends on the number of existing groups: a new group may reuse a destroyed group's name, and
+    find its entries in the store.
     """
     return ranks == dist.get_world_size() or torch.__version__ >= "2.14"
 

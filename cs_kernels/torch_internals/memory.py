@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 _OWN_HOLDERS = 2
-"""The holders of a storage that belongs to one tensor: it, and the Python object of the storage."""
+"""The references to the storage of a single tensor: the tensor's, and the Python object's."""
 
 
 def is_in_foreign_memory(grad: Tensor) -> bool:

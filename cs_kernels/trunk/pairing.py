@@ -21,7 +21,7 @@ def find_layout(
 ) -> Layout:
     """Pairs layers with the normalizations that follow them.
 
-    `own` has the task by name of each parameter that only one task reaches.
+    `own` maps the name of each parameter that only one task reaches to this task.
     """
     modules = dict(trunk.named_modules(remove_duplicate=False))
     parameters = shared_parameters(trunk)

@@ -29,7 +29,7 @@ class Reach:
         self._owners: dict[int, str] | None = {}
 
     def note(self, task: str, unreached: list[int]) -> None:
-        """Records a task's pass, by the parameters without a gradient."""
+        """Records a task's pass from the indices of parameters without a gradient."""
         if self._unreached.get(task) == unreached:
             return
         self._unreached[task] = unreached
@@ -53,13 +53,13 @@ class Reach:
             raise
 
     def note_gradients(self, task: str) -> bool:
-        """Records a task's pass, by `.grad`; returns whether there is any gradient."""
+        """Records a task's pass from `.grad`; returns whether there is any gradient."""
         unreached = [i for i, p in enumerate(self._parameters) if p.grad is None]
         self.note(task, unreached)
         return len(unreached) < len(self._parameters)
 
     def note_graph(self, task: str, parameters: Iterable[nn.Parameter]) -> None:
-        """Records a task's pass, by the parameters in the graph of its loss."""
+        """Records a task's pass from the parameters in the graph of its loss."""
         in_graph = {id(parameter) for parameter in parameters}
         self.note(task, [i for i, p in enumerate(self._parameters) if id(p) not in in_graph])
 
@@ -112,7 +112,7 @@ class Reach:
         return self._owners
 
     def state_dict(self) -> dict[str, dict[str, list[str]]]:
-        """For each parameter that some task did not reach: the tasks that did, and that tried."""
+        """For each parameter that some task did not reach: who reached it, and who had a pass."""
         every = (1 << len(self._tasks)) - 1
         parameters = zip(self._names, self._reached_by, self._tried(), strict=True)
         return {
@@ -122,7 +122,7 @@ class Reach:
         }
 
     def _tried(self) -> list[int]:
-        """`_tried_by`, but none for a parameter that is frozen and was never reached."""
+        """`_tried_by`, but no tasks for a parameter that is frozen and was never reached."""
         entries = zip(self._parameters, self._reached_by, self._tried_by, strict=True)
         return [tried if by or p.requires_grad else 0 for p, by, tried in entries]
 

@@ -36,7 +36,7 @@ def _identical(now: Sequence[object], before: Sequence[object]) -> bool:
 
 
 def _write_back(tensors: list[Tensor], copies: list[Tensor]) -> None:
-    """Writes through `.data`, as version counters would break a graph that has read the tensors."""
+    """Writes through `.data`: a new version counter would break graphs that saved the tensors."""
     pairs = list(zip(tensors, copies, strict=True))
     alike = all(t.shape == c.shape and t.dtype == c.dtype for t, c in pairs)
     if alike and not any(t.is_conj() or t.is_neg() for t in tensors):
@@ -105,7 +105,7 @@ class RunningStatistics:
 
     def __init__(self, trunk: nn.Module) -> None:
         self._buffers: dict[str | None, list[Buffers]] = {}
-        """By task, the buffers of its normalizations; for None, those of other modules."""
+        """By task, the buffers of its normalizations; for None, the buffers of other modules."""
         self._outside: dict[str, list[weakref.ref[nn.Module]]] = {}
         self._snapshots: dict[str | None, _Snapshot] = {}
         self._active: list[_Snapshot] | None = None
@@ -129,7 +129,7 @@ class RunningStatistics:
         return self._buffers.get(task, []) + [m._buffers for m in modules if m is not None]
 
     def _take(self, task: str | None) -> _Snapshot:
-        # Reused from step to step, unless an enclosing context still needs it.
+        # A snapshot is reused from step to step, unless an enclosing context still needs it.
         modules = self._all_buffers(task)
         snapshot = self._snapshots.get(task)
         if snapshot is None or snapshot in (self._active or ()) or not snapshot.take(modules):

@@ -26,15 +26,15 @@ _REASONS: dict[Ran | None, str] = {
 
 
 class Trunk:
-    """The shared module: what trains, which layers are prioritized, which tasks reach what.
+    """The shared module: what trains, which layers are prioritized, what each task reaches.
 
     It alone can tell when any of this has changed (`changed`); then `forget` makes the next passes
-    of all tasks learn it anew.
+    of all tasks discover it again.
 
     Args:
         module: The shared module, without wrappers.
         tasks: In the order of the gradients.
-        reach: The tasks that reach each shared parameter; ranks share theirs.
+        reach: Records which tasks reach each shared parameter, on any rank.
         held: Returns the parameters of the torch optimizers.
         overrides: The argument `layers` of `MultiTaskOptimizer`.
         on_first_use: Called with a module outside the trunk, before it first runs for a task.
@@ -64,9 +64,9 @@ class Trunk:
         self.statistics = RunningStatistics(module)
         self._find_children()
         self.generation = 0
-        """Increases whenever passes have to be learned anew."""
+        """Increases with every `forget`."""
         self._layouts: dict[str, tuple[object, Layout]] = {}
-        """By kind: a layout, and the state of the trunk from which it was made."""
+        """By kind: the state of the trunk from which a layout was made, and the layout."""
         self._covered_version = 0
         """The watcher's version for which a prioritized layer was last found."""
         self._find_norms()
@@ -79,7 +79,7 @@ class Trunk:
         return self.shared[0].device
 
     def combined(self) -> list[nn.Parameter]:
-        """The shared parameters that tasks reach, without those that are one task's own."""
+        """The shared parameters that tasks reach and that are not one task's own."""
         owners, reachable = self.reach.owners(), self.reach.reached_by_any(self.tasks)
         return [self.shared[i] for i in sorted(reachable) if i not in owners]
 
@@ -88,7 +88,7 @@ class Trunk:
         return any(self._childless) or self._list_children() != self._children
 
     def changed(self) -> bool:
-        """Whether other parameters train than in the last step, or a module was exchanged."""
+        """Whether other parameters train now than in the last step, or a module was exchanged."""
         return self._training_fingerprint() != self.trains or self.modules_changed()
 
     def requires_grad(self) -> tuple[bool, ...]:
@@ -96,10 +96,10 @@ class Trunk:
         return tuple(p.requires_grad for p in (*self.held(), *self.shared))
 
     def forget(self) -> None:
-        """Watches the next pass of every task again: other parameters may train, or modules run.
+        """Watches the next pass of every task again: other parameters or modules may take part.
 
         Raises:
-            ValueError: The trunk has other parameters than when it was built.
+            ValueError: The trunk has other parameters than when MultiTaskOptimizer was built.
 
         """
         self._check_parameters()
@@ -124,7 +124,7 @@ class Trunk:
             self.end_step()
 
     def end_trace(self) -> None:
-        """Reshards the trunk after passes without gradients, which leave it unsharded."""
+        """Ends a trace: reshards the trunk, which its forward passes alone have left unsharded."""
         self.reach.has_new = False
         reshard(self.module)
         self.end_step()
@@ -156,10 +156,10 @@ class Trunk:
         self.of_norms = [p for norm in self.norms for p in norm.parameters()]
         """Their parameters."""
         self._unoptimized = [p for p in self.of_norms if p not in optimized]
-        # The first normalization stands for all, as they have most of the parameters.
+        # The first normalization stands for all, since normalizations have most of the parameters.
         others = {p for norm in self.norms[1:] for p in norm.parameters()}
         self.witnesses = [p for p in optimizer_parameters if p not in others]
-        """Parameters by whose gradients a closure that writes to `.grad` is noticed."""
+        """The parameters whose gradients show whether a closure writes to `.grad`."""
 
     def _check_parameters(self) -> None:
         reshard(self.module)
@@ -208,7 +208,7 @@ class Trunk:
         self.reach.has_new = False
 
     def check_reached(self, task: str, reached: bool) -> None:
-        """Raises for a loss that reaches no parameter of the trunk, unless these are frozen."""
+        """Raises if a loss reached no parameter of the trunk, unless the task's are frozen."""
         if reached:
             return
         reachable = self.reach.reached_by(task)
@@ -223,7 +223,7 @@ class Trunk:
         """The error for a loss that depends on no parameter of the trunk, with the reason.
 
         Raises:
-            ValueError: The trunk has other parameters than when it was built.
+            ValueError: The trunk has other parameters than when MultiTaskOptimizer was built.
 
         """
         self._check_parameters()

@@ -2,7 +2,7 @@
 
 A layer's output channels are prioritized if a task-specific normalization consumes exactly the
 tensor that the layer returned, or a view of it with the same channels. The first pass of every task
-is watched; a later pass is watched once a new layer runs in it. If a later pass runs other
+is watched; a later pass is watched from the first run of a new layer on. If a later pass runs other
 normalizations than the watched passes, or feeds them the outputs of other operations, the next pass
 of every task is watched again.
 """
@@ -69,7 +69,7 @@ each pass, or is compiled inside a function."""
 
 
 def _may_equal(run: Run, watched: Run) -> bool:
-    """Whether two runs are alike; in a stacked pass, the node of an input is unknown."""
+    """Whether two runs may be equal; in a stacked pass, the node type of an input is unknown."""
     return len(run) == len(watched) and all(
         norm == other and (kind is other_kind or None in (kind, other_kind))
         for (norm, kind), (other, other_kind) in zip(run, watched, strict=True)
@@ -168,9 +168,9 @@ class Watcher:
         self._runs: set[Run] = set()
         """The runs of watched passes since `forget`."""
         self._before_rewatch: tuple[object, object] | None = None
-        """`norms` and `other_channels` before a pass that differed, until another is watched."""
+        """`norms` and `other_channels` before a differing pass, until another pass is watched."""
         self._fruitless = 0
-        """How often in a row such a pass led to a watched one that showed nothing new."""
+        """How many times in a row watching again has shown nothing new."""
         self._is_compiled = False
         """Whether a module is compiled; then runs cannot be compared."""
         self._find_modules()
@@ -283,7 +283,6 @@ class Watcher:
                 self._rewatch()
 
     def watch_rest(self) -> None:
-        """Watches the rest of a pass."""
         if self._hooks:
             return
         self.version += 1

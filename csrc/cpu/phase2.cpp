@@ -108,8 +108,8 @@ void find_segments(const Work& work, std::int64_t index, std::int64_t outer,
     segments[j] = at(work.gradients[j], work.tensor->type, offset);
 }
 
-// If `threads` is positive, prefetches the row that this thread will probably sum next. This row is
-// `threads` chunks ahead, because threads claim chunks in turn.
+// Sums a chunk's rows. If `threads` is positive, prefetches the row that this thread will probably
+// sum next: in the chunk `threads` ahead after the last row, because threads claim chunks in turn.
 void sum_rows(const Summed& summed, int threads) {
   Work& work = *summed.chunk->work;
   const RowRange& range = summed.chunk->range;

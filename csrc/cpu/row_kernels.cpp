@@ -17,7 +17,7 @@ namespace {
 
 CS_INLINE std::int64_t smaller(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 
-// Keeps memory busy during computations on a panel in cache. `p` may be any address.
+// Prefetches a line, to keep memory busy while a panel in cache is processed. `p` may be invalid.
 CS_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
 
 // Prefetches a line that is read only once, without displacing lines that are read again.
@@ -141,7 +141,7 @@ void sum_and_dots_unrolled(const void* const* gradients, int reference, std::int
     dots[j] += totals[j].sum();
 }
 
-// For any number of tasks: the reference and the sum stay in L1 while all tasks are read.
+// For any number of tasks: the reference gradient and the sum stay in L1 while all tasks are read.
 template <class Type>
 void sum_and_dots_panels(const void* const* gradients, int count, int reference, std::int64_t n,
                          void* out, double* dots) {

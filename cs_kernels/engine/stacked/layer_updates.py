@@ -17,11 +17,11 @@ from cs_kernels.trunk.layers import LayerLists
 
 
 class LayerUpdates:
-    """Makes the updates of the parameters that are `taken`.
+    """Makes the updates of the parameters in `taken`.
 
     Args:
-        gradients: Its rows have the gradients of the waiting parameters.
-        step: Its tasks take part.
+        gradients: Its rows hold the gradients of waiting parameters.
+        step: The step, whose tasks take part.
         combine: Makes the updates of the parameters in the rows, and leaves the rows empty.
         by_module: Whether the method takes all gradients of a module together, and numbers the
             modules of a step.
@@ -49,7 +49,7 @@ class LayerUpdates:
         self._bytes = 0
         self._handed: set[int] = set()
         self._surgeries: list[tuple[list[int], Surgery]] = []
-        """What the method did, for the parameters of each call."""
+        """For each call of the method: its parameters, and the method's record."""
 
     def begin(
         self,
@@ -81,7 +81,7 @@ class LayerUpdates:
         self._gradients.modules = ()
 
     def _size(self, parameters: Sequence[Tensor]) -> int:
-        """Bytes of the gradients of all tasks."""
+        """The bytes of all tasks' gradients of these parameters."""
         sizes = [p.numel() * p.itemsize for p in parameters if p in self.taken]
         return len(self._step.tasks) * sum(sizes)
 
@@ -111,7 +111,7 @@ class LayerUpdates:
                 self._gradients.release_own()
                 self._combine()
                 self._gradients.publish()
-            if self._step.surgery.rows:  # None if every waiting gradient was one task's own.
+            if self._step.surgery.rows:  # Empty if every waiting gradient was one task's own.
                 self._surgeries.append((self._waiting, self._step.surgery))
         self._waiting, self._bytes = [], 0
 

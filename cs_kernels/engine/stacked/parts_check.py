@@ -9,9 +9,9 @@ from torch import Tensor
 class PartsCheck:
     """Checks by three forward passes whether a part of any tensor depends on other parts.
 
-    The first pass is unmodified. The second changes all parts but the first, in inputs and behind
-    normalizations; the third changes all but the last. The unchanged part must be the same
-    everywhere.
+    The first pass is unmodified. The second changes all parts but the first, in inputs and after
+    normalizations; the third changes all but the last. The unchanged part must be the same in
+    every tensor.
     """
 
     def __init__(self, parts: int) -> None:

@@ -2,7 +2,7 @@
 
 In a stacked pass, dimension 0 of a tensor holds the tasks' batches, concatenated. Such a layer
 computes the gradients of its weight and bias for every task from that task's part, and hands them
-to `LayerUpdates`; those that need no surgery are autograd's.
+to `LayerUpdates`. Gradients that need no surgery go to autograd as usual.
 
 A tensor subclass (`TaskWeight`) stands for such a weight in the module, since only a subclass sees
 every function that takes the weight. It relies on undocumented parts of torch, tried with 2.10 to
@@ -27,7 +27,7 @@ from cs_kernels.engine.stacked.layer_updates import LayerUpdates
 
 
 class Kind(NamedTuple):
-    """The numbers of a convolution, as torch.convolution takes them."""
+    """The options of a convolution, as torch.convolution takes them."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -39,17 +39,17 @@ class Kind(NamedTuple):
 
 @dataclass
 class Stack:
-    """Shared by the layers of a stacked pass."""
+    """The state that the layers of a stacked pass share."""
 
     parts: int
     """The number of tasks that take part."""
     updates: LayerUpdates
     problem_of: Callable[[Tensor, str], Exception | None]
-    """Takes the input and the name of a layer; returns an error unless its parts are the tasks'."""
+    """Takes a layer's input and name; returns an error if the input is not made of tasks' parts."""
     runs: bool = False
     """Whether the trunk runs on the batches of all tasks."""
     inputs: dict[int, tuple[Tensor, int, Tensor, int]] = field(default_factory=dict)
-    """By `id` of a repeated input: it, its version, the original input, and that one's version."""
+    """By `id` of a repeated input: this input and its version, the original and its version."""
     layers: list[tuple[nn.Parameter, ...]] = field(default_factory=list)
     """The parameters, weight or bias or both, of the layers that ran."""
     other_uses: dict[nn.Parameter, str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class TaskWeight(Tensor):
     """Stands for the weight or bias of a layer during a stacked pass.
 
     A convolution or linear layer with it runs as `_TaskLayer`. Any other function gets the
-    parameter itself, and is noted.
+    parameter itself, and is recorded if it reads the values.
     """
 
     parameter: nn.Parameter
@@ -71,7 +71,7 @@ class TaskWeight(Tensor):
 
     @staticmethod
     def of(parameter: nn.Parameter, label: str, stack: Stack) -> "TaskWeight":
-        """The stand-in of a parameter with a name."""
+        """Makes the stand-in of a parameter; errors call it `label`."""
         # Stays in the graph, since some functions, such as scripted ones, ignore the subclass.
         with torch.enable_grad():
             weight = parameter.as_subclass(TaskWeight)
@@ -98,7 +98,7 @@ class TaskWeight(Tensor):
                 if _runs_as_layer(*args, **kwargs):
                     return layer(*args, **kwargs)
 
-            # x.to(weight) reads only the type and the device.
+            # x.to(weight) reads only the dtype and the device.
             casts = func in (Tensor.to, Tensor.type_as) and not isinstance(args[0], TaskWeight)
 
             def parameter_of(weight: TaskWeight) -> nn.Parameter:
@@ -139,7 +139,7 @@ _FACTS = {
     *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like),
     *(torch.rand_like, torch.randn_like),
 }
-"""Functions that do not depend on the values."""
+"""Functions that do not read the values of a weight."""
 
 
 def _sizes(size: Any, dims: int) -> tuple[int, ...]:

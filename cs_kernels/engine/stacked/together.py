@@ -23,7 +23,7 @@ from cs_kernels.trunk.watcher import LAYERS, eager
 RunTrunk = Callable[..., dict[str, Any]]
 """Takes the arguments of the trunk; returns the output for each task."""
 Forward = Callable[[RunTrunk], Mapping[str, Tensor]]
-"""Makes the losses of the tasks from the outputs."""
+"""Takes a `RunTrunk`, and returns the loss of each task."""
 
 
 class Reached(NamedTuple):
@@ -46,12 +46,12 @@ class KnownPasses:
 
     def __init__(self) -> None:
         self.parts_checked = -1
-        """The generation of the trunk in which tasks' parts were seen to stay apart."""
+        """The generation of the trunk for which tasks' parts were last found independent."""
         self._reached: dict[Pattern, Reached] = {}
         self._version = -1
 
     def at(self, version: int) -> dict[Pattern, Reached]:
-        """The passes since graphs were last checked; others are forgotten."""
+        """Returns the passes since graphs were last checked, and forgets older ones."""
         if version != self._version:
             self._version = version
             self._reached.clear()
@@ -111,7 +111,7 @@ class _Together:
     def run(self, step: Step, held: Sequence[nn.Parameter]) -> None:
         """One forward and one backward pass."""
         engine = self.engine
-        # On a GPU, autograd calls it from a thread that does not know `use_backend`.
+        # On a GPU, autograd calls `combine` from a thread without the context of `use_backend`.
         context = contextvars.copy_context()
         combine = partial(context.run, partial(engine.combine, step))
         gradients, by_module = engine.ranks.gradients, not engine.method.prioritizes
@@ -162,7 +162,7 @@ class _Together:
                 nonlocal checks
                 if (
                     checks
-                ):  # Only in the first call: a later one would change tensors that it saved.
+                ):  # Only in the first call, whose saved tensors a later check would change.
                     checks = False
                     unseen = partial(self.engine.transaction.without_traces, tasks)
                     passes.check_parts(unseen, *args, **kwargs)
@@ -244,7 +244,7 @@ class _Together:
         """The parameters whose update the method makes, and their indices.
 
         Raises:
-            ValueError: The method needs the gradients of others too.
+            ValueError: It is unknown which parameters each task reaches.
 
         """
         method, trunk = self.engine.method, self.engine.trunk

@@ -1,8 +1,8 @@
 """A stacked pass: one forward and one backward pass of a trunk for several tasks.
 
-The batch is repeated for every task along dimension 0. Each task-specific normalization treats a
-task's part with that task's module, and each layer that needs surgery hands over the gradients of
-all tasks as soon as its backward pass has them (`task_layers`, `layer_updates`).
+The batch is repeated for every task along dimension 0. Each task-specific normalization applies a
+task's module to that task's part, and each layer that needs surgery hands over the gradients of all
+tasks as soon as its backward pass has them (`task_layers`, `layer_updates`).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from cs_kernels.torch_internals.autograd import Edge, Reached, edge_of, is_leaf,
 
 
 class Pattern(NamedTuple):
-    """What a stacked pass used: passes with the same pattern have the same graph."""
+    """The outputs, layers and normalizations of a stacked pass, which determine its graph."""
 
     outputs: tuple[tuple[str, frozenset[int]], ...]
     """Each task that takes part, in order, and the numbers of the outputs that its loss uses."""
@@ -39,7 +39,7 @@ _PLAIN = (Tensor, int, float, complex, str, bytes, torch.dtype, torch.device, ty
 
 
 def _check_leaves(tree: Any, who: str) -> None:
-    """Tensors are found in nests that torch knows, and not in other objects."""
+    """Raises ValueError for an object in which tensors would be missed."""
     for leaf in tree_leaves(tree):
         if not isinstance(leaf, _PLAIN):
             raise ValueError(
@@ -55,9 +55,9 @@ class TrunkPass:
         trunk: The shared module.
         modules: Its modules outside task-specific normalizations, with names.
         norms: Its task-specific normalizations.
-        step: Its tasks take part.
+        step: The step, whose tasks take part.
         updates: Makes the updates of the parameters that it takes.
-        candidates: By weight or bias of a layer, the names of those that it may take.
+        candidates: The layers' weights and biases that `updates` may take, with their names.
 
     """
 
@@ -90,7 +90,8 @@ class TrunkPass:
         self._chosen = step.tasks
         self._updates = updates
         self._edges: dict[Edge, tuple[str, int] | None] = {}
-        """The task and the number of each output's parts; None for tensors inside the trunk."""
+        """For each task's part of an output: the task, and the output's number; None for tensors
+        inside the trunk."""
         self._outputs: list[Tensor] = []
         self._reached: dict[str, Reached] = {}
         """By task, the graph between its loss and the outputs."""
@@ -98,7 +99,7 @@ class TrunkPass:
         self._batches: set[int] = set()
         """The sizes of the batches."""
         self._parts_check: PartsCheck | None = None
-        """While passes are made that show whether the parts stay apart."""
+        """Set during the passes that check whether tasks' parts are independent."""
 
     @contextlib.contextmanager
     def in_trunk(self, *, recomputes: bool = False) -> Iterator[None]:
@@ -192,9 +193,9 @@ class TrunkPass:
         """Forward passes that raise if a task's part of a tensor depends on another task's.
 
         Args:
-            restored: Gives the context of a pass that leaves nothing behind.
-            *args: As of `run`.
-            **kwargs: As of `run`.
+            restored: Returns a context that undoes the side effects of a pass.
+            *args: As in `run`.
+            **kwargs: As in `run`.
 
         """
         if self._parts == 1:
@@ -203,7 +204,7 @@ class TrunkPass:
         try:
             for kept in (None, 0, self._parts - 1):
                 parts_check.begin(kept)
-                # The pass itself warns; and checkpointing warns of no_grad.
+                # The real pass shows the warnings, and checkpointing would warn of no_grad.
                 with restored(), recorded_norms(), torch.no_grad(), warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     self.run(*args, **kwargs)
@@ -321,8 +322,8 @@ class TrunkPass:
             counts: Whether to count the uses of parameters in the graph.
 
         Raises:
-            ValueError: One was used in another way than by one layer, or parameters of one module
-                by several.
+            ValueError: A parameter in `taken` has a hook or is not used by exactly one layer, or
+                several layers use parameters of one module.
 
         """
         self._updates.begin(taken, self._stack.layers, reached)

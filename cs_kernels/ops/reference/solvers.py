@@ -54,7 +54,7 @@ def _correlations(g: Tensor, ridge: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _eigen(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors; rows are sorted by size so that small ones keep digits."""
+    """Eigenvalues and eigenvectors; rows are sorted by size to keep small eigenvalues accurate."""
     order = g.diagonal().argsort()
     values, vectors = torch.linalg.eigh(g[order][:, order], UPLO="U")
     return values, vectors[order.argsort()]

@@ -70,7 +70,7 @@ def gradient_options(tasks: int) -> dict[str, Any]:
 
 
 def solver_options(tasks: int) -> dict[str, Any]:
-    """Launch options for a solver, with 2 (16 if K > 32) numbers of a K x K matrix per thread.
+    """Launch options for a solver: a thread has 2 numbers of a matrix (K > 16: 4, K > 32: 16).
 
     The register limit is the maximum, because by default the assembler spills to raise occupancy.
     FMA contraction is off: it could make the lanes' copies of a sum differ, so that their loop

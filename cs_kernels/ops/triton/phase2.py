@@ -133,7 +133,7 @@ def strengths(energy, gamma, variance, epsilon, rows, first, tasks, TASKS: const
     scale = widened(tl.load(gamma + offset, mask, other=0.0), tl.float64)
     eps = tl.load(epsilon + task, task < tasks, other=1.0)
     spread = widened(tl.load(variance + offset, mask, other=1.0), tl.float64) + eps[:, None]
-    # Other programs of the same launch wrote these energies.
+    # Other programs of the same launch may have written these energies.
     e = tl.load(energy + row, row < rows, other=0.0)
     return tl.where(mask, scale * scale / spread * e[None, :], 0.0), row
 

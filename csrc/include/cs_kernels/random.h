@@ -29,8 +29,8 @@ CS_HOST_DEVICE_INLINE std::uint32_t lowbias32(std::uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// The high half of the index is part of the key, so that a loop over an array needs only 32-bit
-// multiplications.
+// Random words by index. The index's high half is part of the key, so that a loop over an array
+// needs only 32-bit multiplications.
 struct RandomWords {
   std::uint32_t low;
   std::uint32_t high;
