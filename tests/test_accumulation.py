@@ -231,6 +231,26 @@ class OldWithHooks(Old, torch.optim.SGD):
     __init__ = torch.optim.SGD.__init__
 
 
+class WithoutHooks(Old):
+    def step(self, closure: None = None) -> None:
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad, alpha=-0.1)
+
+
+def test_an_update_that_one_optimizer_without_hooks_has_not_used() -> None:
+    """Versions of parameters show its steps."""
+    model, loss, *_ = problem()
+    optimizer = WithoutHooks([*model.trunk.parameters(), *model.heads.parameters()])
+    opt = cs.MultiTaskOptimizer(model.trunk, optimizer, AB, cs.PCGrad())
+    for _ in range(2):
+        opt.backward({task: loss(task) for task in AB})
+        optimizer.step()
+    opt.backward({task: loss(task) for task in AB})
+    with pytest.raises(RuntimeError, match="the update of the last backward"):
+        opt.backward({task: loss(task) for task in AB})
+
+
 @pytest.mark.parametrize("kind", [Old, OldWithHooks])
 def test_an_optimizer_that_writes_behind_versions(kind: Any) -> None:
     """Beside another one, an optimizer without hooks cannot be noticed."""

@@ -196,6 +196,42 @@ def test_one_pass_between_the_steps_that_solve() -> None:
         assert passes == [6, 7, 8, 11, 12][step]  # The first step checks passes by three more.
 
 
+class _Inside(torch.autograd.Function):
+    """Runs a layer, and adds up the gradients of its parameters, in graphs of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = layer(ctx.x)
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.x.grad = None
+        ctx.y.backward(grad, retain_graph=True)
+        return ctx.x.grad, None
+
+
+def test_a_layer_outside_the_trunk_that_a_function_hides() -> None:
+    """Its gradients are not weighted in any step."""
+    trunk, hidden = nn.Linear(3, 4), nn.Linear(4, 4)
+    sgd = torch.optim.SGD([*trunk.parameters(), *hidden.parameters()], 0.1)
+    balancer = cs.GradientBalancer(trunk.parameters(), TASKS[:2], cs.UPGrad(), sgd, every=9)
+
+    def losses(run: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        y = run(trunk(torch.linspace(-1, 1, 15).view(5, 3)))
+        return {task: (y - 3 * n).square().mean() for n, task in enumerate(TASKS[:2])}
+
+    for _ in range(3):
+        expected = torch.autograd.grad(sum(losses(hidden).values()), [*hidden.parameters()])
+        sgd.zero_grad()
+        balancer.backward(losses(lambda z: _Inside.apply(z, hidden)))
+        torch.testing.assert_close([p.grad for p in hidden.parameters()], [*expected])
+        sgd.step()
+    assert balancer.weights["a"] != 1
+
+
 class WithAuxiliaryLoss(nn.Module):
     """A layer that injects the gradient of an auxiliary loss."""
 
@@ -460,6 +496,19 @@ def test_losses_of_steps_that_a_scaler_skips() -> None:
     torch.testing.assert_close(weights[1], weights[0], rtol=1e-5, atol=0)
 
 
+def test_the_loss_of_a_zero_gradient_does_not_count() -> None:
+    p, weights = nn.Parameter(torch.ones(3, dtype=torch.float64)), []
+    balancer = cs.GradientBalancer([p], ["a", "b"], cs.DBMTL())
+    for factor, constant in ((1, 5), (0, 7)):
+        for task, grad in (("a", _A), ("b", factor * _B)):
+            loss = (p * grad).sum() + (constant if task == "b" else 90)
+            with balancer.task(task, loss):
+                loss.backward()
+        balancer.update()
+        weights.append(balancer.weights)
+    assert weights[0] == weights[1]
+
+
 def test_losses_of_blocks_without_gradients_count() -> None:
     p = nn.Parameter(torch.ones(3, dtype=torch.float64))
     head = nn.Parameter(torch.ones(3, dtype=torch.float64))
@@ -519,6 +568,17 @@ def test_every_step_solves_until_all_tasks_were_there() -> None:
     balancer = _steps_of(cs.NTKMTL(), {"a": _A}, {"a": _A, "b": 9 * _B}, {"a": _A}, every=2)
     assert balancer.weights["b"] != 1
     assert balancer.report().steps.tolist() == [[3, 1], [1, 1]]
+    state = _steps_of(cs.NTKMTL(), {"a": _A}, every=2).state_dict()
+    p = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    balancer = cs.GradientBalancer([p], ["a", "b"], cs.NTKMTL(), every=2)
+    for loads in (False, True):
+        if loads:  # The state has seen one task, and the balancer all of them.
+            balancer.load_state_dict(state)
+        for task, grad in (("a", _A), ("b", 9 * _B)):
+            with balancer.task(task):
+                (p * grad).sum().backward()
+        balancer.update()
+    assert balancer.report().steps.tolist() == [[2, 1], [1, 1]]
 
 
 def test_one_task_alone() -> None:
@@ -670,16 +730,17 @@ def test_copies_go_on(copied: Callable[[Any], Any]) -> None:
         assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("options", [{"every": 2}, {"sketch": 256}], ids=str)
 @pytest.mark.parametrize("method", [cs.GradVac(), cs.UPGrad(groups="layer")], ids=repr)
-def test_a_resumed_run_is_the_same(method: cs.Method) -> None:
-    training = Training(copy.deepcopy(method), every=2)
+def test_a_resumed_run_is_the_same(method: cs.Method, options: dict[str, int]) -> None:
+    training = Training(copy.deepcopy(method), **options)
     for step in range(3):
         training.step(step)
     states = [
         copy.deepcopy(part.state_dict())
         for part in (training.network, training.adam, training.balancer)
     ]
-    resumed = Training(copy.deepcopy(method), every=2)
+    resumed = Training(copy.deepcopy(method), **options)
     for part, state in zip((resumed.network, resumed.adam, resumed.balancer), states, strict=True):
         part.load_state_dict(state)
     for step in range(3, 6):
@@ -823,6 +884,21 @@ def test_a_report_says_how_sure_it_is() -> None:
         balancer.close()
     assert 0.7 < torch.stack(deviations).std() < 1.4
     assert abs(torch.stack(deviations).mean()) < 0.4
+
+
+def test_a_report_of_modules_with_one_that_counts() -> None:
+    """The errors of all modules together are those of the only one with gradients."""
+    torch.manual_seed(0)
+    p, q = (nn.Parameter(torch.randn(5000)) for _ in "12")
+    named = [("one.weight", p), ("other.weight", q)]
+    balancer = cs.GradientBalancer(named, TASKS[:2], cs.UPGrad(groups="layer"), sketch=512)
+    for task in TASKS[:2]:
+        with balancer.task(task):
+            (p @ torch.randn(5000) + 0 * q.sum()).backward()
+    balancer.update()
+    report = balancer.report()
+    of_one = report.cosine_errors[0, 0, 1].item()
+    assert report.scalars()["cosine_error/a,b"] == pytest.approx(of_one)
 
 
 @pytest.mark.compile

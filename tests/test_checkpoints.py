@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from networks import AB, TASKS, Setup, assert_equal, restore, saved, started_problem
+from networks import AB, TASKS, Setup, assert_equal, restore, saved, sgd_of, started_problem
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -167,6 +167,27 @@ def test_checkpoints_that_do_not_fit_are_refused_whole() -> None:
         assert fresh.state_dict() == untouched
     fresh.load_state_dict(good)
     assert fresh.state_dict()["steps"] == 1
+
+
+def test_a_checkpoint_for_an_optimizer_that_has_trained_on() -> None:
+    """What tasks reach is that of the state, and then of the next passes."""
+    trunk, x = nn.ModuleDict({"one": nn.Linear(3, 4), "own": nn.Linear(3, 4)}), torch.randn(8, 3)
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, cs.PCGrad())
+
+    def step(tasks: str) -> dict[str, str]:
+        def loss(task: str) -> Tensor:
+            y: Tensor = trunk["one"](x)
+            return (y + trunk["own"](x) if task in tasks else y).square().mean()
+
+        opt.step(loss)
+        return opt.coverage().own
+
+    of_b = step("b")
+    state = copy.deepcopy(opt.state_dict())
+    assert (of_b, step("ab")) == ({"own.weight": "b", "own.bias": "b"}, {})
+    opt.load_state_dict(state)
+    assert opt.coverage().own == of_b
+    assert step("ab") == {}
 
 
 def test_tensors_of_a_checkpoint_move_to_where_they_are_needed() -> None:

@@ -124,6 +124,7 @@ def _dense(kind: str, method: str) -> tuple[nn.Module, cs.MultiTaskOptimizer]:
     sgd = torch.optim.SGD(
         plain.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1, foreach=False
     )
+    options["weighting"] = cs.FixedWeights(dict(zip(TASKS, (1.0, 0.5, 2.0), strict=True)))
     return network, cs.MultiTaskOptimizer(network, sgd, TASKS, METHODS[method](), **options)
 
 

@@ -1,5 +1,6 @@
 """What differs between ranks: statistics, labels, losses, the parameters that a pass reaches."""
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -106,6 +107,28 @@ def test_parameters_that_are_unfrozen(rank: int) -> list[Tensor]:
         trunk["x"].requires_grad_(False)
         with pytest.raises(RuntimeError, match="must not be unfrozen within a step"):
             opt.step(partial(loss, train=True))
+    return whole_copies(trunk.parameters())
+
+
+@on_ranks(2, alone={})
+def test_a_state_is_followed_by_new_passes(rank: int) -> list[Tensor]:
+    trunk = nn.ModuleDict({"body": nn.Linear(4, 4), "own": nn.Linear(4, 4)})
+    opt, x = optimizer_on_ranks(trunk, cs.PCGrad(), tasks=TASKS[:2]), torch.randn(6, 4)
+
+    def loss(tasks: list[str], task: str) -> Tensor:
+        y = trunk["body"](part_of_this_rank(x))
+        return conflicting_loss(y + trunk["own"](y) if task in tasks else y, task)
+
+    opt.step(partial(loss, TASKS[1:2]))
+    state, owned = copy.deepcopy(opt.state_dict()), []
+    for loads in (False, True):
+        if loads:
+            opt.load_state_dict(state)
+            owned.append(opt.coverage().own)
+        for _ in range(1 if loads else 3):
+            opt.step(partial(loss, TASKS[:2]))
+        owned.append(opt.coverage().own)
+    assert owned == [{}, {"own.weight": TASKS[1], "own.bias": TASKS[1]}, {}]
     return whole_copies(trunk.parameters())
 
 

@@ -141,6 +141,21 @@ def test_buckets_are_sent_during_the_backward_pass(
     assert all(missing > 0 for missing in early) or isinstance(method, cs.Sum)
 
 
+def test_a_layer_that_runs_twice_from_time_to_time(
+    group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 170)
+    states = []
+    for options in ({}, {"process_group": group}):
+        torch.manual_seed(0)
+        trunk = Deep(-1, reentrant=True).double()
+        opt = optimizer_of(trunk, cs.PCGrad(), **options)
+        for trunk.twice in (True, False, True):
+            opt.step(trunk.loss)
+        states.append(whole_copies(trunk.parameters()))
+    torch.testing.assert_close(*states, rtol=1e-12, atol=1e-14)
+
+
 def test_a_gradient_that_comes_after_it_was_sent_is_refused(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,16 @@ from functools import partial
 
 import pytest
 import torch
-from networks import BOTH_PHASES, TASKS, Setup, assert_equal, refused, started, stem_priority
+from networks import (
+    BOTH_PHASES,
+    TASKS,
+    Setup,
+    assert_equal,
+    refused,
+    sgd_of,
+    started,
+    stem_priority,
+)
 from torch import Tensor, nn
 
 import cs_kernels as cs
@@ -150,6 +159,17 @@ def test_a_normalization_that_is_replaced() -> None:
     norms = {norm for layer in opt._engine.trunk.layout().layers for norm in layer.norms}
     assert new in norms
     assert old not in norms
+
+
+def test_a_normalization_that_is_added_to_an_empty_module() -> None:
+    """Its statistics are restored in the next step."""
+    trunk, x = nn.Sequential(nn.Linear(3, 4), nn.Sequential()), torch.randn(8, 3)
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), TASKS, cs.PCGrad())
+    opt.step(lambda task: trunk(x).square().mean())
+    trunk[1].append(nn.BatchNorm1d(4, affine=False))
+    with refused(lambda: dict(trunk.named_buffers()), ZeroDivisionError, "by zero"):
+        opt.step(lambda task: trunk(x).square().mean() * (1 // 0))
+    opt.step(lambda task: trunk(x).square().mean())
 
 
 def test_snapshots_do_not_pile_up() -> None:

@@ -615,6 +615,25 @@ def test_a_resumed_run_is_bit_equal(method: cs.Method, letter: str, stop: int) -
     assert kept["number"] == reports[1].weights_from
 
 
+def test_a_resumed_run_learns_nothing_in_steps_with_kept_weights() -> None:
+    """Its graphs are checked at other steps, where a task may reach more than before."""
+    states = []
+    for at in (None, 1):
+        torch.manual_seed(0)
+        trunk = nn.ModuleDict({"one": nn.Linear(3, 4), "own": nn.Linear(3, 4)})
+        opt, x = optimizer_of(cs.UPGrad(update_every=3), trunk, tasks=AB), torch.randn(8, 3)
+        for number in range(3):
+            if number == at:
+                state = copy.deepcopy(opt.state_dict())
+                opt = optimizer_of(cs.UPGrad(update_every=3), trunk, tasks=AB)
+                opt.load_state_dict(state)
+            of_one, of_both = trunk["one"](x), trunk["one"](x) + trunk["own"](x)
+            of_a = of_both if number else of_one
+            train(opt, {"a": of_a.square().mean(), "b": (of_both - 1).square().mean()})
+        states.append(opt.state_dict()["reach"])
+    assert states[0] == states[1]
+
+
 @pytest.mark.parametrize("groups", ["all", "layer"])
 def test_reports_and_conflicts(groups: Any) -> None:
     network, counts, cosines = Network(), [], torch.empty(0)

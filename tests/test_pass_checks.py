@@ -192,7 +192,7 @@ def test_tasks_without_the_first_share_a_part() -> None:
         opt.backward(losses)
 
 
-@pytest.mark.parametrize("first", ["ab", "a", "ca"])
+@pytest.mark.parametrize("first", ["ab", "a", "ca", "ab ca"])
 @pytest.mark.parametrize("part", ["overwritten", "injected"])
 def test_tasks_that_come_together_later(part: str, first: str) -> None:
     """Two tasks share a part that no step before has had twice."""
@@ -208,8 +208,9 @@ def test_tasks_that_come_together_later(part: str, first: str) -> None:
         every = {"a": z.square().mean(), "b": h.square().mean(), "c": h.mean()}
         return {task: every[task] for task in tasks}
 
-    opt.backward(losses(first))
-    opt._engine.optimizers[0].step()
+    for tasks in first.split():
+        opt.backward(losses(tasks))
+        opt._engine.optimizers[0].step()
     with pytest.raises(RuntimeError, match=r"a pass must be|count once per task"):
         opt.backward(losses("abc"))
     opt.backward(losses("ab"), update=False)
@@ -913,6 +914,20 @@ def test_a_failed_step_shows_nothing_of_what_tasks_reach() -> None:
     expected = torch.autograd.grad(loss("b"), trunk["own"].weight)[0]
     opt.step(loss)
     torch.testing.assert_close(trunk["own"].weight.grad, expected)
+
+
+def test_a_failed_step_leaves_nothing_to_check() -> None:
+    """The next pass of a task reaches less than the one that was watched."""
+    trunk = nn.ModuleDict({"one": nn.Linear(3, 4), "own": nn.Linear(3, 4)})
+    opt = cs.MultiTaskOptimizer(trunk, sgd_of(trunk), AB, Ones())
+    x = torch.randn(8, 3)
+
+    def loss(names: list[str], _: str) -> Tensor:
+        return torch.stack([trunk[name](x) for name in names]).square().mean()
+
+    with pytest.raises(KeyError, match="none"):
+        opt.step([partial(loss, ["one", "own"]), partial(loss, ["none"])])
+    opt.step(partial(loss, ["one"]))
 
 
 def test_the_check_leaves_no_trace() -> None:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cs_kernels.engine.stacked.task_layers import is_task_layer
 from cs_kernels.torch_internals.autograd import edge_of, is_leaf
 from cs_kernels.torch_internals.ddp import FLAGS
+from cs_kernels.torch_internals.memory import is_in_foreign_memory
 
 pytestmark = pytest.mark.loop
 
@@ -27,6 +28,19 @@ def test_leaves_of_a_graph_are_known() -> None:
     message = CHANGED.format("torch_internals/autograd.py", "the class of AccumulateGrad nodes")
     assert is_leaf(node), message
     assert node.variable is x, message
+
+
+def test_holders_of_memory_are_known() -> None:
+    own, held = torch.empty(4), torch.empty(4)
+    other = held.view(2, 2)
+    for grad, is_foreign in (
+        (own, False),
+        (held, True),
+        (other, True),
+        (torch.empty(8).resize_(4), True),
+    ):
+        message = CHANGED.format("torch_internals/memory.py", "the number of a storage's holders")
+        assert is_in_foreign_memory(grad) == is_foreign, message
 
 
 def test_a_subclass_in_parameters_sees_the_functions_of_layers() -> None:

@@ -146,11 +146,13 @@ def reused(n: Any, x: Tensor) -> Tensor:
 
 
 def test_reused_modules() -> None:
-    layers = {name: nn.Linear(4, 4) for name in ("twice", "left", "right", "tied", "idle")}
+    names = "twice", "left", "right", "tied", "idle", "spare"
+    layers = {name: nn.Linear(4, 4) for name in names}
     norms = {name: nn.BatchNorm1d(4) for name in ("norm_a", "norm_b", "norm_c", "common")}
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     up, down = nn.ConvTranspose1d(4, 4, 1), nn.Conv1d(4, 4, 1)
     layers["tied"].weight, down.weight = layers["left"].weight, up.weight
+    layers["spare"].weight = layers["right"].weight  # It does not run.
     trunk = Composed(reused, **layers, **norms, block=block, up=up, down=down)
     cs.nn.convert_task_batchnorm(trunk, AB)
 
