@@ -25,6 +25,7 @@ from cs_kernels.methods import (
     Method,
     NashMTL,
     PCGrad,
+    Protect,
     Sum,
     UPGrad,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "MultiTaskOptimizer",
     "NashMTL",
     "PCGrad",
+    "Protect",
     "RandomWeights",
     "Report",
     "Schedule",

@@ -135,6 +135,7 @@ class Network:
 METHODS: dict[str, Callable[[], cs.Method]] = {
     "ConnectionStrength": cs.ConnectionStrength,
     "PCGrad": partial(cs.PCGrad, seed=3),
+    "Protect": partial(cs.Protect, TASKS[0], constraint_only=True),
     "PCGrad-layer": partial(cs.PCGrad, seed=3, groups="layer"),
     "CAGrad": cs.CAGrad,
     "CAGrad-kept": partial(cs.CAGrad, update_every=4),

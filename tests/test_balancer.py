@@ -19,7 +19,10 @@ import cs_kernels as cs
 pytestmark = pytest.mark.loop
 
 TASKS = ("a", "b", "c")
-METHODS = [*GRAMIAN_METHODS, cs.Sum(), cs.Clipped(cs.UPGrad(), 1.0), cs.PCGrad(groups="layer")]
+METHODS = [
+    *(*GRAMIAN_METHODS, cs.Protect("b"), cs.Sum()),
+    *(cs.Clipped(cs.UPGrad(), 1.0), cs.PCGrad(groups="layer")),
+]
 
 
 class Network(nn.Module):

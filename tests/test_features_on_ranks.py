@@ -41,6 +41,7 @@ METHODS: dict[str, Callable[[], cs.Method]] = {
     "DBMTL": cs.DBMTL,
     "MGDA": partial(cs.MGDA, "loss+"),
     "NashMTL": partial(cs.NashMTL, update_every=2),
+    "Protect": partial(cs.Protect, TASKS[0]),
     "UPGrad": cs.UPGrad,
     "Sum": cs.Sum,
 }

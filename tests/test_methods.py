@@ -34,6 +34,7 @@ METHODS: dict[str, Callable[..., cs.Method]] = {
     "MGDA-loss+": lambda **options: cs.MGDA("loss+", **options),
     "FairGrad": lambda **options: cs.FairGrad(2.0, **options),
     "GradVac": lambda **options: cs.GradVac(beta=0.3, **options),
+    "Protect": lambda **options: cs.Protect("depth", **options),
     "Clipped": lambda **options: cs.Clipped(cs.GradVac(beta=0.3, **options), 0.5),
 }
 EVERY = {**METHODS, "GradDrop": lambda: cs.GradDrop([0.1, 0.9, 0.2], seed=4), "Sum": cs.Sum}

@@ -16,6 +16,7 @@ from cs_kernels.methods.mgda import MGDA
 from cs_kernels.methods.nash_mtl import NashMTL
 from cs_kernels.methods.ntk_mtl import NTKMTL
 from cs_kernels.methods.pcgrad import PCGrad
+from cs_kernels.methods.protect import Protect
 from cs_kernels.methods.sum import Sum
 from cs_kernels.methods.upgrad import UPGrad
 
@@ -36,6 +37,7 @@ __all__ = [
     "Method",
     "NashMTL",
     "PCGrad",
+    "Protect",
     "Sum",
     "UPGrad",
 ]
