@@ -26,19 +26,19 @@ class BalanceReport:
     layers: tuple[str, ...]
     """The modules, with groups="layer"."""
     gramian: Tensor
-    """The dot products of the gradients, float64 [K, K] or [L, K, K], with each task's last norm and
-    each pair's last cosine; 0 for two tasks without a step in which both had a gradient."""
+    """The gradients' dot products, float64 [K, K] or [L, K, K], from each task's last norm and each
+    pair's last cosine; 0 for two tasks without a step in which both had a gradient."""
     weights: Tensor
     """The task weights of the next step, [K] or [L, K]; 1 for a task without a gradient so far."""
     together: Tensor
-    """Whether both tasks had a gradient in any step, bool, shaped like `gramian`. All other pairs
-    are assumed to be orthogonal."""
+    """Whether there was a step in which both tasks had a gradient, bool, shaped like `gramian`. All
+    other pairs are assumed to be orthogonal."""
     finite: Tensor
     """Whether the gradients of the last step were finite, a bool scalar; if not, this step has
     changed neither products nor weights."""
     counts: Tensor
-    """The number of steps in which two tasks' gradients were in conflict, int64 [K, K]. Their product
-    is the sum over all modules."""
+    """The number of steps in which two tasks' gradients were in conflict, over all modules together,
+    int64 [K, K]."""
     steps: Tensor
     """The number of steps in which both tasks had a gradient, int64 [K, K]."""
     _variance: Tensor
