@@ -37,8 +37,8 @@ class BalanceReport:
     """Whether the gradients of the last step were finite, a bool scalar; if not, this step has
     changed neither products nor weights."""
     counts: Tensor
-    """The number of steps in which two tasks' gradients were in conflict, over all modules together,
-    int64 [K, K]."""
+    """The number of steps in which two tasks' gradients, over all modules together, were in
+    conflict, int64 [K, K]."""
     steps: Tensor
     """The number of steps in which both tasks had a gradient, int64 [K, K]."""
     _variance: Tensor
