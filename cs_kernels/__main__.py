@@ -1,6 +1,6 @@
-"""Prints what a report of a problem should contain: `python -m cs_kernels [--json]`.
+"""Prints the facts that a bug report should contain: `python -m cs_kernels [--json]`.
 
-`python -m cs_kernels check` finds out whether the kernels are right on this machine.
+`python -m cs_kernels check` tests whether the kernels are correct on this machine.
 """
 
 import argparse
@@ -25,7 +25,7 @@ def _triton() -> str | None:
 
 
 def facts() -> dict[str, Any]:
-    """The installation and the machine; None for what is not there."""
+    """The installation and the machine; None for missing parts."""
     compiled = sys.modules.get("cs_kernels._C")
     return {
         "cs_kernels": cs.__version__,
@@ -61,42 +61,42 @@ def text(found: dict[str, Any]) -> str:
 
 
 def check(path: Path, *, seconds: float, bench: bool) -> int:
-    """Makes all checks, prints a table and writes a record; the exit status."""
+    """Runs all checks, prints a table and writes a record; returns the exit status."""
     pairs = watchdog.pairs()
     results = watchdog.run(pairs, seconds=seconds, bench=bench)
     record.write(path, record.as_json(facts(), results))
     print(*record.missing(), record.table(results), sep="\n")
     print("", *record.advice(results), f"the record is in {path}", sep="\n")
     if not pairs:
-        print("no backend was checked: the reference alone runs here")
+        print("no backend was checked: only the reference runs here")
     return int(not pairs or bool(record.failures(results)))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Prints the facts, or checks the kernels; the exit status."""
+    """Prints the facts, or checks the kernels; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m cs_kernels", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="a JSON object instead of text")
+    parser.add_argument("--json", action="store_true", help="print a JSON object instead of text")
     commands = parser.add_subparsers(dest="command")
     checks = commands.add_parser(
         "check",
-        help="whether the kernels are right on this machine",
+        help="test whether the kernels are correct on this machine",
         description="Compares every backend that runs here with the float64 reference: operators,"
-        " whole steps, a captured step. A hang or a crash is a result. The exit status is 0 if"
-        " nothing failed.",
+        " whole steps, a captured step. A hang or a crash counts as a failure. The exit status is 0"
+        " if nothing failed.",
     )
-    checks.add_argument("--bench", action="store_true", help="measure times, too")
+    checks.add_argument("--bench", action="store_true", help="also measure times")
     checks.add_argument(
         "--record",
         type=Path,
         default=Path("cs_kernels-check.json"),
         metavar="FILE",
-        help="where the record goes (%(default)s)",
+        help="the file for the record (%(default)s)",
     )
     checks.add_argument(
         "--seconds",
         type=float,
         default=30,
-        help="after which a check counts as a hang (%(default)s)",
+        help="the time limit of a check, after which it counts as a hang (%(default)s)",
     )
     options = parser.parse_args(arguments)
     if options.command == "check":

@@ -30,16 +30,16 @@ from cs_kernels.options import checked_integer, checked_seed
 from cs_kernels.step import Step
 
 _open: "weakref.WeakSet[GradientBalancer]" = weakref.WeakSet()
-"""All that are not closed."""
+"""All balancers that are not closed."""
 
 
 class GradientBalancer:
     """Multiplies each task's gradients by a task weight as they arrive in `.grad`.
 
-    A method computes the weights from the gradients of the step before; the first step is the plain
-    sum. The method sees dot products estimated from sketches, so no gradient is kept: memory and
-    communication are plain training's, plus K sketches. The loop, the backward passes and the
-    optimizer stay the caller's:
+    A method computes the weights from the gradients of the previous step; the first step is the
+    plain sum. The method sees dot products that are estimated from sketches, so no gradient is
+    stored: memory and communication are plain training's, plus K sketches. You keep your loop, your
+    backward passes and your optimizer:
 
         balancer = cs.GradientBalancer(trunk.parameters(), tasks, cs.UPGrad(), adam)
         for task, batch in micro_batches:
@@ -47,30 +47,30 @@ class GradientBalancer:
                 loss_of(task, batch).backward()
         adam.step()
 
-    Use `MultiTaskOptimizer` for weights from the step itself, exact products, connection strength
-    and Phase 1.
+    Use `MultiTaskOptimizer` for weights from the same step's gradients, exact products, connection
+    strength and Phase 1.
 
     Args:
-        parameters: The shared parameters, or pairs of names and parameters. Gradients of all others
-            stay as they are.
+        parameters: The shared parameters, or pairs of names and parameters. Gradients of all other
+            parameters are unchanged.
         tasks: The names of the tasks.
-        method: A Gramian method, or `Sum()`, which changes no gradient and makes reports. With
-            groups="layer", there are products and weights for each module, and `parameters` needs
-            names. Default: `UPGrad()`.
-        optimizer: Its `step` ends a step of the balancer; Accelerate's or Lightning's wrapper works
-            too. Without it, call `update`.
-        sketch: The numbers in a task's sketch, a power of two in [256, 2^30]. A cosine's standard
-            error is about 1 / sqrt(sketch).
-        every: The number of steps from one that solves for weights to the next. The steps between
-            make no sketches, and `backward` makes a single pass in them.
-        process_group: The ranks that train the same parameters, on batches of their own. Default:
-            the mesh of the parameters after `fully_shard`, else all ranks, as for
+        method: A Gramian method, or `Sum()`, which changes no gradient but makes reports possible.
+            With groups="layer", each module has its own products and weights, and `parameters`
+            needs names. Default: `UPGrad()`.
+        optimizer: The optimizer whose `step` ends a step of the balancer; Accelerate's or
+            Lightning's wrapper works too. Without one, call `update`.
+        sketch: The number of elements of a sketch, a power of two in [256, 2^30]. A cosine's
+            standard error is about 1 / sqrt(sketch).
+        every: The interval, in steps, at which weights are solved for. The steps in between make no
+            sketches.
+        process_group: The ranks that train the same parameters, each on its own batches. Default:
+            the mesh of the parameters after `fully_shard`; otherwise all ranks, as for
             DistributedDataParallel.
-        scaler: The `torch.amp.GradScaler` that scales the losses, if there is one. If you call
-            `update`, call it before `scaler.update()`.
+        scaler: The `torch.amp.GradScaler` that scales the losses, if any. If you call `update`,
+            call it before `scaler.update()`.
         seed: The seed of the sketches' signs and bins, in [0, 2^63).
-        check_passes: Whether `backward` checks that passes through one graph are repeatable, when
-            tasks first come together.
+        check_passes: Whether `backward` checks, for each new combination of tasks, that passes
+            through one graph are repeatable.
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.
@@ -127,21 +127,21 @@ class GradientBalancer:
         )
         self._products = Products(len(self._sketches.sizes), len(self.tasks), device)
         self._weights: Tensor | None = None
-        """Float64 [modules, K]; None before the first solve, and with `Sum()`: all are 1."""
+        """Float64 [modules, K]; None, for weights of 1, before the first solve and with `Sum()`."""
         self._steps = 0
         self._active: int | None = None
-        """The task of the passes that run now."""
+        """The index of the task whose `with` block is open."""
         self._factors: Sequence[Tensor] = ()
-        """Its weights, by module; none before the first solve."""
+        """This task's weights, by module; empty before the first solve."""
         self._arrived = False
-        """Whether they have brought a gradient."""
+        """Whether a gradient has arrived in this block."""
         self._warned: set[str] = set()
         self._reached: set[int] = set()
-        """The parameters that tasks have reached in this step."""
+        """The indices of the parameters that tasks have reached in this step."""
         self._kept: set[int] = set()
-        """Reached parameters whose `.grad` was not None at the end of a block."""
+        """The indices of reached parameters whose `.grad` was not None at the end of a block."""
         self._with_loss: set[str] = set()
-        """The tasks whose last block on this rank had a loss."""
+        """The tasks whose last block on this rank was given a loss."""
         self._hooks = Arrivals(self._parameters, self._take)
         own = weakref.ref(self)
         handle = None if inner is None else inner.register_step_post_hook(_Update(own))
@@ -152,11 +152,11 @@ class GradientBalancer:
 
     @contextlib.contextmanager
     def task(self, task: str, loss: Tensor | None = None) -> Iterator[None]:
-        """Wraps backward passes of one task; may include the forward passes.
+        """Wraps the backward passes of one task, and perhaps its forward passes.
 
-        Several `with` blocks of a task, such as one per micro-batch, add up. Gradients that arrive
-        outside of any block have the weight 1. After an exception, the task weights are unchanged
-        by this step.
+        The gradients of several `with` blocks, such as one per micro-batch, add up. Gradients that
+        arrive outside any block have the weight 1. If a block raises, this step does not change the
+        task weights.
 
         Args:
             task: The task.
@@ -164,7 +164,7 @@ class GradientBalancer:
 
         Raises:
             ValueError: The task is unknown.
-            RuntimeError: It is inside another `with` block of a task, or after `close`.
+            RuntimeError: Another `with` block of a task is open, or the balancer is closed.
 
         """
         if task not in self.tasks:
@@ -196,16 +196,15 @@ class GradientBalancer:
             if any(p.requires_grad for p in self._parameters):
                 warnings.warn(
                     f"no gradient of the parameters has arrived in task({task!r}): its backward"
-                    " pass must run inside the with block, through the parameters that were handed"
-                    " over",
+                    " pass must run inside the with block, and reach parameters of the balancer",
                     stacklevel=3,
                 )
 
     def backward(self, losses: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Makes the backward passes of losses that come from one forward pass.
+        """Runs the backward passes of losses that come from one forward pass.
 
-        Steps that solve make a pass per task. The steps between make one weighted pass if it gives
-        the same gradients, like `update_every` of `MultiTaskOptimizer`.
+        Steps that solve for weights make one pass per task. With `every` above 1, the steps in
+        between make a single weighted pass if it gives the same gradients.
 
         Args:
             losses: A scalar with a graph for each task that the batch has labels for.
@@ -215,8 +214,9 @@ class GradientBalancer:
 
         Raises:
             ValueError: A task is unknown, or a loss is not a scalar with a graph.
-            RuntimeError: There are many ranks, where each task needs a forward pass of its own; or
-                a pass is not repeatable.
+            RuntimeError: There are many ranks, where each task needs its own forward pass; or a
+                pass is not repeatable; or a `with` block of a task is open, or the balancer is
+                closed.
 
         """
         given = checked_losses(losses)
@@ -233,7 +233,7 @@ class GradientBalancer:
         if self._ranks > 1:
             raise RuntimeError(
                 f"backward(losses) must run in one process, got {self._ranks} ranks: use a forward"
-                " pass and task(...) for each task, all but the last of a step under no_sync()"
+                " pass and task(...) per task, with no_sync() for all but a step's last task"
             )
         self._one_graph.check(given)
         between = not (self._solves or self._layers) and len(given) > 1
@@ -248,11 +248,11 @@ class GradientBalancer:
     def update(self) -> None:
         """Ends a step: solves for the task weights of the next one.
 
-        Called by the optimizer's `step`, if there is an optimizer; on all ranks, if there are many.
+        If there is an optimizer, its `step` calls this. All ranks have to call it.
 
         Raises:
-            RuntimeError: It is inside a `with` block of a task, or after `close`.
-            ValueError: The method reads losses, and `task` did not get them.
+            RuntimeError: A `with` block of a task is open, or the balancer is closed.
+            ValueError: The method reads losses, and `task` was not given them.
 
         """
         if self._active is not None:
@@ -270,11 +270,11 @@ class GradientBalancer:
             self._steps += 1
             self._restart()
 
-    # --- what it knows ---
+    # --- results and state ---
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The task weights of the next step by task: scalars, or [modules] with groups="layer"."""
+        """The next step's task weights, by task: scalars, or [modules] with groups="layer"."""
         rows = self._all_weights().unbind(-1)
         return {
             task: row.clone() if self._layers else row[0].clone()
@@ -283,7 +283,7 @@ class GradientBalancer:
 
     @property
     def gramian(self) -> Tensor:
-        """The estimated products of the tasks' gradients, as `BalanceReport.gramian`."""
+        """The estimated products of the tasks' gradients: `report().gramian`."""
         return self.report().gramian
 
     def report(self) -> BalanceReport:
@@ -308,12 +308,12 @@ class GradientBalancer:
         )
 
     def close(self) -> None:
-        """Removes all hooks, so gradients arrive unweighted."""
+        """Removes all hooks; from then on, gradients arrive unweighted."""
         self._release()
         _open.discard(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights, products and the method's state, between two steps."""
+        """The weights, the products and the method's state; to be called between two steps."""
         return {
             "tasks": self.tasks,
             "layers": self._layers,
@@ -324,10 +324,10 @@ class GradientBalancer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`; nothing changes if it does not fit.
+        """Continues from a `state_dict`; an invalid state changes nothing.
 
         Raises:
-            ValueError: The state has other tasks, modules, tensors or another method.
+            ValueError: The state has other tasks or modules, another method, or invalid tensors.
 
         """
         for name, own in (("tasks", self.tasks), ("layers", self._layers)):
@@ -356,7 +356,7 @@ class GradientBalancer:
         self._restart()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Arguments and state, for copies and pickles.
+        """The arguments and the state, for copies and pickles.
 
         Raises:
             TypeError: There are many ranks.
@@ -371,7 +371,7 @@ class GradientBalancer:
         return {"given": given, "options": self._arguments, "state": self.state_dict()}
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
-        """Builds a copy, for the copied parameters and optimizer."""
+        """Builds the copy from the copied parameters and optimizer."""
         GradientBalancer.__init__(self, *saved["given"], **saved["options"])
         self.load_state_dict(saved["state"])
 
@@ -382,21 +382,21 @@ class GradientBalancer:
             f" tasks={list(self.tasks)}, method={self.method!r}, every={self.every})"
         )
 
-    # --- parts ---
+    # --- internals ---
 
     @property
     def _solves(self) -> bool:
-        """Whether the end of this step solves for weights: until all tasks were there, any does."""
+        """Whether this step solves for weights; each does until all tasks have had a gradient."""
         return self._steps % self.every == 0 or not self._products.all_known
 
     def _restart(self) -> None:
-        """Drops what has arrived in this step."""
+        """Drops the sketches of this step, and begins new ones."""
         self._reached.clear()
         self._kept.clear()
         self._sketches.begin(self._steps)
 
     def _check_free(self) -> None:
-        """Raises ValueError if another balancer has one of the parameters."""
+        """Raises ValueError if another open balancer has one of the parameters."""
         own = {p: name for name, p in self._named}
         for other in _open:
             taken = [own[p] for p in other._parameters if p in own]
@@ -415,12 +415,12 @@ class GradientBalancer:
         return like.new_ones(like.shape[:2]) if self._weights is None else self._weights
 
     def _take(self, parameter: int, grad: Tensor) -> Tensor | None:
-        """Takes a gradient on its way to `.grad`; returns its weight, or None for 1."""
+        """Takes a gradient on its way to `.grad`; returns its weight, or None for the weight 1."""
         if self._active is None:
             return None
         if not self._arrived:
             self._arrived = True
-            # `.grad` was set to None in mid-step, so what came before is no part of the step.
+            # `.grad` was set to None in mid-step, so the earlier gradients are dropped.
             if any(self._parameters[n].grad is None for n in self._kept):
                 self._restart()
         self._reached.add(parameter)
@@ -428,7 +428,7 @@ class GradientBalancer:
             if grad.layout is not torch.strided:
                 raise TypeError(
                     f"gradients of the parameters must be dense, got {grad.layout} for"
-                    f" parameter {self._named[parameter][0]}: leave it out"
+                    f" parameter {self._named[parameter][0]}: leave this parameter out"
                 )
             self._sketches.add(self._active, parameter, grad)
         return self._factors[self._module_of[parameter]] if self._factors else None
@@ -443,7 +443,7 @@ class GradientBalancer:
         if isinstance(self.method, Sum) or not known:
             return
         tasks = tuple(self.tasks[i] for i in known)
-        all_known = len(known) == len(self.tasks)  # An index would make the host wait for a GPU.
+        all_known = len(known) == len(self.tasks)  # Indexing would synchronize with a GPU.
         chosen = gramian if all_known else gramian[:, known][:, :, known]
         solved = self._solved(chosen if self._layers else chosen[0], tasks)
         before = self._all_weights()
@@ -455,7 +455,7 @@ class GradientBalancer:
         self._weights = torch.where(solved_for, weights, before)
 
     def _solved(self, gramian: Tensor, tasks: tuple[str, ...]) -> Tensor:
-        """The method's weights, with the losses that there are."""
+        """The method's weights, from the losses of the tasks that have one."""
         rows = {task: self._products.losses[self.tasks.index(task)] for task in tasks}
         losses = {task: loss for task, loss in rows.items() if task in self._with_loss}
         step = Step(self._steps, tasks, losses, losses, layers=self._layers)
@@ -475,7 +475,7 @@ class GradientBalancer:
 
 
 class _Update:
-    """The hook of the optimizer's step."""
+    """The post-step hook of the optimizer, with a weak reference to the balancer."""
 
     def __init__(self, balancer: "weakref.ref[GradientBalancer]") -> None:
         self._balancer = balancer

@@ -6,7 +6,7 @@ import torch
 
 
 class Elapsed:
-    """The time that a block of code takes on a device; GPU events are recorded only if wanted."""
+    """The time that a `with` block takes on a device; on a GPU, only if `wanted`."""
 
     def __init__(self, device: torch.device, *, wanted: bool) -> None:
         self._marks: list[float | torch.cuda.Event] = []
@@ -28,7 +28,7 @@ class Elapsed:
         self._mark()
 
     def milliseconds(self) -> float | None:
-        """The time, or None if it was not taken; synchronizes with a GPU."""
+        """The time, or None if it was not measured; synchronizes with a GPU."""
         match self._marks:
             case [float() as start, float() as end]:
                 return 1e3 * (end - start)

@@ -1,4 +1,4 @@
-"""Parts of error messages."""
+"""Helpers for error messages."""
 
 import contextlib
 import sys
@@ -6,21 +6,21 @@ from collections.abc import Iterator
 
 
 def described(value: object) -> str:
-    """A value for an error message: a class or a function by its name."""
+    """Describes a value by its type in an error message; a class by its name, a string in full."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     return f"{type(value).__name__} {value!r}" if isinstance(value, str) else type(value).__name__
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds a line that is shown below the exception's message; Python 3.10 has no notes."""
+    """Adds a line below an exception's message; does nothing in Python 3.10, which has no notes."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
 
 
 @contextlib.contextmanager
 def noted(note: str) -> Iterator[None]:
-    """Adds a note to an exception of the `with` block; none if it is empty."""
+    """Adds a note, unless it is empty, to an exception in the `with` block."""
     try:
         yield
     except BaseException as error:

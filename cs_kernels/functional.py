@@ -1,11 +1,11 @@
-"""The paper's equations on plain tensors, through whichever backend is in force.
+"""The paper's equations on plain tensors, computed by the selected backend.
 
 K is the number of tasks, O the number of output channels. A weight's output channels are its
 dimension `out_channel_dim`: 0 for convolutions and linear layers, 1 for transposed convolutions,
 whose `groups` are blocks of dimension 0. No function is differentiable.
 
-`out=` takes a tensor for a result of a gradient's size. In a loop it saves an allocation per call,
-whose new pages can cost more time than the computation.
+`out=` takes a tensor for a result of a gradient's size. In a loop, it saves an allocation per call;
+touching new memory pages can take longer than the computation.
 """
 
 from collections.abc import Sequence
@@ -123,16 +123,16 @@ def project_conflicts(
         priority: int64 [O], each in [0, K).
         out_channel_dim: 0 or 1.
         groups: The groups of a transposed convolution.
-        out: A tensor for the update, in the weight's shape, on the device and in the dtype of
-            `grads`, with which it must share no memory. The memory layout of `grads[0]` is fastest.
+        out: A tensor for the update, with the weight's shape, and the device and dtype of `grads`,
+            with which it must share no memory. The memory layout of `grads[0]` is fastest.
 
     Returns:
-        The update, in the weight's shape: `out`, if given.
+        The update, with the weight's shape: `out`, if given.
 
     Raises:
-        ValueError: A shape, device or option does not fit, or `out` does not. The values of
-            `priority` are checked on the CPU only; on a GPU, where a check would need a host
-            synchronization, a channel with a priority outside [0, K) has no projection.
+        ValueError: A shape, a device, an option or `out` is invalid. The values of `priority` are
+            checked on the CPU only; on a GPU, where a check would need a host synchronization, a
+            channel with a priority outside [0, K) has no projection.
         TypeError: A dtype does not fit.
 
     """
@@ -172,14 +172,14 @@ def phase2_update(
     """`connection_strength`, `task_priority` and `project_conflicts` of one layer in one call.
 
     `grads` is [K, *weight.shape], in the weight's dtype. `out` is a tensor for the update, as in
-    `project_conflicts`; it must share no memory with the weight either. The other arguments are
-    those of `connection_strength`.
+    `project_conflicts`, and must share no memory with any other argument. All other arguments are
+    as in `connection_strength`.
 
     Returns:
         The update in the weight's shape and dtype (`out`, if given), and the priority, int64 [O].
 
     Raises:
-        ValueError: A shape, device or option does not fit, or `out` does not; the message names the
+        ValueError: A shape, a device, an option or `out` is invalid; the message names the
             argument.
         TypeError: A dtype does not fit.
 
@@ -239,14 +239,14 @@ def combine(grads: Tensor, coefficients: Tensor, *, out: Tensor | None = None) -
     Args:
         grads: [K, N] or [K, *shape], of any floating dtype.
         coefficients: Floating [K].
-        out: A tensor for the sum, [N] or [*shape], on the device and in the dtype of `grads`, with
-            which it must share no memory. The memory layout of `grads[0]` is fastest.
+        out: A tensor for the sum, [N] or [*shape], with the device and dtype of `grads`, with which
+            it must share no memory. The memory layout of `grads[0]` is fastest.
 
     Returns:
         [N] or [*shape], in the dtype of `grads`: `out`, if given.
 
     Raises:
-        ValueError: A shape or device does not fit, or `out` does not.
+        ValueError: A shape, a device or `out` is invalid.
         TypeError: A dtype does not fit.
 
     Examples:
@@ -274,7 +274,7 @@ def combine(grads: Tensor, coefficients: Tensor, *, out: Tensor | None = None) -
 
 
 def _check_out(out: Tensor | None, like: Tensor, **inputs: Tensor) -> Tensor:
-    """The tensor for a result like `like`: `out`, which must not alias an input, or a new one."""
+    """The tensor for a result: `out`, which must not overlap an input, or a new one like `like`."""
     if out is None:
         return torch.empty_like(like)
     if out.dtype is not like.dtype or out.shape != like.shape or out.device != like.device:

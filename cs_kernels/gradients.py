@@ -1,9 +1,9 @@
 """The gradients of the shared parameters, K x N, collected from `.grad`.
 
-Autograd hands over its own buffer when `.grad` is None, so a task's row holds the tensors that its
-backward pass left in `.grad`: nothing is copied or added. The updates have buffers that are kept
-from step to step and become `.grad`. Methods see a complex gradient as pairs of real numbers, whose
-products are the real inner product.
+If `.grad` is None, autograd puts its own buffer there, so a task's row takes the tensors that the
+backward pass has left in `.grad`: nothing is copied or added. Updates are written into buffers that
+are reused in every step and become `.grad`. Methods see a complex gradient as pairs of real
+numbers, so that dot products are real inner products.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,14 @@ from cs_kernels.trunk.reach import Reach
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers, of shape [..., 2]; a view. Others as they are."""
+    """A view of a complex tensor as pairs of real numbers, [..., 2]; other tensors unchanged."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 class Storage:
-    """The updates of some parameters, and what methods compute from gradients, on one process.
+    """The updates of some parameters, and the computations of methods, in a single process.
 
-    The strategies of many ranks, each of which has a shard of every gradient, inherit from it.
+    The strategies for many ranks, where each rank has a shard of every gradient, inherit from it.
 
     Args:
         parameters: The parameters, in the order of the rows.
@@ -35,20 +35,20 @@ class Storage:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
         self._updates: list[Tensor | None] = [None] * len(parameters)
-        """The buffers of the updates, kept from step to step."""
+        """The buffers of the updates, reused in every step."""
 
     # --- the update ---
 
     def update_shards(self, parameters: Sequence[int]) -> list[Tensor]:
         """The buffers for this process's shards of some updates."""
         likes = [self.parameters[i] for i in parameters]
-        # A buffer is missing; or the parameter, or its `.grad`, the last update, was moved or cast.
+        # A buffer is missing, or a parameter or its `.grad` (the last update) was moved or cast.
         for n in misfits([self._updates[i] for i in parameters], likes):
             self._updates[parameters[n]] = torch.empty_like(likes[n], requires_grad=False)
         return [cast("Tensor", self._updates[i]) for i in parameters]
 
     def free_updates(self) -> None:
-        """Frees the buffers of the updates: the next gradients add up in `.grad`."""
+        """Frees the buffers of the updates, because the next gradients add up in `.grad`."""
         self._updates = [None] * len(self.parameters)
 
     def release_own(self, gradients: "TaskGradients") -> None:
@@ -59,26 +59,26 @@ class Storage:
                 self.parameters[i].grad, row[i] = row[i], None
 
     def assign(self, parameters: Sequence[int]) -> None:
-        """Assigns some parameters' written updates to their `.grad`, at the latest in `publish`."""
+        """Assigns some parameters' written updates to their `.grad`, now or in `publish`."""
         for i in parameters:
             self.parameters[i].grad = self._updates[i]
 
     def publish(self) -> None:
-        """Ends the update; collective over the ranks."""
+        """Ends the update; all ranks call it together."""
 
     def lend(self, parameter: int, grad: Tensor) -> Tensor:
-        """A tensor for the `.grad` of a parameter with a gradient, while gradients add up."""
+        """A tensor for a parameter's `.grad` while its gradients wait in the rows."""
         del parameter
         return grad
 
-    # --- what methods compute ---
+    # --- computations of methods ---
 
     def sum_over_shards(self, tensor: Tensor) -> Tensor:
-        """The sum over the shards, the same bits on every rank."""
+        """The sum over the shards, bitwise equal on all ranks."""
         return tensor
 
     def offsets(self, parameters: Sequence[int]) -> list[int] | None:
-        """The index of each shard's first element among those of all whole parameters."""
+        """The index of each shard's first element among all elements of the parameters."""
         del parameters
         return None
 
@@ -106,7 +106,7 @@ class Storage:
         parameters: Sequence[int],
         tasks: Sequence[str],
     ) -> tuple[Tensor, Tensor]:
-        """As `TaskGradients.phase2`, in one operator call."""
+        """Implements `TaskGradients.phase2` with one operator call."""
         del tasks
         updates, number = gradients.updates(parameters), len(gradients.rows)
         products = updates[0].new_empty((len(lists.layers), number, number), dtype=torch.float64)
@@ -127,16 +127,16 @@ class Storage:
 
 
 class TaskGradients:
-    """K rows of gradients, a tensor or None for every shared parameter.
+    """K rows of gradients; a row has a tensor or None for every shared parameter.
 
-    A parameter is one task's own if several tasks might have reached it, but only that one ever
-    has: it gets that task's gradient unchanged, and methods do not see it.
+    A parameter is a task's own if several tasks have had a pass but only this one has reached the
+    parameter. An own parameter gets the task's gradient unchanged, and methods do not see it.
 
     Args:
         parameters: The shared parameters, by name.
         tasks: The names of all tasks.
-        reach: Notes which task reaches which parameter.
-        storage: Has the updates, and other ranks' shards; by default, a single process's storage.
+        reach: Records which task reaches which parameter. Default: an empty record.
+        storage: The updates, and the shards of other ranks. Default: a single process's storage.
 
     """
 
@@ -153,23 +153,23 @@ class TaskGradients:
         self.reach = Reach(parameters, tasks) if reach is None else reach
         self._has_complex = any(p.is_complex() for p in self.parameters)
         self.rows: list[list[Tensor | None]] = []
-        """For each task, in order: a gradient or None for every parameter."""
+        """One row per task, in order: a gradient or None for every parameter."""
         self._storage = Storage(self.parameters) if storage is None else storage
         self.modules: tuple[str, ...] = ()
-        """The modules of a step whose gradients come a few modules at a time."""
+        """All modules of the step, if its gradients arrive a few modules at a time; else empty."""
         self.collected: set[str] = set()
         """The tasks whose gradients are in the rows."""
         self.clear()
 
     def name_of(self, parameter: nn.Parameter) -> str:
-        """The name of a shared parameter, or the shape of another one, for errors."""
+        """For errors: the name of a shared parameter, or the shape of any other parameter."""
         names = dict(zip(self.parameters, self.names, strict=True))
         return names.get(parameter, f"a parameter of shape {tuple(parameter.shape)}")
 
     # --- rows ---
 
     def clear(self) -> None:
-        """Forgets the gradients; the buffers of the updates stay."""
+        """Drops the gradients, but not the buffers of the updates."""
         self.rows = [[None] * len(self.parameters) for _ in self.tasks]
         self.collected.clear()
 
@@ -193,10 +193,10 @@ class TaskGradients:
             if grad.layout is not strided:
                 raise ValueError(
                     f"gradients of trunk must be dense, but that of {self.names[i]} has layout"
-                    f" {grad.layout}: use sparse=False, or Sum(), or backward(losses, features=z),"
-                    " which keeps it sparse, with z an output of trunk"
+                    f" {grad.layout}: use sparse=False, or Sum(), or backward(losses, features=z)"
+                    " with an output z of trunk, which keeps it sparse"
                 )
-            # The next pass overwrites a bucket, such as DistributedDataParallel's.
+            # A view may lie in a bucket of DistributedDataParallel, which the next pass reuses.
             row[i] = grad if grad._base is None else grad.clone()
             parameter.grad = None
         return self.put(task, row, unreached)
@@ -210,7 +210,7 @@ class TaskGradients:
         return self.rows[self.tasks.index(task)]
 
     def put(self, task: str, row: list[Tensor | None], unreached: list[int]) -> bool:
-        """Makes gradients a task's row, or adds them to it; returns whether there is any."""
+        """Assigns a task's row, or adds to it; returns whether there is any gradient."""
         n = self.tasks.index(task)
         for i, before in enumerate(self.rows[n] if task in self.collected else ()):
             grad = row[i]
@@ -222,7 +222,7 @@ class TaskGradients:
         return len(unreached) < len(self.parameters)
 
     def reached(self) -> list[int]:
-        """The indices of the parameters that at least one task has a gradient for."""
+        """The indices of the parameters for which at least one task has a gradient."""
         return [
             i
             for i, of_tasks in enumerate(zip(*self.rows, strict=True))
@@ -230,14 +230,14 @@ class TaskGradients:
         ]
 
     def first(self) -> tuple[int, Tensor] | None:
-        """The first parameter that a task has a gradient for, and that gradient, if any."""
+        """The first parameter for which a task has a gradient, with this gradient; or None."""
         of_parameters = enumerate(zip(*self.rows, strict=True))
         return next(((i, g) for i, grads in of_parameters for g in grads if g is not None), None)
 
     def of(
         self, parameters: Sequence[int], tasks: Sequence[str] | None = None
     ) -> list[Tensor | None]:
-        """The gradients of some parameters: for each, one per task of `tasks`, or of all tasks."""
+        """The gradients of some parameters: per parameter, one for each of `tasks` or of all."""
         rows = self.rows if tasks is None else [self.row_of(task) for task in tasks]
         grads = [row[i] for i in parameters for row in rows]
         return [g if g is None else as_real(g) for g in grads] if self._has_complex else grads
@@ -245,8 +245,8 @@ class TaskGradients:
     def layers(self, parameters: Sequence[int]) -> tuple[list[int], tuple[str, ...]]:
         """The index of each parameter's module, and the names of the modules.
 
-        The names cover the given parameters' modules, or all modules of the step if its gradients
-        come a few modules at a time.
+        The names are those of the given parameters' modules, or of all modules of the step if its
+        gradients arrive a few modules at a time.
         """
         modules = [self.names[i].rpartition(".")[0] for i in parameters]
         numbers = {module: n for n, module in enumerate(self.modules or dict.fromkeys(modules))}
@@ -259,32 +259,32 @@ class TaskGradients:
         self._storage.release_own(self)
 
     def updates(self, parameters: Sequence[int]) -> list[Tensor]:
-        """The buffers for some parameters' updates; complex ones as real pairs, as in `of`."""
+        """The buffers for some parameters' updates; complex ones as pairs of real numbers."""
         updates = self._storage.update_shards(parameters)
         return list(map(as_real, updates)) if self._has_complex else updates
 
     def assign(self, parameters: Sequence[int]) -> None:
-        """Assigns the updates of some parameters to their `.grad`, and forgets the rows."""
+        """Assigns the updates of some parameters to their `.grad`, and drops the rows."""
         self._storage.assign(parameters)
         self.clear()
 
     def publish(self) -> None:
-        """Assigns the updates to `.grad` where other ranks have shards of them."""
+        """Assigns the updates to `.grad`, with the shards of other ranks."""
         self._storage.publish()
 
     def lend(self) -> tuple[int, Tensor] | None:
-        """A parameter with a gradient, and a tensor for its `.grad` while gradients add up."""
+        """The first parameter with a gradient, with a tensor for its `.grad` meanwhile; or None."""
         first = self.first()
         return None if first is None else (first[0], self._storage.lend(*first))
 
-    # --- what methods compute: over all ranks, of which each may have a shard of every gradient ---
+    # --- computations of methods, over all ranks; each may have a shard of every gradient ---
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """The sum over the shards of gradients."""
         return self._storage.sum_over_shards(tensor)
 
     def offsets(self, parameters: Sequence[int]) -> list[int] | None:
-        """The index of each shard's first element among those of all whole parameters."""
+        """The index of each shard's first element among all elements of the parameters."""
         return self._storage.offsets(parameters)
 
     def priorities(self, lists: LayerLists) -> list[Tensor]:
@@ -294,7 +294,7 @@ class TaskGradients:
     def phase2(
         self, lists: LayerLists, parameters: Sequence[int], tasks: Sequence[str]
     ) -> tuple[Tensor, Tensor]:
-        """Writes the updates of Phase 2.
+        """Projects conflicts in the prioritized layers, and writes the updates.
 
         Args:
             lists: The prioritized layers.

@@ -1,7 +1,7 @@
-"""MultiTaskOptimizer: the body of a multi-task training loop, documented; `engine` makes the steps.
+"""MultiTaskOptimizer: the public interface of the training loop; `engine` makes the steps.
 
 A joint step: losses -> gradients of every task -> one operator call -> `.grad` ->
-`optimizer.step()`. In Phase 1, every task has a plain optimizer step.
+`optimizer.step()`. In Phase 1, each task gets a plain optimizer step.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,30 +36,34 @@ class MultiTaskOptimizer(Copyable):
             except those that only one task ever reaches (a head, if trunk is the whole network):
             these get that task's gradient, like all other parameters of the optimizer.
         optimizer: Any torch optimizer whose step needs no closure, with the parameters of the trunk
-            and of the heads; or several that share them (Muon for matrices, AdamW for the rest).
-        tasks: The names of the tasks, in the order of Phase 1 and of ties in priority.
+            and the heads; or several optimizers that divide them (Muon for matrices, AdamW for the
+            rest).
+        tasks: The names of the tasks. Phase 1 updates them in this order; ties in priority go to
+            the first task.
         method: Makes the update from the gradients in Phase 2. Default: `ConnectionStrength()`.
         schedule: When to update tasks in turn and when jointly. Default: `Joint()`.
         weighting: Weighs the losses. Default: `EqualWeights()`.
-        layers: Overrides the result of watched forward passes: by name of a layer in the trunk, the
-            task-specific normalization that gives its channels' priority, or None for the sum. Not
-            for methods that treat all layers alike.
-        scaler: A `torch.amp.GradScaler`: it scales losses, steps the optimizer and is updated.
+        layers: Overrides what watched forward passes have found: maps the name of a layer in the
+            trunk to the name of the task-specific normalization from which its channels get their
+            priority, or to None for the plain sum. Invalid with methods that treat all layers
+            alike.
+        scaler: A `torch.amp.GradScaler` to scale the losses, step the optimizer and be updated.
         backward: Called with a loss instead of `loss.backward()`, for frameworks that must run the
             backward pass: `accelerator.backward`, `fabric.backward`, Lightning's
-            `self.manual_backward`. It must accept `retain_graph=True` if
-            `MultiTaskOptimizer.backward` is used. It may multiply the loss by a factor.
-        process_group: The ranks that hold the same network, each with batches of its own, such as
-            `torch.distributed.group.WORLD`. The gradient of a task is then that of its mean loss
+            `self.manual_backward`. It may multiply the loss by a factor, and must accept
+            `retain_graph=True` if `MultiTaskOptimizer.backward` is used.
+        process_group: The ranks that train the same network, each on its own batches, such as
+            `torch.distributed.group.WORLD`. A task's gradient is then the gradient of its mean loss
             over the ranks. Default: the group of `trunk`, if it is a DistributedDataParallel. If
-            one wraps both the trunk and the heads, hand over the wrapped network as `trunk`. The
-            ranks of a trunk after `fully_shard` are found from its parameters; a rank that fails
-            there leaves the others in a collective until the timeout of their group.
-        check_passes: Whether to check the first backward pass of every task, and the next one after
-            other parameters train: gradients must arrive in `.grad`, and parameters must stay.
-            Where `backward` makes several passes through one graph, these must be repeatable: one
-            is made three times more, once with a zero gradient, when tasks first come together.
-            After `fully_shard` and with reentrant checkpointing, passes are not repeated.
+            DistributedDataParallel wraps both the trunk and the heads, pass the wrapped network as
+            `trunk`. After `fully_shard`, the ranks are found from the trunk's parameters; if a rank
+            fails, the others then wait in a collective until their group's timeout.
+        check_passes: Whether to check the first backward pass of every task, and its next one after
+            other parameters were frozen or unfrozen: gradients must arrive in `.grad`, and
+            parameters must not change. If `backward` makes several passes through one graph, they
+            must also be repeatable: for each new combination of tasks, one pass is repeated three
+            times, once with a zero gradient. After `fully_shard` and with reentrant checkpointing,
+            passes are not repeated.
 
     Raises:
         ValueError: An argument does not fit; the message names it and quotes the value.
@@ -138,7 +142,7 @@ class MultiTaskOptimizer(Copyable):
         names = "trunk", "optimizer", "tasks", "method", "schedule", "weighting", "scaler"
         arguments = {name: getattr(self, name) for name in names} | self._arguments
         if self.method.separate_gradients and not self.method.prioritizes:
-            # `method` was replaced since; this one refuses `layers`.
+            # The current method has replaced another one, and rejects `layers`.
             arguments["layers"] = None
         threshold = self._engine.monitor.threshold
         return {**arguments, "threshold": threshold, "state": self.state_dict()}
@@ -151,13 +155,13 @@ class MultiTaskOptimizer(Copyable):
 
     @property
     def phase(self) -> Phase:
-        """1 or 2: the phase of the next step, for which a schedule may need `start_epoch`."""
+        """The phase of the next step, 1 or 2; some schedules need `start_epoch` first."""
         return self._engine.phase
 
     def start_epoch(self, epoch: int) -> None:
         """Starts an epoch (an integer, counted from 0).
 
-        Starting the same one again draws the same phase.
+        An epoch that is started again, as in a resumed run, draws the same phase.
         """
         self._engine.start_epoch(epoch)
 
@@ -169,32 +173,34 @@ class MultiTaskOptimizer(Copyable):
         The gradients of all parameters in the optimizer are set to None first, so the parameters of
         tasks that take no part do not change, not even by momentum or weight decay.
 
-        After any exception, also the closure's, parameters and running statistics are as they were
-        before the step (in Phase 1: before that task's update), and gradients are None; but what a
-        torch optimizer has changed before it raises, or before the next one of several does, stays.
-        The statistics are those of the trunk, and of the modules that ran in the first step of each
-        task. The parameters that a loss depends on are checked in that step, whenever other
-        parameters require a gradient, and every 32 steps.
+        After any exception, including the closure's, parameters and running statistics are as
+        before the step (in Phase 1: before that task's update), and gradients are None. Changes
+        that torch optimizers have made before one of them raises are not undone. The statistics are
+        restored in the trunk, and in the modules that ran in the first step of each task. The
+        parameters that a loss depends on are checked in the task's first step, every 32 steps, and
+        after other parameters were frozen or unfrozen.
 
         Args:
-            closure: Called with a task, which is active in the trunk meanwhile; runs the network on
-                a batch and returns the loss, a scalar. Or a sequence of closures, one for each
-                micro-batch: their losses and gradients add up (divide by their number for a mean).
-            tasks: The tasks that the batch has labels for, in the order of Phase 1; all by default.
-                On many ranks, each names its own, perhaps none; a task counts with the ranks that
-                name it. After `fully_shard`, every rank runs the tasks that any rank names, and
-                needs a loss with finite gradients for them, such as `0 * output.sum()`.
+            closure: Called with the name of a task, which is active in the trunk during the call;
+                runs the network on a batch and returns the loss, a scalar. Or a sequence of
+                closures, one per micro-batch, whose losses and gradients add up (divide by their
+                number for a mean).
+            tasks: The tasks that the batch has labels for, in the order of Phase 1. Default: all.
+                On many ranks, each rank names its own tasks, or none; a task's gradient is the mean
+                over the ranks that name it. After `fully_shard`, every rank runs the tasks that any
+                rank names, and needs a loss with finite gradients for them, such as
+                `0 * output.sum()`.
 
         Returns:
             The loss of each task, detached and unweighted; the mean over the ranks that name it.
 
         Raises:
-            ValueError: `tasks` does not fit, a loss is not a scalar, has no graph, depends on a
-                parameter that the optimizer does not hold or on none of the trunk, or the method
+            ValueError: `tasks` is invalid; or a loss is not a scalar, has no graph, or depends on a
+                parameter that the optimizer does not hold or on none of the trunk; or the method
                 needs a prioritized layer and the trunk has none.
             TypeError: A closure is not a function, or did not return a tensor.
-            RuntimeError: `backward` has left gradients or an update to be used first; or a CUDA
-                graph is captured around the step; or another rank has failed, or makes another
+            RuntimeError: Gradients or an update of `backward` have not been used yet; or the step
+                is inside the capture of a CUDA graph; or another rank has failed or makes another
                 step.
 
         """
@@ -205,39 +211,39 @@ class MultiTaskOptimizer(Copyable):
     ) -> dict[str, Tensor]:
         """`step` with one forward and one backward pass for all tasks in Phase 2.
 
-        The trunk runs once on K copies of the batch; each task-specific normalization treats a
-        task's copy with that task's module; updates equal `step`'s, and are made during the
-        backward pass, a few layers at a time. Memory holds the activations of K passes at once, but
-        K gradients of the largest layer and one update, in place of K + 1 gradients of all layers.
+        The trunk runs once on K copies of the batch, one per task, and each copy is normalized by
+        its task's modules. Updates equal `step`'s; they are made during the backward pass, a few
+        layers at a time. Memory holds the activations of K passes at once, but only the K gradients
+        of the largest layer and one update, instead of K + 1 gradients of all layers.
 
             losses = opt.step_together(
                 lambda run: {task: loss_of[task](heads[task](z)) for task, z in run(x).items()}
             )
 
-        Phase 1 is `step`'s: `run` gives the output for one task alone, so `forward` takes the
-        tasks from it, as above. Compiled modules run eagerly. The batch must be dimension 0 of the
-        trunk's tensors, and only task-specific normalization may compute over it: three more
-        forward passes verify that in the first step, and in the first after a change of the
-        parameters that train.
+        Phase 1 is the same as in `step`: `run` then returns the output for one task only, so
+        `forward` must take the tasks from the result of `run`, as above. Compiled modules run
+        eagerly. The batch must be dimension 0 of the trunk's tensors, and only task-specific
+        normalization may compute over it. Three extra forward passes verify this in the first step,
+        and in the first step after other parameters were frozen or unfrozen.
 
         Args:
-            forward: Called with `run`, a function of the trunk's arguments that runs the trunk for
-                the tasks and gives each its output. Returns the loss of each task, which depends on
-                the outputs of this task alone.
+            forward: Called with `run`, which takes the trunk's arguments, runs the trunk for all
+                tasks of the step, and returns each task's output. `forward` returns the loss of
+                each task, which must depend on this task's outputs only.
             tasks: As in `step`.
 
         Returns:
-            As `step`.
+            As in `step`.
 
         Raises:
-            ValueError: As `step`; or something that `step` supports is not supported here: the
-                method is neither `ConnectionStrength()` nor `Sum()` nor a Gramian one with
-                groups="layer"; the trunk has other batch normalization in training, changes other
-                buffers, or uses a prioritized weight in several layers or in another way (with
-                groups="layer": any shared parameter that trains); a loss depends on another task's
-                outputs; there are many ranks, or conflicts are counted.
-            TypeError: A loss is not a tensor, or `forward` not a function.
-            RuntimeError: As `step`.
+            ValueError: As in `step`; or something is not supported here, but by `step`: the method
+                is neither `ConnectionStrength()` nor `Sum()` nor a Gramian method with
+                groups="layer"; the trunk has plain batch normalization in training, changes other
+                buffers, or uses a prioritized weight (with groups="layer", any shared parameter
+                that trains) in several layers or outside its layer; a loss depends on another
+                task's outputs; there are many ranks; or conflicts are counted.
+            TypeError: A loss is not a tensor, or `forward` is not a function.
+            RuntimeError: As in `step`.
 
         """
         return step_together(self._engine, forward, tasks, self.trunk, self._known_passes)
@@ -251,20 +257,21 @@ class MultiTaskOptimizer(Copyable):
     ) -> dict[str, Tensor]:
         """The joint update of losses that come from one forward pass, into `.grad`.
 
-        For networks without task-specific normalization: one forward pass for all tasks, and a
-        backward pass per task, the last of which frees the graph. The trunk's `.grad` is then the
-        update, and a head's is the gradient of its own loss; the torch optimizer (or the scaler)
-        makes the step. All gradients in the optimizer are set to None first. Beside the graph,
-        memory holds the K gradients of the shared parameters and one update.
+        This is for networks without task-specific normalization. There is one forward pass for all
+        tasks, and a backward pass per task, the last of which frees the graph. The trunk's `.grad`
+        is then the update, and a head's is the gradient of its own loss; you step the torch
+        optimizer (or the scaler). All gradients in the optimizer are set to None first. Besides the
+        graph, memory holds the K gradients of the shared parameters and one update.
 
-        Over calls with `update=False` (micro-batches), the gradients of every task add up; the
-        first call without it makes one update. `optimizer.zero_grad()` in between drops these
-        gradients. So does any exception here: all gradients are None, and the next call begins a
-        new update and warns that it does.
+        In calls with `update=False` (micro-batches), the gradients of every task add up; the next
+        call with `update=True` makes one update. In between, `optimizer.zero_grad()` drops these
+        gradients. An exception in `backward` drops them too: all gradients are None, and the next
+        call warns and begins a new update.
 
-        With `features`, outputs of the trunk on which all heads build, the method combines the
-        gradients of the losses with respect to them: K backward passes of the heads and one of the
-        trunk, and K gradients of the features in memory (MGDA-UB, Sener and Koltun 2018):
+        With `features`, the outputs of the trunk that all heads read, the method combines the
+        losses' gradients with respect to the features. This takes K backward passes of the heads,
+        one of the trunk, and memory for K gradients of the features (MGDA-UB, Sener and Koltun
+        2018):
 
             z = trunk(x)
             opt.backward({task: loss_of(heads[task](z)) for task in tasks}, features=z)
@@ -274,24 +281,28 @@ class MultiTaskOptimizer(Copyable):
                 micro-batches add up: divide by their number for a mean.
             update: Whether to make the update now.
             features: A tensor that the trunk returned in the forward pass of the losses, or a
-                sequence of them. Every loss depends on some, and on what has led to them through
-                them alone. A shared parameter may lie behind them if only one loss reaches it. Each
-                rank hands over as many, of its own batch; without losses, any tensors.
+                sequence of such tensors. Every loss must depend on at least one feature, and on
+                the part of the trunk before the features only through them. A shared parameter may
+                come after the features if only one loss reaches it. Each rank passes the features
+                of its own batch, the same number on all; a rank without losses may pass any
+                tensors.
 
         Returns:
             The losses, detached.
 
         Raises:
-            ValueError: A task is unknown, a loss is not a scalar, has no graph, depends on a
-                parameter that the optimizer does not hold or on none of the trunk, or the trunk has
-                task-specific normalization, or the weighting computes losses again (`FAMO()`); or
-                `features` does not separate the losses from the trunk, or does not go with the
-                method (`GradDrop` on many ranks), `update=False` or `backward=`.
-            TypeError: `losses` is not a mapping, or a loss or a feature not a tensor.
+            ValueError: A task is unknown; a loss is not a scalar, has no graph, or depends on a
+                parameter that the optimizer does not hold or on none of the trunk; the trunk has
+                task-specific normalization; the weighting computes losses again (`FAMO()`); or
+                `features` does not separate the losses from the trunk, or is not supported with the
+                method (`ConnectionStrength`; `GradDrop` on many ranks), `update=False` or
+                `backward=`.
+            TypeError: `losses` is not a mapping, or a loss or a feature is not a tensor.
             RuntimeError: The schedule is in Phase 1, which takes a forward pass per task; or the
-                last update was neither used by the optimizer nor set to zero; or a CUDA graph is
-                captured around it; or gradients of `update=False` wait and there are features; or
-                another rank has failed or makes another call.
+                last update was neither used by the optimizer nor dropped by `zero_grad()`; or the
+                call is inside the capture of a CUDA graph; or there are `features`, although
+                gradients of `update=False` wait for their update; or another rank has failed or
+                makes another call.
 
         """
         if features is None:
@@ -305,31 +316,34 @@ class MultiTaskOptimizer(Copyable):
         *,
         warmup: int = 3,
     ) -> CapturedStep:
-        """A step to be captured in CUDA graphs: `captured()` is `step(closure, tasks)`.
+        """Returns a step for CUDA graphs; each call of it is `step(closure, tasks)`.
 
-        A small network on a GPU waits for the host, which launches its kernels one by one; a CUDA
-        graph launches all kernels of a step at once. There is a graph for each phase: its first
-        `warmup` steps are made as by `step`, the next one is captured, and later ones replay it. On
-        the CPU there are no graphs, and every call is `step(closure, tasks)`.
+        A small network on a GPU waits for the host, which launches its kernels one by one. A CUDA
+        graph launches all kernels of a step at once. Each phase has its own graph: the phase's
+        first `warmup` steps are eager, the next one is captured, and later steps replay it. On the
+        CPU there are no graphs, and every call is `step(closure, tasks)`.
 
-        A replay runs no Python. The closure reads its batch from tensors that are refilled in
-        place; what it computes on the host, and numbers of the network such as a dropout rate, stay
-        those of the capture. After parameters, buffers, states or numbers in `param_groups` have
-        been replaced, a step is captured again. So give a learning rate that changes in every step
-        as a tensor on the device, which schedulers write in place.
+        A replay runs no Python. The closure must read its batch from tensors that are refilled in
+        place. Values that it computes on the host, and numbers in the network such as a dropout
+        rate, stay as in the capture. After parameters, buffers, states or numbers in `param_groups`
+        have been replaced, a step is captured again. A learning rate that changes in every step
+        should therefore be a tensor on the device, which schedulers write in place.
 
         Args:
             closure: As in `step`.
             tasks: As in `step`.
-            warmup: Steps before the capture, at least 1: they allocate memory and find the layers.
+            warmup: The number of eager steps before the capture, at least 1. They allocate memory
+                and find the prioritized layers.
 
         Raises:
-            ValueError: Replays would go wrong: an optimizer without `capturable=True` where it has
-                that option, a scaler with an optimizer that is not fused, `backward=`, batch
-                normalization with momentum=None, a method or weighting whose state cannot be
-                captured, parameters on several devices; or `tasks` or `warmup` does not fit.
-            TypeError: A closure is not a function, or `warmup` not an integer.
-            RuntimeError: `backward` has left gradients or an update to be used first.
+            ValueError: Replays would go wrong, because of: an optimizer that has the option
+                `capturable` but not `capturable=True`, a scaler with an optimizer that is not
+                fused, `backward=`, batch normalization with momentum=None, `update_every` above 1,
+                a weighting that computes losses again, a method or weighting whose state cannot be
+                captured, many ranks, or parameters on several devices; or `tasks` or `warmup` is
+                invalid.
+            TypeError: A closure is not a function, or `warmup` is not an integer.
+            RuntimeError: Gradients or an update of `backward` have not been used yet.
 
         Examples:
             >>> trunk = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
@@ -350,11 +364,11 @@ class MultiTaskOptimizer(Copyable):
 
         With a closure, there is one forward pass per task. Running statistics are restored; random
         numbers are consumed as by any forward pass. With losses, as for `backward`, the passes
-        through their graph are checked, as `check_passes` says; the graph and `.grad` stay. After
-        `fully_shard`, all ranks have to call it.
+        through their graph are checked as described for `check_passes`; the graph is not freed, and
+        `.grad` is unchanged. After `fully_shard`, all ranks have to call it.
 
         Args:
-            closure: As in `step`; or the losses of `backward`.
+            closure: As in `step`; or losses, as in `backward`.
 
         Returns:
             `coverage()`.
@@ -375,7 +389,7 @@ class MultiTaskOptimizer(Copyable):
         """Which shared parameters are prioritized, which get the plain sum, and why.
 
         Raises:
-            RuntimeError: No forward pass has been seen yet.
+            RuntimeError: The trunk is converted, and there has been no forward pass yet.
 
         """
         return self._engine.trunk.coverage()
@@ -386,8 +400,10 @@ class MultiTaskOptimizer(Copyable):
         After `fully_shard`, all ranks have to call it.
 
         Returns:
-            By name of the layer, int64 [O]: an index into `tasks`. As `coverage`, it raises before
-            the first pass.
+            By name of the layer, int64 [O], indices into `tasks`.
+
+        Raises:
+            RuntimeError: There has been no forward pass yet.
 
         """
         return self._engine.trunk.priority(self._engine.ranks.gradients.priorities)
@@ -395,13 +411,13 @@ class MultiTaskOptimizer(Copyable):
     def report(self) -> Report:
         """What the last step did: losses, task weights, cosines, channel groups, conflicts.
 
-        It is made from numbers that the step has kept anyway, without a host synchronization;
-        `report.scalars()`, for a logger, and `print(report)` wait for the device, once. In a hook
-        of the torch optimizer and in `observe` of a weighting, it still describes the step before.
-        It is the same on all ranks, except for the time.
+        The report uses only tensors that the step has stored anyway, and making it does not
+        synchronize with the device; `report.scalars()`, for a logger, and `print(report)`
+        synchronize once. In a hook of the torch optimizer and in a weighting's `observe`, it still
+        describes the previous step. It is the same on all ranks, except for the time.
 
         Raises:
-            RuntimeError: No step has been made yet, or none since `load_state_dict`.
+            RuntimeError: There has been no step yet, or none since `load_state_dict`.
 
         """
         return self._engine.monitor.report(self.method, self.weighting)
@@ -409,18 +425,18 @@ class MultiTaskOptimizer(Copyable):
     def count_conflicts(self, threshold: float | None = 0.0) -> None:
         """Counts, from the next joint step on, in which parameters the tasks' gradients conflict.
 
-        A joint step then reads the gradients once more, without a host synchronization; the update
-        stays the same, bit for bit. Called again, it begins anew with its threshold. `state_dict`
-        has the counts: a resumed run calls this first, then `load_state_dict`. On many ranks, all
-        have to call it.
+        Each joint step then reads the gradients once more, without a host synchronization; updates
+        stay the same, bit for bit. A second call starts again from zero, with the new threshold.
+        The counts are part of `state_dict`: a resumed run calls this first, then `load_state_dict`.
+        On many ranks, all ranks have to call it.
 
         Args:
-            threshold: Two gradients are in conflict where their cosine is below it, in [-1, 1];
-                None ends counting, and forgets the counts.
+            threshold: Two gradients are in conflict if their cosine is below this number, in
+                [-1, 1]; None stops counting and discards the counts.
 
         Raises:
-            ValueError: The threshold is outside of [-1, 1], there are more than 64 tasks, or the
-                method does not keep per-task gradients.
+            ValueError: The threshold is outside [-1, 1], there are more than 64 tasks, or the
+                method does not keep the tasks' gradients separate.
 
         Examples:
             >>> trunk = torch.nn.Linear(4, 8)
@@ -442,29 +458,33 @@ class MultiTaskOptimizer(Copyable):
     def conflicts(self) -> Conflicts:
         """The cosines of the last joint step and the counts since `count_conflicts`, by parameter.
 
-        Steps of Phase 1 have no joint gradients and are not counted. Asking does not wait for the
-        device; reading a number does. It raises if `count_conflicts` was not called.
+        Steps of Phase 1 are not counted. This call does not synchronize with the device; reading a
+        number does.
+
+        Raises:
+            RuntimeError: Conflicts are not counted: `count_conflicts` has not been called.
+
         """
         return self._engine.monitor.counted().conflicts()
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a resumed run needs besides the network's and the torch optimizer's.
 
-        It has no gradients that wait for their update (`backward` with `update=False`). On many
-        ranks it is the same on all, and can be loaded on another number of them; for
-        torch.distributed.checkpoint, hand over the MultiTaskOptimizer itself.
+        It does not include gradients that wait for their update (`backward` with `update=False`).
+        It is the same on all ranks, and can be loaded on another number of ranks. For
+        torch.distributed.checkpoint, pass the MultiTaskOptimizer itself.
         """
         return state_of(self._engine)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`; gradients that wait for their update are dropped.
+        """Continues from a `state_dict`; gradients that wait for their update are dropped.
 
         If conflicts are counted, the counts continue from the state's, or from 0 if it has none.
         Otherwise, the state's counts are ignored.
 
         Raises:
-            ValueError: The state has other tasks, another trunk, method or weighting, conflicts
-                counted with another threshold, or missing entries. The current state is kept.
+            ValueError: The state has other tasks, another trunk, method or weighting, or conflicts
+                counted with another threshold, or lacks entries. The current state is unchanged.
 
         """
         load_state(self._engine, state)

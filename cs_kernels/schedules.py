@@ -1,7 +1,7 @@
 """Schedules: when tasks are updated in turn (Phase 1) and when jointly (Phase 2).
 
-A schedule is a pure function of the epoch and the number of earlier steps: a resumed run or another
-rank needs only these two numbers.
+A schedule is a pure function of the epoch and the number of earlier steps, so resumed runs and
+other ranks need only these two numbers.
 """
 
 from abc import ABC, abstractmethod
@@ -48,7 +48,7 @@ class Joint(Schedule):
 
 
 class Sequential(Schedule):
-    """Always Phase 1: one update per task, each from the parameters after the previous one."""
+    """Always Phase 1: one update per task, each after the previous task's."""
 
     def phase(self, epoch: int | None, step: int) -> Phase:
         """Returns 1."""
@@ -83,8 +83,8 @@ class Switch(Schedule):
 class Mixed(Schedule):
     """Phase 1 with probability 1 - e/E at epoch e of E, else Phase 2 (Algorithm 1).
 
-    The draw is a function of (seed, epoch) or (seed, step), so an epoch that is started twice, as
-    by a resumed run, has the same draw.
+    The draw is a function of (seed, epoch) or (seed, step), so an epoch that is started again, as
+    in a resumed run, has the same draw.
 
     Args:
         epochs: E.
@@ -92,8 +92,7 @@ class Mixed(Schedule):
         draw: "epoch" for one draw per epoch, as in the paper's text, or "step".
 
     Raises:
-        ValueError: `epochs` is not positive, the seed is outside [0, 2^63), or `draw` has another
-            value.
+        ValueError: `epochs` is not positive, the seed is outside [0, 2^63), or `draw` is invalid.
         TypeError: `epochs` or the seed is not an integer.
 
     """

@@ -1,4 +1,4 @@
-"""The stages of a step: what a group of backward passes is for, and what follows it."""
+"""The stages of a step, each of which is a group of backward passes."""
 
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -9,7 +9,7 @@ from cs_kernels.step import Losses, Step
 class Stage(IntEnum):
     """The position of a group of backward passes within a step.
 
-    Ranks compare the value in every step. The legal transitions:
+    At the start of a call, ranks compare their first stages. The legal transitions:
 
         step            TURN -> TURN ... (Phase 1)      JOINT (Phase 2)
         backward        WHOLE                           FIRST -> MIDDLE ... -> LAST
@@ -23,15 +23,15 @@ class Stage(IntEnum):
     WHOLE = 2
     """All tasks' passes and the method's update, in one call of `backward`."""
     FIRST = 3
-    """Passes of the first micro-batch: gradients stay for MIDDLE or LAST, in a later call."""
+    """Passes of the first micro-batch; gradients wait for MIDDLE or LAST, in a later call."""
     MIDDLE = 4
-    """Passes whose gradients are added to those in place, and stay for MIDDLE or LAST."""
+    """Passes of a further micro-batch; gradients are added to the waiting ones."""
     LAST = 5
     """Passes of the last micro-batch, and the method's update."""
     HEADS = 6
-    """Passes that end at features, whose gradients the method combines; TRUNK follows at once."""
+    """Passes of the heads, which end at the features; the method combines their gradients."""
     TRUNK = 7
-    """The pass from the features' combined gradient to the trunk's parameters."""
+    """The pass that takes the features' combined gradient to the trunk's parameters."""
 
     @property
     def is_joint(self) -> bool:
@@ -40,12 +40,12 @@ class Stage(IntEnum):
 
     @property
     def continues(self) -> bool:
-        """Whether gradients of the stage before it are in place."""
+        """Whether the stage builds on gradients of the previous one."""
         return self in (Stage.MIDDLE, Stage.LAST, Stage.TRUNK)
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients stay for a later stage that makes the update."""
+        """Whether gradients wait for a later stage, which makes the update."""
         return self in (Stage.FIRST, Stage.MIDDLE, Stage.HEADS)
 
 
@@ -58,17 +58,18 @@ class Passes:
     """The tasks of all ranks."""
     stage: Stage
     separate: bool = False
-    """Whether each task's gradients are kept; else they add up in `.grad`."""
+    """Whether each task's gradients are kept in a row; else they add up in `.grad`."""
     before: Losses = field(default_factory=Losses)
     """The losses of earlier stages."""
     reached: tuple[bool, ...] = ()
-    """In HEADS: for each feature, whether a task has a gradient of it; averaged, on any rank."""
+    """In HEADS: for each feature, whether a task has a gradient for it; after averaging, whether a
+    task on any rank has."""
 
     @property
     def adds_tasks(self) -> bool:
         """Whether the gradients of several tasks add up without weights.
 
-        Then only graphs show what each task reaches. In other stages, nothing may be learned from
-        graphs, because a resumed run checks them at other steps.
+        If so, only the losses' graphs show which parameters each task reaches. Otherwise, nothing
+        is recorded from graphs, because a resumed run would check them at other steps.
         """
         return self.stage.is_joint and not self.separate and self.step.kept is None

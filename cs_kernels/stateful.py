@@ -1,4 +1,4 @@
-"""The base of methods and weightings: their state, for checkpoints and for CUDA graphs."""
+"""The base class of methods and weightings: state for checkpoints and CUDA graphs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 def check_tensors(
     state: Mapping[str, Any], name: str, tasks: Sequence[str], shape: Sequence[int] = ()
 ) -> set[str]:
-    """The tasks of a state's entry, which must have a tensor of one shape for each of them.
+    """Checks that an entry of a state maps tasks to tensors of a shape; returns these tasks.
 
     Raises:
         ValueError: A tensor has another shape, or the entry has other tasks.
@@ -30,7 +30,7 @@ def check_tensors(
 
 
 def check_same_tasks(found: Mapping[str, set[str]]) -> None:
-    """Raises ValueError if entries of a state, by name, have different tasks."""
+    """Raises ValueError if the entries of a state, tasks by name, differ in their tasks."""
     (first, tasks), *others = found.items()
     for name, of_other in others:
         if of_other != tasks:
@@ -43,48 +43,49 @@ def check_same_tasks(found: Mapping[str, set[str]]) -> None:
 def check_entries(
     state: Mapping[str, Any], tasks: Sequence[str], shapes: Mapping[str, Sequence[int]]
 ) -> None:
-    """Raises ValueError if entries, by name, lack a tensor of their shape for the same tasks."""
+    """Checks entries as `check_tensors` does, and that they have the same tasks."""
     check_same_tasks({name: check_tensors(state, name, tasks, of) for name, of in shapes.items()})
 
 
 def check_epoch(epoch: object) -> None:
-    """Raises ValueError for anything but None and integers of at least 0."""
+    """Raises ValueError unless the epoch is None or an integer of at least 0."""
     if epoch is not None and not (isinstance(epoch, int) and epoch >= 0):
         raise ValueError(f"state must have an epoch of at least 0, or None, got {epoch!r}")
 
 
 class Stateful:
-    """Something that may have a state from step to step."""
+    """An object that may have a state, which changes from step to step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a resumed run needs; a step that fails goes back to it."""
+        """The state that a resumed run needs, and that is restored if a step fails."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a `state_dict`."""
+        """Continues from a `state_dict`."""
         del state
 
     def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
-        """Raises ValueError for a `state_dict` that does not fit, before it is loaded."""
+        """Raises ValueError if a `state_dict` is invalid; called before it is loaded."""
         del state, tasks
 
     @classmethod
     def has_state(cls) -> bool:
-        """Whether there may be a state."""
+        """Whether objects of this class may have a state."""
         return cls.state_dict is not Stateful.state_dict
 
     def is_undone(self) -> bool:
-        """Whether a step that fails goes back to the state before it."""
+        """Whether the state is restored if a step fails."""
         return self.has_state()
 
     def captured_state(self) -> list[Tensor]:
         """The tensors of the state, for `MultiTaskOptimizer.capture`.
 
-        Python code does not run when a CUDA graph is replayed, so each step must read them on the
-        device and update them in place. A step is captured again when they are other tensors.
+        The replay of a CUDA graph runs no Python code, so steps must read these tensors on the
+        device and update them in place. If tensors are replaced, the step is captured again.
 
         Raises:
-            ValueError: Replays would go wrong. By default: there is a state, but no override.
+            ValueError: Replays would go wrong. By default: there is a state, but a subclass does
+                not override this method.
 
         """
         if self.has_state():

@@ -21,35 +21,35 @@ class Losses:
 
 @dataclass
 class Surgery:
-    """The numbers from which a method made its update; tensors on the gradients' device.
+    """The tensors from which a method made its update, for `MultiTaskOptimizer.report`.
 
-    They are kept for `MultiTaskOptimizer.report`, which says what they mean. A tensor has a row
-    "per" layer, or the elements of a layer "per" channel: `merge` needs to know.
+    They are on the gradients' device. The metadata "per" tells `merge` whether a tensor has a row
+    per layer or an element per channel.
     """
 
     rows: tuple[str, ...] = ()
     """The tasks, in the order of the rows."""
     layers: tuple[str, ...] = ()
-    """The modules of per-layer Gramians, with groups="layer"."""
+    """The modules of the per-layer Gramians, with groups="layer"."""
     gramian: Tensor | None = field(default=None, metadata={"per": "layer"})
     """Float64 [K, K] or [layers, K, K], without the loss scale."""
     task_weights: Tensor | None = field(default=None, metadata={"per": "layer"})
     """[K] or [layers, K]."""
     prioritized: LayerLists | None = None
-    """The layers of the priorities and the products."""
+    """The prioritized layers, to which `priorities` and `products` belong."""
     priorities: Tensor | None = field(default=None, metadata={"per": "channel"})
-    """int64, each layer's [O] concatenated."""
+    """The top-priority tasks, int64, each layer's [O] concatenated."""
     products: Tensor | None = field(default=None, metadata={"per": "layer"})
-    """Float64 [layers, K, K], d_ij of the channel groups, with the square of the loss scale."""
+    """d_ij of the channel groups, float64 [layers, K, K], times the square of the loss scale."""
 
     @classmethod
     def merge(cls, calls: Sequence["Surgery"], layers_of: Sequence[Set[int]]) -> "Surgery":
-        """Merges the records of several calls, each for some of the layers, into one.
+        """Merges the records of several calls of a method, each for some layers, into one.
 
         Args:
-            calls: What the method recorded in each call.
+            calls: The record of each call.
             layers_of: With per-layer Gramians, the indices into `layers` that each call handled;
-                its tensors are zero elsewhere.
+                the call's tensors are zero elsewhere.
 
         """
         lists = [call.prioritized for call in calls if call.prioritized is not None]
@@ -78,7 +78,7 @@ class Surgery:
 
 
 def _ranges(numbers: Set[int]) -> Iterator[slice]:
-    """Numbers as slices, because indexing with them would make the host wait for a GPU."""
+    """Numbers as slices, because indexing with the numbers would synchronize with a GPU."""
     starts = sorted(n for n in numbers if n - 1 not in numbers)
     stops = sorted(n + 1 for n in numbers if n + 1 not in numbers)
     return map(slice, starts, stops)
@@ -89,7 +89,7 @@ class KeptWeights:
     """The task weights of a step, cached for later steps."""
 
     number: int
-    """The number of steps made before it."""
+    """The number of steps before this step."""
     tasks: tuple[str, ...]
     layers: tuple[str, ...]
     """The modules of per-layer Gramians."""
@@ -97,7 +97,7 @@ class KeptWeights:
     weights: Tensor
     """[K] or [layers, K]."""
     trains: tuple[bool | None, ...]
-    """As `Step.trains`; None where that has changed within a step, as closures may switch it."""
+    """`Step.trains`, but None for a parameter that a closure froze or unfroze within the step."""
 
     def surgery(self) -> Surgery:
         """The numbers for the report of a step that uses these weights."""
@@ -109,50 +109,50 @@ class Step:
     """One training step, as methods and weightings see it."""
 
     number: int = 0
-    """The number of steps made before, in both phases."""
+    """The number of earlier steps, in both phases."""
     tasks: tuple[str, ...] = ()
     """The tasks that take part, in the order of the rows of a Gramian."""
     losses: dict[str, Tensor] = field(default_factory=dict)
-    """The loss of each task, detached, a scalar; micro-batches added up."""
+    """The loss of each task, a detached scalar; the sum over micro-batches."""
     weighted_losses: dict[str, Tensor] = field(default_factory=dict)
-    """The same after weighting; the gradients are theirs, times the loss scale."""
+    """The losses after weighting. The gradients are theirs, times the loss scale."""
     known: dict[str, Tensor] = field(default_factory=dict)
-    """The losses of this step that are known before a task's backward pass, detached: in `backward`
-    those of all tasks, in `step` the task's own. None on many ranks and with micro-batches."""
+    """The losses of this step that are known before a task's backward pass, detached: all tasks' in
+    `backward`, the task's own in `step`. Empty on many ranks and with micro-batches."""
     losses_after: dict[str, Tensor] = field(default_factory=dict)
     """The losses on the same batch after the step, for a weighting that `reevaluates`."""
     layers: tuple[str, ...] = ()
     """The modules of the per-layer Gramians, with groups="layer"."""
     at_features: bool = False
-    """Whether the gradients are those of features, not of the shared parameters."""
+    """Whether gradients are with respect to features instead of shared parameters."""
     kept: KeptWeights | None = None
-    """The task weights of an earlier step that this one uses, with `update_every` above 1."""
+    """The task weights of an earlier step, if this step reuses them (`update_every` above 1)."""
     trains: tuple[bool, ...] = ()
-    """Which parameters of the torch optimizers and of the trunk train; empty with `update_every`
-    of 1."""
+    """Which parameters of the torch optimizers and the trunk require a gradient; empty if
+    `update_every` is 1."""
     loss_scale: Tensor | None = None
-    """The factor of the weighted losses in their backward passes, if there is one."""
+    """The factor of the weighted losses in their backward passes, such as a scaler's, or None."""
     counter: Tensor | None = None
-    """In a CUDA graph in place of the number: int64 [1] in device memory."""
+    """In a CUDA graph, replaces the number: int64 [1] on the device."""
     surgery: Surgery = field(default_factory=Surgery)
-    """What the method did, for a report; methods fill it in."""
+    """The tensors for a report; the method stores them here."""
     elapsed: Elapsed | None = None
     """The time of the surgery; None in a CUDA graph."""
     recent: Losses = field(default_factory=Losses)
-    """The losses since the last `begin_passes`."""
+    """The losses of the passes since the last `begin_passes`."""
 
     @property
     def draw(self) -> tuple[int, Tensor | None]:
-        """The step for operators that draw: a number, and a counter that adds to it."""
+        """The step for operators that draw random numbers: a number, and a counter to add to it."""
         return (self.number, None) if self.counter is None else (0, self.counter)
 
     def begin_passes(self) -> Losses:
-        """Returns the losses of earlier passes."""
+        """Begins a group of passes; returns the losses of earlier passes."""
         self.recent = Losses()
         return Losses(dict(self.losses), dict(self.weighted_losses))
 
     def add_loss(self, task: str, loss: Tensor, weighted: Tensor) -> None:
-        """Adds the loss of one micro-batch."""
+        """Adds a task's loss in one micro-batch."""
         for losses, value in (
             (self.losses, loss),
             (self.weighted_losses, weighted),
@@ -164,7 +164,7 @@ class Step:
 
 
 class CapturedFacts(Step):
-    """The facts of a step in a CUDA graph: one number does not fit all replays."""
+    """The facts of a step in a CUDA graph, whose number changes from replay to replay."""
 
     def __getattribute__(self, name: str) -> Any:
         """Reads any other attribute.
@@ -176,6 +176,6 @@ class CapturedFacts(Step):
         if name == "number":
             raise RuntimeError(
                 "step.number changes from replay to replay of a captured step: use step.counter, or"
-                " step.draw for an operator that draws"
+                " step.draw for an operator that draws random numbers"
             )
         return super().__getattribute__(name)

@@ -18,13 +18,13 @@ def torch_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
     if inner is None or isinstance(inner, torch.optim.Optimizer):
         return inner
     raise TypeError(
-        f"optimizer must be a torch optimizer or None, got {type(inner).__name__}: without one,"
-        " call update() after the step"
+        f"optimizer must be a torch optimizer or None, got {type(inner).__name__}: with None,"
+        " call update() after each step of yours"
     )
 
 
 def checked_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
-    """The names of the tasks."""
+    """The names of the tasks as a tuple."""
     names = tuple(tasks)
     if isinstance(tasks, str) or not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"tasks must be a sequence of names, got {tasks!r}")
@@ -36,15 +36,15 @@ def checked_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
 def checked_method(
     method: Method | None, tasks: tuple[str, ...]
 ) -> tuple[GramianMethod | Sum, GramianMethod]:
-    """Returns the method, and the Gramian method that solves for weights: `Ones` for `Sum`."""
+    """Returns the method, and the Gramian method that computes weights: `Ones` for `Sum`."""
     method = UPGrad() if method is None else method
     if not isinstance(method, GramianMethod | Sum):
         raise TypeError(
-            f"method must be a Gramian method or Sum(), which need the products of gradients alone,"
-            f" got {method!r}: use MultiTaskOptimizer"
+            "method must be a Gramian method or Sum(), which need only the gradients' products, got"
+            f" {method!r}: use MultiTaskOptimizer for other methods"
         )
     if method.update_every != 1:
-        raise ValueError(f"method must have update_every=1, got {method!r}: use every=")
+        raise ValueError(f"method must have update_every=1, got {method!r}: use every= instead")
     solver = Ones() if isinstance(method, Sum) else method
     solver.check(tasks)
     return method, solver
@@ -53,17 +53,17 @@ def checked_method(
 def checked_parameters(
     parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]], *, needs_names: bool
 ) -> list[tuple[str, nn.Parameter]]:
-    """Parameters by name or number; each appears once, with its first name."""
+    """Names (or numbers) and parameters; each parameter appears once, with its first name."""
     if isinstance(parameters, nn.Module | Tensor):
         raise TypeError(
-            f"parameters must be an iterable of parameters, got {type(parameters).__name__}: hand"
-            " over module.parameters(), or module.named_parameters()"
+            f"parameters must be an iterable of parameters, got {type(parameters).__name__}: pass"
+            " module.parameters() or module.named_parameters()"
         )
     found: dict[nn.Parameter, str] = {}
     for n, entry in enumerate(parameters):
         if needs_names and not isinstance(entry, tuple):
             raise ValueError(
-                "parameters must have names for groups='layer', got none: hand over"
+                "parameters must have names for groups='layer', got none: pass"
                 " module.named_parameters()"
             )
         name, p = entry if isinstance(entry, tuple) else (str(n), entry)
@@ -96,7 +96,7 @@ def groups_of(
 
 
 def check_agreement(groups: Sequence[Any], facts: object) -> None:
-    """Raises ValueError if ranks differ, because sketches of different tasks would be added."""
+    """Raises ValueError if ranks have different facts: they could not average their sketches."""
     for group in groups:
         found: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(found, facts, group=group)

@@ -1,4 +1,4 @@
-"""Hooks that weigh gradients on their way to `.grad`."""
+"""Hooks that multiply gradients by weights on their way to `.grad`."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -16,18 +16,18 @@ from cs_kernels.torch_internals.fsdp import (
 )
 
 Take = Callable[[int, Tensor], Tensor | None]
-"""Takes a parameter's number and its gradient; returns the gradient's weight, or None to leave the
-gradient unchanged."""
+"""Takes the index of a parameter and its gradient; returns the gradient's weight, or None to leave
+the gradient unchanged."""
 
 
 class Arrivals:
-    """Hooks at the nodes that accumulate the gradients of parameters.
+    """Hooks at the autograd nodes that accumulate the parameters' gradients.
 
-    The hooks are not attached to the parameters, so copies of a network have none.
+    The hooks are not attached to the parameters, so copies of a network have no hooks.
 
     Args:
         parameters: The parameters.
-        take: A bound method, called for each accumulated gradient and referenced weakly.
+        take: A bound method, referenced weakly; called with each gradient before its accumulation.
 
     """
 
@@ -35,22 +35,22 @@ class Arrivals:
         self._take = weakref.WeakMethod(take)
         self._parameters = parameters
         self._nodes: dict[int, tuple[Any, ...]] = {}
-        """By parameter: its dtype and device when hooked, its node, and the hook's handle."""
+        """By index of a parameter: its dtype and device when hooked, its node, the hook handle."""
         self._sharding = modules_that_shard(parameters)
         groups = [group for module in self._sharding for group in groups_of(module)]
         known = {p.sharded_param for group in groups for p in group.fsdp_params}
         if any(is_sharded(p) and p not in known for p in parameters):
             raise ValueError(
-                "parameters must be sharded by fully_shard alone, got others on a device mesh, such"
-                " as those of tensor parallelism"
+                "parameters must be sharded by fully_shard alone, got other DTensors, such as those"
+                " of tensor parallelism"
             )
-        # FSDP makes the whole parameters in the first forward pass.
+        # FSDP creates the unsharded parameters in the first forward pass.
         self._handles = [
             module.register_forward_hook(lambda *_: self.connect()) for module in self._sharding
         ]
 
     def connect(self) -> None:
-        """Adds missing hooks, such as for parameters that have been converted or sharded since."""
+        """Adds missing hooks, such as for parameters that were cast, moved or sharded meanwhile."""
         whole: dict[Tensor, Tensor] | None = None
         for n, p in enumerate(self._parameters):
             kind = p.dtype, p.device
@@ -67,7 +67,7 @@ class Arrivals:
                 self._nodes[n] = (*kind, node, handle)
 
     def left_in_grad(self, numbers: Iterable[int]) -> list[int]:
-        """The given parameters whose `.grad` is not None, without sharded ones."""
+        """Selects the parameters whose `.grad` is not None; skips sharded ones."""
         chosen = ((n, self._parameters[n]) for n in numbers)
         return [n for n, p in chosen if not is_sharded(p) and p.grad is not None]
 
@@ -84,7 +84,7 @@ class Arrivals:
 
 
 def _node_of(leaf: Tensor) -> Any:
-    """The node that accumulates a leaf's gradient; a frozen leaf has the same one when unfrozen."""
+    """The node that accumulates a leaf's gradient; it is the same before and after unfreezing."""
     trains = leaf.requires_grad
     try:
         with torch.inference_mode(False), torch.enable_grad():
@@ -120,7 +120,7 @@ class _Arrival:
 
 
 def _adds_in_place(total: Tensor, grad: Tensor, leaf: Tensor) -> bool:
-    """Whether autograd would add a gradient in place, and then call no hook of the parameter."""
+    """Whether autograd would add a gradient to `.grad` in place, and call no hook afterwards."""
     alike = total.dtype is grad.dtype and total.shape == grad.shape
     dense = total.layout is torch.strided is grad.layout
     hooked_after = getattr(leaf, "_post_accumulate_grad_hooks", None)

@@ -11,12 +11,12 @@ from cs_kernels.torch_internals.autograd import hooked, reached_parameters
 
 
 class OneGraph:
-    """Checks that passes through one graph are repeatable, and replaces them by one if possible.
+    """Checks that passes through one graph are repeatable; replaces them by one pass if possible.
 
     Args:
         named: The shared parameters by name.
         optimizer: The torch optimizer that holds all parameters, or None.
-        checks: Whether to check at all.
+        checks: Whether to check that passes are repeatable.
 
     """
 
@@ -31,16 +31,16 @@ class OneGraph:
         self._optimizer = optimizer
         self._checks = checks
         self._checked: set[frozenset[str]] = set()
-        """The sets of tasks whose passes have been found repeatable."""
+        """The sets of tasks whose passes are known to be repeatable."""
 
     def _held(self) -> list[nn.Parameter]:
-        """The parameters to which passes may add gradients: the shared and the optimizer's."""
+        """The parameters to which passes may add gradients: shared ones and the optimizer's."""
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         held = [p for _, p in self._named] + [p for group in groups for p in group["params"]]
         return [*dict.fromkeys(held)]
 
     def check(self, losses: Mapping[str, Tensor]) -> None:
-        """Checks the passes of a new combination of tasks, with three more passes.
+        """Checks the passes of a new combination of tasks, with three extra passes.
 
         Raises:
             RuntimeError: A pass is not repeatable.
@@ -58,7 +58,7 @@ class OneGraph:
         self._checked.add(tasks)
 
     def one_pass(self, losses: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
-        """Makes one weighted pass, if it gives the same gradients as one pass per task.
+        """Makes one weighted pass if it gives the same gradients as one pass per task.
 
         Args:
             losses: The loss of each task.
@@ -69,7 +69,7 @@ class OneGraph:
 
         """
         shared = {p for _, p in self._named if p.requires_grad}
-        # A function may hide the heads' parameters, and only an optimizer lists them.
+        # If an autograd function hides the heads' parameters, only the optimizer lists them.
         if self._optimizer is None and any(reached_parameters(x).hidden for x in losses.values()):
             return False
         found = find_one_pass(losses, shared, self._held(), trusts_functions=False)

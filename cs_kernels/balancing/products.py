@@ -1,4 +1,4 @@
-"""The products of the tasks' gradients, over the steps."""
+"""The dot products of the tasks' gradients, merged over the steps."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class Products:
-    """The products of the tasks' gradients over the steps, without host synchronization.
+    """The dot products of the tasks' gradients, merged over the steps without synchronization.
 
     Args:
-        modules: The number of Gramians.
+        modules: The number of modules, each with its own Gramian.
         tasks: K.
         device: The device of the gradients.
 
@@ -24,18 +24,18 @@ class Products:
         self.losses = torch.full((tasks,), torch.nan, dtype=torch.float32, device=device)
         self.finite = torch.ones((), dtype=torch.bool, device=device)
         self.usable = self.finite
-        """Whether the last step's products can be solved for task weights."""
+        """Whether task weights can be computed from the last step's products."""
         self.counts = torch.zeros(shape[1:], dtype=torch.int64, device=device)
         self.steps = torch.zeros_like(self.counts)
         self.all_known = False
         """Whether every task is known to have had a gradient."""
 
     def add(self, products: Tensor, losses: Tensor) -> Tensor:
-        """Adds a step's products, [modules, K, K]; returns the merged ones, or NaN to keep weights.
+        """Merges a step's products, [modules, K, K], into the earlier ones, and returns the result.
 
-        Weights are kept after a step with a non-finite gradient or without any gradient. A task
-        whose gradient is missing or zero keeps its last norm and loss. A pair of tasks keeps its
-        cosine if one of the two is absent.
+        After a step with a non-finite gradient or without any gradient, the result is NaN, so that
+        the task weights stay unchanged. A task whose gradient is missing or zero keeps its last
+        norm and loss, and its pairs keep their last cosines.
         """
         energies = products.diagonal(dim1=-2, dim2=-1)
         present = ~(energies == 0)
@@ -56,7 +56,7 @@ class Products:
         return torch.where(self.usable, merged, torch.nan)
 
     def known(self) -> list[int]:
-        """The tasks that have had a gradient; synchronizes with the device until all have."""
+        """The indices of the tasks that have had a gradient; synchronizes until all have."""
         tasks = self.gramian.shape[-1]
         if not self.all_known:
             seen = self.together.diagonal(dim1=-2, dim2=-1).any(0).tolist()

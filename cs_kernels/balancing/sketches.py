@@ -12,7 +12,7 @@ from cs_kernels.ranks.collectives import all_reduce
 
 
 class Sketches:
-    """The sketches of K tasks in one tensor, with one row per task and one sketch per module.
+    """The sketches of K tasks in one tensor: a row per task, with a sketch per module.
 
     Args:
         tasks: K.
@@ -37,26 +37,26 @@ class Sketches:
         self._tasks, self._module_of, self._seed = tasks, module_of, seed
         of_modules = [0] * (1 + max(module_of))
         self._offsets = []
-        """The index of each parameter's first element; modules have disjoint indices and signs."""
+        """The index of each parameter's first element; no two modules share an index."""
         for numel, module in zip(numels, module_of, strict=True):
             self._offsets.append((module << _MODULE_BITS) + of_modules[module])
             of_modules[module] += numel
         self.sizes = [min(size, _power_of_two(numel)) for numel in of_modules]
         # The number of blocks per module; two elements of one block never share a bin.
         self.blocks = [-(-numel // d) for numel, d in zip(of_modules, self.sizes, strict=True)]
-        # The last two numbers of each row are the task's loss and the number of its summands.
+        # Each row ends with the sum of the task's losses and the number of losses.
         numbers = sum(self.sizes) + 2
         self._values = torch.zeros(tasks, numbers, dtype=torch.float32, device=device)
         self._of_modules = [row[:-2].split(self.sizes) for row in self._values]
         self._small: dict[tuple[int, int], tuple[list[Tensor], list[int]]] = {}
-        """By task and module: copies of small gradients of this block, and their offsets."""
+        """By task and module: copies of small gradients not yet added, and their offsets."""
         self._stream: torch.cuda.Stream | None = None
         """The last stream on which a gradient was added."""
         self.is_empty = True
         self.begin(0)
 
     def begin(self, step: int) -> None:
-        """Begins a step's sketches: drops the last ones, and draws new signs and bins."""
+        """Clears the sketches for a new step, with new signs and bins."""
         self._small.clear()
         if not self.is_empty:
             self._values.zero_()
@@ -64,7 +64,7 @@ class Sketches:
         self._key = (splitmix64(self._seed) + step) & ((1 << 63) - 1)
 
     def add(self, task: int, parameter: int, grad: Tensor) -> None:
-        """Adds a gradient, which is read once; micro-batches add up."""
+        """Adds a gradient to a task's sketch, reading it once; micro-batches add up."""
         if self._values.is_cuda:  # Backward passes may use several streams.
             stream = torch.cuda.current_stream(self._values.device)
             if self._stream is not None and self._stream != stream:
@@ -83,10 +83,10 @@ class Sketches:
             self.add_small()
 
     def add_small(self) -> None:
-        """Adds the small gradients of a block, for which one call each would take longer."""
+        """Adds the copied small gradients, in few calls because one call each would take longer."""
         for (task, module), (grads, offsets) in self._small.items():
             if self._values.is_cuda:
-                for grad in grads:  # Its memory may be another stream's.
+                for grad in grads:  # Its memory may belong to another stream.
                     grad.record_stream(torch.cuda.current_stream(grad.device))
             self._run(task, module, grads, offsets)
         self._small.clear()
@@ -96,24 +96,24 @@ class Sketches:
         torch.ops.cs_kernels.sketch_.default(sketch, grads, offsets, self._key)
 
     def spoil(self) -> None:
-        """Makes the products of this step NaN, on all ranks."""
+        """Makes the products of this step NaN, on all ranks after `average`."""
         self._small.clear()
         self._values.fill_(torch.nan)
         self.is_empty = False
 
     def add_loss(self, task: int, loss: Tensor) -> None:
-        """Adds a loss; micro-batches add up."""
+        """Adds a task's loss; micro-batches add up."""
         self._values[task, -2] += loss.detach()
         self._values[task, -1] += 1
         self.is_empty = False
 
     @property
     def losses(self) -> Tensor:
-        """The tasks' losses, [K]; NaN where none was added."""
+        """The tasks' losses, [K]; NaN for tasks without one."""
         return torch.where(self._values[:, -1] > 0, self._values[:, -2], torch.nan)
 
     def average(self, groups: Sequence[object], ranks: int) -> None:
-        """Averages over the ranks of each process group in turn; each rank sends K sketches."""
+        """Averages sketches and losses over all ranks, one process group after another."""
         for group in groups:
             all_reduce(self._values, group=group)
         if groups:
@@ -138,9 +138,9 @@ class Sketches:
 
 
 _SMALL, _MOST_SMALL = 4096, 64
-"""The elements of a small gradient, and how many are copied before their sketches are made."""
+"""The most elements of a small gradient, and the most copies of such gradients to collect."""
 _MODULE_BITS = 40
-"""The number of bits in the index of a module's element."""
+"""The number of bits for the index of an element within its module."""
 
 
 def _power_of_two(numel: int) -> int:

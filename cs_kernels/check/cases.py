@@ -23,8 +23,8 @@ _LAYERS = [((48, 40), 0, 1), ((24, 16, 3, 3), 0, 1), ((16, 12, 2, 2), 1, 4)]
 _VECTOR = (70_003,)
 """The shape of a tensor without channel groups; its odd length spans many blocks."""
 LIMITS = {torch.float64: 1e-5, torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""The largest allowed error of a result by dtype, relative to the largest magnitude in it. Products
-in float64 are made of float32 sums, and projections in bfloat16 are rounded twice."""
+"""The largest allowed error of a result by dtype, relative to the largest magnitude in it. Float64
+products are accumulated from float32 sums, and bfloat16 projections are rounded twice."""
 STEP_LIMIT = 1e-8
 """The largest allowed relative error of a float64 parameter after training."""
 _STEPS = 4
@@ -242,7 +242,7 @@ def _phase2_over_copy(device: str) -> float:
 
 
 def _step_over_plain(device: str) -> float:
-    """The time of a `ConnectionStrength` step, relative to a plain step with the same passes."""
+    """The time of a `ConnectionStrength` step, relative to the passes and SGD alone."""
     torch.manual_seed(3)
     tasks = tuple("abcd")
     widths = zip((3, 64, 128, 128), (64, 128, 128, 256), strict=True)
@@ -285,6 +285,6 @@ CHECKS: dict[str, Check] = {
 
 
 def names(device: str) -> list[str]:
-    """The checks of correctness on a device type."""
+    """The names of the correctness checks for a device type."""
     excluded: Sequence[str] = [*TIMES, *(GPU_ALONE if device == "cpu" else ())]
     return [name for name in CHECKS if name not in excluded]

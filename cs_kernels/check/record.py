@@ -64,7 +64,7 @@ def advice(results: Sequence[Result]) -> list[str]:
             f" {', '.join(b for b in backends if b in failed)} failed here"
         )
     if lines:
-        lines.append("please send the record with an issue of the form 'Record of a machine'")
+        lines.append("please attach the record to an issue of the type 'Record of a machine'")
     return lines
 
 

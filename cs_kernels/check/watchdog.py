@@ -15,9 +15,9 @@ from cs_kernels.ops import backends
 
 CHILD = (sys.executable, "-m", "cs_kernels.check.child")
 START = 120.0
-"""The seconds that a child may take for its imports and its GPU context."""
+"""The time limit for a child's imports and GPU context, in seconds."""
 _MOST_LOST = 2
-"""After this many hangs and crashes, a backend's remaining checks are skipped."""
+"""The number of hangs and crashes after which a backend's remaining checks are skipped."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ async def examine(
 ) -> list[Result]:
     """Runs checks of `cases` one after another, with a new process after each failure.
 
-    A check that takes longer than `seconds` is a hang. `command` starts a child.
+    A check that takes longer than `seconds` counts as a hang. `command` starts a child process.
     """
     results: list[Result] = []
     lost = 0

@@ -13,11 +13,12 @@ from cs_kernels.step import Step
 class CAGrad(GramianMethod):
     """Conflict-averse gradient descent (Liu et al., 2021).
 
-    The update maximizes the smallest gain of any task, over all directions within c |g_0| of the
-    mean gradient g_0. If no direction improves all tasks, this smallest gain is at most zero.
+    The update d maximizes the smallest gain <g_i, d> of any task, over all vectors within distance
+    c |g_0| of the mean gradient g_0. If no direction improves all tasks, this gain is at most zero.
 
     Args:
-        c: The radius, relative to |g_0|; below 1, training converges to a minimum of the mean loss.
+        c: The radius, relative to |g_0|; below 1, training converges to a stationary point of
+            the mean loss.
         rescale: 0 leaves the update unscaled, 1 divides it by 1 + c^2, as the authors do, and 2 by
             1 + c.
         groups: "all" or "layer".
@@ -44,7 +45,7 @@ class CAGrad(GramianMethod):
         self.rescale = rescale
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """1 / K for the mean gradient, plus the weights of the correction."""
+        """The task weights: 1 / K for the mean gradient, plus the weights of the correction."""
         weights: Tensor = torch.ops.cs_kernels.cagrad_weights(gramian, self.c)
         return weights / (1.0, 1 + self.c**2, 1 + self.c)[self.rescale]
 

@@ -20,8 +20,8 @@ class FairGrad(GramianMethod):
 
     Args:
         alpha: The fairness, in [1/16, 16]. Near 0, the update is the plain sum; 1 is proportional
-            fairness, which is Nash-MTL's condition without its `max_norm`; larger values favor the
-            task that gains least.
+            fairness, which is `NashMTL` without its `max_norm`; larger values favor the task that
+            gains least.
         groups: "all" or "layer".
         update_every: As in `GramianMethod`.
 

@@ -18,9 +18,9 @@ class GradVac(GramianMethod):
     order. If the cosine of a pair is below its target, enough of the other gradient is added to
     reach the target. Then the changed gradients are added.
 
-    Targets are moving averages of the observed cosines, starting at zero. They do not change
-    for tasks that take no part in a step, or for any task if a gradient is not finite. A target is
-    at most 1 - 1e-6.
+    By default, targets are moving averages of the observed cosines, starting at zero. Targets of
+    tasks that take no part in a step are unchanged, and so are all targets if a gradient is
+    non-finite. A target is at most 1 - 1e-6.
 
     Args:
         target: One fixed target for all pairs, in [-1, 1); None for moving averages.
@@ -54,7 +54,7 @@ class GradVac(GramianMethod):
         self._tasks: tuple[str, ...] = ()
         self._layers: tuple[str, ...] = ()
         self._targets: Tensor | None = None
-        """Float64 [layers, tasks, tasks], for all tasks and layers that have occurred so far."""
+        """Float64 [layers, tasks, tasks], for all tasks and layers of the steps so far."""
         self._indices: dict[tuple[tuple[str, ...], ...], tuple[Tensor, ...]] = {}
         """Indices into the targets by tasks and layers, on the device of the targets."""
 

@@ -58,7 +58,7 @@ class GramianMethod(Method):
 
     @property
     def layerwise(self) -> bool:
-        """True with groups="layer". A subclass that overrides `weights` must override this too."""
+        """True with groups="layer"; a subclass that overrides `weights` must also override this."""
         built_in = type(self).weights.__module__.startswith("cs_kernels.")
         return self.groups == "layer" and built_in
 
@@ -85,9 +85,9 @@ class GramianMethod(Method):
 
         Args:
             gramian: The dot products of the gradients, float64 [K, K], or [layers, K, K] with
-                groups="layer". It is non-finite if a gradient is; the weights must then be NaN.
-                `step_together` makes several calls per step, each with zeros for the layers of the
-                other calls.
+                groups="layer". If a gradient is non-finite, so is the Gramian, and the weights must
+                be NaN. `step_together` makes several calls per step, each with zeros for the layers
+                of the other calls.
             step: The tasks of the Gramian's rows, their losses and the step number. It is None
                 outside a training loop, where equal Gramians must give equal weights.
 

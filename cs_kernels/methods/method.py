@@ -14,16 +14,16 @@ class Method(Stateful, ABC):
     """Turns the gradients of all tasks into one update, in a joint step (Phase 2)."""
 
     separate_gradients: bool = True
-    """Whether it needs each task's gradients separately; else they add up in `.grad`."""
+    """Whether the method needs each task's gradient separately; else they add up in `.grad`."""
 
     prioritizes: ClassVar[bool] = False
-    """Whether it needs layers with a task-specific normalization behind them."""
+    """Whether the method needs layers that are followed by a task-specific normalization."""
 
     has_gramian: bool = False
-    """Whether its steps store the Gramian of the gradients in `step.surgery`."""
+    """Whether the method stores the Gramian of the gradients in `step.surgery`."""
 
     takes_complex: ClassVar[bool] = True
-    """Whether it can treat a complex gradient as pairs of real numbers."""
+    """Whether the method can treat a complex gradient as pairs of real numbers."""
 
     update_every: int = 1
     """The interval, in steps, at which task weights are solved for."""
@@ -55,7 +55,7 @@ class Method(Stateful, ABC):
 
     @abstractmethod
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
-        """Writes the update of every shared parameter that any task has reached.
+        """Writes the update of every shared parameter for which any task has a gradient.
 
         Args:
             gradients: For the parameters of `gradients.reached()`, `of` returns the tasks'

@@ -19,7 +19,7 @@ class NashMTL(GramianMethod):
     Args:
         update_every: As in `GramianMethod`.
         max_norm: A longer update is scaled to this norm; 0 for no limit. With `update_every`,
-            reused task weights keep the factor of the step that solved for them.
+            reused task weights keep the scaling of the step that solved for them.
         groups: "all", or "layer" to limit the norm of each layer's update.
 
     Raises:

@@ -10,8 +10,8 @@ from cs_kernels.step import Step
 class NTKMTL(GramianMethod):
     """Balances convergence with neural tangent kernels of one sample (Qin et al., 2025).
 
-    The weight of task i is sqrt(tr G / G_ii), so all gradients are scaled to the same length before
-    they are added: the root of the sum of their squared lengths. The weight of a task with a zero
+    The weight of task i is sqrt(tr G / G_ii). All gradients are thus scaled to the same length, the
+    root of the sum of their squared lengths, and then added. The weight of a task with a zero
     gradient is zero.
 
     Args:

@@ -1,7 +1,7 @@
 """Counts, for every shared parameter, the steps in which the gradients of two tasks conflict.
 
-Counting reads the gradients once more per step, for a Gramian of each parameter. Everything else is
-small tensors on the gradients' device, without host synchronization until a number is read.
+Counting reads the gradients once more per step, for a Gramian per parameter. Everything else works
+on small tensors on the gradients' device; only reading a number synchronizes with it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +27,12 @@ class Conflicts:
 
     P is the number of `names`, K the number of `tasks`. Tensors are symmetric in the tasks. They
     are copies that later steps do not change, and stay on the gradients' device: reading one
-    synchronizes with the device. The gradients belong to the weighted losses; on many ranks, they
-    are means over the ranks.
+    synchronizes with the device. The gradients are the weighted losses'; on many ranks, they are
+    means over the ranks.
     """
 
     threshold: float
-    """Two gradients are in conflict if their cosine is below it."""
+    """Two gradients are in conflict if their cosine is below this threshold."""
     tasks: tuple[str, ...]
     names: tuple[str, ...]
     """The parameters, or the modules after `by_module`, in the order of the trunk. A parameter that
@@ -41,11 +41,11 @@ class Conflicts:
     """The products of the last joint step's gradients, without the factor of a scaler or of
     `backward=`, float64 [P, K, K]; NaN where a task had no gradient or took no part."""
     counts: Tensor
-    """The number of steps with a cosine below the threshold, int64 [P, K, K]; 0 on the diagonal."""
+    """The number of steps with a conflict, int64 [P, K, K]; 0 on the diagonal."""
     steps: Tensor
-    """The number of steps in which both tasks had a gradient, int64 [P, K, K]. A step with a
-    non-finite gradient of any shared parameter, such as one that a scaler skips, counts neither
-    here nor in `counts`."""
+    """The number of steps in which both tasks had a gradient, int64 [P, K, K]. Neither `steps` nor
+    `counts` includes a step with a non-finite gradient of any shared parameter, such as a step that
+    a scaler skips."""
     _modules: "Conflicts | None" = None
 
     @cached_property
@@ -65,7 +65,7 @@ class Conflicts:
     def by_module(self) -> "Conflicts":
         """The conflicts of each module, with all its parameters' gradients as one vector.
 
-        These counts cannot be derived from the counts per parameter. They are from the same steps.
+        They are counted in the same steps, and cannot be derived from the counts per parameter.
         """
         return self if self._modules is None else self._modules
 
@@ -115,11 +115,11 @@ class _Masks(NamedTuple):
     pairs: Tensor
     """Whether both tasks have a gradient, bool [R, K, K]."""
     distinct_pairs: Tensor
-    """The same without the diagonal."""
+    """`pairs` without the diagonal."""
 
 
 class ConflictCounter:
-    """The counts of a run, for R rows: the shared parameters, then the modules."""
+    """Counts conflicts in R rows: one per shared parameter, then one per module."""
 
     def __init__(self, gradients: TaskGradients, threshold: float) -> None:
         if not (is_finite_number(threshold) and -1 <= threshold <= 1):
@@ -254,7 +254,7 @@ class ConflictCounter:
         return Conflicts(self.threshold, tasks, row_names, gramians, counts, steps, by_module)
 
     def captured_state(self) -> list[Tensor]:
-        """The tensors, which steps update in place from now on."""
+        """The tensors; from now on, steps update them in place."""
         self._is_captured = True
         return [self._gramians, self._counts, self._steps]
 

@@ -36,7 +36,7 @@ class Monitor:
         return None if self.counter is None else self.counter.threshold
 
     def timer(self, device: torch.device, *, eager: bool) -> Elapsed:
-        """Times the surgery; on a GPU only after the first report, and never in a capture."""
+        """Times the surgery; on a GPU, only after the first report and never in a capture."""
         return Elapsed(device, wanted=self._reported and eager)
 
     def measure(self, step: Step) -> None:

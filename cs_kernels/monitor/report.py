@@ -1,7 +1,7 @@
 """Reports: what one training step did, for people who watch a training run.
 
 A step keeps the few tensors from which its method made the update. A report computes everything
-else on the device on request, without host synchronization until a number is read.
+else on request, on the device; only reading a number synchronizes with the device.
 """
 
 from collections.abc import Mapping
@@ -33,8 +33,8 @@ class Done(NamedTuple):
 class Report:
     """What one step did, made by `MultiTaskOptimizer.report`.
 
-    The gradients belong to the weighted losses, without the factor of a scaler or of `backward=`;
-    on many ranks, they are means over the ranks. L is the number of layers, K the number of `rows`.
+    The gradients are the weighted losses', without the factor of a scaler or of `backward=`; on
+    many ranks, they are means over the ranks. L is the number of layers, K the number of `rows`.
     Tensors stay on the gradients' device: reading one synchronizes with the device, but making the
     report does not.
     """
@@ -85,8 +85,8 @@ class Report:
     def update_norm(self) -> Tensor | None:
         """Gramian methods: the norm of the update, a scalar or [L].
 
-        It is computed from the Gramian, so if gradients cancel, its error is up to 1e-8 of their
-        norms.
+        The norm is computed from the Gramian: if gradients cancel, its error is up to 1e-8 of the
+        gradients' norms.
         """
         if self.gramian is None or self.task_weights is None:
             return None
@@ -106,7 +106,7 @@ class Report:
 
     @cached_property
     def conflicts(self) -> Tensor | None:
-        """Whether task j's gradient is in conflict with task i's, bool, in entry [i, j].
+        """Entry [i, j]: whether task j's gradient is in conflict with task i's, bool.
 
         `ConnectionStrength`: over the channel group CG_i of each layer, where conflicts lead to
         projections, [L, K, K]. Gramian methods: over all parameters, shaped like `gramian`.
@@ -195,7 +195,7 @@ class Report:
         return scalars
 
     def __str__(self) -> str:
-        """The numbers of `scalars`, one line per task; synchronizes with the device."""
+        """The numbers of `scalars`, with one line per task; synchronizes with the device."""
         scalars = self.scalars()
         epoch = "" if self.epoch is None else f"epoch {self.epoch}, "
         head = [f"step {self.step}, {epoch}phase {self.phase}"]
@@ -224,7 +224,7 @@ class Report:
 
 
 def report_of(done: Done, method: Method, weighting: Weighting) -> Report:
-    """The report of a step, with copies of its tensors, which CUDA graph replays overwrite."""
+    """The report of a step, with copies of the tensors that CUDA graph replays overwrite."""
     step = done.step
     surgery, scale = step.surgery, step.loss_scale
     solver_step = done.number if step.kept is None else step.kept.number

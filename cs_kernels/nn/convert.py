@@ -37,7 +37,7 @@ def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module
     original's weight, bias and statistics, for example pretrained ones. Batch normalization can be
     turned into SyncBatchNorm before or after the conversion. A module that is used several times
     stays one module. Convert before building the optimizer, because the copies have new parameters.
-    A checkpoint from before the conversion can still be loaded: every task gets its values.
+    A checkpoint from before the conversion can still be loaded: each copy gets the same values.
 
     Args:
         module: A network, or a batch normalization itself.
@@ -112,8 +112,8 @@ def _check_convertible(module: nn.Module, tasks: tuple[str, ...]) -> None:
 def add_task(module: nn.Module, task: str, *, like: str) -> list[nn.Parameter]:
     """Adds a task to every task-specific normalization, with a copy of another task's module.
 
-    Use it when a trained trunk has to learn one more task: pass the new parameters to the torch
-    optimizer, and build a new `MultiTaskOptimizer` with all tasks.
+    This is for a trained trunk that has to learn one more task. Pass the new parameters to the
+    torch optimizer, and build a new `MultiTaskOptimizer` with all tasks.
 
     Args:
         module: A network with task-specific normalization.
@@ -149,7 +149,7 @@ def add_task(module: nn.Module, task: str, *, like: str) -> list[nn.Parameter]:
 def extract_task(module: nn.Module, task: str) -> nn.Module:
     """Copies a network for one task, with that task's plain normalizations.
 
-    The copy is a plain torch network, as before `convert_task_batchnorm`. Use it for one task's
+    The copy is a plain torch network, as before `convert_task_batchnorm`, for one task's
     predictions, checkpoints and export. The module itself is unchanged.
 
     Args:
@@ -179,14 +179,13 @@ def extract_task(module: nn.Module, task: str) -> nn.Module:
 def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
     """Recomputes the running statistics of one task over a data set.
 
-    Use it for averaged weights, or after training with batches that were too small. It is
-    `torch.optim.swa_utils.update_bn` for one task; torch's function resets all tasks' statistics.
-    Batch normalization in `eval()` mode is frozen and keeps its statistics. If the whole trunk is
-    in `eval()` mode, all statistics of the task are recomputed.
+    This is for averaged weights, or for training with batches that were too small.
+    `torch.optim.swa_utils.update_bn` does the same, but resets all tasks' statistics. Batch
+    normalization in `eval()` mode is frozen and keeps its statistics, unless the whole trunk is in
+    `eval()` mode: then all statistics of the task are recomputed.
 
     Args:
-        loader: Yields inputs of the trunk, or lists or tuples that begin with one, on the trunk's
-            device.
+        loader: Yields inputs of the trunk on its device, or lists or tuples that begin with one.
         trunk: A network with task-specific normalization.
         task: The task, which is active during the call; other tasks' statistics are unchanged.
 

@@ -111,7 +111,7 @@ class TaskBatchNorm(nn.Module):
         return result
 
     def extra_repr(self) -> str:
-        """Shows the active task."""
+        """The active task, for the module's repr."""
         return f"active={self.active!r}"
 
     def _load_from_state_dict(

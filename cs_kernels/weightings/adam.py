@@ -18,7 +18,7 @@ def adam_step(states: Tensor, gradients: Tensor, lr: float, weight_decay: float 
     """The states after one step with the update rule of `torch.optim.Adam`.
 
     Args:
-        states: [K, 4]: each task's number, first and second moment, and step count.
+        states: [K, 4]; each row has a task's number, first moment, second moment and step count.
         gradients: [K].
         lr: The learning rate.
         weight_decay: The L2 penalty.

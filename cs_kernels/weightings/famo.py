@@ -22,34 +22,32 @@ class FAMO(LastLosses):
     """Makes all losses fall at the same rate, by fast adaptive optimization (Liu et al., 2023).
 
     Each task of a step has a logit; z is the softmax of the logits, and D_i = L_i - min_i + 1e-8.
-    The weight of
-    task i is `(z_i / D_i) / sum_j (z_j / D_j)`. The logits learn from the effect of a
+    The weight of task i is `(z_i / D_i) / sum_j (z_j / D_j)`. The logits learn from the effect of a
     step: they take one Adam step along the gradient of `sum_i z_i log(D_i before / D_i after)`, so
     a task whose loss has fallen by less than the mean gets more weight.
 
     With `reevaluate=True`, as published, `MultiTaskOptimizer.step` computes the losses again after
     the step, with the same closures and without gradients. This takes one more forward pass per
-    task. Buffers and torch's default generators are restored afterwards. Do not use it with a
-    closure that draws its own batches, because the new losses would come from other batches, or
-    with a closure that needs gradients, such as for a gradient penalty, because it would raise. If
-    a closure raises in this evaluation, the step still counts, and the logits are unchanged. With
-    `reevaluate=False`, the loss in a task's next step stands for its loss after this one. Calls of
-    `backward`, many ranks and captured steps need `reevaluate=False`.
+    task. Buffers and torch's default generators are restored afterwards. A closure must not draw
+    its own batches, because the new losses would come from other batches, and must not need
+    gradients, such as for a gradient penalty, because it would raise. If a closure raises in this
+    evaluation, the step still counts, and the logits are unchanged. With `reevaluate=False`, a
+    task's loss in its next step takes the place of its loss after this step. Calls of `backward`,
+    many ranks and captured steps need `reevaluate=False`.
 
     In `backward` in one process with one batch, the weights use the losses of this step, after the
     logits have learned from them. In `step`, the weight of a task uses this step's loss of the task
-    itself and the other tasks' last losses. On many ranks and with micro-batches, all losses are
-    the tasks' last ones. A task that has had no loss yet counts with the loss that is being
-    weighed.
+    itself and the other tasks' last losses. On many ranks and with micro-batches, the weights use
+    all tasks' last losses. For a task without a last loss, the loss that is being weighed is used.
 
-    The weight of a loss below its minimum is NaN. A task with a non-finite loss is left out of the
-    update of the logits.
+    If a loss is below its minimum, all weights that use it are NaN. A task with a non-finite loss
+    is left out of the update of the logits.
 
     Args:
         lr: The learning rate of the logits.
         decay: The weight decay of the logits.
         reevaluate: Whether to compute the losses again after a step.
-        minima: The smallest possible value of each task's loss; 0 for a task without an entry.
+        minima: The smallest possible value of a task's loss, by task. Default: 0.
 
     Raises:
         ValueError: `lr` is not positive and finite, `decay` is negative or not finite, or a minimum
@@ -89,7 +87,7 @@ class FAMO(LastLosses):
                 raise ValueError(f"minima must be of tasks among {list(tasks)}, got {task!r}")
 
     def weights(self, losses: Tensor, step: Step) -> Tensor:
-        """(z / D) / sum(z / D), float64 [K]."""
+        """The weights (z / D) / sum(z / D), float64 [K]."""
         logits = self._states(step.tasks, losses)
         if not self.reevaluates and set(step.known) >= set(step.tasks):
             # `observe` will apply the same update to the state, unless the step fails.
@@ -107,7 +105,7 @@ class FAMO(LastLosses):
         return losses + _TINY
 
     def _states(self, tasks: Sequence[str], like: Tensor) -> Tensor:
-        """A copy of the states [K, 4]; new tasks start with logit 0."""
+        """A copy of the logits with their Adam states, [K, 4]; new tasks start with logit 0."""
         states = [on_device(self._logits, task, like.device) for task in tasks]
         return torch.stack([start(like, 0.0) if state is None else state for state in states])
 
@@ -119,7 +117,7 @@ class FAMO(LastLosses):
     def _learned(
         self, logits: Tensor, tasks: Sequence[str], before: Tensor, after: Tensor
     ) -> Tensor:
-        """The states after one update, [K, 4]; unchanged for tasks without both losses."""
+        """The states after one update, [K, 4]; unchanged for tasks without two finite losses."""
         delta = self._gaps(before, tasks).log() - self._gaps(after, tasks).log()
         valid = delta.isfinite()
         delta = torch.where(valid, delta, 0.0)

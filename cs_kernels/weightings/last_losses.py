@@ -37,9 +37,9 @@ class LastLosses(Weighting):
     """Weighs each loss by the losses of all tasks of the step.
 
     A loss that is unknown before a backward pass is replaced by the task's last loss. In `step`,
-    the other tasks' losses are unknown; on many ranks and with micro-batches, all losses are. A
-    task without a last loss counts with the loss that is being weighed. A non-finite loss is
-    replaced by the task's last loss or, if there is none, by the mean of the other losses.
+    the other tasks' losses are unknown; on many ranks and with micro-batches, all losses are
+    unknown. For a task without a last loss, the loss that is being weighed is used. A non-finite
+    loss is replaced by the task's last loss or, if there is none, by the mean of the other losses.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class LastLosses(Weighting):
         """The weights of a step's tasks from their losses: both float64 [K]."""
 
     def losses_of(self, loss: Tensor, step: Step) -> Tensor:
-        """The losses of the step's tasks, float64 [K]: this step's, else the last, else `loss`."""
+        """The losses of the step's tasks, float64 [K]: this step's, or the last, or `loss`."""
         own = loss.detach().double()
         last = [self._last_of(other, own) for other in step.tasks]
         pairs = zip(step.tasks, last, strict=True)

@@ -24,20 +24,21 @@ class SmoothTchebycheff(LastLosses):
     log sum_i exp(log(L_i / n_i) / mu)` over the K tasks of a step, so the weight of task i is `K
     softmax_i(log(L_i / n_i) / mu) / L_i`.
 
-    A task has no nadir if it had no loss in that epoch, or if its mean loss is not positive. Until
-    a later epoch with a positive mean sets its nadir, it counts as if L_i = n_i. Non-finite losses
-    are left out of the means. The weight of a negative loss, which has no logarithm, is NaN; the
-    weight of a zero loss is 1e20.
+    A task has no nadir if it had no loss in epoch `warmup`, or if its mean loss was not positive.
+    A later epoch with a positive mean sets its nadir; until then, the task counts as if L_i = n_i.
+    Non-finite losses are left out of the means. A negative loss has no logarithm: its weight is
+    NaN, and after the warm-up, so are all weights that use it. In a logarithm and in 1 / L_i, 1e-20
+    is added to the loss, so the weight of a zero loss is finite.
 
     In `backward` in one process with one batch, the weights use the losses of this step. In `step`,
     the weight of a task uses this step's loss of the task itself and the other tasks' last losses.
-    On many ranks and with micro-batches, all losses are the tasks' last ones. In the very first
-    step, each rank and micro-batch thus weighs by its own loss: if each of n micro-batches has 1 /
-    n of the mean loss, their sum has n times the weight.
+    On many ranks and with micro-batches, the weights use all tasks' last losses. In the very first
+    step, there are none, so each rank and micro-batch uses its own loss: if each of n micro-batches
+    has 1 / n of the mean loss, the weights are n times as large.
 
     Args:
-        mu: How smooth the maximum is; near 0, it is just the largest loss.
-        warmup: The epoch whose mean losses are the nadirs, counted from 0.
+        mu: How smooth the maximum is; with mu near 0, only the largest loss counts.
+        warmup: The epoch whose mean losses become the nadirs, counted from 0.
 
     Raises:
         ValueError: `mu` is not positive and finite, or `warmup` is negative.
@@ -53,7 +54,7 @@ class SmoothTchebycheff(LastLosses):
         self.warmup = checked_integer("warmup", warmup, 0)
         self._epoch: int | None = None
         self._totals: dict[str, Tensor] = {}
-        """The sum and number of this epoch's losses, on their device."""
+        """By task: the sum and the number of this epoch's losses, on their device."""
         self._nadirs: dict[str, Tensor] = {}
         """Float64 scalars; infinite for tasks without a nadir."""
 
@@ -69,7 +70,7 @@ class SmoothTchebycheff(LastLosses):
         return super().weigh(task, loss, step)
 
     def weights(self, losses: Tensor, step: Step) -> Tensor:
-        """K softmax(log(L / n) / mu) / L, float64 [K]; 1 / L before there are nadirs."""
+        """The weights K softmax(log(L / n) / mu) / L, float64 [K]; 1 / L without nadirs."""
         scalars = [on_device(self._nadirs, task, losses.device) for task in step.tasks]
         nadirs = torch.stack([losses.new_full((), inf) if n is None else n for n in scalars])
         logarithms = (losses + _TINY).log() - (nadirs + _TINY).log()

@@ -69,7 +69,7 @@ class UncertaintyWeights(Weighting):
         return {task: value.detach().clone() for task, value in self.log_sigma.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Copies the state into the same parameters."""
+        """Copies the state into the existing parameters."""
         with torch.no_grad():
             for task, value in self.log_sigma.items():
                 value.copy_(state[task])

@@ -11,7 +11,7 @@ from cs_kernels.step import Step
 
 
 class Weighting(Stateful, ABC):
-    """Weighs the loss of each task, in every phase and with every method."""
+    """Weighs the loss of each task, in both phases and with every method."""
 
     needs_gramian: bool = False
     """Whether `observe` reads the Gramian of the gradients, `step.surgery.gramian`."""
@@ -45,7 +45,7 @@ class Weighting(Stateful, ABC):
         return []
 
     def is_undone(self) -> bool:
-        """Whether a failed step restores the state; parameters belong to the torch optimizer."""
+        """Whether a failed step restores the state; False for learned parameters."""
         return super().is_undone() and not self.parameters()
 
     def start_epoch(self, epoch: int) -> None:
@@ -56,8 +56,8 @@ class Weighting(Stateful, ABC):
         """Called once per step; `step.losses` has the unweighted losses of its tasks.
 
         These losses are means over the ranks and sums over the micro-batches. The call comes before
-        the torch optimizers' step or, if the weighting `reevaluates`, after the losses were
-        recomputed. If the step fails, `load_state_dict` restores the state before it.
+        the torch optimizers' step or, if the weighting `reevaluates`, after the losses have been
+        recomputed. If the step fails, `load_state_dict` restores the state from before it.
         """
         del step
 
