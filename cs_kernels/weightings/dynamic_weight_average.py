@@ -17,7 +17,7 @@ from cs_kernels.weightings.weighting import Weighting, weighed
 class DynamicWeightAverage(Weighting):
     """Gives more weight to losses that fall more slowly (Liu et al., 2019).
 
-    r_i is the mean loss of task i in the last epoch, divided by its mean in the epoch before. The
+    r_i is the mean loss of task i in the last epoch, divided by that in the epoch before. The
     weight of task i is `K exp(r_i / T) / sum_j exp(r_j / T)`, and 1 in the first two epochs.
     Non-finite losses are ignored.
 
@@ -35,7 +35,7 @@ class DynamicWeightAverage(Weighting):
         self.temperature = temperature
         self._epoch: int | None = None
         self._totals: dict[str, Tensor] = {}
-        """The sum and number of this epoch's losses, on their device without synchronization."""
+        """The sum and number of this epoch's losses, on their device to avoid synchronization."""
         self._means: dict[str, list[float]] = {}
         """The mean losses of the last two epochs in which the task had a loss."""
         self._weights: dict[str, float] = {}
