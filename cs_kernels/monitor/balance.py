@@ -10,11 +10,11 @@ from cs_kernels.monitor.conflicts import cosines_of
 
 @dataclass(frozen=True, repr=False, eq=False)
 class BalanceReport:
-    """The tasks' gradients as a GradientBalancer sees them, made by `GradientBalancer.report`.
+    """Statistics of the tasks' gradients, made by `GradientBalancer.report`.
 
-    Products are estimated from sketches. K is the number of tasks. With groups="layer", L is the
-    number of modules; otherwise, tensors lack that dimension. Tensors are copies on the gradients'
-    device: reading one synchronizes with the device.
+    Dot products are estimated from sketches. K is the number of tasks. With groups="layer", L is
+    the number of modules; otherwise, tensors lack that dimension. Tensors are copies on the
+    gradients' device: reading one synchronizes with the device.
     """
 
     step: int
@@ -22,22 +22,22 @@ class BalanceReport:
     method: str
     """The method's `repr`."""
     tasks: tuple[str, ...]
-    """In the order of rows and columns."""
+    """The tasks, in the order of rows and columns."""
     layers: tuple[str, ...]
     """The modules, with groups="layer"."""
     gramian: Tensor
-    """The products of the gradients, float64 [K, K] or [L, K, K]: for each pair, from the last step
-    that had a gradient of both tasks; 0 for a pair that has never been in one step."""
+    """The dot products of the gradients, float64 [K, K] or [L, K, K]: for each pair, from the last
+    step that had a gradient of both tasks; 0 for a pair without such a step."""
     weights: Tensor
     """The task weights of the next step, [K] or [L, K]; 1 for a task without a gradient so far."""
     together: Tensor
-    """Whether any step had a gradient of both tasks, bool, shaped like `gramian`. All other pairs
-    are assumed to be orthogonal."""
+    """Whether any step had a gradient of both tasks, bool, shaped like `gramian`. Pairs without
+    such a step are assumed to be orthogonal."""
     finite: Tensor
-    """Whether the gradients of the last step were finite, a bool scalar; if not, products and
-    weights are from before that step."""
+    """Whether the gradients of the last step were finite, a bool scalar; if not, `gramian` and
+    `weights` are from before that step."""
     counts: Tensor
-    """The number of steps with a negative product of two tasks over all modules, int64 [K, K]."""
+    """The number of steps with a negative dot product over all modules, int64 [K, K]."""
     steps: Tensor
     """The number of steps that had a gradient of both tasks, int64 [K, K]."""
     _variance: Tensor
@@ -49,7 +49,7 @@ class BalanceReport:
 
     @cached_property
     def cosines(self) -> Tensor:
-        """The gradients' cosines, shaped like `gramian`; 0 for tasks never in one step."""
+        """The gradients' cosines, shaped like `gramian`; 0 for pairs that are not `together`."""
         return cosines_of(self.gramian)
 
     @cached_property
@@ -68,7 +68,7 @@ class BalanceReport:
 
         "task_weight/TASK" (with groups="layer", the mean over the modules), "gradient_norm/TASK",
         and "cosine/TASK,TASK", "cosine_error/TASK,TASK" and "conflict_share/TASK,TASK" for pairs
-        that have been in one step. Norms and cosines are over all modules.
+        that have been in the same step. Norms and cosines are over all modules.
         """
         whole = self._whole
         weights = self.weights.reshape(-1, len(self.tasks)).mean(0).tolist()
@@ -94,7 +94,7 @@ class BalanceReport:
             return self
         energies = self.gramian.diagonal(dim1=-2, dim2=-1)
         total = energies.sum(0)
-        # The modules' variances add up; a squared product is at most the product of its energies.
+        # The modules' variances add up; a squared dot product is at most that of the squared norms.
         share = (energies.square().sum(-1) * self._variance).sum() / total.square().sum()
         return replace(
             self,
