@@ -37,7 +37,7 @@ class AlignedMTL(GramianMethod):
         self.scale = scale
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """The task weights of the sum; divide them by K for the mean."""
+        """Task weights for the sum of the aligned gradients; divided by K, they give the mean."""
         weights: Tensor = torch.ops.cs_kernels.aligned_mtl_weights(gramian, self.scale)
         return weights
 

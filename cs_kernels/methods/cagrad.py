@@ -13,14 +13,15 @@ from cs_kernels.step import Step
 class CAGrad(GramianMethod):
     """Conflict-averse gradient descent (Liu et al., 2021).
 
-    The update d maximizes the smallest gain <g_i, d> of any task, over all vectors within distance
-    c |g_0| of the mean gradient g_0. If no direction improves all tasks, this gain is at most zero.
+    Before rescaling, the update maximizes the smallest local improvement of any task, among all
+    vectors within c |g_0| of the mean gradient g_0. The smallest improvement is at most zero if no
+    direction improves all tasks.
 
     Args:
-        c: The radius, relative to |g_0|; below 1, training converges to a stationary point of
-            the mean loss.
-        rescale: 0 leaves the update unscaled, 1 divides it by 1 + c^2, as the authors do, and 2 by
-            1 + c.
+        c: The radius, relative to |g_0|; below 1, the fixed points are the stationary points of the
+            mean loss.
+        rescale: 0 leaves the update unscaled; 1 divides it by 1 + c^2, as the authors do; 2 divides
+            it by 1 + c.
         groups: "all" or "layer".
         update_every: As in `GramianMethod`.
 

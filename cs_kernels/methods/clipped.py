@@ -15,17 +15,17 @@ from cs_kernels.step import Step
 class Clipped(GramianMethod):
     """Clips each task's gradient to a maximum norm, then applies another method.
 
-    A task's gradient of the shared parameters is scaled to `max_norm` if its norm is larger; the
-    gradients of its head and its normalization are unchanged. The squared norms are the diagonal of
-    the Gramian, and the factors go into the task weights, so clipping neither reads nor writes a
-    gradient. With groups="layer", each module's gradient is clipped; with `features=z`, the
-    gradient with respect to z; on many ranks, the gradient's mean over the ranks. Reports show the
-    norms and cosines of the unclipped gradients.
+    A task's gradient over the shared parameters is scaled to `max_norm` if its norm is larger; the
+    gradients of the task's head and normalization are unchanged. The squared norms are the diagonal
+    of the Gramian, and the factors go into the task weights, so clipping neither reads nor writes a
+    gradient. Clipping applies to each module's gradient with groups="layer", to the gradient with
+    respect to z with `features=z`, and to the mean gradient over the ranks with many ranks. Reports
+    show the norms and cosines of the unclipped gradients.
 
     Args:
-        method: A Gramian method, or `Sum()`. Its `groups` and `update_every` apply.
+        method: A Gramian method, or `Sum()`; its `groups` and `update_every` also apply here.
         max_norm: A positive number, or a function of the norms, float64 [K] or [layers, K], that
-            returns the largest norms allowed, such as the median:
+            returns the limits, such as the median:
             `lambda norms: norms.median(-1, keepdim=True).values`.
 
     Raises:
@@ -60,7 +60,7 @@ class Clipped(GramianMethod):
         self.method.check(tasks)
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """The inner method's task weights for the clipped gradients, times the clipping factors."""
+        """The task weights of the clipped gradients, times the clipping factors."""
         norms = gramian.diagonal(dim1=-2, dim2=-1).sqrt()
         limits = self.max_norm(norms) if callable(self.max_norm) else self.max_norm
         # A zero gradient is unchanged. A non-finite one makes the Gramian and the weights NaN.

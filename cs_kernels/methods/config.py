@@ -10,9 +10,9 @@ from cs_kernels.step import Step
 class ConFIG(GramianMethod):
     """Conflict-free inverse gradients (Liu et al., 2024).
 
-    The update has the same cosine with every gradient, and its length is the sum of the gradients'
-    components along it. If no such direction exists, the least-squares direction takes its place.
-    If that is zero too, as for opposed gradients, the update is zero.
+    The update has the same cosine with every nonzero gradient. The update's length is the sum of
+    the gradients' components along it. If equal cosines are impossible, the least-squares direction
+    is used. If the least-squares solution is zero, as for opposed gradients, the update is zero.
 
     Args:
         groups: "all" or "layer".
@@ -21,6 +21,6 @@ class ConFIG(GramianMethod):
     """
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """Task weights in closed form; some may be negative."""
+        """Task weights in closed form, possibly negative."""
         weights: Tensor = torch.ops.cs_kernels.config_weights(gramian)
         return weights

@@ -9,10 +9,10 @@ from cs_kernels.trunk.layers import Layout
 class ConnectionStrength(Method):
     """Conserves the task priority of output channels (Algorithm 1, Phase 2).
 
-    In every layer that is followed by a task-specific normalization, the channel group CG_i
-    consists of the output channels whose normalized connection strength is greatest for task i.
-    Within CG_i, gradients in conflict with task i's are projected. All other shared parameters get
-    the plain sum.
+    In every layer followed by task-specific normalization, the channel group CG_i consists of the
+    output channels whose normalized connection strength is greatest for task i. Within CG_i, each
+    gradient that conflicts with task i's is projected to be orthogonal to it. All other shared
+    parameters get the plain sum.
     """
 
     prioritizes = True

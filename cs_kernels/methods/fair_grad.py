@@ -8,20 +8,20 @@ from cs_kernels.options import is_finite_number
 from cs_kernels.step import Step
 
 _LEAST, _GREATEST = 1 / 16, 16
-"""Beyond these, powers of the gradients' lengths exceed the range of float64."""
+"""Limits on alpha; beyond them, powers of gradient lengths exceed the range of float64."""
 
 
 class FairGrad(GramianMethod):
     """Fair resource allocation (Ban and Ji, 2024): each task's gain is a resource to share.
 
     The task weights w > 0 solve (G w)_i = w_i^(-1 / alpha), up to a ridge of 1e-10 on the
-    gradients' correlations: the update maximizes the sum of the tasks' alpha-fair utilities. The
-    weight of a task with a zero gradient is zero.
+    gradients' correlations. The update's direction thus maximizes the sum of the tasks' alpha-fair
+    utilities. The weight of a task with a zero gradient is zero.
 
     Args:
         alpha: The fairness, in [1/16, 16]. Near 0, the update is the plain sum; 1 is proportional
-            fairness, which is `NashMTL` without its `max_norm`; larger values favor the task that
-            gains least.
+            fairness, as in Nash-MTL without `max_norm`; larger values favor the task with the
+            smallest gain.
         groups: "all" or "layer".
         update_every: As in `GramianMethod`.
 

@@ -15,9 +15,9 @@ from cs_kernels.trunk.layers import Layout
 class GradDrop(Method):
     """Gradient sign dropout (Chen et al., "Just Pick a Sign", 2020).
 
-    For each element, either the positive or the negative gradients are added: the positive ones
-    with a probability equal to their share of the sum of absolute values. The expected update is
-    the plain sum.
+    For each element, either the positive or the negative gradients are added. The positive ones are
+    chosen with a probability equal to their share of the sum of absolute values. With one leak for
+    all tasks, the expected update is the plain sum.
 
     The choice depends only on the seed, the step number and the element's index, so it is the same
     on all ranks and for any number of threads.

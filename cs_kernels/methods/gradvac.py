@@ -12,20 +12,20 @@ from cs_kernels.step import Step
 
 
 class GradVac(GramianMethod):
-    """Gradient vaccine (Wang et al., 2021): PCGrad with a target other than zero for each cosine.
+    """Gradient vaccine (Wang et al., 2021): PCGrad with a target cosine per pair, instead of zero.
 
     Each task's gradient is compared with the original gradients of the other tasks in a random
     order. If the cosine of a pair is below its target, enough of the other gradient is added to
     reach the target. Then the changed gradients are added.
 
-    By default, targets are moving averages of the observed cosines, starting at zero. Targets of
-    tasks that take no part in a step are unchanged, and so are all targets if a gradient is
-    non-finite. A target is at most 1 - 1e-6.
+    Targets are moving averages of the observed cosines, starting at zero. A step changes neither
+    the targets of tasks that take no part in it nor any target of a non-finite Gramian. A target is
+    at most 1 - 1e-6.
 
     Args:
         target: One fixed target for all pairs, in [-1, 1); None for moving averages.
-        beta: The weight of a step in the moving averages, in [0, 1].
-        seed: The seed of the orders, which also depend on the step number.
+        beta: The weight of a step's cosines in the moving averages, in [0, 1].
+        seed: The seed of the random orders, which also depend on the step number.
         groups: "all", or "layer" for separate targets in each layer, as in the paper.
         update_every: As in `GramianMethod`.
 
@@ -54,12 +54,12 @@ class GradVac(GramianMethod):
         self._tasks: tuple[str, ...] = ()
         self._layers: tuple[str, ...] = ()
         self._targets: Tensor | None = None
-        """Float64 [layers, tasks, tasks], for all tasks and layers of the steps so far."""
+        """Float64 [layers, tasks, tasks], for all tasks and layers seen so far."""
         self._indices: dict[tuple[tuple[str, ...], ...], tuple[Tensor, ...]] = {}
         """Indices into the targets by tasks and layers, on the device of the targets."""
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """The task weights of the changed gradients; every step draws new orders.
+        """The task weights of the sum of the changed gradients; every step draws new orders.
 
         Without a step, the targets are the initial ones, and the moving averages are unchanged.
         """
@@ -84,7 +84,7 @@ class GradVac(GramianMethod):
         return weights
 
     def _averages(self, gramian: Tensor, step: Step) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """All moving averages, and the step's indices into them; None if it uses all of them."""
+        """All moving averages, and the step's indices into them, or None for all of them."""
         tasks = step.tasks or tuple(map(str, range(gramian.shape[-1])))
         numbers = tuple(map(str, range(gramian.shape[:-2].numel())))
         layers = step.layers or (numbers if gramian.ndim > 2 else ("",))

@@ -19,7 +19,7 @@ Groups = Literal["all", "layer"]
 
 
 def nan_unless_finite(weights: Tensor, gramian: Tensor) -> Tensor:
-    """The weights; NaN for a non-finite Gramian."""
+    """The weights, or NaN if the Gramian is non-finite."""
     finite = gramian.isfinite().all(-1).all(-1, keepdim=True)
     return torch.where(finite, weights, torch.nan)
 
@@ -31,15 +31,15 @@ class GramianMethod(Method):
     step have no row in its Gramian.
 
     With `update_every` above 1, one step solves for the task weights, and the following steps reuse
-    them. Steps that reuse task weights need no separate gradients: the weighted gradients of all
+    them. With groups="all", these steps need no separate gradients: the weighted gradients of all
     tasks add up in `.grad`, in one backward pass if the losses come from one forward pass. Task
-    weights are reused only in steps with the same tasks; they are discarded if any is non-finite or
+    weights are reused only in steps with the same tasks. They are discarded if any is non-finite or
     any gradient is zero.
 
     Args:
         groups: "all" for one Gramian and one set of task weights for the whole trunk; "layer" for
             one of each per module, as if every module were a trunk of its own.
-        update_every: The interval, in steps of both phases, at which task weights are solved for.
+        update_every: The interval between two solves for task weights, in steps of both phases.
 
     Raises:
         ValueError: `groups` is neither "all" nor "layer", or `update_every` is below 1.
@@ -58,7 +58,7 @@ class GramianMethod(Method):
 
     @property
     def layerwise(self) -> bool:
-        """True with groups="layer"; a subclass that overrides `weights` must also override this."""
+        """True with groups="layer" and built-in `weights`; other subclasses must opt in."""
         built_in = type(self).weights.__module__.startswith("cs_kernels.")
         return self.groups == "layer" and built_in
 
@@ -85,9 +85,9 @@ class GramianMethod(Method):
 
         Args:
             gramian: The dot products of the gradients, float64 [K, K], or [layers, K, K] with
-                groups="layer". If a gradient is non-finite, so is the Gramian, and the weights must
-                be NaN. `step_together` makes several calls per step, each with zeros for the layers
-                of the other calls.
+                groups="layer". A non-finite gradient makes it non-finite; the weights must then be
+                NaN. For a `layerwise` method, `step_together` makes several calls per step, each
+                with zeros for the layers of the other calls.
             step: The tasks of the Gramian's rows, their losses and the step number. It is None
                 outside a training loop, where equal Gramians must give equal weights.
 
@@ -97,7 +97,7 @@ class GramianMethod(Method):
         """
 
     def combine(self, gradients: TaskGradients, layout: Layout, step: Step) -> None:
-        """One operator call for the Gramian, unless weights are reused, and one for the sum."""
+        """Calls one operator for the Gramian, unless weights are reused, and one for the sum."""
         parameters = gradients.reached()
         if not parameters:
             gradients.clear()
@@ -136,7 +136,7 @@ class GramianMethod(Method):
         gradients.assign(parameters)
 
     def _repr(self, **options: object) -> str:
-        """`Name(option=value)`; `groups` and `update_every` are shown if not the default."""
+        """`Name(option=value)`; defaults of `groups` and `update_every` are omitted."""
         if self.groups != "all":
             options["groups"] = self.groups
         if self.update_every != 1:

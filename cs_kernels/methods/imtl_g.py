@@ -8,7 +8,7 @@ from cs_kernels.step import Step
 
 
 class IMTLG(GramianMethod):
-    """Impartial multi-task learning by gradients (Liu et al., 2021).
+    """The gradient part of impartial multi-task learning (Liu et al., 2021).
 
     The update has the same component along every task's gradient. The task weights sum to one; some
     may be negative.

@@ -14,10 +14,10 @@ class Method(Stateful, ABC):
     """Turns the gradients of all tasks into one update, in a joint step (Phase 2)."""
 
     separate_gradients: bool = True
-    """Whether the method needs each task's gradient separately; else they add up in `.grad`."""
+    """Whether the method needs separate gradients per task; otherwise, they add up in `.grad`."""
 
     prioritizes: ClassVar[bool] = False
-    """Whether the method needs layers that are followed by a task-specific normalization."""
+    """Whether the method needs layers followed by task-specific normalization."""
 
     has_gramian: bool = False
     """Whether the method stores the Gramian of the gradients in `step.surgery`."""
@@ -26,7 +26,7 @@ class Method(Stateful, ABC):
     """Whether the method can treat a complex gradient as pairs of real numbers."""
 
     update_every: int = 1
-    """The interval, in steps, at which task weights are solved for."""
+    """The interval between two solves for task weights, in steps."""
 
     most_tasks: int | None = None
     """The maximum number of tasks; None for no limit."""
@@ -59,8 +59,8 @@ class Method(Stateful, ABC):
 
         Args:
             gradients: For the parameters of `gradients.reached()`, `of` returns the tasks'
-                gradients, `updates` returns the tensors to write to, and `assign` puts these in
-                `.grad`. Complex gradients are pairs of real numbers, of shape [..., 2].
+                gradients, `updates` returns the tensors to write to, and `assign` makes these
+                tensors `.grad`. Complex gradients are pairs of real numbers, of shape [..., 2].
             layout: The layers whose output channels are prioritized.
             step: The tasks that take part, their losses, and the step number.
 

@@ -18,9 +18,9 @@ class NashMTL(GramianMethod):
 
     Args:
         update_every: As in `GramianMethod`.
-        max_norm: A longer update is scaled to this norm; 0 for no limit. With `update_every`,
-            reused task weights keep the scaling of the step that solved for them.
-        groups: "all", or "layer" to limit the norm of each layer's update.
+        max_norm: The norm to which longer updates are scaled; 0 for no limit. With `update_every`,
+            reused task weights keep the factor of the step that solved for them.
+        groups: "all" or "layer"; with "layer", `max_norm` limits each layer's update.
 
     Raises:
         ValueError: `max_norm` is negative or not finite, or another option has an invalid value.

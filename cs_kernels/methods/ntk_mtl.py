@@ -8,11 +8,11 @@ from cs_kernels.step import Step
 
 
 class NTKMTL(GramianMethod):
-    """Balances convergence with neural tangent kernels of one sample (Qin et al., 2025).
+    """Balances the tasks' convergence by their neural tangent kernels (Qin et al., 2025).
 
-    The weight of task i is sqrt(tr G / G_ii). All gradients are thus scaled to the same length, the
-    root of the sum of their squared lengths, and then added. The weight of a task with a zero
-    gradient is zero.
+    The diagonal of the Gramian approximates the kernels. The weight of task i is sqrt(tr G / G_ii),
+    so before they are added, all gradients are scaled to the same length, sqrt(tr G). The weight of
+    a task with a zero gradient is zero.
 
     Args:
         groups: "all" or "layer".

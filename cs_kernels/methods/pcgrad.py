@@ -21,7 +21,7 @@ class PCGrad(GramianMethod):
 
     Args:
         reduction: "sum" of the projected gradients, or their "mean".
-        seed: The seed of the orders.
+        seed: The seed of the random orders.
         groups: "all", or "layer" for separate projections in each layer.
         update_every: As in `GramianMethod`.
 
@@ -44,7 +44,7 @@ class PCGrad(GramianMethod):
         self.seed = checked_seed(seed)
 
     def weights(self, gramian: Tensor, step: Step | None = None) -> Tensor:
-        """The task weights of the projected gradients; every step draws new orders."""
+        """The task weights of the update; every step draws new orders."""
         number, counter = (0, None) if step is None else step.draw
         weights: Tensor = torch.ops.cs_kernels.pcgrad_weights(gramian, self.seed, number, counter)
         return weights / gramian.shape[-1] if self.reduction == "mean" else weights

@@ -10,7 +10,7 @@ from cs_kernels.trunk.layers import Layout
 
 
 class Sum(Method):
-    """Plain gradient descent on the sum of the losses: the baseline, at its true cost.
+    """Plain gradient descent on the sum of the losses: the baseline, without overhead.
 
     The tasks' gradients add up in `.grad` during the backward passes and are not kept separate.
 

@@ -11,7 +11,7 @@ class UPGrad(GramianMethod):
     """Unconflicting projection of gradients (Quinton and Rey, "Jacobian Descent", 2024).
 
     Each gradient is projected onto the dual cone, the set of vectors that conflict with no
-    gradient. The update is the mean of the projections, and also lies in the dual cone.
+    gradient. The update is the mean of the projections, so it also lies in the dual cone.
 
     Args:
         groups: "all" or "layer".

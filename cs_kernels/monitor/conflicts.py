@@ -1,7 +1,7 @@
 """Counts, for every shared parameter, the steps in which the gradients of two tasks conflict.
 
-Counting reads the gradients once more per step, for a Gramian per parameter. Everything else works
-on small tensors on the gradients' device; only reading a number synchronizes with it.
+Counting reads the gradients once more per step, for a Gramian of each parameter. All other tensors
+are small and stay on the gradients' device; the host synchronizes only when a number is read.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,18 +27,18 @@ class Conflicts:
 
     P is the number of `names`, K the number of `tasks`. Tensors are symmetric in the tasks. They
     are copies that later steps do not change, and stay on the gradients' device: reading one
-    synchronizes with the device. The gradients are the weighted losses'; on many ranks, they are
-    means over the ranks.
+    synchronizes with the device. Gradients are computed from the weighted losses; on many ranks,
+    they are means over the ranks.
     """
 
     threshold: float
-    """Two gradients are in conflict if their cosine is below this threshold."""
+    """Two gradients are in conflict if their cosine is below this value."""
     tasks: tuple[str, ...]
     names: tuple[str, ...]
     """The parameters, or the modules after `by_module`, in the order of the trunk. A parameter that
     only one task reaches is left out."""
     gramians: Tensor
-    """The products of the last joint step's gradients, without the factor of a scaler or of
+    """The dot products of the last joint step's gradients, without the loss scale of a scaler or of
     `backward=`, float64 [P, K, K]; NaN where a task had no gradient or took no part."""
     counts: Tensor
     """The number of steps with a conflict, int64 [P, K, K]; 0 on the diagonal."""
@@ -65,7 +65,7 @@ class Conflicts:
     def by_module(self) -> "Conflicts":
         """The conflicts of each module, with all its parameters' gradients as one vector.
 
-        They are counted in the same steps, and cannot be derived from the counts per parameter.
+        These counts are from the same steps, but do not follow from the counts per parameter.
         """
         return self if self._modules is None else self._modules
 
@@ -164,7 +164,7 @@ class ConflictCounter:
         self._measurement = step, gramians, pattern
 
     def count(self, step: Step) -> Callable[[], None]:
-        """Counts a joint step; the returned function commits the counts when the step is done."""
+        """Counts the conflicts of a joint step; when it is done, call the result to commit them."""
         measurement, self._measurement = self._measurement, None
         if measurement is None or measurement[0] is not step:
             return lambda: None
@@ -191,7 +191,7 @@ class ConflictCounter:
         return lambda: None
 
     def _commit(self, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
-        if not self._is_captured:  # The torch optimizer has stepped; an assignment cannot fail.
+        if not self._is_captured:  # After the torch optimizer's step, this must not fail.
             self._gramians, self._counts, self._steps = tensors
             return
         for tensor, value in zip(self.captured_state(), tensors, strict=True):
@@ -259,7 +259,7 @@ class ConflictCounter:
         return [self._gramians, self._counts, self._steps]
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts by name, without the last step's Gramians."""
+        """The counts and the names of their rows, without the last step's Gramians."""
         return {
             "threshold": self.threshold,
             "parameters": list(self._gradients.names),
@@ -271,10 +271,10 @@ class ConflictCounter:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Continues from a `state_dict`.
 
-        Counts start at zero if the state is None, and for parameters that it lacks.
+        Counts start at zero for parameters that the state lacks, and for all if it is None.
 
         Raises:
-            ValueError: The state has another threshold or other parameters.
+            ValueError: The state has another threshold, unknown parameters or wrong shapes.
 
         """
         counts, steps = torch.zeros_like(self._counts), torch.zeros_like(self._steps)
@@ -311,7 +311,7 @@ def cosines_of(products: Tensor) -> Tensor:
     """The cosines, [..., K, K]; 0 for zero gradients."""
     norms = products.diagonal(dim1=-2, dim2=-1).sqrt()
     scale = norms.unsqueeze(-1) * norms.unsqueeze(-2)
-    # Rounding may make a cosine exceed the range.
+    # Rounding may take a cosine out of [-1, 1].
     return torch.where(scale == 0, 0.0, products / scale).clamp(-1.0, 1.0)
 
 

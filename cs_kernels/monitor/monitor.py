@@ -1,4 +1,4 @@
-"""Records facts of the loop's steps for reports, conflict counts and warnings."""
+"""Records data about training steps for reports, conflict counts and warnings."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ from cs_kernels.step import Step
 from cs_kernels.weightings import Weighting
 
 _ZERO_CHECKS = 8
-"""The most joint steps that search for zero gradients; a conclusive step ends the search."""
+"""The maximum number of joint steps to check for zero gradients, up to a conclusive one."""
 
 
 class Monitor:
@@ -29,14 +29,14 @@ class Monitor:
         """None unless conflicts are counted."""
         self._reported = False
         self._zero_checks = _ZERO_CHECKS
-        """The number of steps that still search for zero gradients."""
+        """The number of remaining checks for zero gradients."""
 
     @property
     def threshold(self) -> float | None:
         return None if self.counter is None else self.counter.threshold
 
     def timer(self, device: torch.device, *, eager: bool) -> Elapsed:
-        """Times the surgery; on a GPU, only after the first report and never in a capture."""
+        """A timer of the surgery; on a GPU, it runs only after a report and never in a capture."""
         return Elapsed(device, wanted=self._reported and eager)
 
     def measure(self, step: Step) -> None:
@@ -45,7 +45,7 @@ class Monitor:
             self.counter.measure(step)
 
     def look_for_zeros(self, gradients: TaskGradients, step: Step) -> None:
-        """Warns of zero gradients, in the first step that shows them."""
+        """Checks for zero gradients until a step is conclusive, and warns if there are any."""
         if self._zero_checks and step.counter is None:
             conclusive = warn_of_zero_gradients(gradients, step)
             self._zero_checks = 0 if conclusive else self._zero_checks - 1

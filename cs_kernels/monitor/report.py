@@ -1,7 +1,7 @@
 """Reports: what one training step did, for people who watch a training run.
 
-A step keeps the few tensors from which its method made the update. A report computes everything
-else on request, on the device; only reading a number synchronizes with the device.
+A step stores the few tensors from which its method made the update. A report computes all else on
+request and on the device, without host synchronization until a number is read.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class Done(NamedTuple):
 class Report:
     """What one step did, made by `MultiTaskOptimizer.report`.
 
-    The gradients are the weighted losses', without the factor of a scaler or of `backward=`; on
+    Gradients are of the weighted losses, without the loss scale of a scaler or of `backward=`; on
     many ranks, they are means over the ranks. L is the number of layers, K the number of `rows`.
     Tensors stay on the gradients' device: reading one synchronizes with the device, but making the
     report does not.
@@ -43,7 +43,7 @@ class Report:
     """The number of steps made before this one, in both phases."""
     epoch: int | None
     phase: Phase
-    """1: an optimizer step per task, without a method; 2: one step for all tasks."""
+    """1: one optimizer step per task, without a method; 2: one step for all tasks."""
     method: str
     """The method's `repr`."""
     tasks: tuple[str, ...]
@@ -58,7 +58,7 @@ class Report:
     """The layers of the tensors below: the prioritized layers for `ConnectionStrength`, the modules
     for groups="layer"; empty if the tensors describe the whole trunk."""
     gramian: Tensor | None = None
-    """Gramian methods: the products of the gradients, float64 [K, K], or [L, K, K]."""
+    """Gramian methods: the dot products of the gradients, float64 [K, K], or [L, K, K]."""
     task_weights: Tensor | None = None
     """Gramian methods: the weights of the gradients in the update, [K] or [L, K]."""
     weights_from: int | None = None
@@ -85,8 +85,8 @@ class Report:
     def update_norm(self) -> Tensor | None:
         """Gramian methods: the norm of the update, a scalar or [L].
 
-        The norm is computed from the Gramian: if gradients cancel, its error is up to 1e-8 of the
-        gradients' norms.
+        The norm is computed from the Gramian: if gradients cancel, the error is up to 1e-8 times
+        their norms.
         """
         if self.gramian is None or self.task_weights is None:
             return None
@@ -109,7 +109,7 @@ class Report:
         """Entry [i, j]: whether task j's gradient is in conflict with task i's, bool.
 
         `ConnectionStrength`: over the channel group CG_i of each layer, where conflicts lead to
-        projections, [L, K, K]. Gramian methods: over all parameters, shaped like `gramian`.
+        projections, [L, K, K]. Gramian methods: where `gramian` is negative, of the same shape.
         """
         if self.products is not None:
             return (self.products < 0) & (self._reference_energies > 0)
@@ -119,8 +119,8 @@ class Report:
     def removed(self) -> Tensor | None:
         """`ConnectionStrength`: the energy that projections removed from gradients, [L, K, K].
 
-        Entry [i, j] is d_ij^2 / d_ii, the squared norm of task j's component along the reference
-        gradient G_i, if the two are in conflict; else 0.
+        If task j's gradient is in conflict with the reference gradient G_i, entry [i, j] is
+        d_ij^2 / d_ii, the squared norm of its component along G_i; else 0.
         """
         if self.products is None:
             return None
@@ -141,12 +141,12 @@ class Report:
         Gramian methods: "task_weight/TASK" (with groups="layer", the mean over the layers); and, in
         steps that solve for the weights, "gradient_norm/TASK", "cosine/TASK,TASK", "update_norm".
 
-        `ConnectionStrength`: "channel_share/TASK", the fraction of the prioritized channels with
-        this top-priority task. For the tasks that take part: "conflict_share", the fraction of
+        `ConnectionStrength`: "channel_share/TASK", the fraction of the prioritized channels whose
+        top-priority task is TASK. For the tasks that take part: "conflict_share", the fraction of
         conflicts among all pairs of a channel group and another task; "removed_norm/TASK", the norm
         of the components that projections removed from the task's gradient.
 
-        In joint steps: "surgery_ms", milliseconds from the gradients to the update (on a GPU, only
+        Joint steps: "surgery_ms", the milliseconds from the gradients to the update (on a GPU, only
         after the first report).
         """
         tensors: dict[str, Tensor] = {f"loss/{task}": x for task, x in self.losses.items()}
@@ -224,7 +224,7 @@ class Report:
 
 
 def report_of(done: Done, method: Method, weighting: Weighting) -> Report:
-    """The report of a step, with copies of the tensors that CUDA graph replays overwrite."""
+    """The report of a step; tensors are copied, because CUDA graph replays overwrite them."""
     step = done.step
     surgery, scale = step.surgery, step.loss_scale
     solver_step = done.number if step.kept is None else step.kept.number

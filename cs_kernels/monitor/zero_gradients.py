@@ -12,12 +12,12 @@ from cs_kernels.step import Step
 def warn_of_zero_gradients(gradients: TaskGradients, step: Step) -> bool:
     """Warns if a loss has only zero gradients for parameters that one other task trains.
 
-    The idiom `loss + 0 * sum(all parameters)` gives zero gradients to all heads. The check reads
+    The idiom `loss + 0 * sum(all parameters)` causes such gradients in all heads. The check reads
     the gradients once and synchronizes with the device.
 
     Returns:
-        Whether the step was conclusive. It is not if all gradients of a task are zero, such as for
-        a batch without labels.
+        Whether the step was conclusive. A step is inconclusive if all gradients of a task are zero,
+        such as for a batch without labels.
 
     """
     parameters = gradients.reached()

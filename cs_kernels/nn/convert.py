@@ -31,13 +31,13 @@ def _copied(norm: nn.Module) -> nn.Module:
 
 
 def convert_task_batchnorm(module: nn.Module, tasks: Iterable[str]) -> nn.Module:
-    """Replaces every batch normalization by one copy per task.
+    """Replaces every batch normalization with one copy per task.
 
     Each copy has the class of the original, which may be a subclass of torch's, and starts with the
     original's weight, bias and statistics, for example pretrained ones. Batch normalization can be
     turned into SyncBatchNorm before or after the conversion. A module that is used several times
-    stays one module. Convert before building the optimizer, because the copies have new parameters.
-    A checkpoint from before the conversion can still be loaded: each copy gets the same values.
+    stays shared. Convert before building the optimizer, because the copies have new parameters.
+    A checkpoint from before the conversion can still be loaded: every task gets its values.
 
     Args:
         module: A network, or a batch normalization itself.
@@ -124,8 +124,8 @@ def add_task(module: nn.Module, task: str, *, like: str) -> list[nn.Parameter]:
         The new parameters, for `optimizer.add_param_group({"params": ...})`.
 
     Raises:
-        ValueError: The module has no task-specific normalization, one lacks the task `like`, or the
-            new task exists already or has an invalid name; the module is unchanged.
+        ValueError: The module has no task-specific normalization, a normalization lacks the task
+            `like`, or the new task already exists or has an invalid name; the module is unchanged.
         TypeError: The task is not a string.
 
     Examples:
@@ -157,7 +157,8 @@ def extract_task(module: nn.Module, task: str) -> nn.Module:
         task: The task to keep.
 
     Raises:
-        ValueError: The module has no task-specific normalization, or one without this task.
+        ValueError: The module has no task-specific normalization, or a normalization lacks the
+            task.
 
     Examples:
         >>> trunk = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
@@ -167,7 +168,7 @@ def extract_task(module: nn.Module, task: str) -> nn.Module:
 
     """
     norms = some_task_norms(module)
-    # deepcopy takes the memo's entry for each TaskBatchNorm, wherever it is referenced.
+    # deepcopy replaces each TaskBatchNorm with its entry in the memo, wherever it is referenced.
     memo = _process_groups(module)
     for norm in norms:
         memo[id(norm)] = copy.deepcopy(norm.of(task), memo)
@@ -179,10 +180,10 @@ def extract_task(module: nn.Module, task: str) -> nn.Module:
 def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
     """Recomputes the running statistics of one task over a data set.
 
-    This is for averaged weights, or for training with batches that were too small.
-    `torch.optim.swa_utils.update_bn` does the same, but resets all tasks' statistics. Batch
-    normalization in `eval()` mode is frozen and keeps its statistics, unless the whole trunk is in
-    `eval()` mode: then all statistics of the task are recomputed.
+    Use it for averaged weights, or after training with batches that were too small. It replaces
+    `torch.optim.swa_utils.update_bn`, which would reset all tasks' statistics.
+    Batch normalization in `eval()` mode is frozen and keeps its statistics. If the whole trunk is
+    in `eval()` mode, all statistics of the task are recomputed.
 
     Args:
         loader: Yields inputs of the trunk on its device, or lists or tuples that begin with one.
@@ -190,8 +191,8 @@ def update_bn(loader: Iterable[Any], trunk: nn.Module, task: str) -> None:
         task: The task, which is active during the call; other tasks' statistics are unchanged.
 
     Raises:
-        ValueError: The trunk has no task-specific normalization, one lacks the task, all are
-            frozen, or the loader yields nothing.
+        ValueError: The trunk has no task-specific normalization, a normalization lacks the task,
+            all of the task's are frozen, or the loader yields nothing.
 
             After any exception, the statistics are unchanged.
 

@@ -32,7 +32,7 @@ def check_tasks(tasks: Iterable[str]) -> tuple[str, ...]:
 
 
 class TaskBatchNorm(nn.Module):
-    """One normalization per task, in a child module named by the task; only the active one runs.
+    """One normalization per task, in a child module named after it; only the active one runs.
 
     The children are ordinary torch modules, each with its own weight, bias and statistics: the
     state dict has `bn1.depth.weight`, and one task's normalization can be frozen or inspected as in
@@ -117,7 +117,7 @@ class TaskBatchNorm(nn.Module):
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        # In a checkpoint from before the conversion, all tasks share one value.
+        # A checkpoint from before the conversion has one value for all tasks.
         grandchildren = {name for norm in self.children() for name in norm._modules}
         for key in [key for key in state_dict if key.startswith(prefix)]:
             name = key[len(prefix) :]
@@ -177,19 +177,19 @@ class _FromFeatures(TaskBatchNorm):
 
 
 class TaskBatchNorm1d(_FromFeatures):
-    """One `torch.nn.BatchNorm1d` per task; takes its arguments, with `tasks` after the first."""
+    """One `torch.nn.BatchNorm1d` per task, with the same arguments plus `tasks` as the second."""
 
     _norm = nn.BatchNorm1d
 
 
 class TaskBatchNorm2d(_FromFeatures):
-    """One `torch.nn.BatchNorm2d` per task; takes its arguments, with `tasks` after the first."""
+    """One `torch.nn.BatchNorm2d` per task, with the same arguments plus `tasks` as the second."""
 
     _norm = nn.BatchNorm2d
 
 
 class TaskBatchNorm3d(_FromFeatures):
-    """One `torch.nn.BatchNorm3d` per task; takes its arguments, with `tasks` after the first."""
+    """One `torch.nn.BatchNorm3d` per task, with the same arguments plus `tasks` as the second."""
 
     _norm = nn.BatchNorm3d
 
@@ -233,7 +233,7 @@ def set_task(module: nn.Module, task: str) -> None:
     torch.compile's recompilation limit inside its `with` block.
 
     Raises:
-        ValueError: A normalization lacks the task; all are unchanged.
+        ValueError: A normalization lacks the task; no active task has changed.
 
     """
     norms = task_norms(module)

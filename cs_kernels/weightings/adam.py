@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 BETAS, EPS = (0.9, 0.999), 1e-8
-"""Torch's defaults."""
+"""The defaults of `torch.optim.Adam`."""
 
 
 def start(like: Tensor, value: float) -> Tensor:
-    """The initial Adam state of a number: float64 [4], on the device of `like`."""
+    """The Adam state of a number that starts at `value`: float64 [4], on the device of `like`."""
     state = torch.zeros(4, dtype=torch.float64, device=like.device)
     state[0] = value
     return state

@@ -17,8 +17,8 @@ from cs_kernels.weightings.weighting import Weighting, weighed
 class DynamicWeightAverage(Weighting):
     """Gives more weight to losses that fall more slowly (Liu et al., 2019).
 
-    r_i is the mean loss of task i in the last epoch, divided by the mean in the epoch before. The
-    weight of task i is `K exp(r_i / T) / sum_j exp(r_j / T)`; it is 1 in the first two epochs.
+    r_i is the mean loss of task i in the last epoch, divided by that in the epoch before. The
+    weight of task i is `K exp(r_i / T) / sum_j exp(r_j / T)`, and 1 in the first two epochs.
     Non-finite losses are ignored.
 
     Args:
@@ -35,7 +35,7 @@ class DynamicWeightAverage(Weighting):
         self.temperature = temperature
         self._epoch: int | None = None
         self._totals: dict[str, Tensor] = {}
-        """By task: the sum and the number of this epoch's losses, on their device."""
+        """The sum and number of this epoch's losses, on their device to avoid synchronization."""
         self._means: dict[str, list[float]] = {}
         """The mean losses of the last two epochs in which the task had a loss."""
         self._weights: dict[str, float] = {}

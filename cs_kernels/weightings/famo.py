@@ -23,25 +23,25 @@ class FAMO(LastLosses):
 
     Each task of a step has a logit; z is the softmax of the logits, and D_i = L_i - min_i + 1e-8.
     The weight of task i is `(z_i / D_i) / sum_j (z_j / D_j)`. The logits learn from the effect of a
-    step: they take one Adam step along the gradient of `sum_i z_i log(D_i before / D_i after)`, so
-    a task whose loss has fallen by less than the mean gets more weight.
+    step: one Adam step decreases `sum_i z_i log(D_i before / D_i after)`, so a task whose log D_i
+    has fallen by less than the z-weighted mean gets more weight.
 
     With `reevaluate=True`, as published, `MultiTaskOptimizer.step` computes the losses again after
     the step, with the same closures and without gradients. This takes one more forward pass per
-    task. Buffers and torch's default generators are restored afterwards. A closure must not draw
-    its own batches, because the new losses would come from other batches, and must not need
-    gradients, such as for a gradient penalty, because it would raise. If a closure raises in this
-    evaluation, the step still counts, and the logits are unchanged. With `reevaluate=False`, a
-    task's loss in its next step takes the place of its loss after this step. Calls of `backward`,
-    many ranks and captured steps need `reevaluate=False`.
+    task. Buffers and torch's default generators are restored afterwards. Do not reevaluate with a
+    closure that draws its own batches, because the new losses would come from other batches, or
+    with a closure that needs gradients, such as for a gradient penalty, because it would raise. If
+    a closure raises in this evaluation, the step still counts, and the logits are unchanged. With
+    `reevaluate=False`, a task's loss in its next step replaces its loss after this step. Calls of
+    `backward`, many ranks and captured steps need `reevaluate=False`.
 
-    In `backward` in one process with one batch, the weights use the losses of this step, after the
-    logits have learned from them. In `step`, the weight of a task uses this step's loss of the task
-    itself and the other tasks' last losses. On many ranks and with micro-batches, the weights use
-    all tasks' last losses. For a task without a last loss, the loss that is being weighed is used.
+    In `backward`, on one process without micro-batches, the weights use the losses of this step,
+    after the logits have learned from them. In `step`, the weight of a task uses the task's own
+    loss in this step, and the other tasks' last losses. On many ranks or with micro-batches, the
+    weights use all tasks' last losses. The loss being weighed replaces missing last losses.
 
-    If a loss is below its minimum, all weights that use it are NaN. A task with a non-finite loss
-    is left out of the update of the logits.
+    If a loss is below its minimum, all weights are NaN. A task with a non-finite loss is left out
+    of the update of the logits.
 
     Args:
         lr: The learning rate of the logits.
@@ -98,7 +98,7 @@ class FAMO(LastLosses):
         return shares / shares.sum()
 
     def _gaps(self, losses: Tensor, tasks: Sequence[str]) -> Tensor:
-        """D, [K]."""
+        """The differences D of the losses and their minima, [K]."""
         if self.minima:
             pairs = zip(losses.unbind(), tasks, strict=True)
             losses = torch.stack([loss - self.minima.get(task, 0.0) for loss, task in pairs])

@@ -10,7 +10,7 @@ from cs_kernels.weightings.weighting import Weighting, check_mapping
 
 
 class FixedWeights(Weighting):
-    """Multiplies each loss by a fixed weight, such as one that was tuned by hand.
+    """Multiplies each loss by a fixed weight, such as the hand-tuned ones in the paper's tables.
 
     Args:
         weights: One number per task.

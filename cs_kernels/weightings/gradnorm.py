@@ -15,17 +15,17 @@ from cs_kernels.weightings.last_losses import on_device
 from cs_kernels.weightings.weighting import Weighting, weighed
 
 _LEAST = 1e-3
-"""The smallest weight after an Adam step; a negative weight would make its loss grow."""
+"""The smallest weight after an Adam step; training would increase a loss of negative weight."""
 
 
 class GradNorm(Weighting):
     """Makes the gradients' norms equal, or larger for tasks that train slowly (Chen et al., 2018).
 
     G_i is the norm of the gradient of w_i L_i over the shared parameters. r_i is L_i / L_i(0),
-    divided by the mean over the tasks, where L_i(0) is the task's first positive loss. After a
-    joint step, the weights w_i take one Adam step on `sum_i |G_i - mean_j(G_j) r_i^alpha|`, in
-    which the target `mean_j(G_j) r_i^alpha` is treated as constant. Then the weights are clamped to
-    at least 0.001 and rescaled to their previous sum; over all tasks, they sum to K.
+    divided by its mean over the tasks, where L_i(0) is the task's first positive loss. After a
+    joint step, the weights w_i take one Adam step on `sum_i |G_i - mean_j(G_j) r_i^alpha|`, whose
+    targets `mean_j(G_j) r_i^alpha` are constants. Then the weights are clamped to at least 0.001
+    and rescaled to their previous sum, so the weights of all tasks sum to the number of tasks.
 
     The norms come from a Gramian method, such as `Sum(separate=True)` for the plain sum; after
     `backward` with features, they are the norms of the gradients with respect to the features. The

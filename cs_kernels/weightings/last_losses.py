@@ -14,7 +14,7 @@ from cs_kernels.weightings.weighting import Weighting, weighed
 
 
 def on_device(states: dict[str, Tensor], task: str, device: torch.device) -> Tensor | None:
-    """A task's state, moved to the device if a checkpoint was loaded to another one."""
+    """A task's state, moved to `device` if a checkpoint was loaded onto another device."""
     state = states.get(task)
     if state is not None and state.device != device:
         state = states[task] = state.to(device)
@@ -37,9 +37,9 @@ class LastLosses(Weighting):
     """Weighs each loss by the losses of all tasks of the step.
 
     A loss that is unknown before a backward pass is replaced by the task's last loss. In `step`,
-    the other tasks' losses are unknown; on many ranks and with micro-batches, all losses are
-    unknown. For a task without a last loss, the loss that is being weighed is used. A non-finite
-    loss is replaced by the task's last loss or, if there is none, by the mean of the other losses.
+    the other tasks' losses are unknown; on many ranks or with micro-batches, all losses are. The
+    loss being weighed replaces missing last losses. A non-finite loss is replaced by the task's
+    last loss or, if there is none, by the mean of the finite losses.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class LastLosses(Weighting):
 
     @abstractmethod
     def weights(self, losses: Tensor, step: Step) -> Tensor:
-        """The weights of a step's tasks from their losses: both float64 [K]."""
+        """The weights of a step's tasks, float64 [K], from their losses, float64 [K]."""
 
     def losses_of(self, loss: Tensor, step: Step) -> Tensor:
         """The losses of the step's tasks, float64 [K]: this step's, or the last, or `loss`."""

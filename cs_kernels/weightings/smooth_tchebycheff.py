@@ -17,28 +17,27 @@ _TINY = 1e-20
 
 
 class SmoothTchebycheff(LastLosses):
-    """Descends on a smooth maximum of the losses, each relative to its nadir (Lin et al., 2024).
+    """Minimizes a smooth maximum of the losses, each relative to its nadir (Lin et al., 2024).
 
-    Up to and including epoch `warmup`, the loss is `sum_i log L_i`, so the weight of task i is `1 /
-    L_i`. The mean loss of task i in epoch `warmup` is its nadir n_i. Afterwards, the loss is `K mu
-    log sum_i exp(log(L_i / n_i) / mu)` over the K tasks of a step, so the weight of task i is `K
-    softmax_i(log(L_i / n_i) / mu) / L_i`.
+    Up to and including epoch `warmup`, the total loss is `sum_i log L_i`, so the weight of task i
+    is `1 / L_i`. The mean loss of task i in epoch `warmup` is its nadir n_i. Afterwards, the total
+    loss is `K mu log sum_i exp(log(L_i / n_i) / mu)` over the K tasks of a step, so the weight of
+    task i is `K softmax_i(log(L_i / n_i) / mu) / L_i`.
 
-    A task has no nadir if it had no loss in epoch `warmup`, or if its mean loss was not positive.
-    A later epoch with a positive mean sets its nadir; until then, the task counts as if L_i = n_i.
-    Non-finite losses are left out of the means. A negative loss has no logarithm: its weight is
-    NaN, and after the warm-up, so are all weights that use it. In a logarithm and in 1 / L_i, 1e-20
-    is added to the loss, so the weight of a zero loss is finite.
+    A task has no nadir if it had no loss in that epoch, or if its mean loss is not positive. Until
+    a later epoch with a positive mean sets its nadir, the task counts as if L_i = n_i. Non-finite
+    losses are left out of the means. A negative loss has no logarithm: its weight is NaN and, once
+    its task has a nadir, so are all weights. During the warm-up, the weight of a zero loss is 1e20.
 
-    In `backward` in one process with one batch, the weights use the losses of this step. In `step`,
-    the weight of a task uses this step's loss of the task itself and the other tasks' last losses.
-    On many ranks and with micro-batches, the weights use all tasks' last losses. In the very first
-    step, there are none, so each rank and micro-batch uses its own loss: if each of n micro-batches
-    has 1 / n of the mean loss, the weights are n times as large.
+    In `backward`, on one process without micro-batches, the weights use the losses of this step. In
+    `step`, the weight of a task uses the task's own loss in this step, and the other tasks' last
+    losses. On many ranks or with micro-batches, the weights use all tasks' last losses. In the
+    first step, these are missing, so each rank and micro-batch uses its own loss: if the losses of
+    n micro-batches are divided by n, their weights are n times as large.
 
     Args:
-        mu: How smooth the maximum is; with mu near 0, only the largest loss counts.
-        warmup: The epoch whose mean losses become the nadirs, counted from 0.
+        mu: The smoothness of the maximum; near 0, it is the largest L_i / n_i.
+        warmup: The epoch whose mean losses are the nadirs, counted from 0.
 
     Raises:
         ValueError: `mu` is not positive and finite, or `warmup` is negative.

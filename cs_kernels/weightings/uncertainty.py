@@ -16,8 +16,8 @@ class UncertaintyWeights(Weighting):
 
     The weighted loss is `L / (2 sigma^2) + log sigma` for regression and `L / sigma^2 + log sigma`
     for classification. The learned parameters are the tasks' log sigma; pass `parameters()` to the
-    torch optimizer. In the gradient of log sigma, a loss of NaN, such as a mean over no labels,
-    counts as zero.
+    torch optimizer. In the gradient with respect to log sigma, a NaN loss, such as a mean over no
+    labels, counts as zero.
 
     Args:
         tasks: For each task, "regression" or "classification".
@@ -53,7 +53,7 @@ class UncertaintyWeights(Weighting):
         """The loss divided by 2 sigma^2 or by sigma^2, as in the paper's appendix."""
         half = 0.5 if self.tasks[task] == "regression" else 1.0
         weight = half * torch.exp(-2 * self.log_sigma[task])
-        value = torch.where(loss.isnan(), 0.0, loss).detach()  # For log sigma alone.
+        value = torch.where(loss.isnan(), 0.0, loss).detach()  # Only for log sigma.
         return weight.detach() * loss + (weight - weight.detach()) * value
 
     def regularizer(self, task: str) -> Tensor:
@@ -75,7 +75,7 @@ class UncertaintyWeights(Weighting):
                 value.copy_(state[task])
 
     def check_state(self, state: Mapping[str, Any], tasks: Sequence[str]) -> None:
-        """Checks that every task has a number."""
+        """Checks that the state has a log sigma for every task."""
         names = check_tensors({"log_sigma": state}, "log_sigma", tasks)
         check_same_tasks({"log_sigma": names, "tasks": set(self.tasks)})
 

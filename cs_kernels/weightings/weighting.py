@@ -17,7 +17,7 @@ class Weighting(Stateful, ABC):
     """Whether `observe` reads the Gramian of the gradients, `step.surgery.gramian`."""
 
     reevaluates: bool = False
-    """Whether `MultiTaskOptimizer.step` computes the losses again afterwards, for
+    """Whether `MultiTaskOptimizer.step` computes the losses again after the step, for
     `step.losses_after`."""
 
     def check(self, tasks: Sequence[str]) -> None:
@@ -30,7 +30,7 @@ class Weighting(Stateful, ABC):
 
         Args:
             task: The task.
-            loss: Its loss, with its graph.
+            loss: The task's loss, with its autograd graph.
             step: The tasks that take part, and the step number. On many ranks, the losses are this
                 rank's own; `observe` gets their means.
 
@@ -45,7 +45,7 @@ class Weighting(Stateful, ABC):
         return []
 
     def is_undone(self) -> bool:
-        """Whether a failed step restores the state; False for learned parameters."""
+        """Whether a failed step restores the state; never with learned `parameters`."""
         return super().is_undone() and not self.parameters()
 
     def start_epoch(self, epoch: int) -> None:
@@ -56,8 +56,8 @@ class Weighting(Stateful, ABC):
         """Called once per step; `step.losses` has the unweighted losses of its tasks.
 
         These losses are means over the ranks and sums over the micro-batches. The call comes before
-        the torch optimizers' step or, if the weighting `reevaluates`, after the losses have been
-        recomputed. If the step fails, `load_state_dict` restores the state from before it.
+        the torch optimizers' step or, if the weighting `reevaluates`, after the losses were
+        recomputed. If the step fails, `load_state_dict` restores the earlier state.
         """
         del step
 
@@ -69,6 +69,6 @@ def check_mapping(name: str, value: object) -> None:
 
 
 def weighed(loss: Tensor, weight: Tensor) -> Tensor:
-    """A loss times a scalar on its device; half precision is multiplied in float32."""
+    """A loss times a scalar on the same device; half-precision losses are multiplied in float32."""
     wide = torch.promote_types(loss.dtype, torch.float32)
     return (loss.to(wide) * weight.to(wide)).to(loss.dtype)
