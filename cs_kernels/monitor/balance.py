@@ -10,11 +10,11 @@ from cs_kernels.monitor.conflicts import cosines_of
 
 @dataclass(frozen=True, repr=False, eq=False)
 class BalanceReport:
-    """Statistics of the tasks' gradients, made by `GradientBalancer.report`.
+    """The tasks' gradients as a GradientBalancer sees them, made by `GradientBalancer.report`.
 
-    Dot products are estimated from sketches. K is the number of tasks. With groups="layer", L is
-    the number of modules; otherwise, tensors lack that dimension. Tensors are copies on the
-    gradients' device: reading one synchronizes with the device.
+    The gradients' dot products are estimated from sketches. K is the number of tasks. With
+    groups="layer", L is the number of modules; otherwise, tensors lack this dimension. Tensors are
+    copies on the gradients' device: reading one synchronizes with the device.
     """
 
     step: int
@@ -26,18 +26,19 @@ class BalanceReport:
     layers: tuple[str, ...]
     """The modules, with groups="layer"."""
     gramian: Tensor
-    """The dot products of the gradients, float64 [K, K] or [L, K, K]: for each pair, from the last
-    step that had a gradient of both tasks; 0 for a pair without such a step."""
+    """The gradients' dot products, float64 [K, K] or [L, K, K], from each task's last norm and each
+    pair's last cosine; 0 for two tasks without a step in which both had a gradient."""
     weights: Tensor
     """The task weights of the next step, [K] or [L, K]; 1 for a task without a gradient so far."""
     together: Tensor
-    """Whether any step had a gradient of both tasks, bool, shaped like `gramian`. Pairs without
-    such a step are assumed to be orthogonal."""
+    """Whether there was a step in which both tasks had a gradient, bool, shaped like `gramian`. All
+    other pairs are assumed to be orthogonal."""
     finite: Tensor
-    """Whether the gradients of the last step were finite, a bool scalar; if not, `gramian` and
-    `weights` are from before that step."""
+    """Whether the gradients of the last step were finite, a bool scalar; if not, this step has
+    changed neither products nor weights."""
     counts: Tensor
-    """The number of steps with a negative dot product over all modules, int64 [K, K]."""
+    """The number of steps in which two tasks' gradients, over all modules together, were in
+    conflict, int64 [K, K]."""
     steps: Tensor
     """The number of steps in which both tasks had a gradient, int64 [K, K]."""
     _variance: Tensor
@@ -49,7 +50,7 @@ class BalanceReport:
 
     @cached_property
     def cosines(self) -> Tensor:
-        """The gradients' cosines, shaped like `gramian`; 0 for pairs that are not `together`."""
+        """The gradients' cosines, shaped like `gramian`; 0 where `together` is False."""
         return cosines_of(self.gramian)
 
     @cached_property
@@ -67,8 +68,9 @@ class BalanceReport:
         """Numbers by name, for a logger; synchronizes with the device.
 
         "task_weight/TASK" (with groups="layer", the mean over the modules), "gradient_norm/TASK",
-        and "cosine/TASK,TASK", "cosine_error/TASK,TASK" and "conflict_share/TASK,TASK" for pairs
-        that have been in the same step. Norms and cosines are over all modules.
+        and, for pairs of tasks that both had a gradient in any step, "cosine/TASK,TASK",
+        "cosine_error/TASK,TASK" and "conflict_share/TASK,TASK". Norms and cosines are over all
+        modules.
         """
         whole = self._whole
         weights = self.weights.reshape(-1, len(self.tasks)).mean(0).tolist()
@@ -94,7 +96,7 @@ class BalanceReport:
             return self
         energies = self.gramian.diagonal(dim1=-2, dim2=-1)
         total = energies.sum(0)
-        # The modules' variances add up; a squared dot product is at most that of the squared norms.
+        # The modules' variances add up; a squared product is at most the product of its energies.
         share = (energies.square().sum(-1) * self._variance).sum() / total.square().sum()
         return replace(
             self,
