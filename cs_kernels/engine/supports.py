@@ -102,8 +102,10 @@ TABLE = (
         "`ConnectionStrength()`",
         lambda loop: loop.method if loop.method.prioritizes else None,
         {
+            BACKWARD: "method must not need task-specific normalization for backward, which takes"
+            " one forward pass for all tasks, got {found!r}: use step(closure) or another method",
             FEATURES: "method must take gradients of any tensors for backward with features, got"
-            " {found!r}, which takes only gradients of layer weights"
+            " {found!r}, which takes only gradients of layer weights",
         },
     ),
     Feature(

@@ -14,8 +14,8 @@ Normalization = Literal["l2", "loss", "loss+"]
 class MGDA(GramianMethod):
     """The exact min-norm point of the gradients' convex hull (Sener and Koltun, 2018).
 
-    The update is a descent direction for every loss. If no such direction exists or one gradient is
-    zero, the update is zero.
+    Without `normalize`, a small step along the update decreases every loss. If no direction does,
+    or if one gradient is zero, the update is zero.
 
     Args:
         normalize: What the solver divides the gradients by: nothing (None), their norms ("l2"), the
