@@ -167,3 +167,14 @@ def test_repr_gives_an_equal_method() -> None:
     ):
         assert repr(eval(repr(method), {"Protect": cs.Protect})) == repr(method)
     assert repr(cs.Protect("a", groups="layer")) == "Protect('a', groups='layer')"
+
+
+def test_a_method_that_replaces_another_is_checked() -> None:
+    opt = optimizer_of(nn.Linear(3, 2), cs.Protect("a"))
+    for method, message in (
+        (cs.Protect("c"), r"name tasks among \['a', 'b'\], got 'c'"),
+        (cs.ConnectionStrength(), "trunk must have task-specific normalization"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            opt.method = method
+    assert repr(opt.method) == "Protect('a')"

@@ -19,12 +19,11 @@ FEATURES: dict[str, dict[str, Any]] = {
     "a method that needs the gradients of all layers at once": {"method": cs.PCGrad()},
     "a weighting that computes losses again (`FAMO()`)": {"weighting": cs.FAMO()},
     "plain batch normalization in training": {"norm": nn.BatchNorm1d(6)},
-    "`ConnectionStrength()`": {"method": cs.ConnectionStrength(), "norm": cs.nn.TaskBatchNorm1d},
     "`update_every` above 1": {"method": cs.PCGrad(groups="layer", update_every=2)},
     "`backward=`": {"backward": lambda loss, **options: loss.backward(**options)},
     "`count_conflicts`": {"counts": True},
     "micro-batches": {"waits": True},
-    "task-specific normalization": {"norm": cs.nn.TaskBatchNorm1d},
+    "task-specific normalization, as for `ConnectionStrength()`": {"norm": cs.nn.TaskBatchNorm1d},
     "Phase 1": {"schedule": cs.Sequential()},
 }
 ON_RANKS: dict[str, dict[str, Any]] = {

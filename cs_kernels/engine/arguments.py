@@ -59,6 +59,12 @@ def check_trunk(trunk: nn.Module, tasks: Sequence[str], method: Method) -> None:
                         f"tasks must be known to every task-specific normalization of trunk:"
                         f" {name or 'it'} knows {list(norm.tasks)}, got {task!r}"
                     )
+    check_method(method, trunk, tasks)
+
+
+def check_method(method: Method, trunk: nn.Module, tasks: Sequence[str]) -> None:
+    """Raises if the method does not fit the tasks, or needs normalizations that are not there."""
+    method.check(tasks)
     if method.prioritizes and not task_norms(trunk):
         raise ValueError(
             f"trunk must have task-specific normalization for {method!r}, but"

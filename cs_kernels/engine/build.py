@@ -68,7 +68,6 @@ def build_engine(
         with ranks.building():
             check_kinds(method, schedule, weighting, scaler, backward)
             weighting.check(names)
-            method.check(names)
             optimizers = TorchOptimizers.of(optimizer)
             check_weighting(weighting, method, ranks)
             check_trunk(inner, names, method)

@@ -12,6 +12,7 @@ from torch.profiler import record_function
 
 from cs_kernels.engine import supports
 from cs_kernels.engine.accumulation import Accumulation
+from cs_kernels.engine.arguments import check_method
 from cs_kernels.engine.cuda_graphs import refuse_capture
 from cs_kernels.engine.interrupts import held_back
 from cs_kernels.engine.kept import Kept
@@ -53,7 +54,6 @@ class Engine:
     # Declared for type checkers: `supports` reads them, and the two modules import each other.
     trunk: Trunk
     ranks: Ranks
-    method: Method
     schedule: Schedule
     weighting: Weighting
     graph: LossGraph
@@ -314,6 +314,16 @@ class Engine:
         return commit
 
     # --- settings and checks before a step ---
+
+    @property
+    def method(self) -> Method:
+        """Makes the joint update; another method can replace it between steps."""
+        return self._method
+
+    @method.setter
+    def method(self, method: Method) -> None:
+        check_method(method, self.trunk.module, self.trunk.tasks)
+        self._method = method
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

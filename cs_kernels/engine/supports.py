@@ -99,16 +99,6 @@ TABLE = (
         },
     ),
     Feature(
-        "`ConnectionStrength()`",
-        lambda loop: loop.method if loop.method.prioritizes else None,
-        {
-            BACKWARD: "method must not need task-specific normalization for backward, which takes"
-            " one forward pass for all tasks, got {found!r}: use step(closure) or another method",
-            FEATURES: "method must take gradients of any tensors for backward with features, got"
-            " {found!r}, which takes only gradients of layer weights",
-        },
-    ),
-    Feature(
         "parameters after `fully_shard`",
         _sharded,
         {
@@ -174,7 +164,7 @@ TABLE = (
         RuntimeError,
     ),
     Feature(
-        "task-specific normalization",
+        "task-specific normalization, as for `ConnectionStrength()`",
         lambda loop: len(loop.trunk.norms) or None,
         dict.fromkeys(
             (BACKWARD, FEATURES),

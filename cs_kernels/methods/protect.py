@@ -118,7 +118,7 @@ class Protect(GramianMethod):
     def __repr__(self) -> str:
         tasks = ", ".join(repr(task) for task, level in self.levels.items() if level == 0)
         lower = {task: level for task, level in self.levels.items() if level > 0}
-        options = {"levels": lower} if lower else {}
+        options: dict[str, object] = {"levels": lower} if lower else {}
         if self.constraint_only:
             options["constraint_only"] = True
         rest = self._repr(**options)[len("Protect(") : -1]
