@@ -176,6 +176,34 @@ def test_activation_checkpointing(float64):
     assert_equal_as_stated(module, network, trained(plain_training(loss=loss)))
 
 
+def test_with_peft(float64):
+    """The sum of both gradients; in a conflict, the new one's projection in its place."""
+    module = recipe("with_peft")
+    network, history = module.train(epochs=2)
+    plain = module.make_network()
+    adapters = [p for p in plain.parameters() if p.requires_grad]
+    adam = torch.optim.AdamW(adapters, lr=1e-2)
+    conflicts = 0
+    for losses in history:
+        n = len(adam.state) and int(adam.state[adapters[0]]["step"]) % 6
+        rows = []
+        for task in module.TASKS:
+            ids = module.make_batches(task)[n]
+            loss = plain(input_ids=ids, labels=ids).loss
+            grads = torch.autograd.grad(loss, adapters)
+            rows.append(torch.cat([grad.flatten() for grad in grads]))
+            torch.testing.assert_close(losses[task], loss.detach())
+        old, new = rows
+        conflicts += int(old @ new < 0)
+        update = old + new - (old @ new).clamp(max=0) / (old @ old) * old
+        for p, grad in zip(adapters, update.split([p.numel() for p in adapters]), strict=True):
+            p.grad = grad.view_as(p)
+        adam.step()
+    assert conflicts > 0
+    difference = largest_difference(network.state_dict(), plain.state_dict())
+    assert difference <= stated(module)
+
+
 def test_add_a_task(float64):
     module = recipe("add_a_task")
     network, history = module.train()
@@ -450,6 +478,7 @@ def test_on_many_ranks(float64, pools):
 
 OPTIONS = {"compiled": ["--backend", "eager"]}
 PRINTED = {
+    "with_peft": r"\{'old': \d+\.\d+",
     "with_transformers": r"'loss/topic': '\d+\.\d+",
     "balanced_transformers": r"'task_weight/topic': '\d+\.\d+",
     "balanced_lightning": r"\d\.\d+",
