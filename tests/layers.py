@@ -29,7 +29,7 @@ TASKS = (1, 2, 3, 4, 8, 9) if EMULATION else (2, 4, 9) if INTERPRETED else range
 
 
 def emulate() -> None:
-    """Puts the emulation in the place of the CUDA kernels."""
+    """Replaces the CUDA kernels with their emulation."""
     sys.path.append(os.environ["CS_KERNELS_EMULATION"])
     cuda.use_kernels(importlib.import_module("_emulation"))
     backends._BACKENDS["cuda"] = backends.Backend("cs_kernels.ops.cuda", ("cpu",), lambda: None)
@@ -45,7 +45,7 @@ SOLVER_OPTIONS = {
 
 
 def solver_options(name: str, gramian: Tensor) -> tuple[Any, ...]:
-    """The entry of `SOLVER_OPTIONS`; for GradVac, which changes its targets, a new tensor."""
+    """The entry of `SOLVER_OPTIONS`; for GradVac, which writes to its targets, a new tensor."""
     if name == "gradvac":
         return torch.full_like(gramian, 0.3, dtype=torch.float64), 0.1, 1, 2
     return SOLVER_OPTIONS.get(name, ())
@@ -98,7 +98,7 @@ def laid_out(tensor: Tensor, memory: str) -> Tensor:
             return tensor.contiguous(memory_format=torch.channels_last)
         if tensor.ndim == 5:
             return tensor.contiguous(memory_format=torch.channels_last_3d)
-        # The same for other ranks: the first two dimensions swapped in memory.
+        # Likewise for other numbers of dimensions: the first two are swapped in memory.
         return tensor.transpose(0, 1).contiguous().transpose(0, 1)
     if memory == "misaligned":
         storage = tensor.new_zeros(tensor.numel() + 1)
@@ -111,7 +111,7 @@ def laid_out(tensor: Tensor, memory: str) -> Tensor:
 
 @dataclass
 class Sample:
-    """Arguments of one layer's Phase 2."""
+    """The arguments of Phase 2 for one layer."""
 
     kind: Kind
     weight: Tensor

@@ -1,4 +1,4 @@
-"""What the tests of the recipes share: the toy problem, and plain loops that train it."""
+"""Shared by the recipes' tests: the toy problem, and plain loops that train it."""
 
 import importlib
 import re
@@ -14,7 +14,7 @@ from plain_training import PlainTraining, largest_difference
 from torch import Tensor, nn
 
 FOLDER = Path(__file__).parent.parent / "examples" / "recipes"
-sys.path.insert(0, str(FOLDER))  # As that of a script is.
+sys.path.insert(0, str(FOLDER))  # As for a script in this folder.
 
 import toy  # noqa: E402
 
@@ -35,7 +35,7 @@ def recipe(name: str) -> Any:
 
 
 def stated(module: Any, which: int = 0) -> float:
-    """A tolerance in the docstring."""
+    """A tolerance that the recipe's docstring states."""
     return float(re.findall(r"\bto\s(\de-\d+)", module.__doc__)[which])
 
 
@@ -71,7 +71,7 @@ def plain_training(
 
 
 def plain_pcgrad(**options: Any) -> PlainTraining:
-    """Without normalization."""
+    """PCGrad on a network without normalization."""
     return plain_training(toy.make_network(normalized=False), prioritized={}, **options)
 
 
@@ -90,7 +90,7 @@ def trained(
     steps: Steps | None = None,
     labeled: Sequence[Sequence[str] | None] = (None,),
 ) -> dict[str, Tensor]:
-    """Epoch after epoch, until the last phase; some of the tasks may have labels in a step."""
+    """Makes one step per phase; `labeled` has each step's tasks, or None for all."""
     steps = steps_of() if steps is None else steps
     for n, phase in enumerate(phases):
         plain.step(phase, steps[n % len(steps)], labeled[n % len(labeled)])
