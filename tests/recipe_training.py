@@ -42,7 +42,7 @@ def stated(module: Any, which: int = 0) -> float:
 def assert_equal_as_stated(
     module: Any, found: nn.Module, expected: dict[str, Tensor], which: int = 0
 ) -> None:
-    """To a tolerance in the docstring; the numbers of batches exactly."""
+    """Compares to the docstring's tolerance; the numbers of batches must be equal."""
     tolerance = stated(module, which)
     state = found.state_dict()
     difference = largest_difference(state, expected)
