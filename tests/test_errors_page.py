@@ -1,4 +1,4 @@
-"""docs/errors.md: the messages that it quotes are those that the mistakes raise."""
+"""docs/errors.md: the mistakes raise the messages that it quotes."""
 
 import copy
 import re
@@ -29,7 +29,7 @@ def test_reasons_of_the_coverage_report_are_those_of_the_package() -> None:
 
 
 class Loop:
-    """A training loop, as small as it can be."""
+    """A minimal training loop."""
 
     def __init__(self, *, converted: bool = True, **options: Any) -> None:
         self.trunk = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU())
@@ -181,7 +181,7 @@ def test_a_quoted_message_is_raised_by_its_mistake(text: str) -> None:
         warnings.simplefilter("error")
         with pytest.raises((ValueError, TypeError, RuntimeError, UserWarning)) as raised:
             mistake()
-    # With values in place of the names in braces.
+    # Values replace the names in braces.
     pattern = ".*".join(map(re.escape, re.split(r"\{\w+\}", text)))
     assert re.fullmatch(pattern, " ".join(str(raised.value).split()))
 

@@ -1,4 +1,4 @@
-"""Phase 2 takes gamma, variance and epsilon as the normalizations have them in each step."""
+"""Phase 2 reads gamma, variance and epsilon from the normalizations in each step."""
 
 from collections.abc import Callable
 from typing import Any
