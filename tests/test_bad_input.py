@@ -119,7 +119,7 @@ def test_bad_task_names(tasks: list[str], error: type[Exception], message: str) 
 
 @BOTH_PHASES
 def test_no_covered_layer(schedule: cs.Schedule) -> None:
-    """There are layers and normalizations, but never one right after the other."""
+    """Layers and normalizations exist, but no normalization directly follows a layer."""
     torch.manual_seed(0)
     trunk = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.BatchNorm1d(4))
     opt = optimizer_of(cs.nn.convert_task_batchnorm(trunk, AB), schedule=schedule)

@@ -89,7 +89,7 @@ def _assert_close(actual: list[Tensor], expected: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 def test_gradients_are_weighted_as_they_arrive(method: cs.Method) -> None:
-    """By the weights of the step before; heads are not. Some tasks are absent in some steps."""
+    """Only in the trunk, by the previous step's weights. A task is absent in one step."""
     if isinstance(method, cs.DBMTL):
         pytest.skip("test_losses_for_the_method has it")
     training = Training(copy.deepcopy(method))
@@ -193,7 +193,7 @@ def test_one_pass_between_the_steps_that_solve() -> None:
         _assert_close(one.grads(), several.grads())
         one.adam.step()
         several.adam.step()
-        assert passes == [6, 7, 8, 11, 12][step]  # The first step checks passes by three more.
+        assert passes == [6, 7, 8, 11, 12][step]  # The first step's check makes three.
 
 
 class WithAuxiliaryLoss(nn.Module):
@@ -490,7 +490,7 @@ def test_gradients_that_a_hook_moves(hooked: str) -> None:
         p.grad = None
 
     node = torch.autograd.graph.get_gradient_edge(p).node
-    if hooked == "node":  # As Megatron's.
+    if hooked == "node":  # As Megatron does.
         node.register_hook(move)
     else:
         p.register_post_accumulate_grad_hook(move)

@@ -25,7 +25,7 @@ _ops = torch.ops.cs_kernels
 def _trunk(
     tasks: int, dtype: torch.dtype, memory: str = "contiguous", missing: bool = False
 ) -> list[Tensor | None]:
-    """Gradients of a tensor of each shape; every third one missing on request."""
+    """Gradients of a tensor of each shape; with `missing`, some are None."""
     grads: list[Tensor | None] = [
         laid_out(torch.randn(shape).to(dtype), memory) for shape in SHAPES for _ in range(tasks)
     ]
@@ -192,7 +192,9 @@ def test_draws_are_independent(backend: str) -> None:
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_non_finite_gradients_are_not_dropped(backend: str, dtype: torch.dtype, wrong: float) -> None:
+def test_non_finite_gradients_are_not_dropped(
+    backend: str, dtype: torch.dtype, wrong: float
+) -> None:
     grads = torch.randn(3, 100).to(dtype)
     grads[1, 17] = wrong
     for step in range(10):

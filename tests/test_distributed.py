@@ -44,7 +44,7 @@ pytestmark = pytest.mark.ranks
 
 
 def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[list[Tensor]]:
-    """Rank 0 has all labels, rank 1 those of two tasks, rank 2 and the last step of 1 none."""
+    """Rank 0 labels all tasks, rank 1 two, rank 2 none; in the last step, rank 0 labels one."""
     states, n = [], 12 // size
     for schedule in (cs.Joint(), cs.Sequential()):
         network = Network(kind, rank, size)
@@ -68,7 +68,7 @@ def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[list
 
 
 def _in_parts(rank: int, size: int, kind: str, method: str) -> tuple[list[Tensor], Any]:
-    """After a trace, micro-batches: two on rank 0, three on the other, except with shards."""
+    """Traces, then makes two micro-batches on rank 0 and three on others; two with shards."""
     network = Network(kind, rank, size)
     opt = network.start_phases(method)
     assert len(opt.trace(partial(network.loss, 0)).prioritized) == 5
@@ -168,7 +168,7 @@ def test_steps_with_cached_weights_send_what_plain_ones_send(
                     opt.optimizer.step()
         sent.append(mode.elements)
     assert sent[0] == sent[1]
-    if call == "backward" or kind != "fully_shard":  # There, each pass has a reduction.
+    if call == "backward" or kind != "fully_shard":  # Else each pass has a reduction.
         assert sent[2].total() > sent[0].total()
 
 
@@ -245,12 +245,10 @@ def test_gradients_that_are_dropped(rank: int, kind: str) -> list[Tensor]:
     return whole_copies(network.parameters())
 
 
-
-
 @pytest.mark.parametrize("no_sync", [False, True])
 @on_ranks(2, alone={})
 def test_a_wrapper_around_trunk_and_heads(rank: int, no_sync: bool) -> list[Tensor]:
-    """It is found at its first pass, maybe inside `no_sync`, which then switches it on again."""
+    """Its first pass reveals it, even inside `no_sync`, which later resets the wrapper's flag."""
     network: Any = (plain := Dense())
     if dist.is_initialized():
         plain.unused = plain.unused if not no_sync else nn.Identity()

@@ -255,7 +255,7 @@ def test_shards_after_a_backward_pass_that_fails(pools: Pools) -> None:
 
 @on_ranks(2)
 def test_heads_that_are_sharded(rank: int) -> list[dict[str, Tensor]]:
-    """`backward` does not see the heads run; the user's resharding stays; losses of inf."""
+    """`backward` does not see the heads run, and keeps the user's resharding; a loss may be inf."""
     network, opt = _with_sharded_heads()
     x = part_of_this_rank(torch.randn(2, 12, 5), 1)
     returned = []

@@ -86,7 +86,7 @@ def test_same_bits_in_any_order(dtype: torch.dtype, tasks: int) -> None:
 def test_rows_of_every_kind(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tasks: int
 ) -> None:
-    """The same bits with PROJECT items right behind their layer, and by items of one kind alone."""
+    """PROJECT items right behind their layer give the same bits as separate launches per kind."""
     tiling = replace(cuda.operators.tiling(tasks, dtype), lag=0)
     monkeypatch.setattr(cuda.operators, "tiling", lambda *_: tiling)
     unit = tiling.unit

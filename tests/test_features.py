@@ -234,8 +234,6 @@ def test_autocast(dtype: torch.dtype) -> None:
     assert_definition(network.start(cs.MGDA()), losses, z, rtol=1e-5)
 
 
-
-
 def _two_dtypes() -> Call:
     network = Network()
     first, second = network.features()
@@ -402,8 +400,6 @@ def test_graphs_are_freed_and_features_keep_no_gradient(retains: bool) -> None:
             torch.autograd.grad(loss, leaf)
 
 
-
-
 def _tokens(change: Callable[[Tensor], object]) -> Callable[[Network], Any]:
     """Features other than the one that the loss depends on."""
 
@@ -568,8 +564,6 @@ def test_losses_and_features_of_one_compiled_function_are_refused() -> None:
 
     match = "a loss must depend on features, but that of 'a'"
     assert_refused(network.start(cs.CAGrad()), run(), match)
-
-
 
 
 class Nothing(cs.Method):

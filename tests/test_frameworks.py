@@ -316,7 +316,7 @@ def test_accelerate_must_not_accumulate_around_a_step(accelerate):
 
 @pytest.mark.parametrize("views", [False, True])
 def test_gradients_in_the_buckets_of_ddp(group, views):
-    """One process; with `gradient_as_bucket_view` each pass writes where the last one wrote."""
+    """One process; with `gradient_as_bucket_view`, a pass overwrites the last one's gradients."""
     networks, x = [], torch.randn(7, 5)
     for wrapped in (False, True):
         model, sgd = _dense()

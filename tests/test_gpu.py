@@ -120,7 +120,7 @@ def test_capture_and_replay(backend: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["drop", "pcgrad", "gradvac"])
 def test_a_counter_draws_anew_in_replays(backend: str, name: str) -> None:
-    """As eager calls of the next steps, which differ; the host does not read it."""
+    """Replays equal the eager calls of successive steps; the host does not read the counter."""
     counter = torch.zeros(1, dtype=torch.int64)
     run = _calls(counter=counter)[name]
     expected = []
