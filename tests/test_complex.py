@@ -63,7 +63,7 @@ def test_the_update_of_a_plain_loop(backend: str, method: cs.GramianMethod) -> N
     opt.step(lambda task: _losses(network, x, task))
 
 
-def test_plain_sums_are_complex() -> None:
+def test_sums_keep_imaginary_parts() -> None:
     """For ConnectionStrength, and the plain sum in one backward pass and in one pass per task."""
     found = []
     for method in (cs.ConnectionStrength(), cs.Sum(), cs.Sum(separate=True)):

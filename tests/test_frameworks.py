@@ -40,7 +40,7 @@ def group(tmp_path):
 
 
 class Trunk(nn.Sequential):
-    """Has its own forward method; torch.compile skips inherited ones."""
+    """Has its own forward method, as torch.compile skips the one of nn.Sequential."""
 
     def forward(self, x):
         for layer in self:

@@ -64,7 +64,7 @@ def gradients(losses: Losses, parameters: Sequence[nn.Parameter]) -> dict[str, A
 
 
 def assert_update(opt: Any, rows: Mapping[str, Any], own: Iterable[Tensor]) -> None:
-    """The trunk's parameters have the weighted sum in `.grad`; `own` ones and heads the sum."""
+    """`.grad` is the weighted sum for shared parameters, the plain sum for `own` ones and heads."""
     report, own = opt.report(), set(own)
     assert report.rows == tuple(rows)
     weights = report.task_weights.view(-1, len(rows)).tolist()

@@ -120,8 +120,8 @@ def _one_task(phase1: bool) -> Setup:
 
 
 @pytest.mark.parametrize("train", [_channels_last, _one_task])
-def test_trainings_that_are_alike(backend: str, train: Callable[[bool], Setup]) -> None:
-    """In another memory format; with one task in any schedule."""
+def test_equal_trainings(backend: str, train: Callable[[bool], Setup]) -> None:
+    """Neither the memory format nor, with one task, the schedule makes a difference."""
     states = [train(other).state() for other in (False, True)]
     torch.testing.assert_close(*states, rtol=1e-8, atol=1e-10)
 

@@ -248,7 +248,7 @@ def test_augmentation(root, name, indices):
 
 
 def test_parts_that_a_zoom_leaves_outside_are_unknown(root):
-    """As those of a picture without parts: after the zoom by 1.5, head and feet are outside."""
+    """The zoom by 1.5 leaves head and feet outside; all is unknown, as without parts."""
     data, seen = open_small("pascal", root, augment=True), set()
     for epoch in range(20):
         data.set_epoch(epoch)
@@ -282,7 +282,7 @@ def test_draws_depend_on_seed_epoch_and_index_alone(root, name):
 
 
 def test_resized_targets(root):
-    """From 6 x 6 to 2 x 3, these are the nearest pixels, and for edges none; then to 12 x 12."""
+    """To 2 x 3, the nearest rows are 1 and 4, the nearest columns 1, 3 and 5; then to 12 x 12."""
     plain = EXPECTED["nyud"]
     item = open_dataset("nyud", root, "train", size=(2, 3))[0]
     for task in ("semseg", "depth"):

@@ -51,7 +51,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(request, monkeypatch):
-    """Where bits are compared; the kernels of a GPU may add in another order."""
+    """Tests compare bits, and GPU kernels may add in another order."""
     if "cuda" not in request.node.name:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

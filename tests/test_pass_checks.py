@@ -44,7 +44,7 @@ class Overwrites(torch.autograd.Function):
 
 
 class ScalesSaved(torch.autograd.Function):
-    """A loss whose gradient is made in the forward pass, and scaled in place in the backward."""
+    """A loss whose gradient is computed in its forward pass and scaled in place in its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -944,7 +944,7 @@ def test_the_check_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_that_adds_in_any_order(dtype: torch.dtype) -> None:
-    """As atomic additions do on a GPU: no false alarm."""
+    """Atomic additions on a GPU do so; they must not raise a false alarm."""
 
     class Adds(torch.autograd.Function):
         @staticmethod

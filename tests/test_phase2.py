@@ -189,7 +189,7 @@ def test_all_gamma_zero_gives_the_first_task(backend: str) -> None:
 
 @pytest.mark.parametrize("other", [-1, -5, 3, 70, None])
 def test_channels_with_the_plain_sum(backend: str, other: int | None) -> None:
-    """Those of no task, and all where the reference gradient is zero."""
+    """They have no task, or a reference gradient of zero."""
     grads, update = torch.randn(3, 6, 40), torch.empty(6, 40)
     priority = torch.tensor([0, other or 1, 1, 2, other or 1, 0])
     if other is None:

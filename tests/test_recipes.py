@@ -52,7 +52,7 @@ def half_loss(network: nn.Module, batch: toy.Batch, task: str):
 def trained_in_mixed_precision(
     dtype, *, whole_step: bool = False, steps: Steps | None = None, **options: Any
 ):
-    """With autocast around the network, or around the loss too."""
+    """Autocast is around the network, or also around the loss."""
 
     def loss(network: nn.Module, batch: toy.Batch, task: str):
         images, targets = batch

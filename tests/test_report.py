@@ -202,7 +202,7 @@ def test_the_last_successful_step_is_reported() -> None:
 
 @pytest.mark.parametrize("name", ["ConnectionStrength", "PCGrad", "NashMTL-layer", "Sum", "Mixed"])
 def test_replays_and_reports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replays report as steps; a report changes nothing, and reads nothing before a number is."""
+    """Replays report as steps do; reports change nothing, and read nothing until they are printed."""
     monkeypatch.setitem(cuda_graphs.DEVICES, "cpu", Recorder)
     monkeypatch.setattr(Recorder, "replays", 0)
     captured, eager, silent = (CASES[name](captured=captured) for captured in (True, False, False))
@@ -218,7 +218,7 @@ def test_replays_and_reports(name: str, monkeypatch: pytest.MonkeyPatch) -> None
             reports.append(report)
         str(report)
     assert Recorder.replays > 1
-    for first, second in zip(reports[::2], reports[1::2], strict=True):  # Replays changed none.
+    for first, second in zip(reports[::2], reports[1::2], strict=True):  # None has changed.
         numbers = [{**report.scalars(), "surgery_ms": 0} for report in (first, second)]
         assert numbers[0] == numbers[1]
         assert (first.step, first.epoch, first.phase) == (second.step, second.epoch, second.phase)

@@ -335,7 +335,7 @@ def test_fair_grad_between_the_sum_and_the_least_gain(backend: str) -> None:
     gains = [gain(update) for update in updates]
     assert gains == sorted(gains)
     assert cosine_similarity(updates[0], rows.sum(0), dim=0) > 0.95
-    assert gains[-1] > 0.9 * gain(_update(cs.MGDA(), rows))  # MGDA's is the greatest there is.
+    assert gains[-1] > 0.9 * gain(_update(cs.MGDA(), rows))  # MGDA's is the largest.
 
 
 def test_config_has_equal_cosines(backend: str) -> None:
