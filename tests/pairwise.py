@@ -37,8 +37,8 @@ def covering(cases: Sequence[tuple[int, ...]], width: int) -> list[int]:
 def left_out(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
     """The tests that run only with `--full`.
 
-    For each backend, a test marked `pairwise` keeps cases with every pair of values, and one marked
-    `each` keeps cases with every value. With `most` of 1, `pairwise` works like `each`.
+    For each backend, tests marked `pairwise` keep cases with every pair of values, and tests marked
+    `each` keep cases with every value. With `most` of 1, `pairwise` works like `each`.
     """
     products: dict[tuple[str, str | None, int], list[pytest.Function]] = defaultdict(list)
     result = {item for item in items if item.get_closest_marker("full")}

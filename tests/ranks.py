@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 DEVICE = os.environ.get("CS_KERNELS_TEST_RANKS", "cpu")
-"""The type of device on which ranks make their tensors, and one process to compare with them."""
+"""The type of device on which ranks, and the one process they are compared with, make tensors."""
 
 TIMEOUT = timedelta(minutes=15)
-"""Only against waiting forever."""
+"""It only prevents waiting forever."""
 
 
 def on_its_device(rank: int, function: Callable[..., Any], *arguments: Any) -> Any:

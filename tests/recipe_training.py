@@ -21,9 +21,9 @@ import toy  # noqa: E402
 TASKS = toy.TASKS
 PRIORITIZED = {"trunk.0.weight": "trunk.1", "trunk.3.weight": "trunk.4"}
 PHASES = [1] * 6 + [2] * 6
-"""Of Switch(2), in four epochs of three steps."""
+"""The phases of Switch(2), in four epochs of three steps."""
 MIXED_PHASES = [1, 1, 1, 1, 2, 1, 2, 1, 2, 2, 2, 2]
-"""Of Mixed(epochs=4, seed=0, draw="step")."""
+"""The phases of Mixed(epochs=4, seed=0, draw="step")."""
 
 
 def recipe(name: str) -> Any:

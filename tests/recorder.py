@@ -45,7 +45,7 @@ class _Tape(TorchDispatchMode):
         self._known: dict[int, Tensor] = {}
         """Keeps one tensor per storage alive, so that no address is reused."""
         self._before: list[tuple[Tensor, Tensor]] = []
-        """The bytes of storages from outside, and copies of them."""
+        """The bytes of storages from outside, and copies of these bytes."""
         self._new: list[Tensor] = []
         """The bytes of storages that were allocated."""
 

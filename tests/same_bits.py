@@ -59,7 +59,7 @@ NETWORKS = ("task norms", "layer norm", "routed")
 EVENTS = ("", "resumed", "failed", "partial labels")
 ON_RANKS = ("Sum", "PCGrad", "PCGrad by layer", "ConnectionStrength", "GradDrop", "UPGrad kept")
 BY_LAYER = (*(m for m in METHODS if "by layer" in m), "ConnectionStrength", "Sum")
-"""The methods that `step_together` takes."""
+"""The methods that `step_together` supports."""
 
 
 class Trunk(nn.Module):

@@ -287,7 +287,7 @@ def test_a_failed_micro_batch_ends_the_update(
     ],
     ids=["zero_grad of heads", "clipped heads", "backward", "clipped", "backward of a layer"],
 )
-def test_every_gradient_must_stay_as_it_is(
+def test_every_gradient_must_stay_unchanged(
     method: cs.Method, change: Callable[[Whole], object]
 ) -> None:
     """Heads' gradients count too, as do methods that keep no rows."""

@@ -147,7 +147,7 @@ def test_every_instruction_set_agrees() -> None:
 
 
 def test_after_fork(projection: tuple[Tensor, Tensor, Tensor]) -> None:
-    """As in a data loader's worker, where torch uses one thread."""
+    """A data loader's worker forks, too, and torch uses one thread there."""
     grads, priority, expected = projection
     update = torch.empty_like(expected).share_memory_()
 

@@ -309,7 +309,7 @@ def _weights_stay(training: Training) -> Iterator[None]:
     assert training.balancer.weights == before
 
 
-def test_non_finite_gradients_leave_weights_alone() -> None:
+def test_non_finite_gradients_do_not_change_weights() -> None:
     training = Training(cs.GradVac())
     training.step(0)
     state = training.balancer.state_dict()["method"]["state"]["targets"]
@@ -804,7 +804,7 @@ def test_misuse() -> None:
     training.network(training.batch(0, "a"), "a").backward()
 
 
-def test_a_report_says_how_sure_it_is() -> None:
+def test_a_report_states_its_errors() -> None:
     """Cosines from small sketches deviate by about the errors that the report gives."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.randn(20_000))

@@ -84,19 +84,19 @@ def test_the_first_torch_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("driver", [False, True])
 @pytest.mark.parametrize("toolkit", [None, (11, 8), (13, 0)])
 def test_a_request_overrides(torch: Torch | None, driver: bool, toolkit: Toolkit) -> None:
-    """Even without a toolkit, where CMake then fails."""
+    """A request for a build without a toolkit also counts: CMake then fails."""
     for option in "01":
         assert decide(option, toolkit, torch, driver).option == option
     for option in ("auto", ""):
         assert decide(option, toolkit, torch, driver) == decide(None, toolkit, torch, driver)
 
 
-def test_a_request_that_is_not_known() -> None:
+def test_an_unknown_request() -> None:
     with pytest.raises(ValueError, match=re.escape("must be 0, 1 or auto, got 'yes'")):
         decide("yes", (13, 0), None, True)
 
 
-def test_one_line_says_what_why_and_how_to_change_it() -> None:
+def test_one_line_explains_the_decision() -> None:
     assert str(decide(None, (13, 0), CPU, True)) == (
         "CUDA kernels: no: torch 2.13.0+cpu in this environment has no CUDA"
         " (CS_KERNELS_CUDA=1 builds them)"
@@ -150,7 +150,7 @@ def test_the_version_of_the_toolkit(
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_the_environment_is_that_of_the_prefix(tmp_path: Path, isolated: bool) -> None:
+def test_torch_is_found_by_the_prefix(tmp_path: Path, isolated: bool) -> None:
     """Torch is found without an import, even if pip's isolated build hides it from sys.path."""
     venv.create(tmp_path / "venv", symlinks=True)
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")

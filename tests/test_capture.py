@@ -315,7 +315,9 @@ META, SCALER = torch.ones(3, device="meta"), torch.amp.GradScaler("cpu")
         (_capture_without_momentum, r"momentum=None in up_norm\.depth"),
     ],
 )
-def test_what_replays_would_get_wrong(capture: Callable[[], object], message: str) -> None:
+def test_replays_that_would_be_wrong_are_refused(
+    capture: Callable[[], object], message: str
+) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         capture()
     assert Recorder.captures == 0

@@ -99,7 +99,7 @@ def test_reports_have_norms_from_before_clipping() -> None:
 
 
 def test_by_layer_each_module_is_clipped() -> None:
-    """With `step` and, if normalization is task-specific, with `step_together`."""
+    """It is clipped with `step` and, if normalization is task-specific, with `step_together`."""
     limit = 0.05
 
     def trained(together: bool) -> tuple[Tensor, nn.Module, list[Tensor]]:
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_another_method_is_refused() -> None:
         other.opt(cs.Clipped(cs.PCGrad(), 1.0)).load_state_dict(state)
 
 
-def test_what_it_prints() -> None:
+def test_representations() -> None:
     assert (
         repr(cs.Clipped(cs.PCGrad(seed=3), 2.0)) == f"Clipped({cs.PCGrad(seed=3)!r}, max_norm=2.0)"
     )

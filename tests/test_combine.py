@@ -277,7 +277,7 @@ def test_drop_signs_equals_torchjd(backend: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("tasks", [1, 3, 9])
 def test_few_or_no_gradients(backend: str, tasks: int) -> None:
-    """In one tensor, the last task alone has a gradient; in another, no task has one."""
+    """In one tensor, only the last task has a gradient; in another, no task has one."""
     last = torch.randn(300)
     grads = [*(tasks - 1) * [None], last, *tasks * [None]]
     updates = [torch.full((300,), torch.nan), torch.full((5,), torch.nan)]

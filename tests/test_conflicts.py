@@ -34,7 +34,7 @@ SCALED = pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
 
 
 Gradients = Mapping[str, Sequence[Tensor | None]]
-"""By task, for each parameter."""
+"""For each task, a gradient per parameter."""
 
 
 class Plain:
@@ -302,7 +302,7 @@ def test_replays_count(method: str, scaled: bool, monkeypatch: pytest.MonkeyPatc
         loops.append(loop)
         if captured:
             assert Recorder.replays >= 8
-            # A graph builds its own masks, since those of eager steps may be freed.
+            # A graph builds its own masks, since masks of eager steps may be freed.
             assert "aten::arange.start" in Recorder.operators
     assert_alike(*loops)
     assert_equal(*(numbers_of(loop.opt) for loop in loops))

@@ -151,7 +151,7 @@ def test_losses_of_one_forward_pass(rank: int, kind: str, method: str, parts: in
 @KINDS
 @pytest.mark.parametrize("call", ["step", "backward"])
 @on_ranks(2)
-def test_steps_with_cached_weights_send_what_plain_ones_send(
+def test_steps_with_cached_weights_send_as_much_as_plain_steps(
     rank: int, kind: str, call: str
 ) -> None:
     sent = []
@@ -334,7 +334,7 @@ def _without_collections() -> Iterator[None]:
 
 
 @on_ranks(2)
-def test_a_wrapper_reduces_again_when_its_last_optimizer_is_gone(rank: int) -> list[list[Tensor]]:
+def test_a_wrapper_reduces_again_after_its_last_optimizer(rank: int) -> list[list[Tensor]]:
     """Two optimizers use one wrapper, as when a notebook cell runs twice.
 
     After both are deleted, plain fine-tuning works without a garbage collection.

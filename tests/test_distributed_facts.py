@@ -62,7 +62,7 @@ def _halve(parameter: Tensor) -> None:
 
 @SEPARATE_OR_SUMMED
 @on_ranks(2, alone={})
-def test_layers_that_are_left_out(rank: int, method: str) -> list[Tensor]:
+def test_skipped_layers(rank: int, method: str) -> list[Tensor]:
     """Each rank skips random layers of its own; a user's hook changes gradients."""
     buckets.BUCKET_BYTES = 100
     trunk = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))

@@ -332,9 +332,7 @@ CHANGES: dict[str, Callable[[Network], object]] = {
     ],
 )
 @on_ranks(2)
-def test_ranks_that_disagree_are_told_so(
-    rank: int, change: str | dict[str, Any], message: str
-) -> None:
+def test_ranks_that_disagree_raise(rank: int, change: str | dict[str, Any], message: str) -> None:
     network = Network("alone", rank, 2)
     options = {"tasks": TASKS, "method": cs.PCGrad(), "schedule": cs.Joint()}
     if rank == 1 and isinstance(change, str):
@@ -360,7 +358,7 @@ def test_ranks_that_disagree_are_told_so(
     ],
 )
 @on_ranks(2)
-def test_ranks_that_differ_in_a_step_are_told_so(rank: int, change: str, message: str) -> None:
+def test_ranks_that_differ_in_a_step_raise(rank: int, change: str, message: str) -> None:
     """The error comes before anything has changed."""
     network = Network("replicated", rank, 2)
     opt = network.start(cs.PCGrad(update_every=4), cs.Switch(1))
@@ -374,7 +372,7 @@ def test_ranks_that_differ_in_a_step_are_told_so(rank: int, change: str, message
 
 
 @on_ranks(3)
-def test_ranks_with_other_groups_are_told_so(rank: int) -> None:
+def test_ranks_with_other_groups_raise(rank: int) -> None:
     """Otherwise torch would wait for a group that the third rank does not know."""
     trunk = nn.Linear(3, 3)
     if rank != 1:
@@ -392,7 +390,7 @@ def test_ranks_with_other_groups_are_told_so(rank: int) -> None:
     ("what", "noticed"), [("state", 64), ("parameter", 64), ("loaded", 5), ("equal options", None)]
 )
 @on_ranks(2)
-def test_ranks_that_drift_are_told_so(rank: int, what: str, noticed: int | None) -> None:
+def test_ranks_that_drift_raise(rank: int, what: str, noticed: int | None) -> None:
     """`noticed` is the last step that may raise; equal options may be written differently."""
     trunk = nn.Linear(3, 3)
     adam = torch.optim.Adam(trunk.parameters(), lr=0.01)

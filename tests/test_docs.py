@@ -84,7 +84,7 @@ def test_python_runs(page: str, number: int) -> None:
 
 
 def _first_example(page: str, sign: str) -> str:
-    """The first example of a page; of a diff, the lines with this sign and the unmarked ones."""
+    """The first example of a page; in a diff, the lines with this sign and the unmarked ones."""
     kind = "diff" if page == "README.md" else "python"
     code = next(code for language, code in _blocks(page) if language == kind)
     if kind == "python":
@@ -128,7 +128,7 @@ def test_fragments_run(
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_blocks_say_what_they_are(page: str) -> None:
+def test_blocks_name_their_language(page: str) -> None:
     for language, code in _blocks(page):
         assert language in {"", "bibtex", "diff", "py", "python", "sh", "text"}, code
         if language in ("", "text"):
@@ -136,7 +136,7 @@ def test_blocks_say_what_they_are(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_lists_have_the_items_that_their_numbers_say(page: str) -> None:
+def test_lists_are_numbered_in_order(page: str) -> None:
     """A wrapped line that starts with a number and a period would become an item."""
     last: dict[str, int] = {}
     text = FENCE.sub("", (ROOT / page).read_text())
@@ -175,7 +175,7 @@ def test_named_files_exist(page: str) -> None:
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_links_of_the_repository(page: str) -> None:
-    """Links to files and their headings; those of the site are checked by `make docs`."""
+    """Links to files and their headings exist; `make docs` checks the site's links."""
     text = FENCE.sub("", (ROOT / page).read_text())
     for target in re.findall(r"\]\((?!https?:|\.\./\.\./actions)([^)]+)\)", text):
         path, _, anchor = target.partition("#")

@@ -435,7 +435,7 @@ def _behind(network: Network) -> tuple[Losses, Tensor]:
 
 
 def _another(number: int) -> Callable[[Network], Any]:
-    """Features of another network, alone or beside this one's."""
+    """Features of another network, alone or with this network's."""
 
     def call(network: Network) -> tuple[Losses, Any]:
         other = Network().requires_grad_(False)
@@ -501,7 +501,7 @@ def assert_refused(
 @pytest.mark.parametrize(("method", "steps"), [(cs.MGDA(), 0), (cs.MGDA(), 3), (cs.Sum(), 0)])
 @pytest.mark.parametrize("match", CALLS)
 def test_refused_calls(match: str, method: cs.Method, steps: int) -> None:
-    """In the first step or later."""
+    """They are refused in the first step and in later ones."""
     network = Network()
     network.x.requires_grad_()
     opt = network.start(method)

@@ -87,7 +87,7 @@ class Whole(nn.Module):
 
 
 class Network:
-    """A network as ranks share it: the trunk alone, or with its heads ("whole")."""
+    """A network distributed over ranks: the trunk alone, or with its heads ("whole")."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ def _with_some_labels(rank: int, size: int, kind: str, method: str) -> list[Any]
 
 
 def _scaled(rank: int, size: int, kind: str, method: str) -> list[Any]:
-    """With a scaler and a weighting that learns; all ranks skip a step with an infinite loss."""
+    """All ranks skip a step with an infinite loss; there are a scaler and a learning weighting."""
     scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     weighting = cs.UncertaintyWeights(dict.fromkeys(TASKS, "regression"))
     options = {"weighting": weighting, "scaler": scaler}
@@ -221,7 +221,7 @@ def test_ranks_train_as_one_process(pools: Pools, case: Any, method: str) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks(2, alone={"kind": "alone"}, rtol=1e-13)
-def test_an_update_in_float64_is_that_of_the_whole_batch(rank: int, kind: str) -> list[Tensor]:
+def test_an_update_in_float64_equals_the_whole_batchs(rank: int, kind: str) -> list[Tensor]:
     network = Network(kind, rank, 2, cs.UPGrad(), torch.float64)
     network.backward(0)
     return whole_copies(1e8 * p.grad for p in network.plain.parameters() if p.grad is not None)

@@ -23,7 +23,7 @@ Losses = dict[str, Tensor]
 
 
 class Given(cs.GramianMethod):
-    """Takes its task weights from a list, the next ones in each step that solves."""
+    """Takes task weights from a list, one entry per step that solves."""
 
     def __init__(self, *weights: Sequence[float], update_every: int = 3, groups: Any = "all"):
         super().__init__(groups, update_every)
@@ -116,7 +116,7 @@ class Step(NamedTuple):
     calls: Sequence[Sequence[str]] = (TASKS,)
     """The tasks of its micro-batches."""
     factors: Mapping[str, float] = {}
-    """By task: multiplies the loss."""
+    """Factors of the losses, by task."""
     features: bool = False
     """Whether gradients are combined at the trunk's output."""
     change: Callable[[Any], object] = lambda opt: None
@@ -267,10 +267,10 @@ class Case(NamedTuple):
     losses: Callable[..., Losses] = lambda m, losses: losses
     prepare: Callable[..., object] = lambda m: None
     one_pass: bool = True
-    """Whether one backward pass is right in a step that does not solve."""
+    """Whether a single backward pass is correct in a step that does not solve."""
     since: str = "00033"
     shared_from: int = 9
-    """The step from which on a's adapter is no own part of the trunk."""
+    """The step from which the adapter of "a" also belongs to another task."""
 
 
 def _behind_adapters(m: Any, z: Tensor, task: str) -> Tensor:
@@ -455,7 +455,7 @@ def test_task_specific_normalization(method: Any, way: str, micro_batches: int) 
 
 
 def test_steps_between_keep_one_gradient() -> None:
-    """With kept weights, the last update is freed; with rows, its memory is used again."""
+    """With kept weights, the previous update is freed; otherwise, its memory is used again."""
     for every in (1, 3):
         network = Network()
         opt = network.start(cs.PCGrad(update_every=every))

@@ -155,7 +155,7 @@ def test_non_finite_gradients_reach_the_update(name: str) -> None:
 @pytest.mark.parametrize("schedule", [cs.Joint(), cs.Mixed(4, seed=3, draw="step")], ids=repr)
 @pytest.mark.parametrize("name", EVERY)
 def test_resumed_run_is_bit_equal(name: str, schedule: cs.Schedule) -> None:
-    """With task-specific normalization and a weighting, in the middle of an epoch."""
+    """It resumes in the middle of an epoch, with task-specific normalization and a weighting."""
 
     def trained(start: int, stop: int, states: list[dict[str, Any]] | None = None) -> list[Any]:
         setup = Setup()

@@ -179,7 +179,7 @@ def test_priority_is_current() -> None:
     assert not torch.equal(*seen)
 
 
-def test_tasks_of_anything_that_has_an_order() -> None:
+def test_tasks_may_be_any_ordered_iterable() -> None:
     model, loss, *_ = problem()
     for tasks in (dict.fromkeys(AB), dict.fromkeys(AB).keys(), iter(AB), tuple(AB)):
         opt = optimizer_of(model, cs.PCGrad(), tasks=tasks)

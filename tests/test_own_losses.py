@@ -127,7 +127,7 @@ def test_gradients_from_before_the_optimizer_was_built() -> None:
 
 @BOTH_WAYS
 def test_two_that_share_a_torch_optimizer(way: str) -> None:
-    """The second must not drop the first one's update; in turn, both train as if alone."""
+    """The second must not drop the first one's update; both train as if there was no other."""
     loop, other, alone = Loop(), Loop(), Loop()
     loop.sgd.add_param_group({"params": [*other.trunk.parameters(), *other.heads.parameters()]})
     other.sgd = loop.sgd
@@ -274,7 +274,7 @@ def test_messages(call: Callable[[], object], match: str) -> None:
         call()
 
 
-def test_what_is_not_refused() -> None:
+def test_accepted_losses() -> None:
     for method in (cs.ConnectionStrength(), cs.Sum()):
         converted(method, layers={"0": None})
     together(type("Said", (Unsaid,), {"layerwise": True})())

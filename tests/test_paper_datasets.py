@@ -274,7 +274,7 @@ def test_draws_depend_on_seed_epoch_and_index_alone(root, name):
     assert all(map(same, reversed(epochs(reversed(range(8)))), first))
     assert not all(same(batch, first[0]) for batch in first[:4])
     assert not all(map(same, epochs(range(8), seed=1), first))
-    assert any(not torch.equal(*batch["semseg"]) for batch in first)  # NYUD's pictures are alike.
+    assert any(not torch.equal(*batch["semseg"]) for batch in first)  # NYUD's pictures are equal.
     assert same(*epochs(range(2), augment=False))
     for persistent in (False, True) if name == "nyud" else ():
         options = {"num_workers": 1, "persistent_workers": persistent}
@@ -352,7 +352,7 @@ WRONG = {
     "cityscapes/train/label_7/0.npy": {"c8": "integer", 7: "-1 to 6", 0.5: WHOLE},
     "cityscapes/train/depth/0.npy": {"i4": FLOAT, np.inf: "-1 to 255"},
 }
-"""By file: wrong dtypes and values, and what is allowed; None where the shape is not checked."""
+"""By file: wrong dtypes and values, and the allowed ones; None if the shape is not checked."""
 
 
 def read(path):

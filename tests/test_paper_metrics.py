@@ -151,7 +151,7 @@ def test_metrics_stay_in_float64_on_a_half_precision_network():
 
 @EVERY_KIND
 def test_losses(task):
-    """Against formulas; unknown pixels change nothing, and alone they have no loss."""
+    """They equal formulas; unknown pixels change nothing, and alone they have no loss."""
     prediction, target = make(task)
     known = target != IGNORE
     if task.kind == "classes":

@@ -248,7 +248,7 @@ def test_stitched_segnets_follow_the_formula():
 
 
 SIZE = 5
-"""Rotated entries, of the feature's 8."""
+"""The number of rotated entries, of the 8 in a feature."""
 
 
 class Outputs(nn.Conv2d):

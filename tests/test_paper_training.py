@@ -386,7 +386,7 @@ def test_runs_of_tables():
         small_table("coco")
 
 
-def test_missing_runs_come_after_those_that_they_need(place, tmp_path):
+def test_missing_runs_follow_the_runs_they_need(place, tmp_path):
     [part] = small_table("cityscapes")
     backwards = dataclasses.replace(part, rows=dict(reversed(part.rows.items())))
     rows = [run.row for run in runner.missing([backwards], place)]
@@ -556,7 +556,7 @@ def test_a_plan_reads_no_pictures(tmp_path, data, capsys, monkeypatch):
 
 
 def test_a_step_is_extrapolated_by_pixels(tmp_path, data, monkeypatch):
-    """From 1 ms plus 1 us per pixel."""
+    """A step takes 1 ms, plus 1 us per pixel."""
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(timing, "_processor_seconds", lambda _, side: 1e-3 + 1e-6 * side**2)
     training = Training(make_run(batch=4), tmp_path, data)

@@ -889,7 +889,7 @@ def test_parts_of_one_task_alone_need_not_be_repeatable(every: int) -> None:
         network.sgd.zero_grad()
 
 
-def test_a_failed_step_shows_nothing_of_what_tasks_reach() -> None:
+def test_a_failed_step_does_not_change_reach() -> None:
     """Its batch may be dropped, so it must not count."""
     torch.manual_seed(0)
     trunk = nn.ModuleDict({"one": nn.Linear(3, 4), "own": nn.Linear(3, 4)})

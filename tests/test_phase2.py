@@ -43,7 +43,7 @@ def _check_priority(priority: Tensor, exact: Tensor) -> None:
 
 
 def _check_update(update: Tensor, args: Sample, priority: Tensor) -> None:
-    """The error is at most twice that of the plain formula in the same dtype."""
+    """The error is at most twice the plain formula's in the same dtype."""
     kind = args.kind
     exact = projected_rows(args.grads.double(), priority, kind)
     plain = closed_form_rows(args.grads, priority, kind)

@@ -30,10 +30,10 @@ SAVED = 10
 KINDS = {"replicated": (), "sharded": ("--sharded", "--fixed-statistics")}
 
 Losses = dict[int, tuple[int, float, float]]
-"""By step: the phase, and the losses of two tasks."""
+"""The phase and the losses of two tasks, by step."""
 
 Runs = dict[str, tuple[Losses, Path]]
-"""By kind: the losses of an uninterrupted run, and the folder of its first checkpoint."""
+"""The losses of an uninterrupted run and the folder of its first checkpoint, by kind."""
 
 
 def _arguments(folder: Path, *options: str) -> list[str]:

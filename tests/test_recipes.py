@@ -480,7 +480,7 @@ def test_recipes_are_short_scripts(
 
 
 def test_a_recipe_in_a_process_of_its_own(tmp_path):
-    """As a user starts it, from another folder."""
+    """A user starts it from another folder."""
     command = [sys.executable, FOLDER / "plain_loop.py", "--checkpoint", "a.pt", "--epochs", "2"]
     environment = {"PYTHONPATH": str(Path(cs.__file__).parent.parent), "OMP_NUM_THREADS": "1"}
     options = {"cwd": tmp_path, "env": environment, "timeout": 1200}

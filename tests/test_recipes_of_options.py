@@ -229,7 +229,7 @@ class _Watching(PlainTraining):
 
 
 Logged = dict[int, dict[str, float]]
-"""The numbers by step."""
+"""Logged numbers, by step."""
 
 
 def _from_tensorboard(folder):

@@ -202,7 +202,7 @@ def test_the_last_successful_step_is_reported() -> None:
 
 @pytest.mark.parametrize("name", ["ConnectionStrength", "PCGrad", "NashMTL-layer", "Sum", "Mixed"])
 def test_replays_and_reports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replays report as steps do; reports change nothing, and read nothing until they are printed."""
+    """Replays report as steps do; reports change nothing, and read nothing until printed."""
     monkeypatch.setitem(cuda_graphs.DEVICES, "cpu", Recorder)
     monkeypatch.setattr(Recorder, "replays", 0)
     captured, eager, silent = (CASES[name](captured=captured) for captured in (True, False, False))

@@ -144,7 +144,7 @@ def test_updates_of_many_tasks(backend: str, method: GramianMethod, tasks: int, 
 def test_rounded_gramians_of_dependent_gradients(
     backend: str, method: GramianMethod, full: bool
 ) -> None:
-    """In float32, they are not positive semidefinite, by more than the ridge."""
+    """In float32, they are indefinite by more than the ridge."""
     for seed in range(40 if full and not SMALL else 4):
         rows = _random_rows(3 if SMALL else 5, seed, 1 + seed % 2).float()
         assert _update(method, rows).norm() <= 10 * rows.norm()

@@ -349,7 +349,7 @@ def blocks(hides: bool = False) -> Case:
 def test_layers_that_do_not_always_run(
     method: cs.Method, hides: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It works even if the graph that was searched is that of a step without them."""
+    """It works even if the searched graph is from a step without them."""
     monkeypatch.setattr(loss_graph, "_CHECKED_EVERY", 3)
     close = {"rtol": 1e-8, "atol": 1e-10}
     assert_alike(blocks(hides), 7, close=close, method=method)

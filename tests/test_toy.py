@@ -41,7 +41,7 @@ def test_losses_and_gradients():
         torch.testing.assert_close(torch.from_numpy(gradients[:, i]), gradient)
 
 
-def test_steps_are_those_of_adam():
+def test_steps_equal_adams():
     points = torch.tensor(toy.STARTS, requires_grad=True)
     adam = torch.optim.Adam([points], lr=toy.RATE)
     for _ in range(toy.KEPT):
@@ -66,9 +66,9 @@ def test_the_front():
 
 @pytest.mark.parametrize("steps", [toy.STEPS // 2, pytest.param(toy.STEPS, marks=pytest.mark.full)])
 def test_who_reaches_the_front_and_where(steps):
-    """As in the papers: from (9, 9), plain descent and PCGrad stop short in the valley.
+    """As in the papers, plain descent and PCGrad stop short in the valley from (9, 9).
 
-    CAGrad, the slowest, ends where the mean loss is least, Nash-MTL nearer to the middle.
+    CAGrad, the slowest, ends where the mean loss is least, Nash-MTL closer to the middle.
     """
     names = ["Sum", "PCGrad", "CAGrad", "NashMTL", "FairGrad"]
     paths = {path.name: path for path in toy.follow(names, steps)}

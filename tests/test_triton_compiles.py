@@ -99,7 +99,7 @@ class Contractions:
 _INSTRUCTION = re.compile(r"\s*(?:@!?(%\w+)\s+)?(\w+)(?:[.\w:]*)\s+(\{[^}]*\}|[^,;\[]*)([^;]*);")
 _REGISTER = re.compile(r"%\w+")
 _SAME_BITS = {"cvt", "shl", "or", "mov"}
-"""The instructions that make a number of 64 bits from two of 32."""
+"""Instructions that make a 64-bit number from two 32-bit numbers."""
 
 
 @pytest.fixture(params=[80, 86, 89, 90, 100, 120])

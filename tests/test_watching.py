@@ -179,7 +179,7 @@ def test_a_normalization_without_scale_counts_as_one() -> None:
     assert set(priorities[0]) == {0, 1}
 
 
-def test_coverage_shows_what_is_frozen_now() -> None:
+def test_coverage_shows_frozen_parameters() -> None:
     trunk = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
     opt = optimizer_of(cs.nn.convert_task_batchnorm(trunk, AB))
     opt.step(loss_of(trunk, torch.randn(8, 3)))

@@ -511,7 +511,7 @@ def learned(
 
 
 def test_gradnorm_weights_stay_positive() -> None:
-    """A gradient should be far smaller than it is, where Adam alone would go below zero."""
+    """A gradient should be far smaller than it is; Adam alone would make its weight negative."""
     weighting = cs.GradNorm(alpha=3.0, lr=0.5)
     weights, least = [1.0, 1.0], []
     for number in range(30):

@@ -28,7 +28,7 @@ class Case:
     layers: int
     """Weights of convolutions and linear layers."""
     prioritized: int
-    """The weights whose layer's output goes straight into a batch normalization."""
+    """Weights whose layer's output goes straight into a batch normalization."""
     options: dict[str, Any] = field(default_factory=lambda: {"num_classes": 0})
     size: int = 64
     """Height and width of the pictures."""
@@ -123,11 +123,9 @@ def plain_updates(
 
 
 def compared(ours: Setup, theirs: Setup, coverage: cs.Coverage) -> tuple[float, int]:
-    """The updates in a trunk after a step, with those of another as it was before the step.
+    """Compares a trunk's updates after a step with plain updates of a copy from before the step.
 
-    Returns:
-        The largest error, relative to the tensor, and how many tensors are in conflict.
-
+    Returns the largest error, relative to the tensor, and how many tensors are in conflict.
     """
     expected, sums = plain_updates(theirs, coverage.prioritized)
     error, conflicts = 0.0, 0
