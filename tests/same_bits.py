@@ -225,7 +225,7 @@ def settings(*, alone: bool = True) -> Iterator[tuple[str, ...]]:
 
 
 def on_a_rank(rank: int, wrap: str, chosen: list[tuple[str, ...]]) -> list[str]:
-    """The outcomes of trainings on many ranks."""
+    """Runs trainings on one of many ranks; returns their outcomes."""
     return [outcome(*setting, wrap) for setting in chosen]
 
 

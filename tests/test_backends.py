@@ -147,7 +147,7 @@ def test_every_instruction_set_agrees() -> None:
 
 
 def test_after_fork(projection: tuple[Tensor, Tensor, Tensor]) -> None:
-    """A data loader's worker forks, too, and torch uses one thread there."""
+    """A data loader's workers are forks, too, in which torch uses one thread."""
     grads, priority, expected = projection
     update = torch.empty_like(expected).share_memory_()
 

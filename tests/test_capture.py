@@ -104,7 +104,7 @@ def _other_steps_between(captured: bool) -> Loop:
 
 
 def _a_learning_rate_in_a_tensor(captured: bool) -> Loop:
-    """It changes in every step."""
+    """A scheduler changes it in every step."""
     loop = Loop(cs.PCGrad(), captured=captured, lr=torch.tensor(0.05), fused=True)
     rate = torch.optim.lr_scheduler.ExponentialLR(loop.setup.optimizer, 0.8)
     return loop.train(stop=8, rate=rate)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.loop
 def test_resumed_run_is_bit_equal(
     optimizer: Callable[..., torch.optim.Optimizer], options: dict[str, float]
 ) -> None:
-    """Interrupted in the middle of an epoch, with a learning-rate schedule on the optimizer."""
+    """It stops in the middle of an epoch; a scheduler changes the learning rate."""
 
     def build() -> tuple[Setup, cs.MultiTaskOptimizer, torch.optim.lr_scheduler.LRScheduler]:
         setup = Setup(optimizer=optimizer, **options)

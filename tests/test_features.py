@@ -206,7 +206,7 @@ def test_weightings() -> None:
 
 
 def test_both_ways_in_turn() -> None:
-    """A call with features leaves nothing behind for a call without, nor the other way round."""
+    """A call with features leaves nothing behind for a call without, nor vice versa."""
     network = Network()
     opt = network.start(cs.MGDA())
     for _ in range(2):

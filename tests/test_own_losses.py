@@ -274,7 +274,7 @@ def test_messages(call: Callable[[], object], match: str) -> None:
         call()
 
 
-def test_accepted_losses() -> None:
+def test_accepted_methods() -> None:
     for method in (cs.ConnectionStrength(), cs.Sum()):
         converted(method, layers={"0": None})
     together(type("Said", (Unsaid,), {"layerwise": True})())

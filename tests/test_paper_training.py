@@ -391,7 +391,7 @@ def test_missing_runs_follow_the_runs_they_need(place, tmp_path):
     backwards = dataclasses.replace(part, rows=dict(reversed(part.rows.items())))
     rows = [run.row for run in runner.missing([backwards], place)]
     assert rows.index("GD") < rows.index("CAGrad + Recon")
-    assert len(rows) == len(set(rows)) + 1  # Two single-task networks.
+    assert len(rows) == len(set(rows)) + 1  # Single tasks take two networks.
     with pytest.raises(FileNotFoundError, match="cityscapes is no folder"):
         runner.missing([part], runner.Place(tmp_path, tmp_path / "runs"))
 

@@ -68,7 +68,7 @@ def _strength(args: Sample) -> Tensor:
 
 
 def _check_products(products: Tensor, layers: list[Sample], priorities: Iterable[Tensor]) -> None:
-    """They are d_ij = <G_i, G_j> of every channel group."""
+    """Checks d_ij = <G_i, G_j> of every channel group."""
     for d, layer, priority in zip(products, layers, priorities, strict=True):
         of_rows = torch.stack([rows(g.double(), layer.kind) for g in layer.grads])
         for i in range(len(d)):
@@ -202,7 +202,7 @@ def test_channels_with_the_plain_sum(backend: str, other: int | None) -> None:
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-18, 1.0, 1e18, 1e30])
 def test_scales_of_float32(backend: str, scale: float) -> None:
-    """Finite and equivariant: scaling by a power of two is exact, so the result is too."""
+    """Results are finite and scale with gradients: a power of two is an exact factor."""
     if backend in GPU_BACKENDS and not 1e-18 <= scale <= 1e18:
         return  # products of a tile are in float32
     args = sample(Kind("conv", (16, 64, 3, 3)), 4, torch.float32)

@@ -111,8 +111,7 @@ SAME = "got 3 of which two are the same .*partial"
         (lambda s: [lambda task: s.closure(n)(task) for n in range(3)], SAME),
         (lambda s: [partial(lambda x, task: x * s.closure(n)(task), 1) for n in range(3)], SAME),
         (lambda s: (lambda task: s.closure(n)(task) for n in range(3)), SAME),
-        # These have their own batches: by default value, keyword, partial, or a function that makes
-        # closures.
+        # These have their own batches, bound in several ways, or draw them.
         (lambda s: [lambda task, n=n: s.closure(n)(task) for n in range(3)], None),
         (lambda s: [lambda t, *, n=b[0]: s.closure(0)(t) + n.sum() for b in s.batches], None),
         (lambda s: [partial(lambda n, task: s.closure(n)(task), n) for n in range(3)], None),
@@ -195,7 +194,7 @@ def test_a_closure_that_changes_gradients_between_micro_batches():
 
 
 def test_a_frozen_teacher_with_another_task():
-    """The teacher is converted, too, and runs for the same task, whichever is trained."""
+    """The teacher is converted, too, and always runs for "depth", whichever task is trained."""
     setup, opt = started()
     teacher = copy.deepcopy(setup.trunk).requires_grad_(False)
 

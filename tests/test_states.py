@@ -162,7 +162,7 @@ def test_a_wrong_state_is_not_loaded(
 def test_a_loss_of_nan_with_a_finite_gradient(
     way: str, at: int, method: Callable[[], cs.Method], weighting: Callable[[], cs.Weighting]
 ) -> None:
-    """A mean over no labels: its gradient is zero, and training goes on."""
+    """A mean over no labels has a gradient of zero, and training goes on."""
     trunk, heads = nn.Linear(5, 6), nn.ModuleDict({task: nn.Linear(6, 3) for task in AB})
     weighs = weighting()
     parameters = [*trunk.parameters(), *heads.parameters(), *weighs.parameters()]

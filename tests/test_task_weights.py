@@ -350,7 +350,7 @@ def test_config_has_equal_cosines(backend: str) -> None:
 
 
 def test_config_without_a_common_direction(backend: str) -> None:
-    """Opposed and cancelling gradients have none; three in a plane have a least-squares one."""
+    """Opposed and canceling gradients have none; three in a plane have a least-squares one."""
     angles = torch.arange(3, dtype=torch.float64) * (2 * math.pi / 3)
     cancelling = torch.stack([angles.cos(), angles.sin()], 1)
     for rows in (cancelling, torch.tensor([[1.0, 2.0], [-2.0, -4.0]]).double()):

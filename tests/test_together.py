@@ -201,7 +201,7 @@ def of_layers(dims: int) -> Case:
 
 
 def words(p: float = 0.0, mixes: bool = False) -> Case:
-    """Embeddings, dropout, a linear layer of three dimensions, and outputs in a dictionary."""
+    """Embeddings, dropout, a linear layer on three dimensions, and outputs in a dictionary."""
 
     def run(trunk: Any, inputs: dict[str, Tensor], scale: float = 1.0) -> dict[str, Any]:
         tokens = inputs["tokens"]

@@ -58,7 +58,7 @@ def stationary(rows: Tensor) -> bool:
 
 
 def mgda_error(rows: Tensor, weights: Tensor) -> float:
-    """The squared norm, relative to the shortest gradient's; infinite off the simplex."""
+    """The update's squared norm, relative to the shortest gradient's; infinite off the simplex."""
     if weights.min() < -1e-9 or abs(weights.sum() - 1) > 1e-9:
         return math.inf
     return float((weights @ rows).square().sum() / rows.square().sum(1).min())
@@ -181,7 +181,7 @@ class _OurOrders:
         return torch.tensor([among.index(j) for j in order], dtype=torch.int64)
 
 
-# Our method, TorchJD's for a number of tasks, and the error by the definition.
+# Our method, TorchJD's for k tasks, and the error by the definition.
 CASES: dict[str, tuple[cs.GramianMethod, Callable[[int], torch.nn.Module], Error]] = {
     "PCGrad": (cs.PCGrad(seed=5), lambda k: theirs.PCGrad(), pcgrad_error),
     "CAGrad": (cs.CAGrad(CAGRAD, rescale=0), lambda k: theirs.CAGrad(CAGRAD), cagrad_error),

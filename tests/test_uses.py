@@ -340,7 +340,7 @@ def test_rows_are_masked_and_scaled():
     torch.testing.assert_close(numbers.mean(0), torch.zeros(4), atol=1e-5, rtol=0)
     torch.testing.assert_close(numbers.std(0), torch.ones(4))
     assert (train.inputs[:, 4:].sum(1) == 2).all()
-    # The metrics need both classes, and counts with zeros.
+    # The metrics need both classes, and counts that include zero.
     assert train.targets["affair"].unique().tolist() == [0, 1]
     assert train.targets["kids"].min() == 0
 

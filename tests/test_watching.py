@@ -349,7 +349,7 @@ ORDERS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def changing(order: str = "plain") -> tuple[Composed, Tensor]:
-    """Two layers, and normalizations of which two have opposed priorities."""
+    """Two layers and three normalizations, two of which have opposed priorities."""
     layers = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
     norms = {name: nn.BatchNorm1d(4) for name in ("one", "other", "third")}
     trunk = cs.nn.convert_task_batchnorm(Composed(ORDERS[order], **layers, **norms), AB)

@@ -295,7 +295,7 @@ def test_a_state_from_another_device(name: str) -> None:
 @EVERY
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_losses_in_half_precision(name: str, dtype: torch.dtype) -> None:
-    """The product has one rounding; the state is kept in float64."""
+    """Products round only once; the state is in float64."""
     weighting = WEIGHTINGS[name]()
     for step in converted(steps_of(), lambda loss: loss.to(dtype)):
         step.known = step.losses
